@@ -1,0 +1,109 @@
+"""`python -m sft_play COMMAND NAME=value ...`: a table of commands, dispatched by import; prints errors, returns exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+
+from sft_play.errors import UserError
+
+COMMON = frozenset({"CONFIG", "JSON"})
+LAUNCH = COMMON | {
+    "RUN_NAME", "NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_CONFIG", "TENSORBOARD_PORT",
+}
+RUN = frozenset({"RUN", "JSON"})
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One row of the table: where the code is, what the user reads in `make help`, which variables it takes."""
+
+    target: str
+    """`module:function`; the function takes a `config.call.Call` and returns an exit code."""
+    help: str
+    options: frozenset[str] = COMMON
+    overrides: bool = True
+    """Whether `SECTION_KEY=value` is accepted."""
+
+
+COMMANDS: dict[str, Command] = {
+    "quickstart": Command("sft_play.quickstart:main", "fine-tune and score a small real model on this machine's CPU", LAUNCH),
+    "config": Command("sft_play.config.show:main", "the resolved configuration, each key with its origin"),
+    "plan": Command(
+        "sft_play.plan.command:main",
+        "memory, batch, steps and time before training, with reasons",
+        COMMON | {"HARDWARE", "NUM_GPUS", "NUM_NODES", "RUN", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG"},
+    ),
+    "gpu-info": Command("sft_play.plan.gpu_info:main", "the GPUs of this machine", frozenset({"JSON"}), overrides=False),
+    "memory-check": Command(
+        "sft_play.plan.memory_check:main", "memory in use, and what CONFIG would need beside what is free", COMMON | {"RUN"}
+    ),
+    "doctor": Command("sft_play.doctor:main", "findings about this environment, each with its remedy", COMMON),
+    "setup-accelerate": Command(
+        "sft_play.launch.setup_accelerate:main",
+        "detect the hardware and write accelerate_configs/local.yaml",
+        frozenset({"JSON", "NUM_GPUS", "NUM_NODES", "MIXED_PRECISION", "STRATEGY", "OUT"}),
+        overrides=False,
+    ),
+    "train": Command("sft_play.launch.commands:train", "one process on the best device here", LAUNCH),
+    "train-tb": Command("sft_play.launch.commands:train_tb", "the same, with TensorBoard", LAUNCH),
+    "train-distributed": Command("sft_play.launch.commands:train_distributed", "all GPUs, or NUM_GPUS processes", LAUNCH),
+    "train-distributed-tb": Command("sft_play.launch.commands:train_distributed_tb", "the same, with TensorBoard", LAUNCH),
+    "train-deepspeed": Command(
+        "sft_play.launch.commands:train_deepspeed", "the same under DeepSpeed ZeRO", LAUNCH | {"DEEPSPEED_CONFIG"}
+    ),
+    "train-deepspeed-tb": Command(
+        "sft_play.launch.commands:train_deepspeed_tb", "the same, with TensorBoard", LAUNCH | {"DEEPSPEED_CONFIG"}
+    ),
+    "train-fsdp": Command("sft_play.launch.commands:train_fsdp", "the same under FSDP2", LAUNCH),
+    "resume": Command(
+        "sft_play.launch.commands:resume", "go on from a run's newest valid checkpoint", LAUNCH | {"RUN"} - {"CONFIG"}
+    ),
+    "eval": Command("sft_play.evaluate:main", "score a run's model", RUN | {"CHECKPOINT"}),
+    "infer": Command(
+        "sft_play.infer:main", "chat; PROMPT= for one answer, INPUT= and OUTPUT= for files", RUN | {"PROMPT", "INPUT", "OUTPUT", "CHECKPOINT"}
+    ),
+    "merge": Command("sft_play.export:main", "adapters merged into a model that any tool loads", RUN | {"OUT", "CHECKPOINT"}),
+    "serve": Command("sft_play.serve:main", "an OpenAI-compatible endpoint on 127.0.0.1", RUN | {"PORT", "CHECKPOINT"}),
+    "tensorboard": Command(
+        "sft_play.launch.tensorboard:start", "curves of all runs", frozenset({"JSON", "RUN", "TENSORBOARD_PORT"}), overrides=False
+    ),
+    "tensorboard-stop": Command(
+        "sft_play.launch.tensorboard:stop", "end the TensorBoard that this project started", frozenset({"JSON"}), overrides=False
+    ),
+    "help": Command("sft_play.__main__:show_help", "this list", frozenset(), overrides=False),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command and returns the exit code of contract section 7."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        from sft_play.config.call import parse_call
+
+        call = parse_call(arguments or ["help"], COMMANDS)
+        module, function = COMMANDS[call.command].target.split(":")
+        return int(getattr(importlib.import_module(module), function)(call))
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `make runs | head`: the reader has gone, nothing is left to say
+        sys.stderr.close()
+        return 0
+
+
+def show_help(_: object) -> int:
+    """Prints every command with one line."""
+    width = max(map(len, COMMANDS)) + 2
+    print("make TARGET NAME=value ...\n")
+    for name, command in COMMANDS.items():
+        print(f"  {name:<{width}}{command.help}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

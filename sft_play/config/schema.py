@@ -1,0 +1,202 @@
+"""The configuration: frozen, typed, with each key's meaning, unit and default in one place.
+
+People write YAML; `config.load` turns it into a `Config`. The text under each field is its documentation:
+`config.reference` renders it into `docs/configuration.md` and `configs/schema.json`. `auto` means that the plan decides,
+and that `plan.json` keeps the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Which model is tuned."""
+
+    name: str
+    """Hub id (`Qwen/Qwen2.5-7B-Instruct`) or folder with `config.json`, weights and tokenizer."""
+    revision: str | None = None
+    """Hub branch, tag or commit; the commit that was used is kept in the stamp."""
+    max_seq_len: int = 2048
+    """Longest row in tokens, at least 8."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the frozen or fully tuned weights; `auto` follows the hardware and the mode."""
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
+    """Attention kernel of transformers; `auto` is `flash_attention_2` when installed on a GPU, else `sdpa`."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Needs `model.revision` to be a commit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraSettings:
+    """The shape of the adapters (`tuning.mode: lora` or `qlora`)."""
+
+    r: int = 16
+    """Rank of the adapters, at least 1."""
+    alpha: float = 32.0
+    """Scale: the adapter's output is multiplied by alpha / r."""
+    dropout: float = 0.0
+    """Dropout before the adapter, 0 to below 1."""
+    target_modules: Auto | list[str] = "auto"
+    """Names of the linear layers that get an adapter; `auto` is every linear layer of the text model but the head."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuningConfig:
+    """How the model is tuned."""
+
+    mode: Literal["qlora", "lora", "full"] = "lora"
+    """`qlora`: adapters over a quantised base; `lora`: adapters over the base as it is; `full`: every weight."""
+    backend: Literal["bnb", "unsloth"] = "bnb"
+    """Library that loads and quantises the base: bitsandbytes with PEFT, or Unsloth (one NVIDIA GPU)."""
+    quantization: Literal["nf4", "int8"] = "nf4"
+    """For `qlora`: 4-bit NormalFloat with double quantisation, or 8-bit integers."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """The adapters' shape."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSource:
+    """One place that rows come from."""
+
+    path: str
+    """File (json, jsonl, csv, parquet), glob, folder, or hub dataset id."""
+    format: Literal["auto", "messages", "prompt_completion", "instruction", "question_answer"] = "auto"
+    """How a row becomes a conversation; `auto` goes by the columns."""
+    split: str | None = None
+    """Split of a hub dataset (`train`, `test[:500]`)."""
+    config: str | None = None
+    """Configuration name of a hub dataset."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub dataset."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """What the model is tuned and scored on."""
+
+    sources: list[DataSource] = field(default_factory=list)
+    """Training data, in order."""
+    validation: float | list[DataSource] | None = None
+    """Held-out data: sources of their own, or a fraction (0 to below 1) of the training rows, chosen by a hash of the row."""
+    train_path: str | None = None
+    """Short for a single entry of `data.sources`."""
+    val_path: str | None = None
+    """Short for a single entry of `data.validation`."""
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    """Rows longer than `model.max_seq_len`: refuse, leave out (counted), or cut (never the last answer's start)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """The optimisation. Every other field of the pinned `transformers.TrainingArguments` is accepted here too."""
+
+    batch_size: int | Auto = "auto"
+    """Rows per device and micro-step; `auto` is the largest that fits."""
+    grad_accum: int | Auto = "auto"
+    """Micro-steps per optimizer step; `auto` is what reaches the global batch."""
+    global_batch_size: int | Auto = "auto"
+    """Rows per optimizer step over all devices. `auto` is 32, or the product where batch and accumulation are both given."""
+    epochs: float = 3.0
+    """Passes over the training rows."""
+    max_steps: int = -1
+    """Optimizer steps; -1 goes by `train.epochs`."""
+    learning_rate: float | Auto = "auto"
+    """Peak learning rate; `auto` is 2e-4 for adapters and 2e-5 for `full`."""
+    lr_scheduler_type: str = "cosine"
+    """Schedule of transformers (`linear`, `cosine`, `constant`, `constant_with_warmup`, ...)."""
+    warmup_ratio: float = 0.03
+    """Share of all steps over which the learning rate rises; ignored only when `train.warmup_steps` is given."""
+    warmup_steps: int | None = None
+    """Steps over which the learning rate rises; replaces `train.warmup_ratio`."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm; 0 is off."""
+    optim: str = "auto"
+    """Optimizer of transformers (`adamw_torch_fused`, `paged_adamw_8bit`, ...); `auto` goes by mode and hardware."""
+    seed: int = 42
+    """Seed of initialisation, order and dropout."""
+    bf16: bool | Auto = "auto"
+    """bfloat16 computation; `true` where the hardware lacks it is an error."""
+    fp16: bool = False
+    """float16 computation with loss scaling."""
+    gradient_checkpointing: bool | Auto = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    ddp_find_unused_parameters: bool = False
+    """Let DDP look for parameters without a gradient."""
+    ddp_broadcast_buffers: bool = False
+    """Let DDP send rank 0's buffers before every forward pass."""
+    ddp_bucket_cap_mb: int | None = None
+    """Size of DDP's gradient buckets in MiB."""
+    dataloader_num_workers: int = 0
+    """Processes that load batches, per rank."""
+    dataloader_pin_memory: bool | Auto = "auto"
+    """Copy batches to pinned memory; `auto` is on with a GPU."""
+    eval_strategy: Literal["auto", "no", "steps", "epoch"] = "auto"
+    """When to evaluate; `auto` is `epoch` when there are validation rows."""
+    eval_steps: int | None = None
+    """Optimizer steps between evaluations (`eval_strategy: steps`)."""
+    predict_with_generate: bool | Auto = "auto"
+    """Score generated answers (ROUGE) at each evaluation; `auto` is off while training and on in `make eval`."""
+    generation_num_beams: int = 1
+    """Beams; 1 is greedy."""
+    generation_max_new_tokens: int = 128
+    """Longest answer in tokens."""
+    eval_accumulation_steps: int | None = None
+    """Evaluation batches whose results are kept on the device before they move to memory."""
+    eval_do_concat_batches: bool = True
+    """Join the results of evaluation batches, as in transformers."""
+    logging_steps: int = 1
+    """Optimizer steps between rows in `metrics.jsonl`."""
+    save_strategy: Literal["no", "steps", "epoch"] = "steps"
+    """When to write a checkpoint. One is always written at the end, unless `no`."""
+    save_steps: int = 50
+    """Optimizer steps between checkpoints (`save_strategy: steps`)."""
+    save_total_limit: int | None = 3
+    """Checkpoints kept beside the best one; older ones are removed after a newer one is complete."""
+    load_best_model_at_end: bool = False
+    """Publish the best checkpoint's weights in `model/`, not the last's."""
+    metric_for_best_model: str = "eval_loss"
+    """Which metric is best: `eval_loss` (lower), `eval_rougeL` (higher), ..."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further `TrainingArguments`, checked against the table of the pinned release. Written directly under `train.`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """How answers are generated and scored."""
+
+    samples: int = 200
+    """Validation rows that are answered and scored, chosen by seed; loss always uses all rows."""
+    batch_size: int | Auto = "auto"
+    """Prompts answered together on a device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """How processes are started."""
+
+    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "auto"
+    """How the work is shared out; `auto` goes by the command and by what fits."""
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
+    """Communication library: `nccl` between GPUs, `gloo` between CPUs. `mpi` is refused: torch's wheels lack it."""
+    timeout_seconds: int = 1800
+    """How long a collective operation may wait for a rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """The whole configuration of a run."""
+
+    model: ModelConfig
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -1,0 +1,83 @@
+"""Writing files so that a reader never sees half of one, and hashing them. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes `text` aside, syncs it to the disk and publishes it by rename; the old file survives any failure."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Like `write_text`, for bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.chmod(0o666 & ~current_umask())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Publishes `value` as indented JSON with a final newline. Raises `ValueError` for NaN and infinity."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Returns the parsed JSON of `path`. Raises `OSError` or `json.JSONDecodeError`."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def append_json_line(path: Path, value: Any) -> None:
+    """Appends one JSON object as a line in a single write, so that concurrent writers do not mix."""
+    with path.open("ab") as stream:
+        stream.write((json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8"))
+
+
+def file_sha256(path: Path) -> str:
+    """Returns the hexadecimal sha256 of a file's content."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(stream)
+
+
+def _sha256(stream: Iterable[bytes]) -> str:  # Python 3.10 lacks hashlib.file_digest
+    digest = hashlib.sha256()
+    for block in stream:
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def text_sha256(text: str) -> str:
+    """Returns the hexadecimal sha256 of a text's UTF-8 bytes."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def current_umask() -> int:
+    """Returns the process's umask (POSIX offers no way to read it without setting it)."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames inside `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

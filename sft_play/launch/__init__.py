@@ -1,0 +1,1 @@
+"""Layer 2: renders what accelerate and DeepSpeed read, starts the workers and watches over them. No torch."""

@@ -1,0 +1,1 @@
+"""Layer 3: finds, loads, quantises and adapts the model."""

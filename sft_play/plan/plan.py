@@ -1,0 +1,92 @@
+"""The plan: every decision about a run, with its reason, as plain data that `plan.json` keeps and workers obey."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sft_play.files import read_json, write_json
+
+Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlan:
+    """What one process does and needs."""
+
+    rank: int
+    device: str
+    """`cpu` or `cuda:LOCAL_INDEX`."""
+    device_name: str
+    micro_batch: int
+    """Rows per micro-step."""
+    accumulation: int
+    """Micro-steps per optimizer step."""
+    memory_bytes: Mapping[str, int]
+    """Parts: frozen, quant_state, adapters, gradients, optimizer, buffers, activations, recompute, logits, context, ..."""
+    peak_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """All decisions of a run. Workers take every value from here and decide nothing themselves."""
+
+    world_size: int
+    num_nodes: int
+    device: Literal["cpu", "cuda"]
+    backend: Literal["none", "gloo", "nccl"]
+    strategy: Strategy
+    source: Literal["formula", "trace", "probe"]
+    precision: Precision
+    """Computation: autocast type, or fp32."""
+    weights_dtype: str
+    """Type in which frozen weights are held: `float32`, `bfloat16`, `float16`."""
+    attn_implementation: str
+    layout: Literal["flattened", "padded"]
+    """How the rows of a micro-batch become a tensor."""
+    gradient_checkpointing: bool
+    optim: str
+    """Optimizer that really runs, after any substitution."""
+    learning_rate: float
+    ranks: tuple[RankPlan, ...]
+    global_batch_size: int
+    steps: int | None
+    """Optimizer steps in all; `None` until rows are known and `max_steps` is -1."""
+    steps_per_epoch: int | None
+    warmup_steps: int | None
+    eval_batch_size: int
+    """Prompts generated for together, and rows of a loss batch, per device."""
+    tokens_per_second: float | None
+    """Forecast over all ranks."""
+    communication_share: float | None
+    seconds_per_step: float | None
+    total_seconds: float | None
+    reasons: tuple[str, ...]
+    remedies: tuple[str, ...]
+
+    def save(self, path: Path) -> None:
+        write_json(path, self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        value = asdict(self)
+        value["ranks"] = [dict(r) for r in value["ranks"]]
+        return value
+
+    @staticmethod
+    def load(path: Path) -> Plan:
+        return Plan.from_json(read_json(path))
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Plan:
+        return Plan(
+            **{
+                **value,
+                "ranks": tuple(RankPlan(**r) for r in value["ranks"]),
+                "reasons": tuple(value["reasons"]),
+                "remedies": tuple(value["remedies"]),
+            }
+        )
