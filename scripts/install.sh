@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Makes or brings up to date the virtual environment: scripts/install.sh PYTHON VENV runtime|dev|bench
+# pip's own settings (an index, a proxy, a CPU-only torch build) are honoured through pip's environment variables and files.
+set -euo pipefail
+python=$1 venv=$2 group=$3
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if ! command -v "$python" >/dev/null; then
+    printf 'error: `%s` is not on the PATH\n\nhint: install Python 3.11 or newer, or name one: make install PYTHON=python3.11\n' "$python" >&2
+    exit 3
+fi
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    printf 'error: `%s` is %s; SFT-Play needs Python 3.11 or newer\n\nhint: name another: make install PYTHON=python3.11\n' \
+        "$python" "$("$python" --version 2>&1)" >&2
+    exit 3
+fi
+if [ ! -x "$venv/bin/python" ]; then
+    echo "making a virtual environment in $venv"
+    if ! "$python" -m venv "$venv"; then
+        printf 'error: `%s -m venv` failed\n\nhint: on Debian and Ubuntu: apt-get install python3-venv\n' "$python" >&2
+        rm -rf "$venv"
+        exit 3
+    fi
+fi
+
+install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@"; }
+case $group in
+    runtime)
+        echo "installing the pinned packages into $venv (some minutes, once)"
+        # torch first and alone: DeepSpeed's build looks at the torch that is there.
+        install torch
+        install --editable .
+        ;;
+    dev) echo "installing the test and lint tools into $venv" && install --editable '.[dev]' ;;
+    bench) echo "installing the packages that benchmarks compare with into $venv" && install --editable '.[bench]' ;;
+    *) echo "usage: scripts/install.sh PYTHON VENV runtime|dev|bench" >&2 && exit 2 ;;
+esac
+touch "$venv/.$group"
