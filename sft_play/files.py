@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +51,7 @@ def append_json_line(path: Path, value: Any) -> None:
 def file_sha256(path: Path) -> str:
     """Returns the hexadecimal sha256 of a file's content."""
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(stream)
-
-
-def _sha256(stream: Iterable[bytes]) -> str:  # Python 3.10 lacks hashlib.file_digest
-    digest = hashlib.sha256()
-    for block in stream:
-        digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def text_sha256(text: str) -> str:
