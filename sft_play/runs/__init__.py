@@ -1,0 +1,1 @@
+"""Layer 1: run folders, stamps, checkpoint manifests and discovery. No torch."""

@@ -1,0 +1,109 @@
+"""The layout of a run's folder, `runs/NAME/`. Every path of it has its name here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def runs_folder() -> Path:
+    """Returns the folder of all runs: `$RUNS_DIR`, or `runs` in the working folder."""
+    return Path(os.environ.get("RUNS_DIR") or "runs")
+
+
+def cache_folder() -> Path:
+    """Returns the folder of what can be made again: `$SFT_PLAY_CACHE`, or `~/.cache/sft_play`."""
+    return Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths inside one run's folder; creates nothing by itself."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration: `{"config": ..., "origins": ...}`."""
+        return self.path / "config.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def prepared(self) -> Path:
+        """What preparation found out about model and data (`runs.prepared.Prepared`)."""
+        return self.path / "prepared.json"
+
+    @property
+    def stamp(self) -> Path:
+        return self.path / "stamp.json"
+
+    @property
+    def accelerate(self) -> Path:
+        return self.path / "accelerate.yaml"
+
+    @property
+    def deepspeed(self) -> Path:
+        return self.path / "deepspeed.json"
+
+    @property
+    def events(self) -> Path:
+        """What happened to the run as a whole: started, resumed, finished, failed; one JSON object a line."""
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def training_metrics(self) -> Path:
+        return self.path / "training_metrics.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank{rank}.log"
+
+    def rank_exit(self, rank: int) -> Path:
+        """Where a worker records its own exit code and error, since torchrun turns every failure into 1."""
+        return self.logs / f"exit-rank{rank}.json"
+
+    def rank_holdings(self, rank: int) -> Path:
+        """What a rank really held: elements of parameters, gradients, optimizer states; rows trained and scored."""
+        return self.logs / f"holdings-rank{rank}.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tb"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:06d}"
+
+    @property
+    def best(self) -> Path:
+        return self.checkpoints / "best"
+
+    @property
+    def last(self) -> Path:
+        return self.checkpoints / "last"
+
+    @property
+    def model(self) -> Path:
+        """The final (or best) weights with tokenizer, template and stamp."""
+        return self.path / "model"
+
+    def evaluation(self, step: int) -> Path:
+        return self.path / "eval" / f"step-{step:06d}"

@@ -1,0 +1,75 @@
+"""What preparation (once, before any process group) tells the plan and the workers. Written by layer 3, read by all."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play.files import read_json, write_json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedModel:
+    """Where the base model really is, and what it is."""
+
+    name: str
+    """As the configuration says."""
+    path: str
+    """Folder with `config.json`, weights and tokenizer."""
+    source: str
+    """`folder`, `hub` or `embedded`."""
+    revision: str | None
+    """The hub's commit; `None` for a folder."""
+    fingerprint: str
+    """sha256 over the names and contents of config, tokenizer and weight index (weights by name and size, or the hub's commit)."""
+    tokenizer_fingerprint: str
+    """sha256 over the tokenizer's files and the rendered chat template."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedSplit:
+    """Facts of one prepared split."""
+
+    path: str
+    """Folder for `datasets.load_from_disk`, columns `input_ids`, `labels` (-100 where not trained), `row`; validation also has
+    `prompt_ids` and `reference`."""
+    rows: int
+    dropped: int
+    """Rows left out, each with its reason in the manifest."""
+    tokens: int
+    label_tokens: int
+    """Tokens that a loss is computed for, after the shift by one."""
+    longest: int
+    """Tokens of the longest row."""
+    median: int
+    """Tokens of the median row."""
+    fingerprint: str
+    """sha256 over the content of the prepared rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """The model and the data that a run really uses."""
+
+    model: ResolvedModel
+    train: PreparedSplit | None
+    validation: PreparedSplit | None
+
+    def save(self, path: Path) -> None:
+        write_json(path, asdict(self))
+
+    @staticmethod
+    def load(path: Path) -> Prepared:
+        return Prepared.from_json(read_json(path))
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Prepared:
+        def split(part: dict[str, Any] | None) -> PreparedSplit | None:
+            return PreparedSplit(**part) if part else None
+
+        return Prepared(
+            model=ResolvedModel(**value["model"]),
+            train=split(value["train"]),
+            validation=split(value["validation"]),
+        )
