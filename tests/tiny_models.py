@@ -1,0 +1,116 @@
+"""Tiny random models with a real tokenizer, built in a second as ordinary Hugging Face folders."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@functools.cache
+def _bpe(vocab: int) -> str:
+    """Returns the JSON of a byte-level BPE trained on the text that Python ships in `pydoc_data.topics`."""
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(list(topics.values())[:30], trainer)
+    return tokenizer.to_str()
+
+
+def build_tokenizer(folder: Path, *, vocab: int = 1024, pad: bool = True, template: bool = True) -> None:
+    """Writes a tokenizer of `vocab` tokens, with a ChatML template unless `template` is false."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_bpe(vocab)),
+        eos_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        pad_token="<|pad|>" if pad else None,
+        extra_special_tokens=["<|im_start|>"],
+    )
+    if template:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def _save(model: Any, folder: Path, vocab: int, pad: bool, template: bool) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    model.generation_config.eos_token_id = 2
+    model.generation_config.pad_token_id = 3
+    model.save_pretrained(folder)
+    build_tokenizer(folder, vocab=vocab, pad=pad, template=template)
+    return folder
+
+
+def build_tiny_llama(
+    folder: Path, seed: int = 0, vocab: int = 1024, *, pad: bool = True, template: bool = True, **config: Any
+) -> Path:
+    """Writes a random Llama (hidden 64, 2 layers, 152 k parameters unless told) in fp32 and returns `folder`."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    values: dict[str, Any] = {
+        "vocab_size": vocab, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True,
+        "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 3,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    return _save(LlamaForCausalLM(LlamaConfig(**(values | config))), folder, vocab, pad, template)
+
+
+def build_tiny_gpt2(folder: Path, seed: int = 0, vocab: int = 1024) -> Path:
+    """Writes a random GPT-2, whose linear layers are `Conv1D`."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    config = GPT2Config(vocab_size=vocab, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=None, eos_token_id=2)
+    return _save(GPT2LMHeadModel(config), folder, vocab, True, True)
+
+
+def build_tiny_mixtral(folder: Path, seed: int = 0, vocab: int = 1024) -> Path:
+    """Writes a random mixture of four experts."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(seed)
+    config = MixtralConfig(
+        vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=512,
+        bos_token_id=None, eos_token_id=2, pad_token_id=3,
+    )  # fmt: skip
+    return _save(MixtralForCausalLM(config), folder, vocab, True, True)
+
+
+def build_tiny_gemma3(folder: Path, seed: int = 0, vocab: int = 1024) -> Path:
+    """Writes a random multimodal Gemma 3: a text model, a vision tower and a projector."""
+    import torch
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
+
+    torch.manual_seed(seed)
+    text = Gemma3TextConfig(
+        vocab_size=vocab, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, sliding_window=256,
+        bos_token_id=None, eos_token_id=2, pad_token_id=3,
+    )  # fmt: skip
+    vision = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, eos_token_id=2, pad_token_id=3)
+    return _save(Gemma3ForConditionalGeneration(config), folder, vocab, True, True)
