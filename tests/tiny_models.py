@@ -80,7 +80,10 @@ def build_tiny_gpt2(folder: Path, seed: int = 0, vocab: int = 1024) -> Path:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
-    config = GPT2Config(vocab_size=vocab, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=None, eos_token_id=2)
+    config = GPT2Config(
+        vocab_size=vocab, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=None, eos_token_id=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
     return _save(GPT2LMHeadModel(config), folder, vocab, True, True)
 
 

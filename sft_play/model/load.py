@@ -1,0 +1,164 @@
+"""The model and its tokenizer, ready to train (`load_for_training`) or to answer (`load_for_use`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, set_seed
+
+from sft_play.config.schema import Config, ModelConfig
+from sft_play.errors import CheckpointError
+from sft_play.model import lora, quantise
+from sft_play.model.tokenizer import load_tokenizer
+from sft_play.plan.plan import Plan
+from sft_play.runs.prepared import Prepared
+
+
+def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[Any, Any]:
+    """Returns (model, tokenizer): what is tuned requires gradients, everything else is frozen, the cache is off.
+
+    The model is on the CPU, or on this process's GPU unless a sharding engine places it (ZeRO-3, FSDP2). Every rank draws the
+    same fresh weights, since the seed is set here. For ZeRO-3, `TrainingArguments` with the DeepSpeed configuration must be
+    alive before, so that transformers shards while it loads. Raises `UserError`, `CheckpointError` or `HardwareError`.
+    """
+    tokenizer = load_tokenizer(Path(prepared.model.path))
+    if config.tuning.backend == "unsloth":
+        from sft_play.model import unsloth
+
+        return unsloth.load(config, plan, prepared), tokenizer
+    set_seed(config.train.seed)
+    model = load_base(config, plan, prepared)
+    check_vocabulary(model, tokenizer, prepared.model.name)
+    model.config.use_cache = False
+    if config.tuning.mode == "full":
+        _free_text_part(model)
+    else:
+        model.requires_grad_(False)
+        # Again: loading may have drawn numbers for weights that it then read, and not equally many on every rank.
+        set_seed(config.train.seed)
+        model, notes = lora.add_adapters(model, config.tuning.lora, prepared.model, adapter_dtype(config, plan))
+        tell(*notes)
+    if plan.gradient_checkpointing and config.tuning.mode != "full":
+        model.enable_input_require_grads()
+    return model, tokenizer
+
+
+def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
+    """Returns the base model as training sees it: in the plan's type, or quantised."""
+    folder = Path(prepared.model.path)
+    existing = quantise.quantisation_of(folder)
+    settings = None
+    if existing is not None:
+        tell(quantise.check_existing(existing, config.tuning))
+    elif config.tuning.mode == "qlora":
+        settings = quantise.bnb_settings(config.tuning, plan)
+    return read_model(
+        folder,
+        config.model,
+        dtype=getattr(torch, plan.weights_dtype),
+        attention=plan.attn_implementation,
+        quantization_config=settings,
+        device=_placement(plan),
+    )
+
+
+def read_model(
+    folder: Path,
+    settings: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    attention: str = "sdpa",
+    quantization_config: Any = None,
+    device: str | None = None,
+) -> Any:
+    """Reads a causal language model from a local folder, without network.
+
+    Raises `CheckpointError` when weights are missing, of another shape, or unreadable; `UserError` for an architecture that
+    transformers does not know.
+    """
+    arguments: dict[str, Any] = {"device_map": {"": device}} if device else {}
+    if quantization_config is not None:
+        arguments["quantization_config"] = quantization_config
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=settings.trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+            **arguments,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise CheckpointError(
+            f"the model `{settings.name}` cannot be loaded: {_first_lines(error)}", place=str(folder)
+        ) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        shown = ", ".join(f"`{name}`" for name in missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise CheckpointError(
+            f"the weights of `{settings.name}` lack {shown}; random values in their place would spoil the model",
+            place=str(folder),
+            hint="the files are incomplete or of another architecture than `config.json` says: fetch the model again",
+        )
+    return model
+
+
+def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:
+    """Returns the type of the adapters' weights.
+
+    fp32, except over a quantised base in bf16: there autocast has no fp32 copies of inputs to keep, and fp32 adapters would
+    make some, one for each layer. fp16 needs fp32 adapters for its loss scaling.
+    """
+    if config.tuning.mode == "qlora" and plan.weights_dtype == "bfloat16":
+        return torch.bfloat16
+    return torch.float32
+
+
+def check_vocabulary(model: Any, tokenizer: Any, name: str) -> None:
+    """Raises `CheckpointError` when the tokenizer has tokens that the model has no embedding for."""
+    rows = model.config.get_text_config().vocab_size
+    if len(tokenizer) > rows:
+        raise CheckpointError(
+            f"the tokenizer of `{name}` has {len(tokenizer)} tokens, but the model's embeddings have {rows} rows",
+            hint="tokenizer and weights are of different models: fetch both again",
+        )
+
+
+def _free_text_part(model: Any) -> None:
+    """Lets the text model and its head train; a vision tower and its projector stay frozen."""
+    prefix = lora.text_prefix(model)
+    if not prefix:
+        model.requires_grad_(True)
+        return
+    model.requires_grad_(False)
+    model.get_submodule(prefix).requires_grad_(True)
+    head = model.get_output_embeddings()
+    if head is not None:
+        head.requires_grad_(True)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    tell(f"multimodal model: `{prefix}` and the head are tuned; {frozen:,} parameters of vision tower and projector are frozen")
+
+
+def _placement(plan: Plan) -> str | None:
+    """Returns the device to load to; `None` where the sharding engine moves the weights itself."""
+    if plan.device != "cuda" or plan.strategy in ("zero3", "fsdp2"):
+        return None
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+
+
+def _first_lines(error: BaseException) -> str:
+    return " ".join(str(error).strip().splitlines()[:3])
+
+
+def tell(*notes: str) -> None:
+    """Prints notes once, from the first process."""
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(note, file=sys.stderr, flush=True)

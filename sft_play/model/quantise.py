@@ -1,0 +1,89 @@
+"""Quantised bases: which settings bitsandbytes gets, and what to do with a base that comes quantised."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_play.config.schema import TuningConfig
+from sft_play.errors import HardwareError, UserError
+from sft_play.plan.plan import Plan
+
+COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Library that transformers needs for each way of quantising that a checkpoint may come with.
+_LIBRARIES = {
+    "bitsandbytes": "bitsandbytes", "gptq": "gptqmodel", "awq": "gptqmodel", "aqlm": "aqlm", "hqq": "hqq", "eetq": "eetq",
+    "compressed-tensors": "compressed_tensors", "quanto": "optimum.quanto", "torchao": "torchao",
+    "vptq": "vptq", "higgs": "flute",
+}  # fmt: skip
+
+
+def quantisation_of(folder: Path) -> dict[str, Any] | None:
+    """Returns the `quantization_config` that a model folder comes with, or `None` for plain weights."""
+    value = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = value.get("quantization_config") or (value.get("text_config") or {}).get("quantization_config")
+    return dict(found) if found else None
+
+
+def method_of(quantisation: dict[str, Any]) -> str:
+    """Returns the name of the method: `bitsandbytes`, `gptq`, `awq`, ..."""
+    method = str(quantisation.get("quant_method") or "")
+    if method in ("", "bitsandbytes_4bit", "bitsandbytes_8bit"):
+        return "bitsandbytes" if method or quantisation.get("load_in_4bit") or quantisation.get("load_in_8bit") else "unknown"
+    return method
+
+
+def check_existing(quantisation: dict[str, Any], tuning: TuningConfig) -> str:
+    """Returns what to tell the user about a base that is already quantised.
+
+    Raises `UserError` for `full` tuning, which needs plain weights, and `HardwareError` when the method's library is missing.
+    """
+    method = method_of(quantisation)
+    if tuning.mode == "full":
+        raise UserError(
+            f"the base model comes quantised ({method}), and `tuning.mode: full` cannot train quantised weights",
+            hint="use `tuning.mode: qlora`, or the model's unquantised version",
+        )
+    library = _LIBRARIES.get(method)
+    if library and importlib.util.find_spec(library.split(".")[0]) is None:
+        raise HardwareError(
+            f"the base model comes quantised by `{method}`, and the package `{library}` that reads it is not installed",
+            hint=f"`pip install {library.split('.')[0]}`, or use the model's unquantised version with `tuning.mode: qlora`",
+        )
+    return f"the base comes quantised ({describe(quantisation)}): it is used as it is and not quantised again" + (
+        f"; `tuning.quantization: {tuning.quantization}` has nothing to do" if tuning.mode == "qlora" else ""
+    )
+
+
+def describe(quantisation: dict[str, Any]) -> str:
+    """Returns a few words on a quantisation: `bitsandbytes nf4`, `gptq 4 bits`, ..."""
+    method = method_of(quantisation)
+    if method == "bitsandbytes":
+        return f"bitsandbytes {'int8' if quantisation.get('load_in_8bit') else quantisation.get('bnb_4bit_quant_type', 'fp4')}"
+    bits = quantisation.get("bits") or quantisation.get("w_bit")
+    return f"{method} {bits} bits" if bits else method
+
+
+def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
+    """Returns transformers' `BitsAndBytesConfig` for `tuning.mode: qlora`.
+
+    nf4 is quantised doubly (the blocks' scales are quantised too). FSDP shards a parameter only in a float type, and all of a
+    module's in one: the packed bytes are then stored as the adapters' type, else as plain bytes.
+    """
+    from transformers import BitsAndBytesConfig
+
+    if tuning.quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    storage = getattr(torch, plan.weights_dtype) if plan.strategy == "fsdp2" else torch.uint8
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=COMPUTE_TYPES[plan.precision],
+        bnb_4bit_quant_storage=storage,
+    )
