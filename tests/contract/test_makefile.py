@@ -1,0 +1,54 @@
+"""The Makefile, the table of commands and the documents name the same things."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from sft_play.__main__ import COMMANDS
+from tests.documents import ROOT, documented_commands, documents
+
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def makefile_commands() -> set[str]:
+    listed = re.search(r"^COMMANDS := ((?:.*\\\n)*.*)$", MAKEFILE, re.M)
+    assert listed
+    return set(listed.group(1).replace("\\\n", " ").split())
+
+
+def makefile_targets() -> set[str]:
+    return makefile_commands() | set(re.findall(r"^([a-z][a-z0-9-]*):", MAKEFILE, re.M))
+
+
+def test_every_command_is_a_target_and_the_other_way_round() -> None:
+    assert makefile_commands() == set(COMMANDS)
+
+
+def test_help_has_one_line_for_each_command() -> None:
+    shown = subprocess.run([sys.executable, "-m", "sft_play", "help"], capture_output=True, text=True, timeout=30, check=True).stdout
+    for name, command in COMMANDS.items():
+        assert len(re.findall(rf"^  {re.escape(name)} +{re.escape(command.help)}$", shown, re.M)) == 1, name
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_documents_name_only_targets_that_exist(document) -> None:
+    named = set(re.findall(r"(?:^|`|&& )make ([a-z][a-z0-9-]+)", document.read_text(encoding="utf-8"), re.M))
+    assert named <= makefile_targets()
+
+
+def test_documented_commands_call_make_or_scripts_that_exist() -> None:
+    assert documented_commands(), "no command was found in any document"
+    for command in documented_commands():
+        program = command.words[0]
+        assert program in {"make", "git", "cd", "python", "accelerate"} or (ROOT / program).exists(), command
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_between_documents_lead_somewhere(document) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
