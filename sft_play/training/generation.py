@@ -1,0 +1,317 @@
+"""Answers to held-out prompts, shared out over the ranks, and their ROUGE.
+
+Batches are formed before they are shared out, so a prompt meets the same companions on any number of ranks and the scores
+are the same. Ranks that have fewer batches run dummies where every forward pass is a collective (ZeRO-3, FSDP2).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import distributed
+from torch.distributed.fsdp import FSDPModule
+from transformers import GenerationConfig
+
+from sft_play.config.schema import Config
+from sft_play.files import write_json, write_text
+from sft_play.model.tokenizer import end_of_turn_ids
+from sft_play.plan.plan import Plan
+from sft_play.training.scores import CONFIDENCE, METRICS, RESAMPLES, USE_STEMMER, Interval, mean_scores, perplexity, rouge, without_words
+
+DUMMY_ROW = -1
+"""Index of a prompt that is answered only to keep collectives in step; its answer is thrown away."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """One line of `predictions.jsonl`."""
+
+    row: int
+    prompt: str
+    """The prompt as the model saw it, template and special tokens included."""
+    reference: str
+    answer: str
+    """The completion only, cut at the end of the turn."""
+    tokens: int
+    """Tokens of the answer, without the one that ends the turn."""
+    stopped: bool
+    """Whether the model ended its turn itself, before `generation_max_new_tokens`."""
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationResult:
+    """The answers of all ranks, in the order of the rows that were asked; the same on every rank."""
+
+    predictions: tuple[Prediction, ...]
+    scores: Mapping[str, Interval]
+    """`rouge1`, `rouge2`, `rougeL`: mean F-measure (0 to 1) with its bootstrap interval."""
+    answered_here: int
+    """Prompts that this rank answered, dummies left out."""
+    seconds: float
+    warnings: tuple[str, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """Returns `eval_rouge1`, `eval_rouge2`, `eval_rougeL` and what describes the answers, for `metrics.jsonl`."""
+        count = len(self.predictions)
+        return {
+            **{f"eval_{name}": self.scores[name].mean for name in METRICS},
+            "eval_answers": count,
+            "eval_answer_tokens": sum(p.tokens for p in self.predictions) / count,
+            "eval_stopped": sum(p.stopped for p in self.predictions) / count,
+            "eval_generation_seconds": self.seconds,
+        }
+
+
+def decide(
+    config: Config, plan: Plan, *, purpose: Literal["train", "eval"] = "train", validation_rows: int | None = None
+) -> tuple[bool, str]:
+    """Returns whether answers are generated and scored, and why, as a sentence for the user."""
+    asked = config.train.predict_with_generate
+    if validation_rows == 0:
+        return False, "loss only: there are no validation rows (`data.validation`)"
+    if asked is False:
+        return False, "loss only: `train.predict_with_generate` is `false`"
+    if config.eval.samples == 0:
+        return False, "loss only: `eval.samples` is 0"
+    if asked == "auto" and purpose == "train":
+        return False, "loss only while training: `train.predict_with_generate` is `auto`; `make eval` scores answers as well"
+    if plan.strategy == "fsdp2" and purpose == "train" and config.tuning.mode == "qlora":
+        return False, "loss only while training: FSDP2 would gather the quantised base for every token; `make eval` scores answers"
+    rows = config.eval.samples if validation_rows is None else min(config.eval.samples, validation_rows)
+    how = "greedy" if config.train.generation_num_beams == 1 else f"{config.train.generation_num_beams} beams"
+    return True, f"ROUGE of {rows} answers, {how}, at most {config.train.generation_max_new_tokens} new tokens"
+
+
+def choose_rows(count: int, samples: int, seed: int) -> list[int]:
+    """Returns the indices (ascending) of the rows to answer: all, or `samples` of `count` chosen by `seed`."""
+    if samples >= count:
+        return list(range(count))
+    return sorted(random.Random(seed).sample(range(count), samples))
+
+
+def share_batches(lengths: Sequence[int], batch_size: int, rank: int, world_size: int) -> tuple[list[list[int]], int]:
+    """Returns this rank's batches of row indices, and how many batches every rank must run.
+
+    Batches hold prompts of similar length, the longest first, so that a shortage of memory shows at once. Batch i goes to
+    rank i modulo `world_size`.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    return batches[rank::world_size], math.ceil(len(batches) / world_size)
+
+
+def score_by_generation(
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    num_beams: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+    synced: bool = False,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> GenerationResult:
+    """Answers every row's `prompt_ids` and scores the answers against its `reference`.
+
+    `rows` hold `row` (an id, unique), `prompt_ids` and `reference`, the same on every rank. `synced` says that a forward pass
+    is a collective operation (ZeRO-3, FSDP2). `progress(done, all)` is told the batches of this rank. All ranks must call this
+    together and get the same result. Raises `ValueError` when there are no rows.
+    """
+    if not rows:
+        raise ValueError("no rows to answer")
+    started = time.perf_counter()
+    prompts = [list(row["prompt_ids"]) for row in rows]
+    mine, rounds = share_batches([len(prompt) for prompt in prompts], batch_size, rank, world_size)
+    stops = end_of_turn_ids(tokenizer)
+    answers: list[tuple[int, list[int], bool]] = []
+    with _ready_to_generate(model, synced=synced) as ready:
+        for turn in range(rounds if synced else len(mine)):
+            batch = mine[turn] if turn < len(mine) else [DUMMY_ROW]
+            completions = _answer_batch(
+                ready,
+                [prompts[index] for index in batch],
+                stops,
+                pad=_pad_token(tokenizer, stops),
+                max_new_tokens=max_new_tokens,
+                num_beams=num_beams,
+                synced=synced and world_size > 1,
+                device=device,
+            )
+            answers += [
+                (index, *completion) for index, completion in zip(batch, completions, strict=True) if index != DUMMY_ROW
+            ]
+            if progress:
+                progress(turn + 1, rounds)
+    everywhere = _gather(answers, world_size)
+    predictions = tuple(
+        _prediction(tokenizer, rows[index], tokens, stopped) for index, tokens, stopped in sorted(everywhere)
+    )
+    assert len(predictions) == len(rows), "every row is answered once"
+    return GenerationResult(
+        predictions=predictions,
+        scores=mean_scores([p.scores for p in predictions]),
+        answered_here=len(answers),
+        seconds=time.perf_counter() - started,
+        warnings=_warnings(predictions),
+    )
+
+
+def write_evaluation(
+    folder: Path,
+    *,
+    step: int,
+    loss: float,
+    label_tokens: int,
+    result: GenerationResult | None,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Publishes `predictions.jsonl` and then `scores.json` in `folder`, on one rank only; returns the content of `scores.json`.
+
+    `settings` says how the answers were made (rows, batch, beams, ...) and identifies model and data. A folder without
+    `scores.json` is an evaluation that was never finished.
+    """
+    scores: dict[str, Any] = {
+        "step": step,
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "label_tokens": label_tokens,
+        **({name: result.scores[name].to_json() for name in METRICS} if result else {}),
+        "answers": len(result.predictions) if result else 0,
+        "settings": {**settings, "use_stemmer": USE_STEMMER, "bootstrap": {"resamples": RESAMPLES, "confidence": CONFIDENCE}},
+    }
+    if result:
+        write_predictions(folder / "predictions.jsonl", result.predictions)
+    write_json(folder / "scores.json", scores)
+    return scores
+
+
+def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
+    """Publishes one JSON object a line."""
+    import json
+
+    write_text(path, "".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in predictions))
+
+
+def _answer_batch(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    stops: Sequence[int],
+    *,
+    pad: int,
+    max_new_tokens: int,
+    num_beams: int,
+    synced: bool,
+    device: torch.device | str,
+) -> list[tuple[list[int], bool]]:
+    """Returns each prompt's completion without its end-of-turn token, and whether there was one."""
+    longest = max(map(len, prompts))
+    input_ids = torch.full((len(prompts), longest), pad, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for index, prompt in enumerate(prompts):
+        input_ids[index, longest - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
+        attention_mask[index, longest - len(prompt) :] = 1
+    room = _context(model) - longest
+    settings = GenerationConfig(
+        max_new_tokens=max(1, min(max_new_tokens, room)),
+        num_beams=num_beams,
+        do_sample=False,
+        pad_token_id=pad,
+        eos_token_id=list(stops),
+        use_cache=True,
+    )
+    with torch.no_grad():
+        output = model.generate(
+            input_ids=input_ids.to(device),
+            attention_mask=attention_mask.to(device),
+            generation_config=settings,
+            synced_gpus=synced,
+        )
+    return [_until_stop(tokens, stops) for tokens in output[:, longest:].tolist()]
+
+
+def _until_stop(tokens: list[int], stops: Sequence[int]) -> tuple[list[int], bool]:
+    end = next((place for place, token in enumerate(tokens) if token in stops), None)
+    return (tokens, False) if end is None else (tokens[:end], True)
+
+
+def _prediction(tokenizer: Any, row: Mapping[str, Any], tokens: list[int], stopped: bool) -> Prediction:
+    answer = tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    return Prediction(
+        row=int(row["row"]),
+        prompt=tokenizer.decode(list(row["prompt_ids"]), skip_special_tokens=False),
+        reference=row["reference"],
+        answer=answer,
+        tokens=len(tokens),
+        stopped=stopped,
+        scores=rouge(row["reference"], answer),
+    )
+
+
+def _warnings(predictions: Sequence[Prediction]) -> tuple[str, ...]:
+    count = len(predictions)
+    wordless = without_words([p.reference for p in predictions])
+    cut = sum(not p.stopped for p in predictions)
+    found = []
+    if wordless:
+        found.append(f"{wordless} of {count} references have no word of a-z or 0-9; ROUGE counts them as 0")
+    if cut > count // 2:
+        found.append(f"{cut} of {count} answers reached `train.generation_max_new_tokens` before the model ended its turn")
+    return tuple(found)
+
+
+def _gather(answers: list[Any], world_size: int) -> list[Any]:
+    if world_size == 1:
+        return answers
+    parts: list[list[Any]] = [[] for _ in range(world_size)]
+    distributed.all_gather_object(parts, answers)
+    return [answer for part in parts for answer in part]
+
+
+def _pad_token(tokenizer: Any, stops: Sequence[int]) -> int:
+    return int(stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+
+
+def _context(model: Any) -> int:
+    """The most positions that the model knows; no limit where its configuration names none."""
+    config = getattr(model.config, "get_text_config", lambda: model.config)()
+    return int(getattr(config, "max_position_embeddings", None) or 2**31)
+
+
+@contextmanager
+def _ready_to_generate(model: Any, *, synced: bool) -> Iterator[Any]:
+    """Yields the model inside any wrapper, in evaluation mode, with only our generation settings; puts all back afterwards.
+
+    `generate` of an adapter model calls the causal model below FSDP2's root, so the root's own parameters are gathered here
+    and stay so meanwhile; the layers gather and free theirs as usual.
+    """
+    while not hasattr(model, "generate"):
+        model = model.module
+    was_training = model.training
+    kept = model.generation_config
+    bare = getattr(model, "get_base_model", lambda: model)()
+    bare_kept = bare.generation_config
+    model.eval()
+    # transformers fills what is not given from the model's own settings (sampling, repetition penalty of some hub models).
+    model.generation_config = bare.generation_config = GenerationConfig()
+    root = model if synced and isinstance(model, FSDPModule) else None
+    if root is not None:
+        root.unshard()
+    try:
+        yield model
+    finally:
+        if root is not None:
+            root.reshard()
+        model.generation_config, bare.generation_config = kept, bare_kept
+        model.train(was_training)
