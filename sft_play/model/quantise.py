@@ -11,6 +11,7 @@ import torch
 
 from sft_play.config.schema import TuningConfig
 from sft_play.errors import HardwareError, UserError
+from sft_play.plan.backends import conflict_for
 from sft_play.plan.plan import Plan
 
 COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,10 +74,14 @@ def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
     """Returns transformers' `BitsAndBytesConfig` for `tuning.mode: qlora`.
 
     nf4 is quantised doubly (the blocks' scales are quantised too). FSDP shards a parameter only in a float type, and all of a
-    module's in one: the packed bytes are then stored as the adapters' type, else as plain bytes.
+    module's in one: the packed bytes are then stored as the adapters' type, else as plain bytes. Raises `UserError` for a
+    strategy that cannot hold quantised weights.
     """
     from transformers import BitsAndBytesConfig
 
+    conflict = conflict_for(tuning.backend, tuning.mode, tuning.quantization, plan.strategy)
+    if conflict:
+        raise UserError(conflict)
     if tuning.quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     storage = getattr(torch, plan.weights_dtype) if plan.strategy == "fsdp2" else torch.uint8

@@ -1,0 +1,63 @@
+"""What each way of loading and quantising a base needs and rules out: known before anything is launched, without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sft_play.plan.hardware import Hardware
+
+UNSLOTH_HINT = (
+    "`pip install 'sft-play[unsloth]'` on a machine with an NVIDIA GPU, or `tuning.backend: bnb`, which runs everywhere"
+)
+
+
+def missing_for(backend: str, hardware: Hardware) -> str | None:
+    """Returns what `tuning.backend` lacks on this hardware, as the text of an error, or `None` when nothing is missing."""
+    if backend == "bnb":
+        return None if _installed("bitsandbytes") else "`tuning.backend: bnb` needs the package `bitsandbytes`, which is missing"
+    lacking = []
+    if not _installed("unsloth"):
+        lacking.append("the package `unsloth` (`pip install unsloth`)")
+    if hardware.kind != "cuda":
+        lacking.append("an NVIDIA GPU (none is seen here)")
+    return f"`tuning.backend: unsloth` needs {' and '.join(lacking)}" if lacking else None
+
+
+def conflict_for(backend: str, mode: str, quantization: str, strategy: str) -> str | None:
+    """Returns why this backend or quantisation cannot go with a strategy of the plan, or `None` when it can.
+
+    `strategy` is `single`, `ddp`, `zero1` to `zero3` or `fsdp2`. Reasons were measured with the pinned versions:
+    docs/models.md says how.
+    """
+    if backend == "unsloth" and strategy not in ("single", "ddp"):
+        return (
+            f"`tuning.backend: unsloth` and `{strategy}` do not go together: Unsloth replaces the model's forward pass by "
+            "kernels that need whole weights on every GPU. It allows one GPU, or `ddp` with a whole copy on each"
+        )
+    if backend == "unsloth" and mode == "qlora" and quantization == "int8":
+        return "`tuning.backend: unsloth` quantises to nf4: use `tuning.quantization: nf4`, or `tuning.backend: bnb` for int8"
+    if mode == "qlora" and strategy == "zero3":
+        return (
+            "QLoRA and ZeRO-3 do not go together: ZeRO-3 partitions weights while they are loaded, and cannot partition "
+            "quantised ones (bitsandbytes#1249). Use `ddp`, `zero2` or `fsdp2`, or `tuning.mode: lora`"
+        )
+    if mode == "qlora" and quantization == "int8" and strategy == "fsdp2":
+        return (
+            "int8 and FSDP2 do not go together: FSDP2 replaces each weight by a shard of it, and bitsandbytes' int8 weights lose "
+            "their scales by that (`'Parameter' object has no attribute 'CB'`). Use `tuning.quantization: nf4`, or `ddp`"
+        )
+    return None
+
+
+def layout_for(backend: str) -> str | None:
+    """Returns the batch layout that a backend insists on, or `None` when any will do.
+
+    Unsloth's kernels tell rows apart by an attention mask only, not by position ids that restart.
+    """
+    return "padded" if backend == "unsloth" else None
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
