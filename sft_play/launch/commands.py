@@ -1,0 +1,229 @@
+"""The training commands: configuration -> plan -> run folder -> preparation -> workers. Each reads top to bottom."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sft_play.config.call import Call
+from sft_play.config.load import LoadedConfig, read_config, save_config
+from sft_play.errors import UserError
+from sft_play.files import write_json, write_text
+from sft_play.launch import tensorboard
+from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
+from sft_play.launch.deepspeed_resolve import resolve
+from sft_play.launch.disk import require_disk_space
+from sft_play.launch.environment import DROPPED, Node, worker_environment
+from sft_play.launch.local import show_launch, worker_arguments
+from sft_play.launch.network import address_towards, free_port, interface_of, loopback_interface, require_free_port
+from sft_play.launch.options import CommandStrategy, LaunchOptions, read_options
+from sft_play.launch.render import accelerate_yaml
+from sft_play.launch.resume import check_overrides, choose_checkpoint, is_longer, launch_facts, options_of_run, with_overrides
+from sft_play.launch.run_folder import choose_name, find_run, is_finished, record_event, reserved
+from sft_play.launch.supervise import Outcome, supervise
+from sft_play.plan.detect import detect
+from sft_play.plan.hardware import Hardware
+from sft_play.plan.make import make_plan
+from sft_play.plan.plan import Plan
+from sft_play.plan.shape import ModelShape, shape_of
+from sft_play.plan.show import show_plan
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import Prepared
+
+
+def train(call: Call) -> int:
+    """One process on the best device here."""
+    return start(call, "single")
+
+
+def train_tb(call: Call) -> int:
+    """`train` with TensorBoard beside it."""
+    return _with_tensorboard(call, train)
+
+
+def train_distributed(call: Call) -> int:
+    """All GPUs of this machine or `NUM_GPUS`; without GPUs, processes on the CPU."""
+    return start(call, "auto")
+
+
+def train_distributed_tb(call: Call) -> int:
+    """`train_distributed` with TensorBoard beside it."""
+    return _with_tensorboard(call, train_distributed)
+
+
+def train_deepspeed(call: Call) -> int:
+    """The same under DeepSpeed ZeRO."""
+    return start(call, "zero")
+
+
+def train_deepspeed_tb(call: Call) -> int:
+    """`train_deepspeed` with TensorBoard beside it."""
+    return _with_tensorboard(call, train_deepspeed)
+
+
+def train_fsdp(call: Call) -> int:
+    """The same under FSDP2."""
+    return start(call, "fsdp2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Everything that is known before a run folder is touched."""
+
+    call: Call
+    loaded: LoadedConfig
+    options: LaunchOptions
+    hardware: Hardware
+    shape: ModelShape
+    node: Node
+
+    def plan(self, prepared: Prepared | None) -> Plan:
+        """The plan, early (`prepared` unknown) or final."""
+        return make_plan(
+            self.loaded.config, self.loaded.typed, self.hardware, self.shape, launch=self.options.request, prepared=prepared
+        )
+
+
+def start(call: Call, command: CommandStrategy) -> int:
+    """A new run. Until its workers start, any failure leaves no trace of it."""
+    loaded = call.load_config()
+    options, loaded = read_options(call, loaded, command)
+    job = _job(call, loaded, options)
+    job.plan(None)  # refuses what cannot work before anything is downloaded
+    name = choose_name(options.run_name, loaded.path)
+    with reserved(name, node_rank=job.node.rank) as run:
+        save_config(loaded, run.config)
+        prepare(run)
+        outcome = launch(job, run, event="started", checkpoint=None)
+    return finish(call, run, outcome)
+
+
+def resume(call: Call) -> int:
+    """Goes on from the newest valid checkpoint of `RUN`, under the run's own configuration."""
+    name = call.options.get("RUN")
+    if not name:
+        raise UserError("`make resume` needs `RUN=name-or-folder`", hint="make resume RUN=NAME")
+    run = find_run(name)
+    check_overrides(call, run)
+    if is_finished(run) and not is_longer(call):
+        print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
+        return finish(call, run, Outcome(code=0))
+    loaded = with_overrides(call, read_config(run.config))
+    before = Plan.load(run.plan)
+    options = options_of_run(call, run, before.world_size // before.num_nodes)
+    checkpoint = choose_checkpoint(run)
+    job = _job(call, loaded, options)
+    job.plan(None)
+    prepare(run)
+    return finish(call, run, launch(job, run, event="resumed", checkpoint=checkpoint))
+
+
+def _job(call: Call, loaded: LoadedConfig, options: LaunchOptions) -> Job:
+    return Job(
+        call=call, loaded=loaded, options=options, hardware=detect(), shape=shape_of(loaded.config.model), node=_node(options)
+    )
+
+
+def _node(options: LaunchOptions) -> Node:
+    """This machine's place, with a port that is free now. Raises `HardwareError` where a port that was asked for is taken."""
+    request, port = options.request, options.master_port
+    if request.num_nodes == 1:
+        if port:
+            require_free_port(port, hint="leave MASTER_PORT away: on one machine a free port is chosen")
+        return Node(master_port=port or free_port(), interface=loopback_interface())
+    assert options.master_address is not None, "read_options requires MASTER_ADDR for several nodes"
+    port = port or 29500
+    if request.node_rank == 0:
+        require_free_port(port, hint="choose another MASTER_PORT, the same on every node")
+    return Node(
+        rank=request.node_rank,
+        count=request.num_nodes,
+        master_address=options.master_address,
+        master_port=port,
+        interface=interface_of(address_towards(options.master_address, port)),
+    )
+
+
+def prepare(run: RunFolder) -> None:
+    """Resolves the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours."""
+    environment = {k: v for k, v in os.environ.items() if k not in DROPPED}
+    process = subprocess.run(
+        [sys.executable, "-m", "sft_play.prepare", "--run", str(run.path)], env=environment, stdout=sys.stderr, check=False
+    )
+    if process.returncode:
+        raise SystemExit(process.returncode if process.returncode > 0 else 128 - process.returncode)
+
+
+def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
+    """Writes the run's files, shows plan and command, starts the workers and waits for them."""
+    plan = job.plan(Prepared.load(run.prepared))
+    require_disk_space(plan, job.loaded.config, run)
+    notices = write_launch_files(job, plan, run)
+    environment = worker_environment(plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads)
+    arguments = worker_arguments(run, job.node, checkpoint=checkpoint)
+    console = sys.stderr if job.call.json else sys.stdout
+    print(show_plan(plan), file=console)
+    print(show_launch(arguments, replace(environment, notes=(*job.options.notices, *notices, *environment.notes))), file=console)
+    print(f"run {run.path}\n", file=console, flush=True)
+    record_event(run, event, node_rank=job.node.rank, world_size=plan.world_size, strategy=plan.strategy,
+                 checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
+    local = plan.world_size // plan.num_nodes
+    ranks = range(job.node.rank * local, (job.node.rank + 1) * local)
+    outcome = supervise(arguments, environment.variables, run, ranks, console=console.fileno())
+    ended = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed")
+    record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None)
+    return outcome
+
+
+def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
+    """Writes config.json, plan.json, accelerate.yaml and deepspeed.json; returns notices about the user's DeepSpeed JSON."""
+    notices: list[str] = []
+    deepspeed: Path | None = None
+    if plan.strategy.startswith("zero"):
+        hidden_size = job.shape.hidden_size
+        if job.options.deepspeed:
+            settings, notices = resolve(job.options.deepspeed, plan, job.loaded.config, hidden_size=hidden_size)
+        else:
+            settings = deepspeed_settings(
+                stage=int(plan.strategy[-1]),
+                device=plan.device,
+                precision=plan.precision,
+                batch=BatchNumbers.of(plan),
+                clipping=job.loaded.config.train.max_grad_norm,
+                hidden_size=hidden_size,
+            )
+        deepspeed = run.deepspeed
+        write_json(deepspeed, settings)
+    save_config(job.loaded, run.config)
+    plan.save(run.plan)
+    write_text(run.accelerate, accelerate_yaml(plan, job.node, deepspeed_file=deepspeed, fsdp=job.options.fsdp))
+    return notices
+
+
+def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
+    """Says how it ended and what can be done next; returns the exit code."""
+    if outcome.message:
+        print(f"\n{outcome.message}", file=sys.stderr)
+    if outcome.code in (75, 130, 143):
+        print(f"hint: go on with: make resume RUN={run.name}", file=sys.stderr)
+    if call.json:
+        result = {"run": str(run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None}
+        print(json.dumps(result | {"model": str(run.model) if run.model.is_dir() else None}))
+    elif outcome.code == 0:
+        print(f"\ndone: {run.path}\n  model    {run.model}\n  answers  make infer RUN={run.name}\n  scores   make eval RUN={run.name}")
+    return outcome.code
+
+
+def _with_tensorboard(call: Call, command: Callable[[Call], int]) -> int:
+    """Opens TensorBoard before the training and leaves it running, so that the curves stay to be read."""
+    code = tensorboard.start(replace(call, options={k: v for k, v in call.options.items() if k == "TENSORBOARD_PORT"}, json=False))
+    if code:
+        return code
+    code = command(call)
+    print("TensorBoard goes on; `make tensorboard-stop` ends it", file=sys.stderr)
+    return code

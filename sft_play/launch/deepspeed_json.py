@@ -1,0 +1,238 @@
+"""DeepSpeed's JSON: ours from the plan, and a user's own checked against the pinned release and filled in from the plan."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import UserError, raise_all
+from sft_play.files import read_json
+from sft_play.launch.json_with_comments import JsonDocument, read_document
+from sft_play.plan.plan import Plan, Precision
+
+TOP_LEVEL = frozenset("""
+    activation_checkpointing aio bf16 bfloat16 checkpoint comet comms_logger communication_data_type compile csv_monitor data_types
+    disable_allgather disable_python_gc dump_state flops_profiler fp16 gradient_accumulation_steps gradient_clipping
+    gradient_predivide_factor log_level memory_breakdown optimizer prescale_gradients scheduler steps_per_print tensorboard timers
+    torch_autocast train_batch_size train_micro_batch_size_per_gpu vocabulary_size wall_clock_breakdown wandb zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer zero_optimization
+""".split())
+"""Top-level keys that we hand on to DeepSpeed, which itself ignores unknown ones in silence."""
+NOT_OURS: Mapping[str, str] = {
+    "autotuning": "the plan chooses the batch; measure with `make plan`",
+    "data_efficiency": "the order of rows is fixed by the seed, the same for every strategy",
+    "dataloader_drop_last": "no row is ever dropped",
+    "expert_parallel": "this release shards by ZeRO only",
+    "gradient_allreduce_op": "the loss is already scaled for a mean",
+    "hybrid_engine": "it is for reinforcement learning",
+    "pipeline": "this release shards by ZeRO only",
+    "sequence_parallel_size": "this release shards by ZeRO only",
+    "tensor_parallel": "this release shards by ZeRO only",
+    "weight_quantization": "`tuning.mode: qlora` quantises the base",
+}
+"""Keys that DeepSpeed knows and that would change what the run computes behind the plan's back."""
+DEFAULT_HIDDEN_SIZE = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchNumbers:
+    """The batch as DeepSpeed counts it: slots, which the last micro-batches of a step may leave partly empty."""
+
+    micro_batch: int
+    accumulation: int
+    world_size: int
+
+    @staticmethod
+    def of(plan: Plan) -> BatchNumbers:
+        """The plan's numbers; where ranks differ, the largest, since DeepSpeed knows one for all."""
+        return BatchNumbers(
+            micro_batch=max(r.micro_batch for r in plan.ranks),
+            accumulation=max(r.accumulation for r in plan.ranks),
+            world_size=plan.world_size,
+        )
+
+    @property
+    def settings(self) -> dict[str, int]:
+        return {
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "train_batch_size": self.micro_batch * self.accumulation * self.world_size,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UserDeepSpeed:
+    """A user's file after the checks that need no plan."""
+
+    document: JsonDocument
+    settings: Mapping[str, Any]
+    """With old spellings translated; `auto` still inside."""
+    stage: int
+    notices: tuple[str, ...] = field(default=())
+
+
+def deepspeed_settings(
+    *,
+    stage: int,
+    device: str,
+    precision: Precision,
+    batch: BatchNumbers,
+    clipping: float,
+    offload: bool = False,
+    hidden_size: int = DEFAULT_HIDDEN_SIZE,
+) -> dict[str, Any]:
+    """Returns the JSON for a ZeRO stage with every number filled in. Bucket sizes count elements; those by `hidden_size` are the
+    formulas that transformers uses for `auto`."""
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "contiguous_gradients": True,
+        "overlap_comm": device == "cuda",
+        "reduce_bucket_size": max(hidden_size * hidden_size, 1_000_000),
+        "allgather_bucket_size": 200_000_000,
+    }
+    if stage == 3:
+        zero |= _stage3_sizes(hidden_size) | {"stage3_gather_16bit_weights_on_model_save": True}
+        zero["reduce_bucket_size"] = hidden_size * hidden_size
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": device == "cuda"}
+    return batch.settings | {
+        "gradient_clipping": clipping,
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16"},
+        "zero_optimization": zero,
+        **_optimizer_switches(offload=offload, device=device),
+    }
+
+
+def _optimizer_switches(*, offload: bool, device: str) -> dict[str, bool]:
+    # DeepSpeed's own CPU Adam is only worth its compile time when a GPU's optimizer states are kept in memory.
+    return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": offload and device == "cuda"}
+
+
+def _stage3_sizes(hidden_size: int) -> dict[str, int]:
+    return {
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+
+
+@cache
+def known_keys() -> dict[str, Any]:
+    """The table of `scripts/render_deepspeed_keys.py`."""
+    table: dict[str, Any] = read_json(Path(__file__).with_name("deepspeed_keys.json"))
+    return table
+
+
+def read_user_json(path: Path) -> UserDeepSpeed:
+    """Reads and checks a user's DeepSpeed JSON. Raises `UserError` with every problem, each with `file:line`."""
+    document = read_document(path)
+    problems: list[UserError] = []
+    settings, notices = _translated(document, problems)
+    _check_keys(document, problems)
+    zero = settings.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
+    if zero is None:
+        problems.append(UserError("`zero_optimization` is missing", place=str(path), hint='add "zero_optimization": {"stage": 2}'))
+    elif not isinstance(zero, dict):
+        text = f"`zero_optimization` is `{zero}`; expected an object with a `stage`"
+        problems.append(UserError(text, place=document.place("zero_optimization")))
+    elif stage not in {1, 2, 3} or isinstance(stage, bool):
+        place = document.place("zero_optimization.stage")
+        hint = "`make train-distributed` trains without sharding" if stage == 0 else None
+        problems.append(UserError(f"`zero_optimization.stage` is `{stage}`; expected 1, 2 or 3", place=place, hint=hint))
+    raise_all(problems)
+    return UserDeepSpeed(document=document, settings=settings, stage=int(stage or 0), notices=tuple(notices))
+
+
+def _translated(document: JsonDocument, problems: list[UserError]) -> tuple[dict[str, Any], list[str]]:
+    """Old spellings in today's words, each with a notice."""
+    settings = deepcopy(dict(document.value))
+    notices = []
+    if "bfloat16" in settings:
+        settings["bf16"] = settings.pop("bfloat16")
+        notices.append(f"{document.place('bfloat16')}: `bfloat16` is now `bf16`")
+    zero = settings.get("zero_optimization")
+    if isinstance(zero, dict):
+        pin = zero.pop("cpu_offload_use_pin_memory", None)
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if old not in zero:
+                continue
+            place = document.place(f"zero_optimization.{old}")
+            value = zero.pop(old)
+            if new in zero:
+                problems.append(UserError(f"`{old}` and `{new}` are both given; keep `{new}`", place=place))
+            elif not isinstance(value, bool):
+                problems.append(UserError(f"`zero_optimization.{old}` is `{value}`; expected true or false", place=place))
+            elif value:
+                zero[new] = {"device": "cpu"} | ({"pin_memory": pin} if isinstance(pin, bool) else {})
+                notices.append(f'{place}: `{old}: true` is the old spelling of `"{new}": {{"device": "cpu"}}`, and is read as that')
+        if "stage3_gather_fp16_weights_on_model_save" in zero:
+            value = zero.pop("stage3_gather_fp16_weights_on_model_save")
+            zero.setdefault("stage3_gather_16bit_weights_on_model_save", value)
+            notices.append("`stage3_gather_fp16_weights_on_model_save` is now `stage3_gather_16bit_weights_on_model_save`")
+    return settings, notices
+
+
+def _check_keys(document: JsonDocument, problems: list[UserError]) -> None:
+    removed, sections = known_keys()["removed"], known_keys()["sections"]
+    for key in document.value:
+        if key in removed:
+            problems.append(UserError(f"`{key}`: {removed[key]}", place=document.place(key), hint="take the key out"))
+        elif key in NOT_OURS:
+            problems.append(UserError(f"`{key}` is not supported here: {NOT_OURS[key]}", place=document.place(key), hint="take the key out"))
+        elif key not in TOP_LEVEL:
+            problems.append(_unknown(document, key, sorted(TOP_LEVEL)))
+    for section, keys in sections.items():
+        part = _at(document.value, section)
+        if isinstance(part, dict):
+            _check_section(document, section, part, keys, problems)
+        elif part is not None and section != "zero_optimization":
+            problems.append(UserError(f"`{section}` is `{part}`; expected an object", place=document.place(section)))
+
+
+def _check_section(
+    document: JsonDocument, section: str, part: Mapping[str, Any], keys: Mapping[str, str], problems: list[UserError]
+) -> None:
+    removed = known_keys()["removed"]
+    for key, value in part.items():
+        dotted = f"{section}.{key}"
+        if dotted in removed:
+            problems.append(UserError(f"`{dotted}`: {removed[dotted]}", place=document.place(dotted), hint="take the key out"))
+        elif key not in keys:
+            problems.append(_unknown(document, dotted, [f"{section}.{known}" for known in keys]))
+        elif value not in ("auto", None) and not _fits(value, keys[key]):
+            text = f"`{dotted}` is `{value}`; expected {EXPECTED[keys[key]]}"
+            problems.append(UserError(text, place=document.place(dotted)))
+
+
+EXPECTED = {"bool": "true or false", "int": "an integer", "number": "a number", "string": "a text", "object": "an object", "any": "a value"}
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind == "int":  # 5e8 is how everybody writes bucket sizes
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer()
+    if kind == "number":
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, {"string": str, "object": dict}.get(kind, object))
+
+
+def _unknown(document: JsonDocument, key: str, known: list[str]) -> UserError:
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    hint = f"did you mean `{close[0]}`?" if close else "DeepSpeed 0.19 has no such key; take it out"
+    return UserError(f"unknown DeepSpeed key `{key}`", place=document.place(key), hint=hint)
+
+
+def _at(value: Mapping[str, Any], dotted: str) -> Any:
+    part: Any = value
+    for name in dotted.split("."):
+        part = part.get(name) if isinstance(part, Mapping) else None
+    return part

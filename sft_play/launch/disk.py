@@ -1,0 +1,48 @@
+"""Free space before a launch: a run that cannot keep its checkpoints is refused before anything starts (T7)."""
+
+from __future__ import annotations
+
+import shutil
+
+from sft_play.config.schema import Config
+from sft_play.errors import HardwareError
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder
+
+SPARE_BYTES = 64 * 2**20
+"""Logs, TensorBoard, tokenizer and JSON files of a run."""
+
+
+def checkpoint_bytes(plan: Plan, config: Config) -> int:
+    """Returns the size of one checkpoint: what is trained and its optimizer states; for full fine-tuning that is the whole model."""
+    parts = [rank.memory_bytes for rank in plan.ranks]
+    sharded = plan.strategy in {"zero1", "zero2", "zero3", "fsdp2"}
+
+    def total(name: str, *, shards: bool) -> int:
+        values = [int(part.get(name, 0)) for part in parts]
+        return sum(values) if shards else max(values, default=0)
+
+    weights = total("adapters", shards=plan.strategy in {"zero3", "fsdp2"})
+    if config.tuning.mode == "full":
+        weights += total("weights", shards=plan.strategy in {"zero3", "fsdp2"})
+    return weights + total("optimizer", shards=sharded)
+
+
+def needed_bytes(plan: Plan, config: Config) -> int:
+    """Returns what the run will hold at its fullest: kept checkpoints, the best one, a new one beside them, and `model/`."""
+    one = checkpoint_bytes(plan, config)
+    limit = config.train.save_total_limit
+    kept = 0 if config.train.save_strategy == "no" else (3 if limit is None else limit) + 2
+    return SPARE_BYTES + one * (kept + 1)
+
+
+def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:
+    """Raises `HardwareError` when the disk of the run folder is too small for the run's checkpoints."""
+    needed = needed_bytes(plan, config)
+    free = shutil.disk_usage(run.path).free
+    if free < needed:
+        raise HardwareError(
+            f"the disk of `{run.path.parent}` has {free / 2**30:.2f} GiB free, but this run needs {needed / 2**30:.2f} GiB: "
+            f"checkpoints of {checkpoint_bytes(plan, config) / 2**30:.2f} GiB each, the model and logs",
+            hint="free some space, set RUNS_DIR to another disk, or lower `train.save_total_limit`",
+        )

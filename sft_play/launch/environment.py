@@ -1,0 +1,108 @@
+"""The environment of the workers: what we set and why, what we take out, and what of the user's reaches every rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sft_play.plan.plan import Plan
+
+SCRUBBED = re.compile(
+    r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK|TORCHELASTIC_\w+|ACCELERATE_\w+|FSDP_\w+"
+    r"|(OMPI_COMM_WORLD|MV2_COMM_WORLD|PMI)_\w+|MPI_LOCAL\w+|DS_ACCELERATOR"
+)
+"""Names that torchrun, accelerate or DeepSpeed obey in silence. We set the right ones ourselves; a stray one changes the run."""
+DROPPED = frozenset({"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MAKE_TERMOUT", "MAKE_TERMERR"})
+"""Make's own, which would make compilers that workers start (DeepSpeed's extensions) part of this make."""
+SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES|NCCL_\w+|HF_\w+|AIM_REPO|GLOO_\w+|OMP_NUM_THREADS|PYTORCH_ALLOC_CONF")
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY", re.IGNORECASE)
+NO_PEER_TO_PEER = re.compile(r"RTX (40|50)\d\d")
+"""Consumer cards without peer-to-peer transfers; accelerate knows only the 40 series, and a 50 series pair may hang."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerEnvironment:
+    """The variables for the workers, and what the user should read about them."""
+
+    variables: Mapping[str, str]
+    set_here: Mapping[str, str]
+    """Name -> value of everything that differs from the user's environment."""
+    inherited: Mapping[str, str]
+    """The user's own `CUDA_VISIBLE_DEVICES`, `NCCL_*`, `HF_*`, ...; secrets masked."""
+    removed: tuple[str, ...]
+    """Names that were taken out."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """This machine's place in the run."""
+
+    rank: int = 0
+    count: int = 1
+    master_address: str = "127.0.0.1"
+    master_port: int = 0
+    interface: str | None = None
+    """Network interface towards the master."""
+
+
+def worker_environment(plan: Plan, node: Node, ambient: Mapping[str, str], *, cpu_threads: int) -> WorkerEnvironment:
+    """Returns the workers' environment for `plan` on this node; `cpu_threads` is what this machine has in all."""
+    kept = {k: v for k, v in ambient.items() if not SCRUBBED.fullmatch(k) and k not in DROPPED}
+    removed = tuple(sorted(k for k in ambient if SCRUBBED.fullmatch(k)))
+    local_world = plan.world_size // plan.num_nodes
+    chosen = _always(local_world, kept, cpu_threads) | (_for_cpu(plan) if plan.device == "cpu" else {})
+    notes = []
+    if plan.device == "cuda":
+        chosen["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        if plan.world_size > 1 and any(NO_PEER_TO_PEER.search(r.device_name) for r in plan.ranks):
+            chosen |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+            notes.append("NCCL_P2P_DISABLE=1: GeForce RTX 40 and 50 cards have no peer-to-peer transfers")
+    if plan.world_size > 1 and node.interface:
+        chosen["GLOO_SOCKET_IFNAME"] = node.interface
+        if plan.device == "cuda" and node.count > 1:
+            chosen["NCCL_SOCKET_IFNAME"] = node.interface
+    ours = {k: v for k, v in chosen.items() if k not in USER_DECIDES or k not in kept}
+    if removed:
+        notes.append(f"taken out of the environment, since launchers obey them in silence: {', '.join(removed)}")
+    return WorkerEnvironment(
+        variables=kept | ours,
+        set_here=ours,
+        inherited={k: mask(k, v) for k, v in sorted(kept.items()) if SHOWN.fullmatch(k) and k not in ours},
+        removed=removed,
+        notes=tuple(notes),
+    )
+
+
+USER_DECIDES = frozenset({
+    "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
+    "TOKENIZERS_PARALLELISM", "PET_SHUTDOWN_TIMEOUT",
+})  # fmt: skip
+"""Our values for these are only defaults: the user's own win."""
+
+
+def _always(local_world: int, kept: Mapping[str, str], cpu_threads: int) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS") or str(max(1, cpu_threads // local_world)),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",  # preparation has resolved everything; a worker that asks the hub would make ranks differ
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        # After the first failure the agent asks the others to leave, and kills them this many seconds later.
+        "PET_SHUTDOWN_TIMEOUT": "15",
+    }
+
+
+def _for_cpu(plan: Plan) -> dict[str, str]:
+    if plan.strategy not in {"single", "ddp"}:
+        # With ACCELERATE_USE_CPU accelerate would drop DeepSpeed and FSDP in silence; the worker chooses gloo itself (ADR 4).
+        return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    # Without it each process of a `MULTI_GPU` launch believes to be rank 0 of 1.
+    return {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def mask(name: str, value: str) -> str:
+    """Returns `value`, or its length when `name` says that it is a secret."""
+    return f"({len(value)} letters, not shown)" if SECRET.search(name) else value

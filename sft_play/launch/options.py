@@ -1,0 +1,142 @@
+"""What the user asked of the launch: short variables, `DEEPSPEED_CONFIG` and `ACCELERATE_CONFIG`, joined and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from sft_play.config.call import Call
+from sft_play.config.load import LoadedConfig
+from sft_play.errors import UserError
+from sft_play.launch.accelerate_config import AccelerateChoices, read_accelerate_config
+from sft_play.launch.deepspeed_json import UserDeepSpeed, read_user_json
+from sft_play.plan.request import LaunchRequest
+
+CommandStrategy = Literal["single", "ddp", "zero", "fsdp2", "auto"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchOptions:
+    """The launch as asked for; the plan decides what is left open."""
+
+    request: LaunchRequest
+    master_address: str | None = None
+    master_port: int | None = None
+    run_name: str | None = None
+    deepspeed: UserDeepSpeed | None = None
+    fsdp: Mapping[str, Any] = field(default_factory=dict)
+    """FSDP settings of a user's accelerate config that differ from ours."""
+    notices: tuple[str, ...] = ()
+
+
+def read_options(call: Call, loaded: LoadedConfig, command: CommandStrategy) -> tuple[LaunchOptions, LoadedConfig]:
+    """Returns the options, and the configuration with what an accelerate config adds to it. Raises `UserError`."""
+    choices = AccelerateChoices()
+    if path := call.options.get("ACCELERATE_CONFIG"):
+        choices = read_accelerate_config(Path(path))
+    loaded = _with_choices(loaded, choices)
+    deepspeed = _deepspeed(call, choices, loaded, command)
+    strategy: CommandStrategy = command
+    if choices.strategy and command not in ("auto", choices.strategy):
+        raise UserError(
+            f"`ACCELERATE_CONFIG` `{choices.path}` asks for `{choices.strategy}`, but `make {call.command}` is for `{command}`",
+            hint=f"use {COMMAND_FOR[choices.strategy]}",
+        )
+    if command == "auto" and deepspeed:
+        strategy = "zero"
+    elif command == "auto" and choices.strategy:
+        strategy = choices.strategy
+    num_nodes = _one("NUM_NODES", call.integer("NUM_NODES", minimum=1), choices.num_nodes, choices) or 1
+    node_rank = _one("NODE_RANK", call.integer("NODE_RANK", minimum=0), choices.node_rank, choices)
+    options = LaunchOptions(
+        request=LaunchRequest(
+            command_strategy=strategy,
+            num_gpus=_one("NUM_GPUS", call.integer("NUM_GPUS", minimum=1), choices.num_gpus, choices),
+            num_nodes=num_nodes,
+            node_rank=node_rank or 0,
+            zero_stage=deepspeed.stage if deepspeed else None,
+        ),
+        master_address=call.options.get("MASTER_ADDR") or choices.master_address,
+        master_port=_one("MASTER_PORT", call.integer("MASTER_PORT", minimum=1), choices.master_port, choices),
+        run_name=call.options.get("RUN_NAME"),
+        deepspeed=deepspeed,
+        fsdp=choices.fsdp,
+        notices=choices.notices,
+    )
+    _check(options, command, node_rank_given=node_rank is not None)
+    return options, loaded
+
+
+COMMAND_FOR = {
+    "single": "`make train`",
+    "ddp": "`make train-distributed`",
+    "zero": "`make train-deepspeed`",
+    "fsdp2": "`make train-fsdp`",
+    "auto": "`make train-distributed`",
+}
+
+
+def _one(name: str, typed: int | None, from_file: int | None, choices: AccelerateChoices) -> int | None:
+    if typed is not None and from_file is not None and typed != from_file:
+        raise UserError(f"`{name}` is {typed}, but `{choices.path}` says {from_file}", hint="give it in one place only")
+    return from_file if typed is None else typed
+
+
+def _deepspeed(call: Call, choices: AccelerateChoices, loaded: LoadedConfig, command: str) -> UserDeepSpeed | None:
+    path = call.options.get("DEEPSPEED_CONFIG")
+    if path and choices.deepspeed:
+        raise UserError(f"`DEEPSPEED_CONFIG` and the DeepSpeed settings of `{choices.path}` are both given", hint="give one of them")
+    user = read_user_json(Path(path)) if path else choices.deepspeed
+    if user and command in ("zero", "auto") and loaded.typed("launch.strategy"):
+        wanted = loaded.config.launch.strategy
+        if wanted not in ("auto", f"zero{user.stage}"):
+            raise UserError(
+                f"`launch.strategy` is `{wanted}`, but the DeepSpeed JSON has stage {user.stage}",
+                place=user.document.place("zero_optimization.stage"),
+                hint="make the two agree, or leave one of them out",
+            )
+    if user and user.stage == 3 and loaded.config.tuning.mode == "qlora":
+        raise UserError(
+            "`tuning.mode: qlora` does not go with ZeRO stage 3: its partitioned initialisation cannot hold quantised weights",
+            place=user.document.place("zero_optimization.stage"),
+            hint="use stage 2, `make train-distributed` (DDP) or `make train-fsdp` (FSDP2), or `tuning.mode: lora`",
+        )
+    return user
+
+
+def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedConfig:
+    """Puts precision and recomputation of an accelerate config into the configuration; a typed value that differs is an error."""
+    config, origins = loaded.config, dict(loaded.origins)
+    for key, value in choices.train.items():
+        current = getattr(config.train, key)
+        if loaded.typed(f"train.{key}") and current not in ("auto", value):
+            raise UserError(
+                f"`train.{key}` is `{str(current).lower()}` ({origins[f'train.{key}']}), but `{choices.path}` asks for `{str(value).lower()}`",
+                hint="make the two agree, or leave one of them out",
+            )
+        config = replace(config, train=replace(config.train, **{key: value}))
+        origins[f"train.{key}"] = str(choices.path)
+    return replace(loaded, config=config, origins=origins) if choices.train else loaded
+
+
+def _check(options: LaunchOptions, command: CommandStrategy, *, node_rank_given: bool) -> None:
+    request = options.request
+    if request.num_nodes == 1:
+        if request.node_rank or options.master_address:
+            given = "NODE_RANK" if request.node_rank else "MASTER_ADDR"
+            raise UserError(f"`{given}` is given, but `NUM_NODES` is 1", hint="set NUM_NODES to the number of machines")
+        return
+    if command == "single":
+        raise UserError("`make train` runs one process; `NUM_NODES` needs several", hint="use `make train-distributed`")
+    missing = [] if node_rank_given else ["NODE_RANK"]
+    missing += [] if options.master_address else ["MASTER_ADDR"]
+    missing += [] if options.run_name else ["RUN_NAME"]
+    if missing:
+        raise UserError(
+            f"`NUM_NODES` is {request.num_nodes}, so every node needs {', '.join(f'`{name}`' for name in missing)} too",
+            hint="the same command on each machine, NODE_RANK counting from 0, MASTER_ADDR the address of node 0, one RUN_NAME for all",
+        )
+    if request.node_rank >= request.num_nodes:
+        raise UserError(f"`NODE_RANK` is {request.node_rank}; expected 0 to {request.num_nodes - 1}")

@@ -1,0 +1,116 @@
+"""What `make resume` needs to know: how the run was launched, which checkpoint is the newest valid one, and what may differ now."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.call import Call
+from sft_play.config.load import LoadedConfig
+from sft_play.errors import CheckpointError, UserError
+from sft_play.launch.deepspeed_json import UserDeepSpeed
+from sft_play.launch.json_with_comments import JsonDocument
+from sft_play.launch.options import LaunchOptions
+from sft_play.launch.run_folder import read_events
+from sft_play.plan.request import LaunchRequest
+from sft_play.runs.checkpoints import newest_valid
+from sft_play.runs.folder import RunFolder
+
+
+def launch_facts(options: LaunchOptions) -> dict[str, Any]:
+    """Returns what `events.jsonl` keeps about a launch, so that `resume` can repeat it."""
+    request = options.request
+    return {
+        "command": request.command_strategy,
+        "num_gpus": request.num_gpus,
+        "num_nodes": request.num_nodes,
+        "deepspeed": dict(options.deepspeed.settings) if options.deepspeed else None,
+        "fsdp": dict(options.fsdp),
+    }
+
+
+def options_of_run(call: Call, run: RunFolder, world_per_node: int) -> LaunchOptions:
+    """Returns the options of the run's first launch, with what was typed now in their place. Raises `UserError`."""
+    facts = first_launch(run)
+    num_nodes = call.integer("NUM_NODES", minimum=1) or int(facts["num_nodes"])
+    node_rank, address = call.integer("NODE_RANK", minimum=0), call.options.get("MASTER_ADDR")
+    if num_nodes > 1 and (node_rank is None or not address):
+        raise UserError(f"`{run.name}` runs on {num_nodes} nodes, so every node needs `NODE_RANK` and `MASTER_ADDR`")
+    if call.options.get("RUN_NAME") not in (None, run.name):
+        raise UserError("`RUN_NAME` names a new run; `make resume` goes on with the one that `RUN` names", hint="leave RUN_NAME away")
+    if call.options.get("ACCELERATE_CONFIG"):
+        raise UserError("a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`")
+    deepspeed = facts["deepspeed"]
+    return LaunchOptions(
+        request=LaunchRequest(
+            command_strategy=facts["command"],
+            num_gpus=call.integer("NUM_GPUS", minimum=1) or facts["num_gpus"] or world_per_node,
+            num_nodes=num_nodes,
+            node_rank=node_rank or 0,
+            zero_stage=deepspeed["zero_optimization"]["stage"] if deepspeed else None,
+        ),
+        master_address=address,
+        master_port=call.integer("MASTER_PORT", minimum=1),
+        deepspeed=_deepspeed_again(run, deepspeed) if deepspeed else None,
+        fsdp=facts["fsdp"],
+    )
+
+
+def _deepspeed_again(run: RunFolder, settings: Mapping[str, Any]) -> UserDeepSpeed:
+    document = JsonDocument(path=run.events, value=settings, lines={})
+    return UserDeepSpeed(document=document, settings=settings, stage=int(settings["zero_optimization"]["stage"]))
+
+
+def first_launch(run: RunFolder) -> dict[str, Any]:
+    """Returns the facts of the run's `started` event. Raises `CheckpointError` for a run whose workers never started."""
+    for event in read_events(run):
+        if event.get("event") == "started" and "launch" in event:
+            return dict(event["launch"])
+    raise CheckpointError(f"`{run.name}` never started, so there is nothing to go on from", hint="start it again under another RUN_NAME")
+
+
+def choose_checkpoint(run: RunFolder) -> Path | None:
+    """Returns the newest valid checkpoint, says which were passed over and why; `None` (said too) when the run has none yet."""
+    checkpoint, skipped = newest_valid(run)
+    for reason in skipped:
+        print(f"passed over: {reason}", file=sys.stderr)
+    if checkpoint is None and skipped:
+        raise CheckpointError(
+            f"`{run.name}` has no valid checkpoint", hint="the reasons stand above; start again under another RUN_NAME"
+        )
+    print(f"resuming {run.path} from {checkpoint.name if checkpoint else 'its start: it has no checkpoint yet'}", file=sys.stderr)
+    return checkpoint
+
+
+CHANGEABLE = frozenset({
+    "train.max_steps", "train.epochs", "train.save_strategy", "train.save_steps", "train.save_total_limit", "train.logging_steps",
+    "train.eval_strategy", "train.eval_steps", "train.dataloader_num_workers", "train.dataloader_pin_memory", "launch.timeout_seconds",
+})  # fmt: skip
+"""Keys that a resumed run may change: none of them changes an update that has been made."""
+LONGER = frozenset({"train.max_steps", "train.epochs"})
+
+
+def check_overrides(call: Call, run: RunFolder) -> None:
+    """Raises `UserError` for overrides that would make it another run."""
+    refused = [o for o in call.overrides if o.key not in CHANGEABLE]
+    if refused:
+        keys = ", ".join(f"`{o.key}`" for o in refused)
+        raise UserError(
+            f"a resumed run keeps its configuration; {keys} cannot change",
+            place=refused[0].origin,
+            hint=f"start a new run, or change only {', '.join(f'`{key}`' for key in sorted(CHANGEABLE))}",
+        )
+
+
+def is_longer(call: Call) -> bool:
+    """Whether this resume asks a complete run to go on."""
+    return any(o.key in LONGER for o in call.overrides)
+
+
+def with_overrides(call: Call, loaded: LoadedConfig) -> LoadedConfig:
+    """Returns the run's configuration with the overrides of this command in it."""
+    from sft_play.config.load import override_config
+
+    return override_config(loaded, call.overrides) if call.overrides else loaded

@@ -1,0 +1,129 @@
+"""Run folders at launch: a name, a reservation that nobody else can take, and finding an existing run again."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import CheckpointError, UserError
+from sft_play.files import append_json_line, read_json
+from sft_play.runs.folder import RunFolder, runs_folder
+
+NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
+"""Letters, digits, `_ . + = -`; starts with a letter or digit, so that it is a visible folder and never an option."""
+FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
+
+
+def choose_name(run_name: str | None, config_path: Path | None) -> str:
+    """Returns `RUN_NAME`, or the config's name and the time (`quickstart-20261121-051500`). Raises `UserError` for a bad name."""
+    if run_name is None:
+        stem = re.sub(r"[^\w.+=-]", "-", config_path.stem if config_path else "run").lstrip("._-+=") or "run"
+        return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if not NAME_PATTERN.fullmatch(run_name):
+        raise UserError(
+            f"`RUN_NAME` is `{run_name}`; expected up to 120 letters, digits and `_ . + = -`, the first a letter or digit",
+            hint="RUNS_DIR moves the folder that runs are kept in; RUN_NAME is only the name inside it",
+        )
+    return run_name
+
+
+@contextlib.contextmanager
+def reserved(name: str, *, node_rank: int = 0) -> Iterator[RunFolder]:
+    """Takes `runs/NAME/` for this launch and gives it back when the body raises before the workers have started.
+
+    mkdir is atomic, so of two launches with one name exactly one gets it. Nodes other than 0 may share the folder with node 0
+    through a network disk: they join a folder in which their own node has not started yet.
+    """
+    run = RunFolder(runs_folder() / name)
+    created = _make(run, node_rank)
+    try:
+        yield run
+    except BaseException:
+        if created and not has_started(run):
+            shutil.rmtree(run.path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # only when this launch made the first run: an empty `runs/` is no trace worth leaving
+                run.path.parent.rmdir()
+        raise
+
+
+def _make(run: RunFolder, node_rank: int) -> bool:
+    """Creates the folder; returns whether this process made it."""
+    try:
+        run.path.parent.mkdir(parents=True, exist_ok=True)
+        run.path.mkdir()
+    except FileExistsError:
+        if not run.path.parent.is_dir() or not run.path.is_dir():
+            raise UserError(f"`{run.path}` cannot be made: a file stands in its way", hint="remove it or set RUNS_DIR") from None
+        if node_rank > 0 and not started_by(run, node_rank):
+            return False
+        raise UserError(
+            f"the run `{run.name}` exists already: `{run.path}`",
+            hint=f"choose another RUN_NAME, or go on with it: make resume RUN={run.name}",
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"`{run.path}` cannot be made: {error.strerror}", hint="RUNS_DIR moves the folder that runs are kept in"
+        ) from error
+    return True
+
+
+def read_events(run: RunFolder) -> list[dict[str, Any]]:
+    """Returns the run's events, oldest first; a line that a crash cut short is left out."""
+    import json
+
+    events = []
+    text = run.events.read_text(encoding="utf-8") if run.events.is_file() else ""
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            events.append(json.loads(line))
+    return events
+
+
+def record_event(run: RunFolder, event: str, *, node_rank: int = 0, **facts: Any) -> None:
+    """Appends one line to `events.jsonl`: what happened, when (seconds since 1970), on which node."""
+    append_json_line(run.events, {"event": event, "time": time.time(), "node": node_rank, **facts})
+
+
+def has_started(run: RunFolder) -> bool:
+    """Whether workers were ever started in this folder."""
+    return any(e.get("event") in {"started", "resumed"} for e in read_events(run))
+
+
+def started_by(run: RunFolder, node_rank: int) -> bool:
+    """Whether this node has started its workers in this folder, or the run is over."""
+    return any(e.get("node") == node_rank or e.get("event") in FINAL_EVENTS for e in read_events(run))
+
+
+def find_run(name: str) -> RunFolder:
+    """Returns the run called `name`, or in the folder `name`. Raises `CheckpointError` with the runs that exist."""
+    candidates = [runs_folder() / name] if "/" not in name else []
+    candidates.append(Path(name))
+    for path in candidates:
+        if (path / "config.json").is_file():
+            return RunFolder(path)
+    known = sorted((p.parent for p in runs_folder().glob("*/config.json")), key=lambda p: p.stat().st_mtime, reverse=True)
+    listing = ", ".join(p.name for p in known[:10]) or "none"
+    more = f" and {len(known) - 10} more" if len(known) > 10 else ""
+    raise CheckpointError(f"there is no run `{name}`", hint=f"runs in `{runs_folder()}`, newest first: {listing}{more}")
+
+
+def is_finished(run: RunFolder) -> bool:
+    """Whether the run's last event says that it is complete."""
+    events = [e for e in read_events(run) if e.get("node", 0) == 0]
+    return bool(events) and events[-1].get("event") == "finished"
+
+
+def exit_records(run: RunFolder, ranks: range) -> dict[int, dict[str, Any]]:
+    """Returns what the workers recorded when they left: rank -> `{"code", "error", "time"}`."""
+    import json
+
+    records = {}
+    for rank in ranks:
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            records[rank] = read_json(run.rank_exit(rank))
+    return records

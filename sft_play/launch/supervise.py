@@ -1,0 +1,223 @@
+"""Starts the workers, passes signals on, waits, names the rank that failed first, and leaves no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from sft_play.launch.run_folder import exit_records
+from sft_play.runs.folder import RunFolder
+
+LOST = 75
+AGENT_FAILURE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+"""torchrun's word on which of its workers failed first."""
+SIMPLE_DEATH = re.compile(r"died with <Signals\.(\w+): \d+>")
+"""Python's word on a single process that was killed by a signal."""
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a launch ended."""
+
+    code: int
+    """Exit code of contract section 7."""
+    rank: int | None = None
+    """The rank that failed first."""
+    message: str = ""
+    """Its error, for the user; empty when all went well."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Stop:
+    """Which signals have arrived."""
+
+    signals: list[int] = field(default_factory=list)
+
+    def note(self, number: int, _: FrameType | None) -> None:
+        self.signals.append(number)
+
+
+def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFolder, ranks: range, *, console: int) -> Outcome:
+    """Runs the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to.
+
+    The first Ctrl-C or SIGTERM asks the workers to save and leave, the second kills them. Whatever happens, no descendant is alive
+    when this returns.
+    """
+    run.logs.mkdir(parents=True, exist_ok=True)
+    for rank in ranks:  # a resumed run must not be judged by the records of the last attempt
+        run.rank_exit(rank).unlink(missing_ok=True)
+    _adopt_orphans()
+    stop = _Stop()
+    log = launcher_log(run, ranks.start)
+    with log.open("wb") as agent_log, _signals_noted(stop):
+        process = subprocess.Popen(
+            list(arguments), env=dict(variables), stdin=subprocess.DEVNULL, stdout=console, stderr=agent_log, start_new_session=True
+        )
+        try:
+            _wait(process, stop)
+        finally:
+            _kill_descendants(process)
+    return judge(run, ranks, agent_code=process.returncode, agent_log=_tail(log), signals=tuple(stop.signals))
+
+
+def launcher_log(run: RunFolder, first_rank: int) -> Path:
+    """Where `accelerate launch` and torchrun themselves write; one file a node, since nodes may share a disk."""
+    return run.logs / ("launcher.log" if first_rank == 0 else f"launcher-from-rank{first_rank}.log")
+
+
+def _wait(process: subprocess.Popen[bytes], stop: _Stop) -> None:
+    answered = 0
+    while process.poll() is None:
+        if len(stop.signals) > answered:
+            answered = len(stop.signals)
+            if answered == 1:
+                print("\nstopping: the workers save a checkpoint; once more to kill them", file=sys.stderr, flush=True)
+                _ask_workers_to_stop(process)
+            else:
+                print("\nkilling the workers", file=sys.stderr, flush=True)
+                _kill_descendants(process)
+        time.sleep(POLL_SECONDS)
+
+
+def _ask_workers_to_stop(process: subprocess.Popen[bytes]) -> None:
+    """Sends SIGTERM to the workers themselves.
+
+    Not to the agent: torchrun would kill workers that take longer than its grace period to save, and the launcher of a single process
+    would die and leave its worker behind.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess):
+        workers = psutil.Process(process.pid).children()
+        if not workers:  # still starting up: there is nothing to save
+            process.terminate()
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.terminate()
+
+
+def _kill_descendants(process: subprocess.Popen[bytes]) -> None:
+    """Kills the agent and everything that it started; each worker has a session of its own, so one group is not enough."""
+    for _ in range(3):  # a process may be forking while its parent is killed
+        family = _descendants(process.pid)
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=10)
+        if not _descendants(process.pid):
+            break
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=10)
+
+
+def _descendants(agent: int) -> list[psutil.Process]:
+    """The agent with its children, and orphans that the kernel gave to us; never another child of this process (TensorBoard)."""
+    mine = psutil.Process()
+    found = []
+    for child in mine.children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.pid == agent or _belongs(child, agent):
+                found += [child, *child.children(recursive=True)]
+    return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def _belongs(process: psutil.Process, agent: int) -> bool:
+    """Whether an adopted orphan came from the workers: they and their children know the agent's session or their run."""
+    try:
+        return os.getsid(process.pid) == agent or process.environ().get("TORCHELASTIC_RUN_ID") is not None
+    except (psutil.Error, OSError):
+        return False
+
+
+def _adopt_orphans() -> None:
+    """Makes the kernel hand us the workers when their agent is killed (Linux), so that they can be found and ended."""
+    if sys.platform == "linux":
+        set_child_subreaper = 36
+        ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def _signals_noted(stop: _Stop) -> Iterator[None]:
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    previous = {number: signal.signal(number, stop.note) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def judge(run: RunFolder, ranks: range, *, agent_code: int, agent_log: str, signals: tuple[int, ...] = ()) -> Outcome:
+    """Says how the workers ended, from their records and the agent's own words. Reads files, changes nothing.
+
+    The order of causes: a worker that a signal killed (others then only saw their peer go), the earliest permanent error (codes 1 to
+    5), a worker without a record, the earliest lost peer, a stop on request.
+    """
+    records = exit_records(run, ranks)
+    failed = sorted((r for r in records.items() if int(r[1]["code"]) != 0), key=lambda r: float(r[1]["time"]))
+    silent = [rank for rank in ranks if rank not in records]
+    if not failed and not silent:
+        return Outcome(code=0)
+    if signals:
+        code = 130 if signals[0] == signal.SIGINT else 143
+        permanent = [r for r in failed if 1 <= int(r[1]["code"]) <= 5]
+        return _recorded(run, permanent[0]) if permanent and len(signals) == 1 else Outcome(code=code)
+    killed = _killed(ranks, agent_log)
+    if killed and (killed[0] in silent or not failed):
+        return _vanished(run, killed[0], f"was killed by {killed[1]}")
+    permanent = [r for r in failed if 1 <= int(r[1]["code"]) <= 5]
+    if permanent:
+        return _recorded(run, permanent[0])
+    if silent and (failed or agent_code < 0):
+        return _vanished(run, silent[0], "vanished without a word")
+    if failed:
+        return _recorded(run, failed[0])
+    return _never_began(run, ranks, agent_code, agent_log)
+
+
+def _killed(ranks: range, agent_log: str) -> tuple[int, str] | None:
+    """Returns the rank that a signal killed and the signal's name, from the agent's log."""
+    first = AGENT_FAILURE.search(agent_log)
+    if first and int(first[1]) < 0:
+        with contextlib.suppress(ValueError):
+            return ranks.start + int(first[2]), signal.Signals(-int(first[1])).name
+    death = SIMPLE_DEATH.search(agent_log)
+    return (ranks.start, death[1]) if death else None
+
+
+def _recorded(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
+    rank, facts = record
+    error = str(facts.get("error") or "").rstrip()
+    return Outcome(code=int(facts["code"]), rank=rank, message=f"{error}\n\nrank {rank} failed first; its log: {run.rank_log(rank)}")
+
+
+def _vanished(run: RunFolder, rank: int, how: str) -> Outcome:
+    cause = " (out of memory is the usual cause: see `dmesg`)" if "SIGKILL" in how else ""
+    text = f"error: rank {rank} {how}{cause}; all other ranks were stopped\n\nhint: its log: {run.rank_log(rank)}"
+    return Outcome(code=LOST, rank=rank, message=text)
+
+
+def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) -> Outcome:
+    tail = "\n".join(deque(agent_log.splitlines(), maxlen=15))
+    text = f"error: the workers did not start (accelerate launch returned {agent_code}); {launcher_log(run, ranks.start)} ends with\n{tail}"
+    return Outcome(code=1, message=text)
+
+
+def _tail(path: Path, limit: int = 200_000) -> str:
+    with path.open("rb") as stream:
+        stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, stream.tell() - limit))
+        return stream.read().decode("utf-8", errors="replace")

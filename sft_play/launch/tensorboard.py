@@ -1,0 +1,150 @@
+"""TensorBoard on 127.0.0.1, started once, found again by a pid file, and ended by its own id only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from sft_play.config.call import Call
+from sft_play.errors import HardwareError
+from sft_play.files import read_json, write_json
+from sft_play.launch.network import port_is_free
+from sft_play.launch.run_folder import find_run
+from sft_play.runs.folder import runs_folder
+
+HOST = "127.0.0.1"
+DEFAULT_PORT = 6006
+PORTS_TRIED = 100
+START_SECONDS = 60.0
+STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """The process that this project started."""
+
+    pid: int
+    started: float
+    """The process's start time, seconds since 1970: a pid alone may by now belong to somebody else."""
+    url: str
+    folder: str
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """The living process, or `None` when it has ended or the pid is another's."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            if abs(process.create_time() - self.started) < 1 and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+        return None
+
+
+def pid_file() -> Path:
+    """Where the server is remembered."""
+    return runs_folder() / ".tensorboard.json"
+
+
+def start(call: Call) -> int:
+    """Starts TensorBoard, prints its URL once it answers. A second start says that it is already there."""
+    wanted = call.integer("TENSORBOARD_PORT", minimum=1)
+    name = call.options.get("RUN")
+    folder = (find_run(name).tensorboard if name else runs_folder()).resolve()
+    server = remembered()
+    if server is not None:
+        return _say(call, server, "already runs; `make tensorboard-stop` ends it")
+    folder.mkdir(parents=True, exist_ok=True)
+    port = next_free_port(wanted or DEFAULT_PORT)
+    server = _spawn(folder, port)
+    note = f"port {wanted or DEFAULT_PORT} is taken; " if port != (wanted or DEFAULT_PORT) else ""
+    return _say(call, server, f"{note}`make tensorboard-stop` ends it")
+
+
+def stop(call: Call) -> int:
+    """Ends the TensorBoard that this project started, and no other process."""
+    server = remembered()
+    if server is not None and (process := server.process) is not None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_SECONDS)
+        except psutil.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_SECONDS)
+    pid_file().unlink(missing_ok=True)
+    if call.json:
+        print(json.dumps({"stopped": server is not None, "pid": server.pid if server else None}))
+    else:
+        print(f"TensorBoard (pid {server.pid}) has ended" if server else "no TensorBoard of this project runs")
+    return 0
+
+
+def remembered() -> Server | None:
+    """Returns the server of the pid file while it lives; forgets it otherwise."""
+    try:
+        server = Server(**read_json(pid_file()))
+    except (OSError, TypeError, json.JSONDecodeError):
+        return None
+    return server if server.process else None
+
+
+def next_free_port(wanted: int) -> int:
+    """Returns `wanted`, or the next port that is free. Raises `HardwareError` when a hundred of them are taken."""
+    for port in range(wanted, min(wanted + PORTS_TRIED, 65536)):
+        if port_is_free(port, HOST):
+            return port
+    raise HardwareError(f"ports {wanted} to {wanted + PORTS_TRIED - 1} are all taken", hint="set TENSORBOARD_PORT")
+
+
+def _spawn(folder: Path, port: int) -> Server:
+    log = pid_file().with_name(".tensorboard.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    arguments = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", HOST, "--port", str(port)]
+    environment = {k: v for k, v in os.environ.items() if k not in {"MAKEFLAGS", "MFLAGS"}}
+    with log.open("wb") as stream:  # a session of its own: Ctrl-C in the training's terminal must not end it
+        process = subprocess.Popen(
+            arguments, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    server = Server(
+        pid=process.pid, started=psutil.Process(process.pid).create_time(), url=f"http://{HOST}:{port}/", folder=str(folder)
+    )
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        if answers(server.url):
+            write_json(pid_file(), asdict(server))
+            return server
+        time.sleep(0.2)
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    process.wait(STOP_SECONDS)
+    tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
+    raise HardwareError(f"TensorBoard did not start on port {port}; its last words:\n{tail}")
+
+
+def answers(url: str) -> bool:
+    """Whether something speaks HTTP at `url`; never through a proxy."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def _say(call: Call, server: Server, note: str) -> int:
+    if call.json:
+        print(json.dumps(asdict(server) | {"note": note}))
+    else:
+        print(f"TensorBoard: {server.url}\n  {server.folder}\n  {note}")
+    return 0
