@@ -1,7 +1,7 @@
 """Reads which configuration keys the installed DeepSpeed knows, rejects and renames, and writes them as a table kept in git.
 
-`python scripts/render_deepspeed_keys.py` after each change of the DeepSpeed pin. `launch.deepspeed_json` checks a user's JSON with
-the table, without importing DeepSpeed; `tests/contract/test_rendered_files.py` notices drift.
+`python scripts/render_deepspeed_keys.py` after each change of the DeepSpeed pin. `launch.deepspeed_json` checks a user's JSON
+with the table, without importing DeepSpeed; `tests/contract/test_rendered_files.py` notices drift.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads a config file that `accelerate config` (or `make setup-accelerate`) made: every key is used, agrees with us, or is refused."""
+"""Reads a config file of `accelerate config` or `make setup-accelerate`: every key is used, agrees with us, or is refused."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ REFUSED_TYPES: Mapping[str, str] = {
     "MULTI_HPU": "only NVIDIA GPUs and CPUs are supported",
 }
 READ = frozenset({
-    "compute_environment", "distributed_type", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port",
-    "mixed_precision", "deepspeed_config", "fsdp_config",
+    "compute_environment", "distributed_type", "num_processes", "num_machines", "machine_rank", "main_process_ip",
+    "main_process_port", "mixed_precision", "deepspeed_config", "fsdp_config",
 })  # fmt: skip
 AGREE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "use_cpu": (lambda v: v in (False, True, None), ""),
@@ -94,11 +94,13 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
     unknown = sorted(set(settings) - READ - set(AGREE))
     if unknown:
         refuse(f"keys that are not understood: {', '.join(f'`{key}`' for key in unknown)}", "take them out")
-    numbers = {key: _number(settings, key, refuse) for key in ("num_processes", "num_machines", "machine_rank", "main_process_port")}
+    numbers = {
+        key: _number(settings, key, refuse) for key in ("num_processes", "num_machines", "machine_rank", "main_process_port")
+    }
     train = _precision(settings.get("mixed_precision"), refuse)
     notices: list[str] = []
     deepspeed = _deepspeed(path, settings.get("deepspeed_config") or {}, kind, notices, refuse)
-    fsdp = _fsdp(settings.get("fsdp_config") or {}, kind, train, notices, refuse) if kind == "FSDP" else {}
+    fsdp = _fsdp(settings.get("fsdp_config") or {}, train, notices, refuse) if kind == "FSDP" else {}
     raise_all(problems)
     return AccelerateChoices(
         path=path,
@@ -130,7 +132,9 @@ def _per_node(processes: int | None, machines: int | None, path: Path) -> int | 
     if processes is None:
         return None
     if processes < 1 or processes % (machines or 1):
-        text = f"`num_processes` is {processes} for {machines or 1} machines; expected a multiple, the same number on every machine"
+        text = (
+            f"`num_processes` is {processes} for {machines or 1} machines; expected a multiple, the same number on every machine"
+        )
         raise UserError(text, place=str(path))
     return processes // (machines or 1)
 
@@ -141,7 +145,9 @@ def _precision(value: Any, refuse: Refuse) -> dict[str, Any]:
     if value in ("bf16", "fp16"):
         return {"bf16": value == "bf16", "fp16": value == "fp16"}
     if value is not None:
-        refuse(f"`mixed_precision` is `{value}`; expected `no`, `bf16` or `fp16`", "fp8 is not supported" if value == "fp8" else None)
+        refuse(
+            f"`mixed_precision` is `{value}`; expected `no`, `bf16` or `fp16`", "fp8 is not supported" if value == "fp8" else None
+        )
     return {}
 
 
@@ -160,7 +166,9 @@ DEEPSPEED_KEYS: Mapping[str, str] = {
 def _deepspeed(path: Path, section: Mapping[str, Any], kind: str, notices: list[str], refuse: Refuse) -> UserDeepSpeed | None:
     if kind != "DEEPSPEED":
         if section:
-            refuse(f"`deepspeed_config` is given, but `distributed_type` is `{kind}`", "make it `DEEPSPEED` or take the section out")
+            refuse(
+                f"`deepspeed_config` is given, but `distributed_type` is `{kind}`", "make it `DEEPSPEED` or take the section out"
+            )
         return None
     value: dict[str, Any] = {"zero_optimization": {"stage": 2}}
     file = section.get("deepspeed_config_file")
@@ -186,7 +194,9 @@ def _deepspeed(path: Path, section: Mapping[str, Any], kind: str, notices: list[
     if stage not in (1, 2, 3):
         refuse(f"`deepspeed_config.zero_stage` is `{stage}`; expected 1, 2 or 3")
         return None
-    return UserDeepSpeed(document=JsonDocument(path=path, value=value, lines={}), settings=value, stage=stage, notices=tuple(notices))
+    return UserDeepSpeed(
+        document=JsonDocument(path=path, value=value, lines={}), settings=value, stage=stage, notices=tuple(notices)
+    )
 
 
 FSDP_AGREE: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -204,11 +214,14 @@ FSDP_SAID: Mapping[str, str] = {
 }
 
 
-def _fsdp(section: Mapping[str, Any], kind: str, train: dict[str, Any], notices: list[str], refuse: Refuse) -> dict[str, Any]:
+def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str], refuse: Refuse) -> dict[str, Any]:
     passed: dict[str, Any] = {}
     if section.get("fsdp_version", 1) != 2:
         version = section.get("fsdp_version", "missing, which means 1")
-        refuse(f"`fsdp_config.fsdp_version` is {version}; only FSDP2 is supported", "run `accelerate config` again, or write `fsdp_version: 2`")
+        refuse(
+            f"`fsdp_config.fsdp_version` is {version}; only FSDP2 is supported",
+            "run `accelerate config` again, or write `fsdp_version: 2`",
+        )
         return passed  # the keys of version 1 have other meanings
     for key, value in section.items():
         name = key if key.startswith("fsdp_") else f"fsdp_{key}"

@@ -109,7 +109,7 @@ def resume(call: Call) -> int:
     if not name:
         raise UserError("`make resume` needs `RUN=name-or-folder`", hint="make resume RUN=NAME")
     run = find_run(name)
-    check_overrides(call, run)
+    check_overrides(call)
     if is_finished(run) and not is_longer(call):
         print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
         return finish(call, run, Outcome(code=0))
@@ -215,13 +215,18 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
         result = {"run": str(run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None}
         print(json.dumps(result | {"model": str(run.model) if run.model.is_dir() else None}))
     elif outcome.code == 0:
-        print(f"\ndone: {run.path}\n  model    {run.model}\n  answers  make infer RUN={run.name}\n  scores   make eval RUN={run.name}")
+        print(
+            f"\ndone: {run.path}\n  model    {run.model}\n"
+            f"  answers  make infer RUN={run.name}\n  scores   make eval RUN={run.name}"
+        )
     return outcome.code
 
 
 def _with_tensorboard(call: Call, command: Callable[[Call], int]) -> int:
     """Opens TensorBoard before the training and leaves it running, so that the curves stay to be read."""
-    code = tensorboard.start(replace(call, options={k: v for k, v in call.options.items() if k == "TENSORBOARD_PORT"}, json=False))
+    code = tensorboard.start(
+        replace(call, options={k: v for k, v in call.options.items() if k == "TENSORBOARD_PORT"}, json=False)
+    )
     if code:
         return code
     code = command(call)

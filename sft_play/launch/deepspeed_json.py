@@ -15,13 +15,14 @@ from sft_play.files import read_json
 from sft_play.launch.json_with_comments import JsonDocument, read_document
 from sft_play.plan.plan import Plan, Precision
 
-TOP_LEVEL = frozenset("""
-    activation_checkpointing aio bf16 bfloat16 checkpoint comet comms_logger communication_data_type compile csv_monitor data_types
-    disable_allgather disable_python_gc dump_state flops_profiler fp16 gradient_accumulation_steps gradient_clipping
-    gradient_predivide_factor log_level memory_breakdown optimizer prescale_gradients scheduler steps_per_print tensorboard timers
-    torch_autocast train_batch_size train_micro_batch_size_per_gpu vocabulary_size wall_clock_breakdown wandb zero_allow_untested_optimizer
-    zero_force_ds_cpu_optimizer zero_optimization
-""".split())
+TOP_LEVEL = frozenset({
+    "activation_checkpointing", "aio", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger", "communication_data_type",
+    "compile", "csv_monitor", "data_types", "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler",
+    "fp16", "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "log_level",
+    "memory_breakdown", "optimizer", "prescale_gradients", "scheduler", "steps_per_print", "tensorboard", "timers",
+    "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu", "vocabulary_size", "wall_clock_breakdown",
+    "wandb", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+})  # fmt: skip
 """Top-level keys that we hand on to DeepSpeed, which itself ignores unknown ones in silence."""
 NOT_OURS: Mapping[str, str] = {
     "autotuning": "the plan chooses the batch; measure with `make plan`",
@@ -139,7 +140,9 @@ def read_user_json(path: Path) -> UserDeepSpeed:
     zero = settings.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else None
     if zero is None:
-        problems.append(UserError("`zero_optimization` is missing", place=str(path), hint='add "zero_optimization": {"stage": 2}'))
+        problems.append(
+            UserError("`zero_optimization` is missing", place=str(path), hint='add "zero_optimization": {"stage": 2}')
+        )
     elif not isinstance(zero, dict):
         text = f"`zero_optimization` is `{zero}`; expected an object with a `stage`"
         problems.append(UserError(text, place=document.place("zero_optimization")))
@@ -172,7 +175,9 @@ def _translated(document: JsonDocument, problems: list[UserError]) -> tuple[dict
                 problems.append(UserError(f"`zero_optimization.{old}` is `{value}`; expected true or false", place=place))
             elif value:
                 zero[new] = {"device": "cpu"} | ({"pin_memory": pin} if isinstance(pin, bool) else {})
-                notices.append(f'{place}: `{old}: true` is the old spelling of `"{new}": {{"device": "cpu"}}`, and is read as that')
+                notices.append(
+                    f'{place}: `{old}: true` is the old spelling of `"{new}": {{"device": "cpu"}}`, and is read as that'
+                )
         if "stage3_gather_fp16_weights_on_model_save" in zero:
             value = zero.pop("stage3_gather_fp16_weights_on_model_save")
             zero.setdefault("stage3_gather_16bit_weights_on_model_save", value)
@@ -186,7 +191,9 @@ def _check_keys(document: JsonDocument, problems: list[UserError]) -> None:
         if key in removed:
             problems.append(UserError(f"`{key}`: {removed[key]}", place=document.place(key), hint="take the key out"))
         elif key in NOT_OURS:
-            problems.append(UserError(f"`{key}` is not supported here: {NOT_OURS[key]}", place=document.place(key), hint="take the key out"))
+            problems.append(
+                UserError(f"`{key}` is not supported here: {NOT_OURS[key]}", place=document.place(key), hint="take the key out")
+            )
         elif key not in TOP_LEVEL:
             problems.append(_unknown(document, key, sorted(TOP_LEVEL)))
     for section, keys in sections.items():
@@ -212,7 +219,14 @@ def _check_section(
             problems.append(UserError(text, place=document.place(dotted)))
 
 
-EXPECTED = {"bool": "true or false", "int": "an integer", "number": "a number", "string": "a text", "object": "an object", "any": "a value"}
+EXPECTED = {
+    "bool": "true or false",
+    "int": "an integer",
+    "number": "a number",
+    "string": "a text",
+    "object": "an object",
+    "any": "a value",
+}
 
 
 def _fits(value: Any, kind: str) -> bool:

@@ -1,144 +1,145 @@
-"""Fills a user's DeepSpeed JSON in from the plan: no `auto` is left, and whatever contradicts the plan is an error, never ignored."""
+"""Fills a user's DeepSpeed JSON in from the plan: no `auto` is left, and what contradicts the plan is an error, never ignored."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import UserError, raise_all
-from sft_play.launch.deepspeed_json import (
-    DEFAULT_HIDDEN_SIZE,
-    BatchNumbers,
-    UserDeepSpeed,
-    deepspeed_settings,
-)
+from sft_play.launch.deepspeed_json import DEFAULT_HIDDEN_SIZE, BatchNumbers, UserDeepSpeed, deepspeed_settings
 from sft_play.plan.plan import Plan
+
+AGREED: Mapping[str, str] = {
+    "train_micro_batch_size_per_gpu": "the plan's rows per device; set `train.batch_size`",
+    "gradient_accumulation_steps": "the plan's micro-steps; set `train.grad_accum`",
+    "train_batch_size": "the plan's micro-batch x accumulation x world size; set `train.global_batch_size`",
+    "gradient_clipping": "set `train.max_grad_norm`",
+}
+"""Top-level numbers that the plan or the configuration decides, each with where."""
+SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+SECTIONS_WITH_DEFAULTS = frozenset({"zero_optimization", "fp16", "bf16", "activation_checkpointing"})
 
 
 def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int | None) -> tuple[dict[str, Any], list[str]]:
-    """Returns the JSON for the run and what the user should know. Raises `UserError` for every contradiction, with both values."""
-    settings = deepcopy(dict(user.settings))
-    problems: list[UserError] = []
-    notices = list(user.notices)
+    """Returns the JSON for the run and what the user should know. Raises `UserError` for each contradiction, with both values."""
+    work = _Resolution(user=user, plan=plan, config=config, settings=deepcopy(dict(user.settings)), notices=list(user.notices))
     ours = deepspeed_settings(
         stage=user.stage,
         device=plan.device,
         precision=plan.precision,
         batch=BatchNumbers.of(plan),
         clipping=config.train.max_grad_norm,
-        offload=_offloads(settings),
+        offload=_offloads(work.settings),
         hidden_size=hidden_size or DEFAULT_HIDDEN_SIZE,
     )
-    for key, because in SAME.items():
-        _require_same(user, settings, key, ours[key], because, problems)
+    for key, because in AGREED.items():
+        work.agree(work.settings, key, ours[key], because)
     for section in ("bf16", "fp16"):
-        part = settings.setdefault(section, {})
-        _require_same(user, part, "enabled", ours[section]["enabled"], f"the plan's precision is {plan.precision}", problems, section)
-    _take_out_optimizer(user, settings, plan, config, problems, notices)
-    _take_out_scheduler(user, settings, config, problems, notices)
+        part = work.settings.setdefault(section, {})
+        work.agree(part, "enabled", ours[section]["enabled"], f"the plan's precision is {plan.precision}", section=section)
+    work.leave_optimizer_out()
+    work.leave_scheduler_out()
     for key in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
-        settings.setdefault(key, ours[key])
-    _fill_automatic(user, settings, ours, problems, prefix="")
-    raise_all(problems)
-    return _whole_numbers(settings), notices
+        work.settings.setdefault(key, ours[key])
+    work.fill_automatic(work.settings, ours, prefix="")
+    raise_all(work.problems)
+    return _whole_numbers(work.settings), work.notices
 
 
-SAME: Mapping[str, str] = {
-    "train_micro_batch_size_per_gpu": "the plan's rows per device; set `train.batch_size`",
-    "gradient_accumulation_steps": "the plan's micro-steps; set `train.grad_accum`",
-    "train_batch_size": "the plan's micro-batch x accumulation x world size; set `train.global_batch_size`",
-    "gradient_clipping": "set `train.max_grad_norm`",
-}
+@dataclass(kw_only=True, slots=True)
+class _Resolution:
+    """A user's settings on their way; collects every problem before any is raised."""
 
+    user: UserDeepSpeed
+    plan: Plan
+    config: Config
+    settings: dict[str, Any]
+    notices: list[str]
+    problems: list[UserError] = field(default_factory=list)
 
-def _require_same(
-    user: UserDeepSpeed, part: dict[str, Any], key: str, ours: Any, because: str, problems: list[UserError], section: str = ""
-) -> None:
-    theirs = part.get(key, "auto")
-    if theirs not in ("auto", ours):
-        dotted = f"{section}.{key}" if section else key
-        text = f"`{dotted}` is `{_json(theirs)}`, but the run uses `{_json(ours)}` ({because})"
-        problems.append(UserError(text, place=user.document.place(dotted), hint=f'write "{key}": "auto", or make the two agree'))
-    part[key] = ours
+    def refuse(self, text: str, key: str, hint: str) -> None:
+        self.problems.append(UserError(text, place=self.user.document.place(key), hint=hint))
 
+    def agree(self, part: dict[str, Any], key: str, ours: Any, because: str, *, section: str = "") -> None:
+        """Sets `part[key]` to our value; another value of the user's is a problem."""
+        theirs = part.get(key, "auto")
+        if theirs not in ("auto", ours):
+            dotted = f"{section}.{key}" if section else key
+            text = f"`{dotted}` is `{_json(theirs)}`, but the run uses `{_json(ours)}` ({because})"
+            self.refuse(text, dotted, f'write "{key}": "auto", or make the two agree')
+        part[key] = ours
 
-def _take_out_optimizer(
-    user: UserDeepSpeed, settings: dict[str, Any], plan: Plan, config: Config, problems: list[UserError], notices: list[str]
-) -> None:
-    """One optimizer for every strategy, so that they give one loss curve: the section must agree with the plan, and is left out."""
-    section = settings.pop("optimizer", None)
-    if section is None:
-        return
-    kind = str(section.get("type", "")) if isinstance(section, Mapping) else str(section)
-    if kind.lower() not in {"adam", "adamw"} or "adam" not in plan.optim:
-        text = f"`optimizer.type` is `{kind}`, but the run uses `{plan.optim}`"
-        problems.append(UserError(text, place=user.document.place("optimizer.type"), hint="set `train.optim` and take `optimizer` out"))
-        return
-    parameters = section.get("params", {})
-    extra = config.train.extra
-    betas = [extra.get("adam_beta1", 0.9), extra.get("adam_beta2", 0.999)]
-    agreed = {
-        "lr": (plan.learning_rate, "train.learning_rate"),
-        "betas": (betas, "train.adam_beta1 and train.adam_beta2"),
-        "eps": (extra.get("adam_epsilon", 1e-8), "train.adam_epsilon"),
-        "weight_decay": (config.train.weight_decay, "train.weight_decay"),
-        "torch_adam": (True, "train.optim"),
-        "adam_w_mode": (True, "train.optim"),
-    }
-    for key, value in parameters.items():
-        place = user.document.place(f"optimizer.params.{key}")
-        if key not in agreed:
-            problems.append(UserError(f"`optimizer.params.{key}` has no counterpart here", place=place, hint="take `optimizer` out"))
-        elif value not in ("auto", agreed[key][0]) and key != "torch_adam":
-            text = f"`optimizer.params.{key}` is `{_json(value)}`, but the run uses `{_json(agreed[key][0])}`"
-            problems.append(UserError(text, place=place, hint=f"set `{agreed[key][1]}`"))
-    notices.append(f"{user.document.place('optimizer')}: `optimizer` agrees with the plan's `{plan.optim}`, which runs")
+    def leave_optimizer_out(self) -> None:
+        """One optimizer for every strategy, so that all give one loss curve: the section must agree with the plan."""
+        section = self.settings.pop("optimizer", None)
+        if section is None:
+            return
+        kind = _type_of(section)
+        if kind.lower() not in {"adam", "adamw"} or "adam" not in self.plan.optim:
+            text = f"`optimizer.type` is `{kind}`, but the run uses `{self.plan.optim}`"
+            self.refuse(text, "optimizer.type", "set `train.optim` and take `optimizer` out")
+            return
+        train = self.config.train
+        betas = [train.extra.get("adam_beta1", 0.9), train.extra.get("adam_beta2", 0.999)]
+        ours: dict[str, tuple[Any, str]] = {
+            "lr": (self.plan.learning_rate, "train.learning_rate"),
+            "betas": (betas, "train.adam_beta1 and train.adam_beta2"),
+            "eps": (train.extra.get("adam_epsilon", 1e-8), "train.adam_epsilon"),
+            "weight_decay": (train.weight_decay, "train.weight_decay"),
+            "adam_w_mode": (True, "train.optim"),
+        }
+        for key, value in section.get("params", {}).items():
+            dotted = f"optimizer.params.{key}"
+            if key == "torch_adam":  # which of two implementations of one formula runs
+                continue
+            if key not in ours:
+                self.refuse(f"`{dotted}` has no counterpart here", dotted, "take `optimizer` out and set `train.optim`")
+            elif value not in ("auto", ours[key][0]):
+                text = f"`{dotted}` is `{_json(value)}`, but the run uses `{_json(ours[key][0])}`"
+                self.refuse(text, dotted, f"set `{ours[key][1]}`")
+        place = self.user.document.place("optimizer")
+        self.notices.append(f"{place}: `optimizer` agrees with the plan's `{self.plan.optim}`, which runs")
 
+    def leave_scheduler_out(self) -> None:
+        """One schedule for every strategy, for the same reason."""
+        section = self.settings.pop("scheduler", None)
+        if section is None:
+            return
+        kind, ours = _type_of(section), self.config.train.lr_scheduler_type
+        name = SCHEDULES.get(kind.lower())
+        if name != ours:
+            text = f"`scheduler.type` is `{kind}`, but the run's schedule is `{ours}`"
+            wanted = f"set `train.lr_scheduler_type: {name}`" if name else "set `train.lr_scheduler_type`"
+            self.refuse(text, "scheduler.type", f"{wanted}, or take `scheduler` out")
+            return
+        for key, value in section.get("params", {}).items():
+            if value != "auto":
+                dotted = f"scheduler.params.{key}"
+                hint = 'write "auto", and set `train.warmup_steps`, `train.max_steps` or `train.learning_rate`'
+                self.refuse(f"`{dotted}` is `{_json(value)}`, which the plan decides", dotted, hint)
+        place = self.user.document.place("scheduler")
+        self.notices.append(f"{place}: `scheduler` agrees with `train.lr_scheduler_type: {name}`, which runs")
 
-SCHEDULERS = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
-
-
-def _take_out_scheduler(
-    user: UserDeepSpeed, settings: dict[str, Any], config: Config, problems: list[UserError], notices: list[str]
-) -> None:
-    section = settings.pop("scheduler", None)
-    if section is None:
-        return
-    kind = str(section.get("type", "")) if isinstance(section, Mapping) else str(section)
-    name = SCHEDULERS.get(kind.lower())
-    place = user.document.place("scheduler")
-    if name != config.train.lr_scheduler_type:
-        text = f"`scheduler.type` is `{kind}`, but the run's schedule is `{config.train.lr_scheduler_type}`"
-        hint = f"set `train.lr_scheduler_type: {name}`" if name else "set `train.lr_scheduler_type` and take `scheduler` out"
-        problems.append(UserError(text, place=place, hint=hint))
-        return
-    numbers = {k: v for k, v in section.get("params", {}).items() if v != "auto"}
-    if numbers:
-        text = f"`scheduler.params` sets {', '.join(f'`{k}`' for k in numbers)}, which the plan decides"
-        problems.append(UserError(text, place=place, hint='write "auto", and set `train.warmup_steps` or `train.learning_rate`'))
-    notices.append(f"{place}: `scheduler` agrees with `train.lr_scheduler_type: {name}`, which runs")
-
-
-def _fill_automatic(
-    user: UserDeepSpeed, part: dict[str, Any], ours: Mapping[str, Any], problems: list[UserError], *, prefix: str
-) -> None:
-    """Replaces every `auto` by our value, takes it out where DeepSpeed's own default is meant, and refuses it where neither exists."""
-    for key in list(part):
-        dotted = f"{prefix}{key}"
-        value = part[key]
-        if isinstance(value, dict):
+    def fill_automatic(self, part: dict[str, Any], ours: Mapping[str, Any], *, prefix: str) -> None:
+        """Replaces each `auto`: by our value, else by DeepSpeed's default where its section has one; else it is a problem."""
+        for key, value in list(part.items()):
             inner = ours.get(key)
-            _fill_automatic(user, value, inner if isinstance(inner, Mapping) else {}, problems, prefix=f"{dotted}.")
-        elif value == "auto" and key in ours:
-            part[key] = ours[key]
-        elif value == "auto" and prefix.split(".")[0] in {"zero_optimization", "fp16", "bf16", "activation_checkpointing"}:
-            del part[key]  # these sections have a default for every key
-        elif value == "auto":
-            place = user.document.place(dotted)
-            problems.append(UserError(f"`{dotted}` is `auto`, but nothing decides it", place=place, hint="write a value"))
+            if isinstance(value, dict):
+                self.fill_automatic(value, inner if isinstance(inner, Mapping) else {}, prefix=f"{prefix}{key}.")
+            elif value == "auto" and key in ours:
+                part[key] = inner
+            elif value == "auto" and prefix.partition(".")[0] in SECTIONS_WITH_DEFAULTS:
+                del part[key]
+            elif value == "auto":
+                self.refuse(f"`{prefix}{key}` is `auto`, but nothing decides it", f"{prefix}{key}", "write a value")
+
+
+def _type_of(section: Any) -> str:
+    return str(section.get("type", "")) if isinstance(section, Mapping) else _json(section)
 
 
 def _offloads(settings: Mapping[str, Any]) -> bool:
@@ -147,7 +148,7 @@ def _offloads(settings: Mapping[str, Any]) -> bool:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """Turns 5e8 into 500000000 inside `zero_optimization`, as its typed keys want."""
+    """Turns 5e8 into 500000000, as the typed keys of DeepSpeed want."""
     if isinstance(value, dict):
         return {k: _whole_numbers(v) for k, v in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() and value >= 1000 else value

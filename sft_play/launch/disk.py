@@ -14,7 +14,7 @@ SPARE_BYTES = 64 * 2**20
 
 
 def checkpoint_bytes(plan: Plan, config: Config) -> int:
-    """Returns the size of one checkpoint: what is trained and its optimizer states; for full fine-tuning that is the whole model."""
+    """Returns the size of one checkpoint: what is trained and its optimizer states (for `full`, the whole model)."""
     parts = [rank.memory_bytes for rank in plan.ranks]
     sharded = plan.strategy in {"zero1", "zero2", "zero3", "fsdp2"}
 

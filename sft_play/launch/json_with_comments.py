@@ -31,7 +31,7 @@ class JsonDocument:
 
 
 def read_document(path: Path) -> JsonDocument:
-    """Reads an object from `path`. Raises `UserError` for a missing file, bad JSON (with line and column), or a key given twice."""
+    """Reads an object from `path`. Raises `UserError` for no file, bad JSON (line and column), or a key given twice."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -43,7 +43,9 @@ def read_document(path: Path) -> JsonDocument:
         value = json.loads(plain)
     except json.JSONDecodeError as error:
         place = f"{path}:{error.lineno}:{error.colno}"
-        raise UserError(f"not JSON: {error.msg}", place=place, hint="`//` and `/* */` comments and trailing commas are fine") from error
+        raise UserError(
+            f"not JSON: {error.msg}", place=place, hint="`//` and `/* */` comments and trailing commas are fine"
+        ) from error
     if not isinstance(value, dict):
         raise UserError(f"holds a {type(value).__name__}; expected an object `{{...}}`", place=f"{path}:1")
     return JsonDocument(path=path, value=value, lines=_key_lines(plain, path))

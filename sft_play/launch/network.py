@@ -36,7 +36,9 @@ def address_towards(host: str, port: int) -> str:
     try:
         target = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
     except socket.gaierror as error:
-        raise UserError(f"`MASTER_ADDR` is `{host}`, which cannot be resolved: {error.strerror}", hint="give its IP address") from error
+        raise UserError(
+            f"`MASTER_ADDR` is `{host}`, which cannot be resolved: {error.strerror}", hint="give its IP address"
+        ) from error
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(target)  # a datagram socket only looks up the route; no packet leaves

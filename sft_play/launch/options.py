@@ -87,7 +87,9 @@ def _one(name: str, typed: int | None, from_file: int | None, choices: Accelerat
 def _deepspeed(call: Call, choices: AccelerateChoices, loaded: LoadedConfig, command: str) -> UserDeepSpeed | None:
     path = call.options.get("DEEPSPEED_CONFIG")
     if path and choices.deepspeed:
-        raise UserError(f"`DEEPSPEED_CONFIG` and the DeepSpeed settings of `{choices.path}` are both given", hint="give one of them")
+        raise UserError(
+            f"`DEEPSPEED_CONFIG` and the DeepSpeed settings of `{choices.path}` are both given", hint="give one of them"
+        )
     user = read_user_json(Path(path)) if path else choices.deepspeed
     if user and command in ("zero", "auto") and loaded.typed("launch.strategy"):
         wanted = loaded.config.launch.strategy
@@ -113,7 +115,8 @@ def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedCon
         current = getattr(config.train, key)
         if loaded.typed(f"train.{key}") and current not in ("auto", value):
             raise UserError(
-                f"`train.{key}` is `{str(current).lower()}` ({origins[f'train.{key}']}), but `{choices.path}` asks for `{str(value).lower()}`",
+                f"`train.{key}` is `{str(current).lower()}`, but `{choices.path}` asks for `{str(value).lower()}`",
+                place=origins[f"train.{key}"],
                 hint="make the two agree, or leave one of them out",
             )
         config = replace(config, train=replace(config.train, **{key: value}))
@@ -136,7 +139,7 @@ def _check(options: LaunchOptions, command: CommandStrategy, *, node_rank_given:
     if missing:
         raise UserError(
             f"`NUM_NODES` is {request.num_nodes}, so every node needs {', '.join(f'`{name}`' for name in missing)} too",
-            hint="the same command on each machine, NODE_RANK counting from 0, MASTER_ADDR the address of node 0, one RUN_NAME for all",
+            hint="the same command on each machine, NODE_RANK from 0 on, MASTER_ADDR the address of node 0, one RUN_NAME for all",
         )
     if request.node_rank >= request.num_nodes:
         raise UserError(f"`NODE_RANK` is {request.node_rank}; expected 0 to {request.num_nodes - 1}")

@@ -1,4 +1,4 @@
-"""Renders a run's `accelerate.yaml`, and the same files for people in `accelerate_configs/` and `deepspeed/`. Pure but for `main`.
+"""Renders a run's `accelerate.yaml`, and such files for people in `accelerate_configs/` and `deepspeed/`. Pure but for `main`.
 
 `python -m sft_play.launch.render` (part of `make render`) writes the files that are kept in git; a test compares them.
 """
@@ -28,8 +28,8 @@ def accelerate_settings(
 ) -> dict[str, Any]:
     """Returns the content of an accelerate config file for `processes` in all over `node.count` machines.
 
-    `MULTI_GPU` on a CPU is no slip: with `MULTI_CPU` or `use_cpu` accelerate starts one process; the workers' environment says what
-    the device is.
+    `MULTI_GPU` on a CPU is no slip: with `MULTI_CPU` or `use_cpu` accelerate starts one process; the workers' environment
+    says what the device is.
     """
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -47,7 +47,7 @@ def accelerate_settings(
         settings["main_process_port"] = node.master_port
     if strategy.startswith("zero"):
         assert deepspeed_file is not None, "ZeRO needs a DeepSpeed file"
-        # Precision, stage and offload stand in that file; accelerate refuses them here too. Its default multi-node launcher is pdsh.
+        # Precision, stage and offload stand in that file; accelerate refuses them in both. Its own default launcher is pdsh.
         settings["deepspeed_config"] = {
             "deepspeed_config_file": str(deepspeed_file),
             "deepspeed_multinode_launcher": "standard",

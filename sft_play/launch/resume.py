@@ -1,4 +1,4 @@
-"""What `make resume` needs to know: how the run was launched, which checkpoint is the newest valid one, and what may differ now."""
+"""What `make resume` needs to know: how the run was launched, its newest valid checkpoint, and what may differ now."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def options_of_run(call: Call, run: RunFolder, world_per_node: int) -> LaunchOpt
     if num_nodes > 1 and (node_rank is None or not address):
         raise UserError(f"`{run.name}` runs on {num_nodes} nodes, so every node needs `NODE_RANK` and `MASTER_ADDR`")
     if call.options.get("RUN_NAME") not in (None, run.name):
-        raise UserError("`RUN_NAME` names a new run; `make resume` goes on with the one that `RUN` names", hint="leave RUN_NAME away")
+        raise UserError(
+            "`RUN_NAME` names a new run; `make resume` goes on with the one that `RUN` names", hint="leave RUN_NAME away"
+        )
     if call.options.get("ACCELERATE_CONFIG"):
         raise UserError("a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`")
     deepspeed = facts["deepspeed"]
@@ -68,7 +70,9 @@ def first_launch(run: RunFolder) -> dict[str, Any]:
     for event in read_events(run):
         if event.get("event") == "started" and "launch" in event:
             return dict(event["launch"])
-    raise CheckpointError(f"`{run.name}` never started, so there is nothing to go on from", hint="start it again under another RUN_NAME")
+    raise CheckpointError(
+        f"`{run.name}` never started, so there is nothing to go on from", hint="start it again under another RUN_NAME"
+    )
 
 
 def choose_checkpoint(run: RunFolder) -> Path | None:
@@ -86,13 +90,14 @@ def choose_checkpoint(run: RunFolder) -> Path | None:
 
 CHANGEABLE = frozenset({
     "train.max_steps", "train.epochs", "train.save_strategy", "train.save_steps", "train.save_total_limit", "train.logging_steps",
-    "train.eval_strategy", "train.eval_steps", "train.dataloader_num_workers", "train.dataloader_pin_memory", "launch.timeout_seconds",
-})  # fmt: skip
+    "train.max_steps", "train.epochs", "train.save_strategy", "train.save_steps", "train.save_total_limit",
+    "train.logging_steps", "train.eval_strategy", "train.eval_steps", "train.dataloader_num_workers",
+    "train.dataloader_pin_memory", "launch.timeout_seconds",
 """Keys that a resumed run may change: none of them changes an update that has been made."""
 LONGER = frozenset({"train.max_steps", "train.epochs"})
 
 
-def check_overrides(call: Call, run: RunFolder) -> None:
+def check_overrides(call: Call) -> None:
     """Raises `UserError` for overrides that would make it another run."""
     refused = [o for o in call.overrides if o.key not in CHANGEABLE]
     if refused:

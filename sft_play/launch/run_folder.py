@@ -46,7 +46,9 @@ def reserved(name: str, *, node_rank: int = 0) -> Iterator[RunFolder]:
     except BaseException:
         if created and not has_started(run):
             shutil.rmtree(run.path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # only when this launch made the first run: an empty `runs/` is no trace worth leaving
+            with contextlib.suppress(
+                OSError
+            ):  # only when this launch made the first run: an empty `runs/` is no trace worth leaving
                 run.path.parent.rmdir()
         raise
 

@@ -55,8 +55,8 @@ class _Stop:
 def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFolder, ranks: range, *, console: int) -> Outcome:
     """Runs the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to.
 
-    The first Ctrl-C or SIGTERM asks the workers to save and leave, the second kills them. Whatever happens, no descendant is alive
-    when this returns.
+    The first Ctrl-C or SIGTERM asks the workers to save and leave, the second kills them. Whatever happens, no descendant is
+    alive when this returns.
     """
     run.logs.mkdir(parents=True, exist_ok=True)
     for rank in ranks:  # a resumed run must not be judged by the records of the last attempt
@@ -66,7 +66,12 @@ def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFo
     log = launcher_log(run, ranks.start)
     with log.open("wb") as agent_log, _signals_noted(stop):
         process = subprocess.Popen(
-            list(arguments), env=dict(variables), stdin=subprocess.DEVNULL, stdout=console, stderr=agent_log, start_new_session=True
+            list(arguments),
+            env=dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=agent_log,
+            start_new_session=True,
         )
         try:
             _wait(process, stop)
@@ -97,8 +102,8 @@ def _wait(process: subprocess.Popen[bytes], stop: _Stop) -> None:
 def _ask_workers_to_stop(process: subprocess.Popen[bytes]) -> None:
     """Sends SIGTERM to the workers themselves.
 
-    Not to the agent: torchrun would kill workers that take longer than its grace period to save, and the launcher of a single process
-    would die and leave its worker behind.
+    Not to the agent: torchrun would kill workers that take longer than its grace period to save, and the launcher of a single
+    process would die and leave its worker behind.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
         workers = psutil.Process(process.pid).children()
@@ -163,8 +168,8 @@ def _signals_noted(stop: _Stop) -> Iterator[None]:
 def judge(run: RunFolder, ranks: range, *, agent_code: int, agent_log: str, signals: tuple[int, ...] = ()) -> Outcome:
     """Says how the workers ended, from their records and the agent's own words. Reads files, changes nothing.
 
-    The order of causes: a worker that a signal killed (others then only saw their peer go), the earliest permanent error (codes 1 to
-    5), a worker without a record, the earliest lost peer, a stop on request.
+    The order of causes: a worker that a signal killed (others then only saw their peer go), the earliest permanent error (codes
+    1 to 5), a worker without a record, the earliest lost peer, a stop on request.
     """
     records = exit_records(run, ranks)
     failed = sorted((r for r in records.items() if int(r[1]["code"]) != 0), key=lambda r: float(r[1]["time"]))
@@ -201,7 +206,9 @@ def _killed(ranks: range, agent_log: str) -> tuple[int, str] | None:
 def _recorded(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
     rank, facts = record
     error = str(facts.get("error") or "").rstrip()
-    return Outcome(code=int(facts["code"]), rank=rank, message=f"{error}\n\nrank {rank} failed first; its log: {run.rank_log(rank)}")
+    return Outcome(
+        code=int(facts["code"]), rank=rank, message=f"{error}\n\nrank {rank} failed first; its log: {run.rank_log(rank)}"
+    )
 
 
 def _vanished(run: RunFolder, rank: int, how: str) -> Outcome:
@@ -212,7 +219,8 @@ def _vanished(run: RunFolder, rank: int, how: str) -> Outcome:
 
 def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) -> Outcome:
     tail = "\n".join(deque(agent_log.splitlines(), maxlen=15))
-    text = f"error: the workers did not start (accelerate launch returned {agent_code}); {launcher_log(run, ranks.start)} ends with\n{tail}"
+    log = launcher_log(run, ranks.start)
+    text = f"error: the workers did not start (accelerate launch returned {agent_code}); {log} ends with\n{tail}"
     return Outcome(code=1, message=text)
 
 
