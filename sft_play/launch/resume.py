@@ -89,10 +89,10 @@ def choose_checkpoint(run: RunFolder) -> Path | None:
 
 
 CHANGEABLE = frozenset({
-    "train.max_steps", "train.epochs", "train.save_strategy", "train.save_steps", "train.save_total_limit", "train.logging_steps",
     "train.max_steps", "train.epochs", "train.save_strategy", "train.save_steps", "train.save_total_limit",
     "train.logging_steps", "train.eval_strategy", "train.eval_steps", "train.dataloader_num_workers",
     "train.dataloader_pin_memory", "launch.timeout_seconds",
+})  # fmt: skip
 """Keys that a resumed run may change: none of them changes an update that has been made."""
 LONGER = frozenset({"train.max_steps", "train.epochs"})
 
