@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import set_seed
 
-from sft_play.config.schema import Config, ModelConfig
+from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.model import lora, quantise
+from sft_play.model.read import read_model, tell
 from sft_play.model.tokenizer import load_tokenizer
+from sft_play.model.use import load_for_use
 from sft_play.plan.plan import Plan
 from sft_play.runs.prepared import Prepared
+
+__all__ = ["load_base", "load_for_training", "load_for_use", "read_model"]
 
 
 def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[Any, Any]:
@@ -66,50 +69,6 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
     )
 
 
-def read_model(
-    folder: Path,
-    settings: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    attention: str = "sdpa",
-    quantization_config: Any = None,
-    device: str | None = None,
-) -> Any:
-    """Reads a causal language model from a local folder, without network.
-
-    Raises `CheckpointError` when weights are missing, of another shape, or unreadable; `UserError` for an architecture that
-    transformers does not know.
-    """
-    arguments: dict[str, Any] = {"device_map": {"": device}} if device else {}
-    if quantization_config is not None:
-        arguments["quantization_config"] = quantization_config
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=settings.trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-            **arguments,
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise CheckpointError(
-            f"the model `{settings.name}` cannot be loaded: {_first_lines(error)}", place=str(folder)
-        ) from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        shown = ", ".join(f"`{name}`" for name in missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise CheckpointError(
-            f"the weights of `{settings.name}` lack {shown}; random values in their place would spoil the model",
-            place=str(folder),
-            hint="the files are incomplete or of another architecture than `config.json` says: fetch the model again",
-        )
-    return model
-
-
 def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:
     """Returns the type of the adapters' weights.
 
@@ -151,14 +110,3 @@ def _placement(plan: Plan) -> str | None:
     if plan.device != "cuda" or plan.strategy in ("zero3", "fsdp2"):
         return None
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-
-
-def _first_lines(error: BaseException) -> str:
-    return " ".join(str(error).strip().splitlines()[:3])
-
-
-def tell(*notes: str) -> None:
-    """Prints notes once, from the first process."""
-    if os.environ.get("RANK", "0") == "0":
-        for note in notes:
-            print(note, file=sys.stderr, flush=True)

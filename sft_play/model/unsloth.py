@@ -50,14 +50,6 @@ def load(config: Config, plan: Plan, prepared: Prepared) -> Any:
     return _select_positions(model)
 
 
-def load_for_use(folder: Path, *, max_seq_len: int, four_bit: bool, dtype: str, trust_remote_code: bool) -> Any:
-    """Returns a base model for answering, read as training read it."""
-    check_available()
-    return _from_pretrained(
-        folder, max_seq_len=max_seq_len, four_bit=four_bit, full=False, dtype=dtype, checkpointing=False, trust=trust_remote_code
-    )
-
-
 def _read(config: Config, plan: Plan, folder: Path, *, four_bit: bool) -> Any:
     if config.tuning.mode == "qlora" and config.tuning.quantization == "int8":
         raise UserError(

@@ -1,0 +1,68 @@
+"""Reading a causal language model from a folder, or saying clearly why it cannot be read."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from sft_play.config.schema import ModelConfig
+from sft_play.errors import CheckpointError
+
+
+def read_model(
+    folder: Path,
+    settings: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    attention: str = "sdpa",
+    quantization_config: Any = None,
+    device: str | None = None,
+) -> Any:
+    """Reads a causal language model from a local folder, without network.
+
+    Raises `CheckpointError` when weights are missing, of another shape, or unreadable; `UserError` for an architecture that
+    transformers does not know.
+    """
+    arguments: dict[str, Any] = {"device_map": {"": device}} if device else {}
+    if quantization_config is not None:
+        arguments["quantization_config"] = quantization_config
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=settings.trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+            **arguments,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise CheckpointError(f"the model `{settings.name}` cannot be loaded: {first_lines(error)}", place=str(folder)) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        shown = ", ".join(f"`{name}`" for name in missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise CheckpointError(
+            f"the weights of `{settings.name}` lack {shown}; random values in their place would spoil the model",
+            place=str(folder),
+            hint="the files are incomplete or of another architecture than `config.json` says: fetch the model again",
+        )
+    return model
+
+
+def first_lines(error: BaseException) -> str:
+    """Returns the part of a library's error that is worth showing."""
+    return " ".join(str(error).strip().splitlines()[:3])
+
+
+def tell(*notes: str) -> None:
+    """Prints notes once, from the first process."""
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(note, file=sys.stderr, flush=True)

@@ -1,0 +1,122 @@
+"""A run's model, read to answer: adapters over the base that they were trained over, or all weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_play.config.load import read_config
+from sft_play.config.schema import Config
+from sft_play.errors import CheckpointError
+from sft_play.model import quantise
+from sft_play.model.read import first_lines, read_model
+from sft_play.model.resolve import resolve_model
+from sft_play.model.tokenizer import load_tokenizer
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import Prepared, ResolvedModel
+from sft_play.runs.weights import kind_of
+
+
+def best_device() -> str:
+    """Returns the device to answer on: the first GPU, or the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.device | None = None) -> tuple[Any, Any]:
+    """Returns (model, tokenizer) in evaluation mode on `device`.
+
+    `checkpoint` is a checkpoint's folder, or `None` for the run's final model. A quantised base is quantised again as in
+    training, also for a run of Unsloth, whose nf4 is the same. Raises `CheckpointError` when stamps, base and weights do not
+    belong together.
+    """
+    device = str(device or best_device())
+    folder = checkpoint or run.model
+    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
+    kind = kind_of(folder)
+    if kind is None:
+        raise CheckpointError(
+            "there are no weights here", place=str(folder), hint="the run has not published any, or they were removed"
+        )
+    if kind == "full":
+        model = read_model(folder, config.model, dtype=use_dtype(plan, device), attention=use_attention(plan, device))
+    else:
+        base = read_base(config, plan, current_base(config, prepared), device)
+        model = add_trained_adapter(base, folder)
+    tokenizer = load_tokenizer(folder if has_tokenizer(folder) else Path(prepared.model.path))
+    model = model.to(device) if not quantised(model) else model
+    model.config.use_cache = True
+    return model.eval(), tokenizer
+
+
+def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
+    """Returns where the run's base is now: its old place, or found again when the cache was emptied.
+
+    Raises `CheckpointError` when what is found is not the model that the run was trained on.
+    """
+    if (Path(prepared.model.path) / "config.json").is_file():
+        return prepared.model
+    again = resolve_model(dataclasses.replace(config.model, revision=prepared.model.revision or config.model.revision))
+    if again.fingerprint != prepared.model.fingerprint:
+        raise CheckpointError(
+            f"the base model `{prepared.model.name}` is not the one that this run was trained on: its files have changed",
+            place=again.path,
+            hint="adapters are only right over their own base: restore that version of the model",
+        )
+    return again
+
+
+def read_base(config: Config, plan: Plan, base: ResolvedModel, device: str) -> Any:
+    """Returns the base as training saw it, on `device`: quantised in the same way, or plain."""
+    folder = Path(base.path)
+    settings = None
+    if config.tuning.mode == "qlora" and quantise.quantisation_of(folder) is None:
+        settings = quantise.bnb_settings(config.tuning, dataclasses.replace(plan, strategy="single"))
+    return read_model(
+        folder,
+        config.model,
+        dtype=use_dtype(plan, device),
+        attention=use_attention(plan, device),
+        quantization_config=settings,
+        device=device if device != "cpu" else None,
+    )
+
+
+def add_trained_adapter(base: Any, folder: Path) -> Any:
+    """Returns `base` with the adapter of `folder`. Raises `CheckpointError` for weights that are missing or do not fit."""
+    from peft import PeftModel
+
+    try:
+        with warnings.catch_warnings():
+            # An adapter whose weights are not found loads as the zero function: the model would behave as if untrained.
+            warnings.filterwarnings("error", message=".*missing adapter keys.*")
+            return PeftModel.from_pretrained(base, str(folder), is_trainable=False, autocast_adapter_dtype=False)
+    except (RuntimeError, ValueError, UserWarning, OSError) as error:
+        raise CheckpointError(
+            f"the adapter does not fit the base model: {first_lines(error)[:400]}", place=str(folder)
+        ) from error
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer_config.json").is_file()
+
+
+def quantised(model: Any) -> bool:
+    """Whether bitsandbytes has placed the weights already; `.to` is refused for them."""
+    return bool(getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False))
+
+
+def use_dtype(plan: Plan, device: str) -> torch.dtype:
+    """Returns the type to answer in: the training's computation type on a GPU, its weights' type on a CPU (never fp16 there)."""
+    if device.startswith("cuda") and plan.precision != "fp32":
+        return quantise.COMPUTE_TYPES[plan.precision]
+    return torch.float32 if plan.weights_dtype == "float16" else getattr(torch, plan.weights_dtype)
+
+
+def use_attention(plan: Plan, device: str) -> str:
+    """Returns the attention kernel: the training's, or `sdpa` where that one runs on GPUs only."""
+    return plan.attn_implementation if device.startswith("cuda") or plan.attn_implementation == "eager" else "sdpa"

@@ -1,0 +1,49 @@
+"""Which folder of a run holds the weights that a command wants: the final model or a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from sft_play.errors import CheckpointError
+from sft_play.runs.folder import RunFolder
+
+Kind = Literal["adapter", "full"]
+
+STEP_NAME = re.compile(r"step-\d+")
+
+
+def weights_folder(run: RunFolder, wanted: str | None) -> Path:
+    """Returns the folder that `CHECKPOINT=` names (`best`, `last`, `step-000040`), links followed.
+
+    Without a name it is the final model, or the last checkpoint of a run that has not finished. Raises `CheckpointError` with
+    what exists.
+    """
+    if wanted is None and kind_of(run.model):
+        return run.model
+    name = wanted or "last"
+    folder = (run.checkpoints / name).resolve()
+    plain = Path(name).name == name and (STEP_NAME.fullmatch(name) or name in ("best", "last"))
+    if plain and STEP_NAME.fullmatch(folder.name) and folder.is_dir():
+        return folder
+    known = sorted(p.name for p in run.checkpoints.glob("step-*")) if run.checkpoints.is_dir() else []
+    what = f"no checkpoint `{wanted}`" if wanted else "neither a final model nor a checkpoint yet"
+    raise CheckpointError(
+        f"the run `{run.name}` has {what}",
+        hint=f"CHECKPOINT= takes best, last, {', '.join(known)}" if known else "wait for its first checkpoint, or train it again",
+    )
+
+
+def kind_of(folder: Path) -> Kind | None:
+    """Returns what a folder holds: an adapter, a full model, or neither."""
+    if (folder / "adapter_config.json").is_file():
+        return "adapter"
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return "full"
+    return None
+
+
+def label_of(run: RunFolder, folder: Path) -> str:
+    """Returns what to call these weights: `model`, or the checkpoint's name."""
+    return "model" if folder == run.model else folder.name
