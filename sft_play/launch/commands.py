@@ -90,7 +90,17 @@ class Job:
 
 
 def start(call: Call, command: CommandStrategy) -> int:
-    """A new run. Until its workers start, any failure leaves no trace of it."""
+    """A new run, with its last words."""
+    return finish(call, *start_run(call, command))
+
+
+def start_run(
+    call: Call, command: CommandStrategy, *, before_launch: Callable[[Job, RunFolder], None] | None = None
+) -> tuple[RunFolder, Outcome]:
+    """A new run. Until its workers start, any failure leaves no trace of it.
+
+    `before_launch` is called when model and data are prepared.
+    """
     loaded = call.load_config()
     options, loaded = read_options(call, loaded, command)
     job = _job(call, loaded, options)
@@ -99,8 +109,9 @@ def start(call: Call, command: CommandStrategy) -> int:
     with reserved(name, node_rank=job.node.rank) as run:
         save_config(loaded, run.config)
         prepare(run)
-        outcome = launch(job, run, event="started", checkpoint=None)
-    return finish(call, run, outcome)
+        if before_launch:
+            before_launch(job, run)
+        return run, launch(job, run, event="started", checkpoint=None)
 
 
 def resume(call: Call) -> int:

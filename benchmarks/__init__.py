@@ -1,0 +1,1 @@
+"""Measurements against other trainers; run by `make bench-training`."""

@@ -1,0 +1,145 @@
+"""`make quickstart`: a real small model is scored, fine-tuned on this machine, and scored again on the same prompts.
+
+The road is that of `make train`; only the two evaluations are added. Each heavy part runs in a process of its own, so that
+nothing of the first evaluation is in memory while the model is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sft_play.errors import UserError
+from sft_play.launch.commands import Job, finish, start_run
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import Prepared
+
+if TYPE_CHECKING:
+    from sft_play.config.call import Call
+
+PRESET = "configs/quickstart.yaml"
+SHOWN_ANSWERS = 5
+WIDTH = 110
+METRICS = (("rouge1", "ROUGE-1"), ("rouge2", "ROUGE-2"), ("rougeL", "ROUGE-L"))
+
+
+def main(call: Call) -> int:
+    """Scores the base, trains, scores the result, and compares the two."""
+    call = replace(call, options={"CONFIG": PRESET, **call.options})
+    started = time.perf_counter()
+    before: dict[str, Any] = {}
+
+    def score_base(job: Job, run: RunFolder) -> None:
+        _require_validation(run)
+        job.plan(Prepared.load(run.prepared)).save(run.plan)
+        tell("\n== Before: the model as it is, on rows that training never sees")
+        before.update(score(run, "base"))
+        tell("\n== Training")
+
+    run, outcome = start_run(call, "auto" if "NUM_GPUS" in call.options else "single", before_launch=score_base)
+    if outcome.code:
+        return finish(call, run, outcome)
+    tell("\n== After: the fine-tuned model, on the same prompts")
+    after = score(run, None)
+    result = compare(run, before, after)
+    if call.json:
+        print(json.dumps(result | {"seconds": round(time.perf_counter() - started, 1)}, indent=2))
+    else:
+        print(report(result))
+        print(f"\n{time.perf_counter() - started:.0f} s in all. Next:\n  make infer RUN={run.name}\n  make tensorboard")
+    return 0
+
+
+def score(run: RunFolder, checkpoint: str | None) -> dict[str, Any]:
+    """Runs `make eval RUN=... CHECKPOINT=... JSON=1` and returns its answer. Raises `SystemExit` with its exit code."""
+    arguments = [sys.executable, "-m", "sft_play", "eval", f"RUN={run.path.resolve()}", "JSON=1"]
+    arguments += [f"CHECKPOINT={checkpoint}"] if checkpoint else []
+    process = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(process.returncode if process.returncode > 0 else 128 - process.returncode)
+    result: dict[str, Any] = json.loads(process.stdout)
+    return result
+
+
+def compare(run: RunFolder, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns both evaluations side by side, with some answers of each. Asserts that the prompts are the same."""
+    files = {name: Path(part["folder"]) / "predictions.jsonl" for name, part in (("before", before), ("after", after))}
+    answers = [_read_answers(path) for path in files.values()]
+    assert [(a["row"], a["prompt"]) for a in answers[0]] == [(a["row"], a["prompt"]) for a in answers[1]], "the same prompts"
+    return {
+        "run": run.name,
+        "before": {name: before[name] for name in before if name not in ("run", "folder")},
+        "after": {name: after[name] for name in after if name not in ("run", "folder")},
+        "loss_fell": after["loss"] < before["loss"],
+        "rougeL_beyond_interval": "rougeL" in after and after["rougeL"]["low"] > before["rougeL"]["high"],
+        "answers": [
+            {"row": old["row"], "prompt": old["prompt"], "reference": old["reference"], "before": old["answer"], "after": new["answer"]}
+            for old, new in list(zip(*answers, strict=True))[:SHOWN_ANSWERS]
+        ],
+        "predictions": {name: str(path) for name, path in files.items() if path.is_file()},
+    }
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """Returns the comparison as the user reads it."""
+    before, after = result["before"], result["after"]
+    lines = ["", f"== {result['run']}: {SHOWN_ANSWERS} held-out answers before and after"]
+    for answer in result["answers"]:
+        lines += ["", *_wrapped("prompt   ", _question(answer["prompt"]))]
+        lines += _wrapped("wanted   ", answer["reference"]) + _wrapped("before   ", answer["before"])
+        lines += _wrapped("after    ", answer["after"])
+    lines += ["", f"{'held-out':<12}{'before':<28}{'after':<28}"]
+    lines.append(f"{'loss':<12}{before['loss']:<28.4f}{after['loss']:<28.4f}{'fell' if result['loss_fell'] else 'did not fall'}")
+    lines.append(f"{'perplexity':<12}{before['perplexity']:<28.2f}{after['perplexity']:<28.2f}")
+    for metric, label in METRICS:
+        if metric in after:
+            old, new = before[metric], after[metric]
+            verdict = "beyond the interval" if new["low"] > old["high"] else "within the interval"
+            lines.append(f"{label:<12}{_interval(old):<28}{_interval(new):<28}{verdict}")
+    if "rougeL" in after:
+        lines.append(f"(n = {after['rougeL']['n']} answers, 95 % bootstrap intervals)")
+    lines += [f"answers {name:<7}{path}" for name, path in result["predictions"].items()]
+    return "\n".join(lines)
+
+
+def tell(text: str) -> None:
+    """Prints progress where it does not disturb `JSON=1`."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _require_validation(run: RunFolder) -> None:
+    prepared = Prepared.load(run.prepared)
+    if prepared.validation is None or not prepared.validation.rows:
+        raise UserError(
+            "`make quickstart` scores held-out rows, and this configuration has none",
+            hint="give `data.validation` (a fraction or sources), or use `make train`",
+        )
+
+
+def _read_answers(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():  # `train.predict_with_generate: false`
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _interval(value: Mapping[str, float]) -> str:
+    return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+
+
+def _question(prompt: str) -> str:
+    """Returns the last user turn of a ChatML prompt, or the prompt as it is."""
+    return prompt.rsplit("<|im_start|>user\n", 1)[-1].split("<|im_end|>", 1)[0].strip()
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    """Returns `text` after `label`, at most 12 lines; line breaks of code are kept."""
+    lines = [part for line in (text.splitlines() or [""]) for part in (textwrap.wrap(line, WIDTH, drop_whitespace=False) or [""])]
+    lines = lines if len(lines) <= 12 else [*lines[:11], "..."]
+    return [f"{label if index == 0 else ' ' * len(label)}{line}".rstrip() for index, line in enumerate(lines)]
