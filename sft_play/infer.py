@@ -1,0 +1,306 @@
+"""`make infer RUN=`: one answer (`PROMPT=`), answers to a file (`INPUT=`, `OUTPUT=`), or a conversation at the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sft_play.errors import DataError, UserError, raise_all
+from sft_play.files import write_text
+from sft_play.launch.run_folder import find_run
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.weights import label_of, weights_folder
+
+if TYPE_CHECKING:
+    from sft_play.config.call import Call
+    from sft_play.training.answering import AnswerSettings
+
+Messages = list[dict[str, str]]
+
+SETTINGS = frozenset({"train.generation_max_new_tokens", "train.generation_num_beams", "eval.batch_size"})
+"""What may be changed for answering."""
+COMMANDS = "/reset forgets the conversation, /quit or Ctrl-D ends"
+
+
+class Ready(NamedTuple):
+    """What answers."""
+
+    model: Any
+    tokenizer: Any
+    settings: AnswerSettings
+
+
+class Row(NamedTuple):
+    """One conversation of `INPUT`."""
+
+    place: str
+    """`file:line`."""
+    messages: Messages
+
+
+def main(call: Call) -> int:
+    """Answers in the way that the variables ask for. Input is read and checked before the model is loaded."""
+    options = call.options
+    _check_options(options)
+    run = find_run(options["RUN"])
+    settings = _settings(call, run)
+    folder = weights_folder(run, options.get("CHECKPOINT"))
+    rows = read_prompts(Path(options["INPUT"])) if "INPUT" in options else None
+    ready = _load(run, folder, settings)
+    if "PROMPT" in options:
+        return _one(call, ready, {"run": run.name, "weights": label_of(run, folder)})
+    if rows is not None:
+        return _file(call, ready, rows, Path(options["OUTPUT"]))
+    return Conversation(ready, as_json=call.json).run(sys.stdin)
+
+
+def read_prompts(path: Path) -> list[Row]:
+    """Returns the conversations of a file: JSON lines with `prompt` or `messages`, or plain text with one prompt a line.
+
+    Empty lines are left out. Raises `DataError` with `file:line` for every bad line, and for a file without prompts.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"`INPUT` cannot be read: {error.strerror}", place=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise DataError("`INPUT` is not UTF-8 text", place=str(path)) from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise DataError("`INPUT` holds no prompts", place=str(path))
+    if path.suffix not in (".jsonl", ".json", ".ndjson"):
+        return [Row(f"{path}:{number}", _question(line.strip())) for number, line in numbered]
+    rows: list[Row] = []
+    problems: list[UserError] = []
+    for number, line in numbered:
+        try:
+            rows.append(Row(f"{path}:{number}", _conversation(line)))
+        except ValueError as error:
+            problems.append(DataError(str(error), place=f"{path}:{number}"))
+    raise_all(problems[:20])
+    return rows
+
+
+def _conversation(line: str) -> Messages:
+    """Returns the messages of one JSON line. Raises `ValueError` with what is wrong."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(row, dict) or not ("prompt" in row or "messages" in row):
+        raise ValueError("expected an object with `prompt` (text) or `messages` (a list)")
+    if "messages" not in row:
+        if not isinstance(row["prompt"], str) or not row["prompt"].strip():
+            raise ValueError("`prompt` is not a text, or empty")
+        return _question(row["prompt"])
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise ValueError('`messages` is not a list of {"role": ..., "content": ...} with texts')
+    if messages[-1]["role"] == "assistant":
+        raise ValueError("`messages` ends with the assistant's turn: there is nothing to answer")
+    return [{"role": m["role"], "content": m["content"]} for m in messages]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _question(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
+
+
+def _check_options(options: Mapping[str, str]) -> None:
+    """Raises `UserError` for variables that are missing or do not go together."""
+    problems = []
+    if "RUN" not in options:
+        problems.append(UserError("`RUN` is missing", hint="make infer RUN=name-of-a-run"))
+    if "PROMPT" in options and ("INPUT" in options or "OUTPUT" in options):
+        problems.append(UserError("`PROMPT` asks for one answer and `INPUT`/`OUTPUT` for a file of them: give one or the other"))
+    elif ("INPUT" in options) != ("OUTPUT" in options):
+        given, lacking = ("INPUT", "OUTPUT") if "INPUT" in options else ("OUTPUT", "INPUT")
+        problems.append(
+            UserError(f"`{given}` needs `{lacking}`", hint="make infer RUN=name INPUT=questions.jsonl OUTPUT=answers.jsonl")
+        )
+    elif "PROMPT" in options and not options["PROMPT"].strip():
+        problems.append(UserError("`PROMPT` is empty"))
+    elif "OUTPUT" in options and Path(options["OUTPUT"]).is_dir():
+        problems.append(UserError("`OUTPUT` is a folder; expected a file", place=options["OUTPUT"]))
+    raise_all(problems)
+
+
+def _settings(call: Call, run: RunFolder) -> AnswerSettings:
+    from sft_play.config.load import read_config
+    from sft_play.plan.plan import Plan
+    from sft_play.training.answering import AnswerSettings
+
+    refused = sorted({override.key for override in call.overrides} - SETTINGS)
+    if refused:
+        raise UserError(
+            f"`make infer` cannot change {', '.join(f'`{key}`' for key in refused)} of a trained run",
+            hint=f"it takes {', '.join(sorted(key.upper().replace('.', '_') for key in SETTINGS))}",
+        )
+    config = read_config(run.config, call.overrides).config
+    size = config.eval.batch_size
+    return AnswerSettings(
+        max_new_tokens=config.train.generation_max_new_tokens,
+        num_beams=config.train.generation_num_beams,
+        batch_size=Plan.load(run.plan).eval_batch_size if size == "auto" else size,
+    )
+
+
+def _load(run: RunFolder, folder: Path, settings: AnswerSettings) -> Ready:
+    from transformers.utils import logging
+
+    from sft_play.model.load import load_for_use
+
+    logging.disable_progress_bar()
+    print(f"loading {label_of(run, folder)} of the run {run.name} ...", file=sys.stderr, flush=True)
+    return Ready(*load_for_use(run, folder), settings)
+
+
+def _one(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
+    from sft_play.training.answering import answer_all, prompt_ids
+
+    prompt = call.options["PROMPT"]
+    answer = answer_all(*ready, [prompt_ids(ready.tokenizer, _question(prompt))])[0]
+    if call.json:
+        found = {"prompt": prompt, "answer": answer.text, "tokens": answer.tokens, "stopped": answer.stopped}
+        print(json.dumps({**facts, **found}, ensure_ascii=False))
+    else:
+        print(answer.text)
+    return 0
+
+
+def _file(call: Call, ready: Ready, rows: Sequence[Row], output: Path) -> int:
+    """Answers all rows, then publishes `output`: on failure an older file stays as it was."""
+    from sft_play.training.answering import answer_all
+
+    answers = answer_all(*ready, _prompts(ready, rows), progress=_progress)
+    lines = []
+    for (_, messages), answer in zip(rows, answers, strict=True):
+        row: dict[str, Any] = {"prompt": messages[-1]["content"], "answer": answer.text}
+        if len(messages) > 1:
+            row["messages"] = messages
+        lines.append(json.dumps(row, ensure_ascii=False))
+    try:
+        write_text(output, "\n".join(lines) + "\n")
+    except OSError as error:
+        raise UserError(f"`OUTPUT` cannot be written: {error.strerror}", place=str(output)) from error
+    cut = sum(not answer.stopped for answer in answers)
+    if cut:
+        print(f"note: {cut} of {len(answers)} answers were cut at {ready.settings.max_new_tokens} tokens", file=sys.stderr)
+    if call.json:
+        print(json.dumps({"rows": len(answers), "output": str(output), "cut": cut}))
+    else:
+        print(f"{len(answers)} answers in {output}", file=sys.stderr)
+    return 0
+
+
+def _prompts(ready: Ready, rows: Sequence[Row]) -> list[list[int]]:
+    """Returns the rows' tokens. Raises `DataError` for rows that the template refuses or that leave no room for an answer."""
+    from sft_play.training.answering import context_length, prompt_ids
+
+    room = context_length(ready.model)
+    prompts: list[list[int]] = []
+    problems: list[UserError] = []
+    for place, messages in rows:
+        try:
+            prompts.append(prompt_ids(ready.tokenizer, messages))
+        except DataError as error:
+            problems.append(DataError(error.message, place=place))
+            continue
+        if len(prompts[-1]) >= room:
+            message = f"the prompt has {len(prompts[-1])} tokens, and the model takes at most {room - 1}"
+            problems.append(DataError(message, place=place))
+    raise_all(problems[:20])
+    return prompts
+
+
+def _progress(done: int, count: int) -> None:
+    live = sys.stderr.isatty()
+    start, end = ("\r", "\n" if done == count else "") if live else ("", "\n")
+    print(f"{start}answered {done} of {count}", end=end, file=sys.stderr, flush=True)
+
+
+class Conversation:
+    """A chat at the terminal or over a pipe: one line a turn, the answer streamed, the history kept until it does not fit."""
+
+    def __init__(self, ready: Ready, *, as_json: bool = False) -> None:
+        self.model, self.tokenizer, self.settings = ready
+        self.as_json = as_json
+        self.messages: Messages = []
+
+    def run(self, stdin: Any) -> int:
+        """Reads lines until the end or `/quit`; returns the exit code."""
+        interactive = stdin.isatty()
+        if interactive:
+            print(COMMANDS, file=sys.stderr)
+        while True:
+            if interactive:
+                print("> ", end="", file=sys.stderr, flush=True)
+            line = stdin.readline()
+            if not line or line.strip() == "/quit":
+                return 0
+            if line.strip() == "/reset":
+                self.messages.clear()
+                print("the conversation is forgotten", file=sys.stderr)
+            elif line.strip().startswith("/"):
+                print(f"unknown command; {COMMANDS}", file=sys.stderr)
+            elif line.strip():
+                self.ask(line.strip())
+
+    def ask(self, question: str) -> str:
+        """Answers one turn, streams it to stdout and keeps it in the history."""
+        from sft_play.training.answering import answer_all
+
+        self.messages.append({"role": "user", "content": question})
+        try:
+            prompt = self._fitting_prompt()
+        except DataError as error:
+            self.messages.pop()
+            print(error.render(), file=sys.stderr)
+            return ""
+        if self.as_json or self.settings.num_beams > 1:  # beams decide on the text only at the end
+            text = answer_all(self.model, self.tokenizer, self.settings, [prompt])[0].text
+            print(json.dumps({"prompt": question, "answer": text}, ensure_ascii=False) if self.as_json else text, flush=True)
+        else:
+            text = self._stream(prompt)
+        self.messages.append({"role": "assistant", "content": text})
+        return text
+
+    def _stream(self, prompt: Sequence[int]) -> str:
+        """Prints the answer while it is made, and returns it."""
+        import torch
+        from transformers import TextStreamer
+
+        from sft_play.training.answering import context_length, generation_settings, use_our_settings
+
+        use_our_settings(self.model)
+        ids = torch.tensor([list(prompt)], device=self.model.device)
+        generation = generation_settings(self.tokenizer, self.settings, room=context_length(self.model) - len(prompt))
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        with torch.no_grad():
+            output = self.model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=generation, streamer=streamer
+            )
+        return str(self.tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)).strip()
+
+    def _fitting_prompt(self) -> list[int]:
+        """Returns the conversation's tokens, its oldest exchanges left out where it would not fit with an answer."""
+        from sft_play.training.answering import context_length, prompt_ids
+
+        room = context_length(self.model) - self.settings.max_new_tokens
+        forgotten = 0
+        prompt = prompt_ids(self.tokenizer, self.messages)
+        while len(prompt) > room and len(self.messages) > 2:
+            del self.messages[:2]
+            forgotten += 1
+            prompt = prompt_ids(self.tokenizer, self.messages)
+        if forgotten:
+            print(f"note: the {forgotten} oldest exchanges no longer fit into the model's context", file=sys.stderr)
+        if len(prompt) >= context_length(self.model):
+            raise DataError(f"this turn has {len(prompt)} tokens, and the model takes at most {context_length(self.model) - 1}")
+        return prompt

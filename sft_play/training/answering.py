@@ -1,0 +1,118 @@
+"""Answering conversations: template, batches, generation to the end of the turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from sft_play.errors import DataError
+from sft_play.model.tokenizer import end_of_turn_ids
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One completion."""
+
+    text: str
+    tokens: int
+    """Tokens of the answer, without the one that ends the turn."""
+    stopped: bool
+    """Whether the model ended its turn itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerSettings:
+    """How answers are made; greedy, or by beams."""
+
+    max_new_tokens: int = 128
+    num_beams: int = 1
+    batch_size: int = 8
+    """Prompts answered together."""
+
+
+def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Returns the tokens of a conversation up to where the assistant begins to speak.
+
+    Raises `DataError` when the chat template refuses the conversation (roles that it does not know, or in a wrong order).
+    """
+    import jinja2
+
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except (jinja2.TemplateError, TypeError, KeyError) as error:
+        raise DataError(f"the chat template does not take this conversation: {error}") from error
+    # The template writes its own special tokens; the tokenizer must not add a second BOS.
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def context_length(model: Any) -> int:
+    """Returns the most positions that the model knows; a huge number where its configuration names none."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
+
+
+def generation_settings(tokenizer: Any, settings: AnswerSettings, *, room: int) -> GenerationConfig:
+    """Returns greedy (or beam) settings that end at the template's end of turn and within `room` more tokens."""
+    stops = end_of_turn_ids(tokenizer)
+    pad = tokenizer.pad_token_id
+    return GenerationConfig(
+        max_new_tokens=max(1, min(settings.max_new_tokens, room)),
+        num_beams=settings.num_beams,
+        do_sample=False,
+        eos_token_id=list(stops),
+        pad_token_id=stops[0] if pad is None else pad,
+        use_cache=True,
+    )
+
+
+def use_our_settings(model: Any) -> None:
+    """Drops the folder's own generation settings: transformers would take from them (sampling, penalties) what a call omits."""
+    for part in (model, getattr(model, "get_base_model", lambda: model)()):
+        part.generation_config = GenerationConfig()
+
+
+def answer_all(
+    model: Any,
+    tokenizer: Any,
+    settings: AnswerSettings,
+    prompts: Sequence[Sequence[int]],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Answer]:
+    """Answers prompts (lists of tokens) in batches of similar length, padded on the left; returns answers in the given order."""
+    use_our_settings(model)
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    answers: dict[int, Answer] = {}
+    for start in range(0, len(order), settings.batch_size):
+        batch = order[start : start + settings.batch_size]
+        answers.update(zip(batch, _answer_batch(model, tokenizer, [prompts[i] for i in batch], settings), strict=True))
+        if progress:
+            progress(len(answers), len(prompts))
+    return [answers[index] for index in range(len(prompts))]
+
+
+def _answer_batch(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], settings: AnswerSettings) -> list[Answer]:
+    longest = max(map(len, prompts))
+    generation = generation_settings(tokenizer, settings, room=context_length(model) - longest)
+    input_ids = torch.full((len(prompts), longest), generation.pad_token_id, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for index, prompt in enumerate(prompts):
+        input_ids[index, longest - len(prompt) :] = torch.tensor(list(prompt), dtype=torch.long)
+        attention_mask[index, longest - len(prompt) :] = 1
+    with torch.no_grad():
+        output = model.generate(
+            input_ids=input_ids.to(model.device), attention_mask=attention_mask.to(model.device), generation_config=generation
+        )
+    stops = set(generation.eos_token_id)
+    return [_answer(tokenizer, tokens, stops) for tokens in output[:, longest:].tolist()]
+
+
+def _answer(tokenizer: Any, tokens: Sequence[int], stops: set[int]) -> Answer:
+    end = next((place for place, token in enumerate(tokens) if token in stops), None)
+    kept = tokens if end is None else tokens[:end]
+    return Answer(text=tokenizer.decode(kept, skip_special_tokens=True).strip(), tokens=len(kept), stopped=end is not None)
