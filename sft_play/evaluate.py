@@ -102,7 +102,8 @@ def table(name: str, weights: Weights, scores: Mapping[str, Any], folder: Path) 
     for metric, label in (("rouge1", "ROUGE-1"), ("rouge2", "ROUGE-2"), ("rougeL", "ROUGE-L")):
         if metric in scores:
             value = scores[metric]
-            lines.append(f"{label}      {value['mean']:.4f}   95 % interval {value['low']:.4f} to {value['high']:.4f}, n = {value['n']}")
+            interval = f"95 % interval {value['low']:.4f} to {value['high']:.4f}"
+            lines.append(f"{label}      {value['mean']:.4f}   {interval}, n = {value['n']}")
     lines.append(f"files        {folder}")
     return "\n".join(lines)
 
@@ -142,7 +143,11 @@ def _content(folder: Path) -> str:
     """Returns one hash over the names and contents of the weights and what shapes them."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.suffix in (".safetensors", ".bin", ".jinja") or path.name in ("config.json", "adapter_config.json", "tokenizer.json"):
+        if path.suffix in (".safetensors", ".bin", ".jinja") or path.name in (
+            "config.json",
+            "adapter_config.json",
+            "tokenizer.json",
+        ):
             digest.update(f"{path.name} {file_sha256(path)}\n".encode())
     return digest.hexdigest()
 

@@ -79,12 +79,14 @@ def compare(run: RunFolder, before: Mapping[str, Any], after: Mapping[str, Any])
         "after": {name: after[name] for name in after if name not in ("run", "folder")},
         "loss_fell": after["loss"] < before["loss"],
         "rougeL_beyond_interval": "rougeL" in after and after["rougeL"]["low"] > before["rougeL"]["high"],
-        "answers": [
-            {"row": old["row"], "prompt": old["prompt"], "reference": old["reference"], "before": old["answer"], "after": new["answer"]}
-            for old, new in list(zip(*answers, strict=True))[:SHOWN_ANSWERS]
-        ],
+        "answers": [_side_by_side(*pair) for pair in list(zip(*answers, strict=True))[:SHOWN_ANSWERS]],
         "predictions": {name: str(path) for name, path in files.items() if path.is_file()},
     }
+
+
+def _side_by_side(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    shared = {name: old[name] for name in ("row", "prompt", "reference")}
+    return {**shared, "before": old["answer"], "after": new["answer"]}
 
 
 def report(result: Mapping[str, Any]) -> str:

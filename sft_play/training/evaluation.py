@@ -18,13 +18,12 @@ from sft_play.model.use import best_device, current_base, load_for_use, quantise
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
-from sft_play.training.generation import GenerationResult, choose_rows, decide, score_by_generation, write_evaluation
+from sft_play.training.generation import GenerationResult, decide, score_by_generation, write_evaluation
 from sft_play.training.loss import token_loss_sum
+from sft_play.training.shares import choose_rows
 
 
-def score_run(
-    run: RunFolder, weights: Path | None, *, step: int, config: Config, settings: dict[str, Any]
-) -> dict[str, Any]:
+def score_run(run: RunFolder, weights: Path | None, *, step: int, config: Config, settings: dict[str, Any]) -> dict[str, Any]:
     """Loads the model, scores it, publishes `eval/step-NNNNNN/` and returns the content of `scores.json`.
 
     `weights` is the run's `model/` or a checkpoint; `None` is the base, before any training. `config` is the run's, with what
@@ -39,13 +38,13 @@ def score_run(
         )
     device = best_device()
     rows = datasets.load_from_disk(prepared.validation.path)
-    model, tokenizer = _load(run, weights, config, plan, prepared, device)
+    model, tokenizer = _load(run, weights, config, device)
     model.eval()
     batch_size = int(settings["batch_size"])
     loss, label_tokens = held_out_loss(model, tokenizer, rows, layout=plan.layout, batch_size=batch_size, device=device)
-    generate, reason = decide(config, plan, purpose="eval", validation_rows=len(rows))
+    generate, reason = decide(config, purpose="eval", validation_rows=len(rows))
     print(reason, file=sys.stderr, flush=True)
-    result = _answers(model, tokenizer, rows, config, batch_size, device) if generate else None
+    result = _answers(model, tokenizer, rows, config, batch_size=batch_size, device=device) if generate else None
     for warning in result.warnings if result else ():
         print(f"note: {warning}", file=sys.stderr)
     return write_evaluation(
@@ -71,7 +70,7 @@ def held_out_loss(
     return total / max(label_tokens, 1), label_tokens
 
 
-def _answers(model: Any, tokenizer: Any, rows: Any, config: Config, batch_size: int, device: str) -> GenerationResult:
+def _answers(model: Any, tokenizer: Any, rows: Any, config: Config, *, batch_size: int, device: str) -> GenerationResult:
     chosen: Sequence[int] = choose_rows(len(rows), config.eval.samples, config.train.seed)
     return score_by_generation(
         model,
@@ -85,13 +84,11 @@ def _answers(model: Any, tokenizer: Any, rows: Any, config: Config, batch_size: 
     )
 
 
-def _load(
-    run: RunFolder, weights: Path | None, config: Config, plan: Plan, prepared: Prepared, device: str
-) -> tuple[Any, Any]:
+def _load(run: RunFolder, weights: Path | None, config: Config, device: str) -> tuple[Any, Any]:
     if weights is not None:
         return load_for_use(run, weights, device)
-    base = current_base(config, prepared)
-    model = read_base(config, plan, base, device)
+    base = current_base(config, Prepared.load(run.prepared))
+    model = read_base(config, Plan.load(run.plan), base, device)
     return model if quantised(model) else model.to(device), load_tokenizer(Path(base.path))
 
 

@@ -6,8 +6,7 @@ are the same. Ranks that have fewer batches run dummies where every forward pass
 
 from __future__ import annotations
 
-import math
-import random
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,18 @@ from transformers import GenerationConfig
 from sft_play.config.schema import Config
 from sft_play.files import write_json, write_text
 from sft_play.model.tokenizer import end_of_turn_ids
-from sft_play.plan.plan import Plan
-from sft_play.training.scores import CONFIDENCE, METRICS, RESAMPLES, USE_STEMMER, Interval, mean_scores, perplexity, rouge, without_words
+from sft_play.training.scores import (
+    CONFIDENCE,
+    METRICS,
+    RESAMPLES,
+    USE_STEMMER,
+    Interval,
+    mean_scores,
+    perplexity,
+    rouge,
+    without_words,
+)
+from sft_play.training.shares import share_batches
 
 DUMMY_ROW = -1
 """Index of a prompt that is answered only to keep collectives in step; its answer is thrown away."""
@@ -72,7 +81,7 @@ class GenerationResult:
 
 
 def decide(
-    config: Config, plan: Plan, *, purpose: Literal["train", "eval"] = "train", validation_rows: int | None = None
+    config: Config, *, purpose: Literal["train", "eval"] = "train", validation_rows: int | None = None
 ) -> tuple[bool, str]:
     """Returns whether answers are generated and scored, and why, as a sentence for the user."""
     asked = config.train.predict_with_generate
@@ -84,29 +93,9 @@ def decide(
         return False, "loss only: `eval.samples` is 0"
     if asked == "auto" and purpose == "train":
         return False, "loss only while training: `train.predict_with_generate` is `auto`; `make eval` scores answers as well"
-    if plan.strategy == "fsdp2" and purpose == "train" and config.tuning.mode == "qlora":
-        return False, "loss only while training: FSDP2 would gather the quantised base for every token; `make eval` scores answers"
     rows = config.eval.samples if validation_rows is None else min(config.eval.samples, validation_rows)
     how = "greedy" if config.train.generation_num_beams == 1 else f"{config.train.generation_num_beams} beams"
     return True, f"ROUGE of {rows} answers, {how}, at most {config.train.generation_max_new_tokens} new tokens"
-
-
-def choose_rows(count: int, samples: int, seed: int) -> list[int]:
-    """Returns the indices (ascending) of the rows to answer: all, or `samples` of `count` chosen by `seed`."""
-    if samples >= count:
-        return list(range(count))
-    return sorted(random.Random(seed).sample(range(count), samples))
-
-
-def share_batches(lengths: Sequence[int], batch_size: int, rank: int, world_size: int) -> tuple[list[list[int]], int]:
-    """Returns this rank's batches of row indices, and how many batches every rank must run.
-
-    Batches hold prompts of similar length, the longest first, so that a shortage of memory shows at once. Batch i goes to
-    rank i modulo `world_size`.
-    """
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    return batches[rank::world_size], math.ceil(len(batches) / world_size)
 
 
 def score_by_generation(
@@ -149,15 +138,11 @@ def score_by_generation(
                 synced=synced and world_size > 1,
                 device=device,
             )
-            answers += [
-                (index, *completion) for index, completion in zip(batch, completions, strict=True) if index != DUMMY_ROW
-            ]
+            answers += [(index, *completion) for index, completion in zip(batch, completions, strict=True) if index != DUMMY_ROW]
             if progress:
                 progress(turn + 1, rounds)
     everywhere = _gather(answers, world_size)
-    predictions = tuple(
-        _prediction(tokenizer, rows[index], tokens, stopped) for index, tokens, stopped in sorted(everywhere)
-    )
+    predictions = tuple(_prediction(tokenizer, rows[index], tokens, stopped) for index, tokens, stopped in sorted(everywhere))
     assert len(predictions) == len(rows), "every row is answered once"
     return GenerationResult(
         predictions=predictions,
@@ -199,8 +184,6 @@ def write_evaluation(
 
 def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     """Publishes one JSON object a line."""
-    import json
-
     write_text(path, "".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in predictions))
 
 
