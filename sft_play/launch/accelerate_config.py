@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.yaml_source import read_plain_yaml
+from sft_play.config.yaml_source import read_yaml
 from sft_play.errors import UserError, raise_all
 from sft_play.launch.deepspeed_json import UserDeepSpeed, read_user_json
 from sft_play.launch.json_with_comments import JsonDocument
@@ -75,13 +75,15 @@ AGREE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 def read_accelerate_config(path: Path) -> AccelerateChoices:
     """Returns the choices of `path`. Raises `UserError` with every key that cannot be honoured."""
-    settings = read_plain_yaml(path)
+    source = read_yaml(path)
+    settings = source.value
     if not isinstance(settings, dict):
         raise UserError("is not an accelerate config", place=str(path), hint="`make setup-accelerate` writes one")
     problems: list[UserError] = []
 
     def refuse(text: str, hint: str | None = None) -> None:
-        problems.append(UserError(text, place=str(path), hint=hint))
+        key = text.partition("`")[2].partition("`")[0]
+        problems.append(UserError(text, place=source.place(key), hint=hint))
 
     kind = str(settings.get("distributed_type", ""))
     if settings.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":

@@ -37,7 +37,7 @@ NOT_OURS: Mapping[str, str] = {
     "weight_quantization": "`tuning.mode: qlora` quantises the base",
 }
 """Keys that DeepSpeed knows and that would change what the run computes behind the plan's back."""
-DEFAULT_HIDDEN_SIZE = 2048
+BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +59,8 @@ class BatchNumbers:
 
     @property
     def settings(self) -> dict[str, int]:
-        return {
-            "train_micro_batch_size_per_gpu": self.micro_batch,
-            "gradient_accumulation_steps": self.accumulation,
-            "train_batch_size": self.micro_batch * self.accumulation * self.world_size,
-        }
+        slots = self.micro_batch * self.accumulation * self.world_size
+        return dict(zip(BATCH_KEYS, (self.micro_batch, self.accumulation, slots), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,46 +78,42 @@ def deepspeed_settings(
     *,
     stage: int,
     device: str,
-    precision: Precision,
-    batch: BatchNumbers,
-    clipping: float,
+    precision: Precision | None,
+    batch: BatchNumbers | None,
+    clipping: float | None,
     offload: bool = False,
-    hidden_size: int = DEFAULT_HIDDEN_SIZE,
+    hidden_size: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the JSON for a ZeRO stage with every number filled in. Bucket sizes count elements; those by `hidden_size` are the
-    formulas that transformers uses for `auto`."""
+    """Returns the JSON for a ZeRO stage. What is `None` becomes `auto`, as in the files that are kept for people.
+
+    Bucket sizes count elements; those by `hidden_size` are the formulas that transformers uses for `auto`.
+    """
     zero: dict[str, Any] = {
         "stage": stage,
         "contiguous_gradients": True,
         "overlap_comm": device == "cuda",
-        "reduce_bucket_size": max(hidden_size * hidden_size, 1_000_000),
+        "reduce_bucket_size": hidden_size * hidden_size if hidden_size else "auto",
         "allgather_bucket_size": 200_000_000,
     }
     if stage == 3:
-        zero |= _stage3_sizes(hidden_size) | {"stage3_gather_16bit_weights_on_model_save": True}
-        zero["reduce_bucket_size"] = hidden_size * hidden_size
+        zero |= {
+            "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size) if hidden_size else "auto",
+            "stage3_param_persistence_threshold": 10 * hidden_size if hidden_size else "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
     if offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
         if stage == 3:
             zero["offload_param"] = {"device": "cpu", "pin_memory": device == "cuda"}
-    return batch.settings | {
-        "gradient_clipping": clipping,
-        "bf16": {"enabled": precision == "bf16"},
-        "fp16": {"enabled": precision == "fp16"},
-        "zero_optimization": zero,
-        **_optimizer_switches(offload=offload, device=device),
-    }
-
-
-def _optimizer_switches(*, offload: bool, device: str) -> dict[str, bool]:
-    # DeepSpeed's own CPU Adam is only worth its compile time when a GPU's optimizer states are kept in memory.
-    return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": offload and device == "cuda"}
-
-
-def _stage3_sizes(hidden_size: int) -> dict[str, int]:
     return {
-        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
-        "stage3_param_persistence_threshold": 10 * hidden_size,
+        **(batch.settings if batch else dict.fromkeys(BATCH_KEYS, "auto")),
+        "gradient_clipping": "auto" if clipping is None else clipping,
+        "bf16": {"enabled": precision == "bf16" if precision else "auto"},
+        "fp16": {"enabled": precision == "fp16" if precision else "auto"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        # DeepSpeed's own CPU Adam is only worth its compile time when a GPU's optimizer states are kept in memory.
+        "zero_force_ds_cpu_optimizer": offload and device == "cuda",
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import UserError, raise_all
-from sft_play.launch.deepspeed_json import DEFAULT_HIDDEN_SIZE, BatchNumbers, UserDeepSpeed, deepspeed_settings
+from sft_play.launch.deepspeed_json import BatchNumbers, UserDeepSpeed, deepspeed_settings
 from sft_play.plan.plan import Plan
 
 AGREED: Mapping[str, str] = {
@@ -24,7 +24,7 @@ SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "war
 SECTIONS_WITH_DEFAULTS = frozenset({"zero_optimization", "fp16", "bf16", "activation_checkpointing"})
 
 
-def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int | None) -> tuple[dict[str, Any], list[str]]:
+def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
     """Returns the JSON for the run and what the user should know. Raises `UserError` for each contradiction, with both values."""
     work = _Resolution(user=user, plan=plan, config=config, settings=deepcopy(dict(user.settings)), notices=list(user.notices))
     ours = deepspeed_settings(
@@ -34,7 +34,7 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
         batch=BatchNumbers.of(plan),
         clipping=config.train.max_grad_norm,
         offload=_offloads(work.settings),
-        hidden_size=hidden_size or DEFAULT_HIDDEN_SIZE,
+        hidden_size=hidden_size,
     )
     for key, because in AGREED.items():
         work.agree(work.settings, key, ours[key], because)

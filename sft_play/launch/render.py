@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.files import write_text
-from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
+from sft_play.launch.deepspeed_json import deepspeed_settings
 from sft_play.launch.environment import Node
 from sft_play.plan.plan import Plan, Precision, Strategy
 
@@ -115,7 +115,7 @@ KEPT: Mapping[str, tuple[Strategy, str, Precision, str | None]] = {
 
 
 def kept_files() -> dict[str, str]:
-    """Returns path in the repository -> content of every rendered file: two processes on one machine."""
+    """Returns path in the repository -> content of every rendered file: two processes on one machine. `auto` is filled in by us or transformers."""
     files = {}
     for name, (strategy, device, precision, deepspeed) in KEPT.items():
         settings = accelerate_settings(
@@ -123,7 +123,7 @@ def kept_files() -> dict[str, str]:
             device=device,
             precision=precision,
             processes=1 if strategy == "single" else 2,
-            node=Node(master_port=29500),
+            node=Node(),
             deepspeed_file=Path("deepspeed", f"{deepspeed}.json") if deepspeed else None,
         )
         files[f"accelerate_configs/{name}.yaml"] = to_yaml(settings, HEADER)
@@ -132,9 +132,9 @@ def kept_files() -> dict[str, str]:
             content = deepspeed_settings(
                 stage=stage,
                 device=device,
-                precision=precision,
-                batch=BatchNumbers(micro_batch=1, accumulation=16, world_size=2),
-                clipping=1.0,
+                precision="fp32" if device == "cpu" else None,
+                batch=None,
+                clipping=None,
                 offload=name.endswith("offload"),
             )
             files[f"deepspeed/{deepspeed}.json"] = json.dumps(content, indent=2) + "\n"

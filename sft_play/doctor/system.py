@@ -1,0 +1,159 @@
+"""Checks of disks, memory, limits, clock and environment variables."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from sft_play.doctor.finding import Check, Context, Finding
+from sft_play.runs.folder import cache_folder, runs_folder
+
+GIB = 2**30
+LAUNCHER_VARIABLES = re.compile(
+    r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK|TORCHELASTIC_\w+|ACCELERATE_\w+"
+)
+MIN_OPEN_FILES = 4096
+MIN_SHARED_MEMORY_BYTES = GIB
+MIN_RAM_BYTES = 8 * GIB
+
+
+def folders(_: Context) -> Iterator[Finding]:
+    """Folders that cannot be written, and disks that are nearly full."""
+    for finding_id, folder, variable in (
+        ("runs-folder", runs_folder(), "RUNS_DIR"),
+        ("cache-folder", cache_folder(), "SFT_PLAY_CACHE"),
+    ):
+        base = folder
+        while not base.exists() and base != base.parent:
+            base = base.parent
+        try:
+            with tempfile.NamedTemporaryFile(dir=base, prefix=".sft-play-doctor-"):
+                pass
+        except OSError as error:
+            yield Finding(
+                id=finding_id,
+                severity="error",
+                text=f"`{folder}` cannot be written: {error.strerror}",
+                remedy=f"make it writable, or set {variable} to another folder",
+            )
+            continue
+        free = shutil.disk_usage(base).free
+        if free < 10 * GIB:
+            yield Finding(
+                id="disk-low",
+                severity="error" if free < GIB / 2 else "warning",
+                text=f"the disk of `{folder}` has {free / GIB:.1f} GiB free; a run of a 7B model with adapters needs about 20",
+                remedy=f"free some space, or set {variable} to a folder on another disk",
+            )
+
+
+def memory(_: Context) -> Iterator[Finding]:
+    """Little memory, an address space limit, or little shared memory for data loading and NCCL."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _cgroup_limit()
+    if min(total, limit or total) < MIN_RAM_BYTES:
+        within = " (this container's limit)" if limit and limit < total else ""
+        yield Finding(
+            id="memory-low",
+            severity="warning",
+            text=f"{min(total, limit or total) / GIB:.1f} GiB of memory{within}; a 135M model needs about 4, a 7B model 16 to load",
+            remedy="choose a small model, and lower model.max_seq_len",
+        )
+    import resource
+
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if soft != resource.RLIM_INFINITY:
+        yield Finding(
+            id="address-space-limit",
+            severity="warning",
+            text=f"`ulimit -v` limits every process to {soft / GIB:.1f} GiB of address space; CUDA and memory-mapped data need far more",
+            remedy="ulimit -v unlimited",
+        )
+    shared = Path("/dev/shm")
+    if shared.is_dir() and (size := shutil.disk_usage(shared).total) < MIN_SHARED_MEMORY_BYTES:
+        yield Finding(
+            id="shared-memory",
+            severity="warning",
+            text=f"/dev/shm has {size / 2**20:.0f} MiB; data loader processes and NCCL share memory there, and die with a bus error",
+            remedy="docker run --shm-size=8g, or an emptyDir with medium Memory at /dev/shm; or train.dataloader_num_workers: 0",
+        )
+
+
+def _cgroup_limit() -> int | None:
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(file).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        return int(text) if text.isdigit() and int(text) < 2**60 else None
+    return None
+
+
+def open_files(_: Context) -> Iterator[Finding]:
+    """Few open files allowed."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < MIN_OPEN_FILES:
+        yield Finding(
+            id="open-files",
+            severity="warning",
+            text=f"a process may open {soft} files; sharded models and data loader processes need {MIN_OPEN_FILES} and more",
+            remedy=f"ulimit -n {min(65536, hard) if hard > 0 else 65536}",
+        )
+
+
+def clock(_: Context) -> Iterator[Finding]:
+    """A clock behind the runs on disk: names of new runs would sort before old ones, and certificates may seem invalid."""
+    newest = max((p.stat().st_mtime for p in runs_folder().glob("*") if p.exists()), default=0.0)
+    ahead = newest - time.time()
+    if ahead > 300:
+        yield Finding(
+            id="clock",
+            severity="warning",
+            text=f"the clock says {time.strftime('%Y-%m-%d %H:%M')}, but a run was written {ahead / 3600:.1f} hours later",
+            remedy="set the clock (timedatectl set-ntp true)",
+        )
+
+
+def variables(_: Context) -> Iterator[Finding]:
+    """Variables that launchers obey in silence, and some that do not do what people think."""
+    stray = sorted(name for name in os.environ if LAUNCHER_VARIABLES.fullmatch(name))
+    if stray:
+        yield Finding(
+            id="stray-variables",
+            severity="warning",
+            text=f"set in this shell: {', '.join(stray)}; torchrun and accelerate would obey them",
+            remedy=f"unset {' '.join(stray)} (our own launches take them out)",
+        )
+    if "NCCL_TIMEOUT" in os.environ:
+        yield Finding(
+            id="nccl-timeout-variable",
+            severity="note",
+            text="NCCL_TIMEOUT is set, which no library reads; here it sets `launch.timeout_seconds`",
+            remedy="write `launch.timeout_seconds` in the YAML file",
+        )
+    threads, cores = os.environ.get("OMP_NUM_THREADS", ""), os.cpu_count() or 1
+    if threads.isdigit() and int(threads) > cores:
+        yield Finding(
+            id="too-many-threads",
+            severity="warning",
+            text=f"OMP_NUM_THREADS={threads}, but there are {cores} cores: threads wait for each other",
+            remedy="unset OMP_NUM_THREADS; the launcher shares the cores out",
+        )
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    if (default := home / "accelerate" / "default_config.yaml").is_file():
+        yield Finding(
+            id="accelerate-default-config",
+            severity="note",
+            text=f"`{default}` exists; runs do not use it, each has its own accelerate.yaml",
+            remedy=f"to use it: make train-distributed ACCELERATE_CONFIG={default}",
+        )
+
+
+CHECKS: tuple[Check, ...] = (folders, memory, open_files, clock, variables)
