@@ -2,7 +2,8 @@
 
 import sys
 
-from sft_play.doctor import Context, examine, report
+from sft_play.doctor import examine, report
+from sft_play.doctor.finding import Context
 
 if __name__ == "__main__":
     sys.exit(report(examine(Context(model_name=None)), as_json="JSON=1" in sys.argv[1:]))

@@ -61,7 +61,7 @@ def memory(_: Context) -> Iterator[Finding]:
         yield Finding(
             id="memory-low",
             severity="warning",
-            text=f"{min(total, limit or total) / GIB:.1f} GiB of memory{within}; a 135M model needs about 4, a 7B model 16 to load",
+            text=f"{min(total, limit or total) / GIB:.1f} GiB of memory{within}; a 135M model needs 4, a 7B model 16 to load",
             remedy="choose a small model, and lower model.max_seq_len",
         )
     import resource
@@ -71,7 +71,7 @@ def memory(_: Context) -> Iterator[Finding]:
         yield Finding(
             id="address-space-limit",
             severity="warning",
-            text=f"`ulimit -v` limits every process to {soft / GIB:.1f} GiB of address space; CUDA and memory-mapped data need far more",
+            text=f"`ulimit -v` limits processes to {soft / GIB:.1f} GiB of address space; CUDA and mapped files need far more",
             remedy="ulimit -v unlimited",
         )
     shared = Path("/dev/shm")
@@ -79,7 +79,7 @@ def memory(_: Context) -> Iterator[Finding]:
         yield Finding(
             id="shared-memory",
             severity="warning",
-            text=f"/dev/shm has {size / 2**20:.0f} MiB; data loader processes and NCCL share memory there, and die with a bus error",
+            text=f"/dev/shm has {size / 2**20:.0f} MiB; data loaders and NCCL share memory there, and die with a bus error",
             remedy="docker run --shm-size=8g, or an emptyDir with medium Memory at /dev/shm; or train.dataloader_num_workers: 0",
         )
 
