@@ -1,0 +1,49 @@
+"""`make merge RUN=`: the run's adapters merged into their base, as a folder that any tool loads."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sft_play.errors import UserError
+from sft_play.launch.run_folder import find_run
+from sft_play.runs.weights import weights_folder
+
+if TYPE_CHECKING:
+    from sft_play.config.call import Call
+
+
+def main(call: Call) -> int:
+    """Merges, shows the proof and where the model is."""
+    if "RUN" not in call.options:
+        raise UserError("`RUN` is missing", hint="make merge RUN=name-of-a-run")
+    if call.overrides:
+        raise UserError(
+            f"`make merge` cannot change {', '.join(f'`{o.key}`' for o in call.overrides)} of a trained run",
+            hint="it takes RUN, CHECKPOINT and OUT",
+        )
+    run = find_run(call.options["RUN"])
+    weights = weights_folder(run, call.options.get("CHECKPOINT"))
+    out = Path(call.options.get("OUT") or run.path / "merged")
+    if out.exists():  # before torch is imported, which takes seconds
+        raise UserError(
+            f"`{out}` exists already; a merged model never overwrites anything", hint="choose another OUT=, or remove it"
+        )
+    from transformers.utils import logging
+
+    from sft_play.model.merge import merge
+
+    logging.disable_progress_bar()
+    started = time.perf_counter()
+    merged = merge(run, weights, out, lambda text: print(text, file=sys.stderr, flush=True))
+    if call.json:
+        print(json.dumps({**asdict(merged), "folder": str(merged.folder)}))
+    else:
+        seconds = time.perf_counter() - started
+        size = f"{merged.parameters:,} parameters, {merged.dtype}, {merged.size_bytes / 2**20:.1f} MiB"
+        print(f"{merged.folder}: {size}, in {seconds:.0f} s", flush=True)
+    return 0

@@ -1,0 +1,263 @@
+"""Adapters merged into their base at full precision: a model that any tool loads, shown to answer like the adapter model."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from sft_play.config.load import read_config
+from sft_play.config.schema import Config
+from sft_play.errors import CheckpointError, HardwareError, UserError
+from sft_play.files import file_sha256, read_json, sync_folder, write_json
+from sft_play.model import quantise
+from sft_play.model.read import read_model
+from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
+from sft_play.model.use import add_trained_adapter, current_base, has_tokenizer, read_base
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import Prepared
+from sft_play.runs.weights import kind_of, label_of
+
+Say = Callable[[str], None]
+
+EXACT = 1e-4
+"""Largest difference of logits, as a share of the largest logit, that float32 sums in another order may make."""
+ROUNDED = 0.05
+"""The same for weights that are rounded to 16 bits when they are saved."""
+PROMPTS = ("What is a file?", "Write one line of Python that adds two numbers.", "Name three colours, and say which you like.")
+"""What both models are asked for their comparison."""
+LEFT_BEHIND = ("optimizer", "scheduler", "rng_state", "trainer_state", "training_args", "scaler")
+"""Beginnings of names in a checkpoint that are no part of a model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Merged:
+    """What was published."""
+
+    folder: Path
+    dtype: str
+    parameters: int
+    size_bytes: int
+    difference: float | None
+    """Largest difference between the merged and the adapter model's logits in float32; `None` for a copy of a full model."""
+    saved_difference: float | None
+    """The same between the saved model, read again from its files, and the adapter model."""
+    largest_logit: float | None
+
+
+def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> Merged:
+    """Publishes the merged model of `weights` (a run's `model/` or a checkpoint) as the folder `out`; a full model is copied.
+
+    Written aside, read again, compared and renamed. Raises `UserError` when `out` exists, `HardwareError` for too little disk
+    or memory, `CheckpointError` when the merged model answers otherwise than the adapter model.
+    """
+    if out.exists():
+        raise UserError(
+            f"`{out}` exists already; a merged model never overwrites anything", hint="choose another OUT=, or remove it"
+        )
+    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except OSError as error:
+        raise UserError(f"`{out.parent}` cannot be written to: {error.strerror}", hint="OUT= takes another place") from error
+    try:
+        merged = _copy_full(weights, partial) if kind_of(weights) == "full" else _merge_adapter(run, weights, partial, say)
+        _stamp(run, weights, partial)
+        for path in partial.iterdir():
+            if path.is_file():
+                with path.open("rb") as stream:
+                    os.fsync(stream.fileno())
+        sync_folder(partial)
+        partial.rename(out)
+        sync_folder(out.parent)
+    except OSError as error:
+        raise HardwareError(f"the merged model cannot be written: {error.strerror or error}", place=str(out)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Merged(folder=out, **merged)
+
+
+def _copy_full(weights: Path, partial: Path) -> dict[str, Any]:
+    size = sum(p.stat().st_size for p in weights.iterdir() if p.is_file())
+    _require_disk(partial, size)
+    for path in weights.iterdir():
+        if path.is_file() and not path.name.startswith((*LEFT_BEHIND, "manifest")):
+            shutil.copy2(path, partial / path.name)
+    return {
+        "dtype": stored_dtype(weights),
+        "parameters": _stored_parameters(weights),
+        "size_bytes": _size(partial),
+        "difference": None,
+        "saved_difference": None,
+        "largest_logit": None,
+    }
+
+
+def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> dict[str, Any]:
+    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
+    base = current_base(config, prepared)
+    folder = Path(base.path)
+    tokenizer = load_tokenizer(weights if has_tokenizer(weights) else folder)
+    prompts = [_ids(tokenizer, prompt) for prompt in PROMPTS]
+    model = add_trained_adapter(_full_precision_base(config, folder, partial, say), weights).eval()
+    wanted = _logits(model, prompts)
+    model = model.merge_and_unload()
+    found = _logits(model, prompts)
+    scale, difference = _compare(found, wanted, EXACT, "the merged model")
+    say(f"merged in float32: logits differ by at most {difference:.2e} from the adapter model's (allowed {EXACT * scale:.2e})")
+    dtype = "float32" if quantise.quantisation_of(folder) else stored_dtype(folder)
+    parameters = sum(p.numel() for p in model.parameters())
+    _save(model, tokenizer, folder, partial, dtype)
+    del model
+    gc.collect()
+    allowed = EXACT if dtype == "float32" else ROUNDED
+    saved = read_model(partial, config.model, dtype=getattr(torch, dtype)).eval()
+    _, saved_difference = _compare(_logits(saved, prompts), wanted, allowed, "the saved model")
+    say(f"saved as {dtype} and read again: at most {saved_difference:.2e} (allowed {allowed * scale:.2e})")
+    if config.tuning.mode == "qlora" and quantise.quantisation_of(folder) is None:
+        del saved
+        gc.collect()
+        quantised = add_trained_adapter(read_base(config, plan, base, "cpu"), weights)
+        _tell_quantised(quantised, wanted, prompts, config.tuning.quantization, say)
+    return {
+        "dtype": dtype,
+        "parameters": parameters,
+        "size_bytes": _size(partial),
+        "difference": difference,
+        "saved_difference": saved_difference,
+        "largest_logit": scale,
+    }
+
+
+def _full_precision_base(config: Config, folder: Path, partial: Path, say: Say) -> Any:
+    """Returns the base in float32: its own weights, or what its quantised ones stand for where there are no others."""
+    existing = quantise.quantisation_of(folder)
+    parameters = _stored_parameters(folder)
+    _require_memory(4 * parameters)
+    _require_disk(partial, parameters * (4 if existing else getattr(torch, stored_dtype(folder)).itemsize))
+    if existing is None:
+        if config.tuning.mode == "qlora":
+            say("QLoRA: the base is read again unquantised; the adapters, trained over its quantised form, are merged into that")
+        return read_model(folder, config.model, dtype=torch.float32)
+    if quantise.method_of(existing) != "bitsandbytes":
+        raise UserError(
+            f"the base exists only quantised ({quantise.describe(existing)}), and adapters cannot be merged into that",
+            hint="serve and infer work with the adapter as it is",
+        )
+    say(f"the base exists only quantised ({quantise.describe(existing)}): its weights are dequantised to float32 and merged")
+    return read_model(folder, config.model, dtype=torch.float32).dequantize()
+
+
+def _tell_quantised(quantised: Any, wanted: list[Any], prompts: list[Any], how: str, say: Say) -> None:
+    """Says how far the merged model is from the quantised one that was trained and scored: that is the quantisation's error."""
+    apart = max(float((a - b).abs().mean()) for a, b in zip(_logits(quantised.eval(), prompts), wanted, strict=True))
+    say(
+        f"note: beside the {how} model that was trained and scored, its logits differ by {apart:.2e} on average: the error of "
+        "quantisation, which merging takes out of the base"
+    )
+
+
+def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> None:
+    """Writes weights, configuration, tokenizer with template, generation settings, and the base's processor files."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    model.config.dtype = dtype
+    model.config.use_cache = True
+    for name in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(model.config, name):
+            delattr(model.config, name)
+    stops = end_of_turn_ids(tokenizer)
+    model.generation_config.eos_token_id = list(stops)
+    model.generation_config.pad_token_id = stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+        if (base / name).is_file() and not (partial / name).exists():
+            shutil.copy2(base / name, partial / name)
+
+
+def _stamp(run: RunFolder, weights: Path, partial: Path) -> None:
+    stamp = read_json(weights / "stamp.json") if (weights / "stamp.json").is_file() else {}
+    files = sorted(p for p in weights.iterdir() if p.suffix == ".safetensors")
+    made_from = {"run": run.name, "weights": label_of(run, weights), "sha256": {p.name: file_sha256(p) for p in files}}
+    write_json(partial / "stamp.json", {**stamp, "merged_from": made_from})
+
+
+def _ids(tokenizer: Any, prompt: str) -> torch.Tensor:
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+    return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+
+
+def _logits(model: Any, prompts: list[Any]) -> list[Any]:
+    with torch.no_grad():
+        return [model(input_ids=ids, use_cache=False).logits.float() for ids in prompts]
+
+
+def _compare(found: list[Any], wanted: list[Any], allowed: float, what: str) -> tuple[float, float]:
+    """Returns the largest logit and the largest difference. Raises `CheckpointError` above `allowed` of the largest logit."""
+    scale = max(float(logits.abs().max()) for logits in wanted)
+    difference = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+    if not difference <= allowed * scale:
+        raise CheckpointError(
+            f"{what} does not answer like the adapter model: logits differ by {difference:.3g}, and at most "
+            f"{allowed * scale:.3g} ({allowed:g} of the largest, {scale:.3g}) is allowed; nothing was published"
+        )
+    return scale, difference
+
+
+def stored_dtype(folder: Path) -> str:
+    """Returns the type that a folder's weights are kept in, by its `config.json`; `float32` when it does not say."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config") or {}
+    name = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32")
+    return name if name in ("float32", "bfloat16", "float16") else "float32"
+
+
+def _stored_parameters(folder: Path) -> int:
+    """Returns how many numbers a folder's safetensors files hold, by their headers; a packed 4-bit byte counts as two."""
+    from safetensors import safe_open
+
+    four_bit = (quantise.quantisation_of(folder) or {}).get("load_in_4bit")
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                part = tensors.get_slice(name)
+                size = 1
+                for extent in part.get_shape():
+                    size *= extent
+                count += size * (2 if four_bit and part.get_dtype() == "U8" else 1)
+    return count
+
+
+def _require_disk(place: Path, needed: int) -> None:
+    free = shutil.disk_usage(place).free
+    if free < needed * 1.05:
+        raise HardwareError(
+            f"the merged model needs {needed / 2**30:.1f} GiB and the disk has {free / 2**30:.1f} GiB free",
+            place=str(place.parent),
+            hint="make room, or name a place on another disk with OUT=",
+        )
+
+
+def _require_memory(needed: int) -> None:
+    free = psutil.virtual_memory().available
+    if free < needed:
+        raise HardwareError(
+            f"merging in float32 needs {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free",
+            hint="merge on a machine with more memory; `infer` and `eval` work without merging",
+        )
+
+
+def _size(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.iterdir() if p.is_file())

@@ -1,0 +1,174 @@
+"""`make serve RUN=`: the run's model behind transformers' own OpenAI-compatible server, on 127.0.0.1 only."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from sft_play.errors import HardwareError, UserError
+from sft_play.files import file_sha256, text_sha256
+from sft_play.launch.network import port_is_free
+from sft_play.launch.run_folder import find_run
+from sft_play.runs.folder import RunFolder, cache_folder
+from sft_play.runs.weights import kind_of, label_of, weights_folder
+
+if TYPE_CHECKING:
+    from sft_play.config.call import Call
+
+ADDRESS = "127.0.0.1"
+DEFAULT_PORT = 8000
+PORTS_TRIED = 100
+NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
+"""What transformers' server imports: the packages of `transformers[serving]`."""
+
+
+def main(call: Call) -> int:
+    """Serves until it is told to stop. The port is looked for before the model is merged or loaded."""
+    if "RUN" not in call.options:
+        raise UserError("`RUN` is missing", hint="make serve RUN=name-of-a-run")
+    if call.overrides:
+        raise UserError(
+            f"`make serve` cannot change {', '.join(f'`{o.key}`' for o in call.overrides)} of a trained run",
+            hint="it takes RUN, CHECKPOINT and PORT",
+        )
+    run = find_run(call.options["RUN"])
+    weights = weights_folder(run, call.options.get("CHECKPOINT"))
+    check_packages()
+    port = choose_port(call.integer("PORT", minimum=1))
+    folder = servable(run, weights)
+    name = served_name(run, label_of(run, weights))
+    with _stop_on_signals() as stopped, _named(folder, name):
+        return _serve(name, port, stopped, as_json=call.json)
+
+
+def check_packages() -> None:
+    """Raises `HardwareError` when packages of the server are missing."""
+    missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
+    if missing:
+        raise HardwareError(
+            f"the server needs {', '.join(f'`{package}`' for package in missing)}, which this environment lacks",
+            hint="`make install`, or `pip install 'transformers[serving]'`",
+        )
+
+
+def choose_port(wanted: int | None) -> int:
+    """Returns `PORT`, or the next free one, with a notice. Raises `UserError` above 65535, `HardwareError` when none is free."""
+    first = wanted or DEFAULT_PORT
+    if first > 65535:
+        raise UserError(f"`PORT` is `{first}`; expected 1 to 65535")
+    for port in range(first, min(first + PORTS_TRIED, 65536)):
+        if port_is_free(port, ADDRESS):
+            if port != first:
+                print(f"port {first} is taken; using {port}", file=sys.stderr)
+            return port
+    raise HardwareError(f"no free port from {first} on", hint="choose another PORT=")
+
+
+def servable(run: RunFolder, weights: Path) -> Path:
+    """Returns a folder that holds the whole model: the weights themselves, or a merged copy in the cache, made when needed.
+
+    The cache is keyed by the adapter's content, so that training on makes a new copy.
+    """
+    if kind_of(weights) == "full":
+        return weights
+    content = "".join(file_sha256(p) for p in sorted(weights.glob("adapter_*")))
+    folder = cache_folder() / "merged" / text_sha256(f"{run.path.resolve()} {content}")[:32]
+    if not (folder / "stamp.json").is_file():
+        from transformers.utils import logging
+
+        from sft_play.model.merge import merge
+
+        logging.disable_progress_bar()
+        print("the server needs whole weights: merging the adapters into a copy in the cache ...", file=sys.stderr, flush=True)
+        merge(run, weights, folder, lambda text: print(text, file=sys.stderr, flush=True))
+    return folder
+
+
+def served_name(run: RunFolder, label: str) -> str:
+    """Returns the model's name in the API: the run's, with the checkpoint's where one was asked for (`demo-step-000040`).
+
+    transformers reads `@` as a revision, so it cannot stand in a name.
+    """
+    name = re.sub(r"[^\w.=+-]", "-", run.path.resolve().name)
+    return name if label == "model" else f"{name}-{label}"
+
+
+@contextlib.contextmanager
+def _named(folder: Path, name: str) -> Iterator[None]:
+    """Makes `folder` reachable as `name` from the working folder, which is a temporary one meanwhile.
+
+    The server calls a model by the path that it was given; clients shall see the run's name instead.
+    """
+    target, before = folder.resolve(), Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="sft-play-serve-") as place:
+        (Path(place) / name).symlink_to(target, target_is_directory=True)
+        os.chdir(place)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+@contextlib.contextmanager
+def _stop_on_signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of dying by them, so that the server can finish what it answers."""
+    stopped: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        if stopped:  # the second time the user means it
+            raise SystemExit(128 + number)
+        stopped.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _serve(name: str, port: int, stopped: list[int], *, as_json: bool) -> int:
+    """Loads the model into transformers' server and waits for the end; returns 130 or 143 after a signal."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # the model is here; the server would ask the hub for its revision
+    import torch
+    from transformers.cli.serve import Serve
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    print(f"loading {name} ...", file=sys.stderr, flush=True)
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    server: Any = Serve(force_model=name, device=device, host=ADDRESS, port=port, log_level="error", non_blocking=True)
+    # By default it lists whatever the hub's cache holds, and fails where there is no cache.
+    model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "sft-play"}
+    server._model_manager.get_gen_models = lambda *_: [model]
+    try:
+        while not server.server.started and server._thread.is_alive() and not stopped:
+            time.sleep(0.05)
+        if not server._thread.is_alive():
+            raise HardwareError(f"the server could not open port {port}", hint="choose another PORT=")
+        url = f"http://{ADDRESS}:{port}/v1"
+        if as_json:
+            print(json.dumps({"url": url, "model": name, "pid": os.getpid()}), flush=True)
+        else:
+            print(f"serving {name} at {url}  (Ctrl-C stops)\n{_example(url, name)}", flush=True)
+        while server._thread.is_alive() and not stopped:
+            time.sleep(0.2)
+    finally:
+        server.kill_server()
+    return 128 + stopped[0] if stopped else 1
+
+
+def _example(url: str, name: str) -> str:
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    return f"try: curl {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'"
