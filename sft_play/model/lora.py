@@ -182,12 +182,11 @@ def add_adapters(
         fan_in_fan_out=targets.conv1d,
         bias="none",
         task_type="CAUSAL_LM",
-        # Other tools load the adapter by these: the hub's name where there is one, else the folder.
-        base_model_name_or_path=base.name if base.source == "hub" else base.path,
         revision=base.revision,
     )
     adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
-    adapted.peft_config["default"].base_model_name_or_path = config.base_model_name_or_path
+    # Other tools find the base by this: the hub's name where there is one, else the folder.
+    adapted.peft_config["default"].base_model_name_or_path = base.name if base.source == "hub" else base.path
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
