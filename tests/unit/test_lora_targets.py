@@ -34,7 +34,7 @@ def adapted(model: Any, **settings: Any) -> Any:
 
 
 def adapted_names(model: Any) -> set[str]:
-    return {n.split(".lora_A")[0].removeprefix("base_model.model.") for n, _ in model.named_parameters() if "lora_A" in name}
+    return {n.split(".lora_A")[0].removeprefix("base_model.model.") for n, _ in model.named_parameters() if "lora_A" in n}
 
 
 def test_auto_is_every_linear_layer_of_a_llama_but_the_head(models: dict[str, Any]) -> None:
