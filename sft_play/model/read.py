@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import ModelConfig
-from sft_play.errors import CheckpointError
+from sft_play.errors import CheckpointError, HardwareError
 
 
 def read_model(
@@ -41,10 +42,13 @@ def read_model(
             output_loading_info=True,
             **arguments,
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise CheckpointError(f"the model `{settings.name}` cannot be loaded: {first_lines(error)}", place=str(folder)) from error
+    except ImportError as error:
+        hint = "install what the message names, or use another version of the model"
+        raise HardwareError(f"the model `{settings.name}` needs a package: {first_lines(error)}", hint=hint) from error
     missing = sorted(info["missing_keys"])
     if missing:
         shown = ", ".join(f"`{name}`" for name in missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

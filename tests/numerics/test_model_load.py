@@ -1,0 +1,199 @@
+"""Models ready to train: types, what is frozen, quantisation, seeds, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sft_play.config.schema import Config, LoraSettings, ModelConfig, TrainConfig, TuningConfig
+from sft_play.errors import CheckpointError, HardwareError, UserError
+from sft_play.model.load import load_for_training
+from sft_play.model.quantise import quantisation_of
+from tests.plans import prepared_model, simple_plan
+from tests.tiny_models import build_tiny_gemma3, build_tiny_gpt2, build_tiny_llama, build_tiny_mixtral
+
+BUILDERS = {"llama": build_tiny_llama, "gpt2": build_tiny_gpt2, "mixtral": build_tiny_mixtral, "gemma3": build_tiny_gemma3}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: build(folder / name) for name, build in BUILDERS.items()}
+
+
+def load(folder: Path, *, mode: str = "lora", plan: dict[str, Any] | None = None, seed: int = 42, **tuning: Any) -> Any:
+    config = Config(
+        model=ModelConfig(name=str(folder)),
+        tuning=TuningConfig(mode=mode, lora=LoraSettings(r=4), **tuning),  # type: ignore[arg-type]
+        train=TrainConfig(seed=seed),
+    )
+    model, tokenizer = load_for_training(config, simple_plan(**(plan or {})), prepared_model(folder))
+    assert tokenizer.pad_token_id is not None
+    assert model.config.use_cache is False
+    return model
+
+
+def trained(model: Any) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("mode", ["lora", "full", "qlora"])
+def test_every_architecture_trains_flattened_with_logits_at_labels_only(folders: dict[str, Path], name: str, mode: str) -> None:
+    model = load(folders[name], mode=mode, plan={"gradient_checkpointing": mode == "lora"}).train()
+    ids, positions = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8]]), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    keep = torch.tensor([0, 2, 6])
+    logits = model(input_ids=ids, position_ids=positions, logits_to_keep=keep, use_cache=False).logits
+    alone = model(input_ids=ids[:, 5:], position_ids=positions[:, 5:], use_cache=False).logits
+    assert logits.shape[1] == 3
+    assert torch.allclose(logits[0, 2], alone[0, 1], atol=1e-5), "the second row must not see the first"
+    logits.float().pow(2).sum().backward()
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None and "rotary" not in n]
+    assert not missing
+
+
+def test_full_tuning_of_a_multimodal_model_freezes_tower_and_projector(folders: dict[str, Path], capsys: Any) -> None:
+    names = trained(load(folders["gemma3"], mode="full"))
+    assert names
+    assert not [n for n in names if "vision" in n or "projector" in n]
+    assert "vision tower and projector are frozen" in capsys.readouterr().err
+
+
+def test_full_tuning_trains_everything_in_the_plans_type(folders: dict[str, Path]) -> None:
+    model = load(folders["llama"], mode="full")
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+    half = load(folders["llama"], mode="full", plan={"weights_dtype": "bfloat16", "precision": "bf16"})
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+def test_nf4_is_double_quantised_and_leaves_embeddings_head_and_norms_alone(folders: dict[str, Path]) -> None:
+    model = load(folders["llama"], mode="qlora", plan={"weights_dtype": "bfloat16", "precision": "bf16"})
+    linear = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
+    assert linear.weight.quant_state.quant_type == "nf4"
+    assert linear.weight.quant_state.nested, "the scales are quantised too"
+    assert linear.compute_dtype == torch.bfloat16
+    types = {n: p.dtype for n, p in model.named_parameters() if p.dtype != torch.uint8}
+    assert set(types.values()) == {torch.bfloat16}, "no fp32 upcast of embeddings, head, norms or adapters"
+    assert any("embed_tokens" in n for n in types)
+
+
+def test_int8_keeps_the_adapters_in_fp32_on_a_cpu(folders: dict[str, Path]) -> None:
+    model = load(folders["llama"], mode="qlora", quantization="int8")
+    assert model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.int8
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_lora_adapters_are_fp32_over_a_bf16_base(folders: dict[str, Path]) -> None:
+    model = load(folders["llama"], plan={"weights_dtype": "bfloat16", "precision": "bf16"})
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+
+
+def test_the_seed_alone_decides_the_fresh_adapters(folders: dict[str, Path]) -> None:
+    torch.rand(7)
+    first = {n: p.detach().clone() for n, p in load(folders["llama"]).named_parameters() if p.requires_grad}
+    torch.rand(1000)
+    again, other = load(folders["llama"]), load(folders["llama"], seed=1)
+    assert all(torch.equal(p, first[n]) for n, p in again.named_parameters() if p.requires_grad)
+    assert any(not torch.equal(p, first[n]) for n, p in other.named_parameters() if p.requires_grad)
+
+
+def test_fsdp2_stores_the_quantised_bytes_as_floats(folders: dict[str, Path]) -> None:
+    model = load(folders["llama"], mode="qlora", plan={"strategy": "fsdp2"})
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "quantization", "words"), [("zero3", "nf4", "bitsandbytes#1249"), ("fsdp2", "int8", "has no attribute 'CB'")]
+)
+def test_quantised_weights_that_a_strategy_cannot_hold_are_refused(
+    folders: dict[str, Path], strategy: str, quantization: str, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        load(folders["llama"], mode="qlora", plan={"strategy": strategy}, quantization=quantization)
+
+
+@pytest.fixture(scope="module")
+def quantised_base(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from tests.tiny_models import build_tokenizer
+
+    folder = tmp_path_factory.mktemp("nf4")
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    AutoModelForCausalLM.from_pretrained(folders["llama"], quantization_config=settings).save_pretrained(folder)
+    build_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_a_quantised_base_is_recognised_and_never_quantised_twice(
+    folders: dict[str, Path], quantised_base: Path, mode: str, capsys: Any
+) -> None:
+    assert quantisation_of(folders["llama"]) is None
+    found = load(quantised_base, mode=mode)
+    assert "comes quantised (bitsandbytes nf4): it is used as it is and not quantised again" in capsys.readouterr().err
+    fresh = load(folders["llama"], mode="qlora")
+    ids = torch.arange(4, 20)[None]
+    with torch.no_grad():
+        assert torch.allclose(found(input_ids=ids).logits, fresh(input_ids=ids).logits, atol=1e-3)
+
+
+def test_full_tuning_of_a_quantised_base_is_refused(quantised_base: Path) -> None:
+    with pytest.raises(UserError, match="cannot train quantised weights"):
+        load(quantised_base, mode="full")
+
+
+def test_a_base_whose_quantiser_is_not_installed_is_refused_by_its_name(tmp_path: Path) -> None:
+    build_tiny_llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(HardwareError, match="`gptqmodel`"):
+        load(tmp_path, mode="qlora")
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    weights = load_file(build_tiny_llama(tmp_path) / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lack `model\.layers\.1\.mlp\.up_proj\.weight`"):
+        load(tmp_path)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    config = json.loads((build_tiny_llama(tmp_path) / "config.json").read_text())
+    config["intermediate_size"] = 96
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load(tmp_path)
+
+
+def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+    path = build_tiny_llama(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load(tmp_path)
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(tmp_path: Path) -> None:
+    from tests.tiny_models import build_tokenizer
+
+    build_tiny_llama(tmp_path, vocab=512)
+    build_tokenizer(tmp_path, vocab=1024)
+    with pytest.raises(CheckpointError, match="1024 tokens, but the model's embeddings have 512"):
+        load(tmp_path)
+
+
+def test_unsloth_says_what_it_lacks(folders: dict[str, Path]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU: tests/gpu/test_unsloth.py drives the backend")
+    with pytest.raises(HardwareError, match=r"`unsloth`.*and an NVIDIA GPU") as caught:
+        load(folders["llama"], backend="unsloth")
+    assert caught.value.exit_code == 3
+    assert "tuning.backend: bnb" in (caught.value.hint or "")
