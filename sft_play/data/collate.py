@@ -1,0 +1,75 @@
+"""Rows to tensors. The head of the model runs only where a loss is computed (`logits_to_keep`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+IGNORED = -100
+"""Target that no loss is computed for; the value that `torch.nn.functional.cross_entropy` ignores."""
+
+Batch = dict[str, Any]
+
+
+class Collator:
+    """Turns a micro-batch of prepared rows into a batch dictionary.
+
+    `flattened`: rows one after another in one line, told apart by restarting position ids, without an attention mask:
+    `input_ids` and `position_ids` [1, T], `logits_to_keep` [K] (positions whose next token is trained), `targets` [K].
+
+    `padded`: one line per row, padded on the right: `input_ids`, `attention_mask`, `position_ids` [B, S], `logits_to_keep` [P]
+    (the union over rows), `targets` [B, P] with -100 where a row has none.
+
+    An empty micro-batch gives one dummy line with one ignored target: its loss is 0 and its gradients are 0, but every
+    collective operation of a step still happens. `rows` keeps the rows' ids; it never reaches the model.
+    """
+
+    def __init__(self, layout: Literal["flattened", "padded"] | str, pad_token_id: int) -> None:
+        if layout not in ("flattened", "padded"):
+            raise ValueError(f"unknown layout `{layout}`")
+        self.layout = layout
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        parts = [(list(row["input_ids"]), list(row["labels"])) for row in rows]
+        batch = self._flattened(parts) if self.layout == "flattened" else self._padded(parts)
+        batch["rows"] = [int(row.get("row", -1)) for row in rows]
+        return batch
+
+    def _flattened(self, parts: Sequence[tuple[list[int], list[int]]]) -> Batch:
+        ids: list[int] = []
+        positions: list[int] = []
+        keep: list[int] = []
+        targets: list[int] = []
+        for tokens, labels in parts or [([self.pad_token_id] * 2, [IGNORED] * 2)]:
+            start = len(ids)
+            ids += tokens
+            positions += range(len(tokens))
+            for index in range(1, len(tokens)):  # the first token of a row follows nothing
+                if labels[index] != IGNORED:
+                    keep.append(start + index - 1)
+                    targets.append(labels[index])
+        if not keep:
+            keep, targets = [0], [IGNORED]
+        return {
+            "input_ids": torch.tensor([ids]),
+            "position_ids": torch.tensor([positions]),
+            "logits_to_keep": torch.tensor(keep),
+            "targets": torch.tensor(targets),
+        }
+
+    def _padded(self, parts: Sequence[tuple[list[int], list[int]]]) -> Batch:
+        lines = parts or [([self.pad_token_id] * 2, [IGNORED] * 2)]
+        width = max(len(tokens) for tokens, _ in lines)
+        keep = sorted({i - 1 for _, labels in lines for i in range(1, len(labels)) if labels[i] != IGNORED}) or [0]
+        padded = [(tokens + [self.pad_token_id] * (width - len(tokens)), labels + [IGNORED] * (width - len(labels))) for tokens, labels in lines]
+        mask = torch.tensor([[1] * len(tokens) + [0] * (width - len(tokens)) for tokens, _ in lines])
+        return {
+            "input_ids": torch.tensor([tokens for tokens, _ in padded]),
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+            "logits_to_keep": torch.tensor(keep),
+            "targets": torch.tensor([[labels[i + 1] for i in keep] for _, labels in padded]),
+        }

@@ -1,0 +1,82 @@
+"""Loads a tokenizer from a folder, and mends what training and generation need: a padding token, a chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import DataError
+
+MARKER = "\u2402answer\u2403"
+"""Stands for an answer when a template is rendered to see what follows one; no tokenizer knows it."""
+
+
+def load_tokenizer(folder: Path | str) -> Any:
+    """Returns the fast tokenizer of `folder` with a padding token and a chat template. No network. Raises `DataError`."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(f"no tokenizer can be loaded: {first}", place=str(folder)) from error
+    if not tokenizer.is_fast:
+        raise DataError(
+            "the tokenizer has no fast version, and the exact label mask needs its character offsets",
+            place=str(folder),
+            hint="use a model folder with a `tokenizer.json`",
+        )
+    if tokenizer.pad_token_id is None:
+        # Labels are masked by length and never by the padding token, so eos can stand in without being unlearnt.
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = default_template(tokenizer)
+    return tokenizer
+
+
+def default_template(tokenizer: Any) -> str:
+    """Returns ChatML for a tokenizer that has no template; its end mark is a token that the vocabulary has.
+
+    Raises `DataError` when there is neither `<|im_end|>` nor an end-of-sequence token.
+    """
+    vocabulary = tokenizer.get_vocab()
+    end = "<|im_end|>" if "<|im_end|>" in vocabulary else tokenizer.eos_token
+    if end is None:
+        raise DataError(
+            "the tokenizer has no end-of-sequence token, so no answer could end", hint="set `eos_token` in its config"
+        )
+    first = tokenizer("a")["input_ids"][:1]
+    bos = tokenizer.bos_token if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else ""
+    return (
+        (f"{{{{ {bos!r} }}}}" if bos else "")
+        + "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
+        + repr(end)
+        + " + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+
+
+def end_of_turn_ids(tokenizer: Any) -> list[int]:
+    """Returns the tokens that end an assistant's turn: the one that the template writes, then eos; never empty.
+
+    Raises `DataError` when there is none.
+    """
+    import jinja2
+
+    found: list[int] = []
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "question"}, {"role": "assistant", "content": MARKER}], tokenize=False
+        )
+    except (jinja2.TemplateError, TypeError, KeyError, ValueError):
+        text = ""
+    after = text.rsplit(MARKER, 1)[1] if MARKER in text else ""
+    special = set(tokenizer.all_special_ids) | {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for index in tokenizer(after, add_special_tokens=False)["input_ids"] if after.strip() else []:
+        if index in special:
+            found.append(index)
+            break
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in found:
+        found.append(tokenizer.eos_token_id)
+    if not found:
+        raise DataError("the tokenizer has no token that ends a turn", hint="set `eos_token` in its config")
+    return found
