@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ AGENT_FAILURE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 SIMPLE_DEATH = re.compile(r"died with <Signals\.(\w+): \d+>")
 """Python's word on a single process that was killed by a signal."""
 POLL_SECONDS = 0.1
+MARK = "SFT_PLAY_LAUNCH"
+"""Variable with an id of its own for each launch: every descendant inherits it, whatever session or parent it gets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +47,9 @@ class Outcome:
 
 @dataclass(kw_only=True, slots=True)
 class _Stop:
-    """Which signals have arrived."""
+    """Which signals have arrived, and the mark by which this launch's processes are known."""
 
+    mark: str
     signals: list[int] = field(default_factory=list)
 
     def note(self, number: int, _: FrameType | None) -> None:
@@ -62,12 +66,12 @@ def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFo
     for rank in ranks:  # a resumed run must not be judged by the records of the last attempt
         run.rank_exit(rank).unlink(missing_ok=True)
     _adopt_orphans()
-    stop = _Stop()
+    stop = _Stop(mark=uuid.uuid4().hex)
     log = launcher_log(run, ranks.start)
     with log.open("wb") as agent_log, _signals_noted(stop):
         process = subprocess.Popen(
             list(arguments),
-            env=dict(variables),
+            env={**variables, MARK: stop.mark},
             stdin=subprocess.DEVNULL,
             stdout=console,
             stderr=agent_log,
@@ -76,7 +80,7 @@ def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFo
         try:
             _wait(process, stop)
         finally:
-            _kill_descendants(process)
+            _kill_descendants(process, stop.mark)
     return judge(run, ranks, agent_code=process.returncode, agent_log=_tail(log), signals=tuple(stop.signals))
 
 
@@ -95,7 +99,7 @@ def _wait(process: subprocess.Popen[bytes], stop: _Stop) -> None:
                 _ask_workers_to_stop(process)
             else:
                 print("\nkilling the workers", file=sys.stderr, flush=True)
-                _kill_descendants(process)
+                _kill_descendants(process, stop.mark)
         time.sleep(POLL_SECONDS)
 
 
@@ -114,35 +118,35 @@ def _ask_workers_to_stop(process: subprocess.Popen[bytes]) -> None:
                 worker.terminate()
 
 
-def _kill_descendants(process: subprocess.Popen[bytes]) -> None:
+def _kill_descendants(process: subprocess.Popen[bytes], mark: str) -> None:
     """Kills the agent and everything that it started; each worker has a session of its own, so one group is not enough."""
     for _ in range(3):  # a process may be forking while its parent is killed
-        family = _descendants(process.pid)
+        family = _descendants(process.pid, mark)
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
         psutil.wait_procs(family, timeout=10)
-        if not _descendants(process.pid):
+        if not _descendants(process.pid, mark):
             break
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=10)
 
 
-def _descendants(agent: int) -> list[psutil.Process]:
+def _descendants(agent: int, mark: str) -> list[psutil.Process]:
     """The agent with its children, and orphans that the kernel gave to us; never another child of this process (TensorBoard)."""
     mine = psutil.Process()
     found = []
     for child in mine.children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.pid == agent or _belongs(child, agent):
+            if child.pid == agent or _has_mark(child, mark):
                 found += [child, *child.children(recursive=True)]
     return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-def _belongs(process: psutil.Process, agent: int) -> bool:
-    """Whether an adopted orphan came from the workers: they and their children know the agent's session or their run."""
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    """Whether an adopted orphan came from this launch."""
     try:
-        return os.getsid(process.pid) == agent or process.environ().get("TORCHELASTIC_RUN_ID") is not None
+        return process.environ().get(MARK) == mark
     except (psutil.Error, OSError):
         return False
 

@@ -1,0 +1,185 @@
+"""A user's DeepSpeed JSON: comments and `auto` are read, old spellings translated, everything wrong named with its line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import Config, ModelConfig, TrainConfig
+from sft_play.errors import UserError
+from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings, known_keys, read_user_json
+from sft_play.launch.deepspeed_resolve import resolve
+from sft_play.launch.json_with_comments import read_document
+from sft_play.plan.plan import Plan, RankPlan
+
+CONFIG = Config(model=ModelConfig(name="tiny"))
+
+
+def make_plan(**changes: Any) -> Plan:
+    rank = RankPlan(
+        rank=0, device="cpu", device_name="CPU", micro_batch=2, accumulation=8, memory_bytes={}, peak_bytes=0, capacity_bytes=1
+    )
+    plan = Plan(
+        world_size=2, num_nodes=1, device="cpu", backend="gloo", strategy="zero2", source="formula", precision="fp32",
+        weights_dtype="float32", attn_implementation="sdpa", layout="flattened", gradient_checkpointing=False,
+        optim="adamw_torch_fused", learning_rate=2e-4, ranks=(rank, replace(rank, rank=1)), global_batch_size=32, steps=10,
+        steps_per_epoch=10, warmup_steps=1, eval_batch_size=1, tokens_per_second=None, communication_share=None,
+        seconds_per_step=None, total_seconds=None, reasons=(), remedies=(),
+    )  # fmt: skip
+    return replace(plan, **changes)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(tmp_path: Path, text: str) -> str:
+    with pytest.raises(UserError) as caught:
+        read_user_json(write(tmp_path / "ds.json", text))
+    return caught.value.render()
+
+
+def test_comments_trailing_commas_and_key_lines(tmp_path: Path) -> None:
+    text = '{\n  // a comment with "quotes" and {braces}\n  "a": "http://not-a-comment", /* b\n  c */ "b": {"d": [1, 2,],},\n}\n'
+    document = read_document(write(tmp_path / "x.json", text))
+    assert document.value == {"a": "http://not-a-comment", "b": {"d": [1, 2]}}
+    assert document.lines == {"a": 3, "b": 4, "b.d": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [("{\n  // x\n  'a': 1\n}", ":3:3"), ('{"a": 1', ":1:8"), ("", ":1:1"), ("[1]", ":1"), ('{"a": 1,\n"a": 2}', ":2")],
+)
+def test_what_is_not_json_is_named_with_its_place(tmp_path: Path, text: str, place: str) -> None:
+    assert f"ds.json{place}: " in refusal(tmp_path, text)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read_user_json(tmp_path / "none.json")
+
+
+def test_every_removed_key_is_refused_by_name_and_line(tmp_path: Path) -> None:
+    for key in known_keys()["removed"]:
+        section, _, leaf = key.rpartition(".")
+        content: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+        (content[section] if section else content)[leaf] = {"enabled": True}
+        message = refusal(tmp_path, json.dumps(content, indent=1))
+        assert f"`{key}`: " in message
+        assert "ds.json:" in message
+
+
+def test_all_problems_at_once_with_suggestions(tmp_path: Path) -> None:
+    text = """{
+  "zero_optimization": {
+    "stage": 2,
+    "reduce_bukket_size": 5e8,
+    "overlap_comm": "yes"
+  },
+  "elasticity": {},
+  "gradient_cliping": 1.0,
+  "tensor_parallel": {"autotp_size": 2}
+}"""
+    message = refusal(tmp_path, text)
+    assert "ds.json:4: unknown DeepSpeed key `zero_optimization.reduce_bukket_size`" in message
+    assert "did you mean `zero_optimization.reduce_bucket_size`?" in message
+    assert "ds.json:5: `zero_optimization.overlap_comm` is `yes`; expected true or false" in message
+    assert "ds.json:7: `elasticity`" in message
+    assert "ds.json:8: unknown DeepSpeed key `gradient_cliping`" in message
+    assert "did you mean `gradient_clipping`?" in message
+    assert "ds.json:9: `tensor_parallel` is not supported here" in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{}", '{"zero_optimization": true}', '{"zero_optimization": {"stage": 0}}', '{"zero_optimization": {"stage": 4}}',
+     '{"zero_optimization": {"stage": "two"}}', '{"zero_optimization": {}}', '{"zero_optimization": {"stage": true}}'],
+)  # fmt: skip
+def test_stage_must_be_1_2_or_3(tmp_path: Path, text: str) -> None:
+    assert "zero_optimization" in refusal(tmp_path, text)
+
+
+def test_old_offload_is_translated_with_a_notice(tmp_path: Path) -> None:
+    text = '{"zero_optimization": {"stage": 2,\n "cpu_offload": true, "cpu_offload_use_pin_memory": false}}'
+    user = read_user_json(write(tmp_path / "ds.json", text))
+    assert user.settings["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    assert "ds.json:2" in user.notices[0]
+    both = '{"zero_optimization": {"stage": 2, "cpu_offload": true, "offload_optimizer": {"device": "cpu"}}}'
+    assert "both given" in refusal(tmp_path, both)
+
+
+AUTOMATIC = """{
+  "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+  "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0},
+  "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+  "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto"}},
+  "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "sub_group_size": 1e9,
+    "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": "auto"}
+}"""
+
+
+def test_auto_is_filled_from_the_plan(tmp_path: Path) -> None:
+    user = read_user_json(write(tmp_path / "ds.json", AUTOMATIC))
+    settings, notices = resolve(user, make_plan(strategy="zero3"), CONFIG, hidden_size=64)
+    assert "auto" not in json.dumps(settings)
+    assert settings["train_batch_size"] == 32
+    assert settings["train_micro_batch_size_per_gpu"] == 2
+    assert settings["gradient_accumulation_steps"] == 8
+    assert settings["gradient_clipping"] == 1.0
+    assert settings["bf16"] == {"enabled": False}
+    zero = settings["zero_optimization"]
+    assert zero["reduce_bucket_size"] == 64 * 64
+    assert zero["stage3_param_persistence_threshold"] == 640
+    assert zero["sub_group_size"] == 10**9
+    assert isinstance(zero["sub_group_size"], int)
+    assert "stage3_max_live_parameters" not in zero  # DeepSpeed's own default
+    assert "optimizer" not in settings
+    assert "scheduler" not in settings
+    assert len(notices) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('"train_micro_batch_size_per_gpu": 4', ("is `4`", "uses `2`", "train.batch_size")),
+        ('"gradient_accumulation_steps": 1', ("is `1`", "uses `8`", "train.grad_accum")),
+        ('"train_batch_size": 64', ("is `64`", "uses `32`", "train.global_batch_size")),
+        ('"gradient_clipping": 0.5', ("is `0.5`", "uses `1.0`", "train.max_grad_norm")),
+        ('"bf16": {"enabled": true}', ("`bf16.enabled` is `true`", "uses `false`", "fp32")),
+        ('"optimizer": {"type": "Lamb"}', ("is `Lamb`", "adamw_torch_fused")),
+        ('"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}', ("is `0.1`", "uses `0.0002`", "train.learning_rate")),
+        ('"scheduler": {"type": "OneCycle"}', ("is `OneCycle`", "`cosine`")),
+        ('"log_level": "auto"', ("nothing decides it",)),
+    ],
+)
+def test_contradictions_name_both_values(tmp_path: Path, text: str, expected: tuple[str, ...]) -> None:
+    user = read_user_json(write(tmp_path / "ds.json", f'{{"zero_optimization": {{"stage": 2}},\n{text}}}'))
+    with pytest.raises(UserError) as caught:
+        resolve(user, make_plan(), CONFIG, hidden_size=64)
+    message = caught.value.render()
+    assert "ds.json:2: " in message
+    assert all(part in message for part in expected), message
+
+
+def test_matching_numbers_are_fine(tmp_path: Path) -> None:
+    text = '{"zero_optimization": {"stage": 2}, "train_batch_size": 32, "gradient_clipping": 0.5, "steps_per_print": 10}'
+    config = replace(CONFIG, train=TrainConfig(max_grad_norm=0.5))
+    settings, _ = resolve(read_user_json(write(tmp_path / "ds.json", text)), make_plan(), config, hidden_size=64)
+    assert settings["steps_per_print"] == 10
+    assert settings["zero_allow_untested_optimizer"] is True
+    assert settings["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_our_own_settings_have_no_auto_and_pass_our_own_check(tmp_path: Path) -> None:
+    for stage in (1, 2, 3):
+        settings = deepspeed_settings(
+            stage=stage, device="cuda", precision="bf16", batch=BatchNumbers.of(make_plan()), clipping=1.0, offload=stage == 3,
+            hidden_size=4096,
+        )  # fmt: skip
+        assert "auto" not in json.dumps(settings)
+        assert read_user_json(write(tmp_path / "ds.json", json.dumps(settings))).stage == stage

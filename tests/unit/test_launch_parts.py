@@ -1,0 +1,159 @@
+"""Run names and reservations, the workers' environment, ports, and rendered settings."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.unit.test_deepspeed_json import make_plan
+
+from sft_play.errors import CheckpointError, HardwareError, UserError
+from sft_play.launch.environment import Node, worker_environment
+from sft_play.launch.local import show_launch, worker_arguments
+from sft_play.launch.network import free_port, interface_of, port_is_free, require_free_port
+from sft_play.launch.render import accelerate_settings, to_yaml
+from sft_play.launch.run_folder import choose_name, find_run, record_event, reserved
+from sft_play.runs.folder import RunFolder
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "-x", "", " ", "a b", "a\nb", "x" * 121, "a\x00"])
+def test_bad_names(name: str) -> None:
+    with pytest.raises(UserError, match="RUN_NAME"):
+        choose_name(name, None)
+
+
+def test_names() -> None:
+    assert choose_name("my-run_1.2", None) == "my-run_1.2"
+    assert choose_name(None, Path("configs/quick start.yaml")).startswith("quick-start-20")
+
+
+def test_an_existing_name_is_refused_and_nothing_is_lost(runs: Path) -> None:
+    (runs / "a").mkdir(parents=True)
+    (runs / "a" / "precious").touch()
+    with pytest.raises(UserError, match="exists already") as caught, reserved("a"):
+        pass
+    assert caught.value.exit_code == 2
+    assert "make resume RUN=a" in caught.value.render()
+    assert (runs / "a" / "precious").exists()
+
+
+def test_a_failure_before_the_workers_leaves_no_trace(runs: Path) -> None:
+    with pytest.raises(RuntimeError), reserved("b") as run:
+        run.config.write_text("{}")
+        raise RuntimeError
+    assert not runs.exists()
+
+
+def test_a_failure_after_the_start_keeps_the_run() -> None:
+    with pytest.raises(RuntimeError), reserved("c") as run:
+        record_event(run, "started")
+        raise RuntimeError
+    assert run.events.is_file()
+
+
+def test_a_second_node_joins_once() -> None:
+    with reserved("d") as run:
+        record_event(run, "started", node_rank=0)
+        with reserved("d", node_rank=1) as joined:
+            assert joined.path == run.path
+            record_event(joined, "started", node_rank=1)
+        with pytest.raises(UserError, match="exists already"), reserved("d", node_rank=1):
+            pass
+
+
+def test_unknown_run_lists_those_that_exist(runs: Path) -> None:
+    (runs / "known").mkdir(parents=True)
+    (runs / "known" / "config.json").write_text("{}")
+    assert find_run("known").name == "known"
+    assert find_run(str(runs / "known")).name == "known"
+    with pytest.raises(CheckpointError) as caught:
+        find_run("other")
+    assert caught.value.exit_code == 5
+    assert "known" in caught.value.render()
+
+
+STRAY = {
+    "PET_NNODES": "3", "RANK": "5", "WORLD_SIZE": "9", "MASTER_ADDR": "x", "MASTER_PORT": "1", "LOCAL_RANK": "2", "MAKEFLAGS": " -- A=1",
+    "ACCELERATE_USE_FSDP": "true", "TORCHELASTIC_RUN_ID": "q", "HF_TOKEN": "secret-token", "NCCL_DEBUG": "INFO", "HOME": "/h",
+    "AIM_REPO": "aim://x",
+}  # fmt: skip
+
+
+def test_stray_variables_are_taken_out_and_named() -> None:
+    environment = worker_environment(make_plan(strategy="ddp"), Node(interface="lo"), STRAY, cpu_threads=8)
+    for name in (
+        "PET_NNODES",
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "LOCAL_RANK",
+        "ACCELERATE_USE_FSDP",
+        "MAKEFLAGS",
+    ):
+        assert name not in environment.variables
+    assert "PET_NNODES" in environment.notes[-1]
+    assert environment.variables["HF_TOKEN"] == "secret-token"
+    assert environment.variables["OMP_NUM_THREADS"] == "4"
+    assert environment.variables["ACCELERATE_USE_CPU"] == "true"
+    assert environment.variables["GLOO_SOCKET_IFNAME"] == "lo"
+    shown = show_launch(worker_arguments(RunFolder(Path("runs/x")), Node()), environment)
+    assert "secret-token" not in shown
+    assert "NCCL_DEBUG=INFO  (yours)" in shown
+    assert "AIM_REPO=aim://x  (yours)" in shown
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp2"])
+def test_accelerate_must_not_hear_of_the_cpu_under_sharding(strategy: str) -> None:
+    environment = worker_environment(make_plan(strategy=strategy), Node(), {"ACCELERATE_USE_CPU": "true"}, cpu_threads=2)
+    assert "ACCELERATE_USE_CPU" not in environment.variables
+    assert environment.variables["DS_ACCELERATOR"] == "cpu"
+
+
+def test_consumer_cards_get_no_peer_to_peer_and_the_user_wins() -> None:
+    rank = replace(make_plan().ranks[0], device="cuda:0", device_name="NVIDIA GeForce RTX 5090")
+    plan = make_plan(device="cuda", strategy="ddp", ranks=(rank, rank))
+    assert worker_environment(plan, Node(), {}, cpu_threads=2).variables["NCCL_P2P_DISABLE"] == "1"
+    mine = worker_environment(plan, Node(), {"NCCL_P2P_DISABLE": "0", "OMP_NUM_THREADS": "7"}, cpu_threads=2)
+    assert mine.variables["NCCL_P2P_DISABLE"] == "0"
+    assert mine.variables["OMP_NUM_THREADS"] == "7"
+
+
+def test_ports() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert not port_is_free(port)
+        with pytest.raises(HardwareError, match=str(port)):
+            require_free_port(port, hint="another")
+    assert port_is_free(free_port())
+    assert interface_of("127.0.0.1")
+
+
+def test_nodes_share_one_file_and_differ_in_the_command() -> None:
+    node = Node(rank=1, count=2, master_address="10.0.0.1", master_port=29500)
+    settings = accelerate_settings(
+        strategy="zero2", device="cpu", precision="fp32", processes=4, node=node, deepspeed_file=Path("runs/x/deepspeed.json")
+    )
+    assert settings["machine_rank"] == 0
+    assert settings["same_network"] is True
+    assert settings["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+    assert "mixed_precision" not in settings
+    arguments = worker_arguments(RunFolder(Path("runs/x")), node)
+    assert arguments[arguments.index("--machine_rank") + 1] == "1"
+
+
+def test_yaml_quotes_what_yaml_would_misread() -> None:
+    assert (
+        to_yaml({"mixed_precision": "no", "a": {"b": True, "c": 1}}, "# h")
+        == '# h\nmixed_precision: "no"\na:\n  b: true\n  c: 1\n'
+    )

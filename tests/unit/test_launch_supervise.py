@@ -1,0 +1,152 @@
+"""Supervision with real processes: which rank failed first, which code comes back, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sft_play.launch.supervise import judge
+from sft_play.runs.folder import RunFolder
+
+
+def run_with(tmp_path: Path, records: dict[int, dict[str, Any]]) -> RunFolder:
+    run = RunFolder(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    for rank, record in records.items():
+        run.rank_exit(rank).write_text(json.dumps(record))
+    return run
+
+
+def record(code: int, moment: float, error: str = "") -> dict[str, Any]:
+    return {"code": code, "time": moment, "error": error}
+
+
+def test_all_done(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {0: record(0, 1), 1: record(0, 2)})
+    assert judge(run, range(2), agent_code=0, agent_log="").code == 0
+
+
+def test_the_earliest_permanent_error_is_named(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {0: record(75, 1.0, "peer gone"), 1: record(4, 3, "error: bad row"), 2: record(1, 4, "Traceback")})
+    outcome = judge(run, range(3), agent_code=1, agent_log="")
+    assert (outcome.code, outcome.rank) == (4, 1)
+    assert "error: bad row" in outcome.message
+    assert "rank1.log" in outcome.message
+
+
+def test_a_killed_worker_comes_before_what_its_peers_say(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {0: record(1, 1.0, "RuntimeError: Connection closed by peer")})
+    outcome = judge(run, range(2), agent_code=1, agent_log="failed (exitcode: -9) local_rank: 1 (pid: 77) of binary: python")
+    assert (outcome.code, outcome.rank) == (75, 1)
+    assert "SIGKILL" in outcome.message
+    assert "rank1.log" in outcome.message
+
+
+def test_ranks_of_another_node_are_counted_from_its_first(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {2: record(75, 1.0, "peer gone")})
+    outcome = judge(run, range(2, 4), agent_code=1, agent_log="failed (exitcode: -9) local_rank: 1 (pid: 77) of binary: python")
+    assert outcome.rank == 3
+
+
+def test_workers_that_never_began_show_the_agents_last_words(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {})
+    outcome = judge(run, range(1), agent_code=1, agent_log="ModuleNotFoundError: No module named 'accelerate'")
+    assert outcome.code == 1
+    assert "No module named 'accelerate'" in outcome.message
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_on_request(tmp_path: Path, number: int, code: int) -> None:
+    run = run_with(tmp_path, {0: record(143, 1), 1: record(143, 2)})
+    assert judge(run, range(2), agent_code=1, agent_log="", signals=(number,)).code == code
+
+
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from sft_play.launch.supervise import supervise
+from sft_play.runs.folder import RunFolder
+outcome = supervise([sys.executable, sys.argv[2], sys.argv[1]], __import__("os").environ, RunFolder(Path(sys.argv[1])), range(2), console=1)
+print(outcome.message, file=sys.stderr)
+sys.exit(outcome.code)
+"""
+AGENT = """
+import subprocess, sys, time
+folder, worker = sys.argv[1], {worker!r}
+workers = [subprocess.Popen([sys.executable, worker, folder, str(rank)], start_new_session=True) for rank in range(2)]
+open(folder + "/agent-ready", "w").close()
+sys.exit(max(abs(w.wait()) for w in workers))
+"""
+WORKER = """
+import json, os, pathlib, signal, subprocess, sys, time
+folder, rank = pathlib.Path(sys.argv[1]), sys.argv[2]
+def leave(code):
+    record = {"code": code, "time": time.time(), "error": ""}
+    (folder / "logs" / f"exit-rank{rank}.json").write_text(json.dumps(record))
+    sys.exit(code)
+signal.signal(signal.SIGTERM, lambda *_: leave(143))
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)  # a helper that outlives its worker
+(folder / f"pids-{rank}").write_text(f"{os.getpid()} {child.pid}")
+print("worker", rank, "ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
+    (tmp_path / "agent.py").write_text(AGENT.format(worker=str(tmp_path / "worker.py")))
+    arguments = [sys.executable, "-c", SUPERVISOR, str(folder), str(tmp_path / "agent.py")]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 30
+    while not all((folder / f"pids-{rank}").is_file() and (folder / f"pids-{rank}").read_text() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process, folder
+
+
+def everybody(folder: Path) -> list[int]:
+    return [int(pid) for rank in range(2) for pid in (folder / f"pids-{rank}").read_text().split()]
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's subreaper")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_stops_workers_cleanly_and_leaves_no_process(
+    supervised: tuple[subprocess.Popen[bytes], Path], number: int, code: int
+) -> None:
+    process, folder = supervised
+    pids = everybody(folder)
+    process.send_signal(number)
+    output, error = process.communicate(timeout=30)
+    assert process.returncode == code, error
+    assert b"save a checkpoint" in error
+    assert json.loads((folder / "logs" / "exit-rank1.json").read_text())["code"] == 143  # it left by itself
+    assert b"ready" in output
+    assert alive(pids) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's subreaper")
+def test_a_killed_agent_leaves_no_process(supervised: tuple[subprocess.Popen[bytes], Path]) -> None:
+    process, folder = supervised
+    pids = everybody(folder)
+    agent = psutil.Process(process.pid).children()[0]
+    os.kill(agent.pid, signal.SIGKILL)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 75, error
+    assert alive(pids) == []
