@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -184,7 +185,9 @@ def add_adapters(
         task_type="CAUSAL_LM",
         revision=base.revision,
     )
-    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)  # peft 0.21's own
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     # Other tools find the base by this: the hub's name where there is one, else the folder.
     adapted.peft_config["default"].base_model_name_or_path = base.name if base.source == "hub" else base.path
     for parameter in adapted.parameters():

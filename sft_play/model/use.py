@@ -94,6 +94,7 @@ def add_trained_adapter(base: Any, folder: Path) -> Any:
         with warnings.catch_warnings():
             # An adapter whose weights are not found loads as the zero function: the model would behave as if untrained.
             warnings.filterwarnings("error", message=".*missing adapter keys.*")
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)  # peft 0.21's own
             return PeftModel.from_pretrained(base, str(folder), is_trainable=False, autocast_adapter_dtype=False)
     except (RuntimeError, ValueError, UserWarning, OSError) as error:
         raise CheckpointError(
