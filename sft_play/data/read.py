@@ -1,0 +1,164 @@
+"""Reads rows from files, folders, hub datasets and the built-in set, each with the place it came from."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.schema import DataSource
+from sft_play.errors import DataError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+BUILTIN = "builtin:"
+
+Placed = tuple[str, Mapping[str, Any]]
+"""A row and where it stands: `file:line`, or `file, row n`."""
+
+
+def files_of(source: DataSource) -> list[Path] | None:
+    """Returns the local files of a source in a fixed order; `None` for a hub id or the built-in set. Raises `DataError`."""
+    if source.path.startswith(BUILTIN):
+        return None
+    path = Path(source.path).expanduser()
+    if any(mark in source.path for mark in "*?["):
+        found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+        if not found:
+            raise DataError(f"no file matches `{source.path}`", hint="paths count from the folder in which you typed make")
+        return found
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
+        if not found:
+            raise DataError("the folder holds no json, jsonl, csv or parquet file", place=source.path)
+        return found
+    if path.is_file():
+        return [path]
+    if path.suffix or source.path.count("/") != 1 or source.path.startswith((".", "/", "~")):
+        raise DataError(
+            "there is no such file", place=source.path, hint="paths count from the folder in which you typed make"
+        )
+    return None
+
+
+def read_source(source: DataSource) -> Iterator[Placed]:
+    """Yields the rows of a source. Raises `DataError` with the place of what cannot be read."""
+    if source.path.startswith(BUILTIN):
+        from sft_play.data.builtin import read_builtin
+
+        yield from read_builtin(source.path.removeprefix(BUILTIN), source.split or "train")
+        return
+    files = files_of(source)
+    if files is None:
+        yield from _read_hub(source)
+        return
+    for path in files:
+        count = 0
+        for placed in read_file(path):
+            count += 1
+            yield placed
+        if not count:
+            raise DataError("the file holds no row", place=str(path))
+
+
+def read_file(path: Path) -> Iterator[Placed]:
+    """Yields the rows of one file by its ending. Raises `DataError`."""
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+    reader = readers.get(path.suffix)
+    if reader is None:
+        raise DataError(f"files ending in `{path.suffix}` are not read", place=str(path), hint=f"one of {', '.join(SUFFIXES)}")
+    try:
+        yield from reader(path)
+    except UnicodeDecodeError as error:
+        raise DataError(f"is not UTF-8 text: byte {error.start}", place=str(path)) from None
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror or error}", place=str(path)) from None
+
+
+def _read_jsonl(path: Path) -> Iterator[Placed]:
+    with path.open(encoding="utf-8-sig") as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield _object(_parse(line, path, number), f"{path}:{number}")
+
+
+def _read_json(path: Path) -> Iterator[Placed]:
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.strip():
+        return
+    if text.lstrip().startswith("{"):  # JSON lines under the name .json
+        yield from _read_jsonl(path)
+        return
+    rows = _parse(text, path, 1)
+    if not isinstance(rows, list):
+        raise DataError("is neither a list of rows nor one JSON object a line", place=str(path))
+    for index, row in enumerate(rows):
+        yield _object(row, f"{path}, row {index + 1}")
+
+
+def _parse(text: str, path: Path, line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"is not JSON: {error.msg}", place=f"{path}:{line + error.lineno - 1}:{error.colno}", hint=f"the line reads: {text.strip()[:100]}"
+        ) from None
+    except RecursionError:
+        raise DataError("is not JSON that can be read: nested too deep", place=f"{path}:{line}") from None
+
+
+def _object(row: Any, place: str) -> Placed:
+    if not isinstance(row, dict):
+        raise DataError(f"the row is {type(row).__name__}; expected an object with named columns", place=place)
+    return place, row
+
+
+def _read_csv(path: Path) -> Iterator[Placed]:
+    csv.field_size_limit(2**31 - 1)
+    with path.open(encoding="utf-8-sig", newline="") as stream:
+        reader = csv.DictReader(stream)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    raise DataError("the row has another number of columns than the header", place=f"{path}:{reader.line_num}")
+                yield f"{path}:{reader.line_num}", row
+        except csv.Error as error:
+            raise DataError(f"is not CSV: {error}", place=f"{path}:{reader.line_num}") from None
+
+
+def _read_parquet(path: Path) -> Iterator[Placed]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+        number = 0
+        for batch in file.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", row
+    except pyarrow.ArrowException as error:
+        raise DataError(f"is not a parquet file: {str(error).splitlines()[0]}", place=str(path)) from None
+
+
+def _read_hub(source: DataSource) -> Iterator[Placed]:
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    try:
+        loaded = datasets.load_dataset(
+            source.path, source.config, split=source.split or "train", revision=source.revision
+        )
+    except (
+        OSError, ValueError, RuntimeError, HfHubHTTPError, RepositoryNotFoundError, datasets.exceptions.DatasetsError
+    ) as error:  # fmt: skip
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(
+            f"neither a file nor a hub dataset that can be loaded: {first}",
+            place=source.path,
+            hint="check the name and the network; a private dataset needs HF_TOKEN",
+        ) from error
+    for index, row in enumerate(loaded):
+        yield f"{source.path} ({source.split or 'train'}), row {index + 1}", row
