@@ -98,7 +98,7 @@ def torch_for_gpu(_: Context) -> Iterator[Finding]:
         yield Finding(
             id="driver-too-old",
             severity="error",
-            text=f"torch {facts['version']} is built for CUDA {facts['cuda']}; the driver ({gpus[0].driver}) is for {driver_cuda}",
+            text=f"torch {facts['version']} is built for CUDA {facts['cuda']}, driver {gpus[0].driver} is for {driver_cuda}",
             remedy="update the NVIDIA driver, or install a torch built for an older CUDA",
         )
     for capability in sorted({gpu.capability for gpu in gpus}):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.unit.test_deepspeed_json import make_plan
 
 from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.launch.environment import Node, worker_environment
@@ -16,6 +15,7 @@ from sft_play.launch.network import free_port, interface_of, port_is_free, requi
 from sft_play.launch.render import accelerate_settings, to_yaml
 from sft_play.launch.run_folder import choose_name, find_run, record_event, reserved
 from sft_play.runs.folder import RunFolder
+from tests.unit.test_deepspeed_json import make_plan
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,8 @@ def test_unknown_run_lists_those_that_exist(runs: Path) -> None:
 
 
 STRAY = {
-    "PET_NNODES": "3", "RANK": "5", "WORLD_SIZE": "9", "MASTER_ADDR": "x", "MASTER_PORT": "1", "LOCAL_RANK": "2", "MAKEFLAGS": " -- A=1",
+    "PET_NNODES": "3", "RANK": "5", "WORLD_SIZE": "9", "MASTER_ADDR": "x", "MASTER_PORT": "1", "LOCAL_RANK": "2",
+    "MAKEFLAGS": " -- A=1",
     "ACCELERATE_USE_FSDP": "true", "TORCHELASTIC_RUN_ID": "q", "HF_TOKEN": "secret-token", "NCCL_DEBUG": "INFO", "HOME": "/h",
     "AIM_REPO": "aim://x",
 }  # fmt: skip

@@ -76,7 +76,9 @@ import sys
 from pathlib import Path
 from sft_play.launch.supervise import supervise
 from sft_play.runs.folder import RunFolder
-outcome = supervise([sys.executable, sys.argv[2], sys.argv[1]], __import__("os").environ, RunFolder(Path(sys.argv[1])), range(2), console=1)
+import os
+agent = [sys.executable, sys.argv[2], sys.argv[1]]
+outcome = supervise(agent, os.environ, RunFolder(Path(sys.argv[1])), range(2), console=1)
 print(outcome.message, file=sys.stderr)
 sys.exit(outcome.code)
 """

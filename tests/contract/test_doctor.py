@@ -1,0 +1,307 @@
+"""Each finding of `make doctor`, provoked by the condition that it is about: stub packages, fake tools, limits, taken ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import venv
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ("env", "sh", "cat")
+
+
+class Doctor:
+    """Runs the doctor in a small environment that a test can spoil."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(str(shutil.which(tool)))
+        for tool in ("c++", "ninja"):
+            self.tool(tool, "exit 0")
+        self.python = sys.executable
+        self.working = folder / "work"
+        self.working.mkdir()
+        self.environment = {
+            "PATH": str(self.bin),
+            "HOME": str(folder / "home"),
+            "PYTHONPATH": str(ROOT),
+            "RUNS_DIR": str(folder / "runs"),
+            "SFT_PLAY_CACHE": str(folder / "cache"),
+            "HF_HOME": str(folder / "hf"),
+            "HF_ENDPOINT": "http://127.0.0.1:9",
+        }
+
+    def tool(self, name: str, script: str) -> None:
+        """Puts an executable on the PATH."""
+        path = self.bin / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    def nvidia_smi(self, *names: str, capability: str = "8.9", cuda: str = "13.0") -> None:
+        """Fakes a driver that knows these GPUs."""
+        rows = "\n".join(f"{i}, GPU-{i}aaa, {name}, 580.00, {capability}" for i, name in enumerate(names))
+        script = f'case "$*" in *query*) cat <<E\n{rows}\nE\n;; *) echo "| CUDA Version: {cuda} |" ;; esac'
+        self.tool("nvidia-smi", script)
+
+    def torch(self, *, cuda: str | None, architectures: str = "") -> None:
+        """Puts another torch in front of the installed one."""
+        package = self.folder / "stubs" / "torch"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(
+            textwrap.dedent(f"""
+                from types import SimpleNamespace as N
+                __version__ = "2.13.0"
+                version = N(cuda={cuda!r})
+                _C = N(_cuda_getArchFlags=lambda: {architectures!r})
+                cuda = N(is_available=lambda: True)
+            """)
+        )
+        self.environment["PYTHONPATH"] = f"{package.parent}{os.pathsep}{ROOT}"
+
+    def findings(
+        self, *arguments: str, code: int | None = None, prefix: tuple[str, ...] = (), limit: Callable[[], None] | None = None
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """Runs it; returns id -> finding."""
+        command = [*prefix, self.python, "-m", "sft_play.doctor", "JSON=1", *arguments]
+        process = subprocess.run(
+            command,
+            cwd=self.working,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            preexec_fn=limit,
+        )
+        assert process.stdout, process.stderr
+        report = json.loads(process.stdout)
+        assert process.returncode == (3 if report["counts"]["error"] else 0), process.stderr
+        if code is not None:
+            assert process.returncode == code, report
+        for finding in report["findings"]:
+            assert finding["severity"] in {"error", "warning", "note"}
+            assert finding["text"]
+            assert finding["remedy"]
+        return {finding["id"]: finding for finding in report["findings"]}
+
+
+@pytest.fixture
+def doctor(tmp_path: Path) -> Doctor:
+    return Doctor(tmp_path)
+
+
+def test_a_good_environment_has_no_errors(doctor: Doctor) -> None:
+    found = doctor.findings(code=0)
+    assert set(found) <= {"hub-unreachable", "port-29500", "port-6006", "memory-low", "shared-memory", "disk-low", "open-files"}
+
+
+def test_hub_unreachable_and_offline(doctor: Doctor) -> None:
+    assert "127.0.0.1:9" in doctor.findings()["hub-unreachable"]["text"]
+    doctor.environment["HF_HUB_OFFLINE"] = "1"
+    found = doctor.findings()
+    assert "hub-offline" in found
+    assert "hub-unreachable" not in found
+
+
+def test_missing_packages(doctor: Doctor) -> None:
+    venv.create(doctor.folder / "venv", with_pip=False)
+    doctor.python = str(doctor.folder / "venv" / "bin" / "python")
+    found = doctor.findings(code=3)
+    assert "accelerate" in found["package-missing"]["text"]
+    assert "make install" in found["package-missing"]["remedy"]
+
+
+def test_other_version_than_the_pin(doctor: Doctor) -> None:
+    info = doctor.folder / "stubs" / "accelerate-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 0.1.0\n")
+    doctor.environment["PYTHONPATH"] = f"{info.parent}{os.pathsep}{ROOT}"
+    assert "accelerate 0.1.0 (tested: " in doctor.findings(code=0)["package-version"]["text"]
+
+
+@pytest.mark.parametrize("path", ["deepspeed/__init__.py", "datasets.py"])
+def test_a_file_that_hides_a_library(doctor: Doctor, path: str) -> None:
+    (doctor.working / path).parent.mkdir(exist_ok=True)
+    (doctor.working / path).touch()
+    assert path in doctor.findings(code=3)["shadowed-library"]["text"]
+
+
+def test_no_compiler_and_no_ninja(doctor: Doctor) -> None:
+    (doctor.bin / "c++").unlink()
+    (doctor.bin / "ninja").unlink()
+    venv.create(doctor.folder / "venv", with_pip=False)  # the test's own environment has a ninja beside its Python
+    doctor.python = str(doctor.folder / "venv" / "bin" / "python")
+    assert {"no-compiler", "no-ninja"} <= set(doctor.findings())
+
+
+def test_broken_driver(doctor: Doctor) -> None:
+    doctor.tool("nvidia-smi", 'echo "NVIDIA-SMI has failed because it could not communicate with the driver"; exit 9')
+    assert "could not communicate" in doctor.findings(code=3)["driver-broken"]["text"]
+
+
+def test_torch_without_cuda_beside_a_gpu(doctor: Doctor) -> None:
+    doctor.nvidia_smi("NVIDIA H100")
+    doctor.torch(cuda=None)
+    assert "without CUDA" in doctor.findings(code=3)["torch-without-cuda"]["text"]
+
+
+def test_torch_for_a_newer_driver(doctor: Doctor) -> None:
+    doctor.nvidia_smi("NVIDIA H100", capability="9.0", cuda="12.4")
+    doctor.torch(cuda="13.0", architectures="sm_80 sm_90")
+    found = doctor.findings(code=3)
+    assert "13.0" in found["driver-too-old"]["text"]
+    assert "torch-lacks-architecture" not in found
+
+
+@pytest.mark.parametrize(("capability", "fine"), [("12.0", False), ("8.9", True), ("6.1", False), ("8.6", True)])
+def test_torch_without_code_for_the_card(doctor: Doctor, capability: str, fine: bool) -> None:
+    doctor.nvidia_smi("NVIDIA GeForce", capability=capability)
+    doctor.torch(cuda="13.0", architectures="sm_75 sm_80 sm_86 sm_90")
+    assert ("torch-lacks-architecture" not in doctor.findings()) == fine
+
+
+def test_torch_that_cannot_be_imported(doctor: Doctor) -> None:
+    doctor.nvidia_smi("NVIDIA H100")
+    package = doctor.folder / "stubs" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    doctor.environment["PYTHONPATH"] = f"{package.parent}{os.pathsep}{ROOT}"
+    assert "libcudart" in doctor.findings(code=3)["torch-broken"]["text"]
+
+
+def test_visible_devices_that_are_not_here(doctor: Doctor) -> None:
+    doctor.nvidia_smi("NVIDIA L40S", "NVIDIA L40S")
+    doctor.torch(cuda="13.0", architectures="sm_89")
+    doctor.environment["CUDA_VISIBLE_DEVICES"] = "0,5"
+    assert "names 5," in doctor.findings(code=3)["visible-devices"]["text"]
+    doctor.environment["CUDA_VISIBLE_DEVICES"] = "GPU-1aaa"
+    assert "visible-devices" not in doctor.findings(code=0)
+    doctor.environment["CUDA_VISIBLE_DEVICES"] = ""
+    assert "gpus-hidden" in doctor.findings(code=0)
+
+
+def test_consumer_and_mixed_cards(doctor: Doctor) -> None:
+    doctor.nvidia_smi("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5090")
+    doctor.torch(cuda="13.0", architectures="sm_89")
+    assert {"no-peer-to-peer", "mixed-gpus"} <= set(doctor.findings(code=0))
+
+
+@pytest.mark.parametrize(("variable", "finding"), [("RUNS_DIR", "runs-folder"), ("SFT_PLAY_CACHE", "cache-folder")])
+def test_folders_that_cannot_be_written(doctor: Doctor, variable: str, finding: str) -> None:
+    blocker = doctor.folder / "file"
+    blocker.touch()
+    doctor.environment[variable] = str(blocker / "inside")
+    assert variable in doctor.findings(code=3)[finding]["remedy"]
+
+
+def test_taken_ports(doctor: Doctor) -> None:
+    for port in (29500, 6006):
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+                listener.listen()
+            except OSError:
+                pass  # then somebody else has it, which is as good
+            assert f"port-{port}" in doctor.findings()
+
+
+def test_stray_and_useless_variables(doctor: Doctor) -> None:
+    threads = str((os.cpu_count() or 1) + 1)
+    doctor.environment |= {"PET_NNODES": "2", "RANK": "0", "NCCL_TIMEOUT": "60", "OMP_NUM_THREADS": threads}
+    default = Path(doctor.environment["HF_HOME"]) / "accelerate" / "default_config.yaml"
+    default.parent.mkdir(parents=True)
+    default.touch()
+    found = doctor.findings(code=0)
+    assert "PET_NNODES, RANK" in found["stray-variables"]["text"]
+    assert {"nccl-timeout-variable", "too-many-threads", "accelerate-default-config"} <= set(found)
+
+
+def test_clock_behind_the_runs(doctor: Doctor) -> None:
+    run = Path(doctor.environment["RUNS_DIR"]) / "later"
+    run.mkdir(parents=True)
+    os.utime(run, (time.time() + 7200, time.time() + 7200))
+    assert "2.0 hours" in doctor.findings()["clock"]["text"]
+
+
+def test_limits(doctor: Doctor) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
+
+    found = doctor.findings(limit=limit)
+    assert "256 files" in found["open-files"]["text"]
+    assert "8.0 GiB" in found["address-space-limit"]["text"]
+
+
+def can_mount() -> bool:
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        return False
+    test = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=1m none /mnt"]
+    return subprocess.run(test, capture_output=True, timeout=10, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs root and mount namespaces")
+def test_full_disk_and_small_shared_memory(doctor: Doctor) -> None:
+    (doctor.folder / "runs").mkdir()
+    for tool in ("mount", "unshare"):
+        (doctor.bin / tool).symlink_to(str(shutil.which(tool)))
+    script = f'mount -t tmpfs -o size=100m none {doctor.folder}/runs && mount -t tmpfs -o size=64m none /dev/shm && exec "$@"'
+    found = doctor.findings(code=3, prefix=(str(doctor.bin / "unshare"), "-m", str(doctor.bin / "sh"), "-c", script, "sh"))
+    assert found["disk-low"]["severity"] == "error"
+    assert "64 MiB" in found["shared-memory"]["text"]
+
+
+def test_the_command_reads_a_configuration(doctor: Doctor) -> None:
+    config = doctor.working / "gated.yaml"
+    config.write_text("model:\n  name: meta-llama/Llama-3.1-8B-Instruct\ndata:\n  train_path: x.jsonl\n")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [doctor.python, "-m", "sft_play", "doctor", f"CONFIG={config}", *arguments]
+        return subprocess.run(
+            command, cwd=doctor.working, env=doctor.environment, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    report = json.loads(run("JSON=1").stdout)
+    (missing,) = [f for f in report["findings"] if f["id"] == "token-missing"]
+    assert "https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct" in missing["remedy"]
+    doctor.environment["HF_TOKEN"] = "hf_x"
+    spoken = run()
+    assert spoken.returncode == 0, spoken.stderr
+    assert "token-missing" not in spoken.stdout
+    assert "checks: 0 errors" in spoken.stdout
+
+
+def test_every_finding_is_documented_and_provoked() -> None:
+    ids = set()
+    for file in (ROOT / "sft_play" / "doctor").glob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        ids |= {part.split('"')[1] for part in text.replace('id="', '\x00"').split("\x00")[1:]}
+    ids |= {"runs-folder", "cache-folder", "port-29500", "port-6006"}
+    documented = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    assert len(ids) >= 25
+    assert [i for i in sorted(ids) if f"`{i}`" not in documented] == []
+    tests = Path(__file__).read_text(encoding="utf-8") + (ROOT / "tests/unit/test_launch_parts.py").read_text(encoding="utf-8")
+    not_provoked = [i for i in sorted(ids) if f'"{i}"' not in tests and i not in {"python-version", "memory-low"}]
+    assert not_provoked in ([], ["port-29500", "port-6006"])  # these two are put together from a number
+
+
+def test_old_python() -> None:
+    from sft_play.doctor.finding import Context
+    from sft_play.doctor.software import python_version
+
+    assert [f.id for f in python_version(Context(model_name=None), (3, 9))] == ["python-version"]
