@@ -56,7 +56,7 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
     existing = quantise.quantisation_of(folder)
     settings = None
     if existing is not None:
-        tell(quantise.check_existing(existing, config.tuning))
+        tell(quantise.check_existing(existing, config.tuning, plan.strategy))
     elif config.tuning.mode == "qlora":
         settings = quantise.bnb_settings(config.tuning, plan)
     return read_model(

@@ -39,10 +39,11 @@ def method_of(quantisation: dict[str, Any]) -> str:
     return method
 
 
-def check_existing(quantisation: dict[str, Any], tuning: TuningConfig) -> str:
+def check_existing(quantisation: dict[str, Any], tuning: TuningConfig, strategy: str) -> str:
     """Returns what to tell the user about a base that is already quantised.
 
-    Raises `UserError` for `full` tuning, which needs plain weights, and `HardwareError` when the method's library is missing.
+    Raises `UserError` for `full` tuning, which needs plain weights, and for a strategy that cannot hold quantised ones;
+    `HardwareError` when the method's library is missing.
     """
     method = method_of(quantisation)
     if tuning.mode == "full":
@@ -56,9 +57,15 @@ def check_existing(quantisation: dict[str, Any], tuning: TuningConfig) -> str:
             f"the base model comes quantised by `{method}`, and the package `{library}` that reads it is not installed",
             hint=f"`pip install {library.split('.')[0]}`, or use the model's unquantised version with `tuning.mode: qlora`",
         )
-    return f"the base comes quantised ({describe(quantisation)}): it is used as it is and not quantised again" + (
-        f"; `tuning.quantization: {tuning.quantization}` has nothing to do" if tuning.mode == "qlora" else ""
-    )
+    conflict = conflict_for(tuning.backend, "qlora", "int8" if quantisation.get("load_in_8bit") else "nf4", strategy)
+    if conflict:
+        raise UserError(f"the base model comes quantised ({describe(quantisation)}). {conflict}")
+    note = f"the base comes quantised ({describe(quantisation)}): it is used as it is and not quantised again"
+    if tuning.mode == "qlora":
+        note += f"; `tuning.quantization: {tuning.quantization}` has nothing to do"
+    if strategy == "fsdp2" and quantisation.get("bnb_4bit_quant_storage", "uint8") in ("uint8", "int8"):
+        note += "; its packed bytes are stored as integers, which FSDP2 does not shard: each rank holds all of them"
+    return note
 
 
 def describe(quantisation: dict[str, Any]) -> str:

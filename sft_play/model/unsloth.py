@@ -41,7 +41,7 @@ def load(config: Config, plan: Plan, prepared: Prepared) -> Any:
     folder = Path(prepared.model.path)
     existing = quantise.quantisation_of(folder)
     if existing is not None:
-        quantise.check_existing(existing, config.tuning)
+        quantise.check_existing(existing, config.tuning, plan.strategy)
     four_bit = config.tuning.mode == "qlora" if existing is None else quantise.describe(existing).startswith("bitsandbytes nf4")
     model = _read(config, plan, folder, four_bit=four_bit)
     if config.tuning.mode != "full":

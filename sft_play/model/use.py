@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-from sft_play.config.load import read_config
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.model import quantise
 from sft_play.model.read import first_lines, read_model
-from sft_play.model.resolve import resolve_model
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -34,6 +32,8 @@ def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.de
     training, also for a run of Unsloth, whose nf4 is the same. Raises `CheckpointError` when stamps, base and weights do not
     belong together.
     """
+    from sft_play.config.load import read_config
+
     device = str(device or best_device())
     folder = checkpoint or run.model
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
@@ -60,6 +60,8 @@ def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
     """
     if (Path(prepared.model.path) / "config.json").is_file():
         return prepared.model
+    from sft_play.model.resolve import resolve_model
+
     again = resolve_model(dataclasses.replace(config.model, revision=prepared.model.revision or config.model.revision))
     if again.fingerprint != prepared.model.fingerprint:
         raise CheckpointError(

@@ -149,6 +149,11 @@ def test_full_tuning_of_a_quantised_base_is_refused(quantised_base: Path) -> Non
         load(quantised_base, mode="full")
 
 
+def test_a_quantised_base_is_refused_where_its_strategy_cannot_hold_it(quantised_base: Path) -> None:
+    with pytest.raises(UserError, match=r"comes quantised.*bitsandbytes#1249"):
+        load(quantised_base, mode="lora", plan={"strategy": "zero3"})
+
+
 def test_a_base_whose_quantiser_is_not_installed_is_refused_by_its_name(tmp_path: Path) -> None:
     build_tiny_llama(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
