@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.yaml_source import read_yaml
+from sft_play.config.yaml_source import Node, read_yaml
 from sft_play.errors import UserError, raise_all
 from sft_play.launch.deepspeed_json import UserDeepSpeed, read_user_json
 from sft_play.launch.json_with_comments import JsonDocument
@@ -76,14 +76,14 @@ AGREE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 def read_accelerate_config(path: Path) -> AccelerateChoices:
     """Returns the choices of `path`. Raises `UserError` with every key that cannot be honoured."""
     source = read_yaml(path)
-    settings = source.value
+    settings = source.plain()
     if not isinstance(settings, dict):
         raise UserError("is not an accelerate config", place=str(path), hint="`make setup-accelerate` writes one")
     problems: list[UserError] = []
 
     def refuse(text: str, hint: str | None = None) -> None:
         key = text.partition("`")[2].partition("`")[0]
-        problems.append(UserError(text, place=source.place(key), hint=hint))
+        problems.append(UserError(text, place=_place(path, source, key), hint=hint))
 
     kind = str(settings.get("distributed_type", ""))
     if settings.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
@@ -120,6 +120,18 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
 
 
 Refuse = Callable[..., None]
+
+
+def _place(path: Path, source: Node, key: str) -> str:
+    """Returns `file:line` of a dotted key, or of the section around it, or the file."""
+    line: int | None = None
+    node = source
+    for name in key.split("."):
+        if not isinstance(node.value, dict) or name not in node.value:
+            break
+        node = node.value[name]
+        line = node.line or line
+    return f"{path}:{line}" if line else str(path)
 
 
 def _number(settings: Mapping[str, Any], key: str, refuse: Refuse) -> int | None:

@@ -1,0 +1,85 @@
+"""The files in accelerate_configs/ and deepspeed/ are what the code renders, and what accelerate and DeepSpeed read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sft_play.launch.accelerate_config import STRATEGIES, read_accelerate_config
+from sft_play.launch.deepspeed_json import read_user_json
+from sft_play.launch.render import KEPT, kept_files
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_kept_files_are_fresh() -> None:
+    for path, content in kept_files().items():
+        assert (ROOT / path).read_text(encoding="utf-8") == content, f"{path} is stale: run `make render`"
+
+
+def test_nothing_else_is_kept_there() -> None:
+    rendered = set(kept_files())
+    for folder in ("accelerate_configs", "deepspeed"):
+        present = {f"{folder}/{p.name}" for p in (ROOT / folder).iterdir() if p.name not in {"local.yaml", "README.md"}}
+        assert present <= rendered
+    assert not (ROOT / "deepspeed" / "__init__.py").exists()
+
+
+def test_our_own_readers_take_every_kept_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for name, (strategy, _, precision, deepspeed) in KEPT.items():
+        choices = read_accelerate_config(ROOT / "accelerate_configs" / f"{name}.yaml")
+        assert choices.strategy == ("zero" if strategy.startswith("zero") else strategy)
+        assert choices.num_gpus == (1 if strategy == "single" else 2)
+        if deepspeed:
+            assert choices.deepspeed is not None
+            assert choices.deepspeed.stage == int(strategy[-1])
+            assert read_user_json(ROOT / "deepspeed" / f"{deepspeed}.json").stage == choices.deepspeed.stage
+        else:
+            assert choices.train["bf16"] == (precision == "bf16")
+    assert set(STRATEGIES.values()) == {"single", "ddp", "zero", "fsdp2"}
+
+
+LIBRARIES = """
+import json, os, sys
+from pathlib import Path
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
+result = {}
+for file in sorted(Path("accelerate_configs").glob("*.yaml")):
+    if file.name != "local.yaml":
+        config = load_config_from_file(str(file))
+        version = config.fsdp_config.get("fsdp_version")
+        result[file.stem] = [config.distributed_type.value, config.num_processes, config.mixed_precision, version]
+import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
+from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
+for stage in (1, 2, 3):
+    settings = deepspeed_settings(stage=stage, device="cpu", precision="fp32", clipping=1.0, hidden_size=64,
+                                  batch=BatchNumbers(micro_batch=2, accumulation=4, world_size=1), offload=stage == 3)
+    config = DeepSpeedConfig(settings)
+    assert config.zero_optimization_stage == stage and config.train_batch_size == 8, stage
+sys.path.insert(0, "scripts")
+import render_deepspeed_keys
+print(json.dumps({"accelerate": result, "keys": render_deepspeed_keys.table()}))
+"""
+
+
+def test_the_libraries_read_them_and_the_table_of_keys_is_fresh() -> None:
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(
+        [sys.executable, "-c", LIBRARIES], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    found = json.loads(process.stdout.strip().splitlines()[-1])
+    assert set(found["accelerate"]) == set(KEPT)
+    assert found["accelerate"]["cpu_ddp"] == ["MULTI_GPU", 2, "no", None]
+    assert found["accelerate"]["fsdp2"] == ["FSDP", 2, "bf16", 2]
+    assert found["accelerate"]["zero3_offload"][0] == "DEEPSPEED"
+    kept = json.loads((ROOT / "sft_play" / "launch" / "deepspeed_keys.json").read_text(encoding="utf-8"))
+    assert found["keys"] == kept, "deepspeed_keys.json is stale: run scripts/render_deepspeed_keys.py"

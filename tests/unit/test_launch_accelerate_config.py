@@ -1,0 +1,145 @@
+"""Config files that `accelerate config` made: read, or refused with the reason and the line; nothing in them is ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sft_play.errors import UserError
+from sft_play.launch.accelerate_config import AccelerateChoices, read_accelerate_config
+
+BASE = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: {kind}
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+machine_rank: 0
+main_training_function: main
+mixed_precision: {precision}
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+"""What `accelerate config` writes, word for word."""
+
+
+def read(
+    folder: Path, extra: str = "", *, kind: str = "MULTI_GPU", precision: str = "bf16", base: str = BASE
+) -> AccelerateChoices:
+    path = folder / "acc.yaml"
+    path.write_text(base.format(kind=kind, precision=precision) + extra)
+    return read_accelerate_config(path)
+
+
+def refusal(folder: Path, extra: str = "", *, kind: str = "MULTI_GPU", precision: str = "bf16", base: str = BASE) -> str:
+    with pytest.raises(UserError) as caught:
+        read(folder, extra, kind=kind, precision=precision, base=base)
+    return caught.value.render()
+
+
+def test_ddp(tmp_path: Path) -> None:
+    choices = read(tmp_path, "gpu_ids: all\nmain_process_port: 29511\n")
+    assert (choices.strategy, choices.num_gpus, choices.num_nodes, choices.master_port) == ("ddp", 2, 1, 29511)
+    assert choices.train == {"bf16": True, "fp16": False}
+
+
+def test_no_is_no(tmp_path: Path) -> None:
+    assert read(tmp_path, precision="'no'").train == {"bf16": False, "fp16": False}
+    assert read(tmp_path, precision="no").train == {"bf16": False, "fp16": False}
+
+
+def test_several_machines(tmp_path: Path) -> None:
+    base = BASE.replace("num_machines: 1", "num_machines: 2").replace("machine_rank: 0", "machine_rank: 1")
+    choices = read(tmp_path, "main_process_ip: 10.0.0.1\nmain_process_port: 29500\n", base=base)
+    assert (choices.num_gpus, choices.num_nodes, choices.node_rank, choices.master_address) == (1, 2, 1, "10.0.0.1")
+    odd = base.replace("num_processes: 2", "num_processes: 3")
+    assert "`num_processes` is 3 for 2 machines" in refusal(tmp_path, base=odd)
+
+
+def test_deepspeed_by_stage(tmp_path: Path) -> None:
+    extra = (
+        "deepspeed_config:\n  deepspeed_multinode_launcher: standard\n  gradient_accumulation_steps: 4\n"
+        "  offload_optimizer_device: cpu\n"
+        "  offload_param_device: none\n  zero3_init_flag: true\n  zero_stage: 3\n  zero3_save_16bit_model: true\n"
+    )
+    choices = read(tmp_path, extra, kind="DEEPSPEED")
+    assert choices.strategy == "zero"
+    assert choices.deepspeed is not None
+    assert choices.deepspeed.stage == 3
+    assert choices.deepspeed.settings == {
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    }
+
+
+def test_deepspeed_by_file(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}} // mine')
+    extra = f"deepspeed_config:\n  deepspeed_config_file: {tmp_path / 'ds.json'}\n  zero3_init_flag: false\n"
+    choices = read(tmp_path, extra, kind="DEEPSPEED")
+    assert choices.deepspeed is not None
+    assert choices.deepspeed.stage == 1
+    assert "uses only the file" in refusal(tmp_path, extra + "  zero_stage: 2\n", kind="DEEPSPEED")
+
+
+FSDP = (
+    "fsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_cpu_ram_efficient_loading: true\n"
+    "  fsdp_offload_params: false\n  fsdp_reshard_after_forward: false\n  fsdp_state_dict_type: FULL_STATE_DICT\n"
+    "  fsdp_activation_checkpointing: true\n"
+)
+
+
+def test_fsdp2(tmp_path: Path) -> None:
+    choices = read(tmp_path, FSDP, kind="FSDP")
+    assert choices.strategy == "fsdp2"
+    assert choices.fsdp == {"fsdp_reshard_after_forward": False}
+    assert choices.train["gradient_checkpointing"] is True
+    assert len(choices.notices) == 2  # what has no effect here is said
+
+
+@pytest.mark.parametrize(
+    ("extra", "kind", "words"),
+    [
+        ("", "XLA", ("acc.yaml:3: ", "TPUs are not supported")),
+        ("", "MEGATRON_LM", ("Megatron-LM is not supported",)),
+        ("", "QUANTUM", ("`distributed_type` is `QUANTUM`",)),
+        ("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n", "FSDP", ("only FSDP2 is supported",)),
+        (FSDP.replace("offload_params: false", "offload_params: true"), "FSDP", ("zero3_offload",)),
+        (FSDP + "  fsdp_new_thing: 1\n", "FSDP", ("`fsdp_config.fsdp_new_thing` is not understood",)),
+        ("dynamo_config:\n  dynamo_backend: INDUCTOR\n", "MULTI_GPU", ("acc.yaml:17: ", "torch.compile is not supported")),
+        ("fp8_config:\n  backend: TE\n", "MULTI_GPU", ("fp8 is not supported",)),
+        ("gpu_ids: 0,1\n", "MULTI_GPU", ("CUDA_VISIBLE_DEVICES",)),
+        ("colour: blue\nshape: round\n", "MULTI_GPU", ("not understood: `colour`, `shape`",)),
+        ("deepspeed_config:\n  zero_stage: 2\n", "MULTI_GPU", ("`distributed_type` is `MULTI_GPU`",)),
+        ("deepspeed_config:\n  zero_stage: 7\n", "DEEPSPEED", ("is `7`",)),
+        ("deepspeed_config:\n  deepspeed_multinode_launcher: pdsh\n  zero_stage: 2\n", "DEEPSPEED", ("expected `standard`",)),
+        ("main_process_port: soon\n", "MULTI_GPU", ("`main_process_port` is `soon`",)),
+    ],
+)
+def test_refusals_say_why(tmp_path: Path, extra: str, kind: str, words: tuple[str, ...]) -> None:
+    message = refusal(tmp_path, extra, kind=kind)
+    assert all(word in message for word in words), message
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "gpu_ids: '0'\nmain_process_port: x\n", kind="XLA", precision="fp8")
+    assert message.count("error: ") == 4
+
+
+def test_not_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "acc.yaml"
+    path.write_text("- a\n")
+    with pytest.raises(UserError, match="not an accelerate config"):
+        read_accelerate_config(path)
+    with pytest.raises(UserError, match="no such file"):
+        read_accelerate_config(tmp_path / "none.yaml")
