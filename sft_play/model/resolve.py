@@ -1,0 +1,175 @@
+"""Finds the base model: a folder, a hub snapshot, or the embedded model when no hub answers. Says what it took."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from sft_play.config.schema import ModelConfig
+from sft_play.errors import DataError
+from sft_play.files import file_sha256, text_sha256
+from sft_play.model.embedded import LABEL, embedded_folder, is_embedded
+from sft_play.runs.prepared import ResolvedModel
+
+REACH_SECONDS = 4.0
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+"""Files of a hub repository that are fetched; `.bin` weights only where there are no safetensors."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt")
+
+
+def resolve_model(model: ModelConfig) -> ResolvedModel:
+    """Returns where the model is, downloading it when it must. Raises `DataError` with what to do."""
+    folder = Path(model.name).expanduser()
+    if folder.is_dir():
+        return _describe(model.name, _checked(folder), "folder", None)
+    if model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
+        raise DataError("there is no such model folder", place=model.name)
+    if folder.suffix == ".gguf":
+        raise DataError(
+            "GGUF files cannot be trained", place=model.name, hint="take the model that the file was made from, by its hub id"
+        )
+    cached = _cached(model)
+    if cached is None and is_embedded(model.name) and not hub_reachable():
+        return _describe(model.name, embedded_folder(), "embedded", None)
+    path = cached or _download(model)
+    return _describe(model.name, _checked(path), "hub", path.name)
+
+
+def says(model: ResolvedModel) -> str:
+    """Returns one line for the user: which model, from where."""
+    if model.source == "embedded":
+        return f"model: {LABEL}, from a package: the hub cannot be reached"
+    origin = f"from the hub at commit {(model.revision or '')[:12]}" if model.source == "hub" else f"from the folder {model.path}"
+    return f"model: {model.name}, {origin}"
+
+
+def hub_reachable() -> bool:
+    """Whether the hub answers within a few seconds; `HF_HUB_OFFLINE` means no."""
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return False
+    proxied = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    address = urlsplit(proxied or os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        with socket.create_connection((address.hostname or "", port), timeout=REACH_SECONDS):
+            return True
+    except (OSError, UnicodeError):
+        return False
+
+
+def _cached(model: ModelConfig) -> Path | None:
+    """Returns the snapshot that earlier runs fetched, if it is whole enough to load."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        path = Path(snapshot_download(model.name, revision=model.revision, local_files_only=True))
+    except (LocalEntryNotFoundError, FileNotFoundError, HFValidationError, ValueError):
+        return None
+    whole = (path / "config.json").is_file() and any(next(path.glob(pattern), None) for pattern in WEIGHTS)
+    return path if whole else None
+
+
+def _download(model: ModelConfig) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled,
+        RepositoryNotFoundError, RevisionNotFoundError,
+    )  # fmt: skip
+
+    if not hub_reachable():
+        raise _offline(model.name)
+    try:
+        info = HfApi().model_info(model.name, revision=model.revision, timeout=20)
+        names = {item.rfilename for item in info.siblings or []}
+        patterns = WANTED if any(name.endswith(".safetensors") for name in names) else [*WANTED, "*.bin"]
+        return Path(snapshot_download(model.name, revision=info.sha or model.revision, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise _gated(model.name, error) from error
+    except RevisionNotFoundError as error:
+        raise DataError(f"the model has no revision `{model.revision}`", place=model.name) from error
+    except RepositoryNotFoundError as error:
+        status = getattr(error.response, "status_code", None)
+        if status in (401, 403) and os.environ.get("HF_TOKEN"):
+            raise _gated(model.name, error) from error
+        raise DataError(
+            "the hub has no such model, or it is private",
+            place=model.name,
+            hint=f"check the name at {_page(model.name)}; for a private or gated model set HF_TOKEN (huggingface.co/settings/tokens)",
+        ) from error
+    except HFValidationError as error:
+        raise DataError(f"is neither a folder nor a hub id: {error}", place=model.name) from error
+    except HfHubHTTPError as error:
+        if getattr(error.response, "status_code", None) in (401, 403):
+            raise _gated(model.name, error) from error
+        raise DataError(f"the hub answered: {str(error).splitlines()[0]}", place=model.name, hint="try again later") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise _offline(model.name) from error
+
+
+def _page(name: str) -> str:
+    return f"https://huggingface.co/{name}"
+
+
+def _gated(name: str, error: Exception) -> DataError:
+    token = "the token in HF_TOKEN has no access to it" if os.environ.get("HF_TOKEN") else "no token is set"
+    return DataError(
+        f"the model is gated, and {token}",
+        place=name,
+        hint=f"accept its licence at {_page(name)}, then set HF_TOKEN to a token from https://huggingface.co/settings/tokens",
+    )
+
+
+def _offline(name: str) -> DataError:
+    return DataError(
+        "no such folder, and the hub cannot be reached",
+        place=name,
+        hint="check the network; or set `model.name` to a folder, or HF_HOME to a cache that holds the model",
+    )
+
+
+def _checked(folder: Path) -> Path:
+    """Raises `DataError` for a folder that lacks something."""
+    if not (folder / "config.json").is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        raise DataError(
+            "the folder holds an adapter, not a model" if adapter else "the folder has no `config.json`",
+            place=str(folder),
+            hint="set `model.name` to the base model" if adapter else "a model folder holds config.json, weights and a tokenizer",
+        )
+    if not any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
+        raise DataError(
+            "the folder has no weights", place=str(folder), hint="it needs `model.safetensors` (or shards with an index)"
+        )
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        raise DataError("the folder has no tokenizer", place=str(folder), hint="it needs `tokenizer.json`")
+    return folder
+
+
+def _describe(name: str, folder: Path, source: str, revision: str | None) -> ResolvedModel:
+    weights = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
+    sizes = "\n".join(f"{path.name} {path.stat().st_size}" for path in weights)
+    described = [file_sha256(path) for path in (folder / "config.json", *sorted(folder.glob("*.index.json"))) if path.is_file()]
+    if source == "folder":  # sizes alone would not tell two tunings of one model apart
+        described += [_ends_sha256(path) for path in weights]
+    tokenizer = "\n".join(f"{n} {file_sha256(folder / n)}" for n in TOKENIZER_FILES if (folder / n).is_file())
+    return ResolvedModel(
+        name=name,
+        path=str(folder.resolve()),
+        source=source,
+        revision=revision,
+        fingerprint=text_sha256("\n".join([revision or "", sizes, *described])),
+        tokenizer_fingerprint=text_sha256(tokenizer),
+    )
+
+
+def _ends_sha256(path: Path, window: int = 1 << 20) -> str:
+    """Returns a hash over a weight file's first and last megabyte: cheap, and different for any retrained model."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        first = stream.read(window)
+        stream.seek(max(0, size - window))
+        return text_sha256(f"{size} {first.hex()} {stream.read().hex()}")
