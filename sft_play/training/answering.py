@@ -90,15 +90,25 @@ def answer_all(
     answers: dict[int, Answer] = {}
     for start in range(0, len(order), settings.batch_size):
         batch = order[start : start + settings.batch_size]
-        answers.update(zip(batch, _answer_batch(model, tokenizer, [prompts[i] for i in batch], settings), strict=True))
+        answers.update(zip(batch, answer_batch(model, tokenizer, [prompts[i] for i in batch], settings), strict=True))
         if progress:
             progress(len(answers), len(prompts))
     return [answers[index] for index in range(len(prompts))]
 
 
-def _answer_batch(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], settings: AnswerSettings) -> list[Answer]:
+def answer_batch(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    settings: AnswerSettings,
+    *,
+    device: torch.device | str | None = None,
+    synced: bool = False,
+) -> list[Answer]:
+    """Answers prompts together, padded on the left. `synced` keeps forward passes in step with other ranks (ZeRO-3, FSDP2)."""
     longest = max(map(len, prompts))
     generation = generation_settings(tokenizer, settings, room=context_length(model) - longest)
+    device = device or model.device
     input_ids = torch.full((len(prompts), longest), generation.pad_token_id, dtype=torch.long)
     attention_mask = torch.zeros_like(input_ids)
     for index, prompt in enumerate(prompts):
@@ -106,7 +116,10 @@ def _answer_batch(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], 
         attention_mask[index, longest - len(prompt) :] = 1
     with torch.no_grad():
         output = model.generate(
-            input_ids=input_ids.to(model.device), attention_mask=attention_mask.to(model.device), generation_config=generation
+            input_ids=input_ids.to(device),
+            attention_mask=attention_mask.to(device),
+            generation_config=generation,
+            synced_gpus=synced,
         )
     stops = set(generation.eos_token_id)
     return [_answer(tokenizer, tokens, stops) for tokens in output[:, longest:].tolist()]

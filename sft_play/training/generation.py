@@ -17,11 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import distributed
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationConfig
 
 from sft_play.config.schema import Config
 from sft_play.files import write_json, write_text
-from sft_play.model.tokenizer import end_of_turn_ids
+from sft_play.training.answering import Answer, AnswerSettings, answer_batch, use_our_settings
 from sft_play.training.scores import (
     CONFIDENCE,
     METRICS,
@@ -34,9 +33,6 @@ from sft_play.training.scores import (
     without_words,
 )
 from sft_play.training.shares import share_batches
-
-DUMMY_ROW = -1
-"""Index of a prompt that is answered only to keep collectives in step; its answer is thrown away."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,26 +119,21 @@ def score_by_generation(
     started = time.perf_counter()
     prompts = [list(row["prompt_ids"]) for row in rows]
     mine, rounds = share_batches([len(prompt) for prompt in prompts], batch_size, rank, world_size)
-    stops = end_of_turn_ids(tokenizer)
-    answers: list[tuple[int, list[int], bool]] = []
+    settings = AnswerSettings(max_new_tokens=max_new_tokens, num_beams=num_beams, batch_size=batch_size)
+    answers: list[tuple[int, Answer]] = []
     with _ready_to_generate(model, synced=synced) as ready:
         for turn in range(rounds if synced else len(mine)):
-            batch = mine[turn] if turn < len(mine) else [DUMMY_ROW]
-            completions = _answer_batch(
-                ready,
-                [prompts[index] for index in batch],
-                stops,
-                pad=_pad_token(tokenizer, stops),
-                max_new_tokens=max_new_tokens,
-                num_beams=num_beams,
-                synced=synced and world_size > 1,
-                device=device,
-            )
-            answers += [(index, *completion) for index, completion in zip(batch, completions, strict=True) if index != DUMMY_ROW]
+            batch = mine[turn] if turn < len(mine) else []
+            # Ranks that have run out of batches keep the others company: every forward pass is a collective.
+            asked = [prompts[index] for index in batch] or [prompts[0][:1]]
+            given = answer_batch(ready, tokenizer, asked, settings, device=device, synced=synced and world_size > 1)
+            answers += zip(batch, given[: len(batch)], strict=True)
             if progress:
                 progress(turn + 1, rounds)
     everywhere = _gather(answers, world_size)
-    predictions = tuple(_prediction(tokenizer, rows[index], tokens, stopped) for index, tokens, stopped in sorted(everywhere))
+    predictions = tuple(
+        _prediction(tokenizer, rows[index], answer) for index, answer in sorted(everywhere, key=lambda part: part[0])
+    )
     assert len(predictions) == len(rows), "every row is answered once"
     return GenerationResult(
         predictions=predictions,
@@ -187,58 +178,15 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     write_text(path, "".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in predictions))
 
 
-def _answer_batch(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    stops: Sequence[int],
-    *,
-    pad: int,
-    max_new_tokens: int,
-    num_beams: int,
-    synced: bool,
-    device: torch.device | str,
-) -> list[tuple[list[int], bool]]:
-    """Returns each prompt's completion without its end-of-turn token, and whether there was one."""
-    longest = max(map(len, prompts))
-    input_ids = torch.full((len(prompts), longest), pad, dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    for index, prompt in enumerate(prompts):
-        input_ids[index, longest - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
-        attention_mask[index, longest - len(prompt) :] = 1
-    room = _context(model) - longest
-    settings = GenerationConfig(
-        max_new_tokens=max(1, min(max_new_tokens, room)),
-        num_beams=num_beams,
-        do_sample=False,
-        pad_token_id=pad,
-        eos_token_id=list(stops),
-        use_cache=True,
-    )
-    with torch.no_grad():
-        output = model.generate(
-            input_ids=input_ids.to(device),
-            attention_mask=attention_mask.to(device),
-            generation_config=settings,
-            synced_gpus=synced,
-        )
-    return [_until_stop(tokens, stops) for tokens in output[:, longest:].tolist()]
-
-
-def _until_stop(tokens: list[int], stops: Sequence[int]) -> tuple[list[int], bool]:
-    end = next((place for place, token in enumerate(tokens) if token in stops), None)
-    return (tokens, False) if end is None else (tokens[:end], True)
-
-
-def _prediction(tokenizer: Any, row: Mapping[str, Any], tokens: list[int], stopped: bool) -> Prediction:
-    answer = tokenizer.decode(tokens, skip_special_tokens=True).strip()
+def _prediction(tokenizer: Any, row: Mapping[str, Any], answer: Answer) -> Prediction:
     return Prediction(
         row=int(row["row"]),
         prompt=tokenizer.decode(list(row["prompt_ids"]), skip_special_tokens=False),
         reference=row["reference"],
-        answer=answer,
-        tokens=len(tokens),
-        stopped=stopped,
-        scores=rouge(row["reference"], answer),
+        answer=answer.text,
+        tokens=answer.tokens,
+        stopped=answer.stopped,
+        scores=rouge(row["reference"], answer.text),
     )
 
 
@@ -262,16 +210,6 @@ def _gather(answers: list[Any], world_size: int) -> list[Any]:
     return [answer for part in parts for answer in part]
 
 
-def _pad_token(tokenizer: Any, stops: Sequence[int]) -> int:
-    return int(stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
-
-
-def _context(model: Any) -> int:
-    """The most positions that the model knows; no limit where its configuration names none."""
-    config = getattr(model.config, "get_text_config", lambda: model.config)()
-    return int(getattr(config, "max_position_embeddings", None) or 2**31)
-
-
 @contextmanager
 def _ready_to_generate(model: Any, *, synced: bool) -> Iterator[Any]:
     """Yields the model inside any wrapper, in evaluation mode, with only our generation settings; puts all back afterwards.
@@ -286,8 +224,7 @@ def _ready_to_generate(model: Any, *, synced: bool) -> Iterator[Any]:
     bare = getattr(model, "get_base_model", lambda: model)()
     bare_kept = bare.generation_config
     model.eval()
-    # transformers fills what is not given from the model's own settings (sampling, repetition penalty of some hub models).
-    model.generation_config = bare.generation_config = GenerationConfig()
+    use_our_settings(model)
     root = model if synced and isinstance(model, FSDPModule) else None
     if root is not None:
         root.unshard()

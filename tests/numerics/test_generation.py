@@ -1,0 +1,159 @@
+"""Answers do not depend on how they are shared out: batch size, ranks, DDP or FSDP2; they end where the turn ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rouge_score.rouge_scorer import RougeScorer
+from transformers import AutoModelForCausalLM
+
+from sft_play.config.schema import Config, EvalConfig, ModelConfig, TrainConfig
+from sft_play.model.tokenizer import load_tokenizer
+from sft_play.training.generation import decide, score_by_generation, write_evaluation
+from tests.numerics.generation_ranks import load, rows
+from tests.tiny_models import build_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_llama(tmp_path_factory.mktemp("generation") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Any:
+    return score_by_generation(*load(folder), rows(), batch_size=4, max_new_tokens=10)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 13, 50])
+def test_greedy_answers_do_not_depend_on_the_batch_size(folder: Path, alone: Any, batch_size: int) -> None:
+    other = score_by_generation(*load(folder), rows(), batch_size=batch_size, max_new_tokens=10)
+    assert [(p.row, p.answer, p.tokens) for p in other.predictions] == [(p.row, p.answer, p.tokens) for p in alone.predictions]
+    assert other.scores == alone.scores
+    assert len({p.answer for p in alone.predictions}) > 5, "a model that says the same everywhere would prove nothing"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_scores_are_the_same_on_any_number_of_ranks_under_ddp_and_fsdp2(
+    folder: Path, alone: Any, world: int, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.numerics.generation_ranks", str(folder), str(tmp_path)],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=180)
+            assert process.returncode == 0, errors[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+    parts = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(world)]
+    for kind in ("ddp", "fsdp2"):
+        for part in parts:
+            assert part[kind]["answers"] == [[p.row, p.answer] for p in alone.predictions]
+            assert part[kind]["scores"] == {name: interval.to_json() for name, interval in alone.scores.items()}
+        assert sum(part[kind]["answered_here"] for part in parts) == len(rows())
+        assert min(part[kind]["answered_here"] for part in parts) > 0
+    whole = parts[0]["ddp"]["elements"]
+    assert all(part["fsdp2"]["elements"] < 0.6 * whole for part in parts), "the shards stay shards after answering"
+
+
+def test_answer_ends_with_the_turn_and_holds_only_the_completion(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    prompt = tokenizer("<|im_start|>user\nsay it<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    wanted = tokenizer("the return value<|im_end|>", add_special_tokens=False)["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([prompt + wanted])
+    labels = torch.tensor([[-100] * len(prompt) + wanted])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    rows_ = [
+        {"row": 7, "prompt_ids": prompt, "reference": "the return value"},
+        {"row": 3, "prompt_ids": [*prompt, *prompt], "reference": "x"},
+    ]
+    # The folder's own settings would sample and forbid repetition; answers are greedy all the same.
+    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=50.0)
+    result = score_by_generation(model, tokenizer, rows_, batch_size=2, max_new_tokens=30)
+    assert [p.row for p in result.predictions] == [7, 3]
+    answer = result.predictions[0]
+    assert (answer.answer, answer.tokens, answer.stopped) == ("the return value", len(wanted) - 1, True)
+    assert answer.scores == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
+    assert answer.prompt == tokenizer.decode(prompt)
+    assert model.generation_config.temperature == 5.0, "the model's settings are put back"
+    short = score_by_generation(model, tokenizer, rows_[:1], batch_size=1, max_new_tokens=2)
+    assert short.predictions[0].tokens == 2
+    assert not short.predictions[0].stopped
+    assert "generation_max_new_tokens" in short.warnings[-1]
+
+
+def test_answers_never_outgrow_the_context(tmp_path: Path) -> None:
+    small = build_tiny_llama(tmp_path / "small", max_position_embeddings=32)
+    model, tokenizer = load(small)
+    long_row = {"row": 0, "prompt_ids": list(range(300, 329)), "reference": "the"}
+    result = score_by_generation(model, tokenizer, [long_row], batch_size=1, max_new_tokens=50)
+    assert result.predictions[0].tokens <= 3
+
+
+def test_files_are_enough_to_compute_the_scores_again(alone: Any, tmp_path: Path) -> None:
+    scores = write_evaluation(tmp_path / "eval", step=40, loss=1.5, label_tokens=99, result=alone, settings={"key": "k"})
+    assert json.loads((tmp_path / "eval" / "scores.json").read_text()) == scores
+    lines = [json.loads(line) for line in (tmp_path / "eval" / "predictions.jsonl").read_text().splitlines()]
+    assert [line["row"] for line in lines] == [row["row"] for row in rows()]
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=scores["settings"]["use_stemmer"])
+    for name in ("rouge1", "rouge2", "rougeL"):
+        again = [scorer.score(line["reference"], line["answer"])[name].fmeasure for line in lines]
+        assert sum(again) / len(again) == pytest.approx(scores[name]["mean"], abs=1e-12)
+    assert alone.scores["rouge1"].mean > 0, "scores of 0 would prove nothing"
+
+
+def test_beams_are_used_when_asked_for(folder: Path, alone: Any) -> None:
+    beams = score_by_generation(*load(folder), rows(), batch_size=4, max_new_tokens=10, num_beams=3)
+    assert [p.answer for p in beams.predictions] != [p.answer for p in alone.predictions]
+
+
+def test_decision_names_its_reason() -> None:
+    config = Config(model=ModelConfig(name="x"))
+    assert decide(config) == (
+        False,
+        "loss only while training: `train.predict_with_generate` is `auto`; `make eval` scores answers as well",
+    )
+    assert decide(config, purpose="eval", validation_rows=30) == (True, "ROUGE of 30 answers, greedy, at most 128 new tokens")
+    asked = replace(config, train=TrainConfig(predict_with_generate=True, generation_num_beams=4))
+    assert decide(asked, validation_rows=300) == (True, "ROUGE of 200 answers, 4 beams, at most 128 new tokens")
+    for reason, wrong, count in (
+        ("`train.predict_with_generate` is `false`", replace(config, train=TrainConfig(predict_with_generate=False)), 30),
+        ("`eval.samples` is 0", replace(config, eval=EvalConfig(samples=0)), 30),
+        ("no validation rows", asked, 0),
+    ):
+        for purpose in ("train", "eval"):
+            generate, why = decide(wrong, purpose=purpose, validation_rows=count)  # type: ignore[arg-type]
+            assert not generate
+            assert reason in why
