@@ -31,7 +31,7 @@ def main(call: Call) -> int:
     out = Path(call.options.get("OUT") or run.path / "merged")
     if out.exists():  # before torch is imported, which takes seconds
         raise UserError(
-            f"`{out}` exists already; a merged model never overwrites anything", hint="choose another OUT=, or remove it"
+            f"`{out}` exists already, and a merged model overwrites nothing", hint="choose another OUT=, or remove it"
         )
     from transformers.utils import logging
 

@@ -62,7 +62,7 @@ def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> Merged:
     """
     if out.exists():
         raise UserError(
-            f"`{out}` exists already; a merged model never overwrites anything", hint="choose another OUT=, or remove it"
+            f"`{out}` exists already, and a merged model overwrites nothing", hint="choose another OUT=, or remove it"
         )
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
@@ -71,7 +71,7 @@ def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> Merged:
     except OSError as error:
         raise UserError(f"`{out.parent}` cannot be written to: {error.strerror}", hint="OUT= takes another place") from error
     try:
-        merged = _copy_full(weights, partial) if kind_of(weights) == "full" else _merge_adapter(run, weights, partial, say)
+        merged = _copy_full(run, weights, partial) if kind_of(weights) == "full" else _merge_adapter(run, weights, partial, say)
         _stamp(run, weights, partial)
         for path in partial.iterdir():
             if path.is_file():
@@ -87,12 +87,14 @@ def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> Merged:
     return Merged(folder=out, **merged)
 
 
-def _copy_full(weights: Path, partial: Path) -> dict[str, Any]:
+def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
     size = sum(p.stat().st_size for p in weights.iterdir() if p.is_file())
     _require_disk(partial, size)
     for path in weights.iterdir():
         if path.is_file() and not path.name.startswith((*LEFT_BEHIND, "manifest")):
             shutil.copy2(path, partial / path.name)
+    if not has_tokenizer(partial):
+        load_tokenizer(Prepared.load(run.prepared).model.path).save_pretrained(partial)
     return {
         "dtype": stored_dtype(weights),
         "parameters": _stored_parameters(weights),

@@ -1,0 +1,208 @@
+"""A run's model read again: it is the one that was trained, or it is refused; merged, it still is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sft_play.errors import CheckpointError, HardwareError, UserError
+from sft_play.model import merge as merging
+from sft_play.model.load import load_for_use
+from sft_play.model.merge import merge
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.weights import weights_folder
+from sft_play.training.answering import AnswerSettings, answer_all, prompt_ids
+from tests.tiny_models import build_tiny_gemma3, build_tiny_gpt2, build_tiny_llama, build_tiny_mixtral, build_tokenizer
+from tests.trained_runs import make_run
+
+IDS = torch.arange(4, 24)[None]
+
+
+class Case(NamedTuple):
+    base: str
+    mode: str = "lora"
+    tuning: str = ""
+
+
+CASES = {
+    "lora": Case("llama"),
+    "full": Case("llama", "full"),
+    "nf4": Case("llama", "qlora"),
+    "int8": Case("llama", "qlora", "quantization: int8"),
+    "bf16": Case("bf16"),
+    "gpt2": Case("gpt2"),
+    "gemma3": Case("gemma3"),
+    "experts": Case("mixtral", "lora", "lora: {target_modules: [q_proj, experts.down_proj]}"),
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    builders = {"llama": build_tiny_llama, "gpt2": build_tiny_gpt2, "mixtral": build_tiny_mixtral, "gemma3": build_tiny_gemma3}
+    found = {name: build(folder / name) for name, build in builders.items()}
+    found["bf16"] = folder / "bf16"
+    AutoModelForCausalLM.from_pretrained(found["llama"], dtype=torch.bfloat16).save_pretrained(found["bf16"])
+    build_tokenizer(found["bf16"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {name: make_run(folder / name, bases[case.base], case.mode, tuning=case.tuning) for name, case in CASES.items()}
+
+
+@pytest.fixture
+def lora(runs: dict[str, RunFolder], tmp_path: Path) -> RunFolder:
+    """A copy that a test may spoil."""
+    return RunFolder(Path(shutil.copytree(runs["lora"].path, tmp_path / "lora")))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.Tensor(model(input_ids=IDS).logits.float())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_merged_models_load_anywhere_and_answer_alike(runs: dict[str, RunFolder], tmp_path: Path, name: str) -> None:
+    run, said = runs[name], list[str]()
+    model, tokenizer = load_for_use(run, None, "cpu")
+    assert not model.training
+    assert model.config.use_cache
+    merged = merge(run, run.model, tmp_path / "out", said.append)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert str(plain.dtype) == ("torch.bfloat16" if name == "bf16" else "torch.float32")
+    apart = (logits(plain) - logits(model)).abs()
+    base = logits(AutoModelForCausalLM.from_pretrained(json.loads(run.prepared.read_text())["model"]["path"]))
+    assert (logits(model) - base).abs().mean() > 5 * apart.mean(), "tuning moved the model much more than merging did"
+    if CASES[name].mode != "qlora":
+        assert apart.max() <= (0.05 if name == "bf16" else 1e-5)
+        assert not any("quantis" in text for text in said)
+    else:
+        assert any("read again unquantised" in text for text in said)
+        assert any("on average: the error of quantisation" in text for text in said)
+    if CASES[name].mode != "full":
+        assert merged.difference is not None
+        assert merged.difference <= 1e-5
+        assert any("allowed" in text for text in said)
+    stamp = json.loads((tmp_path / "out" / "stamp.json").read_text())
+    assert stamp["merged_from"]["run"] == name
+    assert len(next(iter(stamp["merged_from"]["sha256"].values()))) == 64
+    again = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again.chat_template == tokenizer.chat_template
+    assert plain.generation_config.eos_token_id in (2, [2])
+    assert not [p for p in tmp_path.iterdir() if "partial" in p.name]
+
+
+def test_an_adapter_model_is_the_one_that_was_trained(runs: dict[str, RunFolder], bases: dict[str, Path]) -> None:
+    from peft import PeftModel
+
+    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases["llama"]), runs["lora"].model).eval()
+    assert torch.equal(logits(load_for_use(runs["lora"], None, "cpu")[0]), logits(expected))
+
+
+def test_answers_do_not_depend_on_their_companions(runs: dict[str, RunFolder]) -> None:
+    model, tokenizer = load_for_use(runs["lora"], None, "cpu")
+    questions = ["hi", "what is a file?", "a much longer question about the with statement and its context managers"]
+    prompts = [prompt_ids(tokenizer, [{"role": "user", "content": q}]) for q in questions]
+    together = answer_all(model, tokenizer, AnswerSettings(max_new_tokens=12, batch_size=3), prompts)
+    alone = [answer_all(model, tokenizer, AnswerSettings(max_new_tokens=12), [p])[0] for p in prompts]
+    assert together == alone
+    assert all(answer.tokens <= 12 for answer in together)
+
+
+def test_an_answer_ends_at_the_end_of_turn(runs: dict[str, RunFolder]) -> None:
+    model, tokenizer = load_for_use(runs["lora"], None, "cpu")
+    prompt = prompt_ids(tokenizer, [{"role": "user", "content": "hi"}])
+    free = answer_all(model, tokenizer, AnswerSettings(max_new_tokens=6), [prompt])[0]
+    with torch.no_grad():
+        first = int(model(input_ids=torch.tensor([prompt])).logits[0, -1].argmax())
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(first)
+    cut = answer_all(model, tokenizer, AnswerSettings(max_new_tokens=6), [prompt])[0]
+    assert free.tokens == 6
+    assert not free.stopped
+    assert cut.tokens == 0
+    assert cut.stopped
+
+
+def test_an_adapter_whose_weights_are_missing_is_refused(lora: RunFolder) -> None:
+    path = lora.model / "adapter_model.safetensors"
+    weights = load_file(path)
+    save_file({k: v for k, v in weights.items() if "layers.1" not in k}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="does not fit the base model"):
+        load_for_use(lora, None, "cpu")
+
+
+def test_an_adapter_over_a_base_of_another_size_is_refused(lora: RunFolder, tmp_path: Path) -> None:
+    prepared = json.loads(lora.prepared.read_text())
+    prepared["model"]["path"] = str(build_tiny_llama(tmp_path / "other", hidden_size=128))
+    lora.prepared.write_text(json.dumps(prepared))
+    with pytest.raises(CheckpointError, match="does not fit the base model"):
+        load_for_use(lora, None, "cpu")
+
+
+def test_a_run_without_weights_says_so(lora: RunFolder) -> None:
+    shutil.rmtree(lora.model)
+    with pytest.raises(CheckpointError, match="no weights here"):
+        load_for_use(lora, None, "cpu")
+    with pytest.raises(CheckpointError, match="neither a final model nor a checkpoint"):
+        weights_folder(lora, None)
+
+
+def test_checkpoints_are_found_by_name_and_link(lora: RunFolder) -> None:
+    step = lora.checkpoint(40)
+    shutil.copytree(lora.model, step)
+    lora.last.symlink_to(step.name)
+    assert weights_folder(lora, None) == lora.model
+    assert weights_folder(lora, "last") == weights_folder(lora, "step-000040") == step.resolve()
+    for wrong in ("best", "step-000041", "../model", "model"):
+        with pytest.raises(CheckpointError, match="no checkpoint") as caught:
+            weights_folder(lora, wrong)
+        assert "step-000040" in (caught.value.hint or "")
+    shutil.rmtree(lora.model)
+    assert weights_folder(lora, None) == step.resolve()
+
+
+def test_an_existing_folder_is_never_overwritten(runs: dict[str, RunFolder], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="overwrites nothing"):
+        merge(runs["lora"], runs["lora"].model, tmp_path / "out", print)
+
+
+@pytest.mark.parametrize("name", ["lora", "full"])
+def test_a_full_disk_leaves_nothing(
+    runs: dict[str, RunFolder], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr(merging.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(HardwareError, match="the disk has"):
+        merge(runs[name], runs[name].model, tmp_path / "out", print)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_merge_that_would_change_the_answers_is_not_published(
+    runs: dict[str, RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "EXACT", -1.0)  # no difference is small enough
+    with pytest.raises(CheckpointError, match="nothing was published"):
+        merge(runs["lora"], runs["lora"].model, tmp_path / "out", print)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_of_a_full_run_is_merged_without_its_optimizer(runs: dict[str, RunFolder], tmp_path: Path) -> None:
+    run = RunFolder(Path(shutil.copytree(runs["full"].path, tmp_path / "run")))
+    step = Path(shutil.copytree(run.model, run.checkpoint(2)))
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "trainer_state.json"):
+        (step / name).write_text("x")
+    merge(run, step, tmp_path / "out", print)
+    names = {p.name for p in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "stamp.json"} <= names
+    assert not names & {"optimizer.pt", "scheduler.pt", "rng_state_0.pth", "trainer_state.json"}
