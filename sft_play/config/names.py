@@ -1,0 +1,159 @@
+"""Names that people know from other tools, and the right name for one that is mistyped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+from sft_play.config.keys import extra_keys, find_key, schema_keys, sections, variable_name
+from sft_play.config.ranges import REFUSED
+
+ALIASES: Mapping[str, str] = {
+    # transformers, TRL, PEFT
+    "model_name_or_path": "model.name", "model_id": "model.name", "pretrained_model_name_or_path": "model.name",
+    "model_revision": "model.revision", "model_name": "model.name", "model_path": "model.name", "torch_dtype": "model.dtype",
+    "max_seq_length": "model.max_seq_len", "max_length": "model.max_seq_len", "seq_len": "model.max_seq_len",
+    "sequence_length": "model.max_seq_len", "max_sequence_length": "model.max_seq_len", "model_max_length": "model.max_seq_len",
+    "attention_implementation": "model.attn_implementation", "use_flash_attention_2": "model.attn_implementation",
+    "load_in_4bit": "tuning.quantization", "load_in_8bit": "tuning.quantization", "bnb_4bit_quant_type": "tuning.quantization",
+    "use_peft": "tuning.mode", "use_lora": "tuning.mode", "use_qlora": "tuning.mode", "peft_type": "tuning.mode",
+    "lora_r": "tuning.lora.r", "lora_rank": "tuning.lora.r", "rank_lora": "tuning.lora.r", "lora_alpha": "tuning.lora.alpha",
+    "lora_dropout": "tuning.lora.dropout", "lora_target_modules": "tuning.lora.target_modules",
+    "target_modules": "tuning.lora.target_modules",
+    "dataset_name": "data.train_path", "dataset_path": "data.train_path", "train_file": "data.train_path",
+    "train_data": "data.train_path", "data_path": "data.train_path", "validation_file": "data.val_path", "eval_file": "data.val_path",
+    "eval_dataset": "data.val_path", "train_dataset": "data.train_path", "val_data": "data.val_path",
+    "per_device_train_batch_size": "train.batch_size", "per_device_batch_size": "train.batch_size",
+    "batch_size_per_device": "train.batch_size", "micro_batch_size_per_gpu": "train.batch_size", "bs": "train.batch_size",
+    "gradient_accumulation_steps": "train.grad_accum", "gradient_accumulation": "train.grad_accum",
+    "grad_accumulation": "train.grad_accum", "accumulation_steps": "train.grad_accum", "grad_acc": "train.grad_accum",
+    "per_device_eval_batch_size": "eval.batch_size", "eval_batch_size": "eval.batch_size",
+    "effective_batch_size": "train.global_batch_size", "total_batch_size": "train.global_batch_size",
+    "num_epochs": "train.epochs", "num_train_epochs": "train.epochs", "epoch": "train.epochs", "n_epochs": "train.epochs",
+    "lr": "train.learning_rate", "scheduler": "train.lr_scheduler_type", "lr_scheduler": "train.lr_scheduler_type",
+    "optimizer": "train.optim", "grad_clip": "train.max_grad_norm", "gradient_clipping": "train.max_grad_norm",
+    "warmup": "train.warmup_ratio", "wd": "train.weight_decay", "steps": "train.max_steps", "num_steps": "train.max_steps",
+    "evaluation_strategy": "train.eval_strategy", "use_gradient_checkpointing": "train.gradient_checkpointing",
+    "activation_checkpointing": "train.gradient_checkpointing", "max_new_tokens": "train.generation_max_new_tokens",
+    "num_beams": "train.generation_num_beams", "num_workers": "train.dataloader_num_workers",
+    "pin_memory": "train.dataloader_pin_memory", "mixed_precision": "train.bf16",
+    # Axolotl
+    "base_model": "model.name", "base_model_config": "model.name", "adapter": "tuning.mode", "sequence_len": "model.max_seq_len",
+    "datasets": "data.sources", "dataset": "data.sources", "test_datasets": "data.validation", "val_set_size": "data.validation",
+    "micro_batch_size": "train.batch_size", "lora_target_linear": "tuning.lora.target_modules", "flash_attention":
+    "model.attn_implementation", "saves_per_epoch": "train.save_strategy", "evals_per_epoch": "train.eval_strategy",
+    "eval_max_new_tokens": "train.generation_max_new_tokens",
+    # LLaMA-Factory
+    "finetuning_type": "tuning.mode", "quantization_bit": "tuning.quantization", "quantization_method": "tuning.quantization",
+    "cutoff_len": "model.max_seq_len", "lora_target": "tuning.lora.target_modules", "flash_attn": "model.attn_implementation",
+    "val_size": "data.validation", "max_samples": "eval.samples",
+    # launchers
+    "strategy": "launch.strategy", "distributed_backend": "launch.backend", "ddp_timeout": "launch.timeout_seconds",
+    "timeout": "launch.timeout_seconds", "nccl_timeout": "launch.timeout_seconds", "num_gpu": "NUM_GPUS", "gpus": "NUM_GPUS",
+    "n_gpus": "NUM_GPUS", "ngpus": "NUM_GPUS", "gpu_count": "NUM_GPUS", "world_size": "NUM_GPUS", "num_processes": "NUM_GPUS",
+    "nproc_per_node": "NUM_GPUS", "nproc": "NUM_GPUS", "rank": "NODE_RANK", "node_rank": "NODE_RANK", "machine_rank": "NODE_RANK",
+    "local_rank": "NODE_RANK", "nnodes": "NUM_NODES", "num_machines": "NUM_NODES", "nodes": "NUM_NODES",
+    "master_address": "MASTER_ADDR", "main_process_ip": "MASTER_ADDR", "main_process_port": "MASTER_PORT",
+    "output_dir": "RUN_NAME", "run": "RUN", "name": "RUN_NAME", "experiment_name": "RUN_NAME", "config_file": "CONFIG", "cfg": "CONFIG",
+    "deepspeed": "DEEPSPEED_CONFIG", "deepspeed_config_file": "DEEPSPEED_CONFIG", "checkpoint_path": "CHECKPOINT",
+    "resume_from_checkpoint": "RUN",
+}  # fmt: skip
+"""Name elsewhere -> key or variable here. Names of keys, lower case, without section."""
+
+IN_SECTION: Mapping[str, str] = {
+    "tuning.rank": "tuning.lora.r", "tuning.lora.rank": "tuning.lora.r", "tuning.method": "tuning.mode", "tuning.type": "tuning.mode",
+    "tuning.bits": "tuning.quantization", "tuning.dropout": "tuning.lora.dropout", "tuning.lora.modules": "tuning.lora.target_modules",
+    "model.path": "model.name", "model.id": "model.name", "model.tokenizer": "model.name", "model.length": "model.max_seq_len",
+    "data.path": "data.train_path", "data.train": "data.train_path", "data.file": "data.train_path", "data.test": "data.val_path",
+    "data.val": "data.val_path", "data.valid": "data.val_path", "data.eval": "data.val_path", "data.validation_path": "data.val_path",
+    "data.files": "data.sources", "data.train_files": "data.sources", "launch.timeout": "launch.timeout_seconds",
+    "launch.num_gpus": "NUM_GPUS", "launch.num_nodes": "NUM_NODES", "train.output": "RUN_NAME", "eval.num_samples": "eval.samples",
+    "eval.max_new_tokens": "train.generation_max_new_tokens", "eval.num_beams": "train.generation_num_beams",
+    "train.scheduler": "train.lr_scheduler_type", "train.optimizer": "train.optim", "train.lora_r": "tuning.lora.r",
+}  # fmt: skip
+"""Names that mean something only in their section."""
+
+OPTIONS: tuple[str, ...] = (
+    "CONFIG", "RUN", "JSON", "RUN_NAME", "NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_CONFIG",
+    "DEEPSPEED_CONFIG", "TENSORBOARD_PORT", "HARDWARE", "CHECKPOINT", "PROMPT", "INPUT", "OUTPUT", "OUT", "PORT", "MIXED_PRECISION",
+    "STRATEGY",
+)  # fmt: skip
+
+
+def suggest(name: str, section: str = "", options: Iterable[str] = OPTIONS) -> str | None:
+    """Returns the key (`train.learning_rate`) or variable (`NUM_GPUS`) that `name` probably means, or `None`.
+
+    `name` may be a YAML key, dotted or not, a variable or a flag; `section` is where in a file it stands.
+    """
+    known = set(options)
+    word = name.strip().lstrip("-").replace("-", "_")
+    lower = word.lower()
+    for candidate in (f"{section}.{lower}" if section else lower, lower):
+        if find_key(candidate):
+            return candidate
+        if candidate in IN_SECTION:
+            return IN_SECTION[candidate]
+    if word.upper() in known:
+        return word.upper()
+    flat = lower.replace(".", "_")
+    leaf = lower.rpartition(".")[2]
+    for candidate in (flat, leaf, *_without_section(flat)):
+        found = ALIASES.get(candidate)
+        if found and (found in known or not found.isupper()):
+            return found
+    return _by_variable(flat) or _by_leaf(leaf) or _by_likeness(flat, leaf, section, known)
+
+
+def _without_section(flat: str) -> list[str]:
+    prefixes = sorted((section.replace(".", "_") + "_" for section in sections() if section), key=len, reverse=True)
+    return [flat.removeprefix(prefix) for prefix in prefixes if flat.startswith(prefix)]
+
+
+@functools.cache
+def _names() -> Mapping[str, str]:
+    """Returns flat name -> key: `train_learning_rate` -> `train.learning_rate`."""
+    return {variable_name(key).lower(): key for key in [*schema_keys(), *extra_keys()]}
+
+
+@functools.cache
+def _leaves() -> Mapping[str, str]:
+    """Returns last part -> key; where two sections share one, the first in this order of use."""
+    found: dict[str, str] = {}
+    for key in [*(key for key in schema_keys() if key.startswith("train.")), *schema_keys(), *extra_keys()]:
+        found.setdefault(key.rpartition(".")[2], key)
+    return found
+
+
+def _by_variable(flat: str) -> str | None:
+    return _names().get(flat)
+
+
+def _by_leaf(leaf: str) -> str | None:
+    return _leaves().get(leaf)
+
+
+def _by_likeness(flat: str, leaf: str, section: str, known: set[str]) -> str | None:
+    """Looks in the section first, then everywhere; a far match would mislead more than none."""
+    if section:
+        inside = [key.removeprefix(section + ".") for key in [*schema_keys(), *extra_keys()] if key.startswith(section + ".")]
+        close = get_close_matches(leaf, inside, n=1, cutoff=0.7)
+        if close:
+            return f"{section}.{close[0]}"
+    pool: dict[str, str] = {**{option.lower(): option for option in known}, **ALIASES_OF_KEYS, **_leaves(), **_names()}
+    close = get_close_matches(flat, pool, n=1, cutoff=0.75) or get_close_matches(leaf, pool, n=1, cutoff=0.75)
+    return pool[close[0]] if close else None
+
+
+ALIASES_OF_KEYS: Mapping[str, str] = {name: key for name, key in ALIASES.items() if not key.isupper()}
+
+
+def refusal(key: str) -> tuple[str | None, str] | None:
+    """Returns (name to use, why) for a `train.` field of `TrainingArguments` that is decided elsewhere."""
+    section, _, leaf = key.partition(".")
+    return REFUSED.get(leaf) if section == "train" else None
+
+
+def spelled(name: str, *, as_variable: bool) -> str:
+    """Returns a key or variable as the user would write it where they are."""
+    return variable_name(name) if as_variable else name

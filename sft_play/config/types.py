@@ -1,0 +1,205 @@
+"""Checks a value against a field's type and range, and says in words what is expected."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from sft_play.config.yaml_source import Node, scalar_text
+
+LARGEST_INTEGER = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """Numbers that a key takes."""
+
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    also: int | None = None
+    """One value outside that has a meaning of its own, such as -1."""
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` may be used."""
+        if self.also is not None and value == self.also:
+            return True
+        return (
+            (self.minimum is None or value >= self.minimum)
+            and (self.above is None or value > self.above)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.below is None or value < self.below)
+        )
+
+    def words(self) -> str:
+        """Returns ` >= 1`, ` > 0 and < 1`, or nothing."""
+        limits = ((">=", self.minimum), (">", self.above), ("<=", self.maximum), ("<", self.below))
+        return " and ".join(f" {sign} {limit:g}" if i == 0 else f"{sign} {limit:g}" for i, (sign, limit) in enumerate(
+            (sign, limit) for sign, limit in limits if limit is not None
+        ))
+
+
+ANY_NUMBER = Range()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """One value that does not fit."""
+
+    key: str
+    """Dotted key, with `[i]` for list entries."""
+    node: Node
+    problem: str
+    """What is wrong, without the key: `` is `two`; expected ... ``."""
+    hint: str | None = None
+
+
+INVALID = object()
+"""Returned for a value that does not fit; the mismatch is in the list."""
+
+
+@cache
+def options(annotation: Any) -> tuple[Any, ...]:
+    """Returns the members of a union, or the annotation alone."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(part for member in get_args(annotation) for part in options(member))
+    return (annotation,)
+
+
+def literals(annotation: Any) -> tuple[Any, ...]:
+    """Returns the words that an annotation takes."""
+    return tuple(word for part in options(annotation) if get_origin(part) is Literal for word in get_args(part))
+
+
+def allows_null(annotation: Any) -> bool:
+    """Whether null is a value of the annotation."""
+    return type(None) in options(annotation)
+
+
+def takes_text(annotation: Any) -> bool:
+    """Whether any text is a value of the annotation."""
+    return str in options(annotation)
+
+
+def describe(annotation: Any, limits: Range = ANY_NUMBER) -> str:
+    """Returns what is expected, in words: ``an integer >= 1 or `auto` ``."""
+    also = [f"{limits.also}"] if limits.also is not None else []
+    names = {
+        bool: "`true`, `false`", int: f"an integer{limits.words()}", float: f"a number{limits.words()}", str: "text", type(None): "null",
+        dict: "a mapping",
+    }  # fmt: skip
+    words: list[str] = []
+    numbers = set()
+    for part in options(annotation):
+        if get_origin(part) is Literal:
+            words += [f"`{word}`" for word in get_args(part)]
+        elif get_origin(part) is list:
+            (entry,) = get_args(part)
+            words.append("a list of entries with `path`" if dataclasses.is_dataclass(entry) else "a list such as `[a, b]`")
+        elif part is not type(None):
+            words.append(names.get(get_origin(part) or part, "a value"))
+            numbers.add(part)
+    words = also + words + (["null"] if allows_null(annotation) else [])
+    words = [single for word in words for single in word.split(", ")] if bool in numbers else words
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def shown(node: Node) -> str:
+    """Returns a value as it is quoted in messages, cut after 80 characters."""
+    text = node.text if node.text is not None else node.plain()
+    text = text if isinstance(text, str) else scalar_text(text)
+    text = text.encode("unicode_escape").decode("ascii") if not text.isprintable() else text
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def convert(node: Node, annotation: Any, limits: Range, key: str, problems: list[Mismatch]) -> Any:
+    """Returns the value of `node` as `annotation` has it, or `INVALID` with its mismatches added to `problems`."""
+    value = node.value
+    parts = options(annotation)
+    if value is None and (type(None) in parts):
+        return None
+    if isinstance(value, str) and value in literals(annotation):
+        return value
+    if isinstance(value, bool):
+        if bool in parts:
+            return value
+    elif isinstance(value, (int, float)):
+        number = _number(value, parts, limits)
+        if number is not INVALID:
+            return number
+    for part in parts:
+        if isinstance(value, list) and get_origin(part) is list:
+            return _list(value, get_args(part)[0], key, problems)
+        if isinstance(value, dict) and dataclasses.is_dataclass(part):
+            return _record(node, part, key, problems)
+        if isinstance(value, dict) and (get_origin(part) or part) in (dict, Mapping):
+            return node.plain()
+    if str in parts and value is not None:
+        if isinstance(value, str):
+            return value
+        if node.text is not None and not isinstance(value, (list, dict)):
+            return node.text
+    problems.append(
+        Mismatch(
+            key=key,
+            node=node,
+            problem=f"is `{shown(node)}`; expected {describe(annotation, limits)}",
+            hint=_value_hint(node, annotation),
+        )
+    )
+    return INVALID
+
+
+def _number(value: float, parts: tuple[Any, ...], limits: Range) -> Any:
+    if not math.isfinite(value) or not limits.holds(value):
+        return INVALID
+    if isinstance(value, int):
+        if abs(value) > max(LARGEST_INTEGER, limits.maximum or 0):
+            return INVALID
+        if int in parts:
+            return value
+    return float(value) if float in parts else INVALID
+
+
+def _list(nodes: list[Node], entry: Any, key: str, problems: list[Mismatch]) -> Any:
+    values = [convert(node, entry, ANY_NUMBER, f"{key}[{i}]", problems) for i, node in enumerate(nodes)]
+    return INVALID if any(value is INVALID for value in values) else values
+
+
+def _record(node: Node, record: Any, key: str, problems: list[Mismatch]) -> Any:
+    """Returns a dataclass of a list entry, such as `DataSource`."""
+    hints = get_type_hints(record)
+    given: dict[str, Any] = {}
+    before = len(problems)
+    for name, part in node.value.items():
+        if name not in hints:
+            close = get_close_matches(name, hints, n=1, cutoff=0.5)
+            hint = f"did you mean `{close[0]}`?" if close else f"it takes {', '.join(f'`{known}`' for known in hints)}"
+            problems.append(Mismatch(key=f"{key}.{name}", node=part, problem="is not a known key", hint=hint))
+        else:
+            given[name] = convert(part, hints[name], ANY_NUMBER, f"{key}.{name}", problems)
+    for required in dataclasses.fields(record):
+        if required.default is dataclasses.MISSING and required.default_factory is dataclasses.MISSING and required.name not in given:
+            problems.append(Mismatch(key=f"{key}.{required.name}", node=node, problem="is missing"))
+    return INVALID if len(problems) > before else record(**given)
+
+
+def _value_hint(node: Node, annotation: Any) -> str | None:
+    parts, value = options(annotation), node.value
+    if bool in parts and isinstance(value, (str, int)) and str(value).lower() in ("yes", "no", "on", "off", "y", "n", "1", "0"):
+        return f"write `{'true' if str(value).lower() in ('yes', 'on', 'y', '1') else 'false'}`"
+    words = [str(word) for word in literals(annotation)]
+    if isinstance(value, str) and words:
+        close = get_close_matches(value.lower(), words, n=1, cutoff=0.6)
+        if close:
+            return f"did you mean `{close[0]}`?"
+    if isinstance(value, str) and any(get_origin(part) is list for part in parts):
+        return f"a list is written `[{value}]`"
+    return None

@@ -1,0 +1,236 @@
+"""YAML 1.2 scalars, read safely, with the line of every value; and the same kind of YAML written.
+
+PyYAML reads YAML 1.1, where `no` is false and `2e-4` is text. Here only `true` and `false` are booleans, `2e-4` is a number,
+a key that stands twice is an error, and tags that would build objects are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sft_play.errors import UserError
+
+BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+NULLS = frozenset({"", "~", "null", "Null", "NULL"})
+INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+STANDARD_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq"))
+LARGEST_FILE_BYTES = 4 * 2**20
+LARGEST_NODES = 100_000
+"""Values in a file once aliases are written out: a few lines of aliases can mean billions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A YAML value and where it stands."""
+
+    value: Any
+    """Scalar, `list[Node]` or `dict[str, Node]`."""
+    text: str | None = None
+    """A plain scalar as written, for keys whose type is text: `revision: 0012` is `0012`."""
+    line: int | None = None
+    """Line of the value's key (or list entry), counted from 1."""
+
+    def plain(self) -> Any:
+        """Returns the value as ordinary Python."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+
+def wrap(value: Any, line: int | None = None) -> Node:
+    """Returns ordinary Python as a `Node`, every part at `line`."""
+    if isinstance(value, Mapping):
+        return Node({str(key): wrap(part, line) for key, part in value.items()}, line=line)
+    if isinstance(value, (list, tuple)):
+        return Node([wrap(part, line) for part in value], line=line)
+    return Node(value, line=line)
+
+
+def resolve_scalar(text: str) -> Any:
+    """Returns what a plain scalar means in YAML 1.2's core schema."""
+    if text in NULLS:
+        return None
+    if text in BOOLEANS:
+        return BOOLEANS[text]
+    if INTEGER.fullmatch(text):
+        try:
+            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        except ValueError:  # Python refuses thousands of digits
+            return math.inf
+    if FLOAT.fullmatch(text):
+        return float(text)
+    if SPECIAL.fullmatch(text):
+        return float(text.replace(".", "", 1))
+    return text
+
+
+def read_yaml(path: Path) -> Node:
+    """Reads one document from `path`. Raises `UserError` with file, line and column."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+        raise UserError(f"`{path}` cannot be read: {reason}") from error
+    except ValueError as error:  # a null character in the path
+        raise UserError(f"{str(path)!r} cannot be read: {error}") from error
+    if len(content) > LARGEST_FILE_BYTES:
+        raise UserError(f"`{path}` has {len(content)} bytes; expected a configuration file, at most {LARGEST_FILE_BYTES}")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise UserError("not UTF-8 text", place=f"{path}:{line}") from error
+    return parse_yaml(text, str(path))
+
+
+def read_plain_yaml(path: Path) -> Any:
+    """Like `read_yaml`, returning ordinary Python."""
+    return read_yaml(path).plain()
+
+
+def parse_yaml(text: str, name: str) -> Node:
+    """Parses one document; `name` is the place in errors. Raises `UserError`."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        context = f" {error.context}" if error.context else ""
+        raise UserError(f"not YAML:{context} {error.problem}", place=place, hint=_syntax_hint(error)) from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UserError(f"not YAML: {error.reason} (character {error.character!r})", place=f"{name}:{line}") from error
+    except (RecursionError, ValueError) as error:
+        raise UserError("not YAML that can be read: nested too deeply, or a number out of range", place=name) from error
+    return _Builder(name).build(root, None) if root is not None else Node(None, line=1)
+
+
+def _syntax_hint(error: yaml.MarkedYAMLError) -> str | None:
+    problem = error.problem or ""
+    if "'\\t'" in problem:
+        return "indent with spaces; YAML takes no tabs"
+    if "mapping values are not allowed" in problem:
+        return "look for a missing line break, or put a value with `: ` in it between quotes"
+    if "could not find expected ':'" in problem:
+        return "a key is written `key: value`"
+    return None
+
+
+class _Builder:
+    """Turns PyYAML's nodes into ours."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+        self.open: set[int] = set()
+
+    def build(self, node: yaml.Node, line: int | None) -> Node:
+        """`line` is that of the value's key; a value may start further down."""
+        line = node.start_mark.line + 1 if line is None else line
+        self.count += 1
+        if id(node) in self.open or len(self.open) > 50:
+            raise UserError("an alias contains itself, or values are nested too deeply", place=f"{self.name}:{line}")
+        if self.count > LARGEST_NODES:
+            raise UserError(f"more than {LARGEST_NODES} values once aliases are written out", place=f"{self.name}:{line}")
+        if isinstance(node, yaml.ScalarNode):
+            return self.scalar(node, line)
+        self._refuse_tag(node)
+        self.open.add(id(node))
+        try:
+            if isinstance(node, yaml.SequenceNode):
+                return Node([self.build(part, None) for part in node.value], line=line)
+            assert isinstance(node, yaml.MappingNode)
+            return Node(self.mapping(node), line=line)
+        finally:
+            self.open.discard(id(node))
+
+    def mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
+        found: dict[str, Node] = {}
+        lines: dict[Hashable, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise UserError("a key is a list or a mapping; expected a name", place=f"{self.name}:{line}")
+            key = str(key_node.value)
+            if key in found:
+                raise UserError(f"`{key}` stands here and in line {lines[key]}; expected it once", place=f"{self.name}:{line}")
+            lines[key] = line
+            found[key] = self.build(value_node, line)
+        return found
+
+    def scalar(self, node: yaml.ScalarNode, line: int) -> Node:
+        text = str(node.value)
+        self._refuse_tag(node)
+        if node.style is not None:
+            return Node(text, line=line)
+        return Node(resolve_scalar(text), text=text, line=line)
+
+    def _refuse_tag(self, node: yaml.Node) -> None:
+        """Plain scalars carry the tag that YAML 1.1 resolves to, which is overruled here; any other tag was written by hand."""
+        known = STANDARD_TAGS | {f"tag:yaml.org,2002:{kind}" for kind in ("timestamp", "merge", "value")}
+        if node.tag not in known:
+            place = f"{self.name}:{node.start_mark.line + 1}"
+            raise UserError(f"the tag `{node.tag.replace('tag:yaml.org,2002:', '!!')}` is not allowed", place=place)
+
+
+PLAIN = re.compile(r"[A-Za-z0-9_/.][A-Za-z0-9_/.+@=-]*( [A-Za-z0-9_/.+@=-]+)*")
+UNPRINTABLE = re.compile("[^\\t\\n\\r\\x20-\\x7e\\xa0-\\u2027\\u202a-\\ud7ff\\ue000-\\ufefe\\uff00-\\ufffd\\U00010000-\\U0010ffff]")
+OLD_BOOLEANS = frozenset("y n yes no on off true false null".split())
+
+
+def scalar_text(value: Any) -> str:
+    """Returns a scalar, list or mapping as YAML on one line, which YAML 1.1 readers understand in the same way."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return _float_text(value)
+    if isinstance(value, str):
+        return _string_text(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_string_text(str(k))}: {scalar_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(scalar_text(part) for part in value) + "]"
+    return str(value)
+
+
+def _float_text(value: float) -> str:
+    if not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    mantissa, exponent, power = repr(value).partition("e")
+    return mantissa + ("" if "." in mantissa else ".0") + exponent + power
+
+
+def _string_text(value: str) -> str:
+    if PLAIN.fullmatch(value) and isinstance(resolve_scalar(value), str) and value.lower() not in OLD_BOOLEANS:
+        return value if yaml.resolver.Resolver().resolve(yaml.ScalarNode, value, (True, False)).endswith(":str") else json.dumps(value)
+    quoted = json.dumps(value, ensure_ascii=False)
+    return UNPRINTABLE.sub(lambda found: f"\\U{ord(found[0]):08x}" if ord(found[0]) > 0xFFFF else f"\\u{ord(found[0]):04x}", quoted)
+
+
+def dump_yaml(value: Mapping[str, Any]) -> str:
+    """Returns nested mappings as block YAML, everything else on one line per key."""
+    return "\n".join(_lines(value, "")) + "\n"
+
+
+def _lines(value: Mapping[str, Any], indent: str) -> list[str]:
+    out = []
+    for key, part in value.items():
+        if isinstance(part, Mapping) and part:
+            out += [f"{indent}{_string_text(key)}:", *_lines(part, indent + "  ")]
+        else:
+            out.append(f"{indent}{_string_text(key)}: {scalar_text(part)}")
+    return out
