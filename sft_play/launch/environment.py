@@ -90,8 +90,9 @@ def _always(local_world: int, kept: Mapping[str, str], cpu_threads: int) -> dict
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
-        # After the first failure the agent asks the others to leave, and kills them this many seconds later.
-        "PET_SHUTDOWN_TIMEOUT": "15",
+        # torchrun kills workers that take longer to leave than this, a rank 0 that is saving included. Our own supervision is
+        # faster after a failure, and waits for a save.
+        "PET_SHUTDOWN_TIMEOUT": "600",
     }
 
 

@@ -29,6 +29,10 @@ AGENT_FAILURE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 SIMPLE_DEATH = re.compile(r"died with <Signals\.(\w+): \d+>")
 """Python's word on a single process that was killed by a signal."""
 POLL_SECONDS = 0.1
+LOOK_SECONDS = 0.5
+GRACE_SECONDS = 15.0
+"""How long the other ranks may take to leave once one has failed."""
+WORKER_MODULE = "sft_play.train"
 MARK = "SFT_PLAY_LAUNCH"
 """Variable with an id of its own for each launch: every descendant inherits it, whatever session or parent it gets."""
 
@@ -47,9 +51,8 @@ class Outcome:
 
 @dataclass(kw_only=True, slots=True)
 class _Stop:
-    """Which signals have arrived, and the mark by which this launch's processes are known."""
+    """Which signals have arrived."""
 
-    mark: str
     signals: list[int] = field(default_factory=list)
 
     def note(self, number: int, _: FrameType | None) -> None:
@@ -66,22 +69,25 @@ def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFo
     for rank in ranks:  # a resumed run must not be judged by the records of the last attempt
         run.rank_exit(rank).unlink(missing_ok=True)
     _adopt_orphans()
-    stop = _Stop(mark=uuid.uuid4().hex)
+    stop, mark = _Stop(), uuid.uuid4().hex
     log = launcher_log(run, ranks.start)
     with log.open("wb") as agent_log, _signals_noted(stop):
         process = subprocess.Popen(
             list(arguments),
-            env={**variables, MARK: stop.mark},
+            env={**variables, MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=console,
             stderr=agent_log,
             start_new_session=True,
         )
+        watch = Watch(agent=process.pid, run=run, first_rank=ranks.start)
         try:
-            _wait(process, stop)
+            _wait(process, stop, watch, mark)
         finally:
-            _kill_descendants(process, stop.mark)
-    return judge(run, ranks, agent_code=process.returncode, agent_log=_tail(log), signals=tuple(stop.signals))
+            _kill_descendants(process, mark)
+    return judge(
+        run, ranks, agent_code=process.returncode, agent_log=_tail(log), signals=tuple(stop.signals), lost_rank=watch.lost_rank
+    )
 
 
 def launcher_log(run: RunFolder, first_rank: int) -> Path:
@@ -89,9 +95,52 @@ def launcher_log(run: RunFolder, first_rank: int) -> Path:
     return run.logs / ("launcher.log" if first_rank == 0 else f"launcher-from-rank{first_rank}.log")
 
 
-def _wait(process: subprocess.Popen[bytes], stop: _Stop) -> None:
-    answered = 0
+@dataclass(kw_only=True, slots=True)
+class Watch:
+    """Sees which worker ends first without having done its work; torchrun tells only when all others have ended too."""
+
+    agent: int
+    run: RunFolder
+    first_rank: int
+    workers: dict[psutil.Process, int] = field(default_factory=dict)
+    """Every worker that was ever seen, with its rank."""
+    lost_rank: int | None = None
+    lost_at: float | None = None
+
+    def look(self) -> None:
+        """Takes note of new workers, and of the first that has gone with an error or without a record."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.agent).children():
+                with contextlib.suppress(psutil.Error):
+                    if child not in self.workers and WORKER_MODULE in child.cmdline():
+                        self.workers[child] = int(child.environ().get("RANK", self.first_rank))
+        if self.lost_rank is None:
+            for worker, rank in self.workers.items():
+                if not is_alive(worker) and exit_records(self.run, range(rank, rank + 1)).get(rank, {"code": 1})["code"] != 0:
+                    self.lost_rank, self.lost_at = rank, time.monotonic()
+                    return
+
+    def is_over(self) -> bool:
+        """Whether the others have had their time to notice and leave."""
+        return self.lost_at is not None and time.monotonic() - self.lost_at > GRACE_SECONDS
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _wait(process: subprocess.Popen[bytes], stop: _Stop, watch: Watch, mark: str) -> None:
+    answered, looked = 0, 0.0
     while process.poll() is None:
+        if time.monotonic() - looked > LOOK_SECONDS:
+            looked = time.monotonic()
+            watch.look()
+        if watch.is_over() and not stop.signals:
+            _kill_descendants(process, mark)
         if len(stop.signals) > answered:
             answered = len(stop.signals)
             if answered == 1:
@@ -99,7 +148,7 @@ def _wait(process: subprocess.Popen[bytes], stop: _Stop) -> None:
                 _ask_workers_to_stop(process)
             else:
                 print("\nkilling the workers", file=sys.stderr, flush=True)
-                _kill_descendants(process, stop.mark)
+                _kill_descendants(process, mark)
         time.sleep(POLL_SECONDS)
 
 
@@ -140,7 +189,7 @@ def _descendants(agent: int, mark: str) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.pid == agent or _has_mark(child, mark):
                 found += [child, *child.children(recursive=True)]
-    return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in found if is_alive(p)]
 
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:
@@ -169,8 +218,16 @@ def _signals_noted(stop: _Stop) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def judge(run: RunFolder, ranks: range, *, agent_code: int, agent_log: str, signals: tuple[int, ...] = ()) -> Outcome:
-    """Says how the workers ended, from their records and the agent's own words. Reads files, changes nothing.
+def judge(
+    run: RunFolder,
+    ranks: range,
+    *,
+    agent_code: int,
+    agent_log: str,
+    signals: tuple[int, ...] = (),
+    lost_rank: int | None = None,
+) -> Outcome:
+    """Says how the workers ended, from their records, the agent's own words and the rank that was seen to go first.
 
     The order of causes: a worker that a signal killed (others then only saw their peer go), the earliest permanent error (codes
     1 to 5), a worker without a record, the earliest lost peer, a stop on request.
@@ -185,6 +242,8 @@ def judge(run: RunFolder, ranks: range, *, agent_code: int, agent_log: str, sign
         permanent = [r for r in failed if 1 <= int(r[1]["code"]) <= 5]
         return _recorded(run, permanent[0]) if permanent and len(signals) == 1 else Outcome(code=code)
     killed = _killed(ranks, agent_log)
+    if killed is None and lost_rank in silent and not AGENT_FAILURE.search(agent_log):
+        killed = lost_rank, "a signal"  # the others did not leave in time, so torchrun never said which
     if killed and (killed[0] in silent or not failed):
         return _vanished(run, killed[0], f"was killed by {killed[1]}")
     permanent = [r for r in failed if 1 <= int(r[1]["code"]) <= 5]
@@ -216,7 +275,7 @@ def _recorded(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
 
 
 def _vanished(run: RunFolder, rank: int, how: str) -> Outcome:
-    cause = " (out of memory is the usual cause: see `dmesg`)" if "SIGKILL" in how else ""
+    cause = " (out of memory is the usual cause: see `dmesg`)" if "kill" in how.lower() else ""
     text = f"error: rank {rank} {how}{cause}; all other ranks were stopped\n\nhint: its log: {run.rank_log(rank)}"
     return Outcome(code=LOST, rank=rank, message=text)
 

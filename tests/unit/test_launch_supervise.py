@@ -74,24 +74,28 @@ def test_a_stop_on_request(tmp_path: Path, number: int, code: int) -> None:
 SUPERVISOR = """
 import sys
 from pathlib import Path
+from sft_play.launch import supervise as module
 from sft_play.launch.supervise import supervise
 from sft_play.runs.folder import RunFolder
 import os
+module.GRACE_SECONDS = 2.0
 agent = [sys.executable, sys.argv[2], sys.argv[1]]
 outcome = supervise(agent, os.environ, RunFolder(Path(sys.argv[1])), range(2), console=1)
 print(outcome.message, file=sys.stderr)
 sys.exit(outcome.code)
 """
 AGENT = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 folder, worker = sys.argv[1], {worker!r}
-workers = [subprocess.Popen([sys.executable, worker, folder, str(rank)], start_new_session=True) for rank in range(2)]
-open(folder + "/agent-ready", "w").close()
-sys.exit(max(abs(w.wait()) for w in workers))
+def start(rank):
+    environment = dict(os.environ, RANK=str(rank))
+    return subprocess.Popen([sys.executable, worker, folder, "sft_play.train"], start_new_session=True, env=environment)
+workers = [start(rank) for rank in range(2)]
+sys.exit(max(abs(w.wait()) for w in workers))  # like torchrun, it says nothing before all have ended
 """
 WORKER = """
 import json, os, pathlib, signal, subprocess, sys, time
-folder, rank = pathlib.Path(sys.argv[1]), sys.argv[2]
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
 def leave(code):
     record = {"code": code, "time": time.time(), "error": ""}
     (folder / "logs" / f"exit-rank{rank}.json").write_text(json.dumps(record))
@@ -151,4 +155,31 @@ def test_a_killed_agent_leaves_no_process(supervised: tuple[subprocess.Popen[byt
     os.kill(agent.pid, signal.SIGKILL)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 75, error
+    assert alive(pids) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's subreaper")
+def test_a_lost_worker_is_named_though_the_others_hang(supervised: tuple[subprocess.Popen[bytes], Path]) -> None:
+    process, folder = supervised
+    pids = everybody(folder)
+    time.sleep(1.5)  # the supervisor has seen both
+    os.kill(int((folder / "pids-1").read_text().split()[0]), signal.SIGKILL)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 75, error
+    assert b"rank 1 was killed" in error
+    assert b"rank1.log" in error
+    assert alive(pids) == []
+
+
+def test_a_second_signal_kills(supervised: tuple[subprocess.Popen[bytes], Path]) -> None:
+    process, folder = supervised
+    pids = everybody(folder)
+    for rank in range(2):  # workers that hang and do not answer
+        os.kill(int((folder / f"pids-{rank}").read_text().split()[0]), signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
     assert alive(pids) == []
