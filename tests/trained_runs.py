@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.runs.folder import RunFolder
-from tests.plans import prepared_model, simple_plan
+from tests.plans import simple_plan
 
 
 def make_run(path: Path, base: Path, mode: str = "lora", *, tuning: str = "", plan: dict[str, Any] | None = None) -> RunFolder:
@@ -18,12 +18,15 @@ def make_run(path: Path, base: Path, mode: str = "lora", *, tuning: str = "", pl
     from sft_play.config.load import load_config, save_config
 
     from sft_play.model.load import load_for_training
+    from sft_play.model.resolve import resolve_model
+    from sft_play.runs.prepared import Prepared
 
     path.mkdir(parents=True)
     run, document = RunFolder(path), path.parent / f"{path.name}.yaml"
     document.write_text(f"model:\n  name: {base}\ntuning:\n  mode: {mode}\n  {tuning}\ndata:\n  train_path: unused.jsonl\n")
     loaded = load_config(document)
-    chosen, prepared = simple_plan(**(plan or {})), prepared_model(base)
+    chosen = simple_plan(**(plan or {}))
+    prepared = Prepared(model=resolve_model(loaded.config.model), train=None, validation=None)
     model, tokenizer = load_for_training(loaded.config, chosen, prepared)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():

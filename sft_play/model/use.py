@@ -54,15 +54,22 @@ def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.de
 
 
 def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
-    """Returns where the run's base is now: its old place, or found again when the cache was emptied.
+    """Returns where the run's base is now: its old place, or fetched again when the cache was emptied.
 
     Raises `CheckpointError` when what is found is not the model that the run was trained on.
     """
-    if (Path(prepared.model.path) / "config.json").is_file():
+    kept, source = Path(prepared.model.path), prepared.model.source
+    if source != "folder" and (kept / "config.json").is_file():  # in a cache, under its content's name
         return prepared.model
+    if source == "embedded":  # also when the hub can be reached by now: its files are not rounded to 4 bits
+        from sft_play.model.embedded import embedded_folder
+
+        return dataclasses.replace(prepared.model, path=str(embedded_folder()))
     from sft_play.model.resolve import resolve_model
 
-    again = resolve_model(dataclasses.replace(config.model, revision=prepared.model.revision or config.model.revision))
+    name = prepared.model.path if source == "folder" else prepared.model.name
+    revision = prepared.model.revision or config.model.revision
+    again = resolve_model(dataclasses.replace(config.model, name=name, revision=revision))
     if again.fingerprint != prepared.model.fingerprint:
         raise CheckpointError(
             f"the base model `{prepared.model.name}` is not the one that this run was trained on: its files have changed",

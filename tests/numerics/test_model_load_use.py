@@ -141,10 +141,17 @@ def test_an_adapter_whose_weights_are_missing_is_refused(lora: RunFolder) -> Non
         load_for_use(lora, None, "cpu")
 
 
-def test_an_adapter_over_a_base_of_another_size_is_refused(lora: RunFolder, tmp_path: Path) -> None:
-    prepared = json.loads(lora.prepared.read_text())
-    prepared["model"]["path"] = str(build_tiny_llama(tmp_path / "other", hidden_size=128))
-    lora.prepared.write_text(json.dumps(prepared))
+def test_a_base_that_has_changed_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", build_tiny_llama(tmp_path / "base"))
+    load_for_use(run, None, "cpu")
+    build_tiny_llama(tmp_path / "base", seed=7)  # the same architecture and sizes, other weights
+    with pytest.raises(CheckpointError, match="not the one that this run was trained on"):
+        load_for_use(run, None, "cpu")
+
+
+def test_an_adapter_of_another_size_is_refused(lora: RunFolder, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", build_tiny_llama(tmp_path / "base", hidden_size=128))
+    shutil.copy2(other.model / "adapter_model.safetensors", lora.model / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="does not fit the base model"):
         load_for_use(lora, None, "cpu")
 
