@@ -1,0 +1,223 @@
+"""`infer`, `merge` and `serve` as a user calls them, on a run that `train` has made."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.launch.network import free_port
+from tests.tiny_models import build_tiny_llama
+
+QUESTIONS = ["What is a list?", "What is a tuple?", "What is a much longer question about dictionaries and sets good for?"]
+
+
+class Place:
+    """A folder with a model, data and a trained run, and the program called inside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {
+            **os.environ,
+            "RUNS_DIR": str(folder / "runs"),
+            "SFT_PLAY_CACHE": str(folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def command(self, *words: str) -> list[str]:
+        return [sys.executable, "-m", "sft_play", *words]
+
+    def run(self, *words: str, stdin: str = "", timeout: int = 240) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*words), input=stdin, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
+        )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    place = Place(tmp_path_factory.mktemp("use"))
+    model = build_tiny_llama(place.folder / "model")
+    rows = [{"prompt": f"What is {i}?", "completion": f"{i} is a number."} for i in range(24)]
+    data = place.folder / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place.folder / "demo.yaml").write_text(
+        f"model: {{name: {model}, max_seq_len: 128}}\ntuning: {{mode: lora}}\ndata: {{train_path: {data}}}\n"
+        "train: {max_steps: 4, global_batch_size: 8, learning_rate: 0.02, generation_max_new_tokens: 12}\n"
+    )
+    done = place.run("train", f"CONFIG={place.folder / 'demo.yaml'}", "RUN_NAME=demo")
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+def test_one_prompt_prints_the_answer_and_nothing_else(place: Place) -> None:
+    done = place.run("infer", "RUN=demo", f"PROMPT={QUESTIONS[0]}")
+    assert done.returncode == 0, done.stderr
+    found = place.run("infer", "RUN=demo", f"PROMPT={QUESTIONS[0]}", "JSON=1")
+    facts = json.loads(found.stdout)
+    assert done.stdout == facts["answer"] + "\n"
+    assert facts["prompt"] == QUESTIONS[0]
+    assert facts["tokens"] <= 12
+
+
+def test_a_file_of_prompts_becomes_a_file_of_answers(place: Place, tmp_path: Path) -> None:
+    questions, output = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
+    questions.write_text("\n".join(QUESTIONS) + "\n\n")
+    output.write_text("older answers")
+    done = place.run("infer", "RUN=demo", f"INPUT={questions}", f"OUTPUT={output}", "TRAIN_GENERATION_MAX_NEW_TOKENS=6")
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == QUESTIONS
+    conversation = [
+        {"role": "user", "content": QUESTIONS[0]},
+        {"role": "assistant", "content": "A row."},
+        {"role": "user", "content": "Why?"},
+    ]
+    jsonl = tmp_path / "questions.jsonl"
+    jsonl.write_text("\n".join([json.dumps({"prompt": QUESTIONS[1]}), json.dumps({"messages": conversation})]))
+    again = place.run(
+        "infer",
+        "RUN=demo",
+        f"INPUT={jsonl}",
+        f"OUTPUT={output}",
+        "JSON=1",
+        "TRAIN_GENERATION_MAX_NEW_TOKENS=6",
+        "CHECKPOINT=last",
+    )
+    assert json.loads(again.stdout)["rows"] == 2, again.stderr
+    mixed = [json.loads(line) for line in output.read_text().splitlines()]
+    assert mixed[0] == rows[1], "the same prompt has the same answer in any company"
+    assert mixed[1]["messages"] == conversation
+
+
+def test_bad_input_is_reported_by_line_and_nothing_is_lost(place: Place, tmp_path: Path) -> None:
+    bad, output = tmp_path / "bad.jsonl", tmp_path / "answers.jsonl"
+    bad.write_text(
+        '{"prompt": "fine"}\n{"prompt": 3}\nnot json\n{"text": "x"}\n{"messages": [{"role": "assistant", "content": "a"}]}\n'
+    )
+    output.write_text("older answers")
+    done = place.run("infer", "RUN=demo", f"INPUT={bad}", f"OUTPUT={output}")
+    assert done.returncode == 4
+    assert all(f"{bad}:{line}:" in done.stderr for line in (2, 3, 4, 5))
+    assert f"{bad}:1:" not in done.stderr
+    assert output.read_text() == "older answers"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ((), 2, "`RUN` is missing"),
+        (("RUN=nothing",), 5, "there is no run `nothing`"),
+        (("RUN=demo", "INPUT=x.txt"), 2, "`INPUT` needs `OUTPUT`"),
+        (("RUN=demo", "PROMPT=a", "INPUT=x.txt", "OUTPUT=y"), 2, "one or the other"),
+        (("RUN=demo", "PROMPT="), 2, "`PROMPT` is empty"),
+        (("RUN=demo", "INPUT=missing.txt", "OUTPUT=y"), 4, "cannot be read"),
+        (("RUN=demo", "PROMPT=a", "CHECKPOINT=step-000099"), 5, "no checkpoint `step-000099`"),
+        (("RUN=demo", "PROMPT=a", "TRAIN_LEARNING_RATE=1"), 2, "cannot change `train.learning_rate`"),
+    ],
+)
+def test_wrong_calls_of_infer(place: Place, words: tuple[str, ...], code: int, message: str) -> None:
+    done = place.run("infer", *words, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_conversation_over_a_pipe_keeps_its_history(place: Place) -> None:
+    lines = f"{QUESTIONS[0]}\nWhy?\n/reset\nWhy?\n/what\n/quit\nnever asked\n"
+    done = place.run("infer", "RUN=demo", "JSON=1", stdin=lines)
+    assert done.returncode == 0, done.stderr
+    turns = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [turn["prompt"] for turn in turns] == [QUESTIONS[0], "Why?", "Why?"]
+    assert "the conversation is forgotten" in done.stderr
+    assert "unknown command" in done.stderr
+    fresh = place.run("infer", "RUN=demo", "PROMPT=Why?", "JSON=1")
+    assert json.loads(fresh.stdout)["answer"] == turns[2]["answer"], "after /reset nothing of the history is left"
+    streamed = place.run("infer", "RUN=demo", stdin=f"{QUESTIONS[0]}\n")
+    assert streamed.returncode == 0
+    assert streamed.stdout.strip() == turns[0]["answer"]
+
+
+def test_merge_publishes_a_plain_model_once(place: Place) -> None:
+    done = place.run("merge", "RUN=demo", "JSON=1")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    out = place.folder / "runs" / "demo" / "merged"
+    assert facts["folder"] == str(out)
+    assert facts["difference"] <= 1e-4 * facts["largest_logit"]
+    from transformers import AutoModelForCausalLM
+
+    assert type(AutoModelForCausalLM.from_pretrained(out)).__name__ == "LlamaForCausalLM"
+    stamp = json.loads((out / "stamp.json").read_text())
+    assert stamp["merged_from"]["run"] == "demo"
+    assert len(stamp) > 1, "the run's stamp is kept"
+    again = place.run("merge", "RUN=demo", timeout=30)
+    assert again.returncode == 2
+    assert "overwrites nothing" in again.stderr
+
+
+def ask(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_serve_answers_under_the_runs_name_and_ends_on_sigterm(place: Place) -> None:
+    port = free_port()
+    words = place.command("serve", "RUN=demo", f"PORT={port}", "JSON=1")
+    log = place.folder / "serve.log"
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(words, env=place.environment, stdout=subprocess.PIPE, stderr=stderr, text=True) as server,
+    ):
+        try:
+            assert server.stdout
+            facts = json.loads(server.stdout.readline() or "{}")
+            assert facts, log.read_text()
+            assert facts["url"] == f"http://127.0.0.1:{port}/v1"
+            assert [model["id"] for model in ask(f"{facts['url']}/models")["data"]] == ["demo"]
+            messages = [{"role": "user", "content": QUESTIONS[0]}]
+            body = {"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0}
+            answer = ask(f"{facts['url']}/chat/completions", body)
+            assert answer["choices"][0]["message"]["role"] == "assistant"
+            with pytest.raises(urllib.error.HTTPError):
+                ask(f"{facts['url']}/chat/completions", {**body, "model": "another"})
+            second = subprocess.Popen(
+                place.command("serve", "RUN=demo", f"PORT={port}"), env=place.environment, stderr=subprocess.PIPE, text=True
+            )
+            try:
+                assert second.stderr
+                assert re.search(rf"port {port} is taken; using \d+", second.stderr.readline())
+            finally:
+                second.kill()
+                second.communicate(timeout=20)
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(timeout=30) == 143
+            with pytest.raises(urllib.error.URLError):
+                ask(f"{facts['url']}/models")
+        finally:
+            if server.poll() is None:
+                server.kill()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [(("PORT=0",), "`PORT` is `0`"), (("PORT=70000",), "1 to 65535"), (("HOST=0.0.0.0",), "HOST")]
+)
+def test_serve_takes_ports_only(place: Place, words: tuple[str, ...], message: str) -> None:
+    started = time.monotonic()
+    done = place.run("serve", "RUN=demo", *words, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert time.monotonic() - started < 30
