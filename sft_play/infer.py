@@ -45,10 +45,11 @@ def main(call: Call) -> int:
     """Answers in the way that the variables ask for. Input is read and checked before the model is loaded."""
     options = call.options
     _check_options(options)
+    _check_overrides(call)
     run = find_run(options["RUN"])
-    settings = _settings(call, run)
     folder = weights_folder(run, options.get("CHECKPOINT"))
     rows = read_prompts(Path(options["INPUT"])) if "INPUT" in options else None
+    settings = _settings(call, run)
     ready = _load(run, folder, settings)
     if "PROMPT" in options:
         return _one(call, ready, {"run": run.name, "weights": label_of(run, folder)})
@@ -131,17 +132,20 @@ def _check_options(options: Mapping[str, str]) -> None:
     raise_all(problems)
 
 
-def _settings(call: Call, run: RunFolder) -> AnswerSettings:
-    from sft_play.config.load import read_config
-    from sft_play.plan.plan import Plan
-    from sft_play.training.answering import AnswerSettings
-
+def _check_overrides(call: Call) -> None:
     refused = sorted({override.key for override in call.overrides} - SETTINGS)
     if refused:
         raise UserError(
             f"`make infer` cannot change {', '.join(f'`{key}`' for key in refused)} of a trained run",
             hint=f"it takes {', '.join(sorted(key.upper().replace('.', '_') for key in SETTINGS))}",
         )
+
+
+def _settings(call: Call, run: RunFolder) -> AnswerSettings:
+    from sft_play.config.load import read_config
+    from sft_play.plan.plan import Plan
+    from sft_play.training.answering import AnswerSettings
+
     config = read_config(run.config, call.overrides).config
     size = config.eval.batch_size
     return AnswerSettings(
