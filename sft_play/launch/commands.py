@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sft_play.config.call import Call
-from sft_play.config.load import LoadedConfig, read_config, save_config
+from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
 from sft_play.files import write_json, write_text
 from sft_play.launch import tensorboard
@@ -23,7 +23,15 @@ from sft_play.launch.local import show_launch, worker_arguments
 from sft_play.launch.network import address_towards, free_port, interface_of, loopback_interface, require_free_port
 from sft_play.launch.options import CommandStrategy, LaunchOptions, read_options
 from sft_play.launch.render import accelerate_yaml
-from sft_play.launch.resume import check_overrides, choose_checkpoint, is_longer, launch_facts, options_of_run, with_overrides
+from sft_play.launch.resume import (
+    check_overrides,
+    choose_checkpoint,
+    compare_early,
+    compare_fully,
+    is_longer,
+    launch_facts,
+    options_of_run,
+)
 from sft_play.launch.run_folder import choose_name, find_run, is_finished, record_event, reserved
 from sft_play.launch.supervise import Outcome, supervise
 from sft_play.plan.detect import detect
@@ -124,10 +132,12 @@ def resume(call: Call) -> int:
     if is_finished(run) and not is_longer(call):
         print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
         return finish(call, run, Outcome(code=0))
-    loaded = with_overrides(call, read_config(run.config))
+    loaded = call.load_config()
     before = Plan.load(run.plan)
     options = options_of_run(call, run, before.world_size // before.num_nodes)
     checkpoint = choose_checkpoint(run)
+    if checkpoint:
+        compare_early(checkpoint, loaded.config)
     job = _job(call, loaded, options)
     job.plan(None)
     prepare(run)
@@ -172,9 +182,11 @@ def prepare(run: RunFolder) -> None:
 
 def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
     """Writes the run's files, shows plan and command, starts the workers and waits for them."""
-    plan = job.plan(Prepared.load(run.prepared))
+    prepared = Prepared.load(run.prepared)
+    plan = job.plan(prepared)
+    warnings = compare_fully(checkpoint, job.loaded.config, plan, prepared) if checkpoint else []
     require_disk_space(plan, job.loaded.config, run)
-    notices = write_launch_files(job, plan, run)
+    notices = warnings + write_launch_files(job, plan, run)
     environment = worker_environment(plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads)
     arguments = worker_arguments(run, job.node, checkpoint=checkpoint)
     console = sys.stderr if job.call.json else sys.stdout

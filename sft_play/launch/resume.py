@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
-from sft_play.config.load import LoadedConfig
+from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, UserError
 from sft_play.launch.deepspeed_json import UserDeepSpeed
 from sft_play.launch.json_with_comments import JsonDocument
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.run_folder import read_events
+from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import Prepared
+from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
 
 
 def launch_facts(options: LaunchOptions) -> dict[str, Any]:
@@ -94,12 +98,14 @@ CHANGEABLE = frozenset({
     "train.dataloader_pin_memory", "launch.timeout_seconds",
 })  # fmt: skip
 """Keys that a resumed run may change: none of them changes an update that has been made."""
+STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size", "launch.strategy")
+"""Keys that the stamp holds: comparing it gives the better message."""
 LONGER = frozenset({"train.max_steps", "train.epochs"})
 
 
 def check_overrides(call: Call) -> None:
     """Raises `UserError` for overrides that would make it another run."""
-    refused = [o for o in call.overrides if o.key not in CHANGEABLE]
+    refused = [o for o in call.overrides if o.key not in CHANGEABLE and not o.key.startswith(STAMPED)]
     if refused:
         keys = ", ".join(f"`{o.key}`" for o in refused)
         raise UserError(
@@ -114,8 +120,26 @@ def is_longer(call: Call) -> bool:
     return any(o.key in LONGER for o in call.overrides)
 
 
-def with_overrides(call: Call, loaded: LoadedConfig) -> LoadedConfig:
-    """Returns the run's configuration with the overrides of this command in it."""
-    from sft_play.config.load import override_config
+def compare_early(checkpoint: Path, config: Config) -> None:
+    """Compares what the configuration alone decides, before anything is planned or downloaded. Raises `CheckpointError`."""
+    old = Stamp.load(checkpoint)
+    tuning, lora = config.tuning, config.tuning.lora
+    shape = {"r": lora.r, "alpha": lora.alpha, "dropout": lora.dropout, "target_modules": lora.target_modules}
+    new = replace(
+        old,
+        backend=tuning.backend,
+        mode=tuning.mode,
+        quantization=tuning.quantization if tuning.mode == "qlora" else "none",
+        base_model=config.model.name,
+        lora=None if tuning.mode == "full" else shape,
+        max_seq_len=config.model.max_seq_len,
+        seed=config.train.seed,
+    )
+    refuse(compare(old, new, "resume"), f"checkpoint `{checkpoint.name}`")
 
-    return override_config(loaded, call.overrides) if call.overrides else loaded
+
+def compare_fully(checkpoint: Path, config: Config, plan: Plan, prepared: Prepared) -> list[str]:
+    """Compares the checkpoint's stamp with what would go on. Returns warnings; raises `CheckpointError` with every refusal."""
+    return refuse(
+        compare(Stamp.load(checkpoint), make_stamp(config, plan, prepared), "resume"), f"checkpoint `{checkpoint.name}`"
+    )
