@@ -16,6 +16,7 @@ from sft_play.launch.run_folder import find_run
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
+from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
 from sft_play.runs.weights import label_of, weights_folder
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def main(call: Call) -> int:
     run = find_run(_required(call.options, "RUN"))
     config = _configuration(call, run)
     weights = find_weights(run, call.options.get("CHECKPOINT"))
+    _check_stamp(run, config, weights)
     settings = _settings(config, run, weights)
     scores = kept_scores(run, weights.step, settings)
     if scores is None:
@@ -119,6 +121,15 @@ def _configuration(call: Call, run: RunFolder) -> Config:
 
     loaded = read_config(run.config)
     return (override_config(loaded, call.overrides) if call.overrides else loaded).config
+
+
+def _check_stamp(run: RunFolder, config: Config, weights: Weights) -> None:
+    """Raises `CheckpointError` when the weights were made by another base, tokenizer, backend or adapter shape."""
+    if weights.folder is None:
+        return
+    now = make_stamp(config, Plan.load(run.plan), Prepared.load(run.prepared))
+    for warning in refuse(compare(Stamp.load(weights.folder), now, "eval"), f"`{weights.label}`"):
+        print(warning, file=sys.stderr)
 
 
 def _settings(config: Config, run: RunFolder, weights: Weights) -> dict[str, Any]:
