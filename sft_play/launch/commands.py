@@ -31,6 +31,7 @@ from sft_play.launch.resume import (
     is_longer,
     launch_facts,
     options_of_run,
+    restored_on_error,
 )
 from sft_play.launch.run_folder import choose_name, find_run, is_finished, record_event, reserved
 from sft_play.launch.supervise import Outcome, supervise
@@ -140,7 +141,11 @@ def resume(call: Call) -> int:
         compare_early(checkpoint, loaded.config)
     job = _job(call, loaded, options)
     job.plan(None)
-    prepare(run)
+    with restored_on_error(run.prepared):
+        prepare(run)
+        prepared = Prepared.load(run.prepared)
+        if checkpoint:
+            compare_fully(checkpoint, loaded.config, job.plan(prepared), prepared)
     return finish(call, run, launch(job, run, event="resumed", checkpoint=checkpoint))
 
 
@@ -182,11 +187,9 @@ def prepare(run: RunFolder) -> None:
 
 def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
     """Writes the run's files, shows plan and command, starts the workers and waits for them."""
-    prepared = Prepared.load(run.prepared)
-    plan = job.plan(prepared)
-    warnings = compare_fully(checkpoint, job.loaded.config, plan, prepared) if checkpoint else []
+    plan = job.plan(Prepared.load(run.prepared))
     require_disk_space(plan, job.loaded.config, run)
-    notices = warnings + write_launch_files(job, plan, run)
+    notices = write_launch_files(job, plan, run)
     environment = worker_environment(plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads)
     arguments = worker_arguments(run, job.node, checkpoint=checkpoint)
     console = sys.stderr if job.call.json else sys.stdout
