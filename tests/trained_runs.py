@@ -20,6 +20,7 @@ def make_run(path: Path, base: Path, mode: str = "lora", *, tuning: str = "", pl
     from sft_play.model.load import load_for_training
     from sft_play.model.resolve import resolve_model
     from sft_play.runs.prepared import Prepared
+    from sft_play.runs.stamp import make_stamp
 
     path.mkdir(parents=True)
     run, document = RunFolder(path), path.parent / f"{path.name}.yaml"
@@ -37,4 +38,6 @@ def make_run(path: Path, base: Path, mode: str = "lora", *, tuning: str = "", pl
     prepared.save(run.prepared)
     model.save_pretrained(run.model)
     tokenizer.save_pretrained(run.model)
+    for folder in (run.path, run.model):
+        make_stamp(loaded.config, chosen, prepared).save(folder)
     return run

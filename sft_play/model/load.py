@@ -59,7 +59,7 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
         tell(quantise.check_existing(existing, config.tuning, plan.strategy))
     elif config.tuning.mode == "qlora":
         settings = quantise.bnb_settings(config.tuning, plan)
-    return read_model(
+    model = read_model(
         folder,
         config.model,
         dtype=getattr(torch, plan.weights_dtype),
@@ -67,6 +67,11 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
         quantization_config=settings,
         device=_placement(plan),
     )
+    if settings is not None:
+        plain = sum(model.get_parameter(name).numel() for name in lora.expert_names(model))
+        if plain:
+            tell(f"{plain:,} parameters of fused experts stay in {plan.weights_dtype}: bitsandbytes quantises linear layers only")
+    return model
 
 
 def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:

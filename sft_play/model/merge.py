@@ -21,7 +21,7 @@ from sft_play.files import file_sha256, read_json, sync_folder, write_json
 from sft_play.model import quantise
 from sft_play.model.read import read_model
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
-from sft_play.model.use import add_trained_adapter, current_base, has_tokenizer, read_base
+from sft_play.model.use import add_trained_adapter, checked_base, has_tokenizer, read_base
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
@@ -88,13 +88,15 @@ def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> Merged:
 
 
 def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
+    prepared = Prepared.load(run.prepared)
+    checked_base(weights, read_config(run.config).config, Plan.load(run.plan), prepared, "merge")
     size = sum(p.stat().st_size for p in weights.iterdir() if p.is_file())
     _require_disk(partial, size)
     for path in weights.iterdir():
         if path.is_file() and not path.name.startswith((*LEFT_BEHIND, "manifest")):
             shutil.copy2(path, partial / path.name)
     if not has_tokenizer(partial):
-        load_tokenizer(Prepared.load(run.prepared).model.path).save_pretrained(partial)
+        load_tokenizer(prepared.model.path).save_pretrained(partial)
     return {
         "dtype": stored_dtype(weights),
         "parameters": _stored_parameters(weights),
@@ -107,7 +109,8 @@ def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
 
 def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> dict[str, Any]:
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
-    base = current_base(config, prepared)
+    base = checked_base(weights, config, plan, prepared, "merge")
+    assert base is not None
     folder = Path(base.path)
     tokenizer = load_tokenizer(weights if has_tokenizer(weights) else folder)
     prompts = [_ids(tokenizer, prompt) for prompt in PROMPTS]

@@ -12,11 +12,12 @@ import torch
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.model import quantise
-from sft_play.model.read import first_lines, read_model
+from sft_play.model.read import first_lines, read_model, tell
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, ResolvedModel
+from sft_play.runs.stamp import Purpose, Stamp, compare, make_stamp, refuse
 from sft_play.runs.weights import kind_of
 
 
@@ -25,7 +26,9 @@ def best_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.device | None = None) -> tuple[Any, Any]:
+def load_for_use(
+    run: RunFolder, checkpoint: Path | None, device: str | torch.device | None = None, *, purpose: Purpose = "infer"
+) -> tuple[Any, Any]:
     """Returns (model, tokenizer) in evaluation mode on `device`.
 
     `checkpoint` is a checkpoint's folder, or `None` for the run's final model. A quantised base is quantised again as in
@@ -37,27 +40,35 @@ def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.de
     device = str(device or best_device())
     folder = checkpoint or run.model
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
-    kind = kind_of(folder)
-    if kind is None:
-        raise CheckpointError(
-            "there are no weights here", place=str(folder), hint="the run has not published any, or they were removed"
-        )
-    if kind == "full":
+    base = checked_base(folder, config, plan, prepared, purpose)
+    if base is None:
         model = read_model(folder, config.model, dtype=use_dtype(plan, device), attention=use_attention(plan, device))
     else:
-        base = read_base(config, plan, current_base(config, prepared), device)
-        model = add_trained_adapter(base, folder)
+        model = add_trained_adapter(read_base(config, plan, base, device), folder)
     tokenizer = load_tokenizer(folder if has_tokenizer(folder) else Path(prepared.model.path))
     model = model.to(device) if not quantised(model) else model
     model.config.use_cache = True
     return model.eval(), tokenizer
 
 
-def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
-    """Returns where the run's base is now: its old place, or fetched again when the cache was emptied.
+def checked_base(folder: Path, config: Config, plan: Plan, prepared: Prepared, purpose: Purpose) -> ResolvedModel | None:
+    """Compares the stamp of `folder` with the run and with the base as it is now; returns the base, `None` for full weights.
 
-    Raises `CheckpointError` when what is found is not the model that the run was trained on.
+    Prints what only deserves a warning. Raises `CheckpointError` for what does not belong together, or where there are no
+    weights.
     """
+    kind = kind_of(folder)
+    if kind is None:
+        hint = "the run has not published any, or they were removed"
+        raise CheckpointError("there are no weights here", place=str(folder), hint=hint)
+    base = current_base(config, prepared) if kind == "adapter" else prepared.model
+    now = make_stamp(config, plan, dataclasses.replace(prepared, model=base))
+    tell(*refuse(compare(Stamp.load(folder), now, purpose), f"`{folder.name}`"))
+    return base if kind == "adapter" else None
+
+
+def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
+    """Returns the run's base as it is now: in its old place with the fingerprint it has today, or fetched again."""
     kept, source = Path(prepared.model.path), prepared.model.source
     if source != "folder" and (kept / "config.json").is_file():  # in a cache, under its content's name
         return prepared.model
@@ -70,13 +81,7 @@ def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
     name = prepared.model.path if source == "folder" else prepared.model.name
     revision = prepared.model.revision or config.model.revision
     again = resolve_model(dataclasses.replace(config.model, name=name, revision=revision))
-    if again.fingerprint != prepared.model.fingerprint:
-        raise CheckpointError(
-            f"the base model `{prepared.model.name}` is not the one that this run was trained on: its files have changed",
-            place=again.path,
-            hint="adapters are only right over their own base: restore that version of the model",
-        )
-    return again
+    return dataclasses.replace(again, name=prepared.model.name)
 
 
 def read_base(config: Config, plan: Plan, base: ResolvedModel, device: str) -> Any:

@@ -88,6 +88,13 @@ def test_int8_keeps_the_adapters_in_fp32_on_a_cpu(folders: dict[str, Path]) -> N
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
+def test_experts_that_cannot_be_quantised_are_counted_aloud(folders: dict[str, Path], capsys: Any) -> None:
+    model = load(folders["mixtral"], mode="qlora")
+    experts = [p for n, p in model.named_parameters() if "experts" in n and "lora" not in n]
+    assert {p.dtype for p in experts} == {torch.float32}
+    assert f"{sum(p.numel() for p in experts):,} parameters of fused experts stay in float32" in capsys.readouterr().err
+
+
 def test_lora_adapters_are_fp32_over_a_bf16_base(folders: dict[str, Path]) -> None:
     model = load(folders["llama"], plan={"weights_dtype": "bfloat16", "precision": "bf16"})
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}

@@ -145,8 +145,27 @@ def test_a_base_that_has_changed_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", build_tiny_llama(tmp_path / "base"))
     load_for_use(run, None, "cpu")
     build_tiny_llama(tmp_path / "base", seed=7)  # the same architecture and sizes, other weights
-    with pytest.raises(CheckpointError, match="not the one that this run was trained on"):
+    with pytest.raises(CheckpointError, match="the base model's files have changed"):
         load_for_use(run, None, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("backend", "unsloth"), ("lora", {"r": 1}), ("tokenizer_fingerprint", "x"), ("base_fingerprint", "y")]
+)
+def test_weights_with_another_stamp_are_refused_by_the_fields_name(
+    lora: RunFolder, tmp_path: Path, field: str, value: Any
+) -> None:
+    stamp = json.loads((lora.model / "stamp.json").read_text())
+    (lora.model / "stamp.json").write_text(json.dumps({**stamp, field: value}))
+    for use in (lambda: load_for_use(lora, None, "cpu"), lambda: merge(lora, lora.model, tmp_path / "out", print)):
+        with pytest.raises(CheckpointError, match=f"`{field}` was"):
+            use()
+
+
+def test_weights_without_a_stamp_are_refused(lora: RunFolder) -> None:
+    (lora.model / "stamp.json").unlink()
+    with pytest.raises(CheckpointError, match="no stamp"):
+        load_for_use(lora, None, "cpu")
 
 
 def test_an_adapter_of_another_size_is_refused(lora: RunFolder, tmp_path: Path) -> None:
