@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, UserError
+from sft_play.files import write_bytes
 from sft_play.launch.deepspeed_json import UserDeepSpeed
 from sft_play.launch.json_with_comments import JsonDocument
 from sft_play.launch.options import LaunchOptions
@@ -138,8 +140,20 @@ def compare_early(checkpoint: Path, config: Config) -> None:
     refuse(compare(old, new, "resume"), f"checkpoint `{checkpoint.name}`")
 
 
-def compare_fully(checkpoint: Path, config: Config, plan: Plan, prepared: Prepared) -> list[str]:
-    """Compares the checkpoint's stamp with what would go on. Returns warnings; raises `CheckpointError` with every refusal."""
-    return refuse(
-        compare(Stamp.load(checkpoint), make_stamp(config, plan, prepared), "resume"), f"checkpoint `{checkpoint.name}`"
-    )
+def compare_fully(checkpoint: Path, config: Config, plan: Plan, prepared: Prepared) -> None:
+    """Compares the checkpoint's stamp with what would go on. Prints warnings; raises `CheckpointError` with every refusal."""
+    differences = compare(Stamp.load(checkpoint), make_stamp(config, plan, prepared), "resume")
+    for warning in refuse(differences, f"checkpoint `{checkpoint.name}`"):
+        print(warning, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def restored_on_error(path: Path) -> Iterator[None]:
+    """Gives a file its old content back when the body raises: a refused resume must leave the run as it was."""
+    before = path.read_bytes() if path.is_file() else None
+    try:
+        yield
+    except BaseException:
+        if before is not None:
+            write_bytes(path, before)
+        raise
