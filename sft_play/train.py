@@ -1,0 +1,228 @@
+"""The worker: `accelerate launch -m sft_play.train --run runs/NAME [--resume CHECKPOINT]`, one process per rank.
+
+Reads only the JSON of its run folder and decides nothing: what to do stands in the plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from sft_play.config.load import read_config
+from sft_play.config.schema import Config
+from sft_play.errors import CheckpointError, UserError
+from sft_play.files import read_json, sync_folder, write_json
+from sft_play.plan.plan import Plan
+from sft_play.runs.checkpoints import remove_leftovers
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import Prepared
+from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
+from sft_play.training.console import quiet_libraries, redirect
+from sft_play.training.world import check_launch, check_world, launched_world, leave, prepare_state
+
+if TYPE_CHECKING:
+    from sft_play.training.guards import Holdings, StopOnRequest
+    from sft_play.training.trainer import SftTrainer
+
+STOPPED = 143
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trains this rank's share and returns the exit code, which is recorded for the launcher too."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
+    options = parser.parse_args(arguments)
+    run = RunFolder(options.run)
+    rank, _ = launched_world()
+    console = redirect(run.rank_log(rank), rank)
+    code, error = 1, ""
+    try:
+        code = work(run, options.resume, console)
+    except UserError as problem:
+        code, error = problem.exit_code, problem.render()
+        print(error, file=sys.stderr)
+    except OSError as problem:
+        code, error = 3, f"error: {problem.filename or run.path}: {problem.strerror or problem}"
+        print(error, file=sys.stderr)
+        traceback.print_exc()
+    except Exception as problem:  # noqa: BLE001 - the last stop of a worker: our own bug, with its traceback in the log
+        error = f"{type(problem).__name__}: {problem}"
+        traceback.print_exc()
+    finally:
+        write_json(run.rank_exit(rank), {"code": code, "error": error, "time": time.time()})
+    if code in (0, STOPPED):
+        leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def work(run: RunFolder, checkpoint: Path | None, console: TextIO | None) -> int:
+    """The whole road of a worker, top to bottom."""
+    quiet_libraries()
+    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
+    check_launch(plan)
+    stamp = settle_stamp(run, config, plan, prepared, checkpoint)
+    trainer, stop, holdings = build(run, config, plan, prepared, stamp, console)
+    check_world(plan, trainer.accelerator)
+    stop.listen()
+    if trainer.is_world_process_zero():
+        remove_leftovers(run)
+    trainer.accelerator.wait_for_everyone()
+    started = time.time()
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    save_holdings(run, trainer, holdings)
+    if stop.stopped:
+        return STOPPED
+    publish_model(run, trainer, config)
+    if trainer.is_world_process_zero():
+        write_json(run.training_metrics, summary(trainer, time.time() - started))
+    return 0
+
+
+def settle_stamp(run: RunFolder, config: Config, plan: Plan, prepared: Prepared, checkpoint: Path | None) -> Stamp:
+    """Returns the run's stamp; on resume the checkpoint's is compared first. Raises `CheckpointError` on a refusal."""
+    rank, _ = launched_world()
+    stamp = make_stamp(config, plan, prepared)
+    if checkpoint is not None:
+        notes = refuse(compare(Stamp.load(checkpoint), stamp, "resume"), f"the checkpoint `{checkpoint.name}`")
+        for note in notes if rank == 0 else []:
+            print(note)
+    if rank == 0:
+        stamp.save(run.path)
+    return stamp
+
+
+def build(
+    run: RunFolder, config: Config, plan: Plan, prepared: Prepared, stamp: Stamp, console: TextIO | None
+) -> tuple[SftTrainer, StopOnRequest, Holdings]:
+    """Returns the trainer with model, rows and callbacks. The order matters: arguments first, since ZeRO-3 shards on load."""
+    import datasets
+
+    from sft_play.model.load import load_for_training
+    from sft_play.training.arguments import training_arguments
+    from sft_play.training.guards import Holdings, SaveAtEnd, StopOnRequest
+    from sft_play.training.trainer import SftTrainer
+
+    datasets.disable_progress_bars()
+    args = training_arguments(config, plan, run, has_validation=prepared.validation is not None)
+    prepare_state(plan, args)
+    model, tokenizer = load_for_training(config, plan, prepared)
+    assert prepared.train is not None
+    stop, holdings = StopOnRequest(args.device), Holdings()
+    trainer = SftTrainer(
+        config=config,
+        plan=plan,
+        run=run,
+        stamp=stamp,
+        tokenizer=tokenizer,
+        model=model,
+        args=args,
+        train_dataset=datasets.load_from_disk(prepared.train.path).select_columns(["input_ids", "labels", "row"]),
+        eval_dataset=datasets.load_from_disk(prepared.validation.path) if prepared.validation else None,
+        callbacks=[SaveAtEnd(keep_best=config.train.load_best_model_at_end), stop, holdings],
+    )
+    quiet_callbacks(trainer)
+    add_reporters(trainer, run, config, console)
+    return trainer, stop, holdings
+
+
+def quiet_callbacks(trainer: SftTrainer) -> None:
+    """Removes transformers' own printing; this program has its own line."""
+    from transformers import PrinterCallback, ProgressCallback
+
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+
+
+def add_reporters(trainer: SftTrainer, run: RunFolder, config: Config, console: TextIO | None) -> None:
+    """Rank 0 writes metrics and curves and shows progress."""
+    from sft_play.training.arguments import wants_tensorboard
+    from sft_play.training.curves import Curves
+    from sft_play.training.metrics import MetricsFile
+    from sft_play.training.progress import Progress
+
+    if trainer.is_world_process_zero():
+        trainer.add_callback(MetricsFile(run.metrics))
+        if wants_tensorboard(config):
+            trainer.add_callback(Curves(run.tensorboard))
+        if console is not None:
+            trainer.add_callback(Progress(console))
+
+
+def save_holdings(run: RunFolder, trainer: SftTrainer, holdings: Holdings) -> None:
+    """Each rank writes what it held and which rows it trained and scored."""
+    rank = trainer.args.process_index
+    holdings.save(run.rank_holdings(rank), rows_trained=trainer.rows_trained, rows_scored=trainer.rows_scored)
+
+
+def publish_model(run: RunFolder, trainer: SftTrainer, config: Config) -> None:
+    """Publishes the last weights, or the best checkpoint's, as `model/`, by rename."""
+    from sft_play.training.trainer import stamp_at
+
+    partial = run.path / ".model.partial"
+    best = run.best.resolve() if config.train.load_best_model_at_end and run.best.exists() else None
+    if trainer.is_world_process_zero():
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    trainer.accelerator.wait_for_everyone()
+    if best is None:
+        trainer.save_model(str(partial))
+    if trainer.is_world_process_zero():
+        step = trainer.state.global_step
+        if best is not None:
+            copy_weights(best, partial)
+            step = int(read_json(best / "trainer_state.json")["global_step"])
+        stamp_at(trainer.stamp, step).save(partial)
+        if run.model.exists():  # a run that was made longer
+            shutil.rmtree(run.model)
+        partial.rename(run.model)
+        sync_folder(run.path)
+    trainer.accelerator.wait_for_everyone()
+
+
+def copy_weights(checkpoint: Path, folder: Path) -> None:
+    """Copies weights, configuration and tokenizer of a checkpoint; its optimizer states stay behind."""
+    left_out = {"trainer_state.json", "manifest.json", "stamp.json", "zero_to_fp32.py", "latest"}
+    for path in checkpoint.iterdir():
+        if path.is_file() and path.name not in left_out and path.suffix not in (".pt", ".pth", ".bin"):
+            shutil.copy2(path, folder / path.name)
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError("the best checkpoint holds no weights", place=str(checkpoint))
+
+
+def summary(trainer: SftTrainer, seconds: float) -> dict[str, Any]:
+    """Returns the content of `training_metrics.json`."""
+    from sft_play.training.metrics import finite
+    from sft_play.training.trainer import peak_memory_bytes
+
+    train = [row for row in trainer.state.log_history if "rank_loss" in row]
+    scores = [row for row in trainer.state.log_history if "eval_loss" in row]
+    spent = trainer.training_seconds()
+    return {
+        "steps": trainer.state.global_step,
+        "epochs": trainer.state.epoch,
+        "train_loss": finite(sum(row["loss"] for row in train) / len(train)) if train else None,
+        "final_loss": finite(train[-1]["loss"]) if train else None,
+        "tokens": trainer.tokens_trained,
+        "tokens_per_second": trainer.tokens_trained / spent if spent else None,
+        "seconds": seconds,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "best_step": trainer.state.best_global_step,
+        "best_metric": finite(trainer.state.best_metric),
+        **{key: finite(value) for key, value in (scores[-1] if scores else {}).items() if key.startswith("eval_")},
+    }
+
+
+if __name__ == "__main__":
+    code = main()
+    if code not in (0, STOPPED):
+        os._exit(code)  # peers may hang in a collective operation that this rank has left; the launcher ends them
+    sys.exit(code)

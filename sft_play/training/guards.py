@@ -1,0 +1,84 @@
+"""Small callbacks that watch a run: the last save, stops on request, what a rank holds, losses that are no numbers."""
+
+from __future__ import annotations
+
+import math
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from sft_play.errors import DataError
+from sft_play.files import write_json
+from sft_play.training.holdings import gradients_held, optimizer_held, parameters_held
+from sft_play.training.loss import all_sum
+
+
+class SaveAtEnd(TrainerCallback):  # type: ignore[misc]
+    """Writes a checkpoint at the last step, and whenever a new best is found that `model/` will want."""
+
+    def __init__(self, *, keep_best: bool) -> None:
+        self.keep_best = keep_best
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.save_strategy != "no" and state.global_step >= state.max_steps:
+            control.should_save = True
+
+
+class StopOnRequest(TrainerCallback):  # type: ignore[misc]
+    """SIGTERM, SIGINT and SIGUSR1 let the step end; all ranks agree, save and stop."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.received: int | None = None
+        self.stopped = False
+        self.device = device
+
+    def listen(self) -> None:
+        """Takes the signals over; call once, in the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        self.received = number
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        asked = all_sum(torch.tensor([int(self.received is not None)], device=self.device))
+        if int(asked.item()):
+            self.stopped = True
+            control.should_save = args.save_strategy != "no"
+            control.should_training_stop = True
+
+
+class Holdings(TrainerCallback):  # type: ignore[misc]
+    """Counts what this rank holds at its first update."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, Any] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **references: Any) -> None:
+        if "gradients" not in self.counts:
+            self.counts["parameters"] = parameters_held(references["model"])
+            self.counts["gradients"] = gradients_held(references["model"], references["optimizer"])
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **references: Any) -> None:
+        if "optimizer" not in self.counts:
+            self.counts["optimizer"] = optimizer_held(references["optimizer"])
+
+    def save(self, path: Path, *, rows_trained: list[int], rows_scored: list[int]) -> None:
+        """Writes the counts with the ids of the rows that this rank trained and scored."""
+        write_json(path, self.counts | {"rows_trained": sorted(rows_trained), "rows_scored": sorted(rows_scored)})
+
+
+def require_finite(loss: float, *, step: int, rows: list[int], path: Path) -> None:
+    """Raises `DataError` before the update when the loss of this step is not a number, and keeps the rows' ids."""
+    if math.isfinite(loss):
+        return
+    write_json(path, {"step": step, "rows": rows})
+    raise DataError(
+        f"the loss of step {step} is {loss}; the update was not made and the last checkpoint is whole",
+        place=str(path),
+        hint="lower TRAIN_LEARNING_RATE, look at the rows named there, or set TRAIN_BF16=true instead of fp16; then `make resume`",
+    )

@@ -1,0 +1,67 @@
+"""The progress line on rank 0's console: step, loss, tokens/s and time left."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TextIO
+
+from transformers import TrainerCallback
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress(TrainerCallback):  # type: ignore[misc]
+    """A bar where the console is a terminal, a plain line now and then where it is a file or a pipe."""
+
+    def __init__(self, console: TextIO) -> None:
+        self.console = console
+        self.bar: Any = None
+        self.started = self.told = time.monotonic()
+        self.first_step = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.started = time.monotonic()
+        self.told = 0.0
+        self.first_step = state.global_step
+        if self.console.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, file=self.console, unit="step", dynamic_ncols=True)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        logs = logs or {}
+        if "rank_loss" in logs:
+            facts = f"loss {logs['loss']:.4f}, {logs['tokens_per_second']:,.0f} tokens/s"
+            if self.bar is not None:
+                self.bar.n = state.global_step
+                self.bar.set_postfix_str(facts)
+            elif self._due(state):
+                self._line(f"step {state.global_step}/{state.max_steps}: {facts}, {self._left(state)} left")
+        elif "eval_loss" in logs:
+            rouge = f", ROUGE-L {logs['eval_rougeL']:.3f}" if "eval_rougeL" in logs else ""
+            self._line(f"step {state.global_step}/{state.max_steps}: held-out loss {logs['eval_loss']:.4f}{rouge}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def _due(self, state: Any) -> bool:
+        now = time.monotonic()
+        if state.global_step in (self.first_step + 1, state.max_steps) or now - self.told >= SECONDS_BETWEEN_LINES:
+            self.told = now
+            return True
+        return False
+
+    def _line(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.write(text, file=self.console)
+        else:
+            self.console.write(text + "\n")
+            self.console.flush()
+
+    def _left(self, state: Any) -> str:
+        done = state.global_step - self.first_step
+        seconds = (time.monotonic() - self.started) / max(done, 1) * (state.max_steps - state.global_step)
+        minutes, rest = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

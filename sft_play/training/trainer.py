@@ -1,0 +1,313 @@
+"""The one `Trainer` subclass. It holds only what transformers' own cannot do:
+
+- batches that are the same rows on every world size, already shared out over ranks;
+- a loss that is exact over micro-batches and ranks, computed only where there are labels;
+- evaluation that gives the same figures on any number of ranks, with generated answers when asked;
+- checkpoints that appear complete or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import InitProcessGroupKwargs
+from torch import Tensor, distributed
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
+
+from sft_play.config.schema import Config
+from sft_play.data.batches import GlobalBatchSampler
+from sft_play.data.collate import Batch, Collator
+from sft_play.plan.plan import Plan
+from sft_play.runs.checkpoints import link, partial_folder, publish, rotate
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.stamp import Stamp
+from sft_play.training.generation import decide, score_by_generation, write_evaluation
+from sft_play.training.guards import require_finite
+from sft_play.training.loss import all_sum, label_tokens, token_loss_sum
+from sft_play.training.shares import choose_rows, share_batches
+
+SHARDED = ("zero3", "fsdp2")
+"""Strategies under which every forward pass is a collective operation."""
+
+
+class SftTrainer(Trainer):  # type: ignore[misc]
+    """transformers' Trainer over prepared rows, obeying a plan."""
+
+    def __init__(self, *, config: Config, plan: Plan, run: RunFolder, stamp: Stamp, tokenizer: Any, **arguments: Any) -> None:
+        self.config, self.plan, self.run, self.stamp = config, plan, run, stamp
+        self.collator = Collator(plan.layout, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
+        self.rows_trained: list[int] = []
+        self.rows_scored: list[int] = []
+        self.tokens_trained = 0
+        self.peak_flops: float | None = None
+        super().__init__(data_collator=self.collator, processing_class=tokenizer, **arguments)
+        self.loss_is_scaled_for_ga = True  # `compute_loss` divides by the label tokens of the whole global batch
+        self._window = torch.zeros(3, dtype=torch.float64, device=self._sums_on())
+        self._step_rows: list[int] = []
+        self._seconds, self._begun = 0.0, time.perf_counter()
+
+    def _sums_on(self) -> torch.device:
+        return torch.device(self.args.device)
+
+    def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
+        built: dict[str, Any] = super()._build_accelerator_args(**arguments)
+        if self.plan.world_size > 1 and self.plan.device == "cpu":
+            # Without it accelerate sees a world of one under DeepSpeed on a CPU, and nothing is sharded.
+            built["kwargs_handlers"].append(InitProcessGroupKwargs(backend="gloo"))
+        return built
+
+    # ---- Data
+
+    def get_train_dataloader(self) -> Any:
+        """Returns this rank's micro-batches; accelerate must not share them out again."""
+        sampler = GlobalBatchSampler(
+            rows=len(self.train_dataset),
+            global_batch=self.plan.global_batch_size,
+            ranks=[(rank.micro_batch, rank.accumulation) for rank in self.plan.ranks],
+            rank=self.args.process_index,
+            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
+        )
+        loader = DataLoaderShard(
+            self.train_dataset,
+            device=self.args.device,
+            batch_sampler=sampler,
+            collate_fn=self.collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+        )
+        loader._is_accelerate_prepared = True
+        return self.accelerator.prepare_data_loader(loader)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Tensor:
+        """Returns the label tokens of the whole global batch, over all ranks."""
+        self._step_rows = [row for batch in batch_samples for row in batch["rows"]]
+        self.rows_trained += self._step_rows
+        counts = [label_tokens(batch) for batch in batch_samples]
+        return all_sum(torch.stack(counts).sum().to(device)).clamp(min=1)
+
+    # ---- Loss
+
+    def compute_loss(
+        self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+    ) -> Tensor:
+        """Returns `world_size * sum / N`, so that the average over ranks is the exact mean over N label tokens."""
+        assert num_items_in_batch is not None and not return_outputs
+        total = token_loss_sum(model, inputs)
+        self._window += torch.stack(
+            [total.detach().double(), label_tokens(inputs).double(), self._tokens_in(inputs).double()]
+        )
+        return total * self.plan.world_size / num_items_in_batch
+
+    def _tokens_in(self, inputs: Batch) -> Tensor:
+        mask = inputs.get("attention_mask")
+        if mask is not None:
+            return mask.sum()
+        return torch.tensor(inputs["input_ids"].numel() if inputs["rows"] else 0, device=inputs["input_ids"].device)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        step = self.state.global_step + 1
+        require_finite(float(self._window[0]), step=step, rows=self._step_rows, path=self._bad_rows())
+        return super()._clip_grad_norm(model)
+
+    def _bad_rows(self) -> Path:
+        return self.run.logs / f"bad-rows-rank{self.args.process_index}.json"
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """Counted by the plan; the base class would walk over all parameters at every micro-step."""
+        return 0
+
+    # ---- Logging
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds what each rank did since the last row, by one small collective operation."""
+        if "grad_norm" in logs and "loss" in logs:
+            now = time.perf_counter()
+            windows = self._gather(self._window)
+            tokens, seconds = float(windows[:, 2].sum()), max(now - self._begun, 1e-9)
+            extra: dict[str, Any] = {
+                "rank_loss": [float(total / max(count, 1)) for total, count, _ in windows.tolist()],
+                "rank_tokens": [int(count) for _, count, _ in windows.tolist()],
+                "tokens_per_second": tokens / seconds,
+                "memory_gib": peak_memory_bytes() / 2**30,
+            }
+            self.tokens_trained += int(tokens)
+            self._seconds += seconds
+            if self.peak_flops:
+                extra["mfu"] = 6 * self._parameters() * tokens / seconds / (self.peak_flops * self.plan.world_size)
+            logs = {**logs, **extra}
+            self._window.zero_()
+            self._begun = now
+        super().log(logs, start_time)
+
+    def _gather(self, values: Tensor) -> Tensor:
+        """Returns [world_size, ...] with every rank's `values`."""
+        if self.plan.world_size == 1:
+            return values[None].clone()
+        parts = [torch.empty_like(values) for _ in range(self.plan.world_size)]
+        distributed.all_gather(parts, values)
+        return torch.stack(parts)
+
+    def _parameters(self) -> int:
+        return sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
+
+    # ---- Evaluation
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Returns token-weighted loss and perplexity over all validation rows, and ROUGE of answers when asked for."""
+        started = time.perf_counter()
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        loss, count = self._held_out_loss(rows)
+        metrics = {
+            f"{metric_key_prefix}_loss": loss,
+            f"{metric_key_prefix}_perplexity": math.exp(min(loss, 700.0)),
+            f"{metric_key_prefix}_label_tokens": count,
+        }
+        generate, reason = decide(self.config, purpose="train", validation_rows=len(rows))
+        if self.state.global_step and not getattr(self, "_said", False):
+            self._said = True
+            if self.is_world_process_zero():
+                print(f"evaluation: {reason}", flush=True)
+        if generate:
+            metrics |= self._answers(rows, loss, count)
+        metrics[f"{metric_key_prefix}_seconds"] = time.perf_counter() - started
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self._begun = time.perf_counter()
+        return metrics
+
+    def _held_out_loss(self, rows: Any) -> tuple[float, int]:
+        """Batches are formed before they are shared out, so the figure is the same on any number of ranks."""
+        rank, world = self.args.process_index, self.plan.world_size
+        lengths = [len(ids) for ids in rows["input_ids"]]
+        mine, rounds = share_batches(lengths, self.args.per_device_eval_batch_size, rank, world)
+        sums = torch.zeros(2, dtype=torch.float64, device=self._sums_on())
+        model = self.model_wrapped
+        model.eval()
+        scored: list[int] = []
+        with torch.no_grad():
+            for turn in range(rounds):
+                batch = self._prepare_inputs(self.collator([rows[i] for i in mine[turn]] if turn < len(mine) else []))
+                scored += batch["rows"]
+                with self.compute_loss_context_manager():
+                    total = token_loss_sum(model, batch)
+                sums += torch.stack([total.double(), label_tokens(batch).double()])
+        model.train()
+        self.rows_scored = scored
+        total_loss, count = all_sum(sums).tolist()
+        return total_loss / max(count, 1), int(count)
+
+    def _answers(self, rows: Any, loss: float, count: int) -> dict[str, float]:
+        train = self.config.train
+        chosen = choose_rows(len(rows), self.config.eval.samples, train.seed)
+        result = score_by_generation(
+            self.model_wrapped if self.plan.strategy in SHARDED else self.accelerator.unwrap_model(self.model_wrapped),
+            self.processing_class,
+            [rows[index] for index in chosen],
+            batch_size=self.args.per_device_eval_batch_size,
+            max_new_tokens=train.generation_max_new_tokens,
+            num_beams=train.generation_num_beams,
+            rank=self.args.process_index,
+            world_size=self.plan.world_size,
+            synced=self.plan.strategy in SHARDED,
+            device=self.args.device,
+        )
+        if self.is_world_process_zero():
+            step = self.state.global_step
+            settings = {
+                "max_new_tokens": train.generation_max_new_tokens,
+                "num_beams": train.generation_num_beams,
+                "batch_size": self.args.per_device_eval_batch_size,
+                "during": "training",
+            }
+            write_evaluation(
+                self.run.evaluation(step), step=step, loss=loss, label_tokens=count, result=result, settings=settings
+            )
+        return dict(result.metrics())
+
+    # ---- Checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Writes aside on all ranks; rank 0 then lists, verifies and publishes by rename."""
+        step = self.state.global_step
+        partial = partial_folder(self.run, step)
+        if self.is_world_process_zero():
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self.accelerator.wait_for_everyone()
+        self.save_model(str(partial), _internal_call=True)
+        self._save_optimizer_and_scheduler(str(partial))
+        self._save_scaler(str(partial))
+        self._save_rng_state(str(partial))
+        if self.args.should_save:
+            for callback in [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]:
+                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+            self.state.save_to_json(str(partial / TRAINER_STATE_NAME))
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            self._publish(partial, step)
+        self.accelerator.wait_for_everyone()
+        self._begun = time.perf_counter()
+
+    def _publish(self, partial: Path, step: int) -> None:
+        stamp_at(self.stamp, step).save(partial)
+        checkpoint = publish(self.run, step)
+        if self.state.best_global_step == step:
+            link(self.run.best, checkpoint)
+        rotate(self.run, self.config.train.save_total_limit)
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Remembers the best step; the base class would look for checkpoints under its own names."""
+        name = self.args.metric_for_best_model
+        if name is None:
+            return False
+        value = metrics[name if name.startswith("eval_") else f"eval_{name}"]
+        best = self.state.best_metric
+        if best is not None and not (value > best if self.args.greater_is_better else value < best):
+            return False
+        self.state.best_metric = value
+        self.state.best_global_step = self.state.global_step
+        if self.config.train.load_best_model_at_end:
+            self.control.should_save = True
+        return True
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes weights as safetensors with tokenizer; under FSDP2 too, where the base class keeps shards only."""
+        assert output_dir is not None
+        if self.is_fsdp_enabled:
+            self._save(output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+        else:
+            super().save_model(output_dir, _internal_call=True)
+        if self.is_world_process_zero():
+            (Path(output_dir) / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle; config.json says the same
+
+    def training_seconds(self) -> float:
+        """Seconds spent on optimizer steps, evaluation and saving left out."""
+        return self._seconds
+
+
+def stamp_at(stamp: Stamp, step: int) -> Stamp:
+    """Returns the run's stamp for weights after `step` optimizer steps."""
+    from dataclasses import replace
+
+    return replace(stamp, step=step)
+
+
+def peak_memory_bytes() -> int:
+    """Returns this process's highest memory so far: allocated on its GPU, else resident."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

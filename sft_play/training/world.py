@@ -1,0 +1,73 @@
+"""Asks the world, then checks it: the plan's, torch's and accelerate's idea of ranks and strategy must be one (ADR 4)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sft_play.errors import HardwareError
+from sft_play.plan.plan import Plan
+
+EXPECTED = {
+    "single": ("NO",),
+    "ddp": ("MULTI_GPU", "MULTI_CPU"),
+    "zero1": ("DEEPSPEED",),
+    "zero2": ("DEEPSPEED",),
+    "zero3": ("DEEPSPEED",),
+    "fsdp2": ("FSDP",),
+}
+"""Strategy of the plan -> what accelerate may call it."""
+
+
+def launched_world() -> tuple[int, int]:
+    """Returns (rank, world size) as the launcher set them."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_launch(plan: Plan) -> None:
+    """Raises `HardwareError` when another number of processes was started than planned."""
+    _, world = launched_world()
+    if world != plan.world_size:
+        raise HardwareError(
+            f"{world} processes were started, but the plan is for {plan.world_size}",
+            hint="start workers through `make`, or give `accelerate launch` the run's own accelerate.yaml",
+        )
+
+
+def uses_cpu_flag(plan: Plan) -> bool:
+    """Whether accelerate must be told that there is no GPU. With DeepSpeed and FSDP the flag would silently turn them off."""
+    return plan.device == "cpu" and plan.strategy in ("single", "ddp")
+
+
+def prepare_state(plan: Plan, args: Any) -> None:
+    """Builds torch's process group, and makes accelerate apply FSDP2 on a CPU. Call after `TrainingArguments` was made."""
+    _ = args.device  # builds accelerate's state and the process group
+    if plan.device == "cpu" and plan.strategy == "fsdp2":
+        from accelerate import PartialState
+        from accelerate.utils import DistributedType
+
+        # accelerate 1.15 applies its FSDP plugin only to this type (state.py); without it each rank would train alone.
+        PartialState().distributed_type = DistributedType.MULTI_GPU
+
+
+def check_world(plan: Plan, accelerator: Any) -> None:
+    """Compares plan, torch and accelerate before the first batch. Raises `HardwareError` naming all three."""
+    import torch
+
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    found = torch.distributed.get_world_size() if grouped else 1
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if not plan.world_size == found == accelerator.num_processes or kind not in EXPECTED[plan.strategy]:
+        raise HardwareError(
+            f"the plan is {plan.strategy} over {plan.world_size} ranks, torch has {found}, "
+            f"accelerate has {accelerator.num_processes} under {kind}",
+            hint="this run would not train what was planned; please report it with `make doctor JSON=1`",
+        )
+
+
+def leave() -> None:
+    """Takes the process group down, so that no rank aborts after the work is done."""
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
