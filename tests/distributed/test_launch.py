@@ -1,0 +1,291 @@
+"""Launching as a user does: real processes on the CPU, and every failure with one message, its exit code, and no trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.tiny_models import build_tiny_llama
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 240
+
+
+class Launcher:
+    """Runs commands in a folder of its own with a tiny model and eight rows."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.runs = folder / "runs"
+        rows = [
+            {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"I say {i} now"}]}
+            for i in range(8)
+        ]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.config = folder / "demo.yaml"
+        self.config.write_text(
+            f"model:\n  name: {model}\n  max_seq_len: 64\ntuning:\n  mode: lora\ndata:\n  train_path: {folder / 'rows.jsonl'}\n"
+            "train:\n  global_batch_size: 4\n  max_steps: 2\n  save_steps: 1\n"
+        )
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "ACCELERATE_"))}
+        self.environment = {
+            **kept, "PYTHONPATH": str(ROOT), "RUNS_DIR": str(self.runs), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"
+        }  # fmt: skip
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "sft_play", *arguments]
+        return subprocess.Popen(
+            command,
+            env=self.environment | environment,
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, **environment)
+        output, error = process.communicate(timeout=SECONDS)
+        return subprocess.CompletedProcess(arguments, process.returncode, output, error)
+
+    def events(self, name: str, runs: Path | None = None) -> list[dict[str, Any]]:
+        text = ((runs or self.runs) / name / "events.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def wait_for(self, path: Path, process: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not path.exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_llama(tmp_path_factory.mktemp("launch-model"))
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, tiny_model: Path) -> Launcher:
+    return Launcher(tmp_path, tiny_model)
+
+
+def workers_of(run: Path) -> dict[int, psutil.Process]:
+    """Returns rank -> process of the workers that run in the folder `run`."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            line = process.cmdline()
+            if "sft_play.train" in line and str(run) in line and "accelerate.commands.launch" not in line:
+                found[int(process.environ().get("RANK", "0"))] = process
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def test_one_process_from_start_to_end(launcher: Launcher) -> None:
+    done = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=one", "JSON=1", PET_NNODES="7", RANK="3", NCCL_DEBUG="WARN")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)  # stdout holds the result only
+    assert result["code"] == 0
+    assert Path(result["model"]).is_dir()
+    assert "accelerate launch --config_file" in done.stderr
+    assert "PET_NNODES, RANK" in done.stderr  # taken out, and said
+    assert "NCCL_DEBUG=WARN  (yours)" in done.stderr
+    run = launcher.runs / "one"
+    for name in ("config.json", "plan.json", "prepared.json", "stamp.json", "accelerate.yaml", "metrics.jsonl", "logs/rank0.log"):
+        assert (run / name).is_file(), name
+    assert [e["event"] for e in launcher.events("one")] == ["started", "finished"]
+
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    again = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=one")
+    assert again.returncode == 2
+    assert "the run `one` exists already" in again.stderr
+    assert "make resume RUN=one" in again.stderr
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
+
+    complete = launcher("resume", "RUN=one")
+    assert complete.returncode == 0
+    assert "is complete" in complete.stderr
+
+    other = launcher("resume", "RUN=one", "TRAIN_MAX_STEPS=4", "TUNING_BACKEND=unsloth")
+    assert other.returncode == 5
+    assert "`backend` was `bnb` and is `unsloth`" in other.stderr
+    rate = launcher("resume", "RUN=one", "TRAIN_LEARNING_RATE=1")
+    assert rate.returncode == 2
+    assert "`train.learning_rate` cannot change" in rate.stderr
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
+
+    longer = launcher("resume", "RUN=one", "TRAIN_MAX_STEPS=3")
+    assert longer.returncode == 0, longer.stderr
+    assert "from step-000002" in longer.stderr
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps if row["kind"] == "train"] == [1, 2, 3]
+
+
+def test_two_processes_are_stopped_and_resumed(launcher: Launcher) -> None:
+    process = launcher.start(
+        "train-distributed",
+        f"CONFIG={launcher.config}",
+        "NUM_GPUS=2",
+        "RUN_NAME=two",
+        "TRAIN_MAX_STEPS=4000",
+        "TRAIN_SAVE_STEPS=1000",
+    )
+    run = launcher.runs / "two"
+    launcher.wait_for(run / "metrics.jsonl", process)
+    workers = workers_of(run)
+    assert sorted(workers) == [0, 1]
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=SECONDS)
+    assert process.returncode == 143, error
+    assert "save a checkpoint" in error
+    assert "make resume RUN=two" in error
+    assert not any(worker.is_running() for worker in workers.values())
+    assert launcher.events("two")[-1] == launcher.events("two")[-1] | {"event": "stopped", "code": 143}
+    assert (run / "logs" / "rank1.log").is_file()
+    last = (run / "checkpoints" / "last").readlink().name
+
+    step = int(last.removeprefix("step-"))
+    resumed = launcher("resume", "RUN=two", f"TRAIN_MAX_STEPS={step + 1}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"from {last}" in resumed.stderr
+    assert [e["event"] for e in launcher.events("two")] == ["started", "stopped", "resumed", "finished"]
+    assert launcher.events("two")[2]["world_size"] == 2
+
+
+def test_a_killed_rank_is_named_and_everything_stops(launcher: Launcher) -> None:
+    process = launcher.start(
+        "train-distributed", f"CONFIG={launcher.config}", "NUM_GPUS=2", "RUN_NAME=lost", "TRAIN_MAX_STEPS=4000",
+        "TRAIN_SAVE_STRATEGY=no",
+    )  # fmt: skip
+    run = launcher.runs / "lost"
+    launcher.wait_for(run / "metrics.jsonl", process)
+    workers = workers_of(run)
+    workers[1].kill()
+    started = time.monotonic()
+    _, error = process.communicate(timeout=SECONDS)
+    assert time.monotonic() - started < 30
+    assert process.returncode == 75, error
+    assert "rank 1 was killed" in error
+    assert str(run / "logs" / "rank1.log") in error
+    assert not any(worker.is_running() for worker in workers.values())
+    assert launcher.events("lost")[-1]["rank"] == 1
+
+
+def test_two_nodes_by_hand(launcher: Launcher) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = ("NUM_NODES=2", "NUM_GPUS=1", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}", "RUN_NAME=nodes")
+    nodes = [
+        launcher.start(
+            "train-distributed",
+            f"CONFIG={launcher.config}",
+            f"NODE_RANK={rank}",
+            *shared,
+            RUNS_DIR=str(launcher.folder / f"runs{rank}"),
+        )
+        for rank in range(2)
+    ]
+    for rank, node in enumerate(nodes):
+        _, error = node.communicate(timeout=SECONDS)
+        assert node.returncode == 0, error
+        runs = launcher.folder / f"runs{rank}"
+        assert (runs / "nodes" / "logs" / f"rank{rank}.log").is_file()
+        assert launcher.events("nodes", runs)[-1]["event"] == "finished"
+    holdings = [launcher.folder / f"runs{r}" / "nodes" / "logs" / f"holdings-rank{r}.json" for r in range(2)]
+    assert all(path.is_file() for path in holdings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("RUN_NAME=a/b",), 2, ("`RUN_NAME` is `a/b`",)),
+        (("NUM_NODES=2",), 2, ("`NODE_RANK`, `MASTER_ADDR`, `RUN_NAME`",)),
+        (("NODE_RANK=1",), 2, ("`NUM_NODES` is 1",)),
+        (("NUM_NODES=2", "NODE_RANK=2", "MASTER_ADDR=127.0.0.1", "RUN_NAME=x"), 2, ("expected 0 to 1",)),
+        (("MASTER_PORT={busy}",), 3, ("port {busy} is taken",)),
+        (("ACCELERATE_CONFIG={folder}/tpu.yaml",), 2, ("TPUs are not supported",)),
+        (("ACCELERATE_CONFIG={folder}/three.yaml", "NUM_GPUS=2"), 2, ("`NUM_GPUS` is 2", "says 3")),
+        (("DATA_TRAIN_PATH={folder}/empty.jsonl",), 4, ("empty.jsonl",)),
+        (("MODEL_NAME={folder}/nothing",), None, ("nothing",)),
+    ],
+)
+def test_refusals_leave_nothing(launcher: Launcher, arguments: tuple[str, ...], code: int | None, words: tuple[str, ...]) -> None:
+    (launcher.folder / "tpu.yaml").write_text("distributed_type: XLA\n")
+    (launcher.folder / "three.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 3\n")
+    (launcher.folder / "empty.jsonl").touch()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        values = {"busy": str(listener.getsockname()[1]), "folder": str(launcher.folder)}
+        given = [part.format(**values) for part in arguments]
+        outcome = launcher("train-distributed", f"CONFIG={launcher.config}", *given)
+    assert outcome.returncode == code or (code is None and outcome.returncode in (2, 3, 4)), outcome.stderr
+    assert outcome.stderr.count("error: ") == 1
+    assert "Traceback" not in outcome.stderr
+    for word in words:
+        assert word.format(**values) in outcome.stderr
+    assert not launcher.runs.exists()
+
+
+def test_a_bad_deepspeed_file_is_refused_before_anything(launcher: Launcher) -> None:
+    bad = launcher.folder / "bad.json"
+    bad.write_text('{\n  "zero_optimization": {"stage": 2},\n  // old\n  "elasticity": {"enabled": true}\n}')
+    outcome = launcher("train-deepspeed", f"CONFIG={launcher.config}", f"DEEPSPEED_CONFIG={bad}", "NUM_GPUS=2")
+    assert outcome.returncode == 2
+    assert "bad.json:4: `elasticity`" in outcome.stderr
+    bad.write_text("{stage: 2")
+    outcome = launcher("train-deepspeed", f"CONFIG={launcher.config}", f"DEEPSPEED_CONFIG={bad}", "NUM_GPUS=2")
+    assert outcome.returncode == 2
+    assert "bad.json:1:2: not JSON" in outcome.stderr
+    bad.write_text('{"zero_optimization": {"stage": 3}}')
+    outcome = launcher(
+        "train-deepspeed", f"CONFIG={launcher.config}", f"DEEPSPEED_CONFIG={bad}", "NUM_GPUS=2", "TUNING_MODE=qlora"
+    )
+    assert outcome.returncode == 2
+    assert "does not go with ZeRO stage 3" in outcome.stderr
+    assert "train-fsdp" in outcome.stderr
+    assert not launcher.runs.exists()
+
+
+def test_resume_of_an_unknown_run(launcher: Launcher) -> None:
+    outcome = launcher("resume", "RUN=never")
+    assert outcome.returncode == 5
+    assert "there is no run `never`" in outcome.stderr
+    assert not launcher.runs.exists()
+
+
+def can_mount() -> bool:
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        return False
+    test = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=1m none /mnt"]
+    return subprocess.run(test, capture_output=True, timeout=10, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs root and mount namespaces")
+def test_a_full_disk_is_refused_before_the_workers_start(launcher: Launcher) -> None:
+    small = launcher.folder / "small"
+    small.mkdir()
+    script = f'mount -t tmpfs -o size=2m none {small} && "$@"; code=$?; ls -A {small} >&2; exit $code'
+    command = [sys.executable, "-m", "sft_play", "train", f"CONFIG={launcher.config}"]
+    outcome = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, "sh", *command],
+        env=launcher.environment | {"RUNS_DIR": str(small)}, cwd=launcher.folder, capture_output=True, text=True, timeout=SECONDS,
+        check=False,
+    )  # fmt: skip
+    assert outcome.returncode == 3, outcome.stderr
+    assert "GiB free, but this run needs" in outcome.stderr
+    assert "demo-20" not in outcome.stderr.splitlines()[-1]  # the run's folder is gone again
