@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -39,7 +40,8 @@ def main(call: Call) -> int:
 
     logging.disable_progress_bar()
     started = time.perf_counter()
-    merged = merge(run, weights, out, lambda text: print(text, file=sys.stderr, flush=True))
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print there; stdout is for the result
+        merged = merge(run, weights, out, lambda text: print(text, file=sys.stderr, flush=True))
     if call.json:
         print(json.dumps({**asdict(merged), "folder": str(merged.folder)}))
     else:

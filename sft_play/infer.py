@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -162,7 +163,8 @@ def _load(run: RunFolder, folder: Path, settings: AnswerSettings) -> Ready:
 
     logging.disable_progress_bar()
     print(f"loading {label_of(run, folder)} of the run {run.name} ...", file=sys.stderr, flush=True)
-    return Ready(*load_for_use(run, folder), settings)
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print there; stdout is for answers
+        return Ready(*load_for_use(run, folder), settings)
 
 
 def _one(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:

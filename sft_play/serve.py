@@ -91,7 +91,8 @@ def servable(run: RunFolder, weights: Path) -> Path:
 
         logging.disable_progress_bar()
         print("the server needs whole weights: merging the adapters into a copy in the cache ...", file=sys.stderr, flush=True)
-        merge(run, weights, folder, lambda text: print(text, file=sys.stderr, flush=True))
+        with contextlib.redirect_stdout(sys.stderr):
+            merge(run, weights, folder, lambda text: print(text, file=sys.stderr, flush=True))
     return folder
 
 
@@ -148,7 +149,8 @@ def _serve(name: str, port: int, stopped: list[int], *, as_json: bool) -> int:
     logging.disable_progress_bar()
     print(f"loading {name} ...", file=sys.stderr, flush=True)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    server: Any = Serve(force_model=name, device=device, host=ADDRESS, port=port, log_level="error", non_blocking=True)
+    with contextlib.redirect_stdout(sys.stderr):  # uvicorn's access log would go to stdout
+        server: Any = Serve(force_model=name, device=device, host=ADDRESS, port=port, log_level="error", non_blocking=True)
     # By default it lists whatever the hub's cache holds, and fails where there is no cache.
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "sft-play"}
     server._model_manager.get_gen_models = lambda *_: [model]

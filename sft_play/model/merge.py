@@ -184,6 +184,8 @@ def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> 
     stops = end_of_turn_ids(tokenizer)
     model.generation_config.eos_token_id = list(stops)
     model.generation_config.pad_token_id = stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    # `save_pretrained` imports DeepSpeed where it is installed, which guesses the accelerator aloud unless it is told.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):

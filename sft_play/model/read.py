@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -14,9 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, HardwareError
-
-# On a CPU bitsandbytes (which PEFT imports) warns of a kernel that it does without, and for int8 of a cast in every forward pass.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def read_model(
