@@ -23,7 +23,7 @@ from sft_play.model.tokenizer import end_of_turn_ids
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import PreparedSplit, ResolvedModel
 
-VERSION = "1"
+VERSION = "2"
 """Raised when the same input would give other rows, so that older caches are not used."""
 SHOWN_PROBLEMS = 5
 MANIFEST = "manifest.json"
