@@ -106,7 +106,7 @@ def _free_text_part(model: Any) -> None:
     head = model.get_output_embeddings()
     if head is not None:
         head.requires_grad_(True)
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    frozen = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if not p.requires_grad)  # ZeRO-3 keeps shards
     tell(f"multimodal model: `{prefix}` and the head are tuned; {frozen:,} parameters of vision tower and projector are frozen")
 
 
