@@ -35,7 +35,7 @@ def verify(folder: Path) -> str | None:
         listed = manifest["files"].items()
     except FileNotFoundError:
         return "it has no manifest: it was never completed"
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest cannot be read: {error}"
     for name, facts in listed:
         path = folder / name

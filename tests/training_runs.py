@@ -1,0 +1,196 @@
+"""Run folders made by hand, small enough to train within seconds, and the workers started as the launcher starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play.files import write_json, write_text
+from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
+from sft_play.launch.environment import Node, worker_environment
+from sft_play.launch.local import worker_arguments
+from sft_play.launch.network import free_port, loopback_interface
+from sft_play.launch.render import accelerate_yaml
+from sft_play.plan.plan import Plan, RankPlan
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import Prepared, PreparedSplit
+from tests.plans import simple_plan
+
+TRAIN_ROWS, VALIDATION_ROWS, GLOBAL_BATCH, STEPS = 20, 7, 8, 8
+"""20 rows in batches of 8: every third step is a partial one, and 8 steps cross two epochs."""
+HIDDEN = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One way to train the same rows."""
+
+    strategy: str = "single"
+    ranks: tuple[tuple[int, int], ...] = ((4, 2),)
+    """Micro-batch and accumulation of each rank."""
+    mode: str = "full"
+    layout: str = "flattened"
+    settings: tuple[str, ...] = ()
+    """Further lines of YAML, as `train.epochs: 1`."""
+    steps: int = STEPS
+    learning_rate: float = 2e-3
+    plan: tuple[tuple[str, Any], ...] = ()
+    """Further fields of the plan."""
+
+
+def make_rows(folder: Path, count: int, *, seed: int, vocab: int = 1024) -> PreparedSplit:
+    """Writes `count` ragged rows of random tokens; the trained share differs much between rows, and one row has one target."""
+    import datasets
+
+    chooser = random.Random(seed)
+    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "row": [], "prompt_ids": [], "reference": []}
+    for row in range(count):
+        length = chooser.randint(4, 40)
+        ids = [chooser.randrange(4, vocab) for _ in range(length)]
+        start = length - 1 if row == 0 else chooser.randrange(1, length)
+        columns["input_ids"].append(ids)
+        columns["labels"].append([-100] * start + ids[start:])
+        columns["row"].append(row)
+        columns["prompt_ids"].append(ids[:start])
+        columns["reference"].append(f"the answer number {row}")
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(columns).save_to_disk(str(folder))
+    lengths = sorted(map(len, columns["input_ids"]))
+    trained = sum(label != -100 for labels in columns["labels"] for label in labels[1:])
+    return PreparedSplit(
+        path=str(folder), rows=count, dropped=0, tokens=sum(lengths), label_tokens=trained, longest=lengths[-1],
+        median=lengths[count // 2], fingerprint=f"rows-{seed}",
+    )  # fmt: skip
+
+
+def make_plan(trial: Trial) -> Plan:
+    """Returns the plan of a trial on the CPU."""
+    world = len(trial.ranks)
+    ranks = tuple(
+        RankPlan(rank=rank, device="cpu", device_name="cpu", micro_batch=micro, accumulation=steps, memory_bytes={}, peak_bytes=0,
+                 capacity_bytes=1)
+        for rank, (micro, steps) in enumerate(trial.ranks)
+    )  # fmt: skip
+    per_epoch = -(-TRAIN_ROWS // GLOBAL_BATCH)
+    return simple_plan(
+        **{
+            "world_size": world, "backend": "none" if world == 1 else "gloo", "strategy": trial.strategy, "ranks": ranks,
+            "global_batch_size": GLOBAL_BATCH, "steps": trial.steps, "steps_per_epoch": per_epoch, "warmup_steps": 1,
+            "eval_batch_size": 2, "layout": trial.layout, "learning_rate": trial.learning_rate, **dict(trial.plan),
+        }
+    )  # fmt: skip
+
+
+def make_run(path: Path, base: Path, trial: Trial) -> RunFolder:
+    """Writes a run folder that is ready for its workers."""
+    from sft_play.config.load import load_config, save_config
+    from sft_play.model.resolve import resolve_model
+
+    path.mkdir(parents=True)
+    run, document = RunFolder(path), path.parent / f"{path.name}.yaml"
+    lines = [
+        f"model.name: {base}", "model.max_seq_len: 64", f"tuning.mode: {trial.mode}", "tuning.lora.r: 4",
+        "data.train_path: unused.jsonl", "train.max_steps: 8", "train.save_steps: 4", "train.eval_strategy: steps",
+        "train.eval_steps: 4", f"train.global_batch_size: {GLOBAL_BATCH}", *trial.settings,
+    ]  # fmt: skip
+    document.write_text(nested_yaml(lines), encoding="utf-8")
+    loaded = load_config(document)
+    save_config(loaded, run.config)
+    make_plan(trial).save(run.plan)
+    Prepared(
+        model=resolve_model(loaded.config.model),
+        train=make_rows(path / "rows" / "train", TRAIN_ROWS, seed=1),
+        validation=make_rows(path / "rows" / "validation", VALIDATION_ROWS, seed=2),
+    ).save(run.prepared)
+    return run
+
+
+def nested_yaml(lines: Sequence[str]) -> str:
+    """Returns `section.key: value` lines as nested YAML (JSON is YAML); a later line wins."""
+    tree: dict[str, Any] = {}
+    for line in lines:
+        name, _, value = line.partition(": ")
+        *parents, leaf = name.split(".")
+        part = tree
+        for parent in parents:
+            part = part.setdefault(parent, {})
+        part[leaf] = _scalar(value)
+    return json.dumps(tree)
+
+
+def _scalar(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def command(run: RunFolder, checkpoint: Path | None = None, **environment: str) -> tuple[list[str], dict[str, str]]:
+    """Writes the launch files of a run; returns argv and environment of its workers, as `launch.commands` makes them."""
+    plan, node = Plan.load(run.plan), Node(master_port=free_port(), interface=loopback_interface())
+    if plan.strategy.startswith("zero"):
+        stage = int(plan.strategy[-1])
+        write_json(
+            run.deepspeed,
+            deepspeed_settings(
+                stage=stage, device="cpu", precision=plan.precision, batch=BatchNumbers.of(plan), clipping=1.0, hidden_size=HIDDEN
+            ),
+        )
+    deepspeed = run.deepspeed if plan.strategy.startswith("zero") else None
+    write_text(run.accelerate, accelerate_yaml(plan, node, deepspeed_file=deepspeed, fsdp={}))
+    variables = worker_environment(plan, node, os.environ | {"OMP_NUM_THREADS": "1"}, cpu_threads=2).variables
+    return worker_arguments(run, node, checkpoint=checkpoint), {**variables, **environment}
+
+
+def train(
+    run: RunFolder, checkpoint: Path | None = None, *, timeout: int = 400, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs the workers of `run` to their end."""
+    arguments, variables = command(run, checkpoint, **environment)
+    return subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def must_train(run: RunFolder, checkpoint: Path | None = None) -> RunFolder:
+    """Like `train`; fails with the logs of the ranks."""
+    done = train(run, checkpoint)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs(run)}"
+    return run
+
+
+def logs(run: RunFolder) -> str:
+    """Returns the ends of all rank logs."""
+    return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in sorted(run.logs.glob("rank*.log")))
+
+
+def exit_code(run: RunFolder, rank: int = 0) -> int:
+    """Returns the code that a worker recorded."""
+    return int(json.loads(run.rank_exit(rank).read_text())["code"])
+
+
+def copy_run(run: RunFolder, path: Path) -> RunFolder:
+    """Copies a run folder, links included, so that it can be resumed elsewhere."""
+    shutil.copytree(run.path, path, symlinks=True)
+    return RunFolder(path)
+
+
+def rows(run: RunFolder, kind: str = "train") -> list[dict[str, Any]]:
+    """Returns the rows of one kind in `metrics.jsonl`."""
+    found = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [row for row in found if row["kind"] == kind]
+
+
+def column(run: RunFolder, name: str, kind: str = "train") -> list[float]:
+    """Returns one column of `metrics.jsonl`."""
+    return [row[name] for row in rows(run, kind)]
+
+
+def holdings(run: RunFolder) -> list[Mapping[str, Any]]:
+    """Returns what each rank held."""
+    return [json.loads(run.rank_holdings(rank).read_text()) for rank in range(Plan.load(run.plan).world_size)]

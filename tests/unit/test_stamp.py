@@ -1,0 +1,148 @@
+"""What made a checkpoint is compared field by field before it is used; the table in the docs is the table in the code."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import Config, DataConfig, LoraSettings, ModelConfig, TuningConfig
+from sft_play.errors import CheckpointError
+from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
+from sft_play.runs.stamp import RULES, Stamp, compare, make_stamp, refuse
+from tests.documents import ROOT
+from tests.plans import simple_plan
+
+PURPOSES = ("resume", "merge", "infer", "eval")
+
+
+def prepared(**model: Any) -> Prepared:
+    values = {
+        "name": "m",
+        "path": "p",
+        "source": "folder",
+        "revision": None,
+        "fingerprint": "a" * 64,
+        "tokenizer_fingerprint": "t",
+    }
+    split = PreparedSplit(path="d", rows=4, dropped=0, tokens=40, label_tokens=20, longest=12, median=10, fingerprint="d" * 64)
+    return Prepared(model=ResolvedModel(**(values | model)), train=split, validation=None)
+
+
+def stamp(backend: str = "bnb", mode: str = "qlora", plan: dict[str, Any] | None = None, **model: Any) -> Stamp:
+    config = Config(
+        model=ModelConfig(name="m"), tuning=TuningConfig(backend=backend, mode=mode, lora=LoraSettings(r=8)), data=DataConfig()
+    )
+    return make_stamp(config, simple_plan(**(plan or {})), prepared(**model))
+
+
+def test_a_stamp_says_what_made_it() -> None:
+    made = stamp()
+    assert (made.backend, made.mode, made.quantization) == ("bnb", "qlora", "nf4")
+    assert made.base_fingerprint == "a" * 64
+    assert made.lora == {"r": 8, "alpha": 32.0, "dropout": 0.0, "target_modules": "auto"}
+    assert (made.world_size, made.strategy, made.precision, made.global_batch_size) == (1, "single", "fp32", 8)
+    assert made.train_data == "d" * 64
+    assert made.validation_data is None
+    assert {"python", "sft_play", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes"} <= set(
+        made.versions
+    )
+    full = stamp(mode="full")
+    assert full.lora is None
+    assert full.quantization == "none"
+
+
+def test_a_stamp_is_made_without_torch() -> None:
+    import subprocess
+
+    code = (
+        "import sys, sft_play.runs.stamp, sft_play.runs.checkpoints; print([m for m in sys.modules if m in ('torch', 'numpy')])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert shown.strip() == "[]"
+
+
+def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
+    made = dataclasses.replace(stamp(), step=40)
+    made.save(tmp_path)
+    assert Stamp.load(tmp_path) == made
+    assert compare(Stamp.load(tmp_path), stamp(), "resume") == [], "the step is never compared"
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"backend": "bnb"}', "3"])
+def test_no_stamp_or_half_of_one_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "stamp.json").write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        Stamp.load(tmp_path)
+    assert caught.value.place == str(tmp_path / "stamp.json")
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+@pytest.mark.parametrize(("old", "new"), [("bnb", "unsloth"), ("unsloth", "bnb")])
+def test_bnb_and_unsloth_never_read_each_others_checkpoints(purpose: Any, old: str, new: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        refuse(compare(stamp(old), stamp(new), purpose), "checkpoint `step-000004`")
+    text = caught.value.render()
+    assert caught.value.exit_code == 5
+    assert f"`backend` was `{old}` and is `{new}`" in text
+    assert "step-000004" in text
+    assert "start a new run" in text
+
+
+def test_every_field_that_differs_is_named_at_once() -> None:
+    new = stamp("unsloth", plan={"global_batch_size": 16}, fingerprint="b" * 64)
+    with pytest.raises(CheckpointError) as caught:
+        refuse(compare(stamp(), new, "resume"), "it")
+    for field in ("backend", "base_fingerprint", "global_batch_size"):
+        assert f"`{field}`" in caught.value.message
+
+
+def changed(field: str) -> tuple[Stamp, Stamp]:
+    """Returns two stamps that differ in one field only."""
+    old = stamp()
+    value = getattr(old, field)
+    other: Any
+    if isinstance(value, dict):
+        other = value | ({"torch": "1.0"} if field == "versions" else {"r": 99})
+    else:
+        other = value + 1 if isinstance(value, int) else "something else"
+    return old, dataclasses.replace(old, **{field: other})
+
+
+def test_the_table_has_every_field_but_the_step() -> None:
+    assert set(RULES) == {field.name for field in dataclasses.fields(Stamp)} - {"step"}
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+@pytest.mark.parametrize("field", sorted(RULES))
+def test_the_table_is_what_happens(field: str, purpose: Any) -> None:
+    found = compare(*changed(field), purpose)
+    verdict = getattr(RULES[field], purpose)
+    if verdict == "allow":
+        assert found == []
+        return
+    assert [(d.field, d.verdict) for d in found] == [(field, verdict)]
+    if verdict == "refuse":
+        with pytest.raises(CheckpointError, match=f"`{field}`"):
+            refuse(found, "it")
+    else:
+        notes = refuse(found, "it")
+        assert len(notes) == 1
+        assert f"`{field}`" in notes[0]
+
+
+def test_differences_of_versions_name_only_what_differs() -> None:
+    (found,) = compare(*changed("versions"), "resume")
+    assert "torch 1.0" in str(found)
+    assert "transformers" not in str(found)
+
+
+def test_the_table_in_the_docs_is_the_table_in_the_code() -> None:
+    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `(\w+)` \| (\w+) \| (\w+) \| (\w+) \| (\w+) \| (.*) \|$", text, re.M)
+    assert shown == [(name, rule.resume, rule.merge, rule.infer, rule.eval, rule.advice) for name, rule in RULES.items()]
