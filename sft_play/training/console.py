@@ -40,11 +40,12 @@ class Tee:
 def redirect(log: Path, rank: int) -> TextIO | None:
     """Sends this process's output to `log`, native libraries' included, and rank 0's Python output to the console as well.
 
+    The console is standard output: on standard error `accelerate launch` and torchrun speak, and it goes to `logs/launcher.log`.
     Returns the console of rank 0 (for the progress line), `None` for others.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     file = log.open("a", encoding="utf-8", buffering=1)
-    console = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace") if rank == 0 else None
+    console = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace") if rank == 0 else None
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(file.fileno(), 1)
@@ -58,6 +59,7 @@ def quiet_libraries() -> None:
     """Lets libraries speak of errors only: what they say at start-up is said better by the plan, or does not concern users."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore")
     for name in ("transformers", "accelerate", "datasets", "peft", "deepspeed", "DeepSpeed", "torch.distributed", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
