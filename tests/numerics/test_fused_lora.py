@@ -1,0 +1,83 @@
+"""The fused adapter layer computes PEFT's numbers, and steps aside where it would not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from sft_play.model.fused_lora import fuse_adapters
+from tests.plans import simple_plan
+from tests.tiny_models import build_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_llama(tmp_path_factory.mktemp("fused") / "tiny", attention_bias=True)
+
+
+def adapted(folder: Path, **lora: Any) -> Any:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    settings = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear", "init_lora_weights": False, **lora}
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings)).train()
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    ids = torch.arange(300, 340)[None]
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_loss_and_gradients_are_those_of_peft(folder: Path, checkpointing: bool) -> None:
+    model = adapted(folder)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    expected = gradients(model)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    assert fuse_adapters(model, simple_plan()) == 14
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    assert len(found) == 29
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
+def test_disabled_and_merged_adapters_behave_as_before(folder: Path) -> None:
+    model = adapted(folder).eval()
+    ids = torch.arange(300, 320)[None]
+    with torch.no_grad(), model.disable_adapter():
+        bare = model(input_ids=ids).logits
+    with torch.no_grad():
+        tuned = model(input_ids=ids).logits
+    fuse_adapters(model, simple_plan())
+    with torch.no_grad(), model.disable_adapter():
+        assert torch.equal(model(input_ids=ids).logits, bare)
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, tuned, rtol=1e-4, atol=1e-5)
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(merged(input_ids=ids).logits, tuned, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("lora", "plan"),
+    [
+        ({"lora_dropout": 0.1}, {}),
+        ({"use_dora": True}, {}),
+        ({"lora_bias": True}, {}),
+        ({}, {"strategy": "zero3"}),
+        ({}, {"strategy": "fsdp2"}),
+        ({}, {"precision": "bf16"}),
+    ],
+)
+def test_other_layers_are_left_to_peft(folder: Path, lora: dict[str, Any], plan: dict[str, Any]) -> None:
+    assert fuse_adapters(adapted(folder, **lora), simple_plan(**plan)) == 0
