@@ -115,15 +115,13 @@ def write_config(folder: Path, steps: int) -> Path:
 
 def measure_ours(config: Path, run: RunFolder) -> Measurement:
     """Trains through `python -m sft_play train`, as a user does, with all its logging."""
-    peak = run_measured(
-        [sys.executable, "-m", "sft_play", "train", f"CONFIG={config}", f"RUN_NAME={run.name}"],
-        {"RUNS_DIR": str(run.path.parent)},
-    )
+    command = [sys.executable, "-m", "sft_play", "train", f"CONFIG={config}", f"RUN_NAME={run.name}"]
+    run_measured(command, {"RUNS_DIR": str(run.path.parent)})
     metrics = read_json(run.training_metrics)
     rows = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     return Measurement(
         seconds=metrics["train_runtime"],
-        peak_bytes=metrics.get("device_peak_bytes") or peak,
+        peak_bytes=metrics["peak_memory_bytes"],
         losses=tuple(row["loss"] for row in rows if row["kind"] == "train"),
     )
 

@@ -214,6 +214,7 @@ def summary(trainer: SftTrainer, seconds: float) -> dict[str, Any]:
         "tokens": trainer.tokens_trained,
         "tokens_per_second": trainer.tokens_trained / spent if spent else None,
         "seconds": seconds,
+        "train_runtime": next((row["train_runtime"] for row in trainer.state.log_history if "train_runtime" in row), None),
         "peak_memory_bytes": peak_memory_bytes(),
         "best_step": trainer.state.best_global_step,
         "best_metric": finite(trainer.state.best_metric),
