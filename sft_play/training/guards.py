@@ -58,9 +58,24 @@ class Holdings(TrainerCallback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.counts: dict[str, Any] = {}
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **references: Any) -> None:
+        self.counts["parameters"] = parameters_held(references["model"])
+        engine = getattr(references["optimizer"], "optimizer", None)
+        if hasattr(engine, "averaged_gradients"):  # DeepSpeed steps inside the backward pass, out of reach of callbacks
+            self._count_before_step(engine, references["model"])
+
+    def _count_before_step(self, engine: Any, model: Any) -> None:
+        step = engine.step
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self.counts["gradients"] = gradients_held(model, engine)
+            engine.step = step
+            return step(*arguments, **named)
+
+        engine.step = counted
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **references: Any) -> None:
         if "gradients" not in self.counts:
-            self.counts["parameters"] = parameters_held(references["model"])
             self.counts["gradients"] = gradients_held(references["model"], references["optimizer"])
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **references: Any) -> None:

@@ -37,8 +37,7 @@ def optimizer_held(optimizer: Any) -> int:
 
 def gradients_held(model: Any, optimizer: Any) -> int:
     """Returns elements of gradients on this rank just before the update."""
-    engine = getattr(optimizer, "optimizer", optimizer)
-    averaged = getattr(engine, "averaged_gradients", None)
+    averaged = getattr(optimizer, "averaged_gradients", None)
     if averaged:  # ZeRO keeps this rank's share of the reduced gradients here
         return sum(int(g.numel()) for group in averaged.values() if group for g in group if g is not None)
     return sum(local_elements(p.grad) for p in model.parameters() if p.grad is not None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,8 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         """Returns `world_size * sum / N`, so that the average over ranks is the exact mean over N label tokens."""
         assert num_items_in_batch is not None and not return_outputs
         total = token_loss_sum(model, inputs)
+        if self.is_deepspeed_enabled:  # it makes the update inside the backward pass
+            self._require_finite(total.detach())
         self._window += torch.stack(
             [total.detach().double(), label_tokens(inputs).double(), self._tokens_in(inputs).double()]
         )
@@ -115,12 +118,12 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         return torch.tensor(inputs["input_ids"].numel() if inputs["rows"] else 0, device=inputs["input_ids"].device)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        step = self.state.global_step + 1
-        require_finite(float(self._window[0]), step=step, rows=self._step_rows, path=self._bad_rows())
+        self._require_finite(self._window[0])
         return super()._clip_grad_norm(model)
 
-    def _bad_rows(self) -> Path:
-        return self.run.logs / f"bad-rows-rank{self.args.process_index}.json"
+    def _require_finite(self, loss: Tensor) -> None:
+        path = self.run.logs / f"bad-rows-rank{self.args.process_index}.json"
+        require_finite(float(loss), step=self.state.global_step + 1, rows=self._step_rows, path=path)
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """Counted by the plan; the base class would walk over all parameters at every micro-step."""
@@ -278,6 +281,9 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             return False
         self.state.best_metric = value
         self.state.best_global_step = self.state.global_step
+        checkpoint = self.run.checkpoint(self.state.global_step)
+        if self.is_world_process_zero() and checkpoint.is_dir():  # an epoch's evaluation comes after the save of its last step
+            link(self.run.best, checkpoint)
         if self.config.train.load_best_model_at_end:
             self.control.should_save = True
         return True
@@ -299,8 +305,6 @@ class SftTrainer(Trainer):  # type: ignore[misc]
 
 def stamp_at(stamp: Stamp, step: int) -> Stamp:
     """Returns the run's stamp for weights after `step` optimizer steps."""
-    from dataclasses import replace
-
     return replace(stamp, step=step)
 
 
