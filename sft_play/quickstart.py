@@ -24,7 +24,7 @@ from sft_play.runs.prepared import Prepared
 if TYPE_CHECKING:
     from sft_play.config.call import Call
 
-PRESET = "configs/quickstart.yaml"
+PRESET = Path("configs/quickstart.yaml")
 SHOWN_ANSWERS = 5
 WIDTH = 110
 METRICS = (("rouge1", "ROUGE-1"), ("rouge2", "ROUGE-2"), ("rougeL", "ROUGE-L"))
@@ -32,7 +32,7 @@ METRICS = (("rouge1", "ROUGE-1"), ("rouge2", "ROUGE-2"), ("rougeL", "ROUGE-L"))
 
 def main(call: Call) -> int:
     """Scores the base, trains, scores the result, and compares the two."""
-    call = replace(call, options={"CONFIG": PRESET, **call.options})
+    call = replace(call, options={"CONFIG": str(preset()), **call.options})
     started = time.perf_counter()
     before: dict[str, Any] = {}
 
@@ -55,6 +55,11 @@ def main(call: Call) -> int:
         print(report(result))
         print(f"\n{time.perf_counter() - started:.0f} s in all. Next:\n  make infer RUN={run.name}\n  make tensorboard")
     return 0
+
+
+def preset() -> Path:
+    """Returns the shipped configuration, as a short path where the working folder is the repository."""
+    return PRESET if PRESET.is_file() else Path(__file__).resolve().parents[1] / PRESET
 
 
 def score(run: RunFolder, checkpoint: str | None) -> dict[str, Any]:
@@ -92,7 +97,7 @@ def _side_by_side(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, A
 def report(result: Mapping[str, Any]) -> str:
     """Returns the comparison as the user reads it."""
     before, after = result["before"], result["after"]
-    lines = ["", f"== {result['run']}: {SHOWN_ANSWERS} held-out answers before and after"]
+    lines = ["", f"== {result['run']}: {len(result['answers'])} held-out answers before and after"] if result["answers"] else []
     for answer in result["answers"]:
         lines += ["", *_wrapped("prompt   ", _question(answer["prompt"]))]
         lines += _wrapped("wanted   ", answer["reference"]) + _wrapped("before   ", answer["before"])
