@@ -95,8 +95,12 @@ def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
     for path in weights.iterdir():
         if path.is_file() and not path.name.startswith((*LEFT_BEHIND, "manifest")):
             shutil.copy2(path, partial / path.name)
+    tokenizer = load_tokenizer(partial if has_tokenizer(partial) else prepared.model.path)
     if not has_tokenizer(partial):
-        load_tokenizer(prepared.model.path).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+    write_json(partial / "config.json", read_json(partial / "config.json") | {"use_cache": True})  # training turned it off
+    settings = partial / "generation_config.json"
+    write_json(settings, (read_json(settings) if settings.is_file() else {}) | _ends(tokenizer))
     return {
         "dtype": stored_dtype(weights),
         "parameters": _stored_parameters(weights),
@@ -181,9 +185,7 @@ def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> 
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, name):
             delattr(model.config, name)
-    stops = end_of_turn_ids(tokenizer)
-    model.generation_config.eos_token_id = list(stops)
-    model.generation_config.pad_token_id = stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    model.generation_config.update(**_ends(tokenizer))
     # `save_pretrained` imports DeepSpeed where it is installed, which guesses the accelerator aloud unless it is told.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     model.save_pretrained(partial)
@@ -191,6 +193,12 @@ def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> 
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
         if (base / name).is_file() and not (partial / name).exists():
             shutil.copy2(base / name, partial / name)
+
+
+def _ends(tokenizer: Any) -> dict[str, Any]:
+    """Returns generation settings that end an answer where the template ends a turn."""
+    stops = end_of_turn_ids(tokenizer)
+    return {"eos_token_id": list(stops), "pad_token_id": stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id}
 
 
 def _stamp(run: RunFolder, weights: Path, partial: Path) -> None:

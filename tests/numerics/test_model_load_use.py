@@ -98,7 +98,8 @@ def test_merged_models_load_anywhere_and_answer_alike(runs: dict[str, RunFolder]
     assert len(next(iter(stamp["merged_from"]["sha256"].values()))) == 64
     again = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert again.chat_template == tokenizer.chat_template
-    assert plain.generation_config.eos_token_id in (2, [2])
+    assert plain.generation_config.eos_token_id == [2]
+    assert plain.config.use_cache
     assert not [p for p in tmp_path.iterdir() if "partial" in p.name]
 
 
