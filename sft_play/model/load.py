@@ -37,7 +37,7 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
     set_seed(config.train.seed)
     model = load_base(config, plan, prepared)
     check_vocabulary(model, tokenizer, prepared.model.name)
-    model.config.use_cache = False
+    model.config.get_text_config().use_cache = False
     if config.tuning.mode == "full":
         _free_text_part(model)
     else:

@@ -98,7 +98,10 @@ def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(partial if has_tokenizer(partial) else prepared.model.path)
     if not has_tokenizer(partial):
         tokenizer.save_pretrained(partial)
-    write_json(partial / "config.json", read_json(partial / "config.json") | {"use_cache": True})  # training turned it off
+    config = read_json(partial / "config.json")
+    for part in (config, config.get("text_config") or {}):
+        part.update({"use_cache": True} if "use_cache" in part else {})  # training turned it off
+    write_json(partial / "config.json", config)
     settings = partial / "generation_config.json"
     write_json(settings, (read_json(settings) if settings.is_file() else {}) | _ends(tokenizer))
     return {
@@ -181,7 +184,7 @@ def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> 
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.config.dtype = dtype
-    model.config.use_cache = True
+    model.config.get_text_config().use_cache = True
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, name):
             delattr(model.config, name)

@@ -46,7 +46,7 @@ def load(config: Config, plan: Plan, prepared: Prepared) -> Any:
     model = _read(config, plan, folder, four_bit=four_bit)
     if config.tuning.mode != "full":
         model = _add_adapters(model, config, plan)
-    model.config.use_cache = False
+    model.config.get_text_config().use_cache = False
     return _select_positions(model)
 
 

@@ -47,7 +47,7 @@ def load_for_use(
         model = add_trained_adapter(read_base(config, plan, base, device), folder)
     tokenizer = load_tokenizer(folder if has_tokenizer(folder) else Path(prepared.model.path))
     model = model.to(device) if not quantised(model) else model
-    model.config.use_cache = True
+    model.config.get_text_config().use_cache = True
     return model.eval(), tokenizer
 
 

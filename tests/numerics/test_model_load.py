@@ -34,7 +34,7 @@ def load(folder: Path, *, mode: str = "lora", plan: dict[str, Any] | None = None
     )
     model, tokenizer = load_for_training(config, simple_plan(**(plan or {})), prepared_model(folder))
     assert tokenizer.pad_token_id is not None
-    assert model.config.use_cache is False
+    assert model.config.get_text_config().use_cache is False
     return model
 
 

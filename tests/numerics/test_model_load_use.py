@@ -76,7 +76,7 @@ def test_merged_models_load_anywhere_and_answer_alike(runs: dict[str, RunFolder]
     run, said = runs[name], list[str]()
     model, tokenizer = load_for_use(run, None, "cpu")
     assert not model.training
-    assert model.config.use_cache
+    assert model.config.get_text_config().use_cache
     merged = merge(run, run.model, tmp_path / "out", said.append)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert str(plain.dtype) == ("torch.bfloat16" if name == "bf16" else "torch.float32")
@@ -99,7 +99,7 @@ def test_merged_models_load_anywhere_and_answer_alike(runs: dict[str, RunFolder]
     again = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert again.chat_template == tokenizer.chat_template
     assert plain.generation_config.eos_token_id == [2]
-    assert plain.config.use_cache
+    assert plain.config.get_text_config().use_cache
     assert not [p for p in tmp_path.iterdir() if "partial" in p.name]
 
 
