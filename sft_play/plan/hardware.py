@@ -1,0 +1,158 @@
+"""Devices as the plan sees them: detected, or described by the user (`HARDWARE=2x24GB`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from sft_play.errors import HardwareError
+
+GIB = 2**30
+GB = 10**9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One GPU, or the CPU of a machine."""
+
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    bf16: bool
+    """Whether bfloat16 computes at full speed."""
+    fp8: bool = False
+    compute_capability: tuple[int, int] | None = None
+    peak_flops: float | None = None
+    """Dense bf16 operations per second with fp32 accumulation; fp32 on a CPU. `None` when unknown."""
+    bandwidth: float | None = None
+    """Bytes per second of device memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """What a run may use on this machine."""
+
+    kind: Literal["cpu", "cuda"]
+    devices: tuple[Device, ...]
+    """The GPUs, or one entry for the CPU."""
+    cpu_threads: int
+    ram_bytes: int
+    described: bool = False
+    """Whether the user described it, rather than this machine being looked at."""
+    network_bytes_per_second: float | None = None
+    """Between machines, or between cards without a faster link; `None` when nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A row of the catalogue. Sources: makers' data sheets and the tables in the issue's measured facts; laptop parts apart."""
+
+    memory_gb: float
+    bf16_tflops: float
+    bandwidth_gb_s: float
+    capability: tuple[int, int]
+    source: str
+
+
+CATALOGUE: Mapping[str, Card] = {
+    "RTX3070Ti": Card(8, 43.5, 608, (8, 6), "NVIDIA GA10x white paper: 6144 cores x 1.77 GHz, 2 x fp32"),
+    "RTX3090": Card(24, 71.2, 936, (8, 6), "NVIDIA GA10x white paper: 10496 cores x 1.695 GHz, 2 x fp32"),
+    "RTX4070Laptop": Card(8, 40.0, 256, (8, 9), "2 x fp32 at 115 W; 22.7 at 35 W"),
+    "RTX4090": Card(24, 165.2, 1008, (8, 9), "NVIDIA Ada white paper"),
+    "RTX5070TiLaptop": Card(12, 62.0, 672, (12, 0), "NVIDIA AI-TOPS / 16; inferred"),
+    "RTX5090": Card(32, 209.5, 1792, (12, 0), "NVIDIA AI-TOPS / 16"),
+    "T4": Card(16, 65.0, 320, (7, 5), "NVIDIA data sheet (fp16; the card has no bf16)"),
+    "L4": Card(24, 121.0, 300, (8, 9), "NVIDIA data sheet"),
+    "L40S": Card(48, 362.0, 864, (8, 9), "NVIDIA data sheet"),
+    "A10G": Card(24, 70.0, 600, (8, 6), "NVIDIA data sheet"),
+    "A100-40GB": Card(40, 312.0, 1555, (8, 0), "NVIDIA data sheet"),
+    "A100": Card(80, 312.0, 2039, (8, 0), "NVIDIA data sheet, SXM"),
+    "H100": Card(80, 989.0, 3350, (9, 0), "NVIDIA data sheet, SXM"),
+    "H200": Card(141, 989.0, 4800, (9, 0), "NVIDIA data sheet, SXM"),
+    "B200": Card(180, 2250.0, 8000, (10, 0), "NVIDIA data sheet"),
+}
+
+PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+)")
+MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|G)", re.IGNORECASE)
+NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(G|M)bit(?:/s)?", re.IGNORECASE)
+
+
+def parse_hardware(text: str) -> Hardware:
+    """Returns described hardware: `2x24GB`, `12GB+8GB+8GB@1Gbit`, `4xH200`, `cpu`. Raises `HardwareError`."""
+    body, _, network = text.partition("@")
+    speed = None
+    if network:
+        match = NETWORK.fullmatch(network.strip())
+        if not match or float(match.group(1)) <= 0:
+            raise HardwareError(f"`HARDWARE` names the network `{network}`; expected such as `1Gbit`", place=f"HARDWARE={text}")
+        # Ethernet and TCP headers leave 94 % of the line rate.
+        speed = float(match.group(1)) * (1e9 if match.group(2).upper() == "G" else 1e6) / 8 * 0.94
+    if body.strip().lower() == "cpu":
+        from sft_play.plan.detect import cpu_only
+
+        return cpu_only()
+    devices = [device for part in body.split("+") for device in _devices(part.strip(), text)]
+    return Hardware(
+        kind="cuda", devices=tuple(devices), cpu_threads=8, ram_bytes=64 * GIB, described=True, network_bytes_per_second=speed
+    )
+
+
+def _devices(part: str, text: str) -> list[Device]:
+    match = PART.fullmatch(part)
+    count = int(match.group(1) or 1) if match else 0
+    name = match.group(2).strip() if match else ""
+    if not 1 <= count <= 4096:
+        raise _nonsense(part, text)
+    if memory := MEMORY.fullmatch(name):
+        size = int(float(memory.group(1)) * (GIB if memory.group(2).lower() in ("gib", "g") else GB))
+        if size < GIB:
+            raise _nonsense(part, text)
+        return [Device(name=f"{memory.group(1)} GB GPU", memory_bytes=size, free_bytes=size, bf16=True)] * count
+    found = find_card(name)
+    if found is None:
+        raise _nonsense(part, text)
+    label, card = found
+    return [device_of(label, card)] * count
+
+
+def device_of(label: str, card: Card) -> Device:
+    """Returns the device that a catalogue row describes."""
+    size = int(card.memory_gb * GB)
+    return Device(
+        name=label,
+        memory_bytes=size,
+        free_bytes=size,
+        bf16=card.capability >= (8, 0),
+        fp8=card.capability >= (8, 9),
+        compute_capability=card.capability,
+        peak_flops=card.bf16_tflops * 1e12,
+        bandwidth=card.bandwidth_gb_s * GB,
+    )
+
+
+def find_card(name: str) -> tuple[str, Card] | None:
+    """Returns the catalogue row of a GPU's name as people or drivers write it, or `None`.
+
+    Only speed is looked up by name: memory comes from the driver wherever there is one.
+    """
+    plain = re.sub(r"nvidia|geforce|graphics|gpu|device|tesla|sxm\d?|pcie|hbm\d?e?|[\s\-_]", "", name.lower())
+    keys = sorted(CATALOGUE, key=len, reverse=True)
+    for key in keys:
+        if plain == re.sub(r"[\s\-_]", "", key.lower()):
+            return key, CATALOGUE[key]
+    laptop = "laptop" in plain
+    for key in keys:
+        short = re.sub(r"[\s\-_]", "", key.lower())
+        if plain.startswith(short) and ("laptop" in short) == laptop and not plain[len(short) :].startswith(("ti", "super")):
+            return key, CATALOGUE[key]
+    return None
+
+
+def _nonsense(part: str, text: str) -> HardwareError:
+    return HardwareError(
+        f"`{part}` is not hardware that is known",
+        place=f"HARDWARE={text}",
+        hint=f"write 2x24GB, 12GB+8GB, cpu, or a count and a name of {', '.join(CATALOGUE)}",
+    )

@@ -1,0 +1,20 @@
+"""What a command asks of the plan beside the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchRequest:
+    """The launch as the user typed it; what is `None` is for the plan to decide."""
+
+    command_strategy: Literal["single", "ddp", "zero", "fsdp2", "auto"] = "single"
+    """What the command stands for: `make train` is `single`, `make train-distributed` is `auto`."""
+    num_gpus: int | None = None
+    """Processes on this machine."""
+    num_nodes: int = 1
+    node_rank: int = 0
+    zero_stage: int | None = None
+    """Stage of a user's own DeepSpeed JSON."""

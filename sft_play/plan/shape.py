@@ -1,0 +1,183 @@
+"""The numbers of a model's architecture: from its `config.json`, a table of the presets' models, or the hub's cache."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.schema import ModelConfig
+from sft_play.errors import DataError
+
+TABLE = Path(__file__).with_name("shapes.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A decoder-only transformer in numbers."""
+
+    model_type: str
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    tied: bool
+    """Whether head and embedding are one matrix."""
+    max_positions: int
+    qkv_bias: bool = False
+    norms_per_layer: int = 2
+    qk_norm: bool = False
+    gated: bool = True
+    """Whether the feed-forward part has a gate (SwiGLU): three matrices instead of two."""
+    experts: int = 0
+    vision_parameters: int = 0
+    """Parameters of a vision tower and projector, frozen here."""
+    quantized: bool = False
+    """Whether the checkpoint is quantised already."""
+
+    @property
+    def layer_linear_parameters(self) -> int:
+        """Weights of one layer's linear maps."""
+        attention = self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_size * max(1, self.experts)
+
+    @property
+    def linear_parameters(self) -> int:
+        """Weights of all layers' linear maps, head and embedding left out: what is quantised."""
+        return self.layers * self.layer_linear_parameters
+
+    @property
+    def other_parameters(self) -> int:
+        """Embedding, untied head, norms, biases and the vision tower."""
+        embedding = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        norms = self.hidden_size * (self.norms_per_layer * self.layers + 1)
+        bias = self.layers * self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
+        qk = self.layers * 2 * self.head_dim if self.qk_norm else 0
+        return embedding + norms + bias + qk + self.vision_parameters
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.linear_parameters + self.other_parameters
+
+    def adapter_parameters(self, r: int, targets: str | list[str]) -> int:
+        """Returns the parameters of LoRA adapters of rank `r`; unknown names count as the hidden size squared."""
+        h, q, kv, f = self.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.ffn_size
+        sizes = {
+            "q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h,
+            "gate_proj": h + f, "up_proj": h + f, "down_proj": f + h,
+        }  # fmt: skip
+        if not self.gated:
+            sizes.pop("gate_proj")
+        names = list(sizes) if targets == "auto" else list(targets)
+        return self.layers * r * sum(sizes.get(name.rsplit(".", 1)[-1], 2 * h) for name in names)
+
+
+def shape_of(model: ModelConfig) -> ModelShape:
+    """Returns the shape of the configured model. Raises `DataError` where its numbers cannot be had."""
+    folder = Path(model.name).expanduser()
+    if folder.is_dir():
+        return shape_from_file(folder / "config.json")
+    if cached := _cached_config(model):
+        return shape_from_file(cached)
+    if model.name in _table():
+        return _table()[model.name]
+    if model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
+        raise DataError("there is no such model folder", place=model.name)
+    return shape_from_file(_fetched_config(model))
+
+
+def shape_from_file(path: Path) -> ModelShape:
+    """Returns the shape that a `config.json` describes. Raises `DataError`."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return shape_from_config(config)
+    except FileNotFoundError:
+        raise DataError(
+            "the folder has no `config.json`", place=str(path.parent), hint="a model folder holds config.json, weights and a tokenizer"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot be read: {error}", place=str(path)) from None
+    except KeyError as error:
+        raise DataError(f"lacks {error}, so its memory cannot be planned", place=str(path)) from None
+
+
+def shape_from_config(config: dict[str, Any]) -> ModelShape:
+    """Returns the shape of a parsed `config.json`; a multimodal one's text part. Raises `KeyError`."""
+    text = {**config, **config.get("text_config", {})}
+
+    def first(*names: str) -> Any:
+        for name in names:
+            if text.get(name) is not None:
+                return text[name]
+        raise KeyError(names[0])
+
+    hidden, heads = int(first("hidden_size", "n_embd", "d_model")), int(first("num_attention_heads", "n_head", "num_heads"))
+    kind = str(config.get("model_type", "unknown"))
+    gpt2 = "n_embd" in text
+    return ModelShape(
+        model_type=kind,
+        hidden_size=hidden,
+        layers=int(first("num_hidden_layers", "n_layer", "num_layers")),
+        heads=heads,
+        kv_heads=int(text.get("num_key_value_heads") or heads),
+        head_dim=int(text.get("head_dim") or hidden // heads),
+        ffn_size=int(text.get("intermediate_size") or text.get("n_inner") or text.get("ffn_dim") or 4 * hidden),
+        vocab_size=int(first("vocab_size")),
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", kind.startswith("gemma") or gpt2))),
+        max_positions=int(text.get("max_position_embeddings") or text.get("n_positions") or 2**31),
+        qkv_bias=kind == "qwen2" or bool(text.get("attention_bias")),
+        norms_per_layer=4 if kind.startswith(("gemma2", "gemma3")) else 2,
+        qk_norm=kind.startswith(("gemma3", "qwen3")),
+        gated=not gpt2 and kind not in ("gpt_neox", "opt", "falcon", "bloom", "phi"),
+        experts=int(text.get("num_local_experts") or text.get("num_experts") or text.get("n_routed_experts") or 0),
+        quantized="quantization_config" in config,
+    )
+
+
+@cache
+def _table() -> dict[str, ModelShape]:
+    return {name: ModelShape(**row) for name, row in json.loads(TABLE.read_text(encoding="utf-8")).items()}
+
+
+def _cached_config(model: ModelConfig) -> Path | None:
+    """Returns the `config.json` of an earlier download, found without the hub's library."""
+    home = os.environ.get("HF_HUB_CACHE") or os.path.join(  # noqa: PTH118
+        os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"), "hub"  # noqa: PTH111
+    )
+    folder = Path(home) / f"models--{model.name.replace('/', '--')}"
+    revision = model.revision or "main"
+    try:
+        commit = (folder / "refs" / revision).read_text().strip()
+    except OSError:
+        commit = revision
+    path = folder / "snapshots" / commit / "config.json"
+    return path if path.is_file() else None
+
+
+def _fetched_config(model: ModelConfig) -> Path:
+    """Fetches only `config.json` from the hub. Raises `DataError`."""
+    from huggingface_hub import hf_hub_download
+
+    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "4")
+    try:
+        return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
+    except Exception as error:  # noqa: BLE001 - the library raises dozens of kinds; each means: not from here
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise DataError(
+                "the model is gated or private",
+                place=model.name,
+                hint=f"accept its licence at https://huggingface.co/{model.name}, then set HF_TOKEN",
+            ) from error
+        raise DataError(
+            "no such folder, and its numbers cannot be fetched from the hub",
+            place=model.name,
+            hint="check the name and the network; or set `model.name` to a folder, or HF_HOME to a cache that holds the model",
+        ) from error
