@@ -13,7 +13,7 @@ SPARE_BYTES = 64 * 2**20
 """Logs, TensorBoard, tokenizer and JSON files of a run."""
 
 
-def checkpoint_bytes(plan: Plan, config: Config) -> int:
+def checkpoint_bytes(plan: Plan) -> int:
     """Returns the size of one checkpoint: what is trained and its optimizer states (for `full`, the whole model)."""
     parts = [rank.memory_bytes for rank in plan.ranks]
     sharded = plan.strategy in {"zero1", "zero2", "zero3", "fsdp2"}
@@ -22,15 +22,14 @@ def checkpoint_bytes(plan: Plan, config: Config) -> int:
         values = [int(part.get(name, 0)) for part in parts]
         return sum(values) if shards else max(values, default=0)
 
-    weights = total("adapters", shards=plan.strategy in {"zero3", "fsdp2"})
-    if config.tuning.mode == "full":
-        weights += total("weights", shards=plan.strategy in {"zero3", "fsdp2"})
+    shards_weights = plan.strategy in {"zero3", "fsdp2"}
+    weights = total("adapters", shards=shards_weights) + total("trained", shards=shards_weights)
     return weights + total("optimizer", shards=sharded)
 
 
 def needed_bytes(plan: Plan, config: Config) -> int:
     """Returns what the run will hold at its fullest: kept checkpoints, the best one, a new one beside them, and `model/`."""
-    one = checkpoint_bytes(plan, config)
+    one = checkpoint_bytes(plan)
     limit = config.train.save_total_limit
     kept = 0 if config.train.save_strategy == "no" else (3 if limit is None else limit) + 2
     return SPARE_BYTES + one * (kept + 1)
@@ -43,6 +42,6 @@ def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:
     if free < needed:
         raise HardwareError(
             f"the disk of `{run.path.parent}` has {free / 2**30:.2f} GiB free, but this run needs {needed / 2**30:.2f} GiB: "
-            f"checkpoints of {checkpoint_bytes(plan, config) / 2**30:.2f} GiB each, the model and logs",
+            f"checkpoints of {checkpoint_bytes(plan) / 2**30:.2f} GiB each, the model and logs",
             hint="free some space, set RUNS_DIR to another disk, or lower `train.save_total_limit`",
         )
