@@ -100,7 +100,9 @@ def shape_from_file(path: Path) -> ModelShape:
         return shape_from_config(config)
     except FileNotFoundError:
         raise DataError(
-            "the folder has no `config.json`", place=str(path.parent), hint="a model folder holds config.json, weights and a tokenizer"
+            "the folder has no `config.json`",
+            place=str(path.parent),
+            hint="a model folder holds config.json, weights and a tokenizer",
         ) from None
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read: {error}", place=str(path)) from None
@@ -149,7 +151,8 @@ def _table() -> dict[str, ModelShape]:
 def _cached_config(model: ModelConfig) -> Path | None:
     """Returns the `config.json` of an earlier download, found without the hub's library."""
     home = os.environ.get("HF_HUB_CACHE") or os.path.join(  # noqa: PTH118
-        os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"), "hub"  # noqa: PTH111
+        os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"),
+        "hub",  # noqa: PTH111
     )
     folder = Path(home) / f"models--{model.name.replace('/', '--')}"
     revision = model.revision or "main"
@@ -168,7 +171,7 @@ def _fetched_config(model: ModelConfig) -> Path:
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "4")
     try:
         return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
-    except Exception as error:  # noqa: BLE001 - the library raises dozens of kinds; each means: not from here
+    except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
             raise DataError(

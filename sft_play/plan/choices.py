@@ -1,0 +1,235 @@
+"""Each automatic choice with its reason, and each impossible wish with the way round. Pure."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+
+from sft_play.config.schema import Config
+from sft_play.errors import HardwareError, UserError
+from sft_play.plan.backends import conflict_for, layout_for, missing_for
+from sft_play.plan.hardware import Device, Hardware
+from sft_play.plan.layouts import FLATTENED_MODEL_TYPES, FLATTENED_TOKENS
+from sft_play.plan.plan import Precision, Strategy
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.shape import ModelShape
+
+MOST_CPU_PROCESSES = 64
+GPU_ONLY_OPTIMIZERS = {
+    "paged_adamw_8bit": "adamw_torch", "paged_adamw_32bit": "adamw_torch", "paged_adamw": "adamw_torch", "adamw_8bit": "adamw_torch",
+    "adamw_bnb_8bit": "adamw_torch", "adamw_apex_fused": "adamw_torch", "paged_lion_8bit": "adamw_torch", "paged_lion_32bit": "adamw_torch",
+    "lion_8bit": "adamw_torch", "lion_32bit": "adamw_torch", "ademamix_8bit": "adamw_torch", "paged_ademamix_8bit": "adamw_torch",
+    "paged_ademamix_32bit": "adamw_torch", "ademamix": "adamw_torch", "rmsprop_bnb": "rmsprop", "rmsprop_bnb_8bit": "rmsprop",
+    "rmsprop_bnb_32bit": "rmsprop",
+}  # fmt: skip
+"""Optimizers that need a GPU -> the nearest one that runs on a CPU."""
+ADAPTER_RATE, FULL_RATE = 2e-4, 2e-5
+
+Reasons = list[str]
+
+
+def devices_for(hardware: Hardware, request: LaunchRequest, wants_one: bool) -> tuple[Device, ...]:
+    """Returns this machine's device of each local rank. Raises `HardwareError` when there are not enough."""
+    asked = request.num_gpus
+    if hardware.kind == "cpu":
+        count = 1 if wants_one else asked or min(2, hardware.cpu_threads)
+        if count > MOST_CPU_PROCESSES:
+            raise HardwareError(
+                f"`NUM_GPUS` is {count}, but there is no GPU, and {MOST_CPU_PROCESSES} processes on a CPU are the most",
+                hint=f"this machine has {hardware.cpu_threads} CPU threads: NUM_GPUS={min(2, hardware.cpu_threads)}",
+            )
+        return hardware.devices * count
+    if asked and asked > len(hardware.devices):
+        names = ", ".join(device.name for device in hardware.devices)
+        raise HardwareError(
+            f"`NUM_GPUS` is {asked}, but there {'is' if len(hardware.devices) == 1 else 'are'} {len(hardware.devices)} ({names})",
+            hint=f"NUM_GPUS={len(hardware.devices)}, or look at `make gpu-info` and CUDA_VISIBLE_DEVICES",
+        )
+    if wants_one:
+        return (max(hardware.devices, key=lambda device: device.free_bytes),) if hardware.described else hardware.devices[:1]
+    return hardware.devices[: asked or len(hardware.devices)]
+
+
+def choose_strategy(
+    config: Config, typed: Callable[[str], bool], request: LaunchRequest, hardware: Hardware, ranks: int, reasons: Reasons
+) -> Strategy:
+    """Returns the strategy of a command. Raises `UserError` where the configuration contradicts it."""
+    wanted, command = config.launch.strategy, request.command_strategy
+    if command == "zero":
+        stage = f"zero{request.zero_stage}" if request.zero_stage else (wanted if wanted.startswith("zero") else "zero2")
+        if wanted != "auto" and not wanted.startswith("zero"):
+            raise _contradiction(
+                "make train-deepspeed", wanted, "make train-fsdp" if wanted == "fsdp2" else "make train-distributed"
+            )
+        chosen: Strategy = _strategy(stage)
+        reasons.append(f"strategy {chosen}: " + ("the DeepSpeed JSON's stage" if request.zero_stage else "`make train-deepspeed`"
+                       if wanted == "auto" else "`launch.strategy`"))  # fmt: skip
+    elif command == "fsdp2":
+        if wanted not in ("auto", "fsdp2"):
+            raise _contradiction(
+                "make train-fsdp", wanted, "make train-deepspeed" if wanted.startswith("zero") else "make train-distributed"
+            )
+        chosen = "fsdp2"
+        reasons.append("strategy fsdp2: `make train-fsdp`")
+    elif command == "single" and wanted != "auto" and typed("launch.strategy"):
+        raise UserError(
+            f"`launch.strategy` is `{wanted}`, but `make train` runs one process",
+            hint="use make train-distributed, or TRAIN=... without `launch.strategy`"
+            if wanted == "ddp"
+            else f"use {_command_for(wanted)}",
+        )
+    elif command == "single" or (ranks == 1 and wanted in ("auto", "ddp")):
+        chosen = "single"
+        reasons.append("strategy single: one process")
+    else:
+        chosen = "ddp" if command == "ddp" or wanted == "auto" else _strategy(wanted)
+        why = "each rank holds a whole replica, and gradients alone are exchanged" if wanted == "auto" else "`launch.strategy`"
+        reasons.append(f"strategy {chosen}: {why}")
+    if missing := missing_for(config.tuning.backend, hardware):
+        raise HardwareError(
+            missing, hint="set `tuning.backend: bnb`, which runs everywhere" if config.tuning.backend != "bnb" else None
+        )
+    if conflict := conflict_for(config.tuning.backend, config.tuning.mode, config.tuning.quantization, chosen):
+        raise UserError(conflict)
+    return chosen
+
+
+def _strategy(text: str) -> Strategy:
+    known: dict[str, Strategy] = {"ddp": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp2"}
+    return known[text]
+
+
+def _command_for(strategy: str) -> str:
+    return "make train-fsdp" if strategy == "fsdp2" else "make train-deepspeed"
+
+
+def _contradiction(command: str, strategy: str, right: str) -> UserError:
+    return UserError(
+        f"`launch.strategy` is `{strategy}`, but `{command}` was called", hint=f"use {right}, or set `launch.strategy: auto`"
+    )
+
+
+def choose_backend(config: Config, kind: str, ranks: int, reasons: Reasons) -> str:
+    """Returns `none`, `gloo` or `nccl`. Raises `UserError`."""
+    wanted = config.launch.backend
+    if wanted == "mpi":
+        raise UserError("`launch.backend` is `mpi`, which torch's published builds lack", hint="leave it to `auto`: nccl or gloo")
+    if wanted == "nccl" and kind == "cpu":
+        raise UserError("`launch.backend` is `nccl`, which needs GPUs", hint="leave it to `auto`: gloo between CPUs")
+    if ranks == 1:
+        return "none"
+    chosen = wanted if wanted != "auto" else ("nccl" if kind == "cuda" else "gloo")
+    reasons.append(
+        f"backend {chosen}: "
+        + ("as configured" if wanted != "auto" else "between GPUs" if kind == "cuda" else "between CPU processes")
+    )
+    return chosen
+
+
+def choose_precision(config: Config, hardware: Hardware, devices: tuple[Device, ...], reasons: Reasons) -> Precision:
+    """Returns what is computed in. A typed `true` that the hardware lacks is an error."""
+    train = config.train
+    without = next((device for device in devices if not device.bf16), None)
+    if train.bf16 is True and without is not None:
+        raise HardwareError(
+            f"`train.bf16` is `true`, but {'this CPU' if hardware.kind == 'cpu' else without.name} does not compute in bfloat16"
+            + (" any faster than in fp32" if hardware.kind == "cpu" else ""),
+            hint="leave `train.bf16` to `auto`" + ("" if hardware.kind == "cpu" else ", or set TRAIN_FP16=true"),
+        )
+    if train.fp16:
+        if hardware.kind == "cpu":
+            raise HardwareError(
+                "`train.fp16` is `true`, but fp16 with loss scaling needs a GPU", hint="leave it away: fp32 is used"
+            )
+        reasons.append("precision fp16: as configured")
+        return "fp16"
+    if train.bf16 is True or (train.bf16 == "auto" and hardware.kind == "cuda" and without is None):
+        reasons.append("precision bf16: " + ("as configured" if train.bf16 is True else "every GPU here computes in it"))
+        return "bf16"
+    if train.bf16 == "auto" and hardware.kind == "cuda":
+        reasons.append(f"precision fp16: {without.name if without else 'a GPU'} has no bfloat16")
+        return "fp16"
+    reasons.append("precision fp32: " + ("as configured" if train.bf16 is False else "the fastest on this CPU"))
+    return "fp32"
+
+
+def choose_weights_dtype(config: Config, kind: str, precision: Precision, reasons: Reasons) -> str:
+    """Returns the type of the base's weights."""
+    if config.model.dtype != "auto":
+        reasons.append(f"weights in {config.model.dtype}: as configured")
+        return config.model.dtype
+    if kind == "cpu" or precision == "fp32" or config.tuning.mode == "full":
+        why = "trained weights need its precision" if config.tuning.mode == "full" else "what is computed in"
+        reasons.append(f"weights in float32: {why}")
+        return "float32"
+    chosen = "bfloat16" if precision == "bf16" else "float16"
+    reasons.append(f"weights in {chosen}: they are frozen, half the memory of fp32")
+    return chosen
+
+
+def choose_attention(config: Config, kind: str, reasons: Reasons) -> str:
+    """Returns transformers' attention implementation."""
+    wanted = config.model.attn_implementation
+    if wanted != "auto":
+        if wanted == "flash_attention_2" and kind == "cpu":
+            raise HardwareError(
+                "`model.attn_implementation` is `flash_attention_2`, which needs a GPU", hint="leave it to `auto`"
+            )
+        return wanted
+    if kind == "cuda" and importlib.util.find_spec("flash_attn"):
+        reasons.append("attention flash_attention_2: it is installed")
+        return "flash_attention_2"
+    return "sdpa"
+
+
+def choose_layout(config: Config, shape: ModelShape, kind: str, attention: str, micro_tokens: int, reasons: Reasons) -> str:
+    """Returns how rows become tensors: flattened wherever that is exact and not slower."""
+    if insisted := layout_for(config.tuning.backend):
+        reasons.append(f"rows {insisted}: {config.tuning.backend} tells rows apart by an attention mask only")
+        return insisted
+    if shape.model_type not in FLATTENED_MODEL_TYPES:
+        reasons.append(f"rows padded: `{shape.model_type}` is not among the families proven to keep flattened rows apart")
+        return "padded"
+    if kind == "cuda" and attention not in ("flash_attention_2", "flex_attention") and micro_tokens > FLATTENED_TOKENS:
+        reasons.append(f"rows padded: {micro_tokens} flattened tokens would need a quadratic mask; flash-attn would avoid it")
+        return "padded"
+    reasons.append("rows flattened: no time and memory for padding")
+    return "flattened"
+
+
+def choose_optimizer(config: Config, kind: str, strategy: Strategy, reasons: Reasons) -> str:
+    """Returns the optimizer that runs; one that needs a GPU becomes the nearest one elsewhere."""
+    wanted = config.train.optim
+    if wanted == "auto":
+        if kind == "cuda" and config.tuning.mode == "qlora" and strategy in ("single", "ddp"):
+            reasons.append("optimizer paged_adamw_8bit: quantised base, so memory is short")
+            return "paged_adamw_8bit"
+        chosen = "adamw_torch_fused" if strategy in ("single", "ddp") else "adamw_torch"
+        reasons.append(f"optimizer {chosen}: AdamW")
+        return chosen
+    if kind == "cpu" and wanted in GPU_ONLY_OPTIMIZERS:
+        nearest = GPU_ONLY_OPTIMIZERS[wanted]
+        reasons.append(f"optimizer {nearest} instead of {wanted}, which needs a GPU")
+        return nearest
+    if strategy not in ("single", "ddp") and wanted in GPU_ONLY_OPTIMIZERS:
+        reasons.append(f"optimizer adamw_torch instead of {wanted}: its states cannot be sharded by {strategy}")
+        return "adamw_torch"
+    return wanted
+
+
+def choose_learning_rate(config: Config, reasons: Reasons) -> float:
+    """Returns the peak learning rate."""
+    if config.train.learning_rate != "auto":
+        return config.train.learning_rate
+    full = config.tuning.mode == "full"
+    chosen = FULL_RATE if full else ADAPTER_RATE
+    reasons.append(f"learning rate {chosen:g}: the usual one for {'full tuning' if full else 'adapters'}")
+    return chosen
+
+
+def warmup(config: Config, steps: int | None) -> int | None:
+    """Returns the steps over which the learning rate rises."""
+    if config.train.warmup_steps is not None:
+        return config.train.warmup_steps
+    return None if steps is None else math.ceil(config.train.warmup_ratio * steps)

@@ -1,0 +1,261 @@
+"""The plan as a pure function of configuration, hardware, model and data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+from sft_play.config.schema import Config
+from sft_play.errors import HardwareError, UserError
+from sft_play.plan import choices
+from sft_play.plan.batch import choose_batch
+from sft_play.plan.hardware import GIB, Device, Hardware
+from sft_play.plan.memory import Setup, rank_memory, trainable_parameters
+from sft_play.plan.plan import Plan, RankPlan
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.shape import ModelShape
+from sft_play.plan.throughput import (
+    NVLINK_BYTES_PER_SECOND,
+    PCIE_BYTES_PER_SECOND,
+    communication_seconds,
+    compute_tokens_per_second,
+    flops_per_token,
+)
+from sft_play.runs.prepared import Prepared
+
+CPU_MICRO_BATCH = 4
+"""More rows at once gain nothing on a CPU: the matrices are large enough, and memory grows."""
+MOST_MICRO_BATCH = 64
+HEADROOM = {"cuda": 0.94, "cpu": 0.85}
+"""Share of the free memory that is planned for."""
+
+
+def make_plan(
+    config: Config,
+    typed: Callable[[str], bool],
+    hardware: Hardware,
+    shape: ModelShape,
+    *,
+    launch: LaunchRequest,
+    prepared: Prepared | None,
+) -> Plan:
+    """Returns every decision about a run with its reason. Raises `UserError` or `HardwareError` for what cannot be."""
+    reasons: list[str] = []
+    _check_length(config, shape)
+    kind = hardware.kind
+    local = choices.devices_for(hardware, launch, launch.command_strategy == "single")
+    devices = local * launch.num_nodes
+    world = len(devices)
+    strategy = choices.choose_strategy(config, typed, launch, hardware, world, reasons)
+    backend = choices.choose_backend(config, kind, world, reasons)
+    precision = choices.choose_precision(config, hardware, devices, reasons)
+    dtype = choices.choose_weights_dtype(config, kind, precision, reasons)
+    attention = choices.choose_attention(config, kind, reasons)
+    optim = choices.choose_optimizer(config, kind, strategy, reasons)
+    rate = choices.choose_learning_rate(config, reasons)
+    setup = Setup(
+        device=kind, strategy=strategy, world_size=world, precision=precision, weights_dtype=dtype, optim=optim,
+        gradient_checkpointing=False, layout="flattened", label_share=_label_share(prepared), row_tokens=_row_tokens(config, prepared),
+    )  # fmt: skip
+    room = [_capacity(device, kind, len(local)) for device in devices]
+    setup, largest = _checkpointing(config, shape, setup, room, reasons)
+    unit = "device" if kind == "cuda" else "process"
+    _require_fit(config, shape, setup, room, largest, devices)
+    batch = choose_batch(config.train, typed, largest, unit)
+    reasons += batch.reasons
+    layout = choices.choose_layout(config, shape, kind, attention, max(batch.micro_batches) * setup.row_tokens, reasons)
+    setup = replace(setup, layout=layout)
+    ranks = tuple(
+        _rank(config, shape, setup, i, devices, len(local), m, batch.accumulation, room[i], kind)
+        for i, m in enumerate(batch.micro_batches)
+    )
+    remedies = _tight(ranks, config, reasons)
+    steps, per_epoch = _steps(config, prepared, batch.global_batch, reasons)
+    forecast = _forecast(config, shape, setup, hardware, devices, batch.global_batch, prepared, steps)
+    return Plan(
+        world_size=world, num_nodes=launch.num_nodes, device=kind, backend=cast(Any, backend), strategy=strategy, source="formula",
+        precision=precision, weights_dtype=dtype, attn_implementation=attention, layout=cast(Any, layout),
+        gradient_checkpointing=setup.gradient_checkpointing, optim=optim, learning_rate=rate, ranks=ranks,
+        global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch, warmup_steps=choices.warmup(config, steps),
+        eval_batch_size=_eval_batch(config, kind, largest), reasons=tuple(reasons), remedies=tuple(remedies), **forecast,
+    )  # fmt: skip
+
+
+def _check_length(config: Config, shape: ModelShape) -> None:
+    if config.model.max_seq_len > shape.max_positions:
+        raise UserError(
+            f"`model.max_seq_len` is {config.model.max_seq_len}, but `{config.model.name}` knows {shape.max_positions} positions",
+            hint=f"MODEL_MAX_SEQ_LEN={shape.max_positions} at most",
+        )
+
+
+def _label_share(prepared: Prepared | None) -> float:
+    split = prepared.train if prepared else None
+    # The worst micro-batch holds more than the average share; half as much again, and never more than all.
+    return min(1.0, 1.5 * split.label_tokens / split.tokens) if split and split.tokens else 1.0
+
+
+def _row_tokens(config: Config, prepared: Prepared | None) -> int:
+    split = prepared.train if prepared else None
+    return min(config.model.max_seq_len, split.longest) if split else config.model.max_seq_len
+
+
+def _capacity(device: Device, kind: str, processes: int) -> int:
+    """Returns the bytes that one rank may use; processes on a CPU share its memory."""
+    return int(device.free_bytes * HEADROOM[kind] / (processes if kind == "cpu" else 1))
+
+
+def _largest(config: Config, shape: ModelShape, setup: Setup, capacity: int, kind: str) -> int:
+    """Returns how many rows fit; memory grows linearly with them."""
+    one = sum(rank_memory(config, shape, setup, 1).values())
+    each = sum(rank_memory(config, shape, setup, 2).values()) - one
+    if one > capacity:
+        return 0
+    return min(CPU_MICRO_BATCH if kind == "cpu" else MOST_MICRO_BATCH, 1 + (capacity - one) // max(1, each))
+
+
+def _checkpointing(
+    config: Config, shape: ModelShape, setup: Setup, room: list[int], reasons: list[str]
+) -> tuple[Setup, tuple[int, ...]]:
+    """Turns recomputation on when asked for, or when the wanted rows do not fit without it."""
+    asked = config.train.gradient_checkpointing
+    plain = tuple(_largest(config, shape, setup, capacity, setup.device) for capacity in room)
+    saving = replace(setup, gradient_checkpointing=True)
+    smaller = tuple(_largest(config, shape, saving, capacity, setup.device) for capacity in room)
+    wanted = config.train.batch_size if config.train.batch_size != "auto" else 1
+    if asked is True or (asked == "auto" and min(plain) < wanted and min(smaller) > min(plain)):
+        why = "as configured" if asked is True else f"{wanted} row{'s' * (wanted > 1)} per device do not fit without it"
+        reasons.append(f"gradient checkpointing on: {why}")
+        return saving, smaller
+    if asked == "auto":
+        reasons.append("gradient checkpointing off: activations fit, and recomputing them takes a third more time")
+    return setup, plain
+
+
+def _require_fit(
+    config: Config, shape: ModelShape, setup: Setup, room: list[int], largest: tuple[int, ...], devices: tuple[Device, ...]
+) -> None:
+    """Raises `HardwareError` with the parts and the ways out when not even one row fits."""
+    rank = min(range(len(room)), key=lambda i: room[i])
+    wanted = config.train.batch_size if config.train.batch_size != "auto" else 1
+    if largest[rank] >= wanted or (setup.device == "cpu" and wanted > 1 and largest[rank] >= CPU_MICRO_BATCH):
+        return
+    parts = rank_memory(config, shape, setup, wanted)
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size > GIB / 20)
+    rows = f"a micro-batch of {wanted}" if wanted > 1 else "not even one row at a time"
+    raise HardwareError(
+        f"{rows} {'does not fit' if wanted > 1 else 'fits'}: rank {rank} ({devices[rank].name}) needs {sum(parts.values()) / GIB:.1f} GiB "
+        f"of {room[rank] / GIB:.1f} GiB ({listed} GiB)",
+        hint="; ".join(_ways_out(config, shape, setup, room[rank])),
+    )
+
+
+def _ways_out(config: Config, shape: ModelShape, setup: Setup, capacity: int) -> list[str]:
+    """Returns what would make one row fit, the cheapest first, each with what it would need."""
+    found = []
+
+    def try_out(label: str, changed: Config, other: Setup) -> None:
+        need = sum(rank_memory(changed, shape, other, 1).values())
+        found.append((need > capacity, need, f"{label}: {need / GIB:.1f} GiB" + ("" if need <= capacity else ", still too much")))
+
+    saving = replace(setup, gradient_checkpointing=True)
+    if isinstance(config.train.batch_size, int) and config.train.batch_size > 1:
+        try_out("TRAIN_BATCH_SIZE=auto", config, setup)
+    if not setup.gradient_checkpointing:
+        try_out("TRAIN_GRADIENT_CHECKPOINTING=true", config, saving)
+    short = max(8, config.model.max_seq_len // 2)
+    try_out(f"MODEL_MAX_SEQ_LEN={short}", config, replace(saving, row_tokens=min(short, saving.row_tokens)))
+    for mode in ("lora", "qlora"):
+        if config.tuning.mode not in (mode, "qlora"):
+            changed = replace(config, tuning=replace(config.tuning, mode=cast(Any, mode)))
+            frozen = "bfloat16" if setup.precision == "bf16" else setup.weights_dtype
+            try_out(f"TUNING_MODE={mode}", changed, replace(saving, weights_dtype=frozen))
+    if setup.world_size > 1 and setup.strategy in ("ddp", "zero1", "zero2") and config.tuning.mode != "qlora":
+        try_out("make train-fsdp", config, replace(saving, strategy="fsdp2"))
+    return [text for _, _, text in sorted(found, key=lambda row: row[0])[:4]] or ["use a smaller model, or more memory"]
+
+
+def _rank(
+    config: Config, shape: ModelShape, setup: Setup, rank: int, devices: tuple[Device, ...], local: int, micro: int, accumulation: int,
+    capacity: int, kind: str,
+) -> RankPlan:  # fmt: skip
+    parts = rank_memory(config, shape, setup, micro)
+    peak = sum(parts.values())
+    return RankPlan(
+        rank=rank, device="cpu" if kind == "cpu" else f"cuda:{rank % local}", device_name=devices[rank].name, micro_batch=micro,
+        accumulation=accumulation, memory_bytes={**parts, "free": max(0, capacity - peak)}, peak_bytes=peak, capacity_bytes=capacity,
+    )  # fmt: skip
+
+
+def _tight(ranks: tuple[RankPlan, ...], config: Config, reasons: list[str]) -> list[str]:
+    """Returns what to change when a rank has little room left."""
+    over = [rank for rank in ranks if rank.peak_bytes > rank.capacity_bytes]
+    if not over:
+        return []
+    reasons.append(f"rank {over[0].rank} may run short: {over[0].peak_bytes / GIB:.1f} of {over[0].capacity_bytes / GIB:.1f} GiB")
+    return [
+        "TRAIN_BATCH_SIZE=auto",
+        "TRAIN_GRADIENT_CHECKPOINTING=true",
+        f"MODEL_MAX_SEQ_LEN={max(8, config.model.max_seq_len // 2)}",
+    ]
+
+
+def _steps(config: Config, prepared: Prepared | None, global_batch: int, reasons: list[str]) -> tuple[int | None, int | None]:
+    rows = prepared.train.rows if prepared and prepared.train else None
+    per_epoch = math.ceil(rows / global_batch) if rows else None
+    if config.train.max_steps > 0:
+        reasons.append(
+            f"steps {config.train.max_steps}: as configured"
+            + (f", {config.train.max_steps / per_epoch:.2f} epochs" if per_epoch else "")
+        )
+        return config.train.max_steps, per_epoch
+    if per_epoch is None:
+        reasons.append("steps: known when the data are prepared")
+        return None, None
+    steps = max(1, math.ceil(config.train.epochs * per_epoch))
+    reasons.append(
+        f"steps {steps} = {config.train.epochs:g} epochs x {per_epoch} ({rows} rows / {global_batch} global, rounded up)"
+    )
+    return steps, per_epoch
+
+
+def _eval_batch(config: Config, kind: str, largest: tuple[int, ...]) -> int:
+    if config.eval.batch_size != "auto":
+        return config.eval.batch_size
+    return 8 if kind == "cpu" else max(1, min(32, 2 * min(largest)))
+
+
+def _forecast(
+    config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, devices: tuple[Device, ...], global_batch: int,
+    prepared: Prepared | None, steps: int | None,
+) -> dict[str, float | None]:  # fmt: skip
+    """Returns tokens per second over all ranks, seconds per step and in all, and the share of communication."""
+    split = prepared.train if prepared else None
+    row = split.tokens / split.rows if split else setup.row_tokens
+    flops = flops_per_token(config, shape, int(row), recompute=setup.gradient_checkpointing)
+    cpu = hardware.kind == "cpu"
+    threads = max(1, hardware.cpu_threads) / (len(devices) if cpu else 1)
+    speeds = [compute_tokens_per_second(flops, device, threads=cast(int, threads), cpu=cpu) for device in devices]
+    none: dict[str, float | None] = dict.fromkeys(
+        ("tokens_per_second", "communication_share", "seconds_per_step", "total_seconds")
+    )
+    if any(speed is None for speed in speeds):
+        return none
+    slowest = min(speed for speed in speeds if speed is not None)
+    compute = global_batch * row / (slowest * len(devices))
+    payload = trainable_parameters(config, shape) * (
+        4.0 if setup.weights_dtype == "float32" or config.tuning.mode != "full" else 2.0
+    )
+    link = hardware.network_bytes_per_second or (
+        4e9 if cpu else NVLINK_BYTES_PER_SECOND if len(devices) > 2 else PCIE_BYTES_PER_SECOND
+    )
+    exchange = communication_seconds(payload, len(devices), link)
+    seconds = compute + exchange
+    return {
+        "tokens_per_second": global_batch * row / seconds,
+        "communication_share": exchange / seconds,
+        "seconds_per_step": seconds,
+        "total_seconds": seconds * steps if steps else None,
+    }

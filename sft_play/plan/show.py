@@ -1,0 +1,92 @@
+"""The plan as people read it."""
+
+from __future__ import annotations
+
+from sft_play.plan.hardware import GIB
+from sft_play.plan.plan import Plan, RankPlan
+
+ORDER = (
+    "frozen", "quant_state", "trained", "adapters", "gradients", "optimizer", "buffers", "activations", "recompute", "logits",
+    "dequantised", "workspace", "context", "fragmentation",
+)  # fmt: skip
+BAR = 40
+
+
+def show_plan(plan: Plan, *, details: bool = False) -> str:
+    """Returns a summary; with `details` the memory of every kind of rank as bars, and what to change."""
+    first = plan.ranks[0]
+    where = f"{plan.world_size} x {first.device_name}" if plan.world_size > 1 else first.device_name
+    lines = [f"plan: {plan.strategy} on {where}, {plan.precision}, by {plan.source}"]
+    micros = sorted({rank.micro_batch for rank in plan.ranks})
+    batch = str(micros[0]) if len(micros) == 1 else f"{micros[0]} to {micros[-1]}"
+    lines.append(f"  batch    {plan.global_batch_size} rows a step = micro-batch {batch} x accumulation {first.accumulation} x {plan.world_size}"
+                 + (" (some slots empty)" if sum(r.micro_batch * r.accumulation for r in plan.ranks) > plan.global_batch_size else ""))  # fmt: skip
+    lines.append(f"  steps    {_steps(plan)}")
+    tightest = max(plan.ranks, key=lambda rank: rank.peak_bytes / max(1, rank.capacity_bytes))
+    lines.append(
+        f"  memory   {_gib(tightest.peak_bytes)} of {_gib(tightest.capacity_bytes)} at the peak of rank {tightest.rank}: {_parts(tightest)}"
+    )
+    lines.append(f"  speed    {_speed(plan)}")
+    lines += ["  because  " + plan.reasons[0], *(f"           {reason}" for reason in plan.reasons[1:])]
+    if details:
+        lines += ["", *_bars(plan)]
+    if plan.remedies:
+        lines += ["", "  to make it fit: " + ", or ".join(plan.remedies)]
+    return "\n".join(lines)
+
+
+def _steps(plan: Plan) -> str:
+    if plan.steps is None:
+        return "known when the data are prepared"
+    epoch = f", {plan.steps_per_epoch} an epoch" if plan.steps_per_epoch else ""
+    return f"{plan.steps}{epoch}, learning rate {plan.learning_rate:g} after {plan.warmup_steps or 0} warm-up steps"
+
+
+def _speed(plan: Plan) -> str:
+    if plan.tokens_per_second is None:
+        return "unknown for this device until it has trained"
+    text = f"about {plan.tokens_per_second:,.0f} tokens/s (a prior, not measured here)"
+    if plan.seconds_per_step is not None:
+        text += f", {plan.seconds_per_step:.3g} s a step"
+    if plan.total_seconds is not None:
+        text += f", {duration(plan.total_seconds)} in all"
+    if plan.communication_share:
+        text += f", {plan.communication_share:.0%} of it communication"
+    return text
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in the largest unit that leaves a readable number."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _parts(rank: RankPlan) -> str:
+    largest = sorted(((name, rank.memory_bytes.get(name, 0)) for name in ORDER), key=lambda part: -part[1])[:4]
+    return ", ".join(f"{name} {_gib(size)}" for name, size in largest if size)
+
+
+def _bars(plan: Plan) -> list[str]:
+    """Returns one block of bars for each kind of rank."""
+    lines: list[str] = []
+    seen: dict[tuple[str, int, int], list[int]] = {}
+    for rank in plan.ranks:
+        seen.setdefault((rank.device_name, rank.micro_batch, rank.peak_bytes), []).append(rank.rank)
+    for members in seen.values():
+        rank = plan.ranks[members[0]]
+        who = f"rank {members[0]}" if len(members) == 1 else f"ranks {members[0]} to {members[-1]}"
+        lines.append(
+            f"  {who}: {rank.device_name}, micro-batch {rank.micro_batch}, {_gib(rank.peak_bytes)} of {_gib(rank.capacity_bytes)}"
+        )
+        scale = max(rank.capacity_bytes, rank.peak_bytes, 1)
+        for name in (*ORDER, "free"):
+            size = rank.memory_bytes.get(name, 0)
+            if size:
+                lines.append(f"    {name:<14}{_gib(size):>10}  {'#' * max(1, round(BAR * size / scale))}")
+    return lines
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size < 100 * GIB else f"{size / GIB:.0f} GiB"
