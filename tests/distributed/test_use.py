@@ -59,45 +59,33 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return place
 
 
-def test_one_prompt_prints_the_answer_and_nothing_else(place: Place) -> None:
-    done = place.run("infer", "RUN=demo", f"PROMPT={QUESTIONS[0]}")
+@pytest.fixture(scope="module")
+def why(place: Place) -> str:
+    """What `PROMPT=Why?` prints."""
+    done = place.run("infer", "RUN=demo", "PROMPT=Why?")
     assert done.returncode == 0, done.stderr
-    found = place.run("infer", "RUN=demo", f"PROMPT={QUESTIONS[0]}", "JSON=1")
-    facts = json.loads(found.stdout)
-    assert done.stdout == facts["answer"] + "\n"
-    assert facts["prompt"] == QUESTIONS[0]
-    assert facts["tokens"] <= 12
+    assert "loading model of the run demo" in done.stderr
+    return done.stdout
 
 
-def test_a_file_of_prompts_becomes_a_file_of_answers(place: Place, tmp_path: Path) -> None:
-    questions, output = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
-    questions.write_text("\n".join(QUESTIONS) + "\n\n")
-    output.write_text("older answers")
-    done = place.run("infer", "RUN=demo", f"INPUT={questions}", f"OUTPUT={output}", "TRAIN_GENERATION_MAX_NEW_TOKENS=6")
-    assert done.returncode == 0, done.stderr
-    assert not done.stdout
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["prompt"] for row in rows] == QUESTIONS
+def test_a_file_of_prompts_becomes_a_file_of_answers(place: Place, tmp_path: Path, why: str) -> None:
+    questions, output = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
     conversation = [
         {"role": "user", "content": QUESTIONS[0]},
         {"role": "assistant", "content": "A row."},
         {"role": "user", "content": "Why?"},
     ]
-    jsonl = tmp_path / "questions.jsonl"
-    jsonl.write_text("\n".join([json.dumps({"prompt": QUESTIONS[1]}), json.dumps({"messages": conversation})]))
-    again = place.run(
-        "infer",
-        "RUN=demo",
-        f"INPUT={jsonl}",
-        f"OUTPUT={output}",
-        "JSON=1",
-        "TRAIN_GENERATION_MAX_NEW_TOKENS=6",
-        "CHECKPOINT=last",
+    rows = [{"prompt": QUESTIONS[0]}, {"messages": conversation}, {"prompt": "Why?"}, {"prompt": QUESTIONS[2]}]
+    questions.write_text("\n".join(map(json.dumps, rows)))
+    output.write_text("older answers")
+    done = place.run(
+        "infer", "RUN=demo", f"INPUT={questions}", f"OUTPUT={output}", "JSON=1", "CHECKPOINT=last", "EVAL_BATCH_SIZE=3"
     )
-    assert json.loads(again.stdout)["rows"] == 2, again.stderr
-    mixed = [json.loads(line) for line in output.read_text().splitlines()]
-    assert mixed[0] == rows[1], "the same prompt has the same answer in any company"
-    assert mixed[1]["messages"] == conversation
+    assert json.loads(done.stdout)["rows"] == 4, done.stderr
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["prompt"] for row in answers] == [QUESTIONS[0], "Why?", "Why?", QUESTIONS[2]]
+    assert answers[1]["messages"] == conversation
+    assert answers[2]["answer"] + "\n" == why, "the same prompt has the same answer in any company"
 
 
 def test_bad_input_is_reported_by_line_and_nothing_is_lost(place: Place, tmp_path: Path) -> None:
@@ -134,7 +122,7 @@ def test_wrong_calls_of_infer(place: Place, words: tuple[str, ...], code: int, m
     assert "Traceback" not in done.stderr
 
 
-def test_a_conversation_over_a_pipe_keeps_its_history(place: Place) -> None:
+def test_a_conversation_over_a_pipe_keeps_its_history(place: Place, why: str) -> None:
     lines = f"{QUESTIONS[0]}\nWhy?\n/reset\nWhy?\n/what\n/quit\nnever asked\n"
     done = place.run("infer", "RUN=demo", "JSON=1", stdin=lines)
     assert done.returncode == 0, done.stderr
@@ -142,8 +130,7 @@ def test_a_conversation_over_a_pipe_keeps_its_history(place: Place) -> None:
     assert [turn["prompt"] for turn in turns] == [QUESTIONS[0], "Why?", "Why?"]
     assert "the conversation is forgotten" in done.stderr
     assert "unknown command" in done.stderr
-    fresh = place.run("infer", "RUN=demo", "PROMPT=Why?", "JSON=1")
-    assert json.loads(fresh.stdout)["answer"] == turns[2]["answer"], "after /reset nothing of the history is left"
+    assert turns[2]["answer"] + "\n" == why, "after /reset nothing of the history is left"
     streamed = place.run("infer", "RUN=demo", stdin=f"{QUESTIONS[0]}\n")
     assert streamed.returncode == 0
     assert streamed.stdout.strip() == turns[0]["answer"]
