@@ -61,7 +61,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
 def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "questions.txt"
     path.write_bytes(content)
-    with pytest.raises(DataError, match="no prompts|UTF-8"):
+    with pytest.raises(DataError, match=r"no prompts|UTF-8"):
         read_prompts(path)
 
 
