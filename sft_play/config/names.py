@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 
 from sft_play.config.keys import extra_keys, find_key, schema_keys, sections, variable_name
 from sft_play.config.ranges import REFUSED
@@ -157,3 +158,15 @@ def refusal(key: str) -> tuple[str | None, str] | None:
 def spelled(name: str, *, as_variable: bool) -> str:
     """Returns a key or variable as the user would write it where they are."""
     return variable_name(name) if as_variable else name
+
+
+def closest_file(path: Path, folder: Path) -> str | None:
+    """Returns a YAML file beside `path` or in `folder` whose name is close to it, as the user would type it."""
+    beside = [p for p in path.parent.glob("*.yaml")] if path.parent.is_dir() and str(path.parent) != "." else []
+    shipped = list(folder.glob("*.yaml")) if folder.is_dir() else []
+    known = {p.name: p for p in [*shipped, *beside]}
+    close = get_close_matches(path.name, known, n=1, cutoff=0.6) or get_close_matches(f"{path.name}.yaml", known, n=1, cutoff=0.6)
+    if not close:
+        return None
+    found = known[close[0]]
+    return f"configs/{found.name}" if found in shipped else str(found)

@@ -1,0 +1,248 @@
+"""What the user asked for: a command, its options and overrides, from a command line or from make.
+
+make hands its variables over in `MAKEFLAGS` (see `docs/adr/0003-make-variables.md`), so neither make nor a shell expands a value.
+Nothing that was typed is ever ignored: a name that no key and no option knows is an error with a suggestion.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from sft_play.config import names
+from sft_play.config.keys import find_key, sections, variable_name, variables
+from sft_play.errors import UserError, raise_all
+
+if TYPE_CHECKING:
+    from sft_play.config.load import LoadedConfig
+
+FOR_MAKE = frozenset({"PYTHON", "VENV"})
+"""Variables that make itself uses."""
+TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Override:
+    """One key given on the command line."""
+
+    key: str
+    """`train.learning_rate`"""
+    text: str
+    """The value letter for letter; `config.load` gives it its type."""
+    origin: str
+    """As the user typed it: `make TRAIN_LEARNING_RATE=1e-4`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A command with everything that came with it."""
+
+    command: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    """`CONFIG`, `RUN`, `NUM_GPUS`, ...: only those that the command takes."""
+    overrides: tuple[Override, ...] = ()
+    json: bool = False
+    """Whether machine-readable output is wanted on stdout."""
+
+    def load_config(self, default: str | None = None) -> LoadedConfig:
+        """Returns the configuration of `CONFIG` (else of `RUN`, else of `default`) with the overrides; prints notices to stderr.
+
+        Raises `UserError` with every problem at once.
+        """
+        from sft_play.config.load import load_for_call
+
+        return load_for_call(self, default)
+
+    def integer(self, name: str, minimum: int = 0) -> int | None:
+        """Returns a whole-number option, `None` when it was not given. Raises `UserError`."""
+        text = self.options.get(name)
+        if text is None:
+            return None
+        if not re.fullmatch(r"[0-9]{1,10}", text.strip()) or int(text) < minimum:
+            raise UserError(f"`{name}` is `{text}`; expected an integer >= {minimum}")
+        return int(text)
+
+
+class CommandRow(Protocol):
+    """What this module needs of a row of `__main__.COMMANDS`."""
+
+    @property
+    def options(self) -> frozenset[str]: ...
+
+    @property
+    def overrides(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """One `NAME=value`."""
+
+    name: str
+    text: str
+    make: bool
+
+    @property
+    def origin(self) -> str:
+        return f"{'make ' if self.make else ''}{self.name}={self.text}"
+
+
+def parse_call(
+    arguments: Sequence[str], commands: Mapping[str, CommandRow], environ: Mapping[str, str] | None = None
+) -> Call:
+    """Returns the call that `arguments` (without the program's name) describe. Raises `UserError` with all problems."""
+    environ = os.environ if environ is None else environ
+    from_make = "--from-make" in arguments
+    words = [word for word in arguments if word != "--from-make"]
+    command = _command(words, commands)
+    problems: list[UserError] = []
+    given = [_Given(name, text, make=True) for name, text in make_variables(environ.get("MAKEFLAGS", ""))] if from_make else []
+    given = [one for one in given if one.name not in FOR_MAKE]
+    given += _typed(words[1:], commands, problems)
+    options: dict[str, str] = {}
+    overrides: dict[str, Override] = {}
+    known = frozenset(option for row in commands.values() for option in row.options)
+    for one in given:
+        key = _key(one)
+        if one.name in known:
+            _option(one, command, commands, options, problems)
+        elif key is None:
+            problems.append(_unknown(one, known))
+        elif not commands[command].overrides:
+            takers = "it takes " + _listed(commands[command].options) if commands[command].options else "it takes no variables"
+            problems.append(UserError(f"`{one.origin}`: `{_shown(command, one)}` takes no configuration keys", hint=takers))
+        elif key in overrides and overrides[key].text != one.text:
+            problems.append(UserError(f"`{key}` is given twice: `{overrides[key].origin}` and `{one.origin}`", hint="give it once"))
+        else:
+            overrides[key] = Override(key=key, text=one.text, origin=one.origin)
+    as_json = options.get("JSON", "").lower()
+    if as_json not in TRUE | FALSE:
+        problems.append(UserError(f"`JSON` is `{options['JSON']}`; expected `1` or `0`"))
+    raise_all(problems)
+    return Call(command=command, options=options, overrides=tuple(overrides.values()), json=as_json in TRUE)
+
+
+def make_variables(flags: str) -> Iterator[tuple[str, str]]:
+    """Yields the variables typed to GNU make, from the `MAKEFLAGS` that a recipe sees: after ` -- `, `$` doubled, blanks escaped."""
+    escaped = _split(flags)
+    if "--" not in escaped:
+        return
+    for word in escaped[escaped.index("--") + 1 :]:
+        name, equals, text = re.sub(r"\\(.)", r"\1", word, flags=re.DOTALL).replace("$$", "$").partition("=")
+        if equals:
+            yield name.rstrip(":"), text
+
+
+def _split(flags: str) -> list[str]:
+    """Cuts at spaces that no backslash escapes; a newline in a value is not a cut."""
+    words = [""]
+    skip = False
+    for letter in flags:
+        if letter == " " and not skip:
+            words.append("")
+        else:
+            words[-1] += letter
+        skip = letter == "\\" and not skip
+    return [word for word in words if word]
+
+
+def _command(words: list[str], commands: Mapping[str, CommandRow]) -> str:
+    name = words[0] if words else "help"
+    if name in ("-h", "--help") and "help" in commands:
+        return "help"
+    if name in commands:
+        return name
+    if name.startswith("-") or "=" in name:
+        raise UserError(f"`{name}` stands where the command should", hint="python -m sft_play COMMAND NAME=value ...")
+    close = get_close_matches(name.replace("_", "-"), commands, n=1, cutoff=0.6)
+    raise UserError(
+        f"`{name}` is not a command", hint=f"did you mean `{close[0]}`?" if close else "`make help` lists all commands"
+    )
+
+
+def _typed(words: Sequence[str], commands: Mapping[str, CommandRow], problems: list[UserError]) -> list[_Given]:
+    """Returns the assignments of a direct command line; `--section.key value` takes the next word."""
+    found: list[_Given] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        if word in ("-h", "--help"):
+            problems.append(UserError(f"`{word}` stands after the command", hint="`python -m sft_play help` lists all commands"))
+        elif word.startswith("--"):
+            flag = name[2:]
+            if not equals and find_key(flag) is not None:
+                if not rest:
+                    problems.append(UserError(f"`{word}` has no value"))
+                    continue
+                text = rest.pop(0)
+            elif not equals and rest and "=" not in rest[0] and not rest[0].startswith("--"):
+                text = rest.pop(0)
+            found.append(_Given(flag if find_key(flag) else name, text, make=False))
+        elif equals:
+            found.append(_Given(name, text, make=False))
+        else:
+            known = [option for row in commands.values() for option in row.options]
+            better = names.suggest(word, options=known)
+            hint = f"did you mean `{_as_variable(better)}=...`?" if better else "everything after the command is `NAME=value`"
+            problems.append(UserError(f"`{word}` is not `NAME=value`", hint=hint))
+    return found
+
+
+def _key(one: _Given) -> str | None:
+    """Returns the dotted key that was meant, exactly; make takes variables only."""
+    if not one.make and find_key(one.name) is not None:
+        return one.name
+    if not one.make and names.refusal(one.name):
+        return one.name
+    return variables().get(one.name)
+
+
+def _option(
+    one: _Given, command: str, commands: Mapping[str, CommandRow], options: dict[str, str], problems: list[UserError]
+) -> None:
+    if one.name not in commands[command].options:
+        takers = [name for name, row in commands.items() if one.name in row.options]
+        where = "it is for " + ", ".join(f"`{_prefix(one)}{name}`" for name in takers)
+        problems.append(UserError(f"`{_shown(command, one)}` takes no `{one.name}`", hint=where))
+    elif options.get(one.name, one.text) != one.text:
+        problems.append(UserError(f"`{one.name}` is given twice: `{options[one.name]}` and `{one.text}`", hint="give it once"))
+    elif not one.text.strip() and one.name not in ("JSON", "PROMPT"):
+        problems.append(UserError(f"`{one.name}` is empty", hint=f"give it a value, or leave `{one.name}=` away"))
+    elif "\0" in one.text:
+        problems.append(UserError(f"`{one.name}` holds a null character"))
+    else:
+        options[one.name] = one.text
+
+
+def _unknown(one: _Given, known: frozenset[str]) -> UserError:
+    better = names.suggest(one.name, options=known)
+    section = one.name.lower().partition("_")[0].partition(".")[0].lstrip("-")
+    if better:
+        value = one.text if one.text and one.text.isprintable() else "..."
+        hint = f"did you mean `{_prefix(one)}{_as_variable(better)}={value}`?".replace("`make ", "`", 1)
+    elif section in sections():
+        hint = f"`docs/configuration.md` lists the keys of `{section}`"
+    else:
+        hint = "variables are `SECTION_KEY` for each key in `docs/configuration.md`, and the options of `make help`"
+    return UserError(f"unknown variable `{one.name}`", hint=hint)
+
+
+def _as_variable(name: str) -> str:
+    return variable_name(name) if "." in name else name
+
+
+def _listed(options: frozenset[str]) -> str:
+    return ", ".join(f"`{option}`" for option in sorted(options))
+
+
+def _prefix(one: _Given) -> str:
+    return "make " if one.make else ""
+
+
+def _shown(command: str, one: _Given) -> str:
+    return f"{_prefix(one)}{command}"

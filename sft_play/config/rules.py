@@ -1,0 +1,112 @@
+"""Rules between keys, as plain functions without effects. Each returns problems; none raises."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from sft_play.config.schema import Config
+from sft_play.errors import UserError
+
+SCORES = ("eval_rouge1", "eval_rouge2", "eval_rougeL")
+METRICS = ("eval_loss", "eval_perplexity", *SCORES)
+
+Rule = Callable[[Config, Mapping[str, str]], Iterator[UserError]]
+
+
+def check_rules(config: Config, origins: Mapping[str, str]) -> list[UserError]:
+    """Returns every violated rule, each at the place of the key that broke it."""
+    return [problem for rule in RULES for problem in rule(config, origins)]
+
+
+def _problem(origins: Mapping[str, str], key: str, text: str, hint: str | None = None) -> UserError:
+    place = origins.get(key, "default")
+    return UserError(text, place=None if place == "default" else place, hint=hint)
+
+
+def _precision(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
+    if config.train.fp16 and config.train.bf16 is True:
+        yield _problem(origins, "train.fp16", "`train.fp16` and `train.bf16` are both `true`", "keep one; bf16 needs no loss scaling")
+
+
+def _data(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
+    data = config.data
+    if data.train_path and [source.path for source in data.sources] != [data.train_path]:
+        yield _problem(origins, "data.train_path", "`data.train_path` and `data.sources` are both given", "keep one of them")
+    if data.val_path and not (isinstance(data.validation, list) and [s.path for s in data.validation] == [data.val_path]):
+        yield _problem(origins, "data.val_path", "`data.val_path` and `data.validation` are both given", "keep one of them")
+    for index, source in enumerate(data.sources):
+        if not source.path.strip():
+            yield _problem(origins, "data.sources", f"`data.sources[{index}].path` is empty")
+
+
+def _evaluation(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
+    train = config.train
+    held_out = config.data.validation is not None and config.data.validation != 0.0
+    if train.eval_strategy in ("steps", "epoch") and not held_out:
+        yield _problem(
+            origins, "train.eval_strategy", f"`train.eval_strategy` is `{train.eval_strategy}`, but there is no validation data",
+            "set `data.val_path`, or `data.validation: 0.05`",
+        )  # fmt: skip
+    if train.eval_strategy == "steps" and train.eval_steps is None:
+        yield _problem(origins, "train.eval_strategy", "`train.eval_strategy` is `steps`, but `train.eval_steps` is not given", "TRAIN_EVAL_STEPS=100")
+    if train.eval_steps is not None and train.eval_strategy != "steps":
+        yield _problem(
+            origins, "train.eval_steps", f"`train.eval_steps` is {train.eval_steps}, but `train.eval_strategy` is `{train.eval_strategy}`",
+            "set `train.eval_strategy: steps`, or leave `train.eval_steps` out",
+        )  # fmt: skip
+
+
+def _best(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
+    train = config.train
+    name = train.metric_for_best_model
+    full = name if name.startswith("eval_") else f"eval_{name}"
+    if full not in METRICS:
+        import difflib
+
+        close = difflib.get_close_matches(full, METRICS, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else f"one of {', '.join(METRICS)}"
+        yield _problem(origins, "train.metric_for_best_model", f"`train.metric_for_best_model` is `{name}`, which nothing measures", hint)
+    elif full in SCORES and train.predict_with_generate is not True:
+        yield _problem(
+            origins, "train.metric_for_best_model", f"`train.metric_for_best_model` is `{name}`, but no answers are generated while training",
+            "set `train.predict_with_generate: true`",
+        )  # fmt: skip
+    if train.load_best_model_at_end and (config.data.validation in (None, 0.0) or train.eval_strategy == "no"):
+        yield _problem(
+            origins, "train.load_best_model_at_end", "`train.load_best_model_at_end` is `true`, but nothing is evaluated while training",
+            "give validation data, and `train.eval_strategy: steps` or `epoch`",
+        )  # fmt: skip
+    if train.load_best_model_at_end and train.save_strategy == "no":
+        yield _problem(
+            origins, "train.load_best_model_at_end", "`train.load_best_model_at_end` is `true`, but `train.save_strategy` is `no`",
+            "set `train.save_strategy: steps`",
+        )  # fmt: skip
+
+
+def _launch(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
+    if config.launch.backend == "mpi":
+        yield _problem(
+            origins, "launch.backend", "`launch.backend` is `mpi`, which torch's published builds lack",
+            "leave it to `auto`: nccl between GPUs, gloo between CPUs",
+        )  # fmt: skip
+
+
+def _code(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
+    revision = config.model.revision or ""
+    if config.model.trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", revision):
+        yield _problem(
+            origins, "model.trust_remote_code", "`model.trust_remote_code` runs code that comes with the model, so it must be pinned",
+            "set `model.revision` to the full commit (40 hexadecimal digits)",
+        )  # fmt: skip
+
+
+def _warmup(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
+    train = config.train
+    if train.warmup_steps is not None and train.max_steps > 0 and train.warmup_steps > train.max_steps:
+        yield _problem(
+            origins, "train.warmup_steps", f"`train.warmup_steps` is {train.warmup_steps}, but the run has {train.max_steps} steps"
+        )
+
+
+RULES: tuple[Rule, ...] = (_precision, _data, _evaluation, _best, _launch, _code, _warmup)
