@@ -99,9 +99,7 @@ def convert(gguf: Path, folder: Path) -> Path:
     meta = file.metadata
     folder.mkdir()
     heads, kv_heads = int(meta["llama.attention.head_count"]), int(meta["llama.attention.head_count_kv"])
-    tensors = {
-        _name(name): np.ascontiguousarray(_restore(name, array, heads, kv_heads)) for name, array in file.tensors()
-    }
+    tensors = {_name(name): np.ascontiguousarray(_restore(name, array, heads, kv_heads)) for name, array in file.tensors()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2})
     write_json(folder / "tokenizer.json", _tokenizer(meta))

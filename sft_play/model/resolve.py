@@ -17,7 +17,15 @@ REACH_SECONDS = 4.0
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """Files of a hub repository that are fetched; `.bin` weights only where there are no safetensors."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
 
 
 def resolve_model(model: ModelConfig) -> ResolvedModel:
