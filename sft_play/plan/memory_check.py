@@ -1,0 +1,124 @@
+"""`make memory-check`: memory in use now, by device and process, and what CONFIG would need beside what is free."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from sft_play.plan.detect import cpu_name, open_nvml, ram_bytes, visible
+from sft_play.plan.hardware import GIB
+
+if TYPE_CHECKING:
+    from sft_play.config.call import Call
+
+SHOWN_PROCESSES = 5
+
+
+def main(call: Call) -> int:
+    """Prints the memory, and returns 0; 3 when CONFIG would not fit."""
+    facts: dict[str, Any] = {"devices": devices_now(), "need": None}
+    if call.options.get("CONFIG") or call.options.get("RUN"):
+        facts["need"] = _need(call)
+    print(json.dumps(facts, indent=2) if call.json else as_text(facts))
+    need = facts["need"]
+    return 3 if need and not all(rank["fits"] for rank in need["ranks"]) else 0
+
+
+def _need(call: Call) -> dict[str, Any]:
+    from sft_play.plan.command import plan_for
+
+    plan = plan_for(call)
+    ranks = [
+        {
+            "rank": rank.rank,
+            "device": rank.device,
+            "micro_batch": rank.micro_batch,
+            "peak_bytes": rank.peak_bytes,
+            "capacity_bytes": rank.capacity_bytes,
+            "fits": rank.peak_bytes <= rank.capacity_bytes,
+        }
+        for rank in plan.ranks
+    ]
+    return {"strategy": plan.strategy, "global_batch_size": plan.global_batch_size, "ranks": ranks}
+
+
+def devices_now() -> list[dict[str, Any]]:
+    """Returns each device with its memory and the processes that hold most of it."""
+    nvml = open_nvml()
+    gpus = _gpus(nvml) if nvml else []
+    return gpus or [_cpu()]
+
+
+def _gpus(nvml: Any) -> list[dict[str, Any]]:
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        found = []
+        for index in visible(range(len(handles)), uuids):
+            memory = nvml.nvmlDeviceGetMemoryInfo(handles[index])
+            holders = [
+                {"pid": int(p.pid), "name": _process_name(int(p.pid)), "bytes": int(p.usedGpuMemory or 0)}
+                for p in nvml.nvmlDeviceGetComputeRunningProcesses(handles[index])
+            ]
+            found.append(
+                {
+                    "device": f"cuda:{index}",
+                    "name": _text(nvml.nvmlDeviceGetName(handles[index])),
+                    "memory_bytes": int(memory.total),
+                    "free_bytes": int(memory.free),
+                    "processes": sorted(holders, key=lambda p: -int(str(p["bytes"])))[:SHOWN_PROCESSES],
+                }
+            )
+        return found
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _cpu() -> dict[str, Any]:
+    import psutil
+
+    total, free = ram_bytes()
+    holders = []
+    for process in psutil.process_iter(["pid", "name", "memory_info"]):
+        memory = process.info["memory_info"]
+        if memory is not None:
+            holders.append({"pid": process.info["pid"], "name": process.info["name"], "bytes": int(memory.rss)})
+    holders.sort(key=lambda holder: -holder["bytes"])
+    return {
+        "device": "cpu", "name": cpu_name(), "memory_bytes": total, "free_bytes": free, "processes": holders[:SHOWN_PROCESSES],
+    }  # fmt: skip
+
+
+def _process_name(pid: int) -> str:
+    import psutil
+
+    try:
+        return str(psutil.Process(pid).name())
+    except psutil.Error:
+        return "?"
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """Returns the facts as lines."""
+    lines = []
+    for device in facts["devices"]:
+        used = device["memory_bytes"] - device["free_bytes"]
+        lines.append(f"{device['device']}  {device['name']}: {_gib(used)} of {_gib(device['memory_bytes'])} used, {_gib(device['free_bytes'])} free")
+        lines += [f"  {_gib(p['bytes']):>10}  {p['name']} (pid {p['pid']})" for p in device["processes"]]
+    if facts["need"]:
+        lines.append(f"this configuration, {facts['need']['strategy']}, {facts['need']['global_batch_size']} rows a step:")
+        for rank in facts["need"]["ranks"]:
+            verdict = "fits" if rank["fits"] else "does NOT fit"
+            lines.append(
+                f"  rank {rank['rank']} on {rank['device']}: {_gib(rank['peak_bytes'])} with micro-batch {rank['micro_batch']}, "
+                f"{_gib(rank['capacity_bytes'])} may be used: {verdict}"
+            )
+    return "\n".join(lines)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
