@@ -15,8 +15,8 @@ def make_run(path: Path, base: Path, mode: str = "lora", *, tuning: str = "", pl
     `tuning` is further YAML of that section (`quantization: int8`).
     """
     import torch
-    from sft_play.config.load import load_config, save_config
 
+    from sft_play.config.load import load_config, save_config
     from sft_play.model.load import load_for_training
     from sft_play.model.resolve import resolve_model
     from sft_play.runs.prepared import Prepared
