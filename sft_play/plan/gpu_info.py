@@ -41,7 +41,11 @@ def gpu_facts() -> dict[str, Any]:
         uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
         shown = visible(range(len(handles)), uuids)
         cuda = int(nvml.nvmlSystemGetCudaDriverVersion())
-        facts |= {"count": len(shown), "driver": _text(nvml.nvmlSystemGetDriverVersion()), "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}"}
+        facts |= {
+            "count": len(shown),
+            "driver": _text(nvml.nvmlSystemGetDriverVersion()),
+            "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
+        }
         facts["gpus"] = [_gpu(nvml, handles[index], index) for index in shown]
         facts["links"] = _links(nvml, [(index, handles[index]) for index in shown])
         if not shown and handles:
@@ -112,7 +116,9 @@ def as_text(facts: dict[str, Any]) -> str:
         )
     lines += [f"  {link['from']} - {link['to']}: {link['link']}" for link in facts["links"]]
     cpu = facts["cpu"]
-    lines.append(f"CPU: {cpu['name']}, {cpu['threads']} threads, {cpu['memory_bytes'] / GIB:.1f} GiB ({cpu['free_bytes'] / GIB:.1f} free)")
+    lines.append(
+        f"CPU: {cpu['name']}, {cpu['threads']} threads, {cpu['memory_bytes'] / GIB:.1f} GiB ({cpu['free_bytes'] / GIB:.1f} free)"
+    )
     return "\n".join(lines)
 
 

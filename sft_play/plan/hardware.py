@@ -11,6 +11,8 @@ from sft_play.errors import HardwareError
 
 GIB = 2**30
 GB = 10**9
+USABLE = 0.98
+"""Share of a card's nominal gigabytes (which are GiB on cards) that programs see; ECC and driver keep the rest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,8 @@ class Hardware:
 class Card:
     """A row of the catalogue. Sources: makers' data sheets and the tables in the issue's measured facts; laptop parts apart."""
 
-    memory_gb: float
+    memory_gib: float
+    """What programs see, in GiB."""
     bf16_tflops: float
     bandwidth_gb_s: float
     capability: tuple[int, int]
@@ -57,21 +60,21 @@ class Card:
 
 
 CATALOGUE: Mapping[str, Card] = {
-    "RTX3070Ti": Card(8, 43.5, 608, (8, 6), "NVIDIA GA10x white paper: 6144 cores x 1.77 GHz, 2 x fp32"),
-    "RTX3090": Card(24, 71.2, 936, (8, 6), "NVIDIA GA10x white paper: 10496 cores x 1.695 GHz, 2 x fp32"),
-    "RTX4070Laptop": Card(8, 40.0, 256, (8, 9), "2 x fp32 at 115 W; 22.7 at 35 W"),
-    "RTX4090": Card(24, 165.2, 1008, (8, 9), "NVIDIA Ada white paper"),
-    "RTX5070TiLaptop": Card(12, 62.0, 672, (12, 0), "NVIDIA AI-TOPS / 16; inferred"),
-    "RTX5090": Card(32, 209.5, 1792, (12, 0), "NVIDIA AI-TOPS / 16"),
-    "T4": Card(16, 65.0, 320, (7, 5), "NVIDIA data sheet (fp16; the card has no bf16)"),
-    "L4": Card(24, 121.0, 300, (8, 9), "NVIDIA data sheet"),
-    "L40S": Card(48, 362.0, 864, (8, 9), "NVIDIA data sheet"),
-    "A10G": Card(24, 70.0, 600, (8, 6), "NVIDIA data sheet"),
-    "A100-40GB": Card(40, 312.0, 1555, (8, 0), "NVIDIA data sheet"),
-    "A100": Card(80, 312.0, 2039, (8, 0), "NVIDIA data sheet, SXM"),
-    "H100": Card(80, 989.0, 3350, (9, 0), "NVIDIA data sheet, SXM"),
-    "H200": Card(141, 989.0, 4800, (9, 0), "NVIDIA data sheet, SXM"),
-    "B200": Card(180, 2250.0, 8000, (10, 0), "NVIDIA data sheet"),
+    "RTX3070Ti": Card(7.8, 43.5, 608, (8, 6), "NVIDIA GA10x white paper: 6144 cores x 1.77 GHz, 2 x fp32"),
+    "RTX3090": Card(23.6, 71.2, 936, (8, 6), "NVIDIA GA10x white paper: 10496 cores x 1.695 GHz, 2 x fp32"),
+    "RTX4070Laptop": Card(7.8, 40.0, 256, (8, 9), "2 x fp32 at 115 W; 22.7 at 35 W"),
+    "RTX4090": Card(23.6, 165.2, 1008, (8, 9), "NVIDIA Ada white paper"),
+    "RTX5070TiLaptop": Card(11.8, 62.0, 672, (12, 0), "NVIDIA AI-TOPS / 16; inferred"),
+    "RTX5090": Card(31.4, 209.5, 1792, (12, 0), "NVIDIA AI-TOPS / 16"),
+    "T4": Card(14.7, 65.0, 320, (7, 5), "NVIDIA data sheet (fp16; the card has no bf16)"),
+    "L4": Card(22.2, 121.0, 300, (8, 9), "NVIDIA data sheet"),
+    "L40S": Card(44.4, 362.0, 864, (8, 9), "NVIDIA data sheet"),
+    "A10G": Card(22.2, 70.0, 600, (8, 6), "NVIDIA data sheet"),
+    "A100-40GB": Card(39.4, 312.0, 1555, (8, 0), "NVIDIA data sheet"),
+    "A100": Card(79.2, 312.0, 2039, (8, 0), "NVIDIA data sheet, SXM"),
+    "H100": Card(79.1, 989.0, 3350, (9, 0), "NVIDIA data sheet, SXM"),
+    "H200": Card(139.8, 989.0, 4800, (9, 0), "NVIDIA data sheet, SXM"),
+    "B200": Card(178.0, 2250.0, 8000, (10, 0), "NVIDIA data sheet"),
 }
 
 PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+)")
@@ -106,7 +109,7 @@ def _devices(part: str, text: str) -> list[Device]:
     if not 1 <= count <= 4096:
         raise _nonsense(part, text)
     if memory := MEMORY.fullmatch(name):
-        size = int(float(memory.group(1)) * (GIB if memory.group(2).lower() in ("gib", "g") else GB))
+        size = int(float(memory.group(1)) * GIB * USABLE)
         if size < GIB:
             raise _nonsense(part, text)
         return [Device(name=f"{memory.group(1)} GB GPU", memory_bytes=size, free_bytes=size, bf16=True)] * count
@@ -119,7 +122,7 @@ def _devices(part: str, text: str) -> list[Device]:
 
 def device_of(label: str, card: Card) -> Device:
     """Returns the device that a catalogue row describes."""
-    size = int(card.memory_gb * GB)
+    size = int(card.memory_gib * GIB)
     return Device(
         name=label,
         memory_bytes=size,

@@ -12,17 +12,11 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.plan import choices
 from sft_play.plan.batch import choose_batch
 from sft_play.plan.hardware import GIB, Device, Hardware
-from sft_play.plan.memory import Setup, rank_memory, trainable_parameters
+from sft_play.plan.memory import Setup, rank_memory
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.throughput import (
-    NVLINK_BYTES_PER_SECOND,
-    PCIE_BYTES_PER_SECOND,
-    communication_seconds,
-    compute_tokens_per_second,
-    flops_per_token,
-)
+from sft_play.plan.throughput import forecast
 from sft_play.runs.prepared import Prepared
 
 CPU_MICRO_BATCH = 4
@@ -73,13 +67,19 @@ def make_plan(
     )
     remedies = _tight(ranks, config, reasons)
     steps, per_epoch = _steps(config, prepared, batch.global_batch, reasons)
-    forecast = _forecast(config, shape, setup, hardware, devices, batch.global_batch, prepared, steps)
+    row = prepared.train.tokens / prepared.train.rows if prepared and prepared.train else setup.row_tokens
+    speed = forecast(
+        config, shape, setup, hardware, devices, rows=batch.global_batch, accumulation=batch.accumulation, row_tokens=row
+    )
+    total = speed.seconds_per_step * steps if speed.seconds_per_step and steps else None
     return Plan(
         world_size=world, num_nodes=launch.num_nodes, device=kind, backend=cast(Any, backend), strategy=strategy, source="formula",
         precision=precision, weights_dtype=dtype, attn_implementation=attention, layout=cast(Any, layout),
         gradient_checkpointing=setup.gradient_checkpointing, optim=optim, learning_rate=rate, ranks=ranks,
         global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch, warmup_steps=choices.warmup(config, steps),
-        eval_batch_size=_eval_batch(config, kind, largest), reasons=tuple(reasons), remedies=tuple(remedies), **forecast,
+        eval_batch_size=_eval_batch(config, kind, largest), reasons=tuple(reasons), remedies=tuple(remedies),
+        tokens_per_second=speed.tokens_per_second, communication_share=speed.communication_share,
+        seconds_per_step=speed.seconds_per_step, total_seconds=total,
     )  # fmt: skip
 
 
@@ -225,37 +225,3 @@ def _eval_batch(config: Config, kind: str, largest: tuple[int, ...]) -> int:
     if config.eval.batch_size != "auto":
         return config.eval.batch_size
     return 8 if kind == "cpu" else max(1, min(32, 2 * min(largest)))
-
-
-def _forecast(
-    config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, devices: tuple[Device, ...], global_batch: int,
-    prepared: Prepared | None, steps: int | None,
-) -> dict[str, float | None]:  # fmt: skip
-    """Returns tokens per second over all ranks, seconds per step and in all, and the share of communication."""
-    split = prepared.train if prepared else None
-    row = split.tokens / split.rows if split else setup.row_tokens
-    flops = flops_per_token(config, shape, int(row), recompute=setup.gradient_checkpointing)
-    cpu = hardware.kind == "cpu"
-    threads = max(1, hardware.cpu_threads) / (len(devices) if cpu else 1)
-    speeds = [compute_tokens_per_second(flops, device, threads=cast(int, threads), cpu=cpu) for device in devices]
-    none: dict[str, float | None] = dict.fromkeys(
-        ("tokens_per_second", "communication_share", "seconds_per_step", "total_seconds")
-    )
-    if any(speed is None for speed in speeds):
-        return none
-    slowest = min(speed for speed in speeds if speed is not None)
-    compute = global_batch * row / (slowest * len(devices))
-    payload = trainable_parameters(config, shape) * (
-        4.0 if setup.weights_dtype == "float32" or config.tuning.mode != "full" else 2.0
-    )
-    link = hardware.network_bytes_per_second or (
-        4e9 if cpu else NVLINK_BYTES_PER_SECOND if len(devices) > 2 else PCIE_BYTES_PER_SECOND
-    )
-    exchange = communication_seconds(payload, len(devices), link)
-    seconds = compute + exchange
-    return {
-        "tokens_per_second": global_batch * row / seconds,
-        "communication_share": exchange / seconds,
-        "seconds_per_step": seconds,
-        "total_seconds": seconds * steps if steps else None,
-    }

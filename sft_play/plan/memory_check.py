@@ -103,7 +103,9 @@ def as_text(facts: dict[str, Any]) -> str:
     lines = []
     for device in facts["devices"]:
         used = device["memory_bytes"] - device["free_bytes"]
-        lines.append(f"{device['device']}  {device['name']}: {_gib(used)} of {_gib(device['memory_bytes'])} used, {_gib(device['free_bytes'])} free")
+        lines.append(
+            f"{device['device']}  {device['name']}: {_gib(used)} of {_gib(device['memory_bytes'])} used, {_gib(device['free_bytes'])} free"
+        )
         lines += [f"  {_gib(p['bytes']):>10}  {p['name']} (pid {p['pid']})" for p in device["processes"]]
     if facts["need"]:
         lines.append(f"this configuration, {facts['need']['strategy']}, {facts['need']['global_batch_size']} rows a step:")

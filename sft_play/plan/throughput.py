@@ -6,9 +6,11 @@ pass (2N) with recomputation; attention 2 S h per layer and pass, causal.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from sft_play.config.schema import Config
-from sft_play.plan.hardware import Device
-from sft_play.plan.memory import trainable_parameters
+from sft_play.plan.hardware import Device, Hardware
+from sft_play.plan.memory import Setup, rank_memory, trainable_parameters
 from sft_play.plan.shape import ModelShape
 
 GPU_EFFICIENCY = 0.35
@@ -17,6 +19,18 @@ CPU_FLOPS_PER_THREAD = 4.5e10
 """fp32 operations per second and thread that SmolLM2-135M with adapters reached on two cores (about 220 tokens/s, 2026-11)."""
 NVLINK_BYTES_PER_SECOND = 150e9
 PCIE_BYTES_PER_SECOND = 12e9
+LOOPBACK_BYTES_PER_SECOND = 4e9
+"""Between processes of one CPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """What is expected before anything was measured; `None` where a device's speed is unknown."""
+
+    tokens_per_second: float | None = None
+    """Over all ranks."""
+    communication_share: float | None = None
+    seconds_per_step: float | None = None
 
 
 def flops_per_token(config: Config, shape: ModelShape, tokens: int, *, recompute: bool) -> float:
@@ -28,7 +42,7 @@ def flops_per_token(config: Config, shape: ModelShape, tokens: int, *, recompute
     return passes * weights + (4.5 if recompute else 3.5) * attention + (0 if full else 6 * trainable_parameters(config, shape))
 
 
-def compute_tokens_per_second(flops: float, device: Device, *, threads: int, cpu: bool) -> float | None:
+def compute_tokens_per_second(flops: float, device: Device, *, threads: float, cpu: bool) -> float | None:
     """Returns the forecast for one rank, `None` where the device's speed is unknown."""
     if cpu:
         return threads * CPU_FLOPS_PER_THREAD / flops
@@ -38,3 +52,54 @@ def compute_tokens_per_second(flops: float, device: Device, *, threads: int, cpu
 def communication_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) -> float:
     """Returns the time of a ring all-reduce: 2(N-1)/N * bytes / bandwidth."""
     return 2 * (ranks - 1) / ranks * payload_bytes / bytes_per_second if ranks > 1 else 0.0
+
+
+def gather_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) -> float:
+    """Returns the time in which every rank receives the shards of all others: (N-1)/N * bytes / bandwidth."""
+    return (ranks - 1) / ranks * payload_bytes / bytes_per_second if ranks > 1 else 0.0
+
+
+def forecast(
+    config: Config,
+    shape: ModelShape,
+    setup: Setup,
+    hardware: Hardware,
+    devices: tuple[Device, ...],
+    *,
+    rows: int,
+    accumulation: int,
+    row_tokens: float,
+) -> Forecast:
+    """Returns the expected speed of optimizer steps of `rows` rows of `row_tokens` tokens; the slowest rank sets the pace."""
+    ranks = len(devices)
+    flops = flops_per_token(config, shape, int(row_tokens), recompute=setup.gradient_checkpointing)
+    cpu = hardware.kind == "cpu"
+    threads = hardware.cpu_threads / ranks if cpu else 1
+    speeds = [compute_tokens_per_second(flops, device, threads=threads, cpu=cpu) for device in devices]
+    known = [speed for speed in speeds if speed is not None]
+    if len(known) < ranks:
+        return Forecast()
+    tokens = rows * row_tokens
+    exchange = _exchange_seconds(config, shape, setup, ranks, accumulation, _link(hardware, ranks))
+    seconds = tokens / (min(known) * ranks) + exchange
+    return Forecast(tokens_per_second=tokens / seconds, communication_share=exchange / seconds, seconds_per_step=seconds)
+
+
+def _link(hardware: Hardware, ranks: int) -> float:
+    if hardware.network_bytes_per_second:
+        return hardware.network_bytes_per_second
+    if hardware.kind == "cpu":
+        return LOOPBACK_BYTES_PER_SECOND
+    return NVLINK_BYTES_PER_SECOND if ranks > 2 else PCIE_BYTES_PER_SECOND
+
+
+def _exchange_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, accumulation: int, link: float) -> float:
+    """Gradients once per optimizer step; under ZeRO-3 and FSDP2 the weights too, at every pass of every micro-step."""
+    width = 4.0 if setup.weights_dtype == "float32" or config.tuning.mode != "full" else 2.0
+    seconds = communication_seconds(trainable_parameters(config, shape) * width, ranks, link)
+    if setup.strategy in ("zero3", "fsdp2"):
+        passes = 3 if setup.gradient_checkpointing else 2
+        whole = rank_memory(config, shape, replace(setup, strategy="ddp"), 1)
+        weights = sum(whole.get(part, 0) for part in ("frozen", "quant_state", "trained"))
+        seconds += accumulation * gather_seconds(passes * weights, ranks, link)
+    return seconds
