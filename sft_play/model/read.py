@@ -57,7 +57,19 @@ def read_model(
             place=str(folder),
             hint="the files are incomplete or of another architecture than `config.json` says: fetch the model again",
         )
+    keep_quantised_weights(model)
     return model
+
+
+def keep_quantised_weights(model: Any) -> None:
+    """Makes bitsandbytes 0.50 leave nf4 weights as they are.
+
+    On CPUs with AVX512-BF16 it repacks them the first time they are used in evaluation mode, which rounds their scales to bf16 for
+    good: training would go on over another base, and scores would depend on the machine.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def first_lines(error: BaseException) -> str:
