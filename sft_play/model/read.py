@@ -64,8 +64,8 @@ def read_model(
 def keep_quantised_weights(model: Any) -> None:
     """Makes bitsandbytes 0.50 leave nf4 weights as they are.
 
-    On CPUs with AVX512-BF16 it repacks them the first time they are used in evaluation mode, which rounds their scales to bf16 for
-    good: training would go on over another base, and scores would depend on the machine.
+    On CPUs with AVX512-BF16 it repacks them the first time they are used in evaluation mode, which rounds their scales for good to
+    bf16: training would go on over another base, and scores would depend on the machine.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
