@@ -97,7 +97,7 @@ def make_run(path: Path, base: Path, trial: Trial) -> RunFolder:
     run, document = RunFolder(path), path.parent / f"{path.name}.yaml"
     lines = [
         f"model.name: {base}", "model.max_seq_len: 64", f"tuning.mode: {trial.mode}", "tuning.lora.r: 4",
-        "data.train_path: unused.jsonl", "train.max_steps: 8", "train.save_steps: 4", "train.eval_strategy: steps",
+        "data.train_path: unused.jsonl", "data.val_path: unused.jsonl", "train.max_steps: 8", "train.save_steps: 4", "train.eval_strategy: steps",
         "train.eval_steps: 4", f"train.global_batch_size: {GLOBAL_BATCH}", *trial.settings,
     ]  # fmt: skip
     document.write_text(nested_yaml(lines), encoding="utf-8")

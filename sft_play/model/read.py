@@ -64,7 +64,7 @@ def read_model(
 def keep_quantised_weights(model: Any) -> None:
     """Makes bitsandbytes 0.50 leave nf4 weights as they are.
 
-    On CPUs with AVX512-BF16 it repacks them the first time they are used in evaluation mode, which rounds their scales for good to
+    On CPUs with AVX512-BF16 it repacks them the first time they run in evaluation mode, which rounds their scales for good to
     bf16: training would go on over another base, and scores would depend on the machine.
     """
     for module in model.modules():

@@ -215,7 +215,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         train = self.config.train
         chosen = choose_rows(len(rows), self.config.eval.samples, train.seed)
         result = score_by_generation(
-            self.model_wrapped if self.plan.strategy in SHARDED else self.accelerator.unwrap_model(self.model_wrapped),
+            self.accelerator.unwrap_model(self.model_wrapped),  # hooks of ZeRO-3 and FSDP2 sit in the model itself
             self.processing_class,
             [rows[index] for index in chosen],
             batch_size=self.args.per_device_eval_batch_size,
