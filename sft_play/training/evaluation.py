@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 import torch
+from transformers.utils import logging as transformers_logging
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import Collator
@@ -36,6 +37,7 @@ def score_run(run: RunFolder, weights: Path | None, *, step: int, config: Config
             f"the run `{run.name}` has no validation rows to score",
             hint="give `data.validation` (a fraction or sources) when training",
         )
+    transformers_logging.disable_progress_bar()
     device = best_device()
     rows = datasets.load_from_disk(prepared.validation.path)
     model, tokenizer = _load(run, weights, config, device)
