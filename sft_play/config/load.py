@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sft_play.config.call import Call, Override
 
 PRESETS = Path(__file__).resolve().parents[2] / "configs"
+"""The shipped presets."""
 DEFAULT = "default"
 NOT_KEYS = frozenset({"SFT_PLAY_CACHE", "SFT_PLAY_TEST_CACHE"})
 OLD_TIMEOUT = "NCCL_TIMEOUT"
@@ -157,13 +158,19 @@ def _as_tree(config: Config) -> dict[str, Any]:
 def _config_path(name: str) -> Path:
     """Returns the file that `CONFIG=` names; a bare preset name is its file."""
     path = Path(name)
-    preset = PRESETS / f"{name}.yaml"
+    preset = _preset(name)
     if not path.suffix and path.name == name and not path.exists() and preset.is_file():
         return preset
     if not path.is_file():
         near = names.closest_file(path, PRESETS)
         raise UserError(f"there is no file `{name}`", hint=f"did you mean `{near}`?" if near else "CONFIG= takes a YAML file or a preset's name")
     return path
+
+
+def _preset(name: str) -> Path:
+    """Returns the path of a preset, as short as it can be shown."""
+    path = PRESETS / f"{name}.yaml"
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _read_file(path: Path, found: _Sources, chain: tuple[Path, ...]) -> None:
@@ -197,7 +204,7 @@ def _parents(node: Node | None, path: Path) -> list[Path]:
     for name in wanted:
         if not isinstance(name, str) or not name:
             raise UserError(f"`extends` is `{name}`; expected a preset's name or a file", place=place)
-        beside, preset = path.parent / name, PRESETS / f"{name}.yaml"
+        beside, preset = path.parent / name, _preset(name)
         if beside.is_file():
             parents.append(beside)
         elif "/" not in name and preset.is_file():
