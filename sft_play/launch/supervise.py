@@ -24,8 +24,13 @@ from sft_play.launch.run_folder import exit_records
 from sft_play.runs.folder import RunFolder
 
 LOST = 75
-AGENT_FAILURE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
-"""torchrun's word on which of its workers failed first."""
+SUMMARY = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
+"""torchrun's summary of its failed workers: rank and exit code, negative for a signal."""
+PEER_GONE = re.compile(
+    r"Connection (closed|reset) by peer|Socket closed|Connection refused|remote process exited|Broken pipe"
+    r"|NCCL.*(timeout|remote error)|Timed out waiting \d+ms|failed to pass monitoredBarrier"
+)
+"""What gloo and NCCL say in a rank whose peer has died."""
 SIMPLE_DEATH = re.compile(r"died with <Signals\.(\w+): \d+>")
 """Python's word on a single process that was killed by a signal."""
 POLL_SECONDS = 0.1
@@ -115,7 +120,9 @@ class Watch:
                     if child not in self.workers and WORKER_MODULE in child.cmdline():
                         self.workers[child] = int(child.environ().get("RANK", self.first_rank))
         if self.lost_rank is None:
-            for worker, rank in self.workers.items():
+            # Of several that went at once, one without a record went first: the others could still say that their peer had gone.
+            silent_first = sorted(self.workers.items(), key=lambda item: self.run.rank_exit(item[1]).exists())
+            for worker, rank in silent_first:
                 if not is_alive(worker) and exit_records(self.run, range(rank, rank + 1)).get(rank, {"code": 1})["code"] != 0:
                     self.lost_rank, self.lost_at = rank, time.monotonic()
                     return
@@ -239,14 +246,14 @@ def judge(
         return Outcome(code=0)
     if signals:
         code = 130 if signals[0] == signal.SIGINT else 143
-        permanent = [r for r in failed if 1 <= int(r[1]["code"]) <= 5]
+        permanent = [r for r in failed if 1 <= _code(r[1]) <= 5]
         return _recorded(run, permanent[0]) if permanent and len(signals) == 1 else Outcome(code=code)
-    killed = _killed(ranks, agent_log)
-    if killed is None and lost_rank in silent and not AGENT_FAILURE.search(agent_log):
+    killed = _killed(ranks, silent, agent_log)
+    if killed is None and lost_rank in silent and not SUMMARY.search(agent_log):
         killed = lost_rank, "a signal"  # the others did not leave in time, so torchrun never said which
-    if killed and (killed[0] in silent or not failed):
+    if killed:
         return _vanished(run, killed[0], f"was killed by {killed[1]}")
-    permanent = [r for r in failed if 1 <= int(r[1]["code"]) <= 5]
+    permanent = [r for r in failed if 1 <= _code(r[1]) <= 5]
     if permanent:
         return _recorded(run, permanent[0])
     if silent and (failed or agent_code < 0):
@@ -256,22 +263,25 @@ def judge(
     return _never_began(run, ranks, agent_code, agent_log)
 
 
-def _killed(ranks: range, agent_log: str) -> tuple[int, str] | None:
-    """Returns the rank that a signal killed and the signal's name, from the agent's log."""
-    first = AGENT_FAILURE.search(agent_log)
-    if first and int(first[1]) < 0:
-        with contextlib.suppress(ValueError):
-            return ranks.start + int(first[2]), signal.Signals(-int(first[1])).name
+def _killed(ranks: range, silent: Sequence[int], agent_log: str) -> tuple[int, str] | None:
+    """Returns a rank that a signal killed before it could record anything, and the signal's name, from the agent's log."""
+    for rank, code in SUMMARY.findall(agent_log):
+        if int(rank) in silent and int(code) < 0 and -int(code) != signal.SIGTERM:  # SIGTERM is how torchrun ends the others
+            return int(rank), signal.Signals(-int(code)).name
     death = SIMPLE_DEATH.search(agent_log)
-    return (ranks.start, death[1]) if death else None
+    return (ranks.start, death[1]) if death and ranks.start in silent else None
+
+
+def _code(record: Mapping[str, Any]) -> int:
+    """The recorded code; an error that only says that a peer has gone is 75, whatever exception carried it."""
+    code = int(record["code"])
+    return LOST if code == 1 and PEER_GONE.search(str(record.get("error"))) else code
 
 
 def _recorded(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
     rank, facts = record
     error = str(facts.get("error") or "").rstrip()
-    return Outcome(
-        code=int(facts["code"]), rank=rank, message=f"{error}\n\nrank {rank} failed first; its log: {run.rank_log(rank)}"
-    )
+    return Outcome(code=_code(facts), rank=rank, message=f"{error}\n\nrank {rank} failed first; its log: {run.rank_log(rank)}")
 
 
 def _vanished(run: RunFolder, rank: int, how: str) -> Outcome:

@@ -27,6 +27,14 @@ def run_with(tmp_path: Path, records: dict[int, dict[str, Any]]) -> RunFolder:
     return run
 
 
+def summary(codes: dict[int, int]) -> str:
+    """Returns torchrun's summary, as it stands in launcher.log."""
+    return "".join(
+        f"[{i}]:\n  time      : 2026\n  host      : x\n  rank      : {rank} (local_rank: 0)\n  exitcode  : {code} (pid: 7)\n"
+        for i, (rank, code) in enumerate(codes.items())
+    )
+
+
 def record(code: int, moment: float, error: str = "") -> dict[str, Any]:
     return {"code": code, "time": moment, "error": error}
 
@@ -46,7 +54,7 @@ def test_the_earliest_permanent_error_is_named(tmp_path: Path) -> None:
 
 def test_a_killed_worker_comes_before_what_its_peers_say(tmp_path: Path) -> None:
     run = run_with(tmp_path, {0: record(1, 1.0, "RuntimeError: Connection closed by peer")})
-    outcome = judge(run, range(2), agent_code=1, agent_log="failed (exitcode: -9) local_rank: 1 (pid: 77) of binary: python")
+    outcome = judge(run, range(2), agent_code=1, agent_log=summary({1: -9, 0: 1}))
     assert (outcome.code, outcome.rank) == (75, 1)
     assert "SIGKILL" in outcome.message
     assert "rank1.log" in outcome.message
@@ -54,8 +62,27 @@ def test_a_killed_worker_comes_before_what_its_peers_say(tmp_path: Path) -> None
 
 def test_ranks_of_another_node_are_counted_from_its_first(tmp_path: Path) -> None:
     run = run_with(tmp_path, {2: record(75, 1.0, "peer gone")})
-    outcome = judge(run, range(2, 4), agent_code=1, agent_log="failed (exitcode: -9) local_rank: 1 (pid: 77) of binary: python")
+    outcome = judge(run, range(2, 4), agent_code=1, agent_log=summary({3: -9, 2: 1}))
     assert outcome.rank == 3
+
+
+def test_a_rank_that_torchrun_ended_is_not_to_blame(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {0: record(3, 1.0, "error: no memory")})
+    outcome = judge(run, range(2), agent_code=1, agent_log=summary({0: 3, 1: -15}))
+    assert (outcome.code, outcome.rank) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:26508: Connection reset by peer.",
+        "DistBackendError: NCCL communicator was aborted on rank 1. remote process exited or there was a network error",
+        "RuntimeError: [Rank 0]: Ranks 2 failed to pass monitoredBarrier in 6000 ms",
+    ],
+)
+def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Path, error: str) -> None:
+    run = run_with(tmp_path, {0: record(1, 1.0, error)})
+    assert judge(run, range(1), agent_code=1, agent_log=summary({0: 1})).code == 75
 
 
 def test_workers_that_never_began_show_the_agents_last_words(tmp_path: Path) -> None:
