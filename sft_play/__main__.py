@@ -10,7 +10,14 @@ from sft_play.errors import UserError
 
 COMMON = frozenset({"CONFIG", "JSON"})
 LAUNCH = COMMON | {
-    "RUN_NAME", "NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_CONFIG", "TENSORBOARD_PORT",
+    "RUN_NAME",
+    "NUM_GPUS",
+    "NUM_NODES",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ACCELERATE_CONFIG",
+    "TENSORBOARD_PORT",
 }
 RUN = frozenset({"RUN", "JSON"})
 
@@ -62,7 +69,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "eval": Command("sft_play.evaluate:main", "score a run's model", RUN | {"CHECKPOINT"}),
     "infer": Command(
-        "sft_play.infer:main", "chat; PROMPT= for one answer, INPUT= and OUTPUT= for files", RUN | {"PROMPT", "INPUT", "OUTPUT", "CHECKPOINT"}
+        "sft_play.infer:main",
+        "chat; PROMPT= for one answer, INPUT= and OUTPUT= for files",
+        RUN | {"PROMPT", "INPUT", "OUTPUT", "CHECKPOINT"},
     ),
     "merge": Command("sft_play.export:main", "adapters merged into a model that any tool loads", RUN | {"OUT", "CHECKPOINT"}),
     "serve": Command("sft_play.serve:main", "an OpenAI-compatible endpoint on 127.0.0.1", RUN | {"PORT", "CHECKPOINT"}),

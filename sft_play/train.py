@@ -127,7 +127,7 @@ def build(
         args=args,
         train_dataset=datasets.load_from_disk(prepared.train.path).select_columns(["input_ids", "labels", "row"]),
         eval_dataset=datasets.load_from_disk(prepared.validation.path) if prepared.validation else None,
-        callbacks=[SaveAtEnd(keep_best=config.train.load_best_model_at_end), stop, holdings],
+        callbacks=[SaveAtEnd(), stop, holdings],
     )
     quiet_callbacks(trainer)
     add_reporters(trainer, run, config, console)
@@ -153,7 +153,7 @@ def add_reporters(trainer: SftTrainer, run: RunFolder, config: Config, console: 
         trainer.add_callback(MetricsFile(run.metrics))
         if wants_tensorboard(config):
             trainer.add_callback(Curves(run.tensorboard))
-        if console is not None:
+        if console is not None and not config.train.extra.get("disable_tqdm"):
             trainer.add_callback(Progress(console))
 
 

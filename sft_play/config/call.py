@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from sft_play.config import names
@@ -91,9 +90,7 @@ class _Given:
         return f"{'make ' if self.make else ''}{self.name}={self.text}"
 
 
-def parse_call(
-    arguments: Sequence[str], commands: Mapping[str, CommandRow], environ: Mapping[str, str] | None = None
-) -> Call:
+def parse_call(arguments: Sequence[str], commands: Mapping[str, CommandRow], environ: Mapping[str, str] | None = None) -> Call:
     """Returns the call that `arguments` (without the program's name) describe. Raises `UserError` with all problems."""
     environ = os.environ if environ is None else environ
     from_make = "--from-make" in arguments
@@ -116,7 +113,9 @@ def parse_call(
             takers = "it takes " + _listed(commands[command].options) if commands[command].options else "it takes no variables"
             problems.append(UserError(f"`{one.origin}`: `{_shown(command, one)}` takes no configuration keys", hint=takers))
         elif key in overrides and overrides[key].text != one.text:
-            problems.append(UserError(f"`{key}` is given twice: `{overrides[key].origin}` and `{one.origin}`", hint="give it once"))
+            problems.append(
+                UserError(f"`{key}` is given twice: `{overrides[key].origin}` and `{one.origin}`", hint="give it once")
+            )
         else:
             overrides[key] = Override(key=key, text=one.text, origin=one.origin)
     as_json = options.get("JSON", "").lower()

@@ -95,7 +95,9 @@ def schema_keys() -> Mapping[str, Key]:
             if field.default_factory is not dataclasses.MISSING:
                 default = field.default_factory()
             limits = RANGES.get(name, ANY_NUMBER)
-            found[name] = Key(name=name, annotation=_with_choices(name, hints[field.name]), limits=limits, default=default, help="")
+            found[name] = Key(
+                name=name, annotation=_with_choices(name, hints[field.name]), limits=limits, default=default, help=""
+            )
     return found
 
 

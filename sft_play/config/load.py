@@ -68,9 +68,7 @@ class _Sources:
     notices: list[str] = field(default_factory=list)
 
 
-def load_config(
-    path: Path | None, overrides: Iterable[Override] = (), environ: Mapping[str, str] | None = None
-) -> LoadedConfig:
+def load_config(path: Path | None, overrides: Iterable[Override] = (), environ: Mapping[str, str] | None = None) -> LoadedConfig:
     """Returns the configuration of a file with overrides. Raises `UserError` with every problem at once."""
     found = _Sources()
     if path is not None:
@@ -86,9 +84,7 @@ def load_for_call(call: Call, default: str | None) -> LoadedConfig:
     if call.options.get("CONFIG") or not run:
         name = call.options.get("CONFIG") or default
         if not name:
-            raise UserError(
-                f"`{call.command}` needs a configuration", hint=f"make {call.command} CONFIG=configs/quickstart.yaml"
-            )
+            raise UserError(f"`{call.command}` needs a configuration", hint=f"make {call.command} CONFIG=configs/quickstart.yaml")
         loaded = load_config(_config_path(name), call.overrides)
     else:
         from sft_play.runs.folder import runs_folder
@@ -163,7 +159,10 @@ def _config_path(name: str) -> Path:
         return preset
     if not path.is_file():
         near = names.closest_file(path, PRESETS)
-        raise UserError(f"there is no file `{name}`", hint=f"did you mean `{near}`?" if near else "CONFIG= takes a YAML file or a preset's name")
+        raise UserError(
+            f"there is no file `{name}`",
+            hint=f"did you mean `{near}`?" if near else "CONFIG= takes a YAML file or a preset's name",
+        )
     return path
 
 
@@ -238,7 +237,9 @@ def _unknown_key(key: str, place: str, node: Node) -> UserError:
     section, _, leaf = key.rpartition(".")
     better = names.suggest(leaf, section)
     return UserError(
-        f"unknown key `{key}`", place=place, hint=f"did you mean `{better}`?" if better else "docs/configuration.md lists every key"
+        f"unknown key `{key}`",
+        place=place,
+        hint=f"did you mean `{better}`?" if better else "docs/configuration.md lists every key",
     )
 
 
@@ -257,10 +258,10 @@ def _read_environment(environ: Mapping[str, str], found: _Sources) -> None:
             better = names.suggest(name.removeprefix("SFT_").lower())
             hint = f"did you mean `SFT_{variable_name(better)}`?" if better else "docs/configuration.md lists every key"
             found.problems.append(UserError(f"unknown variable `{name}`", place="environment", hint=hint))
-    if timeout := environ.get(OLD_TIMEOUT):
-        if "launch.timeout_seconds" not in found.values or found.values["launch.timeout_seconds"].origin == DEFAULT:
-            _add_text("launch.timeout_seconds", timeout, f"environment {OLD_TIMEOUT}={timeout}", found)
-            found.notices.append(f"no library reads `{OLD_TIMEOUT}`; it sets `launch.timeout_seconds` to {timeout}")
+    timeout = environ.get(OLD_TIMEOUT)
+    if timeout and "launch.timeout_seconds" not in found.values:
+        _add_text("launch.timeout_seconds", timeout, f"environment {OLD_TIMEOUT}={timeout}", found)
+        found.notices.append(f"no library reads `{OLD_TIMEOUT}`; it sets `launch.timeout_seconds` to {timeout}")
 
 
 def _read_overrides(overrides: Iterable[Override], found: _Sources) -> None:
@@ -317,7 +318,11 @@ def _finish(found: _Sources, path: Path | None) -> LoadedConfig:
     for known in schema_keys().values():
         if known.default is REQUIRED and known.name not in found.values:
             found.problems.append(
-                UserError(f"`{known.name}` is missing", place=str(path) if path else None, hint=f"set {known.variable}, or write it in the file")
+                UserError(
+                    f"`{known.name}` is missing",
+                    place=str(path) if path else None,
+                    hint=f"set {known.variable}, or write it in the file",
+                )
             )
     raise_all(found.problems)
     origins = {key: found.values[key].origin if key in found.values else DEFAULT for key in schema_keys()}
@@ -342,7 +347,10 @@ def _interpolate(found: _Sources) -> None:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    layers = [OmegaConf.create(_tree_of(_defaults())), OmegaConf.create(_tree_of({k: _escaped(v) for k, v in found.values.items()}))]
+    layers = [
+        OmegaConf.create(_tree_of(_defaults())),
+        OmegaConf.create(_tree_of({k: _escaped(v) for k, v in found.values.items()})),
+    ]
     merged = OmegaConf.merge(*layers)
     for key in open_ones:
         value = found.values[key]

@@ -71,7 +71,9 @@ def _extras() -> list[str]:
 
 def _refused() -> list[str]:
     lines = ["## Fields of `TrainingArguments` that are refused", "", "| field | use instead | why |", "|---|---|---|"]
-    return lines + [f"| `{name}` | {f'`{instead}`' if instead else ''} | {_cell(why)} |" for name, (instead, why) in REFUSED.items()]
+    return lines + [
+        f"| `{name}` | {f'`{instead}`' if instead else ''} | {_cell(why)} |" for name, (instead, why) in REFUSED.items()
+    ]
 
 
 def _expected(key: Key) -> str:
@@ -84,7 +86,7 @@ def _default(key: Key) -> str:
 
 
 def _shortened(text: str, limit: int = 160) -> str:
-    first = text.split(". ")[0].rstrip(".")
+    first = text.split(". ", 1)[0].rstrip(".")
     return first if len(first) <= limit else first[:limit].rsplit(" ", 1)[0] + " ..."
 
 
@@ -100,7 +102,9 @@ def render_schema() -> str:
         "title": "SFT-Play configuration",
         "type": "object",
         "additionalProperties": False,
-        "properties": {"extends": {"description": "Preset or file, or several, whose keys this file changes.", "type": ["string", "array"]}},
+        "properties": {
+            "extends": {"description": "Preset or file, or several, whose keys this file changes.", "type": ["string", "array"]}
+        },
     }
     for section, record in sections().items():
         if section:
@@ -139,7 +143,12 @@ def _json_part(part: Any, key: Key) -> dict[str, Any]:
     name = names.get(get_origin(part) or part, "object")
     schema: dict[str, Any] = {"type": name}
     if name in ("integer", "number") and key.limits.also is None:
-        pairs = (("minimum", key.limits.minimum), ("maximum", key.limits.maximum), ("exclusiveMinimum", key.limits.above), ("exclusiveMaximum", key.limits.below))
+        pairs = (
+            ("minimum", key.limits.minimum),
+            ("maximum", key.limits.maximum),
+            ("exclusiveMinimum", key.limits.above),
+            ("exclusiveMaximum", key.limits.below),
+        )
         schema |= {word: limit for word, limit in pairs if limit is not None}
     return schema
 
@@ -148,7 +157,9 @@ def _json_source() -> dict[str, Any]:
     properties: dict[str, Any] = {}
     for name, annotation in get_type_hints(DataSource).items():
         words = [word for part in options(annotation) if get_origin(part) is Literal for word in get_args(part)]
-        properties[name] = ({"enum": words} if words else {"type": ["string", "null"]}) | {"description": documented(DataSource).get(name, "")}
+        properties[name] = ({"enum": words} if words else {"type": ["string", "null"]}) | {
+            "description": documented(DataSource).get(name, "")
+        }
     return {"type": "object", "required": ["path"], "additionalProperties": False, "properties": properties}
 
 

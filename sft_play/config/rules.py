@@ -26,7 +26,9 @@ def _problem(origins: Mapping[str, str], key: str, text: str, hint: str | None =
 
 def _precision(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
     if config.train.fp16 and config.train.bf16 is True:
-        yield _problem(origins, "train.fp16", "`train.fp16` and `train.bf16` are both `true`", "keep one; bf16 needs no loss scaling")
+        yield _problem(
+            origins, "train.fp16", "`train.fp16` and `train.bf16` are both `true`", "keep one; bf16 needs no loss scaling"
+        )
 
 
 def _data(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
@@ -49,7 +51,12 @@ def _evaluation(config: Config, origins: Mapping[str, str]) -> Iterator[UserErro
             "set `data.val_path`, or `data.validation: 0.05`",
         )  # fmt: skip
     if train.eval_strategy == "steps" and train.eval_steps is None:
-        yield _problem(origins, "train.eval_strategy", "`train.eval_strategy` is `steps`, but `train.eval_steps` is not given", "TRAIN_EVAL_STEPS=100")
+        yield _problem(
+            origins,
+            "train.eval_strategy",
+            "`train.eval_strategy` is `steps`, but `train.eval_steps` is not given",
+            "TRAIN_EVAL_STEPS=100",
+        )
     if train.eval_steps is not None and train.eval_strategy != "steps":
         yield _problem(
             origins, "train.eval_steps", f"`train.eval_steps` is {train.eval_steps}, but `train.eval_strategy` is `{train.eval_strategy}`",
@@ -66,7 +73,9 @@ def _best(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
 
         close = difflib.get_close_matches(full, METRICS, n=1)
         hint = f"did you mean `{close[0]}`?" if close else f"one of {', '.join(METRICS)}"
-        yield _problem(origins, "train.metric_for_best_model", f"`train.metric_for_best_model` is `{name}`, which nothing measures", hint)
+        yield _problem(
+            origins, "train.metric_for_best_model", f"`train.metric_for_best_model` is `{name}`, which nothing measures", hint
+        )
     elif full in SCORES and train.predict_with_generate is not True:
         yield _problem(
             origins, "train.metric_for_best_model", f"`train.metric_for_best_model` is `{name}`, but no answers are generated while training",
@@ -105,7 +114,9 @@ def _warmup(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
     train = config.train
     if train.warmup_steps is not None and train.max_steps > 0 and train.warmup_steps > train.max_steps:
         yield _problem(
-            origins, "train.warmup_steps", f"`train.warmup_steps` is {train.warmup_steps}, but the run has {train.max_steps} steps"
+            origins,
+            "train.warmup_steps",
+            f"`train.warmup_steps` is {train.warmup_steps}, but the run has {train.max_steps} steps",
         )
 
 

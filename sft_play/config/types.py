@@ -41,9 +41,10 @@ class Range:
     def words(self) -> str:
         """Returns ` >= 1`, ` > 0 and < 1`, or nothing."""
         limits = ((">=", self.minimum), (">", self.above), ("<=", self.maximum), ("<", self.below))
-        return " and ".join(f" {sign} {limit:g}" if i == 0 else f"{sign} {limit:g}" for i, (sign, limit) in enumerate(
-            (sign, limit) for sign, limit in limits if limit is not None
-        ))
+        return " and ".join(
+            f" {sign} {limit:g}" if i == 0 else f"{sign} {limit:g}"
+            for i, (sign, limit) in enumerate((sign, limit) for sign, limit in limits if limit is not None)
+        )
 
 
 ANY_NUMBER = Range()
@@ -119,7 +120,9 @@ def shown(node: Node) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def convert(node: Node, annotation: Any, limits: Range, key: str, problems: list[Mismatch]) -> Any:
+def convert(  # noqa: PLR0912 - one branch per kind of value
+    node: Node, annotation: Any, limits: Range, key: str, problems: list[Mismatch]
+) -> Any:
     """Returns the value of `node` as `annotation` has it, or `INVALID` with its mismatches added to `problems`."""
     value = node.value
     parts = options(annotation)
@@ -186,7 +189,11 @@ def _record(node: Node, record: Any, key: str, problems: list[Mismatch]) -> Any:
         else:
             given[name] = convert(part, hints[name], ANY_NUMBER, f"{key}.{name}", problems)
     for required in dataclasses.fields(record):
-        if required.default is dataclasses.MISSING and required.default_factory is dataclasses.MISSING and required.name not in given:
+        if (
+            required.default is dataclasses.MISSING
+            and required.default_factory is dataclasses.MISSING
+            and required.name not in given
+        ):
             problems.append(Mismatch(key=f"{key}.{required.name}", node=node, problem="is missing"))
     return INVALID if len(problems) > before else record(**given)
 

@@ -186,8 +186,10 @@ class _Builder:
 
 
 PLAIN = re.compile(r"[A-Za-z0-9_/.][A-Za-z0-9_/.+@=-]*( [A-Za-z0-9_/.+@=-]+)*")
-UNPRINTABLE = re.compile("[^\\t\\n\\r\\x20-\\x7e\\xa0-\\u2027\\u202a-\\ud7ff\\ue000-\\ufefe\\uff00-\\ufffd\\U00010000-\\U0010ffff]")
-OLD_BOOLEANS = frozenset("y n yes no on off true false null".split())
+UNPRINTABLE = re.compile(
+    "[^\\t\\n\\r\\x20-\\x7e\\xa0-\\u2027\\u202a-\\ud7ff\\ue000-\\ufefe\\uff00-\\ufffd\\U00010000-\\U0010ffff]"
+)
+OLD_BOOLEANS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 
 
 def scalar_text(value: Any) -> str:
@@ -216,9 +218,15 @@ def _float_text(value: float) -> str:
 
 def _string_text(value: str) -> str:
     if PLAIN.fullmatch(value) and isinstance(resolve_scalar(value), str) and value.lower() not in OLD_BOOLEANS:
-        return value if yaml.resolver.Resolver().resolve(yaml.ScalarNode, value, (True, False)).endswith(":str") else json.dumps(value)
+        return (
+            value
+            if yaml.resolver.Resolver().resolve(yaml.ScalarNode, value, (True, False)).endswith(":str")
+            else json.dumps(value)
+        )
     quoted = json.dumps(value, ensure_ascii=False)
-    return UNPRINTABLE.sub(lambda found: f"\\U{ord(found[0]):08x}" if ord(found[0]) > 0xFFFF else f"\\u{ord(found[0]):04x}", quoted)
+    return UNPRINTABLE.sub(
+        lambda found: f"\\U{ord(found[0]):08x}" if ord(found[0]) > 0xFFFF else f"\\u{ord(found[0]):04x}", quoted
+    )
 
 
 def dump_yaml(value: Mapping[str, Any]) -> str:

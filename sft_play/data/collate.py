@@ -64,7 +64,10 @@ class Collator:
         lines = parts or [([self.pad_token_id] * 2, [IGNORED] * 2)]
         width = max(len(tokens) for tokens, _ in lines)
         keep = sorted({i - 1 for _, labels in lines for i in range(1, len(labels)) if labels[i] != IGNORED}) or [0]
-        padded = [(tokens + [self.pad_token_id] * (width - len(tokens)), labels + [IGNORED] * (width - len(labels))) for tokens, labels in lines]
+        padded = [
+            (tokens + [self.pad_token_id] * (width - len(tokens)), labels + [IGNORED] * (width - len(labels)))
+            for tokens, labels in lines
+        ]
         mask = torch.tensor([[1] * len(tokens) + [0] * (width - len(tokens)) for tokens, _ in lines])
         return {
             "input_ids": torch.tensor([tokens for tokens, _ in padded]),

@@ -95,5 +95,12 @@ def _text(value: Any, name: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {"list": "a list", "dict": "a mapping", "int": "a number", "float": "a number", "NoneType": "empty", "bool": "true or false"}
+    names = {
+        "list": "a list",
+        "dict": "a mapping",
+        "int": "a number",
+        "float": "a number",
+        "NoneType": "empty",
+        "bool": "true or false",
+    }
     return names.get(type(value).__name__, "text" if isinstance(value, str) else type(value).__name__)

@@ -205,7 +205,13 @@ def _write(folder: Path, encoded: _Encoded, rows: Sequence[Conversation]) -> Non
 def _features(datasets: Any) -> Any:
     tokens = datasets.List(datasets.Value("int32"))
     return datasets.Features(
-        {"input_ids": tokens, "labels": tokens, "row": datasets.Value("int64"), "prompt_ids": tokens, "reference": datasets.Value("string")}
+        {
+            "input_ids": tokens,
+            "labels": tokens,
+            "row": datasets.Value("int64"),
+            "prompt_ids": tokens,
+            "reference": datasets.Value("string"),
+        }
     )
 
 
@@ -221,7 +227,9 @@ def _manifest(encoded: _Encoded, rows: Sequence[Conversation]) -> dict[str, Any]
         median=int(statistics.median(lengths)),
         fingerprint=_fingerprint(item for _, item in encoded.rows),
     )
-    quantiles = {f"{share:.0%}": lengths[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.05, 0.25, 0.5, 0.75, 0.95)}
+    quantiles = {
+        f"{share:.0%}": lengths[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.05, 0.25, 0.5, 0.75, 0.95)
+    }
     return {
         "split": asdict(split),
         "rows_read": len(rows),

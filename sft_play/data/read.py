@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import glob
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ def files_of(source: DataSource) -> list[Path] | None:
         return None
     path = Path(source.path).expanduser()
     if any(mark in source.path for mark in "*?["):
-        found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+        found = sorted(p for p in _matches(path) if p.is_file())
         if not found:
             raise DataError(f"no file matches `{source.path}`", hint="paths count from the folder in which you typed make")
         return found
@@ -37,10 +36,14 @@ def files_of(source: DataSource) -> list[Path] | None:
     if path.is_file():
         return [path]
     if path.suffix or source.path.count("/") != 1 or source.path.startswith((".", "/", "~")):
-        raise DataError(
-            "there is no such file", place=source.path, hint="paths count from the folder in which you typed make"
-        )
+        raise DataError("there is no such file", place=source.path, hint="paths count from the folder in which you typed make")
     return None
+
+
+def _matches(pattern: Path) -> Iterator[Path]:
+    """Yields what a glob pattern matches, `**` included."""
+    root = Path(pattern.anchor) if pattern.is_absolute() else Path()
+    return root.glob(str(pattern.relative_to(pattern.anchor) if pattern.is_absolute() else pattern))
 
 
 def read_source(source: DataSource) -> Iterator[Placed]:
@@ -103,7 +106,9 @@ def _parse(text: str, path: Path, line: int) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"is not JSON: {error.msg}", place=f"{path}:{line + error.lineno - 1}:{error.colno}", hint=f"the line reads: {text.strip()[:100]}"
+            f"is not JSON: {error.msg}",
+            place=f"{path}:{line + error.lineno - 1}:{error.colno}",
+            hint=f"the line reads: {text.strip()[:100]}",
         ) from None
     except RecursionError:
         raise DataError("is not JSON that can be read: nested too deep", place=f"{path}:{line}") from None
@@ -148,9 +153,7 @@ def _read_hub(source: DataSource) -> Iterator[Placed]:
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
     try:
-        loaded = datasets.load_dataset(
-            source.path, source.config, split=source.split or "train", revision=source.revision
-        )
+        loaded = datasets.load_dataset(source.path, source.config, split=source.split or "train", revision=source.revision)
     except (
         OSError, ValueError, RuntimeError, HfHubHTTPError, RepositoryNotFoundError, datasets.exceptions.DatasetsError
     ) as error:  # fmt: skip

@@ -67,9 +67,7 @@ class _Fused(torch.autograd.Function):
     """y = x W^T + bias + scale (x A^T) B^T, with gradients for x, A and B."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
         x_TI = x.reshape(-1, x.shape[-1])
         h_TR = x_TI @ a.t()
         y_TO = x_TI @ weight.t() if bias is None else torch.addmm(bias, x_TI, weight.t())

@@ -84,8 +84,13 @@ def _cached(model: ModelConfig) -> Path | None:
 def _download(model: ModelConfig) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import (
-        GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled,
-        RepositoryNotFoundError, RevisionNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
     )  # fmt: skip
 
     if not hub_reachable():
@@ -96,13 +101,13 @@ def _download(model: ModelConfig) -> Path:
         patterns = WANTED if any(name.endswith(".safetensors") for name in names) else [*WANTED, "*.bin"]
         return Path(snapshot_download(model.name, revision=info.sha or model.revision, allow_patterns=patterns))
     except GatedRepoError as error:
-        raise _gated(model.name, error) from error
+        raise _gated(model.name) from error
     except RevisionNotFoundError as error:
         raise DataError(f"the model has no revision `{model.revision}`", place=model.name) from error
     except RepositoryNotFoundError as error:
         status = getattr(error.response, "status_code", None)
         if status in (401, 403) and os.environ.get("HF_TOKEN"):
-            raise _gated(model.name, error) from error
+            raise _gated(model.name) from error
         raise DataError(
             "the hub has no such model, or it is private",
             place=model.name,
@@ -112,7 +117,7 @@ def _download(model: ModelConfig) -> Path:
         raise DataError(f"is neither a folder nor a hub id: {error}", place=model.name) from error
     except HfHubHTTPError as error:
         if getattr(error.response, "status_code", None) in (401, 403):
-            raise _gated(model.name, error) from error
+            raise _gated(model.name) from error
         raise DataError(f"the hub answered: {str(error).splitlines()[0]}", place=model.name, hint="try again later") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise _offline(model.name) from error
@@ -122,7 +127,7 @@ def _page(name: str) -> str:
     return f"https://huggingface.co/{name}"
 
 
-def _gated(name: str, error: Exception) -> DataError:
+def _gated(name: str) -> DataError:
     token = "the token in HF_TOKEN has no access to it" if os.environ.get("HF_TOKEN") else "no token is set"
     return DataError(
         f"the model is gated, and {token}",

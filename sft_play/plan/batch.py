@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from sft_play.config.schema import TrainConfig
@@ -24,7 +23,7 @@ class Batch:
     reasons: tuple[str, ...]
 
 
-def choose_batch(train: TrainConfig, typed: Callable[[str], bool], largest: tuple[int, ...], unit: str = "device") -> Batch:
+def choose_batch(train: TrainConfig, largest: tuple[int, ...], unit: str = "device") -> Batch:
     """Returns the batch for ranks that can hold `largest` rows each. Raises `UserError` with the arithmetic.
 
     The global batch never depends on the number of ranks, unless batch and accumulation are both given and it is not.

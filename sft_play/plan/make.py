@@ -57,7 +57,7 @@ def make_plan(
     setup, largest = _checkpointing(config, shape, setup, room, reasons)
     unit = "device" if kind == "cuda" else "process"
     _require_fit(config, shape, setup, room, largest, devices)
-    batch = choose_batch(config.train, typed, largest, unit)
+    batch = choose_batch(config.train, largest, unit)
     reasons += batch.reasons
     layout = choices.choose_layout(config, shape, kind, attention, max(batch.micro_batches) * setup.row_tokens, reasons)
     setup = replace(setup, layout=layout)

@@ -150,10 +150,7 @@ def _table() -> dict[str, ModelShape]:
 
 def _cached_config(model: ModelConfig) -> Path | None:
     """Returns the `config.json` of an earlier download, found without the hub's library."""
-    home = os.environ.get("HF_HUB_CACHE") or os.path.join(  # noqa: PTH118
-        os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"),
-        "hub",  # noqa: PTH111
-    )
+    home = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
     folder = Path(home) / f"models--{model.name.replace('/', '--')}"
     revision = model.revision or "main"
     try:

@@ -5,7 +5,6 @@ A checkpoint is written as `checkpoints/.step-000040.partial`, gets its manifest
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -70,7 +69,7 @@ def link(name: Path, target: Path) -> None:
     temporary = name.with_name(f".{name.name}.new")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name)
-    os.replace(temporary, name)
+    temporary.replace(name)
 
 
 def rotate(run: RunFolder, keep: int | None) -> list[Path]:

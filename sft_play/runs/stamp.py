@@ -93,7 +93,9 @@ def make_stamp(config: Config, plan: PlanFacts, prepared: Prepared) -> Stamp:
         base_revision=prepared.model.revision,
         base_fingerprint=prepared.model.fingerprint,
         tokenizer_fingerprint=prepared.model.tokenizer_fingerprint,
-        lora={"r": lora.r, "alpha": lora.alpha, "dropout": lora.dropout, "target_modules": lora.target_modules} if adapters else None,
+        lora={"r": lora.r, "alpha": lora.alpha, "dropout": lora.dropout, "target_modules": lora.target_modules}
+        if adapters
+        else None,
         max_seq_len=config.model.max_seq_len,
         precision=plan.precision,
         weights_dtype=plan.weights_dtype,
@@ -135,7 +137,9 @@ RULES: Mapping[str, Rule] = {
     "base_model": Rule("refuse", "warn", "warn", "warn", "set `model.name` to the model that it was made from"),
     "base_revision": Rule("refuse", "warn", "warn", "warn", "set `model.revision` to the commit that it was made from"),
     "base_fingerprint": Rule("refuse", "refuse", "refuse", "refuse", "the base model's files have changed: restore them"),
-    "tokenizer_fingerprint": Rule("refuse", "refuse", "refuse", "refuse", "the tokenizer or its chat template has changed: restore it"),
+    "tokenizer_fingerprint": Rule(
+        "refuse", "refuse", "refuse", "refuse", "the tokenizer or its chat template has changed: restore it"
+    ),
     "lora": Rule("refuse", "refuse", "refuse", "refuse", "use the adapter shape that made it, or start a new run"),
     "max_seq_len": Rule("refuse", "allow", "allow", "allow", "set `model.max_seq_len` back"),
     "precision": Rule("warn", "allow", "allow", "allow", "losses will differ in the last digits"),
@@ -143,7 +147,9 @@ RULES: Mapping[str, Rule] = {
     "train_data": Rule("refuse", "allow", "allow", "allow", "the training rows have changed: restore them, or start a new run"),
     "validation_data": Rule("warn", "allow", "allow", "allow", "scores before and after do not compare"),
     "seed": Rule("refuse", "allow", "allow", "allow", "the row order would change: set `train.seed` back"),
-    "global_batch_size": Rule("refuse", "allow", "allow", "allow", "every update would change: set `train.global_batch_size` back"),
+    "global_batch_size": Rule(
+        "refuse", "allow", "allow", "allow", "every update would change: set `train.global_batch_size` back"
+    ),
     "strategy": Rule("refuse", "allow", "allow", "allow", "use the command that started the run: its states are laid out for it"),
     "world_size": Rule("refuse", "allow", "allow", "allow", "resume with as many processes as before (`NUM_GPUS`)"),
     "versions": Rule("warn", "warn", "allow", "allow", "install the pinned versions with `make install`"),

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from sft_play.config.schema import Config
+from sft_play.errors import HardwareError, UserError
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.training.world import uses_cpu_flag
@@ -17,12 +18,32 @@ OWN_TRACKER = "tensorboard"
 
 
 def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> TrainingArguments:
-    """Returns the arguments of this rank (`RANK` in the environment)."""
+    """Returns the arguments of this rank (`RANK` in the environment).
+
+    Raises `HardwareError` for what this machine lacks, `UserError` for settings that transformers refuses in combination.
+    """
+    if plan.device == "cpu" and plan.precision != "fp32" and not uses_cpu_flag(plan):
+        raise HardwareError(
+            f"{plan.strategy} on a CPU computes in fp32 only, and `train.{plan.precision}` is `true`",
+            hint="leave it to `auto`, or use `make train` or `make train-distributed`",
+        )
+    values = _values(config, plan, run, has_validation=has_validation)
+    try:
+        return TrainingArguments(**values)
+    except ImportError as error:
+        raise HardwareError(f"`train.` asks for a package that is not installed: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise UserError(f"transformers refuses these settings of `train.`: {error}", place=str(run.config)) from error
+
+
+def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> dict[str, Any]:
+    """Returns every argument that is not transformers' default; what was typed beyond the schema comes last and wins."""
     mine = plan.ranks[int(os.environ.get("RANK", "0"))]
     train = config.train
     assert plan.steps is not None, "a plan with prepared data knows its steps"
-    extra = {name: value for name, value in train.extra.items() if name != "report_to"}
-    return TrainingArguments(
+    own = ("report_to", "disable_tqdm")  # read by `_trackers` and by the progress line
+    extra = {name: value for name, value in train.extra.items() if name not in own}
+    values: dict[str, Any] = dict(
         output_dir=str(run.path),
         per_device_train_batch_size=mine.micro_batch,
         gradient_accumulation_steps=mine.accumulation,
@@ -48,7 +69,7 @@ def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_valida
         eval_steps=train.eval_steps,
         eval_accumulation_steps=train.eval_accumulation_steps,
         eval_do_concat_batches=train.eval_do_concat_batches,
-        logging_strategy=extra.pop("logging_strategy", "steps"),
+        logging_strategy="steps",
         logging_steps=train.logging_steps,
         logging_nan_inf_filter=False,  # a loss that is not a number stops the run, it is not papered over
         save_strategy=train.save_strategy,
@@ -64,8 +85,8 @@ def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_valida
         ddp_timeout=config.launch.timeout_seconds,
         accelerator_config={"even_batches": False},
         average_tokens_across_devices=True,
-        **extra,
     )
+    return values | extra
 
 
 def _evaluation(config: Config, has_validation: bool) -> str:
@@ -85,4 +106,4 @@ def _trackers(config: Config) -> list[str]:
 def wants_tensorboard(config: Config) -> bool:
     """Whether curves are written: yes, unless `train.report_to` names other trackers only."""
     wanted: Any = config.train.extra.get("report_to", OWN_TRACKER)
-    return wanted is not None and (wanted == OWN_TRACKER or wanted == "all" or OWN_TRACKER in wanted)
+    return wanted is not None and (wanted in (OWN_TRACKER, "all") or OWN_TRACKER in wanted)

@@ -18,14 +18,22 @@ from sft_play.training.loss import all_sum
 
 
 class SaveAtEnd(TrainerCallback):  # type: ignore[misc]
-    """Writes a checkpoint at the last step, and whenever a new best is found that `model/` will want."""
+    """Writes a checkpoint at the last step, and a row of metrics wherever a checkpoint may be written.
 
-    def __init__(self, *, keep_best: bool) -> None:
-        self.keep_best = keep_best
+    A row sums up the steps since the one before: a run that is resumed from a checkpoint between two rows could not repeat it.
+    """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if args.save_strategy != "no" and state.global_step >= state.max_steps:
-            control.should_save = True
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+            control.should_save = control.should_save or args.save_strategy != "no"
+        self._log_too(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._log_too(control)
+
+    def _log_too(self, control: Any) -> None:
+        control.should_log = control.should_log or control.should_save or control.should_evaluate
 
 
 class StopOnRequest(TrainerCallback):  # type: ignore[misc]
@@ -48,6 +56,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         asked = all_sum(torch.tensor([int(self.received is not None)], device=self.device))
         if int(asked.item()):
             self.stopped = True
+            control.should_log = True
             control.should_save = args.save_strategy != "no"
             control.should_training_stop = True
 

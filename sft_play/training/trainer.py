@@ -106,9 +106,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         total = token_loss_sum(model, inputs)
         if self.is_deepspeed_enabled:  # it makes the update inside the backward pass
             self._require_finite(total.detach())
-        self._window += torch.stack(
-            [total.detach().double(), label_tokens(inputs).double(), self._tokens_in(inputs).double()]
-        )
+        self._window += torch.stack([total.detach().double(), label_tokens(inputs).double(), self._tokens_in(inputs).double()])
         return total * self.plan.world_size / num_items_in_batch
 
     def _tokens_in(self, inputs: Batch) -> Tensor:
