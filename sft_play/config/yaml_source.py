@@ -216,13 +216,15 @@ def _float_text(value: float) -> str:
     return mantissa + ("" if "." in mantissa else ".0") + exponent + power
 
 
+def _old_tag(value: str) -> str:
+    """Returns the tag that YAML 1.1 gives a plain scalar."""
+    resolver: Any = yaml.resolver.Resolver()
+    return str(resolver.resolve(yaml.ScalarNode, value, (True, False)))
+
+
 def _string_text(value: str) -> str:
     if PLAIN.fullmatch(value) and isinstance(resolve_scalar(value), str) and value.lower() not in OLD_BOOLEANS:
-        return (
-            value
-            if yaml.resolver.Resolver().resolve(yaml.ScalarNode, value, (True, False)).endswith(":str")
-            else json.dumps(value)
-        )
+        return value if _old_tag(value).endswith(":str") else json.dumps(value)
     quoted = json.dumps(value, ensure_ascii=False)
     return UNPRINTABLE.sub(
         lambda found: f"\\U{ord(found[0]):08x}" if ord(found[0]) > 0xFFFF else f"\\u{ord(found[0]):04x}", quoted

@@ -99,7 +99,7 @@ def _read(sources: Sequence[DataSource]) -> list[Conversation]:
     rows: list[Conversation] = []
     problems: list[DataError] = []
     for source in sources:
-        form = None if source.format == "auto" else source.format
+        form: str | None = None if source.format == "auto" else source.format
         for placed in read_source(source):
             try:
                 row = _understand(placed, form)

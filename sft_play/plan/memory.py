@@ -60,7 +60,7 @@ def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: in
     saved = _saved_bytes_per_token(config, shape, setup)
     layers = shape.layers
     if setup.gradient_checkpointing:
-        parts["activations"] = 2 * _width(setup) // 2 * shape.hidden_size * layers * tokens
+        parts["activations"] = _width(setup) * shape.hidden_size * layers * tokens  # only each layer's input
         parts["recompute"] = int(saved * tokens)
     else:
         parts["activations"] = int(saved * layers * tokens)
@@ -88,19 +88,19 @@ def _states(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]
     shard = setup.world_size
     quant_state = 0.0
     if config.tuning.mode == "full":
-        frozen, adapters = shape.vision_parameters * weight, 0.0
+        frozen, adapters = float(shape.vision_parameters * weight), 0.0
         trained_weights: float = trained * weight
     else:
         adapters = float(trained * (2 if config.tuning.mode == "qlora" and setup.weights_dtype == "bfloat16" else 4))
         trained_weights = 0.0
         frozen, quant_state = _frozen(config, shape, weight)
     autocast = setup.precision != "fp32" and setup.weights_dtype == "float32"
-    gradient_width = adapters / trained if adapters else weight
+    gradient_width = adapters / trained if adapters else float(weight)
     gradients = trained * gradient_width
     optimizer = trained * OPTIMIZER_BYTES.get(setup.optim, ADAM_BYTES if gradient_width == 4 else ADAM_BYTES / 2)
     if setup.strategy.startswith("zero") and setup.precision != "fp32":
         optimizer += trained * 4  # fp32 master weights
-    buffers = float(gradients) if setup.strategy == "ddp" else 0.0
+    buffers = gradients if setup.strategy == "ddp" else 0.0
     if setup.strategy in ("zero1", "zero2", "zero3", "fsdp2"):
         optimizer /= shard
         bucket = min(2 * shape.hidden_size**2, int(trained)) * 4

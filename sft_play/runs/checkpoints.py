@@ -33,7 +33,7 @@ def published(run: RunFolder) -> list[Path]:
 
 def newest_valid(run: RunFolder) -> tuple[Path | None, list[str]]:
     """Returns the newest checkpoint whose every file is whole, and why newer ones were skipped."""
-    skipped = []
+    skipped: list[str] = []
     for checkpoint in published(run):
         reason = verify(checkpoint)
         if reason is None:

@@ -50,8 +50,8 @@ def redirect(log: Path, rank: int) -> TextIO | None:
     sys.stderr.flush()
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
-    sys.stdout = Tee(file, console)  # type: ignore[assignment]
-    sys.stderr = Tee(file, console)  # type: ignore[assignment]
+    sys.stdout = Tee(file, console)
+    sys.stderr = Tee(file, console)
     return console
 
 

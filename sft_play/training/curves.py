@@ -18,7 +18,7 @@ NAMES = {
 }
 
 
-class Curves(TrainerCallback):  # type: ignore[misc]
+class Curves(TrainerCallback):
     """Writes what is logged as scalars into `tb/`; a resumed run goes on where its checkpoint was."""
 
     def __init__(self, folder: Path) -> None:

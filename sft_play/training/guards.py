@@ -17,7 +17,7 @@ from sft_play.training.holdings import gradients_held, optimizer_held, parameter
 from sft_play.training.loss import all_sum
 
 
-class SaveAtEnd(TrainerCallback):  # type: ignore[misc]
+class SaveAtEnd(TrainerCallback):
     """Writes a checkpoint at the last step, and a row of metrics wherever a checkpoint may be written.
 
     A row sums up the steps since the one before: a run that is resumed from a checkpoint between two rows could not repeat it.
@@ -36,7 +36,7 @@ class SaveAtEnd(TrainerCallback):  # type: ignore[misc]
         control.should_log = control.should_log or control.should_save or control.should_evaluate
 
 
-class StopOnRequest(TrainerCallback):  # type: ignore[misc]
+class StopOnRequest(TrainerCallback):
     """SIGTERM, SIGINT and SIGUSR1 let the step end; all ranks agree, save and stop."""
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
 
 
-class Holdings(TrainerCallback):  # type: ignore[misc]
+class Holdings(TrainerCallback):
     """Counts what this rank holds at its first update."""
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-class MetricsFile(TrainerCallback):  # type: ignore[misc]
+class MetricsFile(TrainerCallback):
     """Appends what is logged to `metrics.jsonl`; drops rows of steps that a resumed run makes again."""
 
     def __init__(self, path: Path) -> None:

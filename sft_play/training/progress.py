@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class Progress(TrainerCallback):  # type: ignore[misc]
+class Progress(TrainerCallback):
     """A bar where the console is a terminal, a plain line now and then where it is a file or a pipe."""
 
     def __init__(self, console: TextIO) -> None:

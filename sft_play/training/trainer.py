@@ -39,8 +39,10 @@ SHARDED = ("zero3", "fsdp2")
 """Strategies under which every forward pass is a collective operation."""
 
 
-class SftTrainer(Trainer):  # type: ignore[misc]
+class SftTrainer(Trainer):
     """transformers' Trainer over prepared rows, obeying a plan."""
+
+    control: Any
 
     def __init__(self, *, config: Config, plan: Plan, run: RunFolder, stamp: Stamp, tokenizer: Any, **arguments: Any) -> None:
         self.config, self.plan, self.run, self.stamp = config, plan, run, stamp
