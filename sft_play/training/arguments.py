@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
-from transformers import TrainingArguments
+import torch
+from transformers import TrainingArguments, get_scheduler
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
@@ -29,11 +31,22 @@ def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_valida
         )
     values = _values(config, plan, run, has_validation=has_validation)
     try:
-        return TrainingArguments(**values)
+        args = TrainingArguments(**values)
+        _try_schedule(args)
+        if args.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
+            raise ImportError("`train.use_liger_kernel` needs `pip install liger-kernel`")
     except ImportError as error:
         raise HardwareError(f"`train.` asks for a package that is not installed: {error}") from error
     except (ValueError, TypeError) as error:
         raise UserError(f"transformers refuses these settings of `train.`: {error}", place=str(run.config)) from error
+    return args
+
+
+def _try_schedule(args: TrainingArguments) -> None:
+    """Makes the learning rate's schedule once, for nothing: some need `train.lr_scheduler_kwargs`, and say so only then."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    steps = {"num_warmup_steps": args.get_warmup_steps(args.max_steps), "num_training_steps": args.max_steps}
+    get_scheduler(args.lr_scheduler_type, optimizer, **steps, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
 
 
 def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> dict[str, Any]:
