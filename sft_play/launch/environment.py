@@ -97,11 +97,12 @@ def _always(local_world: int, kept: Mapping[str, str], cpu_threads: int) -> dict
 
 
 def _for_cpu(plan: Plan) -> dict[str, str]:
-    if plan.strategy not in {"single", "ddp"}:
-        # With ACCELERATE_USE_CPU accelerate would drop DeepSpeed and FSDP in silence; the worker chooses gloo itself (ADR 4).
-        return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    # Without it each process of a `MULTI_GPU` launch believes to be rank 0 of 1.
-    return {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    ours = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    if plan.strategy in {"single", "ddp"}:
+        # Without it each process of a `MULTI_GPU` launch believes to be rank 0 of 1; with it accelerate would drop DeepSpeed and
+        # FSDP in silence, so there the worker chooses gloo itself (ADR 4).
+        ours["ACCELERATE_USE_CPU"] = "true"
+    return ours
 
 
 def mask(name: str, value: str) -> str:
