@@ -23,74 +23,89 @@ class Batch:
     reasons: tuple[str, ...]
 
 
-def choose_batch(train: TrainConfig, largest: tuple[int, ...], unit: str = "device") -> Batch:
-    """Returns the batch for ranks that can hold `largest` rows each. Raises `UserError` with the arithmetic.
+def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: str = "device") -> Batch:
+    """Returns the batch for ranks whose memory holds `fitting` rows each. Raises `UserError` with the arithmetic.
 
-    The global batch never depends on the number of ranks, unless batch and accumulation are both given and it is not.
+    `most` is the largest micro-batch that gains speed; only an explicit wish goes beyond it. The global batch never depends on
+    the number of ranks, unless batch and accumulation are both given and it is not.
     """
-    world = len(largest)
+    units = count(len(fitting), unit)
     given, accumulation = train.batch_size, train.grad_accum
     if given != "auto" and accumulation != "auto":
-        return _both(train, given, accumulation, world, unit)
+        return _both(train, given, accumulation, len(fitting), unit)
     wanted = DEFAULT_GLOBAL_BATCH if train.global_batch_size == "auto" else train.global_batch_size
     source = "the default" if train.global_batch_size == "auto" else "as configured"
-    reasons = [f"global batch {wanted} rows per optimizer step ({source}), whatever the number of {unit}s"]
+    reasons = [f"global batch {wanted} rows per optimizer step ({source}), on any number of {plural(unit)}"]
     if accumulation != "auto":
-        micro = math.ceil(wanted / (accumulation * world))
-        if micro > min(largest):
-            raise UserError(
-                f"`train.grad_accum` {accumulation} needs {micro} rows per {unit} = {wanted} global / ({accumulation} x {world} {unit}s), "
-                f"but only {min(largest)} fit",
-                hint=f"set TRAIN_GRAD_ACCUM to {math.ceil(wanted / (min(largest) * world))} or more, or leave it to `auto`",
-            )
-        micros = (micro,) * world
-        reasons.append(
-            f"micro-batch {micro} = {wanted} global / ({accumulation} accumulation, as configured, x {world} {unit}{'s' * (world > 1)})"
+        micro = _around(wanted, accumulation, fitting, unit)
+        reasons.append(f"micro-batch {micro} = {wanted} global / ({accumulation} accumulation, as configured, x {units})")
+        reasons += _idle(wanted, len(fitting), unit)
+        return Batch(
+            micro_batches=(micro,) * len(fitting), accumulation=accumulation, global_batch=wanted, reasons=tuple(reasons)
         )
-        return Batch(micro_batches=micros, accumulation=accumulation, global_batch=wanted, reasons=tuple(reasons))
     if given != "auto":
-        micros = (given,) * world
+        micros = (given,) * len(fitting)
         reasons.append(f"micro-batch {given} per {unit}, as configured")
     else:
-        micros = _auto(wanted, largest)
-        held = f"{min(largest)}" if min(largest) == max(largest) else f"{min(largest)} to {max(largest)}"
-        reasons.append(f"micro-batch {_words(micros)} per {unit}: up to {held} rows fit, and it divides the work evenly")
+        room = tuple(min(most, rows) for rows in fitting)
+        micros = _auto(wanted, room)
+        held = str(min(fitting)) if min(fitting) == max(fitting) else f"{min(fitting)} to {max(fitting)}"
+        why = f"{held} fit, but more than {most} gain nothing" if min(fitting) > most else f"up to {held} rows fit"
+        reasons.append(f"micro-batch {_words(micros)} per {unit}: {why}; the work is divided evenly")
     steps = math.ceil(wanted / sum(micros))
-    total = (
-        f"{micros[0]} per {unit} x {world} {unit}{'s' * (world > 1)}" if len(set(micros)) == 1 else " + ".join(map(str, micros))
-    )
+    total = f"{micros[0]} per {unit} x {units}" if len(set(micros)) == 1 else " + ".join(map(str, micros))
     reasons.append(f"accumulation {steps} = {wanted} global / ({total})" + _remainder(wanted, steps * sum(micros)))
+    reasons += _idle(wanted, len(fitting), unit)
     return Batch(micro_batches=micros, accumulation=steps, global_batch=wanted, reasons=tuple(reasons))
+
+
+def plural(unit: str) -> str:
+    """Returns `devices` or `processes`."""
+    return unit + ("es" if unit.endswith("s") else "s")
+
+
+def count(number: int, unit: str) -> str:
+    """Returns `1 device` or `2 devices`."""
+    return f"{number} {unit if number == 1 else plural(unit)}"
+
+
+def _around(wanted: int, accumulation: int, fitting: tuple[int, ...], unit: str) -> int:
+    """Returns the micro-batch that a given accumulation leaves. Raises `UserError` when it does not fit."""
+    micro = math.ceil(wanted / (accumulation * len(fitting)))
+    if micro > min(fitting):
+        least = math.ceil(wanted / (min(fitting) * len(fitting)))
+        raise UserError(
+            f"`train.grad_accum` {accumulation} needs {micro} rows per {unit} = {wanted} global / "
+            f"({accumulation} x {count(len(fitting), unit)}), but only {min(fitting)} fit",
+            hint=f"set TRAIN_GRAD_ACCUM to {least} or more, or leave it to `auto`",
+        )
+    return micro
 
 
 def _both(train: TrainConfig, micro: int, accumulation: int, world: int, unit: str) -> Batch:
     product = micro * accumulation * world
-    arithmetic = f"{micro} per {unit} x {accumulation} accumulation x {world} {unit}{'s' * (world > 1)} = {product}"
-    if train.global_batch_size == "auto":
-        reason = f"global batch {arithmetic}: batch and accumulation are both given, so it differs with the number of {unit}s"
-        return Batch(micro_batches=(micro,) * world, accumulation=accumulation, global_batch=product, reasons=(reason,))
-    wanted = train.global_batch_size
-    if wanted != product:
+    arithmetic = f"{micro} per {unit} x {accumulation} accumulation x {count(world, unit)} = {product}"
+    if train.global_batch_size not in ("auto", product):
         raise UserError(
-            f"{arithmetic}, but `train.global_batch_size` is {wanted}",
+            f"{arithmetic} rows per optimizer step, but `train.global_batch_size` is {train.global_batch_size}",
             hint="leave one of TRAIN_BATCH_SIZE, TRAIN_GRAD_ACCUM and TRAIN_GLOBAL_BATCH_SIZE to `auto`",
         )
-    return Batch(
-        micro_batches=(micro,) * world,
-        accumulation=accumulation,
-        global_batch=wanted,
-        reasons=(f"global batch {arithmetic}, as configured",),
-    )
+    if train.global_batch_size == "auto":
+        reason = f"global batch {product} = {micro} per {unit} x {accumulation} accumulation x {count(world, unit)}: "
+        reason += f"batch and accumulation are both given, so it differs with the number of {plural(unit)}"
+    else:
+        reason = f"global batch {arithmetic}, as configured"
+    return Batch(micro_batches=(micro,) * world, accumulation=accumulation, global_batch=product, reasons=(reason,))
 
 
-def _auto(wanted: int, largest: tuple[int, ...]) -> tuple[int, ...]:
+def _auto(wanted: int, room: tuple[int, ...]) -> tuple[int, ...]:
     """Returns micro-batches with as few micro-steps as fit, shared out so that none is larger than it must be."""
-    steps = math.ceil(wanted / sum(largest))
-    if len(set(largest)) == 1:
+    steps = math.ceil(wanted / sum(room))
+    if len(set(room)) == 1:
         # The smallest micro-batch that needs no more steps: 32 over room for 12 gives 3 steps of 11, not 12, 12 and 8.
-        return (max(1, math.ceil(wanted / (steps * len(largest)))),) * len(largest)
-    share = wanted / (steps * sum(largest))
-    return tuple(max(1, min(room, math.ceil(room * share))) for room in largest)
+        return (max(1, math.ceil(wanted / (steps * len(room)))),) * len(room)
+    share = wanted / (steps * sum(room))
+    return tuple(max(1, min(rows, math.ceil(rows * share))) for rows in room)
 
 
 def _words(micros: tuple[int, ...]) -> str:
@@ -98,4 +113,12 @@ def _words(micros: tuple[int, ...]) -> str:
 
 
 def _remainder(wanted: int, slots: int) -> str:
-    return f", the last micro-batches {slots - wanted} rows smaller in all" if slots > wanted else ""
+    return f", {slots - wanted} of the {slots} slots stay empty" if slots > wanted else ""
+
+
+def _idle(wanted: int, world: int, unit: str) -> list[str]:
+    if world <= wanted:
+        return []
+    return [
+        f"{world - wanted} of {count(world, unit)} have nothing to do: a step has {wanted} rows; raise TRAIN_GLOBAL_BATCH_SIZE"
+    ]

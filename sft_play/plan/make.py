@@ -51,13 +51,15 @@ def make_plan(
     rate = choices.choose_learning_rate(config, reasons)
     setup = Setup(
         device=kind, strategy=strategy, world_size=world, precision=precision, weights_dtype=dtype, optim=optim,
-        gradient_checkpointing=False, layout="flattened", label_share=_label_share(prepared), row_tokens=_row_tokens(config, prepared),
+        gradient_checkpointing=False, layout="padded", attention=attention, label_share=_label_share(prepared),
+        row_tokens=_row_tokens(config, prepared),
     )  # fmt: skip
     room = [_capacity(device, kind, len(local)) for device in devices]
-    setup, largest = _checkpointing(config, shape, setup, room, reasons)
+    setup, fitting = _checkpointing(config, shape, setup, room, reasons)
     unit = "device" if kind == "cuda" else "process"
-    _require_fit(config, shape, setup, room, largest, devices)
-    batch = choose_batch(config.train, largest, unit)
+    _require_fit(config, shape, setup, room, fitting, devices, early=launch.early)
+    fitting = tuple(max(1, rows) for rows in fitting)
+    batch = choose_batch(config.train, fitting, CPU_MICRO_BATCH if kind == "cpu" else MOST_MICRO_BATCH, unit)
     reasons += batch.reasons
     layout = choices.choose_layout(config, shape, kind, attention, max(batch.micro_batches) * setup.row_tokens, reasons)
     setup = replace(setup, layout=layout)
@@ -65,7 +67,7 @@ def make_plan(
         _rank(config, shape, setup, i, devices, len(local), m, batch.accumulation, room[i], kind)
         for i, m in enumerate(batch.micro_batches)
     )
-    remedies = _tight(ranks, config, reasons)
+    remedies = _tight(ranks, config, setup, reasons)
     steps, per_epoch = _steps(config, prepared, batch.global_batch, reasons)
     row = prepared.train.tokens / prepared.train.rows if prepared and prepared.train else setup.row_tokens
     speed = forecast(
@@ -77,7 +79,7 @@ def make_plan(
         precision=precision, weights_dtype=dtype, attn_implementation=attention, layout=cast(Any, layout),
         gradient_checkpointing=setup.gradient_checkpointing, optim=optim, learning_rate=rate, ranks=ranks,
         global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch, warmup_steps=choices.warmup(config, steps),
-        eval_batch_size=_eval_batch(config, kind, largest), reasons=tuple(reasons), remedies=tuple(remedies),
+        eval_batch_size=_eval_batch(config, kind, fitting), reasons=tuple(reasons), remedies=tuple(remedies),
         tokens_per_second=speed.tokens_per_second, communication_share=speed.communication_share,
         seconds_per_step=speed.seconds_per_step, total_seconds=total,
     )  # fmt: skip
@@ -107,13 +109,13 @@ def _capacity(device: Device, kind: str, processes: int) -> int:
     return int(device.free_bytes * HEADROOM[kind] / (processes if kind == "cpu" else 1))
 
 
-def _largest(config: Config, shape: ModelShape, setup: Setup, capacity: int, kind: str) -> int:
+def _largest(config: Config, shape: ModelShape, setup: Setup, capacity: int) -> int:
     """Returns how many rows fit; memory grows linearly with them."""
     one = sum(rank_memory(config, shape, setup, 1).values())
     each = sum(rank_memory(config, shape, setup, 2).values()) - one
     if one > capacity:
         return 0
-    return min(CPU_MICRO_BATCH if kind == "cpu" else MOST_MICRO_BATCH, 1 + (capacity - one) // max(1, each))
+    return 1 + (capacity - one) // max(1, each)
 
 
 def _checkpointing(
@@ -121,9 +123,9 @@ def _checkpointing(
 ) -> tuple[Setup, tuple[int, ...]]:
     """Turns recomputation on when asked for, or when the wanted rows do not fit without it."""
     asked = config.train.gradient_checkpointing
-    plain = tuple(_largest(config, shape, setup, capacity, setup.device) for capacity in room)
+    plain = tuple(_largest(config, shape, setup, capacity) for capacity in room)
     saving = replace(setup, gradient_checkpointing=True)
-    smaller = tuple(_largest(config, shape, saving, capacity, setup.device) for capacity in room)
+    smaller = tuple(_largest(config, shape, saving, capacity) for capacity in room)
     wanted = config.train.batch_size if config.train.batch_size != "auto" else 1
     if asked is True or (asked == "auto" and min(plain) < wanted and min(smaller) > min(plain)):
         why = "as configured" if asked is True else f"{wanted} row{'s' * (wanted > 1)} per device do not fit without it"
@@ -135,19 +137,27 @@ def _checkpointing(
 
 
 def _require_fit(
-    config: Config, shape: ModelShape, setup: Setup, room: list[int], largest: tuple[int, ...], devices: tuple[Device, ...]
-) -> None:
-    """Raises `HardwareError` with the parts and the ways out when not even one row fits."""
-    rank = min(range(len(room)), key=lambda i: room[i])
+    config: Config, shape: ModelShape, setup: Setup, room: list[int], fitting: tuple[int, ...], devices: tuple[Device, ...], *, early: bool,
+) -> None:  # fmt: skip
+    """Raises `HardwareError` with the parts and the ways out when what was asked for, or not even one row, fits.
+
+    `early`, before the data are known, one row counts as the shortest there can be: its length is not known yet.
+    """
+    rank = min(range(len(room)), key=lambda i: fitting[i])
     wanted = config.train.batch_size if config.train.batch_size != "auto" else 1
-    if largest[rank] >= wanted or (setup.device == "cpu" and wanted > 1 and largest[rank] >= CPU_MICRO_BATCH):
+    if early:
+        wanted, setup = 1, replace(setup, row_tokens=min(8, setup.row_tokens))
+        if _largest(config, shape, setup, room[rank]) >= 1:
+            return
+    if fitting[rank] >= wanted:
         return
     parts = rank_memory(config, shape, setup, wanted)
+    total = sum(parts.values())
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size > GIB / 20)
-    rows = f"a micro-batch of {wanted}" if wanted > 1 else "not even one row at a time"
+    rows = f"a micro-batch of {wanted} rows" if wanted > 1 else "not even one row at a time"
     raise HardwareError(
-        f"{rows} {'does not fit' if wanted > 1 else 'fits'}: rank {rank} ({devices[rank].name}) needs {sum(parts.values()) / GIB:.1f} GiB "
-        f"of {room[rank] / GIB:.1f} GiB ({listed} GiB)",
+        f"{rows} of {setup.row_tokens} tokens {'does not fit' if wanted > 1 else 'fits'}: rank {rank} ({devices[rank].name}) needs {total / GIB:.1f} GiB of "
+        f"{room[rank] / GIB:.1f} GiB ({listed} GiB)",
         hint="; ".join(_ways_out(config, shape, setup, room[rank])),
     )
 
@@ -189,17 +199,15 @@ def _rank(
     )  # fmt: skip
 
 
-def _tight(ranks: tuple[RankPlan, ...], config: Config, reasons: list[str]) -> list[str]:
-    """Returns what to change when a rank has little room left."""
+def _tight(ranks: tuple[RankPlan, ...], config: Config, setup: Setup, reasons: list[str]) -> list[str]:
+    """Returns what to change when a rank may run short."""
     over = [rank for rank in ranks if rank.peak_bytes > rank.capacity_bytes]
     if not over:
         return []
     reasons.append(f"rank {over[0].rank} may run short: {over[0].peak_bytes / GIB:.1f} of {over[0].capacity_bytes / GIB:.1f} GiB")
-    return [
-        "TRAIN_BATCH_SIZE=auto",
-        "TRAIN_GRADIENT_CHECKPOINTING=true",
-        f"MODEL_MAX_SEQ_LEN={max(8, config.model.max_seq_len // 2)}",
-    ]
+    found = [] if config.train.batch_size == "auto" else ["TRAIN_BATCH_SIZE=auto"]
+    found += [] if setup.gradient_checkpointing else ["TRAIN_GRADIENT_CHECKPOINTING=true"]
+    return [*found, f"MODEL_MAX_SEQ_LEN={max(8, config.model.max_seq_len // 2)}"]
 
 
 def _steps(config: Config, prepared: Prepared | None, global_batch: int, reasons: list[str]) -> tuple[int | None, int | None]:
@@ -221,7 +229,7 @@ def _steps(config: Config, prepared: Prepared | None, global_batch: int, reasons
     return steps, per_epoch
 
 
-def _eval_batch(config: Config, kind: str, largest: tuple[int, ...]) -> int:
+def _eval_batch(config: Config, kind: str, fitting: tuple[int, ...]) -> int:
     if config.eval.batch_size != "auto":
         return config.eval.batch_size
-    return 8 if kind == "cpu" else max(1, min(32, 2 * min(largest)))
+    return 8 if kind == "cpu" else max(1, min(32, 2 * min(fitting)))

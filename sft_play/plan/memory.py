@@ -1,8 +1,9 @@
 """Memory of one rank by closed formulas, in the parts that people ask about. Pure.
 
-Formulas: saved activations per token and layer of Llama-style models under SDPA, checked against a trace of the real models to
-0.1 %; nf4 0.515869 bytes per weight with double quantisation; ZeRO and FSDP2 shards (Rajbhandari et al. 2019, arXiv 1910.02054);
-logits 12 bytes each at the worst moment of the backward pass (bf16 or fp32 copy, log-softmax and its gradient).
+Sources: saved activations per token and layer of Llama-style models under SDPA, checked against a trace of the real models to
+0.1 % (docs/planning.md has the table); nf4 from bitsandbytes' own layout; ZeRO and FSDP2 shards (Rajbhandari et al. 2019,
+arXiv 1910.02054, and the sources of the pinned DeepSpeed); logits cost 12 bytes each at the worst moment of the backward pass
+(fp32 log-softmax, its gradient and that of the logits).
 """
 
 from __future__ import annotations
@@ -16,16 +17,24 @@ MIB = 2**20
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Packed halves, 8-bit scales of 64, and their fp32 scales of 256."""
 INT8_BYTES = 1.0
-CONTEXT_BYTES = {"cuda": 700 * MIB, "cpu": 450 * MIB}
-"""CUDA context and kernels (0.47 to 0.92 GiB were seen elsewhere; unverified here); Python and libraries on a CPU."""
+CONTEXT_BYTES = {"cuda": 700 * MIB, "cpu": 600 * MIB}
+"""CUDA context and kernels (0.47 to 0.92 GiB were seen elsewhere; unverified here); Python and libraries on a CPU (475 MiB after
+the imports, measured)."""
+NCCL_BYTES = 300 * MIB
+"""Its buffers on each GPU of several (0.1 to 1.5 GiB were seen elsewhere; unverified here)."""
 WORKSPACE_BYTES = {"cuda": 32 * MIB, "cpu": 0}
+"""cuBLAS: 8 MiB before Hopper, 32 MiB since."""
 FRAGMENTATION = {"cuda": 0.06, "cpu": 0.03}
 """Share of what comes and goes within a step that an allocator loses."""
+LOGIT_BYTES = 12
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-OPTIMIZER_BYTES = {"adamw_bnb_8bit": 2.03, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03, "lion_8bit": 1.02, "paged_lion_8bit": 1.02,
-                   "adafactor": 0.1, "sgd": 0.0, "lion_32bit": 4.0, "adagrad": 4.0, "rmsprop": 4.0}  # fmt: skip
-"""State per trained weight; everything else is Adam's two fp32 moments."""
-ADAM_BYTES = 8.0
+OPTIMIZER_BYTES = {
+    "adamw_bnb_8bit": 2.03, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03, "ademamix_8bit": 3.05, "paged_ademamix_8bit": 3.05,
+    "lion_8bit": 1.02, "paged_lion_8bit": 1.02, "lion_32bit": 4.0, "paged_lion_32bit": 4.0, "adafactor": 0.1, "sgd": 0.0,
+    "adagrad": 4.0, "rmsprop": 4.0, "rmsprop_bnb": 4.0, "rmsprop_bnb_32bit": 4.0, "rmsprop_bnb_8bit": 1.02,
+}  # fmt: skip
+"""State per trained weight; everything else is taken for Adam: two moments in the type of the weights."""
+ADAM_MOMENTS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,10 +49,31 @@ class Setup:
     optim: str
     gradient_checkpointing: bool
     layout: str
+    attention: str
     label_share: float
     """Share of tokens that a loss is computed for: logits exist only there."""
     row_tokens: int
     """Tokens of a row: the longest one of the data, or `model.max_seq_len`."""
+
+    @property
+    def autocast(self) -> bool:
+        """Whether fp32 weights are multiplied in a narrower type. DeepSpeed casts the weights instead."""
+        return self.precision != "fp32" and self.weights_dtype == "float32" and not self.zero
+
+    @property
+    def zero(self) -> bool:
+        """Whether DeepSpeed holds weights, gradients and optimizer."""
+        return self.strategy.startswith("zero")
+
+    @property
+    def width(self) -> int:
+        """Bytes of what a matrix multiplication reads."""
+        return 4 if self.precision == "fp32" and self.weights_dtype == "float32" else 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight of the base."""
+        return 2 if self.zero and self.precision != "fp32" else DTYPE_BYTES[self.weights_dtype]
 
 
 def trainable_parameters(config: Config, shape: ModelShape) -> int:
@@ -57,101 +87,151 @@ def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: in
     """Returns the bytes of every part on one rank at the worst moment of a step."""
     parts = _states(config, shape, setup)
     tokens = micro_batch * setup.row_tokens
-    saved = _saved_bytes_per_token(config, shape, setup)
-    layers = shape.layers
+    saved = _saved_bytes_per_token(config, shape, setup, tokens) * tokens
+    logits = tokens * setup.label_share * shape.vocab_size * LOGIT_BYTES
     if setup.gradient_checkpointing:
-        parts["activations"] = _width(setup) * shape.hidden_size * layers * tokens  # only each layer's input
-        parts["recompute"] = int(saved * tokens)
+        residual = 4 if setup.autocast else setup.width
+        parts["activations"] = residual * shape.hidden_size * shape.layers * tokens
+        parts["recompute"] = saved
+        # The logits are gone when the first layer is computed again.
+        parts["recompute"] = max(0.0, saved - logits)
     else:
-        parts["activations"] = int(saved * layers * tokens)
+        parts["activations"] = saved * shape.layers
         parts["recompute"] = 0
-    parts["logits"] = int(tokens * setup.label_share * shape.vocab_size * (12 + (0 if _width(setup) == 4 else 2)))
-    if config.tuning.mode == "qlora":
-        # Both passes expand one weight at a time to the computation's type.
-        parts["dequantised"] = _width(setup) * max(shape.ffn_size, shape.heads * shape.head_dim) * shape.hidden_size
-    moving = parts["activations"] + parts["recompute"] + parts["logits"]
-    parts["workspace"] = WORKSPACE_BYTES[setup.device]
-    parts["context"] = CONTEXT_BYTES[setup.device]
-    parts["fragmentation"] = int(FRAGMENTATION[setup.device] * moving)
+    parts["logits"] = logits
+    if config.tuning.mode == "qlora" or shape.quantized_bits:
+        # Both passes expand one weight at a time to the computation's type, nested scales to fp32.
+        largest = max((inside * outside for inside, outside in shape.linear_maps().values()), default=0)
+        parts["dequantised"] = largest * (setup.width + 4 / 64)
+    if setup.autocast:
+        # Weights cast for a multiplication are kept until the backward pass has read them.
+        cast_layers = 1 if setup.gradient_checkpointing else shape.layers
+        parts["casts"] = 2 * (cast_layers * shape.layer_linear_parameters + shape.vocab_size * shape.hidden_size)
+    moving = parts["activations"] + parts["recompute"] + parts["logits"] + parts.get("casts", 0)
+    parts["workspace"] = WORKSPACE_BYTES[setup.device] + max(0, _optimizer_step_bytes(config, shape, setup) - moving)
+    parts["context"] = CONTEXT_BYTES[setup.device] + (NCCL_BYTES if setup.device == "cuda" and setup.world_size > 1 else 0)
+    parts["fragmentation"] = FRAGMENTATION[setup.device] * moving
     return {name: int(size) for name, size in parts.items()}
-
-
-def _width(setup: Setup) -> int:
-    """Bytes of an activation."""
-    return 4 if setup.precision == "fp32" and setup.weights_dtype == "float32" else 2
 
 
 def _states(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]:
     """Weights, gradients, optimizer and buffers, after sharding."""
-    trained = trainable_parameters(config, shape)
-    weight = DTYPE_BYTES[setup.weights_dtype]
-    shard = setup.world_size
-    quant_state = 0.0
-    if config.tuning.mode == "full":
-        frozen, adapters = float(shape.vision_parameters * weight), 0.0
-        trained_weights: float = trained * weight
+    trained, shards, full = trainable_parameters(config, shape), setup.world_size, config.tuning.mode == "full"
+    width = setup.weight_bytes if full else adapter_bytes(config, setup)
+    if full:
+        frozen, quant_state = float(shape.vision_parameters * setup.weight_bytes), 0.0
     else:
-        adapters = float(trained * (2 if config.tuning.mode == "qlora" and setup.weights_dtype == "bfloat16" else 4))
-        trained_weights = 0.0
-        frozen, quant_state = _frozen(config, shape, weight)
-    autocast = setup.precision != "fp32" and setup.weights_dtype == "float32"
-    gradient_width = adapters / trained if adapters else float(weight)
-    gradients = trained * gradient_width
-    optimizer = trained * OPTIMIZER_BYTES.get(setup.optim, ADAM_BYTES if gradient_width == 4 else ADAM_BYTES / 2)
-    if setup.strategy.startswith("zero") and setup.precision != "fp32":
-        optimizer += trained * 4  # fp32 master weights
-    buffers = gradients if setup.strategy == "ddp" else 0.0
+        frozen, quant_state = _frozen(config, shape, setup.weight_bytes)
+    weights, gradients = float(trained * width), float(trained * width)
+    # DeepSpeed steps fp32 master weights and moments, whatever the weights are.
+    step_width = 4 if setup.zero else width
+    optimizer = trained * OPTIMIZER_BYTES.get(setup.optim, ADAM_MOMENTS * step_width)
+    if setup.zero:
+        optimizer += trained * 4
+    buffers = _buffers(shape, setup, trained, full, frozen + quant_state + (weights if full else 0))
     if setup.strategy in ("zero1", "zero2", "zero3", "fsdp2"):
-        optimizer /= shard
-        bucket = min(2 * shape.hidden_size**2, int(trained)) * 4
-        buffers = 2.0 * bucket
+        optimizer /= shards
     if setup.strategy in ("zero2", "zero3", "fsdp2"):
-        gradients /= shard
+        gradients /= shards
     if setup.strategy in ("zero3", "fsdp2"):
-        # Two layers are whole at a time: the one that computes and the next one.
-        layer = shape.layer_linear_parameters * (frozen / max(1, shape.parameters) if frozen else weight)
-        buffers += 2 * layer + shape.vocab_size * shape.hidden_size * weight
-        frozen, quant_state, adapters, trained_weights = (x / shard for x in (frozen, quant_state, adapters, trained_weights))
-    if autocast:
-        buffers += 2 * (trained if config.tuning.mode == "full" else 0)  # cached bf16 copies of fp32 weights
-    parts: dict[str, float] = {
-        "frozen": frozen, "quant_state": quant_state, "adapters": adapters, "gradients": gradients, "optimizer": optimizer, "buffers": buffers,
+        frozen, quant_state, weights = frozen / shards, quant_state / shards, weights / shards
+    return {
+        "frozen": frozen, "quant_state": quant_state, "trained" if full else "adapters": weights, "gradients": gradients,
+        "optimizer": optimizer, "buffers": buffers,
     }  # fmt: skip
-    return {"trained": trained_weights, **parts} if trained_weights else parts
+
+
+def adapter_bytes(config: Config, setup: Setup) -> int:
+    """Returns the bytes of an adapter's weight: fp32, but bf16 over a base quantised into bf16 (see `model/load.py`)."""
+    if setup.zero and setup.precision != "fp32":
+        return 2
+    return 2 if config.tuning.mode == "qlora" and setup.weights_dtype == "bfloat16" else 4
+
+
+def _buffers(shape: ModelShape, setup: Setup, trained: int, full: bool, weights: float) -> float:
+    """What a strategy copies into to send. `weights` is the size of the base as it is held, before it is sharded."""
+    if setup.strategy == "single":
+        return 0.0
+    width = setup.weight_bytes
+    if setup.strategy == "ddp":
+        return float(trained * (width if full else 4))  # buckets are copies of the gradients
+    # We write reduce_bucket_size h^2 and prefetch 0.9 h^2 into the DeepSpeed JSON; overlapping needs two of each.
+    bucket = min(shape.hidden_size**2, trained) * 2 * setup.width
+    if setup.strategy in ("zero1", "zero2"):
+        return float(bucket)
+    per_layer = weights * (shape.layer_linear_parameters / max(1, shape.parameters))
+    ends = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * setup.width
+    if setup.strategy == "zero3":
+        return 2 * per_layer + 0.9 * shape.hidden_size**2 * setup.width + ends + bucket
+    # FSDP2 holds this layer and the next one whole, embedding and head from the first layer to the last, and reduces in fp32.
+    return 2 * per_layer + ends + 4.0 * (shape.layer_linear_parameters if full else trained / shape.layers)
 
 
 def _frozen(config: Config, shape: ModelShape, weight: int) -> tuple[float, float]:
-    """Returns bytes of the frozen base and of its quantisation state."""
-    if config.tuning.mode != "qlora":
-        return shape.parameters * weight, 0.0
-    other = shape.other_parameters * weight
-    if config.tuning.quantization == "int8":
-        return other + shape.linear_parameters * INT8_BYTES, shape.layers * 7 * 4 * shape.hidden_size
-    return other + shape.linear_parameters * 0.5, shape.linear_parameters * (NF4_BYTES - 0.5)
+    """Returns bytes of the frozen base and of its quantisation state. Fused experts stay as they are."""
+    bits = shape.quantized_bits or {"nf4": 4, "int8": 8}[config.tuning.quantization] if _quantises(config, shape) else 0
+    if not bits:
+        return float(shape.parameters * weight), 0.0
+    quantised = shape.linear_parameters - shape.expert_parameters
+    rest = float((shape.other_parameters + shape.expert_parameters) * weight)
+    if bits == 8:
+        scales = 4 * shape.layers * sum(outside for _, outside in shape.linear_maps().values())
+        return rest + quantised * INT8_BYTES, float(scales)
+    return rest + quantised * 0.5, quantised * (NF4_BYTES - 0.5)
 
 
-def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup) -> float:
+def _quantises(config: Config, shape: ModelShape) -> bool:
+    return config.tuning.mode == "qlora" or bool(shape.quantized_bits)
+
+
+def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> float:
     """Returns the bytes that one layer keeps per token for its backward pass.
 
-    Widths are those of bf16; fp32 doubles all but the norms' fp32 copies. `r` is kv heads / heads.
+    Norms compute in fp32 and keep their input so; attention keeps q, k, v, its output and fp32 sums; the feed-forward part gate,
+    activation and up. A linear layer's input is kept only for a weight that trains.
     """
-    h, f = shape.hidden_size, shape.ffn_size * max(1, min(shape.experts, 2))
-    attention = shape.heads * shape.head_dim
-    kv = shape.kv_heads * shape.head_dim
-    lse = 8 * shape.heads
-    qkv_out = 4 * attention + 4 * kv
-    mode, width = config.tuning.mode, _width(setup)
-    if mode == "full":
-        per_token = 16 * h + qkv_out + 8 * f
+    h, w = shape.hidden_size, setup.width
+    ffn = shape.ffn_size * max(1, shape.experts_per_token)
+    attention, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    inputs: float
+    norms = shape.norms_per_layer * 4 * h
+    heads = w * (2 * attention + 2 * kv) + 4 * shape.heads + 8
+    inner = (3 if shape.gated else 2) * w * ffn
+    if config.tuning.mode == "full":
+        inputs = shape.norms_per_layer * w * h + 2 * w * h + w * ffn
+        inputs += 10 * h if setup.autocast else 0  # the residual stream is fp32
     else:
-        fp32_adapters = not (mode == "qlora" and setup.weights_dtype == "bfloat16")
-        per_token = 8 * h + 2 * h + 2 * h + qkv_out + 6 * f + 2 * f
-        if fp32_adapters and setup.weights_dtype != "float32":
-            per_token += 4 * (3 * h + attention + 2 * h + f)  # each adapter keeps its own fp32 copy of its input
-        if config.tuning.lora.dropout > 0:
-            per_token += 3 * (6 * h + f)
-    eager = 0.0
-    scale = width / 2
-    if setup.layout == "padded" or config.model.attn_implementation == "eager":
-        eager = 2.0 * setup.row_tokens * (shape.heads if config.model.attn_implementation == "eager" else 1)
-    return per_token * scale + lse + eager
+        inputs = _adapter_inputs(config, shape, setup)
+    return norms + heads + inner + inputs + _mask_bytes(shape, setup, tokens)
+
+
+def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
+    """Inputs that adapters keep: shared ones in the computation's type; fp32 adapters over a narrow base keep a copy each."""
+    settings, w = config.tuning.lora, setup.width
+    maps = shape.linear_maps()
+    names = [name for name in shape.target_names(settings.target_modules) if name in maps]
+    per_target = sum(maps[name][0] for name in names)
+    ranks = settings.r * w * len(names)
+    masks = (3 if setup.device == "cuda" else 4) * per_target if settings.dropout > 0 else 0
+    if adapter_bytes(config, setup) == w or setup.zero:
+        shared = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "mlp", "up_proj": "mlp"}
+        read = {shared.get(name, name): maps[name][0] for name in names if name != "o_proj"}  # o_proj reads what attention keeps
+        return w * sum(read.values()) + ranks + masks
+    return (2 if setup.precision != "fp32" else 4) * per_target + ranks + masks
+
+
+def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
+    """Eager attention keeps scores; SDPA keeps an additive mask where one is needed. flash_attention_2 needs neither."""
+    length = tokens if setup.layout == "flattened" else setup.row_tokens
+    if setup.attention == "eager":
+        return (6.0 if setup.width == 2 else 4.0) * length * shape.heads  # fp32 softmax, and its copy in a narrow type
+    several = tokens > setup.row_tokens
+    return 2.0 * length if setup.attention == "sdpa" and several and setup.device == "cuda" else 0.0
+
+
+def _optimizer_step_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
+    """Temporaries of the optimizer's step: `foreach` on a GPU makes one more copy of all weights; fused kernels none."""
+    if setup.device != "cuda" or setup.optim != "adamw_torch":
+        return 0.0
+    shards = setup.world_size if setup.strategy not in ("single", "ddp") else 1
+    return trainable_parameters(config, shape) * 4 / shards

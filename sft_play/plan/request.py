@@ -18,3 +18,5 @@ class LaunchRequest:
     node_rank: int = 0
     zero_stage: int | None = None
     """Stage of a user's own DeepSpeed JSON."""
+    early: bool = False
+    """Whether the data are still to be prepared: then only what no data could change is refused for want of memory."""

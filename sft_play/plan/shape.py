@@ -36,16 +36,28 @@ class ModelShape:
     gated: bool = True
     """Whether the feed-forward part has a gate (SwiGLU): three matrices instead of two."""
     experts: int = 0
+    experts_per_token: int = 0
     vision_parameters: int = 0
     """Parameters of a vision tower and projector, frozen here."""
-    quantized: bool = False
-    """Whether the checkpoint is quantised already."""
+    quantized_bits: int = 0
+    """Bits of a linear weight when the checkpoint is quantised already, else 0."""
 
     @property
     def layer_linear_parameters(self) -> int:
         """Weights of one layer's linear maps."""
         attention = self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_size * max(1, self.experts)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of fused experts, which are neither quantised nor adapted."""
+        return self.layers * 3 * self.hidden_size * self.ffn_size * self.experts if self.experts else 0
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that a token is multiplied with, the head included: what its arithmetic costs."""
+        idle = self.expert_parameters * (1 - self.experts_per_token / self.experts) if self.experts else 0
+        return int(self.linear_parameters - idle) + self.vocab_size * self.hidden_size
 
     @property
     def linear_parameters(self) -> int:
@@ -66,17 +78,23 @@ class ModelShape:
         """All parameters."""
         return self.linear_parameters + self.other_parameters
 
-    def adapter_parameters(self, r: int, targets: str | list[str]) -> int:
-        """Returns the parameters of LoRA adapters of rank `r`; unknown names count as the hidden size squared."""
+    def linear_maps(self) -> dict[str, tuple[int, int]]:
+        """Returns (inputs, outputs) of each linear map of a layer that can have an adapter."""
         h, q, kv, f = self.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.ffn_size
-        sizes = {
-            "q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h,
-            "gate_proj": h + f, "up_proj": h + f, "down_proj": f + h,
-        }  # fmt: skip
-        if not self.gated:
-            sizes.pop("gate_proj")
-        names = list(sizes) if targets == "auto" else list(targets)
-        return self.layers * r * sum(sizes.get(name.rsplit(".", 1)[-1], 2 * h) for name in names)
+        maps = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
+        if not self.experts:
+            maps |= {"gate_proj": (h, f)} if self.gated else {}
+            maps |= {"up_proj": (h, f), "down_proj": (f, h)}
+        return maps
+
+    def target_names(self, targets: str | list[str]) -> list[str]:
+        """Returns the last parts of the names that `tuning.lora.target_modules` means."""
+        return list(self.linear_maps()) if isinstance(targets, str) else [name.rsplit(".", 1)[-1] for name in targets]
+
+    def adapter_parameters(self, r: int, targets: str | list[str]) -> int:
+        """Returns the parameters of LoRA adapters of rank `r`; a name that is not in `linear_maps` counts as a square map."""
+        maps, square = self.linear_maps(), (self.hidden_size, self.hidden_size)
+        return self.layers * r * sum(sum(maps.get(name, square)) for name in self.target_names(targets))
 
 
 def shape_of(model: ModelConfig) -> ModelShape:
@@ -123,6 +141,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     hidden, heads = int(first("hidden_size", "n_embd", "d_model")), int(first("num_attention_heads", "n_head", "num_heads"))
     kind = str(config.get("model_type", "unknown"))
     gpt2 = "n_embd" in text
+    experts = int(text.get("num_local_experts") or text.get("num_experts") or text.get("n_routed_experts") or 0)
     return ModelShape(
         model_type=kind,
         hidden_size=hidden,
@@ -130,7 +149,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         heads=heads,
         kv_heads=int(text.get("num_key_value_heads") or heads),
         head_dim=int(text.get("head_dim") or hidden // heads),
-        ffn_size=int(text.get("intermediate_size") or text.get("n_inner") or text.get("ffn_dim") or 4 * hidden),
+        ffn_size=_ffn_size(text, experts, hidden),
         vocab_size=int(first("vocab_size")),
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", kind.startswith("gemma") or gpt2))),
         max_positions=int(text.get("max_position_embeddings") or text.get("n_positions") or 2**31),
@@ -138,9 +157,36 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         norms_per_layer=4 if kind.startswith(("gemma2", "gemma3")) else 2,
         qk_norm=kind.startswith(("gemma3", "qwen3")),
         gated=not gpt2 and kind not in ("gpt_neox", "opt", "falcon", "bloom", "phi"),
-        experts=int(text.get("num_local_experts") or text.get("num_experts") or text.get("n_routed_experts") or 0),
-        quantized="quantization_config" in config,
+        experts=experts,
+        experts_per_token=int(text.get("num_experts_per_tok") or 0) if experts else 0,
+        vision_parameters=_vision_parameters(config.get("vision_config"), hidden),
+        quantized_bits=_quantized_bits(config.get("quantization_config")),
     )
+
+
+def _ffn_size(text: dict[str, Any], experts: int, hidden: int) -> int:
+    """Returns the width of the feed-forward part, of one expert where there are several."""
+    if experts and text.get("moe_intermediate_size"):
+        return int(text["moe_intermediate_size"])
+    return int(text.get("intermediate_size") or text.get("n_inner") or text.get("ffn_dim") or 4 * hidden)
+
+
+def _vision_parameters(vision: dict[str, Any] | None, hidden: int) -> int:
+    """Returns the weights of a ViT tower and its projector; 0 for a text model. Embeddings and norms are left out (1 %)."""
+    if not vision or not vision.get("hidden_size"):
+        return 0
+    size = int(vision["hidden_size"])
+    inner = int(vision.get("intermediate_size") or 4 * size)
+    layers = int(vision.get("num_hidden_layers") or vision.get("depth") or 0)
+    return layers * (4 * size**2 + 2 * size * inner) + size * hidden
+
+
+def _quantized_bits(settings: dict[str, Any] | None) -> int:
+    if not settings:
+        return 0
+    if settings.get("load_in_8bit") or settings.get("quant_method") == "fp8":
+        return 8
+    return int(settings.get("bits") or 4)
 
 
 @cache

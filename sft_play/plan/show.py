@@ -7,7 +7,7 @@ from sft_play.plan.plan import Plan, RankPlan
 
 ORDER = (
     "frozen", "quant_state", "trained", "adapters", "gradients", "optimizer", "buffers", "activations", "recompute", "logits",
-    "dequantised", "workspace", "context", "fragmentation",
+    "casts", "dequantised", "workspace", "context", "fragmentation",
 )  # fmt: skip
 BAR = 40
 

@@ -35,7 +35,7 @@ class Forecast:
 
 def flops_per_token(config: Config, shape: ModelShape, tokens: int, *, recompute: bool) -> float:
     """Returns floating-point operations for one trained token in rows of `tokens`."""
-    weights = shape.linear_parameters + shape.vocab_size * shape.hidden_size
+    weights = shape.active_parameters
     attention = 2 * tokens * shape.heads * shape.head_dim * shape.layers
     full = config.tuning.mode == "full"
     passes = (6 if full else 4) + (2 if recompute else 0)

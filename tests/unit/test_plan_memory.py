@@ -1,0 +1,177 @@
+"""The memory formulas against figures that were traced from the real models or published (docs/planning.md)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+
+from sft_play.config.schema import Config, LoraSettings, ModelConfig, TuningConfig
+from sft_play.plan.hardware import GIB
+from sft_play.plan.memory import Setup, rank_memory, trainable_parameters
+from sft_play.plan.shape import ModelShape, shape_of
+
+LLAMA2, LLAMA3, QWEN = "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen2.5-7B-Instruct"
+QV = ["q_proj", "v_proj"]
+
+
+def config(
+    name: str, mode: Literal["qlora", "lora", "full"] = "lora", targets: Any = "auto", quantization: Any = "nf4", **lora: Any
+) -> Config:
+    return Config(
+        model=ModelConfig(name=name),
+        tuning=TuningConfig(mode=mode, quantization=quantization, lora=LoraSettings(target_modules=targets, **lora)),
+    )
+
+
+def setup(**changes: Any) -> Setup:
+    values: dict[str, Any] = {
+        "device": "cuda", "strategy": "single", "world_size": 1, "precision": "bf16", "weights_dtype": "bfloat16",
+        "optim": "adamw_torch_fused", "gradient_checkpointing": False, "layout": "flattened", "attention": "flash_attention_2",
+        "label_share": 1.0, "row_tokens": 2048,
+    }  # fmt: skip
+    return Setup(**(values | changes))
+
+
+def shape(name: str) -> ModelShape:
+    return shape_of(ModelConfig(name=name))
+
+
+def allocated(parts: dict[str, int]) -> float:
+    """GiB that torch would count: everything but what no tensor holds."""
+    return sum(size for name, size in parts.items() if name not in ("context", "workspace", "fragmentation")) / GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        (LLAMA2, 6_738_415_616),
+        (LLAMA3, 8_030_261_248),
+        (QWEN, 7_615_616_512),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008),
+    ],
+)
+def test_parameters_are_the_published_ones(name: str, parameters: int) -> None:
+    assert shape(name).parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "nf4", "bf16"), [(LLAMA2, 3.600, 12.551), (LLAMA3, 5.311, 14.958), (QWEN, 5.166, 14.185)], ids=["L2-7B", "L3-8B", "Qwen"]
+)  # fmt: skip
+def test_weights_of_the_base(name: str, nf4: float, bf16: float) -> None:
+    four = rank_memory(config(name, "qlora"), shape(name), setup(), 1)
+    assert (four["frozen"] + four["quant_state"]) / GIB == pytest.approx(nf4, rel=0.002)
+    plain = rank_memory(config(name), shape(name), setup(), 1)
+    assert plain["frozen"] / GIB == pytest.approx(bf16, rel=0.002)
+    eight = rank_memory(config(name, "qlora", quantization="int8"), shape(name), setup(), 1)
+    assert four["frozen"] < eight["frozen"] < plain["frozen"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "targets", "adapters", "expected"),
+    [
+        ("full", LLAMA2, "auto", None, 45.5), ("full", LLAMA3, "auto", None, 49.0),
+        ("lora", LLAMA2, QV, "autocast", 36.2), ("lora", LLAMA3, QV, "autocast", 38.1),
+        ("lora", LLAMA2, "auto", "autocast", 49.9), ("lora", LLAMA3, "auto", "autocast", 53.4),
+        ("qlora", LLAMA2, QV, "bf16", 34.2), ("qlora", LLAMA3, QV, "bf16", 36.1),
+        ("qlora", LLAMA2, "auto", "bf16", 41.6), ("qlora", LLAMA3, "auto", "bf16", 45.1),
+        ("lora", LLAMA2, QV, "fp32", 40.2), ("lora", LLAMA3, "auto", "fp32", 72.1),
+    ],
+)  # fmt: skip
+def test_saved_activations_per_token_layer_and_hidden_unit(
+    mode: Any, name: str, targets: Any, adapters: str | None, expected: float
+) -> None:
+    """Traced bytes / (token * layer * hidden), rank 16."""
+    case = setup(precision="fp32" if adapters == "fp32" else "bf16")
+    model = shape(name)
+    parts = rank_memory(config(name, mode, targets), model, case, 1)
+    assert parts["activations"] / (2048 * model.layers * model.hidden_size) == pytest.approx(expected, rel=0.02)
+
+
+def test_autocast_over_fp32_weights_keeps_a_cast_and_an_fp32_residual_stream() -> None:
+    """Traced: 103.8 bytes per (token, layer, hidden unit) at 2048 tokens, 55.5 without the 2 B a weight of the casts."""
+    model = shape(LLAMA2)
+    parts = rank_memory(config(LLAMA2, "full"), model, setup(weights_dtype="float32"), 1)
+    unit = 2048 * model.layers * model.hidden_size
+    assert parts["activations"] / unit == pytest.approx(55.5, rel=0.02)
+    assert (parts["activations"] + parts["casts"]) / unit == pytest.approx(103.8, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "targets", "checkpointing", "rows", "tokens", "precision", "traced"),
+    [
+        (LLAMA2, "lora", QV, True, 1, 2048, "bf16", 13.914), (LLAMA2, "lora", QV, True, 4, 2048, "bf16", 17.716),
+        (LLAMA2, "lora", QV, False, 1, 2048, "fp32", 23.676), (LLAMA3, "lora", "auto", True, 1, 2048, "bf16", 18.894),
+        (LLAMA2, "qlora", QV, True, 1, 512, "bf16", 3.96), (LLAMA2, "qlora", QV, True, 1, 2048, "bf16", 4.91),
+        (LLAMA2, "qlora", QV, True, 4, 2048, "bf16", 8.70), (LLAMA2, "qlora", "auto", True, 4, 2048, "bf16", 8.88),
+        (LLAMA3, "qlora", QV, True, 1, 512, "bf16", 6.22), (LLAMA3, "qlora", "auto", True, 1, 2048, "bf16", 9.01),
+        (LLAMA3, "qlora", "auto", True, 4, 2048, "bf16", 19.41),
+    ],
+)  # fmt: skip
+def test_peaks_agree_with_the_traced_ones(
+    name: str, mode: Any, targets: Any, checkpointing: bool, rows: int, tokens: int, precision: str, traced: float
+) -> None:
+    case = setup(gradient_checkpointing=checkpointing, row_tokens=tokens, precision=precision)
+    parts = rank_memory(config(name, mode, targets), shape(name), case, rows)
+    assert allocated(parts) == pytest.approx(traced, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("targets", "r", "name", "expected"),
+    [(QV, 16, LLAMA2, 8_388_608), ("auto", 16, LLAMA2, 39_976_960), ("auto", 16, LLAMA3, 41_943_040), ("auto", 64, LLAMA3, 167_772_160)],
+)  # fmt: skip
+def test_adapter_parameters(targets: Any, r: int, name: str, expected: int) -> None:
+    assert trainable_parameters(config(name, targets=targets, r=r), shape(name)) == expected
+
+
+def test_what_each_strategy_shards() -> None:
+    def parts(strategy: str) -> dict[str, int]:
+        return rank_memory(config(LLAMA3, "full"), shape(LLAMA3), setup(strategy=strategy, world_size=4, optim="adamw_torch"), 1)
+
+    ddp, zero1, zero2, zero3, fsdp2 = (parts(name) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2"))
+    assert ddp["buffers"] == ddp["gradients"]
+    assert zero1["trained"] == zero2["trained"] == 4 * zero3["trained"] == 4 * fsdp2["trained"]
+    assert zero1["gradients"] == 4 * zero2["gradients"] == 4 * zero3["gradients"]
+    # fp32 master weights and two moments: 12 bytes a weight over four ranks.
+    assert zero1["optimizer"] == zero3["optimizer"] == pytest.approx(12 * 8_030_261_248 / 4, rel=1e-6)
+    assert sum(zero3.values()) < sum(zero2.values()) < sum(zero1.values()) < sum(ddp.values())
+
+
+def test_a_zero_run_in_bf16_holds_half_of_fp32_weights() -> None:
+    """DeepSpeed casts the model, and keeps fp32 master weights beside it: 2 + 2 + 12 / W bytes a weight."""
+    case = setup(strategy="zero1", world_size=2, weights_dtype="float32", optim="adamw_torch")
+    parts = rank_memory(config(LLAMA3, "full"), shape(LLAMA3), case, 1)
+    per_weight = (parts["trained"] + parts["gradients"] + parts["optimizer"]) / 8_030_261_248
+    assert per_weight == pytest.approx(2 + 2 + 12 / 2)
+    assert "casts" not in parts
+
+
+def test_a_quantised_checkpoint_is_small_without_qlora() -> None:
+    small = replace(shape(LLAMA3), quantized_bits=4)
+    parts = rank_memory(config(LLAMA3, "lora"), small, setup(), 1)
+    assert (parts["frozen"] + parts["quant_state"]) / GIB == pytest.approx(5.311, rel=0.002)
+    assert parts["dequantised"] > 0
+
+
+def test_logits_exist_at_label_positions_only() -> None:
+    whole = rank_memory(config(LLAMA3), shape(LLAMA3), setup(), 1)["logits"]
+    assert whole == 2048 * 128256 * 12
+    assert rank_memory(config(LLAMA3), shape(LLAMA3), setup(label_share=0.25), 1)["logits"] == whole // 4
+
+
+def test_eager_attention_keeps_scores() -> None:
+    """Traced: 141.5 bytes against 45.5 at 2048 tokens."""
+    model = shape(LLAMA2)
+    parts = rank_memory(config(LLAMA2, "full"), model, setup(attention="eager"), 1)
+    assert parts["activations"] / (2048 * model.layers * model.hidden_size) == pytest.approx(141.5, rel=0.01)
+
+
+def test_experts_are_neither_quantised_nor_adapted() -> None:
+    dense = shape(LLAMA3)
+    experts = replace(dense, experts=8, experts_per_token=2)
+    assert experts.expert_parameters == 32 * 3 * 4096 * 14336 * 8
+    parts = rank_memory(config(LLAMA3, "qlora"), experts, setup(), 1)
+    assert parts["frozen"] > 2 * experts.expert_parameters
+    assert experts.adapter_parameters(16, "auto") == dense.adapter_parameters(16, ["q_proj", "k_proj", "v_proj", "o_proj"])
+    assert experts.active_parameters < experts.parameters / 3
