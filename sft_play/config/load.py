@@ -347,9 +347,16 @@ def _interpolate(found: _Sources) -> None:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    unresolved = (OmegaConfBaseException, RecursionError, ValueError)
+    for key in list(open_ones):
+        try:
+            OmegaConf.create({"value": found.values[key].node.plain()})
+        except unresolved as error:  # not OmegaConf's grammar at all
+            _cannot_resolve(key, error, found)
+            open_ones.remove(key)
     layers = [
         OmegaConf.create(_tree_of(_defaults())),
-        OmegaConf.create(_tree_of({k: _escaped(v) for k, v in found.values.items()})),
+        OmegaConf.create(_tree_of({key: _escaped(value) for key, value in found.values.items()})),
     ]
     merged = OmegaConf.merge(*layers)
     for key in open_ones:
@@ -357,12 +364,15 @@ def _interpolate(found: _Sources) -> None:
         try:
             resolved = OmegaConf.select(merged, key, throw_on_missing=True)
             plain = OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
-        except (OmegaConfBaseException, RecursionError, ValueError) as error:
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            found.problems.append(UserError(f"`{key}` cannot be resolved: {first}", place=value.origin))
-            del found.values[key]
+        except unresolved as error:
+            _cannot_resolve(key, error, found)
             continue
         found.values[key] = _Value(replace(wrap(plain, value.node.line)), value.origin)
+
+
+def _cannot_resolve(key: str, error: Exception, found: _Sources) -> None:
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    found.problems.append(UserError(f"`{key}` cannot be resolved: {first}", place=found.values.pop(key).origin))
 
 
 def _has_interpolation(node: Node) -> bool:

@@ -1,0 +1,91 @@
+"""`make config` and the files rendered from the schema."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from sft_play.config.yaml_source import read_plain_yaml
+from tests.conftest import ROOT, environment
+
+PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def make(*words: str, cache: Path, runs: Path) -> subprocess.CompletedProcess[str]:
+    """Types a make command in the repository, with this Python standing in for the virtual environment's."""
+    if not (ROOT / ".venv" / ".runtime").exists():
+        pytest.skip("`make install` was not run in this checkout")
+    return subprocess.run(
+        ["make", *words], cwd=ROOT, env=environment(cache, runs), capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+# make itself ends a line at a newline and takes a leading blank away, so those cannot be typed
+typed_text = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, max_size=20).filter(lambda t: t == t.strip())
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example("a b")
+@example('it\'s "quoted"')
+@example("$HOME $(shell touch pwned) ${x} `id` $$")
+@example("back\\slash \\ end\\")
+@example("# no comment; | & * ? [a] {b}")
+@example("-- --x=y")
+@given(typed_text)
+def test_any_text_survives_make_and_shell(cache: Path, tmp_path: Path, value: str) -> None:
+    done = make("config", "CONFIG=configs/smoke.yaml", "JSON=1", f"MODEL_NAME={value}", cache=cache, runs=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model.name"] == {"value": value, "origin": f"make MODEL_NAME={value}"}
+    assert not (ROOT / "pwned").exists()
+
+
+def test_a_mistyped_variable_is_refused_by_make(cache: Path, tmp_path: Path) -> None:
+    done = make("train", "CONFIG=configs/smoke.yaml", "TRAIN_LEARNIG_RATE=1", cache=cache, runs=tmp_path)
+    assert done.returncode == 2 and "TRAIN_LEARNING_RATE" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_json_holds_every_key_with_its_origin(program) -> None:
+    done = program("config", "CONFIG=configs/quickstart.yaml", "JSON=1")
+    shown = done.json
+    assert shown["model.name"]["origin"].startswith("configs/quickstart.yaml:")
+    assert shown["train.weight_decay"] == {"value": 0.0, "origin": "default"}
+    assert done.err == ""
+
+
+@pytest.mark.parametrize("words", [("config", "CONFIG=configs/quickstart.yaml"), ("gpu-info",)], ids=["config", "gpu-info"])
+def test_quick_commands_answer_within_half_a_second(program, words: tuple[str, ...]) -> None:
+    program(*words)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        assert program(*words).code == 0
+        times.append(time.perf_counter() - started)
+    assert statistics.median(times) < 0.5, times
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_fits_the_schema_for_editors(preset: Path) -> None:
+    jsonschema.validate(read_plain_yaml(preset), json.loads((ROOT / "configs" / "schema.json").read_text(encoding="utf-8")))
+
+
+def test_rendered_files_are_up_to_date() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'scripts'); import render_reference as r; from sft_play.config import reference\n"
+        "from pathlib import Path\n"
+        "pairs = [(r.TABLE, r.render_table()), (Path('docs/configuration.md'), reference.render_document()),"
+        " (Path('configs/schema.json'), reference.render_schema())]\n"
+        "print([str(path) for path, text in pairs if path.read_text(encoding='utf-8') != text])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "[]", "run `make render`"
