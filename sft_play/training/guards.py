@@ -96,13 +96,13 @@ class Holdings(TrainerCallback):
         write_json(path, self.counts | {"rows_trained": sorted(rows_trained), "rows_scored": sorted(rows_scored)})
 
 
-def require_finite(loss: float, *, step: int, rows: list[int], path: Path) -> None:
-    """Raises `DataError` before the update when the loss of this step is not a number, and keeps the rows' ids."""
-    if math.isfinite(loss):
+def require_finite(what: str, value: float, *, step: int, rows: list[int], path: Path) -> None:
+    """Raises `DataError` when `what` of this step (its loss, its gradient norm) is no number, and keeps the rows' ids."""
+    if math.isfinite(value):
         return
     write_json(path, {"step": step, "rows": rows})
     raise DataError(
-        f"the loss of step {step} is {loss}; the update was not made and the last checkpoint is whole",
+        f"the {what} of step {step} is {value}; training has stopped and the last checkpoint is whole",
         place=str(path),
         hint="lower TRAIN_LEARNING_RATE, look at the rows named there, or set TRAIN_BF16=true instead of fp16; then `make resume`",
     )

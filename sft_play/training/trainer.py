@@ -107,7 +107,7 @@ class SftTrainer(Trainer):
         assert num_items_in_batch is not None and not return_outputs
         total = token_loss_sum(model, inputs)
         if self.is_deepspeed_enabled:  # it makes the update inside the backward pass
-            self._require_finite(total.detach())
+            self._require_finite("loss", total.detach())
         self._window += torch.stack([total.detach().double(), label_tokens(inputs).double(), self._tokens_in(inputs).double()])
         return total * self.plan.world_size / num_items_in_batch
 
@@ -117,13 +117,17 @@ class SftTrainer(Trainer):
             return mask.sum()
         return torch.tensor(inputs["input_ids"].numel() if inputs["rows"] else 0, device=inputs["input_ids"].device)
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        self._require_finite(self._window[0])
-        return super()._clip_grad_norm(model)
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Stops before the update when loss or gradients are no numbers (DeepSpeed has made it by now: before the next one)."""
+        self._require_finite("loss", self._window[0])
+        norm = super()._get_grad_norm(model, grad_norm)
+        if not self.args.fp16:  # there the loss scaler expects infinities, and leaves such updates out
+            self._require_finite("gradient norm", getattr(norm, "full_tensor", lambda: norm)())
+        return norm
 
-    def _require_finite(self, loss: Tensor) -> None:
+    def _require_finite(self, what: str, value: Any) -> None:
         path = self.run.logs / f"bad-rows-rank{self.args.process_index}.json"
-        require_finite(float(loss), step=self.state.global_step + 1, rows=self._step_rows, path=path)
+        require_finite(what, float(value), step=self.state.global_step + 1, rows=self._step_rows, path=path)
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """Counted by the plan; the base class would walk over all parameters at every micro-step."""
