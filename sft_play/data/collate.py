@@ -62,7 +62,7 @@ class Collator:
 
     def _padded(self, parts: Sequence[tuple[list[int], list[int]]]) -> Batch:
         lines = parts or [([self.pad_token_id] * 2, [IGNORED] * 2)]
-        width = max(len(tokens) for tokens, _ in lines)
+        width = max(2, *(len(tokens) for tokens, _ in lines))  # a lone first token still needs a place for its ignored target
         keep = sorted({i - 1 for _, labels in lines for i in range(1, len(labels)) if labels[i] != IGNORED}) or [0]
         padded = [
             (tokens + [self.pad_token_id] * (width - len(tokens)), labels + [IGNORED] * (width - len(labels)))

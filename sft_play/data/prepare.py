@@ -23,7 +23,7 @@ from sft_play.model.tokenizer import end_of_turn_ids
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import PreparedSplit, ResolvedModel
 
-VERSION = "2"
+VERSION = "3"
 """Raised when the same input would give other rows, so that older caches are not used."""
 SHOWN_PROBLEMS = 5
 MANIFEST = "manifest.json"
@@ -59,7 +59,7 @@ def _split(
     config: Config, model: ResolvedModel, tokenizer: Any, sources: Sequence[DataSource], part: str, fraction: float
 ) -> PreparedSplit:
     folder = cache_folder() / "data" / f"{part}-{_content_key(config, model, tokenizer, sources, part, fraction)}"
-    if not (folder / MANIFEST).is_file():
+    if not _whole(folder):
         rows = _read(sources)
         if fraction:
             rows = [row for row in rows if _held_out(row, fraction) == (part == "validation")]
@@ -70,6 +70,19 @@ def _split(
         _write(folder, _encode(config, tokenizer, rows, part), rows)
     split = read_json(folder / MANIFEST)["split"]
     return PreparedSplit(**{**split, "path": str(folder)})
+
+
+def _whole(folder: Path) -> bool:
+    """Whether a prepared split is there as it was written. What is damaged is removed, to be made again."""
+    try:
+        sizes = read_json(folder / MANIFEST)["files"]
+        if all((folder / name).stat().st_size == size for name, size in sizes.items()):
+            return True
+    except (OSError, ValueError, KeyError):
+        pass
+    if folder.exists():
+        shutil.rmtree(folder)
+    return False
 
 
 def _held_out(row: Conversation, fraction: float) -> bool:
@@ -119,6 +132,8 @@ def _read(sources: Sequence[DataSource]) -> list[Conversation]:
 
 def _understand(placed: Placed, form: str | None) -> Conversation:
     place, row = placed
+    if isinstance(row, DataError):
+        raise row
     form = form or recognise(row)
     return Conversation(place, form, to_messages(row, form))
 
@@ -127,6 +142,7 @@ def _understand(placed: Placed, form: str | None) -> Conversation:
 class _Encoded:
     rows: list[tuple[int, Encoded]]
     dropped: Counter[str]
+    truncated: int
 
 
 def _encode(config: Config, tokenizer: Any, rows: Sequence[Conversation], part: str) -> _Encoded:
@@ -136,6 +152,7 @@ def _encode(config: Config, tokenizer: Any, rows: Sequence[Conversation], part: 
     kept: list[tuple[int, Encoded]] = []
     dropped: Counter[str] = Counter()
     overlong: list[tuple[str, int]] = []
+    truncated = 0
     for index, row in enumerate(rows):
         try:
             encoded = renderer.encode(row.messages)
@@ -144,11 +161,12 @@ def _encode(config: Config, tokenizer: Any, rows: Sequence[Conversation], part: 
             raise
         if len(encoded.input_ids) > limit:
             overlong.append((row.place, len(encoded.input_ids)))
-            cut = _truncate(encoded, limit) if policy == "truncate" else None
+            cut = _truncate(renderer, row.messages, encoded, limit) if policy == "truncate" else None
             if cut is None:
                 dropped["too long"] += 1
                 continue
             encoded = cut
+            truncated += 1
         kept.append((index, encoded))
     if overlong and policy == "error":
         place, longest = max(overlong, key=lambda item: item[1])
@@ -163,13 +181,24 @@ def _encode(config: Config, tokenizer: Any, rows: Sequence[Conversation], part: 
             + (" before their answer begins" if policy == "truncate" else ""),
             hint=f"raise MODEL_MAX_SEQ_LEN; the longest row has {max(length for _, length in overlong)} tokens",
         )
-    return _Encoded(kept, dropped)
+    return _Encoded(kept, dropped, truncated)
 
 
-def _truncate(encoded: Encoded, limit: int) -> Encoded | None:
-    """Cuts a row at `limit` tokens; `None` where nothing of an answer would be left."""
+def _truncate(renderer: Renderer, messages: Sequence[Message], encoded: Encoded, limit: int) -> Encoded | None:
+    """Cuts a row at `limit` tokens; `None` where nothing of an answer would be left.
+
+    Turns after the last answer that begins before the limit go first, so that prompt and reference belong to an answer that is
+    trained.
+    """
+    while len(encoded.prompt_ids) >= limit:
+        messages = messages[:-1]
+        while messages and messages[-1]["role"] != "assistant":
+            messages = messages[:-1]
+        if not messages:
+            return None
+        encoded = renderer.encode(messages)
     labels = encoded.labels[:limit]
-    if all(label == IGNORED for label in labels):
+    if all(label == IGNORED for label in labels[1:]):  # the first token follows nothing, so it is never a target
         return None
     return Encoded(encoded.input_ids[:limit], labels, encoded.prompt_ids, encoded.reference)
 
@@ -190,7 +219,8 @@ def _write(folder: Path, encoded: _Encoded, rows: Sequence[Conversation]) -> Non
         }
         datasets.disable_progress_bars()
         datasets.Dataset.from_dict(columns, features=_features(datasets)).save_to_disk(str(scratch))
-        write_json(scratch / MANIFEST, _manifest(encoded, rows))
+        sizes = {path.name: path.stat().st_size for path in scratch.iterdir()}
+        write_json(scratch / MANIFEST, {**_manifest(encoded, rows), "files": sizes})
         scratch.chmod(0o755)
         try:
             scratch.rename(folder)
@@ -226,6 +256,7 @@ def _manifest(encoded: _Encoded, rows: Sequence[Conversation]) -> dict[str, Any]
         longest=lengths[-1],
         median=int(statistics.median(lengths)),
         fingerprint=_fingerprint(item for _, item in encoded.rows),
+        truncated=encoded.truncated,
     )
     quantiles = {
         f"{share:.0%}": lengths[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.05, 0.25, 0.5, 0.75, 0.95)
