@@ -38,7 +38,7 @@ COMMANDS: dict[str, Command] = {
     "quickstart": Command("sft_play.quickstart:main", "fine-tune and score a small real model on this machine's CPU", LAUNCH),
     "config": Command("sft_play.config.show:main", "the resolved configuration, each key with its origin"),
     "plan": Command(
-        "sft_play.plan.command:main",
+        "sft_play.launch.rehearse:main",
         "memory, batch, steps and time before training, with reasons",
         COMMON | {"HARDWARE", "NUM_GPUS", "NUM_NODES", "RUN", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG"},
     ),

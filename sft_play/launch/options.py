@@ -31,8 +31,13 @@ class LaunchOptions:
     notices: tuple[str, ...] = ()
 
 
-def read_options(call: Call, loaded: LoadedConfig, command: CommandStrategy) -> tuple[LaunchOptions, LoadedConfig]:
-    """Returns the options, and the configuration with what an accelerate config adds to it. Raises `UserError`."""
+def read_options(
+    call: Call, loaded: LoadedConfig, command: CommandStrategy, *, rehearsal: bool = False
+) -> tuple[LaunchOptions, LoadedConfig]:
+    """Returns the options, and the configuration with what an accelerate config adds to it. Raises `UserError`.
+
+    A `rehearsal` starts nothing, so several nodes need neither address nor rank nor name.
+    """
     choices = AccelerateChoices()
     if path := call.options.get("ACCELERATE_CONFIG"):
         choices = read_accelerate_config(Path(path))
@@ -65,7 +70,8 @@ def read_options(call: Call, loaded: LoadedConfig, command: CommandStrategy) -> 
         fsdp=choices.fsdp,
         notices=choices.notices,
     )
-    _check(options, command, node_rank_given=node_rank is not None)
+    if not rehearsal:
+        _check(options, command, node_rank_given=node_rank is not None)
     return options, loaded
 
 

@@ -72,12 +72,15 @@ def choose_strategy(
             )
         chosen = "fsdp2"
         reasons.append("strategy fsdp2: `make train-fsdp`")
+    elif command == "ddp" and wanted not in ("auto", "ddp"):
+        raise UserError(
+            f"`launch.strategy` is `{wanted}`, but `ACCELERATE_CONFIG` asks for `ddp`",
+            hint=f"use {_command_for(wanted)} without it, or set `launch.strategy: auto`",
+        )
     elif command == "single" and wanted != "auto" and typed("launch.strategy"):
         raise UserError(
             f"`launch.strategy` is `{wanted}`, but `make train` runs one process",
-            hint="use make train-distributed, or TRAIN=... without `launch.strategy`"
-            if wanted == "ddp"
-            else f"use {_command_for(wanted)}",
+            hint=f"use {'make train-distributed' if wanted == 'ddp' else _command_for(wanted)}, or LAUNCH_STRATEGY=auto",
         )
     elif command == "single" or (ranks == 1 and wanted in ("auto", "ddp")):
         chosen = "single"
@@ -86,7 +89,9 @@ def choose_strategy(
         chosen = "ddp" if command == "ddp" or wanted == "auto" else _strategy(wanted)
         why = "each rank holds a whole replica, and gradients alone are exchanged" if wanted == "auto" else "`launch.strategy`"
         reasons.append(f"strategy {chosen}: {why}")
-    if missing := missing_for(config.tuning.backend, hardware):
+    needs_backend = config.tuning.mode == "qlora" or config.tuning.backend == "unsloth"
+    # What is installed here says nothing about a machine that is only described.
+    if needs_backend and not hardware.described and (missing := missing_for(config.tuning.backend, hardware)):
         raise HardwareError(
             missing, hint="set `tuning.backend: bnb`, which runs everywhere" if config.tuning.backend != "bnb" else None
         )
@@ -127,9 +132,13 @@ def choose_backend(config: Config, kind: str, ranks: int, reasons: Reasons) -> s
     return chosen
 
 
-def choose_precision(config: Config, hardware: Hardware, devices: tuple[Device, ...], reasons: Reasons) -> Precision:
+def choose_precision(
+    config: Config, hardware: Hardware, devices: tuple[Device, ...], strategy: Strategy, reasons: Reasons
+) -> Precision:
     """Returns what is computed in. A typed `true` that the hardware lacks is an error."""
     train = config.train
+    if train.bf16 is True and hardware.kind == "cpu" and strategy not in ("single", "ddp"):
+        raise HardwareError(f"`train.bf16` is `true`, but {strategy} on a CPU computes in fp32 only", hint="leave it to `auto`")
     without = next((device for device in devices if not device.bf16), None)
     if train.bf16 is True and without is not None:
         raise HardwareError(
@@ -180,6 +189,8 @@ def choose_attention(config: Config, kind: str, reasons: Reasons) -> str:
     if kind == "cuda" and importlib.util.find_spec("flash_attn"):
         reasons.append("attention flash_attention_2: it is installed")
         return "flash_attention_2"
+    if kind == "cuda":
+        reasons.append("attention sdpa: flash-attn is not installed here")
     return "sdpa"
 
 

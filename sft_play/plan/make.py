@@ -39,12 +39,13 @@ def make_plan(
     reasons: list[str] = []
     _check_length(config, shape)
     kind = hardware.kind
+    reasons += _described(hardware, launch)
     local = choices.devices_for(hardware, launch, launch.command_strategy == "single")
     devices = local * launch.num_nodes
     world = len(devices)
     strategy = choices.choose_strategy(config, typed, launch, hardware, world, reasons)
     backend = choices.choose_backend(config, kind, world, reasons)
-    precision = choices.choose_precision(config, hardware, devices, reasons)
+    precision = choices.choose_precision(config, hardware, devices, strategy, reasons)
     dtype = choices.choose_weights_dtype(config, kind, precision, reasons)
     attention = choices.choose_attention(config, kind, reasons)
     optim = choices.choose_optimizer(config, kind, strategy, reasons)
@@ -127,13 +128,19 @@ def _checkpointing(
     saving = replace(setup, gradient_checkpointing=True)
     smaller = tuple(_largest(config, shape, saving, capacity) for capacity in room)
     wanted = config.train.batch_size if config.train.batch_size != "auto" else 1
-    if asked is True or (asked == "auto" and min(plain) < wanted and min(smaller) > min(plain)):
+    if asked is True or (asked == "auto" and min(plain) < wanted):
         why = "as configured" if asked is True else f"{wanted} row{'s' * (wanted > 1)} per device do not fit without it"
         reasons.append(f"gradient checkpointing on: {why}")
         return saving, smaller
     if asked == "auto":
         reasons.append("gradient checkpointing off: activations fit, and recomputing them takes a third more time")
     return setup, plain
+
+
+def _described(hardware: Hardware, launch: LaunchRequest) -> list[str]:
+    """Returns what the numbers are for, where that is not simply this machine."""
+    found = ["for hardware as described, not for this machine"] if hardware.described else []
+    return found + ([f"{launch.num_nodes} nodes, each with the devices of this one"] if launch.num_nodes > 1 else [])
 
 
 def _require_fit(
@@ -154,10 +161,10 @@ def _require_fit(
     parts = rank_memory(config, shape, setup, wanted)
     total = sum(parts.values())
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size > GIB / 20)
-    rows = f"a micro-batch of {wanted} rows" if wanted > 1 else "not even one row at a time"
+    rows = f"a micro-batch of {wanted} rows of" if wanted > 1 else "not even one row of"
     raise HardwareError(
-        f"{rows} of {setup.row_tokens} tokens {'does not fit' if wanted > 1 else 'fits'}: rank {rank} ({devices[rank].name}) needs {total / GIB:.1f} GiB of "
-        f"{room[rank] / GIB:.1f} GiB ({listed} GiB)",
+        f"{rows} {setup.row_tokens} tokens {'does not fit' if wanted > 1 else 'fits'}: rank {rank} ({devices[rank].name}) needs "
+        f"{total / GIB:.1f} GiB of {room[rank] / GIB:.1f} GiB ({listed} GiB)",
         hint="; ".join(_ways_out(config, shape, setup, room[rank])),
     )
 
@@ -171,6 +178,7 @@ def _ways_out(config: Config, shape: ModelShape, setup: Setup, capacity: int) ->
         found.append((need > capacity, need, f"{label}: {need / GIB:.1f} GiB" + ("" if need <= capacity else ", still too much")))
 
     saving = replace(setup, gradient_checkpointing=True)
+    typed_off = " TRAIN_GRADIENT_CHECKPOINTING=true" if config.train.gradient_checkpointing is False else ""
     if isinstance(config.train.batch_size, int) and config.train.batch_size > 1:
         try_out("TRAIN_BATCH_SIZE=auto", config, setup)
     if not setup.gradient_checkpointing:
@@ -181,9 +189,9 @@ def _ways_out(config: Config, shape: ModelShape, setup: Setup, capacity: int) ->
         if config.tuning.mode not in (mode, "qlora"):
             changed = replace(config, tuning=replace(config.tuning, mode=cast(Any, mode)))
             frozen = "bfloat16" if setup.precision == "bf16" else setup.weights_dtype
-            try_out(f"TUNING_MODE={mode}", changed, replace(saving, weights_dtype=frozen))
+            try_out(f"TUNING_MODE={mode}{typed_off}", changed, replace(saving, weights_dtype=frozen))
     if setup.world_size > 1 and setup.strategy in ("ddp", "zero1", "zero2") and config.tuning.mode != "qlora":
-        try_out("make train-fsdp", config, replace(saving, strategy="fsdp2"))
+        try_out(f"make train-fsdp{typed_off}", config, replace(saving, strategy="fsdp2"))
     return [text for _, _, text in sorted(found, key=lambda row: row[0])[:4]] or ["use a smaller model, or more memory"]
 
 

@@ -25,9 +25,13 @@ def main(call: Call) -> int:
 
 
 def _need(call: Call) -> dict[str, Any]:
-    from sft_play.plan.command import plan_for
+    from sft_play.plan.command import needs_several, plan_for
+    from sft_play.plan.detect import detect
+    from sft_play.plan.request import LaunchRequest
 
-    plan = plan_for(call)
+    loaded, hardware = call.load_config(), detect()
+    several = needs_several(loaded, hardware, LaunchRequest())
+    plan = plan_for(loaded, hardware, LaunchRequest(command_strategy="auto" if several else "single"))
     ranks = [
         {
             "rank": rank.rank,

@@ -1,0 +1,83 @@
+"""`make plan`: everything about a run before it, for this machine or for a described one. Starts nothing, writes nothing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import replace
+
+from sft_play.config.call import Call
+from sft_play.config.load import LoadedConfig
+from sft_play.launch.options import CommandStrategy, read_options
+from sft_play.launch.run_folder import find_run
+from sft_play.plan.command import hardware_of, needs_several, plan_for
+from sft_play.plan.plan import Plan
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.show import show_plan
+from sft_play.runs.prepared import Prepared
+
+
+def main(call: Call) -> int:
+    """Prints the plan, as plan.json with `JSON=1`, and returns 0."""
+    loaded = call.load_config()
+    hardware = hardware_of(call)
+    options, loaded = read_options(call, loaded, "auto", rehearsal=True)
+    request = _as_the_run_was(call, options.request)
+    if request.command_strategy == "auto" and not needs_several(loaded, hardware, request):
+        request = replace(request, command_strategy="single")
+    plan = plan_for(loaded, hardware, request, _prepared(call))
+    for notice in options.notices:
+        print(notice, file=sys.stderr)
+    if call.json:
+        print(json.dumps(plan.to_json(), indent=2))
+        return 0
+    print(show_plan(plan, details=True))
+    if not hardware.described:
+        print(f"\n  to run it: {_command(call, plan, loaded)}")
+    return 0
+
+
+def _as_the_run_was(call: Call, request: LaunchRequest) -> LaunchRequest:
+    """Returns the request of `RUN`'s own launch, with what was typed now in its place."""
+    if not call.options.get("RUN"):
+        return request
+    path = find_run(call.options["RUN"]).plan
+    if not path.is_file():
+        return request
+    before = Plan.load(path)
+    nodes = call.integer("NUM_NODES", minimum=1) or before.num_nodes
+    command: CommandStrategy = "auto"
+    if before.strategy.startswith("zero"):
+        command = "zero"
+    elif before.strategy in ("single", "fsdp2"):
+        command = "single" if before.strategy == "single" else "fsdp2"
+    same_hardware = not call.options.get("HARDWARE")
+    return replace(
+        request,
+        command_strategy=request.command_strategy if request.command_strategy != "auto" else command,
+        zero_stage=request.zero_stage or (int(before.strategy[-1]) if command == "zero" else None),
+        num_gpus=request.num_gpus or (before.world_size // before.num_nodes if same_hardware and command != "single" else None),
+        num_nodes=nodes,
+    )
+
+
+def _prepared(call: Call) -> Prepared | None:
+    """Returns what the preparation of `RUN` found, unless an override changes model or data."""
+    if not call.options.get("RUN") or any(o.key.startswith(("model.", "data.")) for o in call.overrides):
+        return None
+    run = find_run(call.options["RUN"])
+    return Prepared.load(run.prepared) if run.prepared.is_file() else None
+
+
+def _command(call: Call, plan: Plan, loaded: LoadedConfig) -> str:
+    """Returns the command that would train by this plan."""
+    target = {"single": "train", "ddp": "train-distributed", "fsdp2": "train-fsdp"}.get(plan.strategy, "train-deepspeed")
+    if plan.strategy.startswith("zero") and loaded.config.launch.strategy == "auto" and "DEEPSPEED_CONFIG" not in call.options:
+        target = "train-distributed" if "ACCELERATE_CONFIG" in call.options else target
+    options = [
+        f"{name}={call.options[name]}"
+        for name in ("CONFIG", "NUM_GPUS", "NUM_NODES", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG")
+        if call.options.get(name)
+    ]
+    return shlex.join(["make", target, *options, *(o.origin.removeprefix("make ") for o in call.overrides)])
