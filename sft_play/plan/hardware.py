@@ -79,6 +79,8 @@ CATALOGUE: Mapping[str, Card] = {
 
 PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+)")
 MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|G)", re.IGNORECASE)
+OTHER_MODEL = re.compile(r"ti|super|\d(?!\d*gb)")
+"""What makes a longer name another card: L40 is no L4, but `H100 80GB` is an H100."""
 NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(G|M)bit(?:/s)?", re.IGNORECASE)
 
 
@@ -148,7 +150,7 @@ def find_card(name: str) -> tuple[str, Card] | None:
     laptop = "laptop" in plain
     for key in keys:
         short = re.sub(r"[\s\-_]", "", key.lower())
-        if plain.startswith(short) and ("laptop" in short) == laptop and not plain[len(short) :].startswith(("ti", "super")):
+        if plain.startswith(short) and ("laptop" in short) == laptop and not OTHER_MODEL.match(plain[len(short) :]):
             return key, CATALOGUE[key]
     return None
 

@@ -1,0 +1,97 @@
+"""Micro-batch, accumulation and global batch: contract B1 and B2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sft_play.config.schema import TrainConfig
+from sft_play.errors import UserError
+from sft_play.plan.batch import choose_batch
+
+
+def train(**values: Any) -> TrainConfig:
+    return TrainConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("fitting", "micros", "accumulation"),
+    [
+        ((64,), (32,), 1), ((8,), (8,), 4), ((12,), (11,), 3), ((1,), (1,), 32), ((8, 8), (8, 8), 2), ((64,) * 8, (4,) * 8, 1),
+        ((5, 5, 5), (4, 4, 4), 3), ((4, 2, 2), (4, 2, 2), 4), ((1,) * 40, (1,) * 40, 1),
+    ],
+)  # fmt: skip
+def test_automatic_batches(fitting: tuple[int, ...], micros: tuple[int, ...], accumulation: int) -> None:
+    batch = choose_batch(train(), fitting, 64)
+    assert (batch.micro_batches, batch.accumulation, batch.global_batch) == (micros, accumulation, 32)
+
+
+def test_the_arithmetic_is_said() -> None:
+    batch = choose_batch(train(batch_size=4), (16, 16), 64)
+    assert "accumulation 4 = 32 global / (4 per device x 2 devices)" in batch.reasons
+    one = choose_batch(train(global_batch_size=8), (36,), 4, "process")
+    assert "accumulation 2 = 8 global / (4 per process x 1 process)" in one.reasons
+    assert any("36 fit, but more than 4 gain nothing" in reason for reason in one.reasons)
+    uneven = choose_batch(train(batch_size=5), (16, 16), 64)
+    assert uneven.reasons[-1] == "accumulation 4 = 32 global / (5 per device x 2 devices), 8 of the 40 slots stay empty"
+
+
+def test_one_explicit_value_is_kept_and_the_other_computed() -> None:
+    for world in (1, 2, 3, 8):
+        kept = choose_batch(train(batch_size=4), (100,) * world, 64)
+        assert set(kept.micro_batches) == {4} and kept.global_batch == 32
+        other = choose_batch(train(grad_accum=2), (100,) * world, 4)
+        assert other.accumulation == 2 and other.global_batch == 32
+        assert sum(other.micro_batches) * 2 >= 32  # beyond what gains speed, since it was asked for
+
+
+def test_two_explicit_values_give_their_product_with_the_world() -> None:
+    for world in (1, 2, 8):
+        batch = choose_batch(train(batch_size=2, grad_accum=3), (4,) * world, 64)
+        assert batch.global_batch == 6 * world
+        assert "differs with the number of devices" in batch.reasons[0]
+    agreeing = choose_batch(train(batch_size=2, grad_accum=3, global_batch_size=12), (4, 4), 64)
+    assert agreeing.reasons == ("global batch 2 per device x 3 accumulation x 2 devices = 12, as configured",)
+
+
+def test_contradictions_show_the_arithmetic() -> None:
+    with pytest.raises(UserError) as error:
+        choose_batch(train(batch_size=4, grad_accum=4, global_batch_size=24), (8, 8), 64)
+    assert error.value.message == (
+        "4 per device x 4 accumulation x 2 devices = 32 rows per optimizer step, but `train.global_batch_size` is 24"
+    )
+    with pytest.raises(UserError) as error:
+        choose_batch(train(grad_accum=2), (3, 3), 64)
+    assert "needs 8 rows per device = 32 global / (2 x 2 devices), but only 3 fit" in error.value.message
+    assert error.value.hint == "set TRAIN_GRAD_ACCUM to 6 or more, or leave it to `auto`"
+
+
+def test_ranks_without_work_are_named() -> None:
+    batch = choose_batch(train(global_batch_size=4), (8,) * 6, 64)
+    assert "2 of 6 devices have nothing to do: a step has 4 rows; raise TRAIN_GLOBAL_BATCH_SIZE" in batch.reasons
+
+
+sizes = st.lists(st.integers(1, 200), min_size=1, max_size=16).map(tuple)
+
+
+@given(fitting=sizes, wanted=st.integers(1, 2048), most=st.integers(1, 64))
+def test_the_global_batch_is_reached_on_any_world(fitting: tuple[int, ...], wanted: int, most: int) -> None:
+    batch = choose_batch(train(global_batch_size=wanted), fitting, most)
+    slots = sum(batch.micro_batches) * batch.accumulation
+    assert batch.global_batch == wanted <= slots
+    assert len(batch.micro_batches) == len(fitting)
+    assert all(1 <= micro <= min(room, most) for micro, room in zip(batch.micro_batches, fitting, strict=True))
+    # No micro-step more than the room needs.
+    assert batch.accumulation <= -(-wanted // sum(min(most, room) for room in fitting)) or len(set(fitting)) > 1
+    # Every rank's share fits its own slots, however the sampler rounds.
+    total = sum(batch.micro_batches)
+    assert all(-(-wanted * micro // (total * batch.accumulation)) <= micro for micro in batch.micro_batches)
+
+
+@given(room=st.integers(1, 64), world=st.integers(1, 16), given_micro=st.integers(1, 64))
+def test_the_global_batch_does_not_depend_on_the_world(room: int, world: int, given_micro: int) -> None:
+    assert choose_batch(train(), (room,) * world, 64).global_batch == choose_batch(train(), (room,), 64).global_batch == 32
+    assert choose_batch(train(batch_size=given_micro), (room,) * world, 64).global_batch == 32

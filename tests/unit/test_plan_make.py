@@ -1,0 +1,337 @@
+"""The plan as a function: choices with reasons, refusals with a way round, and what holds for every world."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig, TrainConfig, TuningConfig
+from sft_play.errors import HardwareError, UserError
+from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
+from sft_play.plan.make import make_plan
+from sft_play.plan.plan import Plan
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.shape import shape_of
+from sft_play.plan.show import show_plan
+from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
+
+SMALL, QWEN, LLAMA = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Meta-Llama-3-8B"
+CPU = Hardware(
+    kind="cpu",
+    devices=(Device(name="a CPU", memory_bytes=32 * GIB, free_bytes=24 * GIB, bf16=False),),
+    cpu_threads=8,
+    ram_bytes=32 * GIB,
+)
+
+
+def plan_of(
+    hardware: Hardware | str = CPU, *, name: str = SMALL, mode: Any = "lora", rows: int | None = None, **changes: Any
+) -> Plan:
+    """Plans with fields of `TrainConfig`, `LaunchRequest`, `LaunchConfig`, `ModelConfig` and `TuningConfig` by name."""
+    hardware = parse_hardware(hardware) if isinstance(hardware, str) else hardware
+
+    def part(kind: type) -> dict[str, Any]:
+        return {field: changes.pop(field) for field in list(changes) if field in kind.__dataclass_fields__}  # type: ignore[attr-defined]
+
+    request = LaunchRequest(**part(LaunchRequest))
+    tuning, launch, train, model = part(TuningConfig), part(LaunchConfig), part(TrainConfig), part(ModelConfig)
+    config = Config(
+        model=ModelConfig(name=name, **({"max_seq_len": 256} | model)), tuning=TuningConfig(mode=mode, **tuning), data=DataConfig(),
+        train=TrainConfig(**train), launch=LaunchConfig(**launch),
+    )  # fmt: skip
+    assert not changes, changes
+    typed = {*(f"train.{key}" for key in train), *(f"launch.{key}" for key in launch)}
+    return make_plan(
+        config, typed.__contains__, hardware, shape_of(config.model), launch=request, prepared=prepared(rows) if rows else None
+    )
+
+
+def prepared(rows: int, *, longest: int = 100, tokens: int = 60, labels: int = 20) -> Prepared:
+    split = PreparedSplit(
+        path="train", rows=rows, dropped=0, tokens=rows * tokens, label_tokens=rows * labels, longest=longest, median=tokens, fingerprint="f"
+    )  # fmt: skip
+    model = ResolvedModel(name="m", path="m", source="folder", revision=None, fingerprint="f", tokenizer_fingerprint="t")
+    return Prepared(model=model, train=split, validation=None)
+
+
+def message(kind: type[UserError], *arguments: Any, **changes: Any) -> str:
+    """Returns the rendered error of a plan that must be refused."""
+    with pytest.raises(kind) as error:
+        plan_of(*arguments, **changes)
+    assert type(error.value) is kind
+    assert error.value.hint or kind is UserError
+    return error.value.render()
+
+
+# What a run on a CPU is.
+
+
+def test_one_cpu_process() -> None:
+    plan = plan_of()
+    assert (plan.device, plan.world_size, plan.strategy, plan.backend) == ("cpu", 1, "single", "none")
+    assert (plan.precision, plan.weights_dtype, plan.layout, plan.attn_implementation) == ("fp32", "float32", "flattened", "sdpa")
+    assert plan.ranks[0].device == "cpu" and plan.source == "formula"
+    assert sum(size for name, size in plan.ranks[0].memory_bytes.items() if name != "free") == plan.ranks[0].peak_bytes
+    assert plan.ranks[0].peak_bytes <= plan.ranks[0].capacity_bytes
+    assert plan.ranks[0].micro_batch == 4 and plan.ranks[0].accumulation == 8
+    assert plan.steps is None and "steps: known when the data are prepared" in plan.reasons
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_cpu_processes_share_threads_and_memory() -> None:
+    plan = plan_of(command_strategy="auto", num_gpus=3)
+    assert (plan.world_size, plan.strategy, plan.backend) == (3, "ddp", "gloo")
+    assert all(rank.capacity_bytes == int(24 * GIB * 0.85 / 3) for rank in plan.ranks)
+    assert plan_of(command_strategy="auto").world_size == 2  # without NUM_GPUS
+    assert plan_of(command_strategy="zero").strategy == "zero2"
+    assert plan_of(command_strategy="fsdp2").strategy == "fsdp2"
+
+
+def test_gpus_are_bf16_nccl_and_every_card() -> None:
+    plan = plan_of("4xH100", name=LLAMA, command_strategy="auto")
+    assert (plan.world_size, plan.backend, plan.precision, plan.weights_dtype) == (4, "nccl", "bf16", "bfloat16")
+    assert [rank.device for rank in plan.ranks] == [f"cuda:{i}" for i in range(4)]
+    assert plan_of("4xH100", name=LLAMA, command_strategy="auto", num_gpus=2).world_size == 2
+    assert plan_of("4xH100", name=LLAMA).world_size == 1
+    assert plan_of("2xH100", name=LLAMA, command_strategy="auto", num_nodes=3).world_size == 6
+    assert plan_of("4xH100", name=LLAMA, mode="full", command_strategy="zero").weights_dtype == "float32"
+
+
+def test_mismatched_cards_get_the_rows_that_they_hold() -> None:
+    plan = plan_of(
+        "24GB+12GB+12GB", name=QWEN, mode="qlora", max_seq_len=512, command_strategy="auto", gradient_checkpointing=True
+    )
+    large, small, other = (rank.micro_batch for rank in plan.ranks)
+    assert large > small == other
+    assert len({rank.accumulation for rank in plan.ranks}) == 1
+    assert plan.global_batch_size == 32
+
+
+# Choices.
+
+
+def test_precision_follows_the_hardware() -> None:
+    old = plan_of("T4", name=SMALL)
+    assert old.precision == "fp16" and "precision fp16: T4 has no bfloat16" in old.reasons
+    assert plan_of("H100", bf16=False).precision == "fp32"
+    assert plan_of("H100", fp16=True, bf16=False).precision == "fp16"
+    assert "T4 does not compute in bfloat16" in message(HardwareError, "H100+T4", command_strategy="auto", bf16=True)
+    assert "this CPU does not compute in bfloat16" in message(HardwareError, bf16=True)
+    assert "fp16 with loss scaling needs a GPU" in message(HardwareError, fp16=True)
+    fast = replace(CPU, devices=(replace(CPU.devices[0], bf16=True),))
+    assert plan_of(fast).precision == "fp32"
+    assert plan_of(fast, bf16=True).precision == "bf16"
+    assert "zero2 on a CPU computes in fp32 only" in message(HardwareError, fast, bf16=True, command_strategy="zero")
+
+
+def test_optimizers_that_need_a_gpu_become_the_nearest_one() -> None:
+    plan = plan_of(optim="paged_adamw_8bit")
+    assert plan.optim == "adamw_torch"
+    assert "optimizer adamw_torch instead of paged_adamw_8bit, which needs a GPU" in plan.reasons
+    assert plan_of("H100", name=LLAMA, optim="paged_adamw_8bit").optim == "paged_adamw_8bit"
+    assert plan_of("24GB", name=QWEN, mode="qlora", max_seq_len=512).optim == "paged_adamw_8bit"
+    assert plan_of("H100", name=LLAMA).optim == "adamw_torch_fused"
+    sharded = plan_of("2xH100", name=LLAMA, command_strategy="zero", optim="adamw_bnb_8bit")
+    assert sharded.optim == "adamw_torch" and any("cannot be sharded by zero2" in reason for reason in sharded.reasons)
+    assert plan_of(optim="sgd").optim == "sgd"
+
+
+def test_learning_rate_and_warmup() -> None:
+    assert plan_of().learning_rate == 2e-4
+    assert plan_of(mode="full").learning_rate == 2e-5
+    assert plan_of(learning_rate=3e-3).learning_rate == 3e-3
+    assert plan_of(rows=3200, epochs=1).warmup_steps == 3  # 3 % of 100
+    assert plan_of(rows=3200, epochs=1, warmup_steps=7).warmup_steps == 7
+    assert plan_of().warmup_steps is None
+
+
+def test_steps_come_from_rows() -> None:
+    plan = plan_of(rows=100, epochs=3)
+    assert (plan.steps_per_epoch, plan.steps) == (4, 12)
+    assert "steps 12 = 3 epochs x 4 (100 rows / 32 global, rounded up)" in plan.reasons
+    assert plan_of(rows=100, epochs=0.5).steps == 2
+    assert plan_of(rows=100, max_steps=5).steps == 5
+    assert plan_of(rows=3, epochs=0.1).steps == 1
+    assert plan_of(max_steps=5).steps == 5
+
+
+def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
+    assert plan_of("H100", name=LLAMA, max_seq_len=1024, batch_size=4).layout == "flattened"
+    large = plan_of("H100", name=LLAMA, max_seq_len=1024, batch_size=8)
+    assert large.layout == "padded" and any("quadratic mask" in reason for reason in large.reasons)
+    model = replace(shape_of(ModelConfig(name=SMALL)), model_type="mamba2")
+    config = Config(model=ModelConfig(name=SMALL, max_seq_len=64))
+    plan = make_plan(config, lambda _: False, CPU, model, launch=LaunchRequest(), prepared=None)
+    assert plan.layout == "padded" and any("`mamba2` is not among the families" in reason for reason in plan.reasons)
+
+
+def test_attention() -> None:
+    assert plan_of(attn_implementation="eager").attn_implementation == "eager"
+    assert "needs a GPU" in message(HardwareError, attn_implementation="flash_attention_2")
+
+
+def test_checkpointing_only_when_it_must() -> None:
+    assert not plan_of("H100", name=LLAMA, max_seq_len=1024).gradient_checkpointing
+    tight = plan_of("24GB", name=LLAMA, max_seq_len=2048)
+    assert tight.gradient_checkpointing
+    assert "gradient checkpointing on: 1 row per device do not fit without it" in tight.reasons
+    assert plan_of(gradient_checkpointing=True).gradient_checkpointing
+    assert not plan_of("H100", name=LLAMA, gradient_checkpointing=False).gradient_checkpointing
+
+
+# Strategies and their contradictions.
+
+
+@pytest.mark.parametrize(
+    ("command", "configured", "chosen"),
+    [
+        ("auto", "auto", "ddp"), ("auto", "zero1", "zero1"), ("auto", "zero3", "zero3"), ("auto", "fsdp2", "fsdp2"), ("auto", "ddp", "ddp"),
+        ("zero", "auto", "zero2"), ("zero", "zero3", "zero3"), ("fsdp2", "fsdp2", "fsdp2"), ("ddp", "auto", "ddp"),
+    ],
+)  # fmt: skip
+def test_strategies(command: Any, configured: Any, chosen: str) -> None:
+    plan = plan_of(command_strategy=command, num_gpus=2, strategy=configured)
+    assert plan.strategy == chosen
+    assert any(reason.startswith(f"strategy {chosen}: ") for reason in plan.reasons)
+
+
+def test_a_users_json_decides_the_stage() -> None:
+    assert plan_of(command_strategy="zero", num_gpus=2, zero_stage=3).strategy == "zero3"
+
+
+@pytest.mark.parametrize(
+    ("command", "configured", "right"),
+    [
+        ("zero", "fsdp2", "make train-fsdp"), ("zero", "ddp", "make train-distributed"), ("fsdp2", "zero2", "make train-deepspeed"),
+        ("fsdp2", "ddp", "make train-distributed"), ("single", "ddp", "make train-distributed"), ("single", "zero1", "make train-deepspeed"),
+        ("single", "fsdp2", "make train-fsdp"), ("ddp", "zero2", "make train-deepspeed"),
+    ],
+)  # fmt: skip
+def test_command_and_configuration_contradict(command: Any, configured: Any, right: str) -> None:
+    text = message(UserError, command_strategy=command, num_gpus=2, strategy=configured)
+    assert f"`launch.strategy` is `{configured}`" in text and right in text
+
+
+def test_backends() -> None:
+    config = Config(model=ModelConfig(name=SMALL, max_seq_len=64), launch=LaunchConfig(backend="mpi"))
+    with pytest.raises(UserError, match="torch's published builds lack"):
+        make_plan(config, lambda _: False, CPU, shape_of(config.model), launch=LaunchRequest(), prepared=None)
+    config = replace(config, launch=LaunchConfig(backend="nccl"))
+    with pytest.raises(UserError, match="needs GPUs"):
+        make_plan(config, lambda _: False, CPU, shape_of(config.model), launch=LaunchRequest(), prepared=None)
+
+
+def test_qlora_and_zero3() -> None:
+    text = message(UserError, "2x24GB", name=QWEN, mode="qlora", max_seq_len=512, command_strategy="auto", strategy="zero3")
+    assert "QLoRA and ZeRO-3 do not go together" in text and "`zero2`" in text and "`fsdp2`" in text
+
+
+def test_unsloth() -> None:
+    hardware = parse_hardware("2x24GB")
+    config = Config(model=ModelConfig(name=QWEN, max_seq_len=512), tuning=TuningConfig(mode="qlora", backend="unsloth"))
+    request = LaunchRequest(command_strategy="auto")
+    plan = make_plan(config, lambda _: False, hardware, shape_of(config.model), launch=request, prepared=None)
+    assert plan.strategy == "ddp" and plan.layout == "padded"
+    for strategy in ("zero2", "fsdp2"):
+        wanted = replace(config, launch=LaunchConfig(strategy=strategy))  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="It allows one GPU, or `ddp`"):
+            make_plan(wanted, lambda _: False, hardware, shape_of(config.model), launch=request, prepared=None)
+    with pytest.raises(HardwareError, match="an NVIDIA GPU"):
+        make_plan(config, lambda _: False, CPU, shape_of(config.model), launch=LaunchRequest(), prepared=None)
+
+
+# What does not fit, and what is not there.
+
+
+def test_more_gpus_than_there_are() -> None:
+    text = message(HardwareError, "2xH100", name=LLAMA, command_strategy="auto", num_gpus=3)
+    assert "`NUM_GPUS` is 3, but there are 2 (H100, H100)" in text and "NUM_GPUS=2" in text
+    assert "`NUM_GPUS` is 65" in message(HardwareError, command_strategy="auto", num_gpus=65)
+
+
+def test_rows_longer_than_the_model() -> None:
+    text = message(UserError, max_seq_len=100_000)
+    assert "8192" in text
+
+
+def test_what_does_not_fit_shows_parts_and_ways_out() -> None:
+    text = message(HardwareError, "24GB", name=LLAMA, mode="full", max_seq_len=2048)
+    assert "not even one row of 2048 tokens fits: rank 0 (24 GB GPU) needs" in text
+    assert "optimizer 59.8" in text and "gradients 29.9" in text
+    assert "TUNING_MODE=lora: " in text and "TUNING_MODE=qlora: " in text
+    assert "TRAIN_GRADIENT_CHECKPOINTING=true" not in text  # it is on already
+    text = message(HardwareError, "24GB", name=LLAMA, mode="full", max_seq_len=2048, gradient_checkpointing=False)
+    assert "TRAIN_GRADIENT_CHECKPOINTING=true: " in text
+    text = message(HardwareError, "24GB", name=LLAMA, max_seq_len=2048, batch_size=16)
+    assert "a micro-batch of 16 rows of 2048 tokens does not fit" in text and "TRAIN_BATCH_SIZE=auto" in text
+    assert "make train-fsdp: " in message(
+        HardwareError, "2x24GB", name=LLAMA, mode="full", max_seq_len=2048, command_strategy="auto"
+    )
+
+
+def test_before_the_data_are_known_only_what_no_data_can_change_is_refused() -> None:
+    tight = {"name": LLAMA, "max_seq_len": 8192, "batch_size": 4}
+    message(HardwareError, "24GB", **tight)
+    early = plan_of("24GB", **tight, early=True)
+    assert early.remedies == ("TRAIN_BATCH_SIZE=auto", "MODEL_MAX_SEQ_LEN=4096")
+    assert any("may run short" in reason for reason in early.reasons)
+    short = plan_of("24GB", **tight, rows=64)  # the longest of these rows has 100 tokens
+    assert short.ranks[0].peak_bytes < short.ranks[0].capacity_bytes and not short.remedies
+    message(HardwareError, "24GB", name=LLAMA, mode="full", early=True)
+
+
+# The forecast.
+
+
+def test_speed_is_forecast_where_it_can_be_known() -> None:
+    assert plan_of("2x24GB", name=LLAMA, command_strategy="auto").tokens_per_second is None
+    one, four = (plan_of(f"{n}xH200", name=LLAMA, max_seq_len=2048, command_strategy="auto", rows=512) for n in (1, 4))
+    assert one.tokens_per_second == pytest.approx(10_500, rel=0.2)  # 0.35 of 989 TFLOP/s at 31.9 GFLOP a token
+    assert four.tokens_per_second is not None and 3.5 < four.tokens_per_second / one.tokens_per_second <= 4
+    assert four.total_seconds == pytest.approx((four.seconds_per_step or 0) * (four.steps or 0))
+    assert one.communication_share == 0
+
+
+def test_a_slow_network_costs_what_arithmetic_says() -> None:
+    plan = plan_of("3xRTX4090@1Gbit", name=LLAMA, command_strategy="auto", rows=96, max_seq_len=512)
+    assert plan.seconds_per_step is not None and plan.communication_share is not None
+    # 41.9 M fp32 gradients around a ring of three at 117.5 MB/s: 1.90 s (measured facts: 1.90).
+    assert plan.seconds_per_step * plan.communication_share == pytest.approx(1.90, rel=0.01)
+    sharded = plan_of("3xRTX4090@1Gbit", name=LLAMA, command_strategy="fsdp2", rows=96, max_seq_len=512)
+    assert (sharded.seconds_per_step or 0) > 20 * plan.seconds_per_step
+
+
+# Any world, the same run.
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cards=st.lists(st.sampled_from([12, 16, 24, 48, 80]), min_size=1, max_size=8), rows=st.integers(1, 5000),
+    wanted=st.integers(1, 256), tokens=st.sampled_from([128, 512, 1024]),
+)  # fmt: skip
+def test_every_world_takes_the_same_steps(cards: list[int], rows: int, wanted: int, tokens: int) -> None:
+    text = "+".join(f"{size}GB" for size in cards)
+    changes: dict[str, Any] = {"name": QWEN, "mode": "qlora", "global_batch_size": wanted, "max_seq_len": tokens, "rows": rows}
+    alone = plan_of(f"{max(cards)}GB", **changes)
+    plan = plan_of(text, command_strategy="auto", **changes)
+    assert (plan.global_batch_size, plan.steps, plan.warmup_steps, plan.learning_rate) == (
+        wanted, alone.steps, alone.warmup_steps, alone.learning_rate,
+    )  # fmt: skip
+    assert sum(rank.micro_batch * rank.accumulation for rank in plan.ranks) >= wanted
+    assert all(rank.peak_bytes <= rank.capacity_bytes for rank in plan.ranks)
+
+
+def test_the_summary_names_what_matters() -> None:
+    text = show_plan(plan_of("2xH200", name=LLAMA, command_strategy="auto", rows=320), details=True)
+    for part in (
+        "plan: ddp on 2 x H200, bf16",
+        "32 rows a step = micro-batch 16 x accumulation 1 x 2",
+        "tokens/s",
+        "ranks 0 to 1",
+        "free",
+    ):
+        assert part in text
