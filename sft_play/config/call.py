@@ -105,7 +105,9 @@ def parse_call(arguments: Sequence[str], commands: Mapping[str, CommandRow], env
     known = frozenset(option for row in commands.values() for option in row.options)
     for one in given:
         key = _key(one)
-        if one.name in known:
+        if not _is_writable(one):
+            problems.append(UserError(f"`{ascii(one.name)[1:-1]}` is not UTF-8 text"))
+        elif one.name in known:
             _option(one, command, commands, options, problems)
         elif key is None:
             problems.append(_unknown(one, known))
@@ -199,6 +201,11 @@ def _key(one: _Given) -> str | None:
     if not one.make and names.refusal(one.name):
         return one.name
     return variables().get(one.name)
+
+
+def _is_writable(one: _Given) -> bool:
+    """Python keeps bytes that are not UTF-8 as halves of surrogate pairs, which no file takes."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in one.name + one.text)
 
 
 def _option(

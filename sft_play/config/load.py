@@ -10,26 +10,28 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sft_play.config import names
-from sft_play.config.keys import REQUIRED, Key, extra_keys, find_key, schema_keys, sections, variable_name, variables
+from sft_play.config.keys import REQUIRED, extra_keys, find_key, schema_keys, sections, variable_name, variables
 from sft_play.config.schema import Config, DataSource
-from sft_play.config.types import INVALID, Mismatch, allows_null, convert, takes_text
-from sft_play.config.yaml_source import Node, parse_yaml, read_yaml, wrap
+from sft_play.config.sources import config_path, leaves, read_file
+from sft_play.config.types import INVALID, Mismatch, convert
+from sft_play.config.values import Value, Values, interpolate
+from sft_play.config.yaml_source import wrap
 from sft_play.errors import UserError, raise_all
 from sft_play.files import read_json, write_json
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call, Override
 
-PRESETS = Path(__file__).resolve().parents[2] / "configs"
-"""The shipped presets."""
 DEFAULT = "default"
-NOT_KEYS = frozenset({"SFT_PLAY_CACHE", "SFT_PLAY_TEST_CACHE"})
+NOT_KEYS = ("SFT_PLAY_",)
+"""Variables of the program itself, such as `SFT_PLAY_CACHE`."""
 OLD_TIMEOUT = "NCCL_TIMEOUT"
 
 
@@ -49,30 +51,11 @@ class LoadedConfig:
         return self.origins.get(key, DEFAULT) != DEFAULT
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """One value before it is checked."""
-
-    node: Node
-    origin: str
-    literal: bool = False
-    """Whether `${` in it stands for itself: what was typed on a command line is never interpolated."""
-
-
-@dataclass(slots=True)
-class _Sources:
-    """Values collected so far, and what is wrong with them."""
-
-    values: dict[str, _Value] = field(default_factory=dict)
-    problems: list[UserError] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-
-
 def load_config(path: Path | None, overrides: Iterable[Override] = (), environ: Mapping[str, str] | None = None) -> LoadedConfig:
     """Returns the configuration of a file with overrides. Raises `UserError` with every problem at once."""
-    found = _Sources()
+    found = Values()
     if path is not None:
-        _read_file(path, found, ())
+        read_file(path, found)
     _read_environment(os.environ if environ is None else environ, found)
     _read_overrides(overrides, found)
     return _finish(found, path)
@@ -85,7 +68,7 @@ def load_for_call(call: Call, default: str | None) -> LoadedConfig:
         name = call.options.get("CONFIG") or default
         if not name:
             raise UserError(f"`{call.command}` needs a configuration", hint=f"make {call.command} CONFIG=configs/quickstart.yaml")
-        loaded = load_config(_config_path(name), call.overrides)
+        loaded = load_config(config_path(name), call.overrides)
     else:
         from sft_play.runs.folder import runs_folder
 
@@ -100,20 +83,15 @@ def read_config(path: Path, overrides: Iterable[Override] = ()) -> LoadedConfig:
     """Returns the configuration of a run's `config.json`. Raises `UserError`."""
     try:
         saved = read_json(path)
-        nested, origins = saved["config"], saved["origins"]
+        tree, origins = dict(saved["config"]), {str(key): str(origin) for key, origin in saved["origins"].items()}
+        tree["train"] = {**tree["train"], **tree["train"]["extra"]}
+        del tree["train"]["extra"]
         source = Path(saved["path"]) if saved.get("path") else None
     except FileNotFoundError:
         raise UserError("there is no such run, or it was never configured", place=str(path)) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"is not a run's configuration: {error}", place=str(path)) from None
-    found = _Sources()
-    nested = {**nested, "train": {**nested.get("train", {}), **nested.get("train", {}).get("extra", {})}}
-    nested["train"].pop("extra", None)
-    for key, value in _leaves(wrap(nested), ""):
-        if find_key(key) is None:
-            found.problems.append(UserError(f"`{key}` is not a key of this version", place=str(path)))
-        elif origins.get(key, DEFAULT) != DEFAULT:
-            found.values[key] = _Value(value, origins[key], literal=True)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"not the configuration of a run: {type(error).__name__} {error}", place=str(path)) from None
+    found = _values_of(tree, origins, place=str(path))
     _read_overrides(overrides, found)
     return _finish(found, source)
 
@@ -123,13 +101,23 @@ def override_config(loaded: LoadedConfig, overrides: Iterable[Override]) -> Load
     overrides = list(overrides)
     if not overrides:
         return loaded
-    found = _Sources()
-    nested = _as_tree(loaded.config)
-    for key, value in _leaves(wrap(nested), ""):
-        if loaded.typed(key):
-            found.values[key] = _Value(value, loaded.origins[key], literal=True)
+    tree = dataclasses.asdict(_plain(loaded.config))
+    tree["train"].update(tree["train"].pop("extra"))
+    found = _values_of(tree, loaded.origins, place=str(loaded.path))
+    found.notices = list(loaded.notices)
     _read_overrides(overrides, found)
     return _finish(found, loaded.path)
+
+
+def _values_of(tree: Mapping[str, Any], origins: Mapping[str, str], place: str) -> Values:
+    """Returns a whole configuration as one layer: what this version's defaults are does not matter to a run that exists."""
+    found = Values()
+    for key, node in leaves(wrap(tree), ""):
+        if find_key(key) is None:
+            found.problems.append(UserError(f"`{key}` is not a key of this version", place=place))
+        else:
+            found.put(key, node, origins.get(key, DEFAULT), literal=True)
+    return found
 
 
 def save_config(loaded: LoadedConfig, path: Path) -> None:
@@ -142,170 +130,64 @@ def _plain(config: Config) -> Config:
     return replace(config, train=replace(config.train, extra=dict(config.train.extra)))
 
 
-def _as_tree(config: Config) -> dict[str, Any]:
-    tree = dataclasses.asdict(_plain(config))
-    tree["train"].update(tree["train"].pop("extra"))
-    return tree
-
-
-# ---- Files
-
-
-def _config_path(name: str) -> Path:
-    """Returns the file that `CONFIG=` names; a bare preset name is its file."""
-    path = Path(name)
-    preset = _preset(name)
-    if not path.suffix and path.name == name and not path.exists() and preset.is_file():
-        return preset
-    if not path.is_file():
-        near = names.closest_file(path, PRESETS)
-        raise UserError(
-            f"there is no file `{name}`",
-            hint=f"did you mean `{near}`?" if near else "CONFIG= takes a YAML file or a preset's name",
-        )
-    return path
-
-
-def _preset(name: str) -> Path:
-    """Returns the path of a preset, as short as it can be shown."""
-    path = PRESETS / f"{name}.yaml"
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _read_file(path: Path, found: _Sources, chain: tuple[Path, ...]) -> None:
-    """Adds a file's values, its parents' first."""
-    if path.resolve() in (other.resolve() for other in chain):
-        names_of = " -> ".join(str(p) for p in (*chain, path))
-        raise UserError(f"`extends` goes round in a circle: {names_of}", place=str(chain[0]))
-    root = read_yaml(path)
-    if root.value is None:
-        root = Node({}, line=1)
-    if not isinstance(root.value, dict):
-        raise UserError("a configuration is a mapping of sections", place=f"{path}:{root.line}", hint="model:\n  name: ...")
-    tree = dict(root.value)
-    parent = tree.pop("extends", None)
-    for one in _parents(parent, path):
-        _read_file(one, found, (*chain, path))
-    for key, node in _leaves(Node(tree, line=1), ""):
-        place = f"{path}:{node.line}"
-        if find_key(key) is None:
-            found.problems.append(_unknown_key(key, place, node))
-        else:
-            found.values[key] = _Value(node, place)
-
-
-def _parents(node: Node | None, path: Path) -> list[Path]:
-    if node is None:
-        return []
-    place = f"{path}:{node.line}"
-    wanted = node.plain() if isinstance(node.value, list) else [node.value]
-    parents = []
-    for name in wanted:
-        if not isinstance(name, str) or not name:
-            raise UserError(f"`extends` is `{name}`; expected a preset's name or a file", place=place)
-        beside, preset = path.parent / name, _preset(name)
-        if beside.is_file():
-            parents.append(beside)
-        elif "/" not in name and preset.is_file():
-            parents.append(preset)
-        else:
-            near = names.closest_file(Path(name), PRESETS)
-            hint = f"did you mean `{Path(near).stem}`?" if near else "files count from the folder of the file that extends"
-            raise UserError(f"`extends` is `{name}`, which is neither a preset nor a file", place=place, hint=hint)
-    return parents
-
-
-def _leaves(node: Node, prefix: str) -> Iterable[tuple[str, Node]]:
-    """Yields dotted key -> node, going into sections only."""
-    assert isinstance(node.value, dict)
-    for name, part in node.value.items():
-        key = f"{prefix}.{name}" if prefix else name
-        if key in sections() and part.value is None:
-            continue  # an empty section says nothing
-        if key in sections() and isinstance(part.value, dict):
-            yield from _leaves(part, key)
-        else:
-            yield key, part
-
-
-def _unknown_key(key: str, place: str, node: Node) -> UserError:
-    if key in sections():
-        return UserError(f"`{key}` is `{node.plain()}`; expected a mapping of its keys", place=place)
-    if refusal := names.refusal(key):
-        instead, why = refusal
-        return UserError(f"`{key}` is not taken: {why}", place=place, hint=f"use `{instead}`" if instead else None)
-    section, _, leaf = key.rpartition(".")
-    better = names.suggest(leaf, section)
-    return UserError(
-        f"unknown key `{key}`",
-        place=place,
-        hint=f"did you mean `{better}`?" if better else "docs/configuration.md lists every key",
-    )
-
-
 # ---- Environment and command line
 
 
-def _read_environment(environ: Mapping[str, str], found: _Sources) -> None:
+def _read_environment(environ: Mapping[str, str], found: Values) -> None:
+    """Adds `SFT_SECTION_KEY` variables as one layer; one that is nearly such a name is an error, any other is not ours."""
+    found.layer += 1
     for name, text in sorted(environ.items()):
-        if not name.startswith("SFT_") or name in NOT_KEYS:
+        if not name.startswith("SFT_") or name.startswith(NOT_KEYS):
             continue
         key = variables().get(name.removeprefix("SFT_"))
-        origin = f"environment {name}={text}"
         if key is not None and find_key(key):
-            _add_text(key, text, origin, found)
-        elif name.removeprefix("SFT_").partition("_")[0].lower() in sections():
-            better = names.suggest(name.removeprefix("SFT_").lower())
-            hint = f"did you mean `SFT_{variable_name(better)}`?" if better else "docs/configuration.md lists every key"
-            found.problems.append(UserError(f"unknown variable `{name}`", place="environment", hint=hint))
+            found.put_text(key, text, f"environment {name}={text}")
+        elif key is not None:
+            found.problems.append(_refused(key, place=f"environment {name}={text}"))
+        elif problem := _unknown_variable(name):
+            found.problems.append(problem)
     timeout = environ.get(OLD_TIMEOUT)
     if timeout and "launch.timeout_seconds" not in found.values:
-        _add_text("launch.timeout_seconds", timeout, f"environment {OLD_TIMEOUT}={timeout}", found)
+        found.put_text("launch.timeout_seconds", timeout, f"environment {OLD_TIMEOUT}={timeout}")
         found.notices.append(f"no library reads `{OLD_TIMEOUT}`; it sets `launch.timeout_seconds` to {timeout}")
+    elif timeout:
+        origin = found.values["launch.timeout_seconds"].origin
+        found.notices.append(f"no library reads `{OLD_TIMEOUT}`, and `launch.timeout_seconds` is given: {origin}")
 
 
-def _read_overrides(overrides: Iterable[Override], found: _Sources) -> None:
+def _unknown_variable(name: str) -> UserError | None:
+    bare = name.removeprefix("SFT_")
+    of_section = bare.partition("_")[0].lower() in sections()
+    if not of_section and not get_close_matches(bare, variables(), n=1, cutoff=0.85):
+        return None
+    better = names.suggest(bare.lower(), options=())
+    hint = f"did you mean `SFT_{variable_name(better)}`?" if better else "docs/configuration.md lists every key"
+    return UserError(f"unknown variable `{name}`", place="environment", hint=hint)
+
+
+def _read_overrides(overrides: Iterable[Override], found: Values) -> None:
+    found.layer += 1
     for one in overrides:
         if find_key(one.key) is None:
-            instead, why = names.refusal(one.key) or (None, "there is no such key")
-            hint = f"use `{variable_name(instead) if instead and '.' in instead else instead}`" if instead else None
-            found.problems.append(UserError(f"`{one.key}` is not taken: {why}", place=one.origin, hint=hint))
+            found.problems.append(_refused(one.key, place=one.origin))
         else:
-            _add_text(one.key, one.text, one.origin, found)
+            found.put_text(one.key, one.text, one.origin)
 
 
-def _add_text(key: str, text: str, origin: str, found: _Sources) -> None:
-    """Adds a value typed as text; the key's type says whether it is text or YAML."""
-    known = find_key(key)
-    assert known is not None
-    found.values[key] = _Value(_node_of(text, known), origin, literal=True)
-
-
-def _node_of(text: str, key: Key) -> Node:
-    if "\0" in text:
-        return Node(text, text=text)
-    if not text and allows_null(key.annotation):
-        return Node(None)
-    only_text = takes_text(key.annotation) and not key.extra
-    if only_text:
-        return Node(None if text == "null" and allows_null(key.annotation) else text)
-    try:
-        node = parse_yaml(text, key.name)
-    except UserError:
-        return Node(text, text=text)
-    if node.value is None and not allows_null(key.annotation):
-        return Node(text, text=text)
-    return node
+def _refused(key: str, place: str) -> UserError:
+    instead, why = names.refusal(key) or (None, "there is no such key")
+    hint = f"use `{variable_name(instead) if '.' in instead else instead}`" if instead else None
+    return UserError(f"`{key}` is not taken: {why}", place=place, hint=hint)
 
 
 # ---- Together
 
 
-def _finish(found: _Sources, path: Path | None) -> LoadedConfig:
+def _finish(found: Values, path: Path | None) -> LoadedConfig:
     """Interpolates, checks types, fills defaults in, applies rules."""
     from sft_play.config.rules import check_rules
 
-    _interpolate(found)
+    interpolate(found)
     values: dict[str, Any] = {}
     for key, value in found.values.items():
         known = find_key(key)
@@ -332,75 +214,11 @@ def _finish(found: _Sources, path: Path | None) -> LoadedConfig:
     return LoadedConfig(config=config, origins=MappingProxyType(origins), path=path, notices=tuple(found.notices))
 
 
-def _as_error(mismatch: Mismatch, value: _Value, path: Path | None) -> UserError:
+def _as_error(mismatch: Mismatch, value: Value, path: Path | None) -> UserError:
     place = value.origin
     if path is not None and mismatch.node.line and ":" in place and not value.literal:
         place = f"{place.rpartition(':')[0]}:{mismatch.node.line}"
     return UserError(f"`{mismatch.key}` {mismatch.problem}", place=place, hint=mismatch.hint)
-
-
-def _interpolate(found: _Sources) -> None:
-    """Resolves `${section.key}` and OmegaConf's own resolvers in values that come from files."""
-    open_ones = [key for key, value in found.values.items() if not value.literal and _has_interpolation(value.node)]
-    if not open_ones:
-        return
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    unresolved = (OmegaConfBaseException, RecursionError, ValueError)
-    for key in list(open_ones):
-        try:
-            OmegaConf.create({"value": found.values[key].node.plain()})
-        except unresolved as error:  # not OmegaConf's grammar at all
-            _cannot_resolve(key, error, found)
-            open_ones.remove(key)
-    layers = [
-        OmegaConf.create(_tree_of(_defaults())),
-        OmegaConf.create(_tree_of({key: _escaped(value) for key, value in found.values.items()})),
-    ]
-    merged = OmegaConf.merge(*layers)
-    for key in open_ones:
-        value = found.values[key]
-        try:
-            resolved = OmegaConf.select(merged, key, throw_on_missing=True)
-            plain = OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
-        except unresolved as error:
-            _cannot_resolve(key, error, found)
-            continue
-        found.values[key] = _Value(replace(wrap(plain, value.node.line)), value.origin)
-
-
-def _cannot_resolve(key: str, error: Exception, found: _Sources) -> None:
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    found.problems.append(UserError(f"`{key}` cannot be resolved: {first}", place=found.values.pop(key).origin))
-
-
-def _has_interpolation(node: Node) -> bool:
-    if isinstance(node.value, dict):
-        return any(_has_interpolation(part) for part in node.value.values())
-    if isinstance(node.value, list):
-        return any(_has_interpolation(part) for part in node.value)
-    return isinstance(node.value, str) and "${" in node.value
-
-
-def _escaped(value: _Value) -> Any:
-    plain = value.node.plain()
-    return plain.replace("${", "\\${") if value.literal and isinstance(plain, str) else plain
-
-
-def _defaults() -> dict[str, Any]:
-    return {key.name: key.default for key in schema_keys().values() if key.default is not REQUIRED}
-
-
-def _tree_of(flat: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in flat.items():
-        *path, last = key.split(".")
-        inner = tree
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
-    return tree
 
 
 def _build(values: Mapping[str, Any]) -> Config:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from sft_play.config.yaml_source import Node, scalar_text
+from sft_play.config.yaml_source import FLOAT, Node, scalar_text
 
 LARGEST_INTEGER = 2**31 - 1
+MOST_WORDS = 15
+"""Longer choices are not written out in a message; `docs/configuration.md` lists them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +44,7 @@ class Range:
         """Returns ` >= 1`, ` > 0 and < 1`, or nothing."""
         limits = ((">=", self.minimum), (">", self.above), ("<=", self.maximum), ("<", self.below))
         return " and ".join(
-            f" {sign} {limit:g}" if i == 0 else f"{sign} {limit:g}"
+            f" {sign} {limit}" if i == 0 else f"{sign} {limit}"
             for i, (sign, limit) in enumerate((sign, limit) for sign, limit in limits if limit is not None)
         )
 
@@ -100,16 +102,23 @@ def describe(annotation: Any, limits: Range = ANY_NUMBER) -> str:
     numbers = set()
     for part in options(annotation):
         if get_origin(part) is Literal:
-            words += [f"`{word}`" for word in get_args(part)]
+            choices = get_args(part)
+            words += [f"`{word}`" for word in choices] if len(choices) <= MOST_WORDS else [_some(choices)]
         elif get_origin(part) is list:
             (entry,) = get_args(part)
             words.append("a list of entries with `path`" if dataclasses.is_dataclass(entry) else "a list such as `[a, b]`")
+        elif dataclasses.is_dataclass(part):
+            words.append("an entry with `path`")
         elif part is not type(None):
             words.append(names.get(get_origin(part) or part, "a value"))
             numbers.add(part)
     words = also + words + (["null"] if allows_null(annotation) else [])
     words = [single for word in words for single in word.split(", ")] if bool in numbers else words
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _some(choices: tuple[Any, ...]) -> str:
+    return f"one of {len(choices)} words such as `{choices[0]}`"
 
 
 def shown(node: Node) -> str:
@@ -120,9 +129,7 @@ def shown(node: Node) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def convert(  # noqa: PLR0912 - one branch per kind of value
-    node: Node, annotation: Any, limits: Range, key: str, problems: list[Mismatch]
-) -> Any:
+def convert(node: Node, annotation: Any, limits: Range, key: str, problems: list[Mismatch]) -> Any:
     """Returns the value of `node` as `annotation` has it, or `INVALID` with its mismatches added to `problems`."""
     value = node.value
     parts = options(annotation)
@@ -144,11 +151,12 @@ def convert(  # noqa: PLR0912 - one branch per kind of value
             return _record(node, part, key, problems)
         if isinstance(value, dict) and (get_origin(part) or part) in (dict, Mapping):
             return node.plain()
-    if str in parts and value is not None:
-        if isinstance(value, str):
-            return value
-        if node.text is not None and not isinstance(value, (list, dict)):
-            return node.text
+    text = value if isinstance(value, str) else node.text
+    if str in parts and value is not None and text is not None:
+        if _is_writable(text):
+            return text
+        problems.append(Mismatch(key=key, node=node, problem=f"is `{shown(node)}`; expected text without null characters"))
+        return INVALID
     problems.append(
         Mismatch(
             key=key,
@@ -158,6 +166,11 @@ def convert(  # noqa: PLR0912 - one branch per kind of value
         )
     )
     return INVALID
+
+
+def _is_writable(text: str) -> bool:
+    """Whether files and paths can hold the text: no null character, no half of a surrogate pair."""
+    return not any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _number(value: float, parts: tuple[Any, ...], limits: Range) -> Any:
@@ -200,13 +213,25 @@ def _record(node: Node, record: Any, key: str, problems: list[Mismatch]) -> Any:
 
 def _value_hint(node: Node, annotation: Any) -> str | None:
     parts, value = options(annotation), node.value
+    entries = [entry for part in parts if get_origin(part) is list for entry in get_args(part)]
     if bool in parts and isinstance(value, (str, int)) and str(value).lower() in ("yes", "no", "on", "off", "y", "n", "1", "0"):
         return f"write `{'true' if str(value).lower() in ('yes', 'on', 'y', '1') else 'false'}`"
-    words = [str(word) for word in literals(annotation)]
-    if isinstance(value, str) and words:
-        close = get_close_matches(value.lower(), words, n=1, cutoff=0.6)
-        if close:
-            return f"did you mean `{close[0]}`?"
-    if isinstance(value, str) and any(get_origin(part) is list for part in parts):
-        return f"a list is written `[{value}]`"
-    return None
+    if value is False and "no" in literals(annotation):
+        return "write `no`"
+    if isinstance(value, str) and node.text is None and (int in parts or float in parts) and FLOAT.fullmatch(value.strip()):
+        return "write the number without quotes"
+    if isinstance(value, str) and (word := closest_word(value, [str(word) for word in literals(annotation)])):
+        return f"did you mean `{word}`?"
+    if any(dataclasses.is_dataclass(entry) for entry in entries):
+        return "a list of entries is written `[{path: train.jsonl}]`" if isinstance(value, (str, list, dict)) else None
+    if any(dataclasses.is_dataclass(part) for part in parts):
+        return f"an entry is written `{{path: {shown(node)}}}`" if isinstance(value, str) else None
+    return f"a list is written `[{shown(node)}]`" if isinstance(value, str) and entries else None
+
+
+def closest_word(value: str, words: Sequence[str]) -> str | None:
+    """Returns the word that was probably meant: one that begins with `value`, else one that looks like it."""
+    lower = value.lower()
+    longer = [word for word in words if len(lower) > 2 and word.startswith(lower)]
+    close = longer or get_close_matches(lower, words, n=1, cutoff=0.6)
+    return close[0] if close else None

@@ -1,0 +1,111 @@
+"""Configuration files: where they are found, what they extend, and the values they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from sft_play.config import names
+from sft_play.config.keys import find_key, sections
+from sft_play.config.types import shown
+from sft_play.config.values import Values
+from sft_play.config.yaml_source import Node, read_yaml
+from sft_play.errors import UserError
+
+PRESETS = Path(__file__).resolve().parents[2] / "configs"
+"""The shipped presets."""
+
+
+def config_path(name: str) -> Path:
+    """Returns the file that `CONFIG=` names; a bare preset name is its file. Raises `UserError`."""
+    path = Path(name)
+    preset = preset_path(name)
+    if not path.suffix and path.name == name and not path.exists() and preset.is_file():
+        return preset
+    if path.is_dir():
+        raise UserError(f"`{name}` is a folder; expected a YAML file")
+    if not path.is_file():
+        near = names.closest_file(path, PRESETS)
+        raise UserError(
+            f"there is no file `{name}`",
+            hint=f"did you mean `{near}`?" if near else "CONFIG= takes a YAML file or a preset's name",
+        )
+    return path
+
+
+def preset_path(name: str) -> Path:
+    """Returns the path of a preset, as short as it can be shown."""
+    path = PRESETS / f"{name}.yaml"
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def read_file(path: Path, found: Values, chain: tuple[Path, ...] = ()) -> None:
+    """Adds a file's values as one layer, over those of its parents. Raises `UserError` for what is not a mapping of YAML."""
+    if path.resolve() in (other.resolve() for other in chain):
+        way = " -> ".join(str(p) for p in (*chain, path))
+        raise UserError(f"`extends` goes round in a circle: {way}", place=str(chain[0]))
+    root = read_yaml(path)
+    if root.value is None:
+        root = Node({}, line=1)
+    if not isinstance(root.value, dict):
+        raise UserError(
+            f"`{shown(root)}` is not a mapping of sections", place=f"{path}:{root.line}", hint="a file begins with `model:`"
+        )
+    tree = dict(root.value)
+    for parent in _parents(tree.pop("extends", None), path):
+        read_file(parent, found, (*chain, path))
+    found.layer += 1
+    for key, node in leaves(Node(tree, line=1), ""):
+        place = f"{path}:{node.line}"
+        if find_key(key) is None:
+            found.problems.append(_unknown_key(key, place, node))
+        else:
+            found.put(key, node, place)
+
+
+def _parents(node: Node | None, path: Path) -> list[Path]:
+    if node is None:
+        return []
+    place = f"{path}:{node.line}"
+    parents = []
+    for entry in node.value if isinstance(node.value, list) else [node]:
+        name = entry.value if isinstance(entry.value, str) else entry.text
+        if not name or "\0" in name:
+            raise UserError(f"`extends` is `{shown(entry)}`; expected a preset's name or a file", place=place)
+        beside, preset = path.parent / name, preset_path(name)
+        if beside.is_file():
+            parents.append(beside)
+        elif "/" not in name and preset.is_file():
+            parents.append(preset)
+        else:
+            near = names.closest_file(Path(name), PRESETS)
+            hint = f"did you mean `{Path(near).stem}`?" if near else "files count from the folder of the file that extends"
+            raise UserError(f"`extends` is `{name}`, which is neither a preset nor a file", place=place, hint=hint)
+    return parents
+
+
+def leaves(node: Node, prefix: str) -> Iterable[tuple[str, Node]]:
+    """Yields dotted key -> node of a mapping, going into sections only."""
+    assert isinstance(node.value, dict)
+    for name, part in node.value.items():
+        key = f"{prefix}.{name}" if prefix else name
+        if key in sections() and part.value is None:
+            continue  # an empty section says nothing
+        if key in sections() and isinstance(part.value, dict):
+            yield from leaves(part, key)
+        else:
+            yield key, part
+
+
+def _unknown_key(key: str, place: str, node: Node) -> UserError:
+    if key in sections():
+        return UserError(f"`{key}` is `{shown(node)}`; expected a mapping of its keys", place=place)
+    if refusal := names.refusal(key):
+        instead, why = refusal
+        return UserError(f"`{key}` is not taken: {why}", place=place, hint=f"use `{instead}`" if instead else None)
+    section, _, leaf = key.rpartition(".")
+    if leaf == "<<":
+        return UserError("YAML 1.2 has no merge key `<<`", place=place, hint="`extends:` takes the keys of another file")
+    better = names.suggest(leaf, section)
+    hint = f"did you mean `{better}`?" if better else "docs/configuration.md lists every key"
+    return UserError(f"unknown key `{key}`", place=place, hint=hint)

@@ -1,0 +1,158 @@
+"""Values on their way to a configuration: what was written where, which layer wins, and `${...}` resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_origin
+
+from sft_play.config.keys import REQUIRED, Key, find_key, schema_keys
+from sft_play.config.types import allows_null, options
+from sft_play.config.yaml_source import Node, parse_yaml, resolve_scalar, wrap
+from sft_play.errors import UserError
+
+RIVALS: Mapping[str, str] = {
+    "data.train_path": "data.sources",
+    "data.sources": "data.train_path",
+    "data.val_path": "data.validation",
+    "data.validation": "data.val_path",
+    "train.warmup_ratio": "train.warmup_steps",
+    "train.warmup_steps": "train.warmup_ratio",
+}
+"""Two ways to say one thing: the later layer's replaces the earlier one's. Both in one file are a contradiction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One value before it is checked."""
+
+    node: Node
+    origin: str
+    literal: bool = False
+    """Whether `${` in it stands for itself: what was typed on a command line is never interpolated."""
+    layer: int = 0
+    """Number of the file, environment or command line that it came from; the higher wins."""
+
+
+@dataclass(slots=True)
+class Values:
+    """Values collected so far, and what is wrong with them."""
+
+    values: dict[str, Value] = field(default_factory=dict)
+    problems: list[UserError] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    layer: int = 0
+
+    def put(self, key: str, node: Node, origin: str, *, literal: bool = False) -> None:
+        """Sets a key over what earlier layers said, and takes away what contradicts it there."""
+        rival = RIVALS.get(key)
+        if rival in self.values and self.values[rival].layer < self.layer:
+            del self.values[rival]
+        if key == "train.eval_strategy" and node.value != "steps":
+            inherited = self.values.get("train.eval_steps")
+            if inherited and inherited.layer < self.layer:
+                del self.values["train.eval_steps"]
+        self.values[key] = Value(node, origin, literal, self.layer)
+
+    def put_text(self, key: str, text: str, origin: str) -> None:
+        """Sets a key from text that was typed: the key's type says what it means."""
+        known = find_key(key)
+        assert known is not None
+        self.put(key, node_of_text(text, known), origin, literal=True)
+
+
+def node_of_text(text: str, key: Key) -> Node:
+    """Returns the value of `text` as `key` takes it: text letter for letter, lists and mappings as YAML, else one scalar.
+
+    Nothing at all, or `null`, is null where the key allows it.
+    """
+    parts = options(key.annotation)
+    if text in ("", "null") and allows_null(key.annotation):
+        return Node(None)
+    if all(part in (str, type(None)) for part in parts):
+        return Node(text)
+    holds_more = any((get_origin(part) or part) in (list, dict) for part in parts)
+    if holds_more and text.lstrip().startswith(("[", "{", "- ")):
+        try:
+            return parse_yaml(text, key.name)
+        except UserError:
+            return Node(text, text=text)
+    value = resolve_scalar(text.strip())
+    if value is None or isinstance(value, str):
+        value = text if str in parts else text.strip()
+    return Node(value, text=text)
+
+
+def interpolate(found: Values) -> None:
+    """Resolves `${section.key}` and OmegaConf's own resolvers (`${oc.env:HOME}`) in values that come from files."""
+    open_ones = [key for key, value in found.values.items() if not value.literal and _has_interpolation(value.node)]
+    if not open_ones:
+        return
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    unresolved = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
+    for key in list(open_ones):
+        try:
+            OmegaConf.create({"value": found.values[key].node.plain()})
+        except unresolved as error:  # not OmegaConf's grammar at all
+            _cannot_resolve(key, error, found)
+            open_ones.remove(key)
+    written = {key: escaped(value.node.plain()) if value.literal else value.node.plain() for key, value in found.values.items()}
+    merged = OmegaConf.merge(OmegaConf.create(_tree_of(_defaults())), OmegaConf.create(_tree_of(written)))
+    for key in open_ones:
+        try:
+            resolved = OmegaConf.select(merged, key, throw_on_missing=True)
+            plain = OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
+        except unresolved as error:
+            _cannot_resolve(key, error, found)
+            continue
+        value = found.values[key]
+        found.values[key] = Value(_again(wrap(plain, value.node.line)), value.origin, layer=value.layer)
+
+
+def _again(node: Node) -> Node:
+    """Text that was put together (`${oc.env:N}`, `0.${x}`) may be a number."""
+    return Node(resolve_scalar(node.value), text=node.value, line=node.line) if isinstance(node.value, str) else node
+
+
+def _cannot_resolve(key: str, error: Exception, found: Values) -> None:
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    value = found.values.pop(key)
+    found.problems.append(UserError(f"`{key}` cannot be resolved: {first}", place=value.origin))
+
+
+def _has_interpolation(node: Node) -> bool:
+    if isinstance(node.value, dict):
+        return any(_has_interpolation(part) for part in node.value.values())
+    if isinstance(node.value, list):
+        return any(_has_interpolation(part) for part in node.value)
+    return isinstance(node.value, str) and "${" in node.value
+
+
+def escaped(plain: Any) -> Any:
+    """Returns `plain` with every `${` standing for itself in OmegaConf, which takes `\\${` so, and backslashes before it in pairs."""
+    if isinstance(plain, Mapping):
+        return {key: escaped(part) for key, part in plain.items()}
+    if isinstance(plain, list):
+        return [escaped(part) for part in plain]
+    if not isinstance(plain, str) or "${" not in plain:
+        return plain
+    pieces = plain.split("${")
+    ends = [piece + "\\" * (len(piece) - len(piece.rstrip("\\"))) for piece in pieces[:-1]]
+    return "\\${".join([*ends, pieces[-1]])
+
+
+def _defaults() -> dict[str, Any]:
+    return {key.name: key.default for key in schema_keys().values() if key.default is not REQUIRED}
+
+
+def _tree_of(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, last = key.split(".")
+        inner = tree
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return tree
