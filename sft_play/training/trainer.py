@@ -296,7 +296,9 @@ class SftTrainer(Trainer):
         """Writes weights as safetensors with tokenizer; under FSDP2 too, where the base class keeps shards only."""
         assert output_dir is not None
         if self.is_fsdp_enabled:
-            self._save(output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+            whole = self.accelerator.get_state_dict(self.model)
+            tied = getattr(self.model, "all_tied_weights_keys", {})  # gathered twice: the head and the embedding that it is
+            self._save(output_dir, state_dict={name: value for name, value in whole.items() if name not in tied})
         else:
             super().save_model(output_dir, _internal_call=True)
         if self.is_world_process_zero():

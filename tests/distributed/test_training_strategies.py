@@ -1,0 +1,155 @@
+"""What sharding must not change: published weights, quantised bases, answers while training; and worlds that are not the plan's."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import verify
+from tests.tiny_models import build_tiny_llama
+from tests.training_runs import Trial, column, command, copy_run, exit_code, logs, make_run, must_train, rows, train
+
+HALVES = ((2, 2), (2, 2))
+Trained = Callable[[Trial], RunFolder]
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose head is its embedding: one tensor, which a sharding engine may save twice, once or not at all."""
+    return build_tiny_llama(tmp_path_factory.mktemp("models") / "tied")
+
+
+@pytest.fixture(scope="module")
+def trained(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Trains a trial once; its folder is for reading only."""
+    folder = tmp_path_factory.mktemp("trained")
+
+    @functools.cache
+    def run_once(trial: Trial) -> RunFolder:
+        return must_train(make_run(folder / f"run{len(list(folder.glob('run*')))}", tied, trial))
+
+    return run_once
+
+
+ANSWERS = ("train.predict_with_generate: true", "train.generation_max_new_tokens: 6", "train.load_best_model_at_end: true")
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
+def test_sharded_weights_are_published_whole_and_answer_the_same(strategy: str, trained: Trained) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    alone = trained(Trial(settings=ANSWERS))
+    run = trained(Trial(strategy=strategy, ranks=HALVES, settings=ANSWERS))
+    wanted, found = (load_file(r.model / "model.safetensors") for r in (alone, run))
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.allclose(found[name], tensor, atol=2e-5), name
+    logits = [AutoModelForCausalLM.from_pretrained(r.model)(torch.arange(4, 30)[None]).logits for r in (alone, run)]
+    assert torch.allclose(*logits, atol=1e-4)
+    for step in (4, 8):
+        answers = [(r.evaluation(step) / "predictions.jsonl").read_text() for r in (alone, run)]
+        assert answers[0] == answers[1]
+        assert verify(run.checkpoint(step)) is None
+    scores = [[{k: v for k, v in row.items() if not k.endswith("seconds")} for row in rows(r, "eval")] for r in (alone, run)]
+    assert [row["eval_answers"] for row in scores[1]] == [7, 7]
+    for left, right in zip(*scores, strict=True):
+        assert left.pop("kind") == right.pop("kind")
+        assert left == pytest.approx(right, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.long), pytest.param("zero2", marks=pytest.mark.long)]
+)
+def test_a_quantised_base_trains_the_same_under_every_strategy(strategy: str, trained: Trained) -> None:
+    """Evaluations stand between the steps: they must leave the base as it was."""
+    trial = Trial(mode="qlora", learning_rate=5e-3)
+    alone = trained(trial)
+    run = trained(Trial(mode="qlora", learning_rate=5e-3, strategy=strategy, ranks=HALVES))
+    assert column(run, "loss") == pytest.approx(column(alone, "loss"), abs=2e-5)
+    assert column(run, "eval_loss", "eval") == pytest.approx(column(alone, "eval_loss", "eval"), abs=2e-5)
+    assert sum(column(alone, "loss")[-3:]) < sum(column(alone, "loss")[:3]) - 0.1, "it learns"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("single", ((4, 2),)), pytest.param("zero2", HALVES, marks=pytest.mark.long),
+                            pytest.param("fsdp2", HALVES, marks=pytest.mark.long)]
+)  # fmt: skip
+def test_a_loss_that_is_no_number_stops_before_the_update(
+    strategy: str, ranks: tuple[tuple[int, int], ...], tied: Path, tmp_path: Path
+) -> None:
+    settings = ("train.save_steps: 2", "train.eval_strategy: no", "train.eval_steps: null")
+    run = make_run(tmp_path / "run", tied, Trial(strategy=strategy, ranks=ranks, learning_rate=1e20, settings=settings))
+    assert train(run).returncode != 0
+    assert exit_code(run) == 4
+    error = json.loads(run.rank_exit(0).read_text())["error"]
+    assert "of step 3 is " in error and "TRAIN_LEARNING_RATE" in error
+    named = json.loads((run.logs / "bad-rows-rank0.json").read_text())
+    assert named["step"] == 3 and named["rows"]
+    assert [row["step"] for row in rows(run)] == [1, 2]
+    assert verify(run.checkpoint(2)) is None, "the last good checkpoint is kept"
+    assert not run.model.exists()
+
+
+def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp_path: Path) -> None:
+    import shutil
+
+    whole = trained(Trial(settings=("train.logging_steps: 3", "train.dataloader_num_workers: 1")))
+    assert [row["step"] for row in rows(whole)] == [3, 4, 6, 8], "also at checkpoints and at the end"
+    run = copy_run(whole, tmp_path / "again")
+    for folder in (run.model, run.checkpoint(8)):
+        shutil.rmtree(folder)
+    must_train(run, run.checkpoint(4))
+    for name in ("step", "loss", "grad_norm", "rank_loss", "rank_tokens", "learning_rate"):
+        assert column(run, name) == column(whole, name)
+    assert column(run, "step", "eval") == [4, 8]
+    assert (run.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
+    assert len(list(run.tensorboard.iterdir())) == 2, "the curve goes on in a second file"
+
+
+@pytest.mark.parametrize(
+    ("planned", "spoil", "words"),
+    [
+        # accelerate drops DeepSpeed without a word when it is told that there is no GPU: plain DDP would run.
+        ("zero2", {"ACCELERATE_USE_CPU": "true"}, "under MULTI_CPU"),
+        ("fsdp2", {"ACCELERATE_USE_FSDP": "false"}, "the plan is fsdp2 over 2 ranks"),
+    ],
+)
+def test_another_strategy_than_planned_is_refused_before_the_first_batch(
+    planned: str, spoil: dict[str, str], words: str, tied: Path, tmp_path: Path
+) -> None:
+    import subprocess
+
+    run = make_run(tmp_path / "run", tied, Trial(strategy=planned, ranks=HALVES))
+    arguments, variables = command(run, **spoil)
+    if planned == "fsdp2":
+        text = run.accelerate.read_text().replace('distributed_type: "FSDP"', 'distributed_type: "MULTI_GPU"')
+        run.accelerate.write_text(text.partition("fsdp_config:")[0])
+    subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    assert exit_code(run) == 3, logs(run)
+    error = json.loads(run.rank_exit(0).read_text())["error"]
+    assert words in error, error
+    assert not run.metrics.exists()
+    assert not run.checkpoints.exists() or not list(run.checkpoints.iterdir())
+
+
+def test_fewer_processes_than_planned_are_refused(tied: Path, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    run = make_run(tmp_path / "run", tied, Trial(strategy="ddp", ranks=HALVES))
+    _, variables = command(run)
+    done = subprocess.run(
+        [sys.executable, "-m", "sft_play.train", "--run", str(run.path)],
+        env=variables, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "1 processes were started, but the plan is for 2" in done.stdout + done.stderr
+    assert exit_code(run) == 3
