@@ -1,0 +1,318 @@
+"""Rows of every format, files of every kind, and what is said of those that cannot be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from sft_play.config.schema import DataSource
+from sft_play.data.builtin import read_builtin
+from sft_play.data.formats import recognise, to_messages
+from sft_play.data.read import read_file, read_source
+from sft_play.errors import DataError
+
+Row = dict[str, Any]
+
+MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+ROWS: dict[str, Row] = {
+    "messages": {"messages": MESSAGES},
+    "prompt_completion": {"prompt": "q", "completion": "a"},
+    "instruction": {"instruction": "q", "output": "a"},
+    "question_answer": {"question": "q", "answer": "a"},
+}
+
+
+def refused(row: Mapping[str, Any], form: str | None = None) -> DataError:
+    with pytest.raises(DataError) as caught:
+        to_messages(row, form or recognise(row))
+    return caught.value
+
+
+@pytest.mark.parametrize("form", ROWS)
+def test_each_format_is_recognised_and_gives_the_same_conversation(form: str) -> None:
+    assert recognise(ROWS[form]) == form
+    assert to_messages(ROWS[form], form) == MESSAGES
+
+
+@pytest.mark.parametrize("form", ["prompt_completion", "instruction", "question_answer"])
+def test_a_system_column_becomes_the_first_message(form: str) -> None:
+    assert to_messages({**ROWS[form], "system": "s"}, form) == [{"role": "system", "content": "s"}, *MESSAGES]
+    assert to_messages({**ROWS[form], "system": None}, form) == MESSAGES
+
+
+@pytest.mark.parametrize(("given", "wanted"), [("text", "q\n\ntext"), ("", "q"), ("  ", "q"), (None, "q")])
+def test_alpaca_input_is_added_to_the_instruction_and_never_replaces_it(given: str | None, wanted: str) -> None:
+    assert to_messages({**ROWS["instruction"], "input": given}, "instruction")[0]["content"] == wanted
+
+
+def test_what_follows_the_last_answer_is_left_out() -> None:
+    assert to_messages({"messages": [*MESSAGES, {"role": "user", "content": "and?"}]}, "messages") == MESSAGES
+
+
+def test_other_columns_and_keys_do_no_harm() -> None:
+    row = {"id": 7, "messages": [{**message, "name": "x"} for message in MESSAGES]}
+    assert to_messages(row, recognise(row)) == MESSAGES
+
+
+def test_columns_that_are_null_do_not_make_a_format() -> None:
+    """A parquet table made of several data sets has the columns of all of them."""
+    assert recognise({**ROWS["question_answer"], "prompt": None, "completion": None}) == "question_answer"
+
+
+def test_columns_that_fit_two_formats_are_refused_with_both_names() -> None:
+    error = refused({**ROWS["prompt_completion"], **ROWS["question_answer"]})
+    assert "prompt_completion, question_answer" in error.message
+    assert error.hint == "set `format` of the source"
+
+
+def test_an_ambiguous_row_is_taken_once_the_format_is_said() -> None:
+    row = {**ROWS["prompt_completion"], "question": "other", "answer": "other"}
+    assert to_messages(row, "prompt_completion") == MESSAGES
+
+
+def test_no_format_lists_the_columns_found_and_those_wanted() -> None:
+    error = refused({"text": "hello", "label": 1})
+    assert "`text`, `label`" in error.message
+    for columns in ("completion, prompt", "instruction, output", "answer, question", "messages: messages"):
+        assert columns in (error.hint or "")
+
+
+def test_a_missing_column_is_named_with_those_that_are_there() -> None:
+    error = refused({"prompt": "q", "answer": "a"}, "question_answer")
+    assert error.message == "format `question_answer` needs `question`; the columns are `prompt`, `answer`"
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"prompt": 3, "completion": "a"}, "`prompt` is a number"),
+        ({"prompt": "q", "completion": ["a"]}, "`completion` is a list"),
+        ({"instruction": "q", "input": {"a": 1}, "output": "a"}, "`input` is a mapping"),
+        ({"question": "q", "answer": True}, "`answer` is true or false"),
+        ({"messages": "hello"}, "`messages` is text"),
+        ({"messages": ["hello"]}, "`messages[0]`"),
+        ({"messages": [{"role": "user"}]}, "`messages[0]`"),
+        ({"messages": [{"role": "human", "content": "q"}]}, "`messages[0].role` is `human`"),
+        ({"messages": [{"role": ["user"], "content": "q"}]}, "`messages[0].role`"),
+        ({"messages": [{"role": "user", "content": None}]}, "`messages[0].content` is empty"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "`messages[0].content` is a list"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named_with_what_it_is(row: Row, named: str) -> None:
+    assert named in refused(row).message
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "completion": "  \n"},
+        {"question": "q", "answer": ""},
+        {"instruction": "q", "output": ""},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": "q"}]},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": " "}]},
+    ],
+)
+def test_a_row_without_an_answer_is_refused(row: Row) -> None:
+    assert "nothing to learn" in refused(row).message
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    r"""JSON allows `"\ud83d"`, which no tokenizer takes."""
+    assert "half of a surrogate pair" in refused({"prompt": "q", "completion": json.loads('"\\ud83d"')}).message
+
+
+# ---- Files
+
+
+def source(path: Path | str, **options: Any) -> DataSource:
+    return DataSource(path=str(path), **options)
+
+
+def unreadable(path: Path | str) -> DataError:
+    with pytest.raises(DataError) as caught:
+        for _, row in read_source(source(path)):
+            if isinstance(row, DataError):  # a line that is no row: preparation goes on to show the next ones too
+                raise row
+    return caught.value
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+TWO = [{"prompt": 'a, "b"', "completion": "c\nd"}, {"prompt": "ä", "completion": "2"}]
+CONTENTS: dict[str, str] = {
+    "rows.jsonl": "\n".join(json.dumps(row) for row in TWO) + "\n\n",
+    "rows.json": json.dumps(TWO, indent=1),
+    "lines.json": "\n".join(json.dumps(row) for row in TWO),
+    "rows.csv": 'prompt,completion\r\n"a, ""b""","c\nd"\r\nä,2\r\n',
+}
+
+
+def write_parquet(path: Path, rows: list[Row]) -> Path:
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "bom"])
+def test_each_kind_of_file_gives_the_same_rows(name: str, mark: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name, mark + CONTENTS[name])
+    assert [row for _, row in read_file(path)] == TWO
+
+
+def test_parquet_gives_the_same_rows(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "rows.parquet", TWO)
+    assert list(read_file(path)) == [(f"{path}, row {number}", row) for number, row in enumerate(TWO, 1)]
+
+
+def test_a_row_carries_the_line_on_which_it_stands(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '\n{"prompt": "1"}\n\n{"prompt": "2"}\n')
+    assert [place for place, _ in read_file(path)] == [f"{path}:2", f"{path}:4"]
+
+
+def test_a_csv_row_carries_the_line_on_which_it_begins(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", 'prompt,completion\n"one\ntwo",x\n\nlast,y\n')
+    assert [place for place, _ in read_file(path)] == [f"{path}:2", f"{path}:5"]
+
+
+def test_a_line_separator_inside_a_string_does_not_end_a_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"prompt": "a\u2028b\u0085c"}\n{"prompt": "d"}\n')
+    assert [row["prompt"] for _, row in read_file(path)] == ["a\u2028b\u0085c", "d"]
+
+
+def test_globs_and_folders_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b", "a", "deep/c"):
+        write(tmp_path / f"{name}.jsonl", json.dumps({"prompt": name}))
+    write(tmp_path / "notes.txt", "not data")
+    (tmp_path / "empty.json").mkdir()
+
+    def prompts(pattern: Path) -> list[str]:
+        return [row["prompt"] for _, row in read_source(source(pattern))]
+
+    assert prompts(tmp_path / "*.jsonl") == ["a", "b"]
+    assert prompts(tmp_path / "**" / "*.jsonl") == ["a", "b", "deep/c"]
+    assert prompts(tmp_path) == ["a", "b", "deep/c"]
+
+
+def test_a_file_whose_name_holds_glob_marks_is_that_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "part[1].jsonl", '{"prompt": "a"}')
+    assert len(list(read_source(source(path)))) == 1
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "deep/folder/missing"])
+def test_a_missing_file_is_named(name: str) -> None:
+    error = unreadable(name)
+    assert (error.place, error.message) == (name, "there is no such file")
+
+
+def test_a_glob_without_a_match_and_a_folder_without_data_are_named(tmp_path: Path) -> None:
+    assert f"no file matches `{tmp_path}/*.csv`" in unreadable(tmp_path / "*.csv").message
+    assert unreadable(tmp_path).place == str(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_an_empty_file_is_named(name: str, content: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name, content)
+    error = unreadable(path)
+    assert (error.place, error.message) == (str(path), "the file holds no row")
+
+
+def test_a_csv_with_only_a_header_and_an_empty_list_hold_no_row(tmp_path: Path) -> None:
+    assert unreadable(write(tmp_path / "a.csv", "prompt,completion\n")).message == "the file holds no row"
+    assert unreadable(write(tmp_path / "a.json", "[]")).message == "the file holds no row"
+
+
+def test_one_empty_file_in_a_folder_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", '{"prompt": "a"}')
+    empty = write(tmp_path / "b.jsonl", "")
+    assert unreadable(tmp_path).place == str(empty)
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"prompt": "a"}\n{"prompt": oops}\n')
+    error = unreadable(path)
+    assert (error.place or "").startswith(f"{path}:2:")
+    assert "oops" in (error.hint or "")
+
+
+def test_json_that_breaks_off_is_named_by_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", '[\n{"prompt": "a"},\n{"prompt": \n')
+    assert (unreadable(path).place or "").startswith(f"{path}:4:")
+
+
+def test_json_nested_beyond_reason_is_an_error_of_the_data(tmp_path: Path) -> None:
+    assert "nested too deep" in unreadable(write(tmp_path / "a.jsonl", "[" * 100_000)).message
+
+
+@pytest.mark.parametrize(("content", "kind"), [("[1]", "list"), ("3", "int"), ('"text"', "str"), ("null", "NoneType")])
+def test_a_line_that_is_no_object_is_named(content: str, kind: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", content)
+    error = unreadable(path)
+    assert error.place == f"{path}:1"
+    assert kind in error.message
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+@pytest.mark.parametrize("before", [0, 30_000], ids=["first", "far"])
+def test_a_byte_that_is_not_utf8_is_named_by_its_place_in_the_file(name: str, before: int, tmp_path: Path) -> None:
+    good = b"prompt\n" if name.endswith("csv") else b""
+    good += b'{"prompt": "aaaaaaaaaaaaaaaaa"}\n' * (before // 32)
+    path = write(tmp_path / name, good + b'{"prompt": "\xff"}\n')
+    error = unreadable(path)
+    assert error.place == f"{path}:{good.count(bytes([10])) + 1}"
+    assert "byte 13 of the line" in error.message
+
+
+@pytest.mark.parametrize("row", ["1,2,3", "1"])
+def test_a_ragged_csv_row_is_named(row: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", f"prompt,completion\na,b\n{row}\n")
+    error = unreadable(path)
+    assert error.place == f"{path}:3"
+    assert "number of columns" in error.message
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "a.jsonl.gz"])
+def test_an_unknown_ending_is_named_with_those_that_are_read(name: str, tmp_path: Path) -> None:
+    error = unreadable(write(tmp_path / name, "x"))
+    assert Path(name).suffix in error.message
+    assert ".parquet" in (error.hint or "")
+
+
+def test_an_ending_in_capitals_is_read(tmp_path: Path) -> None:
+    assert len(list(read_file(write(tmp_path / "A.JSONL", '{"prompt": "a"}')))) == 1
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
+    error = unreadable(write(tmp_path / "a.parquet", "not parquet, but long enough to look for a footer"))
+    assert error.place == str(tmp_path / "a.parquet")
+    assert "is not a parquet file" in error.message
+
+
+# ---- The built-in set
+
+
+def test_the_built_in_set_is_stable_and_its_modules_do_not_overlap() -> None:
+    train, validation = list(read_builtin("docstrings", "train")), list(read_builtin("docstrings", "validation"))
+    assert len(train) > 1000
+    assert len(validation) == 80
+    assert {place.split()[0] for place, _ in train}.isdisjoint(place.split()[0] for place, _ in validation)
+    assert validation == list(read_builtin("docstrings", "validation"))
+    assert all(recognise(row) == "messages" for _, row in train + validation)
+
+
+@pytest.mark.parametrize(("path", "split"), [("builtin:poems", None), ("builtin:docstrings", "test")])
+def test_an_unknown_built_in_set_or_split_names_what_there_is(path: str, split: str | None) -> None:
+    with pytest.raises(DataError) as caught:
+        list(read_source(source(path, split=split)))
+    assert "docstrings" in f"{caught.value.message} {caught.value.hint}"

@@ -1,0 +1,297 @@
+"""Which tokens are trained, for the templates that models use: every answer with the token that ends it, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from sft_play.data.formats import Message
+from sft_play.data.template import IGNORED, Encoded, Renderer
+from sft_play.errors import DataError
+from sft_play.model.tokenizer import default_template, end_of_turn_ids, load_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, build_tokenizer
+
+LLAMA3 = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + "
+    "message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for message in messages %}{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+    "{% if message['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+ZEPHYR = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+QWEN3 = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+CONVERSATION: list[Message] = [
+    {"role": "user", "content": "How are you?"},
+    {"role": "assistant", "content": "Fine, thanks."},
+    {"role": "user", "content": "And\n\nnow?"},
+    {"role": "assistant", "content": "The same:\n\n  still fine."},
+]
+SINGLE = CONVERSATION[:2]
+
+
+def tokenizer_of(
+    folder: Path, template: str | None, *, added: Sequence[str] = (), bos: str | None = None, eos: str | None = None
+) -> Any:
+    """Returns the tiny BPE with further special tokens, saved and loaded as a user's would be."""
+    build_tokenizer(folder, template=False)
+    made = AutoTokenizer.from_pretrained(folder)
+    made.add_special_tokens({"additional_special_tokens": [*added]})
+    for name, token in (("bos_token", bos), ("eos_token", eos)):
+        if token:
+            made.add_special_tokens({name: token})
+    made.chat_template = template
+    made.save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+def encode(tokenizer: Any, messages: Sequence[Message]) -> Encoded:
+    return Renderer(tokenizer, end_of_turn_ids(tokenizer)).encode(messages)
+
+
+def trained(tokenizer: Any, encoded: Encoded) -> list[str]:
+    """Returns the text of each unbroken run of trained tokens."""
+    runs: list[list[int]] = [[]]
+    for token, label in zip(encoded.input_ids, encoded.labels, strict=True):
+        if label == IGNORED:
+            runs.append([])
+        else:
+            assert label == token
+            runs[-1].append(token)
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+Family = tuple[str, Any, str, str]
+"""Name, tokenizer, what is written before an answer, and the mark that ends it."""
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+
+    def made(name: str, template: str | None, before: str, end: str, **options: Any) -> Family:
+        return name, tokenizer_of(folder / name, template, **options), before, end
+
+    headers = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    all_of_them = [
+        made("chatml", CHAT_TEMPLATE, "<|im_start|>assistant\n", "<|im_end|>"),
+        made(
+            "llama3", LLAMA3, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>",
+            added=headers, bos="<|begin_of_text|>", eos="<|end_of_text|>",
+        ),
+        made(
+            "gemma", GEMMA, "<start_of_turn>model\n", "<end_of_turn>",
+            added=["<start_of_turn>", "<end_of_turn>"], bos="<bos>", eos="<eos>",
+        ),
+        made("zephyr", ZEPHYR, "<|assistant|>\n", "</s>", eos="</s>"),
+        made("default", None, "<|im_start|>assistant\n", "<|im_end|>"),
+    ]  # fmt: skip
+    return {family[0]: family for family in all_of_them}
+
+
+NAMES = ["chatml", "llama3", "gemma", "zephyr", "default"]
+
+
+@pytest.fixture(params=NAMES)
+def family(request: pytest.FixtureRequest, families: dict[str, Family]) -> Family:
+    return families[request.param]
+
+
+def test_a_chatml_mask_written_by_hand(families: dict[str, Family]) -> None:
+    _, tokenizer, _, _ = families["chatml"]
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    start, end = 1, 2
+    question = [start, *ids("user\nHow are you?"), end, *ids("\n"), start, *ids("assistant\n")]
+    answer = [*ids("Fine, thanks."), end]
+    encoded = encode(tokenizer, SINGLE)
+    assert encoded.input_ids == [*question, *answer, *ids("\n")]
+    assert encoded.labels == [IGNORED] * len(question) + answer + [IGNORED] * len(ids("\n"))
+    assert encoded.prompt_ids == question
+    assert encoded.reference == "Fine, thanks."
+
+
+def test_every_answer_is_trained_with_its_end_and_nothing_else(family: Family) -> None:
+    _, tokenizer, _, end = family
+    assert trained(tokenizer, encode(tokenizer, CONVERSATION)) == [f"Fine, thanks.{end}", f"The same:\n\n  still fine.{end}"]
+
+
+def test_what_is_not_trained_is_the_rest_of_the_rendered_text(family: Family) -> None:
+    _, tokenizer, before, end = family
+    encoded = encode(tokenizer, SINGLE)
+    text = tokenizer.decode(encoded.input_ids)
+    assert text == tokenizer.apply_chat_template(SINGLE, tokenize=False)
+    at = next(i for i, label in enumerate(encoded.labels) if label != IGNORED)
+    assert tokenizer.decode(encoded.input_ids[:at]).endswith(before)
+    after = len(encoded.labels) - next(i for i, label in enumerate(reversed(encoded.labels)) if label != IGNORED)
+    assert tokenizer.decode(encoded.input_ids[at:after]) == f"Fine, thanks.{end}"
+    assert not tokenizer.decode(encoded.input_ids[after:]).strip()
+
+
+def test_the_prompt_is_where_the_row_begins(family: Family) -> None:
+    _, tokenizer, before, _ = family
+    for messages in (SINGLE, CONVERSATION):
+        encoded = encode(tokenizer, messages)
+        assert encoded.input_ids[: len(encoded.prompt_ids)] == encoded.prompt_ids
+        assert encoded.labels[len(encoded.prompt_ids)] != IGNORED
+        assert tokenizer.decode(encoded.prompt_ids).endswith(before)
+
+
+def test_the_end_of_a_turn_comes_first_among_the_stops(family: Family) -> None:
+    _, tokenizer, _, end = family
+    stops = end_of_turn_ids(tokenizer)
+    assert stops[0] == tokenizer.convert_tokens_to_ids(end)
+    assert tokenizer.eos_token_id in stops
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma"])
+def test_a_template_with_bos_begins_with_exactly_one(name: str, families: dict[str, Family]) -> None:
+    tokenizer = families[name][1]
+    encoded = encode(tokenizer, CONVERSATION)
+    assert encoded.input_ids.count(tokenizer.bos_token_id) == 1
+    assert encoded.input_ids[0] == encoded.prompt_ids[0] == tokenizer.bos_token_id
+
+
+def add_bos(folder: Path, template: str | None) -> Any:
+    """Returns a tokenizer that puts `<s>` before every text, as Llama's does."""
+    from tokenizers import processors
+
+    tokenizer = tokenizer_of(folder, template, bos="<s>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    return tokenizer
+
+
+def test_a_tokenizer_that_adds_bos_does_not_add_a_second(tmp_path: Path) -> None:
+    tokenizer = add_bos(tmp_path, "{{ bos_token }}" + CHAT_TEMPLATE)
+    assert encode(tokenizer, SINGLE).input_ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_the_default_template_writes_bos_where_the_tokenizer_would(tmp_path: Path) -> None:
+    tokenizer = add_bos(tmp_path, None)
+    tokenizer.chat_template = default_template(tokenizer)
+    encoded = encode(tokenizer, SINGLE)
+    assert encoded.input_ids[0] == tokenizer.bos_token_id
+    assert encoded.input_ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_a_template_that_writes_bos_twice_is_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, "{{ bos_token }}{{ bos_token }}" + CHAT_TEMPLATE, bos="<s>")
+    with pytest.raises(DataError, match="twice"):
+        encode(tokenizer, SINGLE)
+
+
+def test_the_default_template_ends_turns_with_eos_where_chatml_marks_are_unknown(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.train_from_iterator(
+        ["plain text"],
+        trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
+    )
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    assert trained(tokenizer, encode(tokenizer, SINGLE)) == ["Fine, thanks.</s>"]
+
+
+def test_a_system_message_is_never_trained(families: dict[str, Family]) -> None:
+    _, tokenizer, _, end = families["llama3"]
+    encoded = encode(tokenizer, [{"role": "system", "content": "Be brief."}, *SINGLE])
+    assert "Be brief." in tokenizer.decode(encoded.prompt_ids)
+    assert trained(tokenizer, encoded) == [f"Fine, thanks.{end}"]
+
+
+def test_a_conversation_that_the_template_refuses_names_its_roles(families: dict[str, Family]) -> None:
+    with pytest.raises(DataError, match=r"system, user, assistant.*System role not supported"):
+        encode(families["gemma"][1], [{"role": "system", "content": "Be brief."}, *SINGLE])
+
+
+def test_a_template_without_an_end_of_turn_is_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}")
+    with pytest.raises(DataError, match="no end-of-turn token"):
+        encode(tokenizer, SINGLE)
+
+
+def test_an_end_that_comes_only_after_the_next_question_is_refused(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m['content'] + ('<|im_end|>' if m['role'] == 'user' else ' ') }}{% endfor %}"
+    with pytest.raises(DataError, match="no end-of-turn token"):
+        encode(tokenizer_of(tmp_path, template), CONVERSATION)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages[-2:] %}{{ m['content'] + '<|im_end|>' }}{% endfor %}",
+        "{% for m in messages %}{{ m['content'] | length }}{{ m['content'] + '<|im_end|>' }}{% endfor %}",
+        "{% for m in messages %}{{ m['content'] + m['content'] + '<|im_end|>' }}{% endfor %}",
+    ],
+    ids=["forgets earlier turns", "depends on the answer", "repeats the answer"],
+)
+def test_a_template_that_changes_turns_is_refused(template: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="mask cannot be exact"):
+        encode(tokenizer_of(tmp_path, template), CONVERSATION)
+
+
+def test_a_thought_that_only_the_last_answer_has_is_trained_with_it(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, QWEN3)
+    found = trained(tokenizer, encode(tokenizer, CONVERSATION))
+    assert found == ["Fine, thanks.<|im_end|>", "<think>\n\n</think>\n\nThe same:\n\n  still fine.<|im_end|>"]
+
+
+def test_spaces_within_an_answer_are_trained_where_offsets_are_trimmed(tmp_path: Path) -> None:
+    """GPT-NeoX's tokenizer gives a token of white space an empty span."""
+    from tokenizers import processors
+
+    tokenizer = tokenizer_of(tmp_path, CHAT_TEMPLATE)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    answer = "one\n\n\n\ttwo   \n"
+    assert trained(tokenizer, encode(tokenizer, [SINGLE[0], {"role": "assistant", "content": answer}])) == [f"{answer}<|im_end|>"]
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_text_is_trained_exactly(data: st.DataObject, families: dict[str, Family]) -> None:
+    """Leading line ends too, which a tokenizer would merge with the template's own."""
+    _, tokenizer, _, end = families[data.draw(st.sampled_from(["chatml", "zephyr", "default"]))]
+    text = st.text(alphabet="ab \n\t.1é\u4e16\U0001f600'", min_size=1, max_size=12).filter(lambda value: bool(value.strip()))
+    answers = data.draw(st.lists(text, min_size=1, max_size=3))
+    messages = [
+        message
+        for answer in answers
+        for message in ({"role": "user", "content": data.draw(text)}, {"role": "assistant", "content": answer})
+    ]
+    encoded = encode(tokenizer, messages)
+    assert trained(tokenizer, encoded) == [answer + end for answer in answers]
+    assert len(encoded.labels) == len(encoded.input_ids)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(answer=st.text(alphabet="ab \n.", min_size=1, max_size=8).filter(lambda value: bool(value.strip())))
+def test_the_prompt_begins_the_row_whatever_the_answer(answer: str, families: dict[str, Family]) -> None:
+    encoded = encode(families["chatml"][1], [SINGLE[0], {"role": "assistant", "content": answer}])
+    assert encoded.input_ids[: len(encoded.prompt_ids)] == encoded.prompt_ids
