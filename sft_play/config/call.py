@@ -229,7 +229,7 @@ def _unknown(one: _Given, known: frozenset[str]) -> UserError:
     better = names.suggest(one.name, options=known)
     section = one.name.lower().partition("_")[0].partition(".")[0].lstrip("-")
     if better:
-        value = one.text if one.text and one.text.isprintable() else "..."
+        value = one.text if one.text and one.text.isprintable() else "1" if better == "JSON" else "..."
         hint = f"did you mean `{_prefix(one)}{_as_variable(better)}={value}`?".replace("`make ", "`", 1)
     elif section in sections():
         hint = f"`docs/configuration.md` lists the keys of `{section}`"

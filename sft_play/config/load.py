@@ -209,6 +209,9 @@ def _finish(found: Values, path: Path | None) -> LoadedConfig:
     raise_all(found.problems)
     origins = {key: found.values[key].origin if key in found.values else DEFAULT for key in schema_keys()}
     origins |= {key: value.origin for key, value in found.values.items() if key in extra_keys()}
+    for short, key in (("data.train_path", "data.sources"), ("data.val_path", "data.validation")):
+        if values.get(short) and not values.get(key):
+            origins[key] = origins[short]
     config = _with_paths(_build(values))
     raise_all(check_rules(config, origins))
     return LoadedConfig(config=config, origins=MappingProxyType(origins), path=path, notices=tuple(found.notices))

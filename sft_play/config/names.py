@@ -95,20 +95,27 @@ def suggest(name: str, section: str = "", options: Iterable[str] = OPTIONS) -> s
             return candidate
         if candidate in IN_SECTION:
             return IN_SECTION[candidate]
-    if word.upper() in known:
-        return word.upper()
+    for option in known:
+        if lower.replace("_", "") == option.lower().replace("_", ""):
+            return option
+    if lower in sections():
+        return None
     flat = lower.replace(".", "_")
-    leaf = lower.rpartition(".")[2]
-    for candidate in (flat, leaf, *_without_section(flat)):
+    section = section or _section_of(flat)
+    rest = flat.removeprefix(section.replace(".", "_") + "_") if section else flat
+    if found := IN_SECTION.get(f"{section}.{rest}"):
+        return found
+    for candidate in (flat, lower.rpartition(".")[2], rest):
         found = ALIASES.get(candidate)
         if found and (found in known or not found.isupper()):
             return found
-    return _by_variable(flat) or _by_leaf(leaf) or _by_likeness(flat, leaf, section, known)
+    return _names().get(flat) or _leaves().get(flat) or _leaves().get(rest) or _by_likeness(flat, rest, section, known)
 
 
-def _without_section(flat: str) -> list[str]:
-    prefixes = sorted((section.replace(".", "_") + "_" for section in sections() if section), key=len, reverse=True)
-    return [flat.removeprefix(prefix) for prefix in prefixes if flat.startswith(prefix)]
+def _section_of(flat: str) -> str:
+    """Returns the section that a variable's name begins with, the longest; or nothing."""
+    found = [section for section in sections() if section and flat.startswith(section.replace(".", "_") + "_")]
+    return max(found, key=len, default="")
 
 
 @functools.cache
@@ -126,24 +133,17 @@ def _leaves() -> Mapping[str, str]:
     return found
 
 
-def _by_variable(flat: str) -> str | None:
-    return _names().get(flat)
-
-
-def _by_leaf(leaf: str) -> str | None:
-    return _leaves().get(leaf)
-
-
-def _by_likeness(flat: str, leaf: str, section: str, known: set[str]) -> str | None:
+def _by_likeness(flat: str, rest: str, section: str, known: set[str]) -> str | None:
     """Looks in the section first, then everywhere; a far match would mislead more than none."""
     if section:
         inside = [key.removeprefix(section + ".") for key in [*schema_keys(), *extra_keys()] if key.startswith(section + ".")]
-        close = get_close_matches(leaf, inside, n=1, cutoff=0.7)
-        if close:
+        if close := get_close_matches(rest, inside, n=1, cutoff=0.7):
             return f"{section}.{close[0]}"
-    pool: dict[str, str] = {**{option.lower(): option for option in known}, **ALIASES_OF_KEYS, **_leaves(), **_names()}
-    close = get_close_matches(flat, pool, n=1, cutoff=0.75) or get_close_matches(leaf, pool, n=1, cutoff=0.75)
-    return pool[close[0]] if close else None
+    pool = {**{option.lower(): option for option in known}, **ALIASES_OF_KEYS, **_leaves()}
+    if close := get_close_matches(rest, pool, n=1, cutoff=0.75):
+        return pool[close[0]]
+    close = get_close_matches(flat, _names(), n=1, cutoff=0.85)
+    return _names()[close[0]] if close else None
 
 
 ALIASES_OF_KEYS: Mapping[str, str] = {name: key for name, key in ALIASES.items() if not key.isupper()}
@@ -153,11 +153,6 @@ def refusal(key: str) -> tuple[str | None, str] | None:
     """Returns (name to use, why) for a `train.` field of `TrainingArguments` that is decided elsewhere."""
     section, _, leaf = key.partition(".")
     return REFUSED.get(leaf) if section == "train" else None
-
-
-def spelled(name: str, *, as_variable: bool) -> str:
-    """Returns a key or variable as the user would write it where they are."""
-    return variable_name(name) if as_variable else name
 
 
 def closest_file(path: Path, folder: Path) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_origin
 
 from sft_play.config.keys import REQUIRED, Key, find_key, schema_keys
-from sft_play.config.types import allows_null, options
+from sft_play.config.types import allows_null, options, shown
 from sft_play.config.yaml_source import Node, parse_yaml, resolve_scalar, wrap
 from sft_play.errors import UserError
 
@@ -58,13 +58,16 @@ class Values:
         """Sets a key from text that was typed: the key's type says what it means."""
         known = find_key(key)
         assert known is not None
-        self.put(key, node_of_text(text, known), origin, literal=True)
+        try:
+            self.put(key, node_of_text(text, known), origin, literal=True)
+        except UserError as error:
+            self.problems.append(UserError(f"`{key}` is `{shown(Node(text))}`: {error.message}", place=origin, hint=error.hint))
 
 
 def node_of_text(text: str, key: Key) -> Node:
     """Returns the value of `text` as `key` takes it: text letter for letter, lists and mappings as YAML, else one scalar.
 
-    Nothing at all, or `null`, is null where the key allows it.
+    Nothing at all, or `null`, is null where the key allows it. Raises `UserError` for a list or mapping that is not YAML.
     """
     parts = options(key.annotation)
     if text in ("", "null") and allows_null(key.annotation):
@@ -73,10 +76,7 @@ def node_of_text(text: str, key: Key) -> Node:
         return Node(text)
     holds_more = any((get_origin(part) or part) in (list, dict) for part in parts)
     if holds_more and text.lstrip().startswith(("[", "{", "- ")):
-        try:
-            return parse_yaml(text, key.name)
-        except UserError:
-            return Node(text, text=text)
+        return parse_yaml(text, key.name)
     value = resolve_scalar(text.strip())
     if value is None or isinstance(value, str):
         value = text if str in parts else text.strip()
