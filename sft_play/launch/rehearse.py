@@ -20,6 +20,8 @@ from sft_play.runs.prepared import Prepared
 
 def main(call: Call) -> int:
     """Prints the plan, as plan.json with `JSON=1`, and returns 0."""
+    if call.options.get("RUN"):
+        find_run(call.options["RUN"])  # an unknown run is told as such, before its configuration is missed
     loaded = call.load_config()
     hardware = hardware_of(call)
     options, loaded = read_options(call, loaded, "auto", rehearsal=True)

@@ -115,6 +115,8 @@ def shape_from_file(path: Path) -> ModelShape:
     """Returns the shape that a `config.json` describes. Raises `DataError`."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it holds no JSON object")
         return shape_from_config(config)
     except FileNotFoundError:
         raise DataError(
@@ -122,7 +124,7 @@ def shape_from_file(path: Path) -> ModelShape:
             place=str(path.parent),
             hint="a model folder holds config.json, weights and a tokenizer",
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise DataError(f"cannot be read: {error}", place=str(path)) from None
     except KeyError as error:
         raise DataError(f"lacks {error}, so its memory cannot be planned", place=str(path)) from None
@@ -130,7 +132,7 @@ def shape_from_file(path: Path) -> ModelShape:
 
 def shape_from_config(config: dict[str, Any]) -> ModelShape:
     """Returns the shape of a parsed `config.json`; a multimodal one's text part. Raises `KeyError`."""
-    text = {**config, **config.get("text_config", {})}
+    text = {**config, **(config.get("text_config") or {})}
 
     def first(*names: str) -> Any:
         for name in names:

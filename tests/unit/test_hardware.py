@@ -68,7 +68,8 @@ def test_nonsense_is_refused_with_what_is_known(text: str) -> None:
     ("driver", "expected"),
     [
         ("NVIDIA GeForce RTX 4090", "RTX4090"), ("NVIDIA H200", "H200"), ("NVIDIA A100-SXM4-80GB", "A100"), ("Tesla T4", "T4"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"), ("NVIDIA A100-PCIE-40GB", "A100-40GB"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA L40S", "L40S"), ("NVIDIA L4", "L4"), ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"), ("NVIDIA A100-PCIE-40GB", "A100-40GB"), ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA L40S", "L40S"), ("NVIDIA L4", "L4"), ("NVIDIA A10G", "A10G"),
         ("NVIDIA GeForce RTX 4070 Laptop GPU", "RTX4070Laptop"), ("NVIDIA GeForce RTX 3070 Ti", "RTX3070Ti"), ("NVIDIA RTX A6000", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA L40", None), ("NVIDIA GeForce GTX 1080", None),
     ],

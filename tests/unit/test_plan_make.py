@@ -237,7 +237,7 @@ def test_unsloth() -> None:
     plan = make_plan(config, lambda _: False, hardware, shape_of(config.model), launch=request, prepared=None)
     assert plan.strategy == "ddp" and plan.layout == "padded"
     for strategy in ("zero2", "fsdp2"):
-        wanted = replace(config, launch=LaunchConfig(strategy=strategy))  # type: ignore[arg-type]
+        wanted = replace(config, launch=LaunchConfig(strategy=strategy))
         with pytest.raises(UserError, match="It allows one GPU, or `ddp`"):
             make_plan(wanted, lambda _: False, hardware, shape_of(config.model), launch=request, prepared=None)
     with pytest.raises(HardwareError, match="an NVIDIA GPU"):
@@ -274,7 +274,7 @@ def test_what_does_not_fit_shows_parts_and_ways_out() -> None:
 
 
 def test_before_the_data_are_known_only_what_no_data_can_change_is_refused() -> None:
-    tight = {"name": LLAMA, "max_seq_len": 8192, "batch_size": 4}
+    tight: dict[str, Any] = {"name": LLAMA, "max_seq_len": 8192, "batch_size": 4}
     message(HardwareError, "24GB", **tight)
     early = plan_of("24GB", **tight, early=True)
     assert early.remedies == ("TRAIN_BATCH_SIZE=auto", "MODEL_MAX_SEQ_LEN=4096")
@@ -291,7 +291,7 @@ def test_speed_is_forecast_where_it_can_be_known() -> None:
     assert plan_of("2x24GB", name=LLAMA, command_strategy="auto").tokens_per_second is None
     one, four = (plan_of(f"{n}xH200", name=LLAMA, max_seq_len=2048, command_strategy="auto", rows=512) for n in (1, 4))
     assert one.tokens_per_second == pytest.approx(10_500, rel=0.2)  # 0.35 of 989 TFLOP/s at 31.9 GFLOP a token
-    assert four.tokens_per_second is not None and 3.5 < four.tokens_per_second / one.tokens_per_second <= 4
+    assert one.tokens_per_second and four.tokens_per_second and 3.5 < four.tokens_per_second / one.tokens_per_second <= 4
     assert four.total_seconds == pytest.approx((four.seconds_per_step or 0) * (four.steps or 0))
     assert one.communication_share == 0
 

@@ -1,0 +1,76 @@
+"""`make gpu-info` and `make memory-check`, with cards, without, and with a driver that does not answer (C5, C6)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.conftest import Program
+from tests.nvml_double import Card, nvml_path
+
+H200: Card = ("NVIDIA H200", 139.8, 130.0, (9, 0))
+T4: Card = ("Tesla T4", 14.7, 14.0, (7, 5))
+GIB = 2**30
+
+
+def test_without_a_driver(program: Program, tmp_path: Path) -> None:
+    env = nvml_path(tmp_path / "nvml", broken=True)
+    done = program("gpu-info", env=env)
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0] == "Number of GPUs: 0"
+    assert lines[1] == "  no NVIDIA driver answers on this machine"
+    assert lines[-1].startswith("CPU: ") and "threads" in lines[-1]
+    facts = program("gpu-info", "JSON=1", env=env).json
+    assert facts["count"] == 0 and facts["gpus"] == [] and facts["cpu"]["threads"] >= 1
+
+
+def test_two_different_cards(program: Program, tmp_path: Path) -> None:
+    env = nvml_path(tmp_path / "nvml", H200, T4)
+    lines = program("gpu-info", env=env).out.splitlines()
+    assert lines[:2] == ["Number of GPUs: 2", "  driver 580.65.06, CUDA 13.0"]
+    assert lines[2] == "  0: NVIDIA H200, 139.8 GiB (130.0 free), compute capability 9.0, bf16 yes, fp8 yes"
+    assert lines[3] == "  1: Tesla T4, 14.7 GiB (14.0 free), compute capability 7.5, bf16 no, fp8 no"
+    assert lines[4] == "  0 - 1: one PCIe host bridge"
+    facts = program("gpu-info", "JSON=1", env=nvml_path(tmp_path / "nvml", H200, H200, linked=True)).json
+    assert facts["links"] == [{"from": 0, "to": 1, "link": "NVLink x 4"}]
+
+
+def test_hidden_cards_are_not_counted(program: Program, tmp_path: Path) -> None:
+    env = nvml_path(tmp_path / "nvml", H200, T4)
+    one = program("gpu-info", env=env | {"CUDA_VISIBLE_DEVICES": "1"}).out
+    assert one.startswith("Number of GPUs: 1\n") and "CUDA_VISIBLE_DEVICES=1" in one and "Tesla T4" in one and "H200" not in one
+    none = program("gpu-info", env=env | {"CUDA_VISIBLE_DEVICES": ""}).out.splitlines()
+    assert none[:2] == ["Number of GPUs: 0", "  CUDA_VISIBLE_DEVICES= hides all 2"]
+
+
+def test_a_mistyped_variable_is_refused(program: Program) -> None:
+    done = program("gpu-info", "NUM_GPUS=2")
+    assert done.code == 2 and "`gpu-info` takes no `NUM_GPUS`" in done.err and not done.out
+
+
+def test_memory_of_cards_beside_what_a_configuration_needs(program: Program, tmp_path: Path) -> None:
+    env = nvml_path(tmp_path / "nvml", H200, T4)
+    done = program("memory-check", "CONFIG=configs/run_bnb.yaml", env=env | {"CUDA_VISIBLE_DEVICES": "0"})
+    assert done.code == 0, done.err
+    assert "cuda:0  NVIDIA H200: 9.80 GiB of 139.80 GiB used, 130.00 GiB free" in done.out
+    assert "3.00 GiB  " in done.out and "(pid " in done.out
+    assert "may be used: fits" in done.out
+    facts = program("memory-check", "JSON=1", env=env).json
+    assert [device["name"] for device in facts["devices"]] == ["NVIDIA H200", "Tesla T4"] and facts["need"] is None
+
+
+def test_memory_of_this_machine(program: Program, tmp_path: Path) -> None:
+    done = program("memory-check", "CONFIG=configs/quickstart.yaml", "JSON=1", env=nvml_path(tmp_path / "nvml", broken=True))
+    assert done.code == 0, done.err
+    facts = json.loads(done.out)
+    (device,) = facts["devices"]
+    assert device["device"] == "cpu" and device["memory_bytes"] > device["free_bytes"] > 0
+    assert device["processes"] and device["processes"][0]["bytes"] > 0
+    assert facts["need"]["ranks"][0]["fits"] and facts["need"]["ranks"][0]["peak_bytes"] > GIB
+
+
+def test_what_does_not_fit_is_an_error(program: Program, tmp_path: Path) -> None:
+    small: Card = ("NVIDIA GeForce RTX 3070 Ti", 7.8, 3.0, (8, 6))
+    done = program("memory-check", "CONFIG=configs/run_bnb.yaml", env=nvml_path(tmp_path / "nvml", small))
+    assert done.code == 3 and "not even one row" in done.err and "hint: " in done.err

@@ -1,0 +1,243 @@
+"""`make plan` as a user types it (C9), and every preset on the hardware that it names (contract section 8)."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import load_config
+from sft_play.plan.hardware import parse_hardware
+from sft_play.plan.make import make_plan
+from sft_play.plan.plan import Plan
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.shape import shape_of
+from tests.conftest import ROOT, Program
+from tests.nvml_double import Card, nvml_path
+
+KEYS = {
+    "world_size", "strategy", "source", "ranks", "global_batch_size", "steps", "tokens_per_second", "communication_share", "reasons",
+    "remedies",
+}  # fmt: skip
+PARTS = {"frozen", "quant_state", "adapters", "gradients", "optimizer", "activations", "logits", "buffers", "context"}
+H200: Card = ("NVIDIA H200", 139.8, 138.0, (9, 0))
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path, tiny: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(
+        f"model:\n  name: {tiny}\n  max_seq_len: 64\ndata:\n  train_path: {ROOT}/examples/02_your_jsonl/train.jsonl\n", encoding="utf-8"
+    )  # fmt: skip
+    return path
+
+
+def test_the_quickstart_on_this_machine(program: Program, tmp_path: Path) -> None:
+    done = program("plan", "CONFIG=configs/quickstart.yaml", env=nvml_path(tmp_path / "nvml", broken=True))
+    assert done.code == 0, done.err
+    for part in (
+        "plan: single on ", "accumulation 2 = 8 global / (4 per process x 1 process)", "tokens/s (a prior, not measured here)",
+        "activations", "free", "to run it: make train CONFIG=configs/quickstart.yaml",
+    ):  # fmt: skip
+        assert part in done.out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_json_is_plan_json(program: Program, tiny_config: Path) -> None:
+    done = program("plan", f"CONFIG={tiny_config}", "HARDWARE=2xH100", "NUM_NODES=2", "JSON=1", "TRAIN_GLOBAL_BATCH_SIZE=64")
+    assert done.code == 0, done.err
+    value = done.json
+    assert set(value) >= KEYS and set(value["ranks"][0]["memory_bytes"]) >= PARTS
+    assert value["world_size"] == len(value["ranks"]) == 4 and value["global_batch_size"] == 64
+    assert Plan.from_json(value).num_nodes == 2
+    assert value["ranks"][3]["device"] == "cuda:1"
+
+
+def test_it_answers_in_two_seconds(program: Program) -> None:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert program("plan", "CONFIG=configs/quickstart.yaml", "HARDWARE=2x24GB").code == 0
+        times.append(time.perf_counter() - start)
+    assert min(times) < 2
+
+
+def test_detected_cards(program: Program, tmp_path: Path) -> None:
+    env = nvml_path(tmp_path / "nvml", H200, H200)
+    plan = program("plan", "CONFIG=configs/run_bnb.yaml", "JSON=1", env=env).json
+    assert plan["world_size"] == 2 and plan["strategy"] == "ddp" and plan["ranks"][0]["device_name"] == "NVIDIA H200"
+    one = program("plan", "CONFIG=configs/run_bnb.yaml", "JSON=1", env=env | {"CUDA_VISIBLE_DEVICES": "1"}).json
+    assert one["world_size"] == 1 and one["global_batch_size"] == plan["global_batch_size"] == 32
+    two = program("plan", "CONFIG=configs/run_bnb.yaml", "NUM_GPUS=3", env=env)
+    assert two.code == 3 and "`NUM_GPUS` is 3, but there are 2" in two.err
+
+
+def test_what_is_typed_counts(program: Program, tiny_config: Path, tmp_path: Path) -> None:
+    """DeepSpeed and accelerate files decide as they would in training."""
+    own = tmp_path / "own.json"
+    own.write_text('{"zero_optimization": {"stage": 1}} // mine\n', encoding="utf-8")
+    plan = program("plan", f"CONFIG={tiny_config}", "HARDWARE=2xH100", f"DEEPSPEED_CONFIG={own}", "JSON=1")
+    assert plan.code == 0, plan.err
+    assert plan.json["strategy"] == "zero1"
+    ours = program(
+        "plan", f"CONFIG={tiny_config}", "HARDWARE=cpu", "ACCELERATE_CONFIG=accelerate_configs/cpu_fsdp2.yaml", "JSON=1"
+    )
+    assert ours.code == 0, ours.err
+    assert ours.json["strategy"] == "fsdp2" and ours.json["world_size"] == 2
+    shown = program("plan", f"CONFIG={tiny_config}", "HARDWARE=cpu", "NUM_GPUS=2", "TRAIN_SEED=7").out
+    assert f"to run it: make train-distributed CONFIG={tiny_config} NUM_GPUS=2 TRAIN_SEED=7" in shown
+
+
+def test_a_runs_own_plan_again(program: Program, tiny_config: Path, tmp_path: Path) -> None:
+    """`RUN` is planned as it was launched, by what its preparation found."""
+    first = program("plan", f"CONFIG={tiny_config}", "HARDWARE=cpu", "NUM_GPUS=2", "LAUNCH_STRATEGY=zero1", "JSON=1")
+    assert first.code == 0, first.err
+    run = tmp_path / "runs" / "before"
+    run.mkdir(parents=True)
+    (run / "plan.json").write_text(first.out, encoding="utf-8")
+    from sft_play.config.load import save_config
+
+    save_config(load_config(tiny_config), run / "config.json")
+    split = {
+        "path": str(tmp_path),
+        "rows": 320,
+        "dropped": 0,
+        "tokens": 9600,
+        "label_tokens": 3200,
+        "longest": 40,
+        "median": 30,
+        "fingerprint": "f",
+    }
+    model = {"name": "m", "path": "m", "source": "folder", "revision": None, "fingerprint": "f", "tokenizer_fingerprint": "t"}
+    (run / "prepared.json").write_text(json.dumps({"model": model, "train": split, "validation": None}), encoding="utf-8")
+    again = program("plan", "RUN=before", "HARDWARE=cpu", "JSON=1")
+    assert again.code == 0, again.err
+    assert again.json["strategy"] == "zero1" and again.json["steps"] == 30
+    changed = program("plan", "RUN=before", "HARDWARE=cpu", "TRAIN_EPOCHS=1", "JSON=1")
+    assert changed.json["steps"] == 10
+    assert program("plan", "RUN=nothing").code == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "parts"),
+    [
+        (["HARDWARE=2xbanana"], 3, ["HARDWARE=2xbanana", "`2xbanana`", "H200"]),
+        (["HARDWARE="], 2, ["`HARDWARE` is empty"]),
+        (["NUM_GPUS=0"], 2, ["`NUM_GPUS` is `0`"]),
+        (["HARDWARE=8GB", "TUNING_MODE=full", "MODEL_NAME=Qwen/Qwen2.5-7B-Instruct"], 3, ["not even one row", "TUNING_MODE=qlora"]),
+        (["HARDWARE=cpu", "TRAIN_BATCH_SIZE=3", "TRAIN_GRAD_ACCUM=2"], 2, ["3 per process x 2 accumulation x 1 process = 6", "is 8"]),
+        (["HARDWARE=2xH100", "TUNING_MODE=qlora", "LAUNCH_STRATEGY=zero3"], 2, ["QLoRA and ZeRO-3"]),
+        (["HARDWARE=T4", "TRAIN_BF16=true"], 3, ["T4 does not compute in bfloat16"]),
+        (["MODEL_NAME=./not/there"], 4, ["./not/there: there is no such model folder"]),
+        (["MODEL_NAME=nobody/never-was"], 4, ["nobody/never-was", "cannot be fetched"]),
+        (["DEEPSPEED_CONFIG=missing.json"], 2, ["missing.json"]),
+        (["CONFIG=missing.yaml"], 2, ["missing.yaml"]),
+    ],
+)  # fmt: skip
+def test_refusals(program: Program, tmp_path: Path, words: list[str], code: int, parts: list[str]) -> None:
+    config = [] if words[0].startswith("CONFIG=") else ["CONFIG=configs/quickstart.yaml"]
+    done = program("plan", *config, *words)
+    assert done.code == code, done.out + done.err
+    assert not done.out and done.err.startswith("error: ") and "Traceback" not in done.err
+    for part in parts:
+        assert part in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+# Presets: the hardware that each names, and the rows per step that people quote for it.
+PRESETS: list[tuple[str, str, str, int]] = [
+    ("quickstart", "cpu", "single", 8), ("run_bnb", "24GB", "single", 32), ("run_bnb", "16GB", "single", 32), ("run_unsloth", "16GB", "single", 32),
+    ("rtx4090_sli", "2xRTX4090", "ddp", 48), ("a100_pair", "2xA100", "ddp", 64), ("h100_pair", "2xH100", "ddp", 64),
+    ("h200_pair", "2xH200", "ddp", 32), ("h200_quad", "4xH200", "ddp", 128), ("l40s_single", "L40S", "single", 8), ("l40s_pair", "2xL40S", "ddp", 56),
+    ("home_lan", "12GB+8GB+8GB@1Gbit", "ddp", 24), ("home_lan_13b", "12GB+8GB+8GB@1Gbit", "fsdp2", 36),
+    ("smoke", "8GB+8GB", "ddp", 8), ("smoke", "cpu", "single", 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "hardware", "strategy", "rows"), PRESETS)
+def test_presets_fit_their_hardware(name: str, hardware: str, strategy: str, rows: int) -> None:
+    loaded = load_config(ROOT / "configs" / f"{name}.yaml")
+    several = "+" in hardware or (hardware[0] in "24" and "x" in hardware)
+    request = LaunchRequest(command_strategy="auto" if several else "single")
+    found = parse_hardware(hardware)
+    plan = make_plan(loaded.config, loaded.typed, found, shape_of(loaded.config.model), launch=request, prepared=None)
+    assert (plan.strategy, plan.global_batch_size, plan.world_size) == (strategy, rows, len(found.devices))
+    assert all(rank.peak_bytes <= rank.capacity_bytes for rank in plan.ranks)
+    assert not plan.remedies
+    if found.kind == "cuda" and all(device.peak_flops for device in found.devices):
+        assert plan.tokens_per_second and plan.seconds_per_step
+
+
+def test_every_preset_is_planned() -> None:
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == {name for name, *_ in PRESETS}
+
+
+def test_shapes_agree_with_config_files(tmp_path: Path) -> None:
+    """The table holds what the models' own config.json say; here a nested multimodal one and a quantised one."""
+    gemma: dict[str, Any] = {
+        "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text", "hidden_size": 5376, "num_hidden_layers": 62, "num_attention_heads": 32,
+                        "num_key_value_heads": 16, "head_dim": 128, "intermediate_size": 21504, "vocab_size": 262208,
+                        "max_position_embeddings": 131072},
+        "vision_config": {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(gemma), encoding="utf-8")
+    from sft_play.config.schema import ModelConfig
+
+    read, table = shape_of(ModelConfig(name=str(tmp_path))), shape_of(ModelConfig(name="google/gemma-3-27b-it"))
+    assert read.tied and read.norms_per_layer == 4 and read.qk_norm
+    assert read.vision_parameters == pytest.approx(table.vision_parameters, rel=0.03)
+    assert read.parameters == pytest.approx(table.parameters, rel=0.001)
+    llama = {
+        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    for settings, bits in (
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
+        ({"load_in_8bit": True}, 8),
+        ({"bits": 3}, 3),
+        (None, 0),
+    ):
+        (tmp_path / "config.json").write_text(
+            json.dumps(llama | ({"quantization_config": settings} if settings else {})), encoding="utf-8"
+        )
+        assert shape_of(ModelConfig(name=str(tmp_path))).quantized_bits == bits
+    assert shape_of(ModelConfig(name=str(tmp_path))) == shape_of(ModelConfig(name="meta-llama/Meta-Llama-3-8B"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "has no `config.json`"),
+        ("{", "cannot be read"),
+        ('{"model_type": "llama"}', "lacks 'hidden_size'"),
+        ("[]", "cannot be read"),
+    ],
+)
+def test_broken_model_folders(tmp_path: Path, content: str | None, said: str) -> None:
+    from sft_play.config.schema import ModelConfig
+    from sft_play.errors import DataError
+
+    if content is not None:
+        (tmp_path / "config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        shape_of(ModelConfig(name=str(tmp_path)))
+    assert said in error.value.message
+
+
+def test_a_hub_cache_is_found_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    from sft_play.config.schema import ModelConfig
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    folder = tmp_path / "hub" / "models--some--model"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc123", encoding="utf-8")
+    (folder / "snapshots" / "abc123").mkdir(parents=True)
+    (folder / "snapshots" / "abc123" / "config.json").write_text(
+        (tiny / "config.json").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    assert shape_of(ModelConfig(name="some/model")) == shape_of(ModelConfig(name=str(tiny)))
