@@ -1,0 +1,76 @@
+"""The loss: equal to the model's own mean over label tokens, whatever the layout, and gradients as of the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sft_play.data.collate import Collator
+from sft_play.training.loss import label_tokens, token_loss_sum
+from tests.tiny_models import build_tiny_gpt2, build_tiny_llama
+
+ROWS = [
+    {"input_ids": list(range(10, 10 + n)), "labels": [-100] * k + list(range(10 + k, 10 + n)), "row": i}
+    for i, (n, k) in enumerate([(5, 4), (30, 3), (12, 11), (21, 1)])
+]
+
+
+@pytest.fixture(scope="module", params=[build_tiny_llama, build_tiny_gpt2], ids=["llama", "gpt2"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoModelForCausalLM.from_pretrained(request.param(tmp_path_factory.mktemp("model"))).train()
+
+
+def by_hand(model: Any) -> tuple[float, int]:
+    """Returns the summed loss and label tokens, one row at a time by transformers' own loss."""
+    total, count = 0.0, 0
+    for row in ROWS:
+        labels = torch.tensor([row["labels"]])
+        tokens = int((labels[:, 1:] != -100).sum())
+        total += float(model(input_ids=torch.tensor([row["input_ids"]]), labels=labels).loss) * tokens
+        count += tokens
+    return total, count
+
+
+@pytest.mark.parametrize("layout", ["flattened", "padded"])
+def test_it_is_transformers_own_loss_over_rows_alone(layout: str, model: Any) -> None:
+    batch = Collator(layout, pad_token_id=3)(ROWS)
+    total, count = by_hand(model)
+    assert int(label_tokens(batch)) == count == 1 + 27 + 1 + 20
+    assert float(token_loss_sum(model, batch)) == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["flattened", "padded"])
+def test_gradients_of_parts_add_up_to_the_whole(layout: str, model: Any) -> None:
+    collate = Collator(layout, pad_token_id=3)
+
+    def gradients(parts: list[list[Any]]) -> list[torch.Tensor]:
+        model.zero_grad()
+        for part in parts:
+            token_loss_sum(model, collate(part)).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    whole = gradients([ROWS])
+    for parts in ([ROWS[:1], ROWS[1:]], [[row] for row in ROWS], [ROWS[:3], [], ROWS[3:]]):
+        for left, right in zip(gradients(parts), whole, strict=True):
+            assert torch.allclose(left, right, atol=1e-5 * float(right.abs().max() + 1))
+
+
+@pytest.mark.parametrize("layout", ["flattened", "padded"])
+def test_a_micro_step_without_rows_has_no_loss_and_no_gradient(layout: str, model: Any) -> None:
+    batch = Collator(layout, pad_token_id=3)([])
+    model.zero_grad()
+    total = token_loss_sum(model, batch)
+    total.backward()
+    assert float(total.detach()) == 0.0 and int(label_tokens(batch)) == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_the_head_runs_only_where_there_are_labels(model: Any) -> None:
+    shapes = []
+    hook = model.get_output_embeddings().register_forward_hook(lambda _m, _i, out: shapes.append(tuple(out.shape)))
+    token_loss_sum(model, Collator("flattened", pad_token_id=3)(ROWS))
+    hook.remove()
+    assert shapes == [(1, 49, model.config.vocab_size)]

@@ -1,0 +1,92 @@
+"""`TrainingArguments` from configuration and plan: everything that is typed reaches them, or is refused with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from sft_play.errors import HardwareError, UserError
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder
+from sft_play.training.arguments import training_arguments, wants_tensorboard
+from tests.training_runs import Trial, make_plan
+
+
+def arguments(tmp_path: Path, plan: Plan | None = None, has_validation: bool = True, **train: Any) -> Any:
+    config = Config(model=ModelConfig(name="m"), data=DataConfig(train_path="x"), train=TrainConfig(**train))
+    return training_arguments(config, plan or make_plan(Trial()), RunFolder(tmp_path), has_validation=has_validation)
+
+
+def test_the_plan_decides_what_the_plan_decides(tmp_path: Path) -> None:
+    args = arguments(tmp_path, make_plan(Trial(ranks=((3, 5),), learning_rate=0.01)), learning_rate=7.0, max_steps=99)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (3, 5)
+    assert (args.max_steps, args.warmup_steps, args.learning_rate) == (8, 1, 0.01)
+    assert args.use_cpu and not args.bf16 and not args.fp16
+
+
+def test_every_key_of_the_contract_arrives(tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path,
+        lr_scheduler_type="linear", weight_decay=0.1, max_grad_norm=0.5, seed=7, ddp_find_unused_parameters=True,
+        ddp_broadcast_buffers=True, ddp_bucket_cap_mb=3, dataloader_num_workers=2, dataloader_pin_memory=True, eval_strategy="steps",
+        eval_steps=5, eval_accumulation_steps=2, eval_do_concat_batches=False, logging_steps=4, save_strategy="epoch", save_steps=6,
+        metric_for_best_model="eval_rougeL",
+    )  # fmt: skip
+    assert str(args.lr_scheduler_type.value) == "linear"
+    assert (args.weight_decay, args.max_grad_norm, args.seed) == (0.1, 0.5, 7)
+    assert args.ddp_find_unused_parameters and args.ddp_broadcast_buffers and args.ddp_bucket_cap_mb == 3
+    assert args.dataloader_num_workers == 2 and not args.dataloader_pin_memory, "there is no GPU to pin memory for"
+    assert (args.eval_strategy.value, args.eval_steps, args.eval_accumulation_steps) == ("steps", 5, 2)
+    assert not args.eval_do_concat_batches
+    assert (args.logging_steps, args.save_strategy.value, args.save_steps) == (4, "epoch", 6)
+    assert args.metric_for_best_model == "eval_rougeL" and args.greater_is_better
+
+
+def test_further_fields_win_over_what_we_set(tmp_path: Path) -> None:
+    extra = {
+        "adam_beta1": 0.8, "neftune_noise_alpha": 5.0, "greater_is_better": True, "logging_nan_inf_filter": True,
+        "logging_strategy": "epoch", "disable_tqdm": True, "eval_on_start": True, "report_to": "none",
+    }  # fmt: skip
+    args = arguments(tmp_path, extra=extra)
+    assert (args.adam_beta1, args.neftune_noise_alpha) == (0.8, 5.0)
+    assert args.greater_is_better and args.logging_nan_inf_filter and args.eval_on_start
+    assert args.logging_strategy.value == "epoch"
+    assert args.report_to == []
+
+
+def test_evaluation_follows_the_validation_rows(tmp_path: Path) -> None:
+    assert arguments(tmp_path).eval_strategy.value == "epoch"
+    assert arguments(tmp_path, has_validation=False).eval_strategy.value == "no"
+
+
+@pytest.mark.parametrize(
+    ("report_to", "wanted"), [(None, True), ("none", False), ("tensorboard", True), ("all", True), (["wandb"], False),
+                              (["wandb", "tensorboard"], True)]
+)  # fmt: skip
+def test_tensorboard_is_written_unless_others_are_named(report_to: Any, wanted: bool) -> None:
+    extra = {} if report_to is None else {"report_to": report_to}
+    assert wants_tensorboard(Config(model=ModelConfig(name="m"), train=TrainConfig(extra=extra))) is wanted
+
+
+@pytest.mark.parametrize(
+    ("train", "error", "words"),
+    [
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, UserError, "min_lr"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, UserError, "num_decay_steps"),
+        ({"lr_scheduler_type": "linear", "extra": {"lr_scheduler_kwargs": {"nonsense": 1}}}, UserError, "nonsense"),
+        ({"extra": {"use_liger_kernel": True}}, HardwareError, "liger-kernel"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_loaded(train: Any, error: type, words: str, tmp_path: Path) -> None:
+    with pytest.raises(error) as caught:
+        arguments(tmp_path, **train)
+    assert words in caught.value.render()
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp2"])
+def test_sharding_on_a_cpu_is_fp32(strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(HardwareError, match="computes in fp32 only"):
+        arguments(tmp_path, make_plan(Trial(strategy=strategy, ranks=((2, 2), (2, 2)), plan=(("precision", "bf16"),))))
