@@ -6,6 +6,8 @@ Writes `prepared.json` into the run's folder. Prints what it took and what it le
 from __future__ import annotations
 
 import argparse
+import errno
+import functools
 import logging
 import os
 import sys
@@ -13,8 +15,9 @@ import warnings
 from pathlib import Path
 
 from sft_play.config.load import read_config
-from sft_play.errors import UserError
-from sft_play.runs.folder import RunFolder
+from sft_play.config.schema import Config
+from sft_play.errors import HardwareError, UserError
+from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared, PreparedSplit
 from sft_play.runs.prepared_index import remember
 
@@ -29,22 +32,40 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        refused = _disk_problem(error)
+        if refused is None:
+            raise
+        print(refused.render(), file=sys.stderr)
+        return refused.exit_code
     except KeyboardInterrupt:
         return 130
     return 0
 
 
+def _disk_problem(error: OSError) -> HardwareError | None:
+    """Returns what to say when a disk is full or cannot be written; `None` when the error is another one."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        return None
+    return HardwareError(
+        f"the model or the prepared data cannot be written: {error.strerror or error}",
+        place=str(error.filename or cache_folder()),
+        hint=f"the cache is `{cache_folder()}`: free some space there, or set SFT_PLAY_CACHE to another folder",
+    )
+
+
 def prepare_run(run: RunFolder) -> Prepared:
     """Resolves the model, prepares the data, writes `prepared.json` and returns it. Raises `DataError`."""
+    config = read_config(run.config).config
     _quiet()
+    _offline_when_unreachable(config)
     from sft_play.data.prepare import prepare_data
     from sft_play.model.resolve import resolve_model, says
     from sft_play.model.tokenizer import load_tokenizer
 
-    config = read_config(run.config).config
     model = resolve_model(config.model)
     _tell(says(model))
-    train, validation = prepare_data(config, model, load_tokenizer(model.path))
+    train, validation = prepare_data(config, model, functools.cache(lambda: load_tokenizer(model.path)))
     _tell(_summary("training data", train))
     if validation:
         _tell(_summary("validation data", validation))
@@ -54,9 +75,24 @@ def prepare_run(run: RunFolder) -> Prepared:
     return prepared
 
 
+def _offline_when_unreachable(config: Config) -> None:
+    """Sets the libraries' offline mode, before they are imported, where the hub is wanted but does not answer.
+
+    They would retry for half a minute; offline they take what is cached, or say at once what is missing.
+    """
+    from sft_play.data.read import is_hub
+    from sft_play.model.resolve import hub_reachable
+
+    sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
+    wanted = not Path(config.model.name).expanduser().is_dir() or any(is_hub(source) for source in sources)
+    if wanted and not hub_reachable():
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 def _summary(name: str, split: PreparedSplit) -> str:
     share = split.label_tokens / split.tokens
     dropped = f"; {split.dropped} rows left out (longer than model.max_seq_len)" if split.dropped else ""
+    dropped += f"; {split.truncated} rows cut to model.max_seq_len" if split.truncated else ""
     return (
         f"{name}: {split.rows:,} rows, {split.tokens:,} tokens, {share:.0%} of them trained, "
         f"median row {split.median}, longest {split.longest}{dropped}"

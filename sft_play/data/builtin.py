@@ -7,6 +7,7 @@ training and validation, so that near-copies within a module stay on one side.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import random
 import sys
@@ -38,7 +39,7 @@ def read_builtin(name: str, split: str) -> Iterator[tuple[str, Mapping[str, Any]
         raise DataError(f"`builtin:docstrings` has no split `{split}`", hint="its splits are `train` and `validation`")
     counts: Counter[str] = Counter()
     limit = VALIDATION_ROWS if split == "validation" else sys.maxsize
-    pairs = list(_pairs(Path(sysconfig.get_paths()["stdlib"])))
+    pairs = list(_pairs_of(Path(sysconfig.get_paths()["stdlib"])))
     random.Random(0).shuffle(pairs)
     for module, function, code, sentence in pairs:
         if _held_out(module) != (split == "validation") or counts[module] == PER_MODULE[split]:
@@ -59,6 +60,12 @@ def read_builtin(name: str, split: str) -> Iterator[tuple[str, Mapping[str, Any]
 
 def _held_out(module: str) -> bool:
     return int(hashlib.sha256(module.encode()).hexdigest(), 16) % VALIDATION_SHARE == 0
+
+
+@functools.cache
+def _pairs_of(root: Path) -> tuple[tuple[str, str, str, str], ...]:
+    """Returns `_pairs`, read once for both splits: parsing the library takes seconds."""
+    return tuple(_pairs(root))
 
 
 def _pairs(root: Path) -> Iterator[tuple[str, str, str, str]]:

@@ -11,10 +11,19 @@ Message = dict[str, str]
 Row = Mapping[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
+REFUSED = {
+    "tool_calls": "tool calls are not trained yet",
+    "function_call": "function calls are not trained yet",
+    "weight": "turns cannot be weighted yet: every assistant turn is trained",
+    "train": "turns cannot be left out yet: every assistant turn is trained",
+}
+"""Keys of a message that change what should be learnt: refused, since leaving them out in silence would teach another thing."""
 
 
 def _messages(row: Row) -> list[Message]:
     found = row["messages"]
+    if row.get("tools"):
+        raise DataError("the row has `tools`, but tool calls are not trained yet")
     if not isinstance(found, Sequence) or isinstance(found, (str, bytes)):
         raise DataError(f"`messages` is {_kind(found)}; expected a list of messages")
     messages: list[Message] = []
@@ -24,8 +33,13 @@ def _messages(row: Row) -> list[Message]:
         role, content = message["role"], message["content"]
         if role not in ROLES:
             raise DataError(f"`messages[{index}].role` is `{role}`", hint=f"roles are {', '.join(ROLES)}")
+        for key, reason in REFUSED.items():
+            if message.get(key) not in (None, [], True, 1):
+                raise DataError(f"`messages[{index}].{key}` is given, but {reason}")
         messages.append({"role": role, "content": _text(content, f"messages[{index}].content")})
-    if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
+        if role == "assistant" and not content.strip():
+            raise DataError(f"`messages[{index}].content` is empty, so there is nothing to learn")
+    if not any(m["role"] == "assistant" for m in messages):
         raise DataError("the row has no assistant message, so there is nothing to learn")
     while messages[-1]["role"] != "assistant":  # what follows the last answer is never seen
         messages.pop()
@@ -91,6 +105,11 @@ def to_messages(row: Row, form: str) -> list[Message]:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"`{name}` is {_kind(value)}; expected text")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair; no tokenizer can read it
+            raise DataError(f"`{name}` holds half of a surrogate pair at character {error.start + 1}, which is no text") from None
     return value
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import shutil
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -43,33 +45,51 @@ class Conversation:
         return text_sha256(json.dumps(self.messages, ensure_ascii=False, sort_keys=True))
 
 
-def prepare_data(config: Config, model: ResolvedModel, tokenizer: Any) -> tuple[PreparedSplit, PreparedSplit | None]:
-    """Returns the prepared splits, from the cache when nothing that matters has changed. Raises `DataError`."""
-    fraction = config.data.validation if isinstance(config.data.validation, float) else 0.0
-    if not config.data.sources:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One split that is to be prepared."""
+
+    name: str
+    """`train` or `validation`."""
+    sources: Sequence[DataSource]
+    fraction: float
+    """Share of the rows that belongs to the validation split, where both come from the same sources; else 0."""
+
+
+def prepare_data(
+    config: Config, model: ResolvedModel, tokenizer: Callable[[], Any]
+) -> tuple[PreparedSplit, PreparedSplit | None]:
+    """Returns the prepared splits, from the cache when nothing that matters has changed. Raises `DataError`.
+
+    `tokenizer` is called only when something must be prepared: loading one means importing transformers, for seconds.
+    """
+    sources, validation = config.data.sources, config.data.validation
+    if not sources:
         raise DataError("no training data was given", hint="set `data.train_path`, or `data.sources`")
-    train_sources = config.data.sources
-    train = _split(config, model, tokenizer, train_sources, "train", fraction)
-    if isinstance(config.data.validation, list):
-        return train, _split(config, model, tokenizer, config.data.validation, "validation", 0.0)
-    return train, _split(config, model, tokenizer, train_sources, "validation", fraction) if fraction else None
+    if isinstance(validation, list):
+        parts = [Part("train", sources, 0.0), Part("validation", validation, 0.0)]
+    elif validation:
+        parts = [Part("train", sources, validation), Part("validation", sources, validation)]
+    else:
+        parts = [Part("train", sources, 0.0)]
+    splits = [_split(config, model, tokenizer, part) for part in parts]
+    return splits[0], splits[1] if len(splits) > 1 else None
 
 
-def _split(
-    config: Config, model: ResolvedModel, tokenizer: Any, sources: Sequence[DataSource], part: str, fraction: float
-) -> PreparedSplit:
-    folder = cache_folder() / "data" / f"{part}-{_content_key(config, model, tokenizer, sources, part, fraction)}"
+def _split(config: Config, model: ResolvedModel, tokenizer: Callable[[], Any], part: Part) -> PreparedSplit:
+    folder = cache_folder() / "data" / f"{part.name}-{_content_key(config, model, part)}"
     if not _whole(folder):
-        rows = _read(sources)
-        if fraction:
-            rows = [row for row in rows if _held_out(row, fraction) == (part == "validation")]
+        rows = _read(part.sources)
+        if part.fraction:
+            rows = [row for row in rows if _held_out(row, part.fraction) == (part.name == "validation")]
             if not rows:
                 raise DataError(
-                    f"`data.validation: {fraction}` leaves no row for {part}", hint="give more rows, or another fraction"
+                    f"`data.validation: {part.fraction}` leaves no row for {part.name}",
+                    hint="give more rows, or another fraction",
                 )
-        _write(folder, _encode(config, tokenizer, rows, part), rows)
+        _write(folder, _encode(config, tokenizer(), rows, part.name), rows)
     split = read_json(folder / MANIFEST)["split"]
-    return PreparedSplit(**{**split, "path": str(folder)})
+    return PreparedSplit(**{**split, "path": str(folder.resolve())})
 
 
 def _whole(folder: Path) -> bool:
@@ -90,19 +110,15 @@ def _held_out(row: Conversation, fraction: float) -> bool:
     return int(row.key[:12], 16) / 16**12 < fraction
 
 
-def _content_key(
-    config: Config, model: ResolvedModel, tokenizer: Any, sources: Sequence[DataSource], part: str, fraction: float
-) -> str:
-    parts: list[Any] = [VERSION, part, fraction, config.model.max_seq_len, config.data.overlong]
-    parts += [model.tokenizer_fingerprint, tokenizer.chat_template]
-    for source in sources:
+def _content_key(config: Config, model: ResolvedModel, part: Part) -> str:
+    parts: list[Any] = [VERSION, part.name, part.fraction, config.model.max_seq_len, config.data.overlong]
+    parts += [model.tokenizer_fingerprint, *(version(package) for package in ("transformers", "tokenizers"))]
+    for source in part.sources:
         files = files_of(source)
         parts.append(asdict(source))
         if files:
             parts.append([[path.name, file_sha256(path)] for path in files])
         elif source.path.startswith(BUILTIN):
-            import platform
-
             parts.append(platform.python_version())  # the rows are the interpreter's own library
     return text_sha256(json.dumps(parts, ensure_ascii=False, sort_keys=True))[:24]
 

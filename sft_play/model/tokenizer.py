@@ -8,7 +8,7 @@ from typing import Any
 from sft_play.errors import DataError
 
 MARKER = "\u2402answer\u2403"
-"""Stands for an answer when a template is rendered to see what follows one; no tokenizer knows it."""
+"""Stands for an answer when a template is rendered to see where it stands and what follows it."""
 
 
 def load_tokenizer(folder: Path | str) -> Any:

@@ -46,6 +46,8 @@ class PreparedSplit:
     """Tokens of the median row."""
     fingerprint: str
     """sha256 over the content of the prepared rows."""
+    truncated: int = 0
+    """Rows cut to `model.max_seq_len`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

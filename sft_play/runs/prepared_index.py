@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,8 +23,8 @@ def lookup(config: Config) -> Prepared | None:
         prepared = Prepared.load(path)
     except (OSError, ValueError, TypeError, KeyError):  # written by another version: as good as never
         return None
-    splits = [split for split in (prepared.train, prepared.validation) if split]
-    return prepared if all(Path(split.path).is_dir() for split in splits) else None
+    folders = [prepared.model.path, *(split.path for split in (prepared.train, prepared.validation) if split)]
+    return prepared if all(Path(folder).is_dir() for folder in folders) else None
 
 
 def remember(config: Config, prepared: Prepared) -> None:
@@ -38,6 +39,8 @@ def _path(config: Config) -> Path:
         "model": asdict(config.model),
         "data": asdict(data),
         "files": [_state(source) for source in sources],
+        # A model folder that was written again may have another tokenizer; a hub id has no files here.
+        "model_files": _stats(Path(config.model.name).expanduser().glob("*")),
         "python": platform.python_version(),
     }
     return cache_folder() / "prepared" / f"{text_sha256(json.dumps(key, sort_keys=True))[:24]}.json"
@@ -46,9 +49,12 @@ def _path(config: Config) -> Path:
 def _state(source: DataSource) -> list[list[object]]:
     path = Path(source.path).expanduser()
     if any(mark in source.path for mark in "*?["):
-        files = sorted(Path().glob(source.path)) if not path.is_absolute() else sorted(path.parent.glob(path.name))
-    elif path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file())
+        files = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))  # an empty anchor is the working folder
     else:
-        files = [path] if path.is_file() else []
-    return [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
+        files = list(path.rglob("*")) if path.is_dir() else [path]
+    return _stats(files)
+
+
+def _stats(files: Iterable[Path]) -> list[list[object]]:
+    found = [(str(path.resolve()), path.stat()) for path in sorted(files) if path.is_file()]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
