@@ -15,7 +15,7 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def makefile_commands() -> set[str]:
-    listed = re.search(r"^COMMANDS := ((?:.*\\\n)*.*)$", MAKEFILE, re.M)
+    listed = re.search(r"^commands := ((?:.*\\\n)*.*)$", MAKEFILE, re.M)
     assert listed
     return set(listed.group(1).replace("\\\n", " ").split())
 
@@ -29,7 +29,9 @@ def test_every_command_is_a_target_and_the_other_way_round() -> None:
 
 
 def test_help_has_one_line_for_each_command() -> None:
-    shown = subprocess.run([sys.executable, "-m", "sft_play", "help"], capture_output=True, text=True, timeout=30, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-m", "sft_play", "help"], capture_output=True, text=True, timeout=30, check=True
+    ).stdout
     for name, command in COMMANDS.items():
         assert len(re.findall(rf"^  {re.escape(name)} +{re.escape(command.help)}$", shown, re.M)) == 1, name
 

@@ -1,0 +1,57 @@
+"""Each example's one command, as its README says it, shortened to a few steps of a tiny model (the quickstart has its own test)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, environment, metrics
+
+EXAMPLES = ["02_your_jsonl", "03_two_processes", "04_zero", "05_fsdp2"]
+
+
+def command_of(example: str) -> list[str]:
+    text = (ROOT / "examples" / example / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"```bash\n(.*?)\n```", text, re.S)
+    assert block
+    return shlex.split(block.group(1))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_runs_as_its_readme_says(example: str, tiny: Path, cache: Path, tmp_path: Path) -> None:
+    make, *words = command_of(example)
+    assert make == "make"
+    short = [f"MODEL_NAME={tiny}", "TRAIN_MAX_STEPS=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sft_play", *words, *short],
+        cwd=ROOT, env=environment(cache, tmp_path), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    assert len(metrics(run)) == 2 and (run / "model" / "stamp.json").is_file()
+    plan = json.loads((run / "plan.json").read_text())
+    strategies = {"02_your_jsonl": "single", "03_two_processes": "ddp", "04_zero": "zero2", "05_fsdp2": "fsdp2"}
+    assert plan["strategy"] == strategies[example] and plan["global_batch_size"] == 8
+
+
+def test_stop_resume_ask_merge(tiny: Path, cache: Path, tmp_path: Path) -> None:
+    if not (ROOT / ".venv" / ".runtime").exists():
+        pytest.skip("the script calls make, and `make install` was not run in this checkout")
+    env = environment(cache, tmp_path, {"RUN_NAME": "stopped"})
+    done = subprocess.run(
+        [str(ROOT / "examples" / "06_resume_and_infer" / "run.sh"), f"MODEL_NAME={tiny}"],
+        env=env, capture_output=True, text=True, timeout=400, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    answers = [json.loads(line) for line in (tmp_path / "stopped" / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 3 and all("answer" in answer for answer in answers)
+    assert (tmp_path / "stopped" / "merged" / "model.safetensors").is_file()
+    steps = [row["step"] for row in metrics(tmp_path / "stopped")]
+    assert steps == sorted(set(steps)) and os.path.lexists(tmp_path / "stopped" / "checkpoints" / "last")
