@@ -36,7 +36,7 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "quickstart": Command("sft_play.quickstart:main", "fine-tune and score a small real model on this machine's CPU", LAUNCH),
-    "config": Command("sft_play.config.show:main", "the resolved configuration, each key with its origin"),
+    "config": Command("sft_play.config.show:main", "the resolved configuration, each key with its origin", COMMON | {"RUN"}),
     "plan": Command(
         "sft_play.launch.rehearse:main",
         "memory, batch, steps and time before training, with reasons",

@@ -64,7 +64,11 @@ def load_config(path: Path | None, overrides: Iterable[Override] = (), environ: 
 def load_for_call(call: Call, default: str | None) -> LoadedConfig:
     """Returns the configuration that a command is about. Raises `UserError`; prints notices to stderr."""
     run = call.options.get("RUN")
-    if call.options.get("CONFIG") or not run:
+    if run and call.options.get("CONFIG"):
+        raise UserError(
+            "`CONFIG` and `RUN` are both given", hint="a run keeps the configuration that it was started with; give one of them"
+        )
+    if not run:
         name = call.options.get("CONFIG") or default
         if not name:
             raise UserError(f"`{call.command}` needs a configuration", hint=f"make {call.command} CONFIG=configs/quickstart.yaml")
@@ -87,8 +91,8 @@ def read_config(path: Path, overrides: Iterable[Override] = ()) -> LoadedConfig:
         tree["train"] = {**tree["train"], **tree["train"]["extra"]}
         del tree["train"]["extra"]
         source = Path(saved["path"]) if saved.get("path") else None
-    except FileNotFoundError:
-        raise UserError("there is no such run, or it was never configured", place=str(path)) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"there is no run in `{path.parent}`", hint="RUN= takes the name or the folder of a run") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"not the configuration of a run: {type(error).__name__} {error}", place=str(path)) from None
     found = _values_of(tree, origins, place=str(path))

@@ -42,12 +42,35 @@ def _data(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
             yield _problem(origins, "data.sources", f"`data.sources[{index}].path` is empty")
 
 
+def _names(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
+    """Text that must say something."""
+    said = {"model.name": config.model.name, "model.revision": config.model.revision, "data.train_path": config.data.train_path,
+            "data.val_path": config.data.val_path}  # fmt: skip
+    for key, text in said.items():
+        if text is not None and not text.strip():
+            yield _problem(origins, key, f"`{key}` is empty")
+    if isinstance(config.data.validation, list):
+        for index, source in enumerate(config.data.validation):
+            if not source.path.strip():
+                yield _problem(origins, "data.validation", f"`data.validation[{index}].path` is empty")
+    targets = config.tuning.lora.target_modules
+    if isinstance(targets, list) and not all(name.strip() for name in targets or [""]):
+        yield _problem(
+            origins, "tuning.lora.target_modules", "`tuning.lora.target_modules` names no module", "leave it to `auto`"
+        )
+
+
 def _evaluation(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
     train = config.train
     held_out = config.data.validation is not None and config.data.validation != 0.0
     if train.eval_strategy in ("steps", "epoch") and not held_out:
         yield _problem(
             origins, "train.eval_strategy", f"`train.eval_strategy` is `{train.eval_strategy}`, but there is no validation data",
+            "set `data.val_path`, or `data.validation: 0.05`",
+        )  # fmt: skip
+    if train.predict_with_generate is True and not held_out:
+        yield _problem(
+            origins, "train.predict_with_generate", "`train.predict_with_generate` is `true`, but there is no validation data to answer",
             "set `data.val_path`, or `data.validation: 0.05`",
         )  # fmt: skip
     if train.eval_strategy == "steps" and train.eval_steps is None:
@@ -120,4 +143,4 @@ def _warmup(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
         )
 
 
-RULES: tuple[Rule, ...] = (_precision, _data, _evaluation, _best, _launch, _code, _warmup)
+RULES: tuple[Rule, ...] = (_names, _precision, _data, _evaluation, _best, _launch, _code, _warmup)
