@@ -1,0 +1,355 @@
+"""Preparation as its program is called: what it prints, writes, keeps and refuses."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play import prepare
+from sft_play.config.load import load_config, save_config
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import Prepared
+from sft_play.runs.prepared_index import lookup
+from tests.conftest import Program, environment
+from tests.tiny_models import build_tiny_llama
+from tests.training_runs import nested_yaml
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one preparation ended."""
+
+    code: int
+    told: str
+    run: RunFolder
+
+    @property
+    def prepared(self) -> Prepared:
+        assert self.code == 0, self.told
+        return Prepared.load(self.run.prepared)
+
+
+Prepare = Callable[..., Outcome]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache that only this test sees."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(folder))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return folder
+
+
+def write_run(folder: Path, lines: Sequence[str]) -> RunFolder:
+    """Writes a run folder with `config.json` from `key: value` lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    document = folder / "typed.yaml"
+    document.write_text(nested_yaml(lines), encoding="utf-8")
+    run = RunFolder(folder)
+    save_config(load_config(document, environ={}), run.config)
+    return run
+
+
+@pytest.fixture
+def prepared_by(own_cache: Path, tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Prepare]:
+    """Prepares the tiny model and `lines` on top, in this process: `prepared_by("data.train_path: x.jsonl")`."""
+    count = 0
+
+    def run(*lines: str) -> Outcome:
+        nonlocal count
+        count += 1
+        folder = write_run(tmp_path / "runs" / f"r{count}", [f"model.name: {tiny}", "model.max_seq_len: 64", *lines])
+        capfd.readouterr()
+        code = prepare.main(["--run", str(folder.path)])
+        return Outcome(code, capfd.readouterr().err, folder)
+
+    yield run
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
+    return [{"prompt": f"Question {i}?", "completion": f"Answer {i}."} for i in range(start, start + count)]
+
+
+def rows_of(path: str) -> Any:
+    import datasets
+
+    return datasets.load_from_disk(path)
+
+
+def test_the_program_writes_what_the_run_needs(tmp_path: Path, tiny: Path) -> None:
+    """In a process of its own, as the launcher starts it; the second run takes everything from the cache, without torch."""
+    data = write_rows(tmp_path / "rows.jsonl", pairs(40))
+    lines = [f"model.name: {tiny}", "model.max_seq_len: 64", f"data.train_path: {data}", "data.validation: 0.2"]
+    env = environment(tmp_path / "cache", tmp_path / "runs") | {"PYTHONPROFILEIMPORTTIME": "1"}
+    told, found = [], []
+    for name in ("first", "second"):
+        run = write_run(tmp_path / "runs" / name, lines)
+        done = subprocess.run(
+            [sys.executable, "-m", "sft_play.prepare", "--run", str(run.path)],
+            capture_output=True, text=True, timeout=200, env=env, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        told.append([line for line in done.stderr.splitlines() if not line.startswith("import time:")])
+        found.append(Prepared.load(run.prepared))
+        imported = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+        assert ("transformers" in imported) == (name == "first"), "a cached preparation needs no heavy package"
+    assert found[0] == found[1]
+    prepared = found[0]
+    assert prepared.train and prepared.validation
+    assert prepared.train.rows + prepared.validation.rows == 40
+    assert prepared.validation.rows > 0
+    assert prepared.model.source == "folder"
+    assert Path(prepared.model.path) == tiny.resolve()
+    shown = [line for line in told[1] if line]
+    assert shown[0] == f"model: {tiny}, from the folder {tiny.resolve()}"
+    assert shown[1].startswith(f"training data: {prepared.train.rows} rows, {prepared.train.tokens:,} tokens, ")
+    assert shown[2].startswith(f"validation data: {prepared.validation.rows} rows, ")
+    assert len(shown) == 3
+    rows = rows_of(prepared.train.path)
+    assert rows.column_names == ["input_ids", "labels", "row", "prompt_ids", "reference"]
+    assert prepared.train.tokens == sum(map(len, rows["input_ids"]))
+    assert prepared.train.label_tokens == sum(label != -100 for labels in rows["labels"] for label in labels[1:])
+    assert prepared.train.longest == max(map(len, rows["input_ids"]))
+    manifest = json.loads((Path(prepared.train.path) / "manifest.json").read_text())
+    assert manifest["rows_read"] == prepared.train.rows
+    assert manifest["formats"] == {"prompt_completion": prepared.train.rows}
+
+
+def test_held_out_rows_stay_held_out_when_rows_are_added(prepared_by: Prepare, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    write_rows(data, pairs(60))
+    lines = (f"data.train_path: {data}", "data.validation: 0.3")
+    before = prepared_by(*lines).prepared
+    write_rows(data, pairs(30, start=60) + pairs(60))
+    after = prepared_by(*lines).prepared
+    assert before.train and before.validation and after.train and after.validation
+
+    def answers(path: str) -> set[str]:
+        return set(rows_of(path)["reference"])
+
+    assert answers(before.validation.path) <= answers(after.validation.path)
+    assert answers(before.train.path) <= answers(after.train.path)
+    assert not answers(after.train.path) & answers(after.validation.path)
+    assert after.train.rows + after.validation.rows == 90
+
+
+def test_validation_sources_of_their_own(prepared_by: Prepare, tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", pairs(5))
+    held = write_rows(tmp_path / "held.jsonl", [{"question": "q", "answer": "a"}])
+    prepared = prepared_by(f"data.train_path: {train}", f"data.val_path: {held}").prepared
+    assert prepared.train and prepared.train.rows == 5
+    assert prepared.validation and prepared.validation.rows == 1
+
+
+def test_without_validation_there_is_none(prepared_by: Prepare, tmp_path: Path) -> None:
+    outcome = prepared_by(f"data.train_path: {write_rows(tmp_path / 'train.jsonl', pairs(5))}")
+    assert outcome.prepared.validation is None
+    assert "validation" not in outcome.told
+
+
+@pytest.mark.parametrize("change", ["content", "length", "overlong", "template"])
+def test_what_matters_is_part_of_the_cache_key(change: str, prepared_by: Prepare, tiny: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny, tmp_path / "model")
+    data = write_rows(tmp_path / "rows.jsonl", pairs(5))
+    lines = [f"model.name: {model}", f"data.train_path: {data}"]
+    before = prepared_by(*lines).prepared
+    if change == "content":
+        write_rows(data, pairs(5, start=1))
+    elif change == "length":
+        lines.append("model.max_seq_len: 63")
+    elif change == "overlong":
+        lines.append("data.overlong: drop")
+    else:
+        template = model / "chat_template.jinja"
+        template.write_text(template.read_text().replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant \n'"))
+    after = prepared_by(*lines).prepared
+    assert before.train and after.train
+    assert before.train.path != after.train.path
+    assert (before.model.tokenizer_fingerprint != after.model.tokenizer_fingerprint) == (change == "template")
+
+
+def test_a_file_elsewhere_with_the_same_content_is_not_prepared_again(prepared_by: Prepare, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", pairs(5))
+    first = prepared_by(f"data.train_path: {data}").prepared
+    os.utime(data, (1, 1))
+    assert prepared_by(f"data.train_path: {data}").prepared == first
+
+
+def test_a_damaged_cache_is_made_again(prepared_by: Prepare, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", pairs(5))
+    first = prepared_by(f"data.train_path: {data}").prepared
+    assert first.train
+    arrow = next(Path(first.train.path).glob("*.arrow"))
+    arrow.write_bytes(arrow.read_bytes()[:-8])
+    again = prepared_by(f"data.train_path: {data}").prepared
+    assert again == first
+    assert len(rows_of(first.train.path)) == 5
+
+
+def _prepare_in_child(run: str, cache: str) -> None:
+    os.environ["SFT_PLAY_CACHE"] = cache
+    sys.exit(prepare.main(["--run", run]))
+
+
+def test_two_processes_prepare_the_same_rows_at_once(own_cache: Path, tiny: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", pairs(300))
+    lines = [f"model.name: {tiny}", f"data.train_path: {data}", "data.validation: 0.1"]
+    runs = [write_run(tmp_path / "runs" / f"r{i}", lines) for i in range(2)]
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=_prepare_in_child, args=(str(run.path), str(own_cache))) for run in runs]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(timeout=120)
+    assert [child.exitcode for child in children] == [0, 0]
+    first, second = (Prepared.load(run.prepared) for run in runs)
+    assert first == second
+    assert first.train and len(rows_of(first.train.path)) == first.train.rows
+    assert not [path for path in (own_cache / "data").iterdir() if path.name.startswith(".")], "nothing is left aside"
+
+
+def test_lookup_knows_what_was_prepared_until_a_file_changes(prepared_by: Prepare, tiny: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny, tmp_path / "model")
+    folder = tmp_path / "data" / "deep"
+    folder.mkdir(parents=True)
+    write_rows(folder / "a.jsonl", pairs(5))
+    outcome = prepared_by(f"model.name: {model}", f"data.train_path: {tmp_path}/data/*/*.jsonl")
+    config = load_config(outcome.run.path / "typed.yaml", environ={}).config
+    assert lookup(config) == outcome.prepared
+    write_rows(folder / "b.jsonl", pairs(1))
+    assert lookup(config) is None
+    (folder / "b.jsonl").unlink()
+    assert lookup(config) == outcome.prepared
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert lookup(config) is None
+
+
+def test_lookup_forgets_what_was_removed_from_the_cache(prepared_by: Prepare, own_cache: Path, tmp_path: Path) -> None:
+    outcome = prepared_by(f"data.train_path: {write_rows(tmp_path / 'rows.jsonl', pairs(5))}")
+    config = load_config(outcome.run.path / "typed.yaml", environ={}).config
+    shutil.rmtree(own_cache / "data")
+    assert lookup(config) is None
+
+
+LONG = {"prompt": "Question?", "completion": "a long answer that goes on and on, " * 30}
+LONG_PROMPT = {"prompt": "a long question that goes on and on, " * 30, "completion": "yes"}
+
+
+def test_overlong_rows_are_refused_unless_told(prepared_by: Prepare, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [*pairs(3), LONG])
+    outcome = prepared_by(f"data.train_path: {data}")
+    assert outcome.code == 4
+    assert f"error: {data}:4: 1 of 4 train rows are longer than `model.max_seq_len` 64; the longest has " in outcome.told
+    assert "DATA_OVERLONG=drop" in outcome.told
+    assert not outcome.run.prepared.exists()
+
+
+def test_overlong_rows_are_dropped_and_counted(prepared_by: Prepare, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [*pairs(3), LONG])
+    outcome = prepared_by(f"data.train_path: {data}", "data.overlong: drop")
+    assert outcome.prepared.train
+    assert (outcome.prepared.train.rows, outcome.prepared.train.dropped, outcome.prepared.train.truncated) == (3, 1, 0)
+    assert "1 rows left out (longer than model.max_seq_len)" in outcome.told
+
+
+def test_overlong_rows_are_cut_where_an_answer_has_begun(prepared_by: Prepare, tmp_path: Path) -> None:
+    turns = [
+        {"role": "user", "content": "Question?"},
+        {"role": "assistant", "content": "the first answer"},
+        {"role": "user", "content": LONG_PROMPT["prompt"]},
+        {"role": "assistant", "content": "the second answer"},
+    ]
+    as_messages = [{"role": "user", "content": LONG["prompt"]}, {"role": "assistant", "content": LONG["completion"]}]
+    no_answer = [{"role": "user", "content": LONG_PROMPT["prompt"]}, {"role": "assistant", "content": "yes"}]
+    data = write_rows(tmp_path / "rows.jsonl", [{"messages": m} for m in (turns, as_messages, no_answer)])
+    train = prepared_by(f"data.train_path: {data}", "data.overlong: truncate").prepared.train
+    assert train
+    assert (train.rows, train.dropped, train.truncated, train.longest) == (2, 1, 2, 64)
+    first, second = rows_of(train.path)
+    assert first["reference"] == "the first answer"
+    assert first["input_ids"][: len(first["prompt_ids"])] == first["prompt_ids"]
+    assert len(second["input_ids"]) == 64
+    assert second["labels"][-1] == second["input_ids"][-1]
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate"])
+def test_when_no_row_is_left_the_run_is_refused(policy: str, prepared_by: Prepare, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [LONG_PROMPT, LONG_PROMPT])
+    outcome = prepared_by(f"data.train_path: {data}", f"data.overlong: {policy}")
+    assert outcome.code == 4
+    assert "no train row is left: all 2 are longer than `model.max_seq_len` 64" in outcome.told
+    assert "raise MODEL_MAX_SEQ_LEN" in outcome.told
+
+
+def test_a_fraction_that_leaves_nothing_is_refused(prepared_by: Prepare, tmp_path: Path) -> None:
+    outcome = prepared_by(f"data.train_path: {write_rows(tmp_path / 'rows.jsonl', pairs(2))}", "data.validation: 0.0001")
+    assert outcome.code == 4
+    assert "`data.validation: 0.0001` leaves no row for validation" in outcome.told
+
+
+def test_problems_are_reported_together_up_to_five(prepared_by: Prepare, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    lines = [json.dumps(pairs(1)[0]), "{broken", '{"prompt": "q"}', '["a list"]', '{"prompt": 1, "completion": "a"}']
+    data.write_text("\n".join([*lines, '{"prompt": "q", "completion": " "}', '{"prompt": "q", "completion": null}']) + "\n")
+    outcome = prepared_by(f"data.train_path: {data}")
+    assert outcome.code == 4
+    assert outcome.told.count("error: ") == 5
+    for line in (2, 3, 4, 5, 6):
+        assert f"error: {data}:{line}" in outcome.told
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "the file holds no row"),
+        ("{}\n", "no format fits the columns none"),
+        ('{"prompt": "q", "completion": ""}\n', ":1: `completion` is empty, so there is nothing to learn"),
+        ('{"prompt": "q", "completion": "a"}\n{"prompt": "q"\n', ":2:15: is not JSON"),
+    ],
+)
+def test_bad_rows_end_a_training_command_with_code_4_and_leave_nothing(
+    content: str, said: str, program: Program, tiny: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(content)
+    document = tmp_path / "x.yaml"
+    document.write_text(nested_yaml([f"model.name: {tiny}", "model.max_seq_len: 64", f"data.train_path: {data}"]))
+    done = program("train", f"CONFIG={document}", "RUN_NAME=bad")
+    assert done.code == 4, done.err
+    assert said in done.err
+    assert str(data) in done.err
+    assert "Traceback" not in done.err
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_a_tokenizer_without_padding_and_template_is_used(prepared_by: Prepare, tmp_path: Path) -> None:
+    model = build_tiny_llama(tmp_path / "bare", pad=False, template=False)
+    data = write_rows(tmp_path / "rows.jsonl", pairs(2))
+    train = prepared_by(f"model.name: {model}", f"data.train_path: {data}").prepared.train
+    assert train and rows_of(train.path)[0]["labels"][-1] != -100
+
+
+def test_a_cache_that_cannot_be_written_is_named(prepared_by: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("not a folder")
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(in_the_way))
+    outcome = prepared_by(f"data.train_path: {write_rows(tmp_path / 'rows.jsonl', pairs(2))}")
+    assert outcome.code == 3
+    assert "cannot be written" in outcome.told
+    assert "SFT_PLAY_CACHE" in outcome.told
