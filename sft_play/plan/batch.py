@@ -49,8 +49,9 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
     else:
         room = tuple(min(most, rows) for rows in fitting)
         micros = _auto(wanted, room)
-        held = str(min(fitting)) if min(fitting) == max(fitting) else f"{min(fitting)} to {max(fitting)}"
-        why = f"{held} fit, but more than {most} gain nothing" if min(fitting) > most else f"up to {held} rows fit"
+        held = f"up to {count(min(fitting), 'row')}" if min(fitting) == max(fitting) else f"{min(fitting)} to {max(fitting)} rows"
+        fits = "fits" if held == "up to 1 row" else "fit"
+        why = f"{held} {fits}, but more than {most} gain nothing" if min(fitting) > most else f"{held} {fits}"
         reasons.append(f"micro-batch {_words(micros)} per {unit}: {why}; the work is divided evenly")
     steps = math.ceil(wanted / sum(micros))
     total = f"{micros[0]} per {unit} x {units}" if len(set(micros)) == 1 else " + ".join(map(str, micros))

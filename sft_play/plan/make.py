@@ -10,13 +10,13 @@ from typing import Any, cast
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan import choices
-from sft_play.plan.batch import choose_batch
+from sft_play.plan.batch import choose_batch, count
 from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.memory import Setup, rank_memory
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.throughput import forecast
+from sft_play.plan.throughput import exchange_seconds, forecast
 from sft_play.runs.prepared import Prepared
 
 CPU_MICRO_BATCH = 4
@@ -62,6 +62,7 @@ def make_plan(
     fitting = tuple(max(1, rows) for rows in fitting)
     batch = choose_batch(config.train, fitting, CPU_MICRO_BATCH if kind == "cpu" else MOST_MICRO_BATCH, unit)
     reasons += batch.reasons
+    reasons += _exchange(config, shape, setup, hardware, world, batch.accumulation)
     layout = choices.choose_layout(config, shape, kind, attention, max(batch.micro_batches) * setup.row_tokens, reasons)
     setup = replace(setup, layout=layout)
     ranks = tuple(
@@ -129,7 +130,7 @@ def _checkpointing(
     smaller = tuple(_largest(config, shape, saving, capacity) for capacity in room)
     wanted = config.train.batch_size if config.train.batch_size != "auto" else 1
     if asked is True or (asked == "auto" and min(plain) < wanted):
-        why = "as configured" if asked is True else f"{wanted} row{'s' * (wanted > 1)} per device do not fit without it"
+        why = "as configured" if asked is True else f"{count(wanted, 'row')} per device would not fit without it"
         reasons.append(f"gradient checkpointing on: {why}")
         return saving, smaller
     if asked == "auto":
@@ -141,6 +142,16 @@ def _described(hardware: Hardware, launch: LaunchRequest) -> list[str]:
     """Returns what the numbers are for, where that is not simply this machine."""
     found = ["for hardware as described, not for this machine"] if hardware.described else []
     return found + ([f"{launch.num_nodes} nodes, each with the devices of this one"] if launch.num_nodes > 1 else [])
+
+
+def _exchange(config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, world: int, accumulation: int) -> list[str]:
+    """Returns what a step sends where the speed of the network was given."""
+    speed = hardware.network_bytes_per_second
+    if speed is None or world == 1:
+        return []
+    seconds = exchange_seconds(config, shape, setup, world, accumulation, speed)
+    what = "gradients" if setup.strategy not in ("zero3", "fsdp2") else "weights and gradients"
+    return [f"a step waits {seconds:.2g} s for {what} over the network of {speed / 1e6:.3g} MB/s, unless computation hides it"]
 
 
 def _require_fit(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from sft_play.plan.hardware import GIB
 from sft_play.plan.plan import Plan, RankPlan
 
@@ -15,7 +17,8 @@ BAR = 40
 def show_plan(plan: Plan, *, details: bool = False) -> str:
     """Returns a summary; with `details` the memory of every kind of rank as bars, and what to change."""
     first = plan.ranks[0]
-    where = f"{plan.world_size} x {first.device_name}" if plan.world_size > 1 else first.device_name
+    names = Counter(rank.device_name for rank in plan.ranks)
+    where = " + ".join(f"{number} x {name}" if number > 1 else name for name, number in names.items())
     lines = [f"plan: {plan.strategy} on {where}, {plan.precision}, by {plan.source}"]
     micros = sorted({rank.micro_batch for rank in plan.ranks})
     batch = str(micros[0]) if len(micros) == 1 else f"{micros[0]} to {micros[-1]}"
@@ -51,7 +54,8 @@ def _speed(plan: Plan) -> str:
     if plan.total_seconds is not None:
         text += f", {duration(plan.total_seconds)} in all"
     if plan.communication_share:
-        text += f", {plan.communication_share:.0%} of it communication"
+        share = f"{plan.communication_share:.0%}" if plan.communication_share >= 0.01 else "under 1 %"
+        text += f", {share} of it communication"
     return text
 
 

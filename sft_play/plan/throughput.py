@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.config.schema import Config
 from sft_play.plan.hardware import Device, Hardware
-from sft_play.plan.memory import Setup, rank_memory, trainable_parameters
+from sft_play.plan.memory import Setup, adapter_bytes, rank_memory, trainable_parameters
 from sft_play.plan.shape import ModelShape
 
 GPU_EFFICIENCY = 0.35
@@ -80,7 +80,7 @@ def forecast(
     if len(known) < ranks:
         return Forecast()
     tokens = rows * row_tokens
-    exchange = _exchange_seconds(config, shape, setup, ranks, accumulation, _link(hardware, ranks))
+    exchange = exchange_seconds(config, shape, setup, ranks, accumulation, _link(hardware, ranks))
     seconds = tokens / (min(known) * ranks) + exchange
     return Forecast(tokens_per_second=tokens / seconds, communication_share=exchange / seconds, seconds_per_step=seconds)
 
@@ -93,9 +93,12 @@ def _link(hardware: Hardware, ranks: int) -> float:
     return NVLINK_BYTES_PER_SECOND if ranks > 2 else PCIE_BYTES_PER_SECOND
 
 
-def _exchange_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, accumulation: int, link: float) -> float:
-    """Gradients once per optimizer step; under ZeRO-3 and FSDP2 the weights too, at every pass of every micro-step."""
-    width = 4.0 if setup.weights_dtype == "float32" or config.tuning.mode != "full" else 2.0
+def exchange_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, accumulation: int, link: float) -> float:
+    """Returns the time of an optimizer step's communication over links of `link` bytes per second.
+
+    Gradients once per optimizer step; under ZeRO-3 and FSDP2 the weights too, at every pass of every micro-step.
+    """
+    width = setup.weight_bytes if config.tuning.mode == "full" else adapter_bytes(config, setup)
     seconds = communication_seconds(trainable_parameters(config, shape) * width, ranks, link)
     if setup.strategy in ("zero3", "fsdp2"):
         passes = 3 if setup.gradient_checkpointing else 2

@@ -34,7 +34,7 @@ def test_the_arithmetic_is_said() -> None:
     assert "accumulation 4 = 32 global / (4 per device x 2 devices)" in batch.reasons
     one = choose_batch(train(global_batch_size=8), (36,), 4, "process")
     assert "accumulation 2 = 8 global / (4 per process x 1 process)" in one.reasons
-    assert any("36 fit, but more than 4 gain nothing" in reason for reason in one.reasons)
+    assert any("up to 36 rows fit, but more than 4 gain nothing" in reason for reason in one.reasons)
     uneven = choose_batch(train(batch_size=5), (16, 16), 64)
     assert uneven.reasons[-1] == "accumulation 4 = 32 global / (5 per device x 2 devices), 8 of the 40 slots stay empty"
 

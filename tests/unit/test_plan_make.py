@@ -178,7 +178,7 @@ def test_checkpointing_only_when_it_must() -> None:
     assert not plan_of("H100", name=LLAMA, max_seq_len=1024).gradient_checkpointing
     tight = plan_of("24GB", name=LLAMA, max_seq_len=2048)
     assert tight.gradient_checkpointing
-    assert "gradient checkpointing on: 1 row per device do not fit without it" in tight.reasons
+    assert "gradient checkpointing on: 1 row per device would not fit without it" in tight.reasons
     assert plan_of(gradient_checkpointing=True).gradient_checkpointing
     assert not plan_of("H100", name=LLAMA, gradient_checkpointing=False).gradient_checkpointing
 
@@ -301,6 +301,12 @@ def test_a_slow_network_costs_what_arithmetic_says() -> None:
     assert plan.seconds_per_step is not None and plan.communication_share is not None
     # 41.9 M fp32 gradients around a ring of three at 117.5 MB/s: 1.90 s (measured facts: 1.90).
     assert plan.seconds_per_step * plan.communication_share == pytest.approx(1.90, rel=0.01)
+    assert any("a step waits 1.9 s for gradients over the network of 118 MB/s" in reason for reason in plan.reasons)
+    # bf16 adapters over a quantised base send half of that.
+    quantised = plan_of("3xRTX4090@1Gbit", name=LLAMA, mode="qlora", command_strategy="auto", rows=96, max_seq_len=512)
+    assert any("a step waits 0.95 s" in reason for reason in quantised.reasons)
+    unknown = plan_of("12GB+8GB@1Gbit", name=SMALL, command_strategy="auto")
+    assert unknown.tokens_per_second is None and any("over the network" in reason for reason in unknown.reasons)
     sharded = plan_of("3xRTX4090@1Gbit", name=LLAMA, command_strategy="fsdp2", rows=96, max_seq_len=512)
     assert (sharded.seconds_per_step or 0) > 20 * plan.seconds_per_step
 
