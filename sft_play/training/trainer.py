@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -30,6 +31,7 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import link, partial_folder, publish, rotate
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import Stamp
+from sft_play.training.flops import operations_per_token, peak_operations
 from sft_play.training.generation import decide, score_by_generation, write_evaluation
 from sft_play.training.guards import require_finite
 from sft_play.training.loss import all_sum, label_tokens, token_loss_sum
@@ -50,7 +52,8 @@ class SftTrainer(Trainer):
         self.rows_trained: list[int] = []
         self.rows_scored: list[int] = []
         self.tokens_trained = 0
-        self.peak_flops: float | None = None
+        self.peak_flops = peak_operations(plan.device) if os.environ.get("RANK", "0") == "0" else None
+        self._operations: int | None = None
         super().__init__(data_collator=self.collator, processing_class=tokenizer, **arguments)
         self.loss_is_scaled_for_ga = True  # `compute_loss` divides by the label tokens of the whole global batch
         self._window = torch.zeros(3, dtype=torch.float64, device=self._sums_on())
@@ -150,7 +153,8 @@ class SftTrainer(Trainer):
             self.tokens_trained += int(tokens)
             self._seconds += seconds
             if self.peak_flops:
-                extra["mfu"] = 6 * self._parameters() * tokens / seconds / (self.peak_flops * self.plan.world_size)
+                self._operations = self._operations or operations_per_token(self.accelerator.unwrap_model(self.model))
+                extra["mfu"] = self._operations * tokens / seconds / (self.peak_flops * self.plan.world_size)
             logs = {**logs, **extra}
             self._window.zero_()
             self._begun = now
@@ -163,9 +167,6 @@ class SftTrainer(Trainer):
         parts = [torch.empty_like(values) for _ in range(self.plan.world_size)]
         distributed.all_gather(parts, values)
         return torch.stack(parts)
-
-    def _parameters(self) -> int:
-        return sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
 
     # ---- Evaluation
 
