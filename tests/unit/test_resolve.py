@@ -1,0 +1,296 @@
+"""Which model a name means, and what is said where there is none: folders, and a hub that answers from this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.schema import ModelConfig
+from sft_play.errors import DataError
+from sft_play.model.resolve import hub_reachable, resolve_model, says
+from tests.conftest import ROOT, environment
+from tests.tiny_models import build_tiny_llama
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def model(tiny: Path, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+def refused(name: Path | str) -> DataError:
+    with pytest.raises(DataError) as caught:
+        resolve_model(ModelConfig(name=str(name)))
+    return caught.value
+
+
+def test_a_folder_is_taken_as_it_is(model: Path) -> None:
+    found = resolve_model(ModelConfig(name=str(model)))
+    assert (found.source, found.path, found.revision) == ("folder", str(model.resolve()), None)
+    assert says(found) == f"model: {model}, from the folder {model.resolve()}"
+
+
+def test_the_fingerprint_tells_weights_and_tokenizers_apart(model: Path, tmp_path: Path) -> None:
+    first = resolve_model(ModelConfig(name=str(model)))
+    other = resolve_model(ModelConfig(name=str(build_tiny_llama(tmp_path / "other", seed=1))))
+    assert first.fingerprint != other.fingerprint
+    assert first.tokenizer_fingerprint == other.tokenizer_fingerprint
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    changed = resolve_model(ModelConfig(name=str(model)))
+    assert changed.fingerprint == first.fingerprint
+    assert changed.tokenizer_fingerprint != first.tokenizer_fingerprint
+
+
+def test_an_adapter_folder_names_what_to_set(model: Path) -> None:
+    (model / "config.json").rename(model / "adapter_config.json")
+    error = refused(model)
+    assert "adapter, not a model" in error.message
+    assert error.hint == "set `model.name` to the base model"
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [("config.json", "no `config.json`"), ("model.safetensors", "no weights"), ("tokenizer*", "no tokenizer")],
+)
+def test_a_folder_that_lacks_something_is_named_with_it(missing: str, named: str, model: Path) -> None:
+    for path in model.glob(missing):
+        path.unlink()
+    error = refused(model)
+    assert error.place == str(model)
+    assert named in error.message
+
+
+def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
+    assert "no `config.json`" in refused(tmp_path).message
+
+
+def test_weights_that_were_cut_short_are_refused(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    error = refused(model)
+    assert error.place == str(weights)
+    assert "is cut short" in error.message
+
+
+def test_a_git_lfs_pointer_is_refused(model: Path) -> None:
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    error = refused(model)
+    assert "Git LFS pointer" in error.message
+    assert "git lfs pull" in (error.hint or "")
+
+
+def test_a_missing_shard_is_named(model: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "1 of 2 weight files are missing: `model-00002-of-00002.safetensors`" in refused(model).message
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_a_gguf_file_is_refused(present: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    if present:
+        path.write_bytes(b"GGUF")
+    assert refused(path).message == "GGUF files cannot be trained"
+    assert refused("model.gguf").message == "GGUF files cannot be trained"
+
+
+def test_a_folder_with_only_a_gguf_file_is_refused_by_its_name(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "small.gguf")
+    assert "`small.gguf` is a GGUF file" in refused(model).message
+
+
+@pytest.mark.parametrize("name", ["./missing", "missing/deep/folder", "~/missing_model_of_a_test"])
+def test_a_missing_folder_is_named(name: str) -> None:
+    error = refused(name)
+    assert (error.place, error.message) == (name, "there is no such model folder")
+
+
+def test_offline_mode_counts_as_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert not hub_reachable()
+
+
+# ---- A hub on this machine
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+class Hub:
+    """A hub that answers from a table; unknown paths are 404 without a word."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.tokens: list[str | None] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _answer(self) -> None:
+                outer.tokens.append(self.headers.get("Authorization"))
+                status, headers, body = outer.answers.get(self.path.partition("?")[0], (404, {}, b"{}"))
+                self.send_response(status)
+                for name, value in ({"Content-Length": str(len(body))} | headers).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(body)
+
+            do_GET = do_HEAD = _answer
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Says nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    def refuse(self, path: str, status: int, code: str) -> None:
+        self.answers[path] = (status, {"X-Error-Code": code, "X-Error-Message": code}, b"{}")
+
+    def repository(self, name: str, files: dict[str, bytes]) -> None:
+        listing = {"id": name, "sha": SHA, "siblings": [{"rfilename": file} for file in files]}
+        tree = [{"type": "file", "path": file, "size": len(body), "oid": "0" * 40} for file, body in files.items()]
+        for revision in ("main", SHA):
+            self.answers[f"/api/models/{name}/revision/{revision}"] = (200, {}, json.dumps(listing).encode())
+            self.answers[f"/api/models/{name}/tree/{revision}"] = (200, {}, json.dumps(tree).encode())
+            for file, body in files.items():
+                headers = {"X-Repo-Commit": SHA, "ETag": f'"{abs(hash(file)):040x}"'}
+                self.answers[f"/{name}/resolve/{revision}/{file}"] = (200, headers, body)
+        self.answers[f"/api/models/{name}"] = (200, {}, json.dumps(listing).encode())
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    made = Hub()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+Ask = Callable[..., subprocess.CompletedProcess[str]]
+
+PROGRAM = """
+import sys
+from sft_play.config.schema import ModelConfig
+from sft_play.errors import UserError
+from sft_play.model.resolve import resolve_model, says
+try:
+    found = resolve_model(ModelConfig(name=sys.argv[1], revision=sys.argv[2] or None))
+except UserError as error:
+    print(error.render(), file=sys.stderr)
+    sys.exit(error.exit_code)
+print(says(found))
+print(found.path)
+"""
+
+
+@pytest.fixture
+def ask(hub: Hub, tmp_path: Path) -> Ask:
+    """Resolves a name in a process of its own: the hub's library reads its address once, when it is imported."""
+
+    def run(
+        name: str, *, token: str | None = None, revision: str = "", offline: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        extra = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": str(int(offline))}
+        env = environment(tmp_path / "cache", tmp_path / "runs", extra | {"HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"})
+        for variable in [name for name in env if name.lower() in ("http_proxy", "https_proxy", "all_proxy", "hf_token")]:
+            del env[variable]
+        if token:
+            env["HF_TOKEN"] = token
+        return subprocess.run(
+            [sys.executable, "-c", PROGRAM, name, revision],
+            capture_output=True, text=True, env=env, cwd=ROOT, timeout=120, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+def test_a_model_is_fetched_and_found_again_offline(hub: Hub, ask: Ask, tiny: Path) -> None:
+    hub.repository("someone/small", {path.name: path.read_bytes() for path in tiny.iterdir()})
+    done = ask("someone/small")
+    assert done.returncode == 0, done.stderr
+    first, path = done.stdout.splitlines()
+    assert first == f"model: someone/small, from the hub at commit {SHA[:12]}"
+    assert (Path(path) / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+    assert ask("someone/small", offline=True).stdout == done.stdout
+
+
+def test_weights_for_other_programs_are_not_fetched(hub: Hub, ask: Ask, tiny: Path) -> None:
+    files = {path.name: path.read_bytes() for path in tiny.iterdir()}
+    hub.repository("someone/small", files | {"original/weights.safetensors": b"x", "pytorch_model.bin": b"x", "a.gguf": b"x"})
+    done = ask("someone/small")
+    assert done.returncode == 0, done.stderr
+    fetched = {path.name for path in Path(done.stdout.splitlines()[1]).iterdir()}
+    assert fetched == set(files)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("token", [None, "hf_without_access"])
+def test_a_gated_model_names_the_licence_page_and_the_token(status: int, token: str | None, hub: Hub, ask: Ask) -> None:
+    hub.refuse("/api/models/meta/gated", status, "GatedRepo")
+    done = ask("meta/gated", token=token)
+    assert done.returncode == 4, done.stderr
+    assert "error: meta/gated: the model is gated" in done.stderr
+    assert ("the token that is set has no access to it" if token else "no token is set") in done.stderr
+    assert "https://huggingface.co/meta/gated" in done.stderr
+    assert "HF_TOKEN" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert hub.tokens[-1] == (f"Bearer {token}" if token else None)
+
+
+def test_a_gated_model_whose_page_is_open_is_told_when_its_files_are_fetched(hub: Hub, ask: Ask, tiny: Path) -> None:
+    """The hub's way: everybody sees the list of files, and the files are refused."""
+    files = {path.name: path.read_bytes() for path in tiny.iterdir()}
+    hub.repository("meta/gated", files)
+    for file in files:
+        for revision in ("main", SHA):
+            hub.refuse(f"/meta/gated/resolve/{revision}/{file}", 401, "GatedRepo")
+    done = ask("meta/gated")
+    assert done.returncode == 4, done.stderr
+    assert "error: meta/gated: the model is gated, and no token is set" in done.stderr
+    assert "accept its licence at https://huggingface.co/meta/gated" in done.stderr
+
+
+def test_a_missing_repository_says_to_check_the_name(hub: Hub, ask: Ask) -> None:
+    hub.refuse("/api/models/nobody/nothing", 404, "RepoNotFound")
+    done = ask("nobody/nothing")
+    assert done.returncode == 4, done.stderr
+    assert "error: nobody/nothing: the hub has no such model, or it is private" in done.stderr
+    assert "https://huggingface.co/nobody/nothing" in done.stderr
+    assert "HF_TOKEN" in done.stderr
+
+
+def test_a_missing_revision_is_named(hub: Hub, ask: Ask) -> None:
+    hub.refuse("/api/models/someone/small/revision/v9", 404, "RevisionNotFound")
+    done = ask("someone/small", revision="v9")
+    assert done.returncode == 4, done.stderr
+    assert "error: someone/small: the model has no revision `v9`" in done.stderr
+
+
+def test_a_hub_in_trouble_is_named(hub: Hub, ask: Ask) -> None:
+    hub.answers["/api/models/someone/small"] = (500, {}, b"{}")
+    done = ask("someone/small")
+    assert done.returncode == 4, done.stderr
+    assert "someone/small" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_name_that_no_hub_takes_is_refused(ask: Ask) -> None:
+    done = ask("not a name!/x")
+    assert done.returncode == 4, done.stderr
+    assert "is neither a folder nor a hub id" in done.stderr
+    assert done.stderr.startswith("error: not a name!/x")
