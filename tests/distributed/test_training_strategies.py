@@ -112,6 +112,18 @@ def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp
     assert column(run, "step", "eval") == [4, 8]
     assert (run.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
     assert len(list(run.tensorboard.iterdir())) == 2, "the curve goes on in a second file"
+    assert dict(curves(run)["train/loss"]) == pytest.approx(dict(zip(column(run, "step"), column(run, "loss"), strict=True)))
+    shown = {"train/grad_norm", "train/learning_rate", "rank_loss/0", "speed/tokens_per_second", "speed/mfu", "memory/rank0_gib"}
+    assert shown | {"eval/loss", "eval/perplexity"} <= set(curves(run))
+
+
+def curves(run: RunFolder) -> dict[str, list[tuple[float, float]]]:
+    """Returns TensorBoard's curves: name -> (step, value)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.tensorboard))
+    events.Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
 @pytest.mark.parametrize(
