@@ -30,11 +30,16 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as stream:
+            if stream.read(4) != b"GGUF":
+                raise ValueError(f"{path} is not a GGUF file")
             self._data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        self._at = 0
-        if self._data[:4] != b"GGUF":
-            raise ValueError(f"{path} is not a GGUF file")
         self._at = 4
+        try:
+            self._read_header(path)
+        except struct.error as error:
+            raise ValueError(f"{path} is cut short: {error}") from None
+
+    def _read_header(self, path: Path) -> None:
         version, count, pairs = self._scalar("<I"), self._scalar("<Q"), self._scalar("<Q")
         if version != 3:
             raise ValueError(f"{path} has GGUF version {version}; only 3 is read")

