@@ -23,7 +23,7 @@ if [ ! -x "$venv/bin/python" ]; then
     fi
 fi
 
-install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@"; }
+install() { "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt "$@"; }
 case $group in
     runtime)
         echo "installing the pinned packages into $venv (some minutes, once)"
