@@ -161,7 +161,8 @@ def _read_environment(environ: Mapping[str, str], found: Values) -> None:
 
 def _unknown_variable(name: str) -> UserError | None:
     bare = name.removeprefix("SFT_")
-    of_section = bare.partition("_")[0].lower() in sections()
+    prefix = bare.partition("_")[0].lower()
+    of_section = bool(prefix) and prefix in sections()
     if not of_section and not get_close_matches(bare, variables(), n=1, cutoff=0.85):
         return None
     better = names.suggest(bare.lower(), options=())

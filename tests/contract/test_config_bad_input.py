@@ -1,0 +1,84 @@
+"""Bad configuration, as a user types it: exit code 2, one clear message, no traceback, nothing written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.yaml_source import parse_yaml
+
+GOOD = "model: {name: some/model}\ndata: {train_path: rows.jsonl}\n"
+CASES = {
+    "missing file": (None, [], "there is no file `"),
+    "YAML syntax": ("model: {name: x\ntrain: 1\n", [], "x.yaml:2:6: not YAML"),
+    "unknown key": (GOOD + "train:\n  learning_rat: 1\n", [], "x.yaml:4: unknown key `train.learning_rat`"),
+    "unknown section": (GOOD + "trian: {seed: 1}\n", [], "x.yaml:3: unknown key `trian`"),
+    "key of another tool": (GOOD + "lora_r: 8\n", [], "did you mean `tuning.lora.r`?"),
+    "unknown variable": (GOOD, ["TRAIN_LEARNIG_RATE=1"], "did you mean `TRAIN_LEARNING_RATE=1`?"),
+    "short of an option": (GOOD, ["NUM_GPU=2"], "did you mean `NUM_GPUS=2`?"),
+    "flag": (GOOD, ["--learning-rate", "1"], "did you mean `TRAIN_LEARNING_RATE=1`?"),
+    "wrong type": (GOOD + "train:\n  batch_size: two\n", [], "x.yaml:4: `train.batch_size` is `two`; expected an integer >= 1 or `auto`"),
+    "wrong type typed": (GOOD, ["TRAIN_BATCH_SIZE=two"], "TRAIN_BATCH_SIZE=two: `train.batch_size` is `two`"),
+    "zero": (GOOD, ["TRAIN_GLOBAL_BATCH_SIZE=0"], "expected an integer >= 1"),
+    "negative": (GOOD, ["MODEL_MAX_SEQ_LEN=-1"], "expected an integer >= 8"),
+    "no steps": (GOOD, ["TRAIN_MAX_STEPS=0"], "expected -1 or an integer >= 1"),
+    "no GPUs": (GOOD, ["NUM_GPUS=0"], "`NUM_GPUS` is `0`; expected an integer >= 1"),
+    "decided elsewhere": (GOOD, ["TRAIN_OUTPUT_DIR=out"], "use `RUN_NAME`"),
+    "no model": ("data: {train_path: rows.jsonl}\n", [], "`model.name` is missing"),
+    "contradiction": (GOOD, ["TRAIN_FP16=true", "TRAIN_BF16=true"], "are both `true`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_configuration_is_one_message_and_leaves_nothing(name: str, program, tmp_path: Path) -> None:
+    text, words, expected = CASES[name]
+    file = tmp_path / "x.yaml"
+    if text is not None:
+        file.write_text(text, encoding="utf-8")
+    before = sorted(tmp_path.rglob("*"))
+    done = program("train", f"CONFIG={file}", *words, timeout=60)
+    assert done.code == 2, done.err
+    assert expected in done.err and done.err.count("error: ") == 1
+    assert "Traceback" not in done.err and done.out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_all_problems_of_a_file_come_in_one_go(program, tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("model: {name: 1, max_seq_len: x}\ntrain:\n  epochs: -1\n  seeed: 3\ntuning: 4\n", encoding="utf-8")
+    done = program("plan", f"CONFIG={file}", "TRAIN_SEED=s")
+    assert done.code == 2 and done.err.count("error: ") == 5
+    for line in (1, 3, 4, 5):
+        assert f"x.yaml:{line}: " in done.err
+    assert "TRAIN_SEED=s: `train.seed` is `s`" in done.err
+
+
+def test_what_config_prints_can_be_used_again(program, tmp_path: Path) -> None:
+    words = ["TRAIN_LEARNING_RATE=2e-5", 'MODEL_NAME=it\'s a "model" # $HOME\n\tü', "TRAIN_ADAM_BETA2=0.95"]
+    shown = program("config", "CONFIG=h100_pair", *words)
+    assert shown.code == 0 and parse_yaml(shown.out, "shown").plain()["train"]["learning_rate"] == 2e-5
+    again = tmp_path / "again.yaml"
+    again.write_text(shown.out, encoding="utf-8")
+    first, second = (
+        program("config", f"CONFIG={name}", "JSON=1", *more).json for name, more in (("h100_pair", words), (again, []))
+    )
+    assert {key: row["value"] for key, row in first.items()} == {key: row["value"] for key, row in second.items()}
+    assert first["train.adam_beta2"] == {"value": 0.95, "origin": "TRAIN_ADAM_BETA2=0.95"}
+    assert second["train.adam_beta2"]["origin"].startswith(f"{again}:")
+
+
+def test_notices_go_to_stderr_and_configuration_of_a_run_is_shown_with_its_origins(program, tmp_path: Path) -> None:
+    from sft_play.config.load import load_config, save_config
+
+    noticed = program("config", "CONFIG=smoke", "JSON=1", env={"NCCL_TIMEOUT": "77", "SFT_TRAIN_SEED": "5"})
+    assert noticed.json["launch.timeout_seconds"] == {"value": 77, "origin": "environment NCCL_TIMEOUT=77"}
+    assert noticed.json["train.seed"]["origin"] == "environment SFT_TRAIN_SEED=5" and "no library reads" in noticed.err
+    run = tmp_path / "runs" / "one"
+    save_config(load_config(Path("configs/smoke.yaml"), (), {"SFT_TRAIN_SEED": "5"}), run / "config.json")
+    shown = program("config", "RUN=one", "TRAIN_EPOCHS=2", "JSON=1").json
+    assert shown["train.seed"] == {"value": 5, "origin": "environment SFT_TRAIN_SEED=5"}
+    assert shown["train.epochs"] == {"value": 2.0, "origin": "TRAIN_EPOCHS=2"}
+    assert "there is no run in" in program("config", "RUN=two").err
+    both = program("config", "RUN=one", "CONFIG=smoke")
+    assert both.code == 2 and "`CONFIG` and `RUN` are both given" in both.err

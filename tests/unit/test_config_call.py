@@ -1,0 +1,183 @@
+"""Command lines as people type them: every form that is taken, and what is said about the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sft_play.__main__ import COMMANDS
+from sft_play.config.call import Call, make_variables, parse_call
+from sft_play.config.keys import find_key, schema_keys, table, variable_name, variables
+from sft_play.config.names import ALIASES, IN_SECTION, OPTIONS, suggest
+from sft_play.config.ranges import RANGES, REFUSED
+from sft_play.errors import UserError
+
+
+def call(*words: str, environ: Mapping[str, str] | None = None) -> Call:
+    return parse_call(list(words), COMMANDS, environ or {})
+
+
+def refused(*words: str, environ: Mapping[str, str] | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*words, environ=environ)
+    assert caught.value.exit_code == 2
+    return caught.value.render()
+
+
+def given_to_make(variables: Mapping[str, str], flags: str = "") -> dict[str, str]:
+    """Returns the environment of a recipe, with values written as GNU make 4.3 writes them."""
+
+    def quoted(value: str) -> str:
+        doubled = value.replace("$", "$$").replace("\\", "\\\\")
+        return doubled.replace(" ", "\\ ").replace("\t", "\\\t")
+
+    return {"MAKEFLAGS": f"{flags} -- " + " ".join(f"{name}={quoted(value)}" for name, value in variables.items())}
+
+
+letters = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+
+
+@given(st.dictionaries(st.sampled_from(["MODEL_NAME", "MODEL_REVISION", "DATA_TRAIN_PATH", "RUN_NAME"]), letters, max_size=4))
+def test_what_make_was_given_arrives_letter_for_letter(typed: dict[str, str]) -> None:
+    flags = given_to_make(typed, "rs -j2 --jobserver-auth=3,4 --no-print-directory")["MAKEFLAGS"]
+    assert dict(make_variables(flags)) == typed
+
+
+@pytest.mark.parametrize("flags", ["", "rR", "rR --no-print-directory", " --trace", "-j2"])
+def test_flags_alone_hold_no_variables(flags: str) -> None:
+    assert dict(make_variables(flags)) == {}
+
+
+def test_variables_of_an_outer_make_count_only_for_calls_from_make() -> None:
+    environ = given_to_make({"TRAIN_SEED": "7", "CONFIG": "x.yaml", "PYTHON": "python3.12"})
+    assert call("config", environ=environ).overrides == ()
+    from_make = call("config", "--from-make", environ=environ)
+    assert from_make.options == {"CONFIG": "x.yaml"}
+    assert [(o.key, o.text, o.origin) for o in from_make.overrides] == [("train.seed", "7", "make TRAIN_SEED=7")]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["TRAIN_LEARNING_RATE=1e-4"], ["train.learning_rate=1e-4"], ["--train.learning_rate=1e-4"],
+        ["--train.learning_rate", "1e-4"],
+    ],
+)  # fmt: skip
+def test_the_forms_of_one_override(words: list[str]) -> None:
+    (override,) = call("config", *words).overrides
+    assert (override.key, override.text) == ("train.learning_rate", "1e-4")
+
+
+def test_nested_keys_further_arguments_and_empty_values_are_overrides() -> None:
+    words = ["TUNING_LORA_R=8", "TRAIN_ADAM_BETA2=0.9", "MODEL_REVISION=", "MODEL_NAME==", "--model.dtype", "--x"]
+    assert [(o.key, o.text) for o in call("config", *words).overrides] == [
+        ("tuning.lora.r", "8"), ("train.adam_beta2", "0.9"), ("model.revision", ""), ("model.name", "="), ("model.dtype", "--x"),
+    ]  # fmt: skip
+
+
+def test_no_two_keys_share_a_variable() -> None:
+    names = [*schema_keys(), *(f"train.{field}" for field in table() if f"train.{field}" not in schema_keys())]
+    assert len({variable_name(name) for name in names}) == len(names) == len(set(variables().values()))
+    assert not set(variables()) & {option for row in COMMANDS.values() for option in row.options}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train", "NUM_GPU=2"], "`NUM_GPUS=2`"),
+        (["train", "BATCH_SIZE=2"], "`TRAIN_BATCH_SIZE=2`"),
+        (["train", "learning_rate=2"], "`TRAIN_LEARNING_RATE=2`"),
+        (["train", "--learning-rate", "2"], "`TRAIN_LEARNING_RATE=2`"),
+        (["train", "--model-name=a b"], "`MODEL_NAME=a b`"),
+        (["train", "--rank", "0"], "`NODE_RANK=0`"),
+        (["train", "--world-size", "2"], "`NUM_GPUS=2`"),
+        (["train", "--nproc_per_node=2"], "`NUM_GPUS=2`"),
+        (["train", "--load_in_4bit"], "`TUNING_QUANTIZATION=...`"),
+        (["train", "LORA_R=2"], "`TUNING_LORA_R=2`"),
+        (["train", "TUNING_RANK=2"], "`TUNING_LORA_R=2`"),
+        (["train", "TRAIN_BACH_SIZE=2"], "`TRAIN_BATCH_SIZE=2`"),
+        (["train", "TRIAN_SEED=2"], "`TRAIN_SEED=2`"),
+        (["train", "RUNNAME=2"], "`RUN_NAME=2`"),
+        (["train", "CONFG=2"], "`CONFIG=2`"),
+        (["train", "--config", "2"], "`CONFIG=2`"),
+        (["train", "--json"], "`JSON=1`"),
+        (["train", "TRAIN_NOTHING=2"], "lists the keys of `train`"),
+        (["train", "XYZZY=2"], "the options of `make help`"),
+        (["train", "quickstart.yaml"], "is not `NAME=value`"),
+        (["train", "--train.seed"], "has no value"),
+        (["train", "TRAIN_SEED=1", "train.seed=2"], "`train.seed` is given twice"),
+        (["train", "CONFIG=a", "CONFIG=b"], "`CONFIG` is given twice"),
+        (["train", "CONFIG="], "`CONFIG` is empty"),
+        (["train", "JSON=perhaps"], "expected `1` or `0`"),
+        (["train", "MODEL_NAME=\udcff"], "`MODEL_NAME` is not UTF-8 text"),
+        (["train", "PROMPT=x"], "`infer`"),
+        (["gpu-info", "TRAIN_SEED=1"], "takes no configuration keys"),
+        (["help", "CONFIG=1"], "`help` takes no `CONFIG`"),
+        (["tain"], "did you mean `train`?"),
+        (["train_distributed"], "did you mean `train-distributed`?"),
+        (["xyzzy"], "lists all commands"),
+        (["CONFIG=x"], "stands where the command should"),
+        (["--rank", "3"], "stands where the command should"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_is_not_understood_is_refused_with_the_right_name(words: list[str], expected: str) -> None:
+    assert expected in refused(*words)
+
+
+def test_a_key_typed_as_a_make_variable_gets_its_variable() -> None:
+    shown = refused("train", "--from-make", environ=given_to_make({"train.batch_size": "4", "BATCH_SIZE": "4", "CONFIG": "x"}))
+    assert shown.count("did you mean `TRAIN_BATCH_SIZE=4`?") == 2 and "unknown variable `train.batch_size`" in shown
+
+
+def test_options_of_other_commands_name_those_commands() -> None:
+    shown = refused("merge", "--from-make", environ=given_to_make({"HARDWARE": "2x24GB", "RUN": "x"}))
+    assert "`make merge` takes no `HARDWARE`" in shown and "`make plan`" in shown
+
+
+def test_all_problems_of_a_command_line_come_at_once() -> None:
+    assert refused("train", "NUM_GPU=2", "LORA_R=3", "XYZZY=1", "4").count("error: ") == 4
+
+
+def test_no_command_is_help() -> None:
+    assert call().command == call("--help").command == call("-h").command == "help"
+
+
+@pytest.mark.parametrize(("text", "value"), [("3", 3), (" 12 ", 12), ("007", 7)])
+def test_whole_numbers_of_options(text: str, value: int) -> None:
+    assert Call(command="x", options={"NUM_GPUS": text}).integer("NUM_GPUS", minimum=1) == value
+    assert Call(command="x").integer("NUM_GPUS", minimum=1) is None
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "2.0", "two", "1e3", "9" * 30, "²"])
+def test_options_that_are_no_whole_number(text: str) -> None:
+    with pytest.raises(UserError, match="`NUM_GPUS` is `.*`; expected an integer >= 1"):
+        Call(command="x", options={"NUM_GPUS": text}).integer("NUM_GPUS", minimum=1)
+
+
+@pytest.mark.parametrize(("word", "as_json"), [("1", True), ("true", True), ("0", False), ("", False)])
+def test_json_is_switched(word: str, as_json: bool) -> None:
+    assert call("config", f"JSON={word}").json is as_json
+
+
+def test_every_name_from_other_tools_leads_to_one_that_exists() -> None:
+    options = {option for row in COMMANDS.values() for option in row.options}
+    assert set(OPTIONS) == options
+    for name in [*ALIASES.values(), *IN_SECTION.values()]:
+        assert name in options or name in schema_keys(), name
+    for name in ALIASES:
+        assert suggest(name) is not None, name
+
+
+def test_every_field_of_training_arguments_is_owned_accepted_or_refused_with_a_name_that_exists() -> None:
+    options = {option for row in COMMANDS.values() for option in row.options}
+    for field in table():
+        accepted = find_key(f"train.{field}") is not None
+        assert accepted != (field in REFUSED), field
+    for field, (instead, why) in REFUSED.items():
+        assert field in table() and why
+        assert instead is None or instead in options or find_key(instead), field
+    assert all(find_key(key) for key in RANGES)

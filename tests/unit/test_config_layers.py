@@ -1,0 +1,333 @@
+"""Which layer wins, what contradicts what, interpolation, and configurations that are saved and read back."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sft_play.__main__ import COMMANDS
+from sft_play.config.call import parse_call
+from sft_play.config.keys import extra_keys, find_key, schema_keys
+from sft_play.config.load import LoadedConfig, load_config, override_config, read_config, save_config
+from sft_play.config.sources import PRESETS
+from sft_play.config.types import INVALID, convert
+from sft_play.config.values import escaped
+from sft_play.config.yaml_source import wrap
+from sft_play.errors import UserError
+
+Write = Callable[..., Path]
+
+
+def load(path: Path, *words: str, environ: Mapping[str, str] | None = None) -> LoadedConfig:
+    return load_config(path, parse_call(["config", *words], COMMANDS, {}).overrides, environ or {})
+
+
+def refused(path: Path, *words: str, environ: Mapping[str, str] | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        load(path, *words, environ=environ)
+    assert caught.value.exit_code == 2
+    return caught.value.render()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(text: str, name: str = "x.yaml") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text if "model:" in text or "extends:" in text else f"model: {{name: m}}\n{text}", encoding="utf-8")
+        return path
+
+    return write
+
+
+# ---- Later layers
+
+
+def test_a_later_layer_replaces_the_other_way_to_say_a_thing(write: Write) -> None:
+    mine = write("extends: quickstart\ndata:\n  train_path: mine.jsonl\n  val_path: held.jsonl\ntrain: {warmup_ratio: 0.1}\n")
+    loaded = load(mine)
+    assert [s.path for s in loaded.config.data.sources] == ["mine.jsonl"]
+    assert [s.path for s in loaded.config.data.validation] == ["held.jsonl"]  # type: ignore[union-attr]
+    assert loaded.origins["data.sources"] == f"{mine}:3" == loaded.origins["data.train_path"]
+    assert loaded.config.train.warmup_steps is None and loaded.config.train.warmup_ratio == 0.1
+    typed = load(mine, "DATA_SOURCES=[{path: a}, {path: b}]", "DATA_VALIDATION=0.2", "TRAIN_WARMUP_STEPS=3")
+    assert [s.path for s in typed.config.data.sources] == ["a", "b"] and typed.config.data.train_path is None
+    assert typed.config.data.validation == 0.2 and typed.config.data.val_path is None and typed.config.train.warmup_steps == 3
+
+
+def test_both_ways_in_one_file_are_a_contradiction(write: Write) -> None:
+    shown = refused(write("data:\n  train_path: a\n  sources: [{path: b}]\n  val_path: c\n  validation: 0.1\n"))
+    assert "x.yaml:3: `data.train_path` and `data.sources` are both given" in shown
+    assert "x.yaml:5: `data.val_path` and `data.validation` are both given" in shown
+
+
+def test_turning_evaluation_off_takes_its_inherited_interval_away(write: Write) -> None:
+    write("data: {validation: 0.1}\ntrain: {eval_strategy: steps, eval_steps: 50}\n", "parent.yaml")
+    assert load(write("extends: parent.yaml\n"), "TRAIN_EVAL_STRATEGY=epoch").config.train.eval_steps is None
+    assert load(write("extends: parent.yaml\ntrain: {eval_steps: 5}\n")).config.train.eval_steps == 5
+    assert "`train.eval_steps` is 5" in refused(write("data: {validation: 0.1}\ntrain: {eval_strategy: epoch, eval_steps: 5}\n"))
+
+
+def test_several_parents_are_taken_in_order_and_count_from_their_file(write: Write) -> None:
+    write("train: {seed: 1, epochs: 1}\n", "sub/a.yaml")
+    write("extends: a.yaml\ntrain: {seed: 2}\n", "sub/b.yaml")
+    loaded = load(write("extends: [sub/b.yaml, quickstart]\nmodel: {name: mine}\n"))
+    assert loaded.config.train.seed == 2 and loaded.origins["train.seed"].endswith("sub/b.yaml:2")
+    assert loaded.config.train.epochs == 1 and loaded.config.model.name == "mine" and loaded.config.model.max_seq_len == 256
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("extends: quikstart\n", "did you mean `quickstart`?"),
+        ("extends: sub/nothing.yaml\n", "neither a preset nor a file"),
+        ("extends: [1]\n", "neither a preset nor a file"),
+        ("extends: {a: b}\n", "expected a preset's name or a file"),
+        ("extends: x.yaml\n", "round in a circle"),
+    ],
+)
+def test_parents_that_are_none(write: Write, text: str, expected: str) -> None:
+    assert expected in refused(write(text))
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_preset_loads_and_can_be_extended_by_its_name(write: Write, preset: Path) -> None:
+    mine = load(write(f"extends: {preset.stem}\nmodel: {{name: another/model}}\n"))
+    shipped = load(preset)
+    assert mine.config.model.name == "another/model" and mine.config.train == shipped.config.train
+    assert shipped.config.data.sources and shipped.config.data.validation
+
+
+# ---- Environment
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("SFT_TRAIN_LEARNIG_RATE", "SFT_TRAIN_LEARNING_RATE"),
+        ("SFT_TRIAN_LEARNING_RATE", "SFT_TRAIN_LEARNING_RATE"),
+        ("SFT_TRAIN_NUM_TRAIN_EPOCHS", "use `TRAIN_EPOCHS`"),
+        ("SFT_TUNING_LORA_RANK", "SFT_TUNING_LORA_R"),
+        ("SFT_MODEL_XYZZY", "lists every key"),
+    ],
+)
+def test_ambient_variables_that_nearly_are_keys(write: Write, name: str, expected: str) -> None:
+    assert expected in refused(write(""), environ={name: "1"})
+
+
+def test_ambient_variables_of_others_and_of_the_program_count_for_nothing(write: Write) -> None:
+    ambient = {
+        "SFT_PLAY_CACHE": "x",
+        "SFT_PLAY_TEST_CACHE": "x",
+        "SFT_MODE": "x",
+        "TRAIN_SEED": "9",
+        "LEARNING_RATE": "9",
+        "SFT_": "x",
+    }
+    assert load(write(""), environ=ambient).config == load(write("")).config
+
+
+def test_values_of_the_environment_are_typed_and_checked_like_any_other(write: Write) -> None:
+    loaded = load(write("train: {seed: 3}\n"), environ={"SFT_TRAIN_SEED": "7", "SFT_TUNING_LORA_TARGET_MODULES": "[a, b]"})
+    assert loaded.config.train.seed == 7 and loaded.config.tuning.lora.target_modules == ["a", "b"]
+    assert loaded.origins["train.seed"] == "environment SFT_TRAIN_SEED=7"
+    shown = refused(write(""), environ={"SFT_TRAIN_SEED": "x", "NCCL_TIMEOUT": "long"})
+    assert "environment SFT_TRAIN_SEED=x: `train.seed` is `x`" in shown
+    assert "environment NCCL_TIMEOUT=long: `launch.timeout_seconds` is `long`; expected an integer >= 1" in shown
+
+
+def test_a_timeout_of_ones_own_makes_the_old_variable_idle_with_a_notice(write: Write) -> None:
+    loaded = load(write(""), "LAUNCH_TIMEOUT_SECONDS=60", environ={"NCCL_TIMEOUT": "5", "SFT_LAUNCH_TIMEOUT_SECONDS": "70"})
+    assert loaded.config.launch.timeout_seconds == 60
+    assert any("NCCL_TIMEOUT" in notice and "SFT_LAUNCH_TIMEOUT_SECONDS" in notice for notice in loaded.notices)
+
+
+# ---- Values typed as text
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("TRAIN_RUN_NAME=#x: [y", "run_name", "#x: [y"),
+        ("TRAIN_RUN_NAME=12", "run_name", "12"),
+        ("TRAIN_RUN_NAME=", "run_name", None),
+        ("TRAIN_REPORT_TO=wandb", "report_to", "wandb"),
+        ("TRAIN_REPORT_TO=[wandb, mlflow]", "report_to", ["wandb", "mlflow"]),
+        ("TRAIN_LR_SCHEDULER_KWARGS={num_cycles: 2}", "lr_scheduler_kwargs", {"num_cycles": 2}),
+        ("TRAIN_ADAM_EPSILON=1e-6", "adam_epsilon", 1e-6),
+        ("TRAIN_TF32=true", "tf32", True),
+        ("TRAIN_TORCH_COMPILE= false ", "torch_compile", False),
+    ],
+)
+def test_further_training_arguments_are_typed_by_the_table(write: Write, word: str, key: str, value: object) -> None:
+    assert load(write(""), word).config.train.extra[key] == value
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("TRAIN_EPOCHS=", "expected a number > 0"),
+        ("TRAIN_EPOCHS=3 # three", "expected a number > 0"),
+        ("TRAIN_EPOCHS=inf", "expected a number > 0"),
+        ("TRAIN_EPOCHS=1e999", "expected a number > 0"),
+        ("TRAIN_SEED=99999999999", "<= 4294967295"),
+        ("TRAIN_SEED=" + "9" * 5000, "<= 4294967295"),
+        ("TRAIN_MAX_STEPS=99999999999999999999", "-1 or an integer >= 1"),
+        ("TRAIN_BATCH_SIZE=null", "or `auto`"),
+        ("TRAIN_BF16=yes", "write `true`"),
+        ("TRAIN_OPTIM=adamw", "did you mean `adamw_torch`?"),
+        ("TRAIN_LR_SCHEDULER_TYPE=cosin", "did you mean `cosine`?"),
+        ("MODEL_NAME=", "`model.name` is empty"),
+        ("MODEL_NAME=  ", "`model.name` is empty"),
+        ("DATA_SOURCES=[{path: a", "`data.sources` is `[{path: a`: not YAML"),
+        ("DATA_SOURCES=[{path: a, formt: b}]", "did you mean `format`?"),
+        ("DATA_SOURCES=[{path: ''}]", "`data.sources[0].path` is empty"),
+        ("DATA_SOURCES=a.jsonl", "`[{path: train.jsonl}]`"),
+        ("DATA_VALIDATION=1.0", "< 1"),
+        ("TUNING_LORA_TARGET_MODULES=q_proj", "`[q_proj]`"),
+        ("TUNING_LORA_TARGET_MODULES=[]", "names no module"),
+        ("TUNING_LORA_DROPOUT=1", "< 1"),
+        ("TRAIN_LABEL_SMOOTHING_FACTOR=0.1", "is not taken"),
+        ("TRAIN_FSDP=full_shard", "LAUNCH_STRATEGY"),
+        ("TRAIN_ADAM_BETA1=1.5", "< 1"),
+        ("TRAIN_WARMUP_STEPS=9", "the run has 5 steps"),
+        ("TRAIN_PREDICT_WITH_GENERATE=true", "no validation data"),
+        ("TRAIN_METRIC_FOR_BEST_MODEL=eval_rougel", "`eval_rougeL`"),
+        ("TRAIN_LOAD_BEST_MODEL_AT_END=true", "nothing is evaluated"),
+        ("MODEL_TRUST_REMOTE_CODE=true", "40 hexadecimal digits"),
+        ("LAUNCH_BACKEND=mpi", "torch's published builds lack"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_typed_values_that_do_not_fit(write: Write, word: str, expected: str) -> None:
+    shown = refused(write("train: {max_steps: 5}\n"), word)
+    assert expected in shown, shown
+    assert word[:40] in shown  # its origin
+
+
+def test_defaults_of_further_arguments_fit_their_own_types() -> None:
+    for key in extra_keys().values():
+        assert convert(wrap(key.default), key.annotation, key.limits, key.name, []) is not INVALID, key.name
+
+
+# ---- Interpolation
+
+
+def test_interpolation_sees_every_layer_and_typed_text_is_never_interpolated(write: Write) -> None:
+    path = write(
+        "model: {name: 'base-${train.seed}', max_seq_len: '${oc.env:LENGTH_OF_TEST}'}\n"
+        "data: {sources: [{path: '${model.name}.jsonl'}]}\n"
+        "train: {epochs: '${eval.samples}', save_steps: '${train.logging_steps}', run_name: '\\${kept}'}\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LENGTH_OF_TEST", "64")
+        loaded = load(path, "TRAIN_SEED=9", "TRAIN_LOGGING_STEPS=4", "DATA_VALIDATION=[{path: '${x}'}]", "TRAIN_PROJECT=\\${a")
+    config = loaded.config
+    assert config.model.name == "base-9" and config.data.sources[0].path == "base-9.jsonl" and config.model.max_seq_len == 64
+    assert config.train.epochs == 200.0 and config.train.save_steps == 4 and config.train.extra["run_name"] == "${kept}"
+    assert config.data.validation[0].path == "${x}" and config.train.extra["project"] == "\\${a"  # type: ignore[index,union-attr]
+    assert loaded.origins["train.epochs"] == f"{path}:3"
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["${train.nothing}", "${train.epochs}", "${", "${train", "${a b}", "${nothing:x}", "${oc.env:NOT_SET_ANYWHERE}", "${..x}"],
+)
+def test_interpolations_that_lead_nowhere_are_named_with_their_line(write: Write, value: str) -> None:
+    shown = refused(write(f"train:\n  seed: 1\n  epochs: '{value}'\n"))
+    assert "x.yaml:4: `train.epochs` cannot be resolved" in shown
+
+
+@given(st.text(st.sampled_from("\\${}a.: "), max_size=12))
+def test_escaped_text_stands_for_itself(text: str) -> None:
+    from omegaconf import OmegaConf
+
+    assert OmegaConf.to_container(OmegaConf.create({"a": escaped(text)}), resolve=True) == {"a": text}
+
+
+# ---- Saved configurations
+
+
+def saved(loaded: LoadedConfig, folder: Path) -> Path:
+    save_config(loaded, folder / "config.json")
+    return folder / "config.json"
+
+
+def test_a_run_keeps_its_values_when_defaults_change(write: Write, tmp_path: Path) -> None:
+    path = saved(load(write("")), tmp_path)
+    value = json.loads(path.read_text(encoding="utf-8"))
+    value["config"]["train"]["weight_decay"] = 0.25  # what an older version's default may have been
+    path.write_text(json.dumps(value), encoding="utf-8")
+    again = read_config(path)
+    assert again.config.train.weight_decay == 0.25 and not again.typed("train.weight_decay")
+
+
+def test_overrides_of_a_saved_run_replace_what_contradicts_them(write: Write, tmp_path: Path) -> None:
+    path = saved(load(write("data: {train_path: a, validation: 0.5}\ntrain: {adam_beta1: 0.5}\n")), tmp_path)
+    words = ["DATA_SOURCES=[{path: b}]", "DATA_VAL_PATH=c", "TRAIN_WARMUP_STEPS=3", "TRAIN_ADAM_BETA1=0.6"]
+    overrides = parse_call(["config", *words], COMMANDS, {}).overrides
+    for config in (read_config(path, overrides).config, override_config(read_config(path), overrides).config):
+        assert [s.path for s in config.data.sources] == ["b"] and config.data.train_path is None
+        assert [s.path for s in config.data.validation] == ["c"]  # type: ignore[union-attr]
+        assert config.train.warmup_steps == 3 and config.train.extra["adam_beta1"] == 0.6
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(str.strip))
+def test_any_text_is_saved_read_back_and_shown(tmp_path: Path, text: str) -> None:
+    from sft_play.config.show import as_yaml, flatten
+
+    path = tmp_path / "empty.yaml"
+    path.write_text("", encoding="utf-8")
+    loaded = load(path, f"MODEL_NAME={text}", f"TRAIN_RUN_NAME={text}")
+    assert loaded.config.model.name == text
+    assert read_config(saved(loaded, tmp_path)).config == loaded.config
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(as_yaml(flatten(loaded), loaded.origins), encoding="utf-8")
+    assert load(shown).config == loaded.config
+
+
+def test_damaged_configurations_of_runs_are_one_message(write: Write, tmp_path: Path) -> None:
+    path = saved(load(write("data: {train_path: a}\n")), tmp_path)
+    whole, chance = path.read_text(encoding="utf-8"), random.Random(3)
+    pieces = ["{", "}", "[", "]", '"', ",", "null", "1", ": ", "\\ud800", "x", "NaN", "[]", "{}"]
+    texts = [
+        "",
+        "[]",
+        "{}",
+        "null",
+        '{"config": [], "origins": {}}',
+        '{"config": {"train": 1}, "origins": []}',
+        "\x00",
+        whole[:200],
+    ]
+    for _ in range(300):
+        place = chance.randrange(len(whole))
+        texts.append(whole[:place] + chance.choice(pieces) + whole[place + chance.choice([0, 1, 4, 30]) :])
+    for text in texts:
+        path.write_text(text, encoding="utf-8")
+        try:
+            read_config(path)
+        except UserError as error:
+            assert error.render().startswith("error: ")
+    with pytest.raises(UserError, match="there is no run in"):
+        read_config(tmp_path / "nothing" / "config.json")
+
+
+def test_every_key_of_the_schema_can_be_typed(write: Write) -> None:
+    """Each default, written as a variable, gives the same configuration."""
+    from sft_play.config.yaml_source import scalar_text
+
+    path = write("")
+    plain = load(path).config
+    for name, key in schema_keys().items():
+        if name == "model.name" or key.default is None:
+            continue
+        assert find_key(name) is key
+        assert load(path, f"{key.variable}={scalar_text(key.default).strip(chr(34))}").config == plain, name

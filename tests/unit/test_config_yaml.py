@@ -1,0 +1,119 @@
+"""YAML 1.2 as it is read and written: what scalars mean, where values stand, what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sft_play.config.yaml_source import dump_yaml, parse_yaml, read_yaml, scalar_text
+from sft_play.errors import UserError
+
+
+def parsed(text: str) -> object:
+    return parse_yaml(text, "x.yaml").plain()
+
+
+def refused(text: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parsed(text)
+    return caught.value.render()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("no", "no"), ("yes", "yes"), ("on", "on"), ("off", "off"), ("y", "y"), ("NO", "NO"), ("true", True), ("FALSE", False),
+        ("2e-4", 2e-4), ("2E4", 2e4), (".5", 0.5), ("5.", 5.0), ("+1.5e+3", 1500.0), ("1e5", 1e5), ("0012", 12), ("-3", -3),
+        ("0o17", 15), ("0x1F", 31), ("1_000", "1_000"), ("12:30:45", "12:30:45"), ("2015-01-01", "2015-01-01"), ("0b11", "0b11"),
+        ("null", None), ("~", None), ("", None), ("Null", None), ("nothing", "nothing"), ("'no'", "no"), ('"1"', "1"),
+        ("-.inf", -math.inf), ("=", "="), ("<<", "<<"), ("1.2.3", "1.2.3"), ("1e", "1e"), (".", "."),
+    ],
+)  # fmt: skip
+def test_plain_scalars_mean_what_yaml_1_2_says(text: str, value: object) -> None:
+    found = parsed(f"a: {text}")
+    assert found == {"a": value} and type(found["a"]) is type(value)  # type: ignore[index]
+
+
+def test_every_value_knows_the_line_of_its_key() -> None:
+    root = parse_yaml("# a comment\na:\n  b: 1\n\n  c:\n    - x\n    - y: |\n        text\n", "x.yaml").value
+    inner = root["a"].value
+    assert (root["a"].line, inner["b"].line, inner["c"].line) == (2, 3, 5)
+    assert [node.line for node in inner["c"].value] == [6, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: 1\nb: [1, 2\n", "x.yaml:3:1: not YAML"),
+        ("a: 1\n  b: 2\n", "x.yaml:2:4: not YAML"),
+        ("a:\n\t- 1\n", "indent with spaces"),
+        ("a: b: c\n", "x.yaml:1:5: not YAML"),
+        ("a: 'open\n", "x.yaml:2:1: not YAML"),
+        ("a: 1\na: 2\n", "x.yaml:2: `a` stands here and in line 1"),
+        ("a: {b: 1, b: 2}\n", "`b` stands here and in line 1"),
+        ("a: !!python/object/apply:os.system [echo]\n", "the tag `!!python/object/apply:os.system` is not allowed"),
+        ("a: !secret x\n", "the tag `!secret` is not allowed"),
+        ("a: &x [*x]\n", "an alias contains itself"),
+        ("a: *nothing\n", "x.yaml:1:4: not YAML"),
+        ("---\na: 1\n---\nb: 2\n", "x.yaml:3:1: not YAML"),
+        ("? [a, b]\n: 1\n", "a key is a list or a mapping"),
+        ("a: \x07\n", "x.yaml:1: not YAML"),
+        ("[" * 5000, "nested too deeply"),
+        ("{a: " * 60 + "1" + "}" * 60, "nested too deeply"),
+    ],
+    ids=lambda text: text[:12],
+)  # fmt: skip
+def test_what_cannot_be_read_is_one_message_with_its_place(text: str, expected: str) -> None:
+    shown = refused(text)
+    assert expected in shown and shown.startswith("error: x.yaml") and shown.count("error: ") == 1
+
+
+def test_a_few_aliases_cannot_fill_the_memory() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    assert "once aliases are written out" in refused("\n".join(lines))
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"a: 1\nb: \xff\xfe\n")
+    with pytest.raises(UserError, match="not UTF-8 text") as caught:
+        read_yaml(path)
+    assert caught.value.place == f"{path}:2"
+    path.write_bytes(b"\xef\xbb\xbfa: 1\r\nb: x\r\n")
+    assert read_yaml(path).plain() == {"a": 1, "b": "x"}
+    path.write_bytes(b"#" * (5 * 2**20))
+    with pytest.raises(UserError, match="expected a configuration file"):
+        read_yaml(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_yaml(tmp_path)
+    with pytest.raises(UserError, match="no such file"):
+        read_yaml(tmp_path / "missing.yaml")
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]))
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | text
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text, inner, max_size=4), max_leaves=8)
+
+
+@given(st.dictionaries(text, values, max_size=4))
+def test_what_is_written_is_read_back_by_us_and_by_yaml_1_1(value: dict[str, object]) -> None:
+    written = dump_yaml(value)
+    assert parse_yaml(written, "x.yaml").plain() == value or (not value and written == "\n")
+    assert yaml.safe_load(written) == (value or None)
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (2e-5, "2.0e-05"), ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"), ("no", '"no"'), ("12", '"12"'), ("", '""'), ("a: b", '"a: b"'),
+        ("#x", '"#x"'), (["q_proj", "v_proj"], "[q_proj, v_proj]"), ({"path": "a b.jsonl"}, "{path: a b.jsonl}"), (None, "null"),
+        ("0o17", '"0o17"'), ("1_000", '"1_000"'), (True, "true"),
+    ],
+)  # fmt: skip
+def test_scalars_are_written_plainly_where_they_can_be(value: object, written: str) -> None:
+    assert scalar_text(value) == written
