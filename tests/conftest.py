@@ -1,37 +1,111 @@
-"""Fixtures that several tiers share: a tiny model, and trained runs that every test reads and none changes."""
+"""Shared fixtures: a cache that outlives the session, tiny models, and the program as a user starts it."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sft_play.runs.folder import RunFolder
 from tests.tiny_models import build_tiny_llama
-from tests.training_runs import Trial, make_run, must_train
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_INHERITED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "RUNS_DIR", "SFT_PLAY_CACHE", "PYTHONWARNINGS")
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Program = Callable[..., Done]
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with untied embeddings, in fp32."""
-    return build_tiny_llama(tmp_path_factory.mktemp("models") / "llama", tie_word_embeddings=False)
+def cache() -> Path:
+    """The cache of all tests: the embedded model is fetched and converted once."""
+    folder = Path(os.environ.get("SFT_PLAY_TEST_CACHE") or Path.home() / ".cache" / "sft_play_tests")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")
-def tied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama whose head is its embedding, in fp32."""
-    return build_tiny_llama(tmp_path_factory.mktemp("models") / "tied")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 140 k parameters with a ChatML tokenizer."""
+    return build_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Callable[[Trial], RunFolder]:
-    """Trains a trial once a session, by real processes; the folder is for reading only."""
-    folder = tmp_path_factory.mktemp("trained")
+def session_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs folder of tests that share their runs."""
+    return tmp_path_factory.mktemp("runs")
 
-    @functools.cache
-    def train(trial: Trial) -> RunFolder:
-        return must_train(make_run(folder / f"run{len(list(folder.iterdir()))}", tiny_llama, trial))
 
-    return train
+def environment(cache: Path, runs: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns what a command of a test inherits: no variable of an outer make, no hub, its own folders."""
+    kept = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED and not name.startswith("SFT_")}
+    return kept | {
+        "SFT_PLAY_CACHE": str(cache),
+        "RUNS_DIR": str(runs),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        **(extra or {}),
+    }
+
+
+def run_program(
+    words: list[str], env: Mapping[str, str], *, timeout: float = 300, cwd: Path = ROOT, stdin: str | None = None
+) -> Done:
+    """Runs `python -m sft_play ...` and returns how it ended."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sft_play", *words],
+        capture_output=True, text=True, timeout=timeout, env=dict(env), cwd=cwd, input=stdin, check=False,
+    )  # fmt: skip
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def program(cache: Path, tmp_path: Path) -> Program:
+    """Runs the program with runs under `tmp_path`: `program("train", "CONFIG=x.yaml")`."""
+
+    def run(*words: str, env: Mapping[str, str] | None = None, runs: Path | None = None, **options: Any) -> Done:
+        return run_program(list(words), environment(cache, runs or tmp_path / "runs", env), **options)
+
+    return run
+
+
+def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
+    """Returns the rows of one kind of a run's metrics.jsonl."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def ragged_rows(path: Path, count: int, seed: int = 0) -> Path:
+    """Writes `count` prompt/completion rows of very different lengths as jsonl."""
+    import random
+    from pydoc_data.topics import topics
+
+    chance = random.Random(seed)
+    words = " ".join(list(topics.values())[:10]).split()
+
+    def piece(low: int, high: int) -> str:
+        start = chance.randrange(len(words) - high)
+        return " ".join(words[start : start + chance.randint(low, high)])
+
+    rows = [{"prompt": piece(2, 20), "completion": piece(1, 15)} for _ in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path

@@ -69,9 +69,7 @@ def finished(config: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory
     return runs / "run"
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("backend", "unsloth"), ("base_fingerprint", "0" * 64), ("train_data", "1" * 64)]
-)
+@pytest.mark.parametrize(("field", "value"), [("backend", "unsloth"), ("base_fingerprint", "0" * 64), ("train_data", "1" * 64)])
 def test_resume_refuses_what_was_made_by_something_else(
     field: str, value: str, finished: Path, cache: Path, tmp_path: Path
 ) -> None:

@@ -51,9 +51,7 @@ def config(mode: str, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture(scope="module")
 def baseline(mode: str, config: Path, cache: Path, session_runs: Path) -> Path:
     name = f"{mode}-baseline"
-    done = run_program(
-        ["train", f"CONFIG={config}", f"RUN_NAME={name}", "TRAIN_BATCH_SIZE=8"], environment(cache, session_runs)
-    )
+    done = run_program(["train", f"CONFIG={config}", f"RUN_NAME={name}", "TRAIN_BATCH_SIZE=8"], environment(cache, session_runs))
     assert done.code == 0, done.err
     return session_runs / name
 

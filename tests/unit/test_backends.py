@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from sft_play.plan.hardware import parse_hardware
 
 from sft_play.plan.backends import conflict_for, layout_for, missing_for
+from sft_play.plan.hardware import parse_hardware
 
 
 def test_unsloth_without_its_package_or_a_gpu_names_what_is_missing() -> None:
