@@ -56,6 +56,7 @@ def worker_environment(plan: Plan, node: Node, ambient: Mapping[str, str], *, cp
     notes = []
     if plan.device == "cuda":
         chosen["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        chosen |= _for_gpu(plan, kept)
         if plan.world_size > 1 and any(NO_PEER_TO_PEER.search(r.device_name) for r in plan.ranks):
             chosen |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
             notes.append("NCCL_P2P_DISABLE=1: GeForce RTX 40 and 50 cards have no peer-to-peer transfers")
@@ -102,6 +103,16 @@ def _for_cpu(plan: Plan) -> dict[str, str]:
         # Without it each process of a `MULTI_GPU` launch believes to be rank 0 of 1; with it accelerate would drop DeepSpeed and
         # FSDP in silence, so there the worker chooses gloo itself (ADR 4).
         ours["ACCELERATE_USE_CPU"] = "true"
+    return ours
+
+
+def _for_gpu(plan: Plan, kept: Mapping[str, str]) -> dict[str, str]:
+    """CUDA numbers cards as the driver (and the plan) does, not fastest first; a single process sees only the card of its plan."""
+    ours = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    index = int(plan.ranks[0].device.partition(":")[2] or 0) if plan.strategy == "single" and plan.ranks else 0
+    if index:
+        shown = [part.strip() for part in kept.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+        ours["CUDA_VISIBLE_DEVICES"] = shown[index] if index < len(shown) else str(index)
     return ours
 
 

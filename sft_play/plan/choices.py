@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
+from typing import Literal
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.backends import conflict_for, layout_for, missing_for
-from sft_play.plan.hardware import Device, Hardware
-from sft_play.plan.layouts import FLATTENED_MODEL_TYPES, FLATTENED_TOKENS
+from sft_play.plan.hardware import GIB, Device, Hardware
+from sft_play.plan.layouts import FLATTENED_MODEL_TYPES, FLATTENED_TOKENS, WITHOUT_FLASH_ATTENTION, WITHOUT_SDPA
 from sft_play.plan.plan import Precision, Strategy
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
@@ -29,9 +30,11 @@ ADAPTER_RATE, FULL_RATE = 2e-4, 2e-5
 Reasons = list[str]
 
 
-def devices_for(hardware: Hardware, request: LaunchRequest, wants_one: bool) -> tuple[Device, ...]:
-    """Returns this machine's device of each local rank. Raises `HardwareError` when there are not enough."""
+def devices_for(hardware: Hardware, request: LaunchRequest, wants_one: bool) -> tuple[tuple[int, ...], tuple[Device, ...]]:
+    """Returns the index and the device of each of this machine's ranks. Raises `HardwareError` when there are not enough."""
     asked = request.num_gpus
+    if wants_one and (asked or 1) > 1:
+        raise UserError(f"`NUM_GPUS` is {asked}, but `make train` runs one process", hint="use make train-distributed")
     if hardware.kind == "cpu":
         count = 1 if wants_one else asked or min(2, hardware.cpu_threads)
         if count > MOST_CPU_PROCESSES:
@@ -39,7 +42,7 @@ def devices_for(hardware: Hardware, request: LaunchRequest, wants_one: bool) -> 
                 f"`NUM_GPUS` is {count}, but there is no GPU, and {MOST_CPU_PROCESSES} processes on a CPU are the most",
                 hint=f"this machine has {hardware.cpu_threads} CPU threads: NUM_GPUS={min(2, hardware.cpu_threads)}",
             )
-        return hardware.devices * count
+        return (0,) * count, hardware.devices * count
     if asked and asked > len(hardware.devices):
         names = ", ".join(device.name for device in hardware.devices)
         raise HardwareError(
@@ -47,8 +50,15 @@ def devices_for(hardware: Hardware, request: LaunchRequest, wants_one: bool) -> 
             hint=f"NUM_GPUS={len(hardware.devices)}, or look at `make gpu-info` and CUDA_VISIBLE_DEVICES",
         )
     if wants_one:
-        return (max(hardware.devices, key=lambda device: device.free_bytes),) if hardware.described else hardware.devices[:1]
-    return hardware.devices[: asked or len(hardware.devices)]
+        best = max(range(len(hardware.devices)), key=lambda index: _worth(hardware.devices[index]))
+        return (best,), (hardware.devices[best],)
+    chosen = hardware.devices[: asked or len(hardware.devices)]
+    return tuple(range(len(chosen))), chosen
+
+
+def _worth(device: Device) -> tuple[int, float]:
+    """The best device for one process has the most free memory, in steps of a GiB; among equals, the fastest."""
+    return device.free_bytes // GIB, device.peak_flops or 0.0
 
 
 def choose_strategy(
@@ -177,33 +187,49 @@ def choose_weights_dtype(config: Config, kind: str, precision: Precision, reason
     return chosen
 
 
-def choose_attention(config: Config, kind: str, reasons: Reasons) -> str:
-    """Returns transformers' attention implementation."""
-    wanted = config.model.attn_implementation
+def choose_attention(config: Config, shape: ModelShape, kind: str, reasons: Reasons) -> str:
+    """Returns transformers' attention implementation. Raises for one that this device or family does not have."""
+    wanted, family = config.model.attn_implementation, shape.model_type
+    lacks = {"sdpa": WITHOUT_SDPA, "flash_attention_2": WITHOUT_FLASH_ATTENTION}
     if wanted != "auto":
         if wanted == "flash_attention_2" and kind == "cpu":
             raise HardwareError(
                 "`model.attn_implementation` is `flash_attention_2`, which needs a GPU", hint="leave it to `auto`"
             )
+        if family in lacks.get(wanted, frozenset()):
+            raise UserError(
+                f"`model.attn_implementation` is `{wanted}`, but transformers has no such kernel for `{family}`",
+                hint="leave it to `auto`",
+            )
         return wanted
-    if kind == "cuda" and importlib.util.find_spec("flash_attn"):
+    if kind == "cuda" and importlib.util.find_spec("flash_attn") and family not in WITHOUT_FLASH_ATTENTION:
         reasons.append("attention flash_attention_2: it is installed")
         return "flash_attention_2"
+    if family in WITHOUT_SDPA:
+        reasons.append(f"attention eager: transformers has no sdpa kernel for `{family}`")
+        return "eager"
     if kind == "cuda":
         reasons.append("attention sdpa: flash-attn is not installed here")
     return "sdpa"
 
 
-def choose_layout(config: Config, shape: ModelShape, kind: str, attention: str, micro_tokens: int, reasons: Reasons) -> str:
-    """Returns how rows become tensors: flattened wherever that is exact and not slower."""
+def choose_layout(
+    config: Config, shape: ModelShape, kind: str, attention: str, rows: int, row_tokens: int, reasons: Reasons
+) -> Literal["flattened", "padded"]:
+    """Returns how the rows of a micro-batch (the largest one) become tensors: flattened wherever that is exact and not slower."""
     if insisted := layout_for(config.tuning.backend):
         reasons.append(f"rows {insisted}: {config.tuning.backend} tells rows apart by an attention mask only")
-        return insisted
+        return "padded"
     if shape.model_type not in FLATTENED_MODEL_TYPES:
         reasons.append(f"rows padded: `{shape.model_type}` is not among the families proven to keep flattened rows apart")
         return "padded"
-    if kind == "cuda" and attention not in ("flash_attention_2", "flex_attention") and micro_tokens > FLATTENED_TOKENS:
-        reasons.append(f"rows padded: {micro_tokens} flattened tokens would need a quadratic mask; flash-attn would avoid it")
+    if attention == "eager" and rows > 1:
+        reasons.append("rows padded: eager attention would keep scores between all flattened rows")
+        return "padded"
+    if kind == "cuda" and attention == "sdpa" and rows > 1 and rows * row_tokens > FLATTENED_TOKENS:
+        reasons.append(
+            f"rows padded: {rows * row_tokens} flattened tokens would need a quadratic mask; flash-attn would avoid it"
+        )
         return "padded"
     reasons.append("rows flattened: no time and memory for padding")
     return "flattened"

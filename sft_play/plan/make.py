@@ -40,14 +40,14 @@ def make_plan(
     _check_length(config, shape)
     kind = hardware.kind
     reasons += _described(hardware, launch)
-    local = choices.devices_for(hardware, launch, launch.command_strategy == "single")
+    places, local = choices.devices_for(hardware, launch, launch.command_strategy == "single")
     devices = local * launch.num_nodes
     world = len(devices)
     strategy = choices.choose_strategy(config, typed, launch, hardware, world, reasons)
     backend = choices.choose_backend(config, kind, world, reasons)
     precision = choices.choose_precision(config, hardware, devices, strategy, reasons)
     dtype = choices.choose_weights_dtype(config, kind, precision, reasons)
-    attention = choices.choose_attention(config, kind, reasons)
+    attention = choices.choose_attention(config, shape, kind, reasons)
     optim = choices.choose_optimizer(config, kind, strategy, reasons)
     rate = choices.choose_learning_rate(config, reasons)
     setup = Setup(
@@ -63,10 +63,10 @@ def make_plan(
     batch = choose_batch(config.train, fitting, CPU_MICRO_BATCH if kind == "cpu" else MOST_MICRO_BATCH, unit)
     reasons += batch.reasons
     reasons += _exchange(config, shape, setup, hardware, world, batch.accumulation)
-    layout = choices.choose_layout(config, shape, kind, attention, max(batch.micro_batches) * setup.row_tokens, reasons)
+    layout = choices.choose_layout(config, shape, kind, attention, max(batch.micro_batches), setup.row_tokens, reasons)
     setup = replace(setup, layout=layout)
     ranks = tuple(
-        _rank(config, shape, setup, i, devices, len(local), m, batch.accumulation, room[i], kind)
+        _rank(config, shape, setup, i, devices, places, m, batch.accumulation, room[i], kind)
         for i, m in enumerate(batch.micro_batches)
     )
     remedies = _tight(ranks, config, setup, reasons)
@@ -78,7 +78,7 @@ def make_plan(
     total = speed.seconds_per_step * steps if speed.seconds_per_step and steps else None
     return Plan(
         world_size=world, num_nodes=launch.num_nodes, device=kind, backend=cast(Any, backend), strategy=strategy, source="formula",
-        precision=precision, weights_dtype=dtype, attn_implementation=attention, layout=cast(Any, layout),
+        precision=precision, weights_dtype=dtype, attn_implementation=attention, layout=layout,
         gradient_checkpointing=setup.gradient_checkpointing, optim=optim, learning_rate=rate, ranks=ranks,
         global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch, warmup_steps=choices.warmup(config, steps),
         eval_batch_size=_eval_batch(config, kind, fitting), reasons=tuple(reasons), remedies=tuple(remedies),
@@ -207,13 +207,13 @@ def _ways_out(config: Config, shape: ModelShape, setup: Setup, capacity: int) ->
 
 
 def _rank(
-    config: Config, shape: ModelShape, setup: Setup, rank: int, devices: tuple[Device, ...], local: int, micro: int, accumulation: int,
+    config: Config, shape: ModelShape, setup: Setup, rank: int, devices: tuple[Device, ...], places: tuple[int, ...], micro: int, accumulation: int,
     capacity: int, kind: str,
 ) -> RankPlan:  # fmt: skip
     parts = rank_memory(config, shape, setup, micro)
     peak = sum(parts.values())
     return RankPlan(
-        rank=rank, device="cpu" if kind == "cpu" else f"cuda:{rank % local}", device_name=devices[rank].name, micro_batch=micro,
+        rank=rank, device="cpu" if kind == "cpu" else f"cuda:{places[rank % len(places)]}", device_name=devices[rank].name, micro_batch=micro,
         accumulation=accumulation, memory_bytes={**parts, "free": max(0, capacity - peak)}, peak_bytes=peak, capacity_bytes=capacity,
     )  # fmt: skip
 

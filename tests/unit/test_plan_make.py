@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import HardwareError, UserError
+from sft_play.launch.environment import Node, worker_environment
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.plan import Plan
@@ -111,6 +112,17 @@ def test_mismatched_cards_get_the_rows_that_they_hold() -> None:
     assert plan.global_batch_size == 32
 
 
+def test_one_process_takes_the_best_device_and_sees_no_other() -> None:
+    plan = plan_of("8GB+24GB+12GB", max_seq_len=64)
+    assert plan.ranks[0].device == "cuda:1" and plan.ranks[0].device_name == "24 GB GPU"
+    variables = worker_environment(plan, Node(), {}, cpu_threads=8).variables
+    assert variables["CUDA_VISIBLE_DEVICES"] == "1" and variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    named = worker_environment(plan, Node(), {"CUDA_VISIBLE_DEVICES": "4,GPU-ab,6"}, cpu_threads=8).variables
+    assert named["CUDA_VISIBLE_DEVICES"] == "GPU-ab"
+    several = worker_environment(plan_of("2xH100", command_strategy="auto"), Node(), {}, cpu_threads=8).variables
+    assert "CUDA_VISIBLE_DEVICES" not in several and several["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
 # Choices.
 
 
@@ -172,6 +184,14 @@ def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
 def test_attention() -> None:
     assert plan_of(attn_implementation="eager").attn_implementation == "eager"
     assert "needs a GPU" in message(HardwareError, attn_implementation="flash_attention_2")
+    family = replace(shape_of(ModelConfig(name=SMALL)), model_type="gemma2")
+    config = Config(model=ModelConfig(name=SMALL, max_seq_len=64))
+    plan = make_plan(config, lambda _: False, CPU, family, launch=LaunchRequest(), prepared=None)
+    assert (plan.attn_implementation, plan.layout) == ("eager", "padded")
+    assert "attention eager: transformers has no sdpa kernel for `gemma2`" in plan.reasons
+    typed = replace(config, model=replace(config.model, attn_implementation="sdpa"))
+    with pytest.raises(UserError, match="no such kernel for `gemma2`"):
+        make_plan(typed, lambda _: True, CPU, family, launch=LaunchRequest(), prepared=None)
 
 
 def test_checkpointing_only_when_it_must() -> None:
@@ -250,6 +270,7 @@ def test_unsloth() -> None:
 def test_more_gpus_than_there_are() -> None:
     text = message(HardwareError, "2xH100", name=LLAMA, command_strategy="auto", num_gpus=3)
     assert "`NUM_GPUS` is 3, but there are 2 (H100, H100)" in text and "NUM_GPUS=2" in text
+    assert "`make train` runs one process" in message(UserError, num_gpus=2)
     assert "`NUM_GPUS` is 65" in message(HardwareError, command_strategy="auto", num_gpus=65)
 
 
