@@ -232,7 +232,7 @@ def test_a_users_json_decides_the_stage() -> None:
     ],
 )  # fmt: skip
 def test_command_and_configuration_contradict(command: Any, configured: Any, right: str) -> None:
-    text = message(UserError, command_strategy=command, num_gpus=2, strategy=configured)
+    text = message(UserError, command_strategy=command, num_gpus=None if command == "single" else 2, strategy=configured)
     assert f"`launch.strategy` is `{configured}`" in text and right in text
 
 
