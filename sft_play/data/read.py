@@ -47,6 +47,13 @@ def is_hub(source: DataSource) -> bool:
     return not source.path.startswith(BUILTIN) and files_of(source) is None
 
 
+def _refuse_hub_options(source: DataSource, *allowed: str) -> None:
+    """Raises `DataError` for what only a hub dataset understands: nothing that was typed is ignored."""
+    for name in ("split", "config", "revision"):
+        if name not in allowed and getattr(source, name) is not None:
+            raise DataError(f"`{name}: {getattr(source, name)}` is given, but only a hub dataset has one", place=source.path)
+
+
 def _matches(pattern: Path) -> Iterator[Path]:
     """Yields what a glob pattern matches, `**` included."""
     root = Path(pattern.anchor) if pattern.is_absolute() else Path()
@@ -58,12 +65,14 @@ def read_source(source: DataSource) -> Iterator[Placed]:
     if source.path.startswith(BUILTIN):
         from sft_play.data.builtin import read_builtin
 
+        _refuse_hub_options(source, "split")
         yield from read_builtin(source.path.removeprefix(BUILTIN), source.split or "train")
         return
     files = files_of(source)
     if files is None:
         yield from _read_hub(source)
         return
+    _refuse_hub_options(source)
     for path in files:
         count = 0
         for placed in read_file(path):
@@ -106,7 +115,7 @@ def _read_jsonl(path: Path) -> Iterator[Placed]:
                 continue
             place = f"{path}:{number}"
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                text = line.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8")
                 yield _object(_parse(text, path, number), place)
             except UnicodeDecodeError as error:
                 yield place, DataError(f"is not UTF-8 text: byte {error.start + 1} of the line", place=place)

@@ -157,6 +157,13 @@ def test_validation_sources_of_their_own(prepared_by: Prepare, tmp_path: Path) -
     assert prepared.validation and prepared.validation.rows == 1
 
 
+def test_a_split_of_a_file_is_refused(prepared_by: Prepare, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "train.jsonl", pairs(5))
+    outcome = prepared_by(f'data.sources: [{{"path": "{data}", "split": "test"}}]')
+    assert outcome.code == 4
+    assert f"error: {data}: `split: test` is given, but only a hub dataset has one" in outcome.told
+
+
 def test_without_validation_there_is_none(prepared_by: Prepare, tmp_path: Path) -> None:
     outcome = prepared_by(f"data.train_path: {write_rows(tmp_path / 'train.jsonl', pairs(5))}")
     assert outcome.prepared.validation is None
@@ -342,7 +349,7 @@ def test_a_tokenizer_without_padding_and_template_is_used(prepared_by: Prepare, 
     model = build_tiny_llama(tmp_path / "bare", pad=False, template=False)
     data = write_rows(tmp_path / "rows.jsonl", pairs(2))
     train = prepared_by(f"model.name: {model}", f"data.train_path: {data}").prepared.train
-    assert train and rows_of(train.path)[0]["labels"][-1] != -100
+    assert train and 2 in rows_of(train.path)[0]["labels"], "the end of the turn is trained"
 
 
 def test_a_cache_that_cannot_be_written_is_named(prepared_by: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
