@@ -8,18 +8,23 @@ import pytest
 import torch
 
 from sft_play.data.collate import Collator
-from sft_play.plan.layouts import FLATTENED_MODEL_TYPES
+from sft_play.plan.layouts import FLATTENED_MODEL_TYPES, WITHOUT_FLASH_ATTENTION, WITHOUT_SDPA
+from sft_play.training.loss import token_loss_sum
 
 VOCABULARY = 96
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 OWN: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2},
     # Shorter windows than the rows, and both kinds of layers.
     "gemma3_text": SMALL | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    "mistral": SMALL | {"sliding_window": 4},
+    **{kind: SMALL | {"sliding_window": 4} for kind in ("mistral", "gemma2", "cohere2", "exaone4", "ministral3", "olmo3", "phi3")},
+    **{kind: SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1} for kind in ("qwen2", "qwen3")},
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), SMALL | EXPERTS),
+    "mixtral": SMALL | {"num_local_experts": 4},
     "smollm3": SMALL | {"no_rope_layers": [1, 0, 1]},
 }  # fmt: skip
 ROWS = [[5, 9, 11, 30, 7, 21, 8], [6, 40], [17, 3, 3, 60, 61, 62, 63, 64, 65, 12, 11]]
@@ -65,8 +70,15 @@ def logits_of(model: Any, rows: list[list[int]], layout: str) -> list[torch.Tens
     return parts
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", sorted(FLATTENED_MODEL_TYPES))
+CASES = [
+    (kind, name)
+    for kind in sorted(FLATTENED_MODEL_TYPES)
+    for name in ("sdpa", "eager")
+    if name != "sdpa" or kind not in WITHOUT_SDPA
+]
+
+
+@pytest.mark.parametrize(("kind", "attention"), CASES)
 def test_rows_do_not_see_each_other(kind: str, attention: str) -> None:
     model = random_model(kind, attention)
     alone = [logits_of(model, [row], "flattened")[0] for row in ROWS]
@@ -87,3 +99,34 @@ def test_the_comparison_sees_a_family_that_mixes_rows() -> None:
         alone = model(torch.tensor([ROWS[0]])).logits[0]
         after = model(torch.tensor([ROWS[2] + ROWS[0]])).logits[0, len(ROWS[2]) :]
     assert not torch.allclose(alone, after, atol=1e-4)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3_moe"])
+def test_gradients_of_a_flattened_batch_are_the_sum_of_the_rows_own(kind: str, recompute: bool) -> None:
+    """As training computes them: in training mode, the head at label positions only, with and without recomputation."""
+    model = random_model(kind, "sdpa").train()
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    examples = [
+        {"input_ids": row, "labels": [-100] * (len(row) // 2) + row[len(row) // 2 :], "row": i} for i, row in enumerate(ROWS)
+    ]
+
+    def gradient(batches: list[list[dict[str, Any]]]) -> torch.Tensor:
+        model.zero_grad()
+        for batch in batches:
+            token_loss_sum(model, Collator("flattened", 0)(batch)).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    alone, together = gradient([[example] for example in examples]), gradient([examples])
+    assert (together - alone).norm() / alone.norm() < 2e-6
+
+
+def test_what_families_lack_is_what_transformers_says() -> None:
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    names = {**modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    classes = {kind: getattr(transformers, name if isinstance(name, str) else name[0]) for kind, name in names.items()}
+    assert {kind for kind, found in classes.items() if not found._supports_sdpa} == WITHOUT_SDPA
+    assert {kind for kind, found in classes.items() if not found._supports_flash_attn} == WITHOUT_FLASH_ATTENTION
