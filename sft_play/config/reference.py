@@ -23,8 +23,10 @@ make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4
 ```
 
 - **Overrides**: `SECTION_KEY=value` on the command line means `section.key`: `TRAIN_BATCH_SIZE=1`, `TUNING_LORA_R=8`,
-  `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`. Values are taken letter for letter. `SFT_SECTION_KEY` in the environment counts too, below
-  the command line.
+  `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`. Values are taken letter for letter (make itself drops blanks before a value);
+  `null` or nothing at all is null where a key takes it.
+- **Order**: defaults, then `extends:` parents, the file, `SFT_SECTION_KEY` in the environment, the command line; the later wins. It also replaces
+  the other way to say the same: `DATA_SOURCES=` takes a file's `data.train_path` away. Both in one file are refused.
 - **Presets**: `extends: run_bnb` takes every key of `configs/run_bnb.yaml` (or of a file beside yours); `CONFIG=run_bnb` uses one as it is.
 - **Interpolation**: `${section.key}` stands for another key's value (OmegaConf).
 - **YAML 1.2**: only `true` and `false` are booleans, `2e-4` is a number, a key that stands twice is an error.

@@ -154,7 +154,7 @@ def test_whole_numbers_of_options(text: str, value: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "2.0", "two", "1e3", "9" * 30, "²"])
 def test_options_that_are_no_whole_number(text: str) -> None:
-    with pytest.raises(UserError, match="`NUM_GPUS` is `.*`; expected an integer >= 1"):
+    with pytest.raises(UserError, match=r"`NUM_GPUS` is `.*`; expected an integer >= 1"):
         Call(command="x", options={"NUM_GPUS": text}).integer("NUM_GPUS", minimum=1)
 
 
