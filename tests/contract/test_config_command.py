@@ -79,6 +79,7 @@ def test_every_preset_fits_the_schema_for_editors(preset: Path) -> None:
     jsonschema.validate(read_plain_yaml(preset), json.loads((ROOT / "configs" / "schema.json").read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_rendered_files_are_up_to_date() -> None:
     code = (
         "import sys; sys.path.insert(0, 'scripts'); import render_reference as r; from sft_play.config import reference\n"

@@ -24,6 +24,8 @@ from tests.conftest import Program, environment
 from tests.tiny_models import build_tiny_llama
 from tests.training_runs import nested_yaml
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

@@ -20,6 +20,8 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared_index import lookup
 from tests.conftest import ROOT, Done, environment
 
+pytestmark = pytest.mark.slow
+
 ROWS = [{"prompt": f"How much is {n} and {n}?", "completion": f"It is {2 * n}."} for n in range(20)]
 
 Start = Callable[..., Done]

@@ -58,6 +58,8 @@ for file in sorted(Path("accelerate_configs").glob("*.yaml")):
         result[file.stem] = [config.distributed_type.value, config.num_processes, config.mixed_precision, version]
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
+
+pytestmark = pytest.mark.slow
 from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
 for stage in (1, 2, 3):
     settings = deepspeed_settings(stage=stage, device="cpu", precision="fp32", clipping=1.0, hidden_size=64,

@@ -302,6 +302,7 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
 # ---- The built-in set
 
 
+@pytest.mark.slow
 def test_the_built_in_set_is_stable_and_its_modules_do_not_overlap() -> None:
     train, validation = list(read_builtin("docstrings", "train")), list(read_builtin("docstrings", "validation"))
     assert len(train) > 1000
