@@ -23,7 +23,7 @@ from sft_play.config.sources import config_path, leaves, read_file
 from sft_play.config.types import INVALID, Mismatch, convert
 from sft_play.config.values import Value, Values, interpolate
 from sft_play.config.yaml_source import wrap
-from sft_play.errors import UserError, raise_all
+from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def load_for_call(call: Call, default: str | None) -> LoadedConfig:
 
 
 def read_config(path: Path, overrides: Iterable[Override] = ()) -> LoadedConfig:
-    """Returns the configuration of a run's `config.json`. Raises `UserError`."""
+    """Returns the configuration of a run's `config.json`. Raises `CheckpointError` for a file that is none, else `UserError`."""
     try:
         saved = read_json(path)
         tree, origins = dict(saved["config"]), {str(key): str(origin) for key, origin in saved["origins"].items()}
@@ -92,9 +92,9 @@ def read_config(path: Path, overrides: Iterable[Override] = ()) -> LoadedConfig:
         del tree["train"]["extra"]
         source = Path(saved["path"]) if saved.get("path") else None
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"there is no run in `{path.parent}`", hint="RUN= takes the name or the folder of a run") from None
+        raise CheckpointError(f"there is no run in `{path.parent}`", hint="RUN= takes the name or the folder of a run") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"not the configuration of a run: {type(error).__name__} {error}", place=str(path)) from None
+        raise CheckpointError(f"not the configuration of a run: {type(error).__name__} {error}", place=str(path)) from None
     found = _values_of(tree, origins, place=str(path))
     _read_overrides(overrides, found)
     return _finish(found, source)

@@ -79,6 +79,7 @@ def test_notices_go_to_stderr_and_configuration_of_a_run_is_shown_with_its_origi
     shown = program("config", "RUN=one", "TRAIN_EPOCHS=2", "JSON=1").json
     assert shown["train.seed"] == {"value": 5, "origin": "environment SFT_TRAIN_SEED=5"}
     assert shown["train.epochs"] == {"value": 2.0, "origin": "TRAIN_EPOCHS=2"}
-    assert "there is no run in" in program("config", "RUN=two").err
+    missing = program("config", "RUN=two")
+    assert missing.code == 5 and "there is no run in" in missing.err
     both = program("config", "RUN=one", "CONFIG=smoke")
     assert both.code == 2 and "`CONFIG` and `RUN` are both given" in both.err
