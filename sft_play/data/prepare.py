@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
-import shutil
-import statistics
-import tempfile
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,17 +16,18 @@ from typing import Any
 from sft_play.config.schema import Config, DataSource
 from sft_play.data.formats import Message, recognise, to_messages
 from sft_play.data.read import BUILTIN, Placed, files_of, read_source
+from sft_play.data.store import RowTable, read_manifest, write_split
 from sft_play.data.template import IGNORED, Encoded, Renderer
 from sft_play.errors import DataError, Problems
-from sft_play.files import file_sha256, read_json, sync_folder, text_sha256, write_json
+from sft_play.files import file_sha256, text_sha256
 from sft_play.model.tokenizer import end_of_turn_ids
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import PreparedSplit, ResolvedModel
 
-VERSION = "3"
+VERSION = "4"
 """Raised when the same input would give other rows, so that older caches are not used."""
 SHOWN_PROBLEMS = 5
-MANIFEST = "manifest.json"
+PROGRESS_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +77,31 @@ def prepare_data(
 
 def _split(config: Config, model: ResolvedModel, tokenizer: Callable[[], Any], part: Part) -> PreparedSplit:
     folder = cache_folder() / "data" / f"{part.name}-{_content_key(config, model, part)}"
-    if not _whole(folder):
-        rows = _read(part.sources)
-        if part.fraction:
-            rows = [row for row in rows if _held_out(row, part.fraction) == (part.name == "validation")]
-            if not rows:
-                raise DataError(
-                    f"`data.validation: {part.fraction}` leaves no row for {part.name}",
-                    hint="give more rows, or another fraction",
-                )
-        _write(folder, _encode(config, tokenizer(), rows, part.name), rows)
-    split = read_json(folder / MANIFEST)["split"]
-    return PreparedSplit(**{**split, "path": str(folder.resolve())})
+    manifest = read_manifest(folder)
+    if manifest is None:
+        manifest = _make(config, tokenizer(), part, folder)
+    return PreparedSplit(**{**manifest["split"], "path": str(folder.resolve())})
 
 
-def _whole(folder: Path) -> bool:
-    """Whether a prepared split is there as it was written. What is damaged is removed, to be made again."""
-    try:
-        sizes = read_json(folder / MANIFEST)["files"]
-        if all((folder / name).stat().st_size == size for name, size in sizes.items()):
-            return True
-    except (OSError, ValueError, KeyError):
-        pass
-    if folder.exists():
-        shutil.rmtree(folder)
-    return False
+def _make(config: Config, tokenizer: Any, part: Part, folder: Path) -> dict[str, Any]:
+    """Reads, encodes and publishes one split; returns its manifest."""
+    rows = _read(part.sources)
+    if part.fraction:
+        rows = [row for row in rows if _held_out(row, part.fraction) == (part.name == "validation")]
+        if not rows:
+            message = f"`data.validation: {part.fraction}` leaves no row for {part.name}"
+            raise DataError(message, hint="give more rows, or another fraction")
+    encoded = _encode(config, tokenizer, rows, part.name)
+    split = PreparedSplit(path="", dropped=sum(encoded.dropped.values()), truncated=encoded.truncated, **encoded.rows.facts())
+    manifest = {
+        "split": asdict(split),
+        "rows_read": len(rows),
+        "dropped": dict(encoded.dropped),
+        "formats": dict(Counter(row.form for row in rows)),
+        "length_quantiles": encoded.rows.quantiles(),
+    }
+    write_split(folder, encoded.rows, manifest)
+    return manifest
 
 
 def _held_out(row: Conversation, fraction: float) -> bool:
@@ -156,7 +155,7 @@ def _understand(placed: Placed, form: str | None) -> Conversation:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    rows: list[tuple[int, Encoded]]
+    rows: RowTable
     dropped: Counter[str]
     truncated: int
 
@@ -165,10 +164,10 @@ def _encode(config: Config, tokenizer: Any, rows: Sequence[Conversation], part: 
     """Encodes all rows, applies `data.overlong`, and refuses what would train nothing."""
     renderer = Renderer(tokenizer, end_of_turn_ids(tokenizer))
     limit, policy = config.model.max_seq_len, config.data.overlong
-    kept: list[tuple[int, Encoded]] = []
+    kept = RowTable()
     dropped: Counter[str] = Counter()
     overlong: list[tuple[str, int]] = []
-    truncated = 0
+    truncated, shown = 0, time.monotonic()
     for index, row in enumerate(rows):
         try:
             encoded = renderer.encode(row.messages)
@@ -183,7 +182,8 @@ def _encode(config: Config, tokenizer: Any, rows: Sequence[Conversation], part: 
                 continue
             encoded = cut
             truncated += 1
-        kept.append((index, encoded))
+        kept.append(index, encoded)
+        shown = _tell_progress(part, index + 1, len(rows), shown)
     if overlong and policy == "error":
         place, longest = max(overlong, key=lambda item: item[1])
         raise DataError(
@@ -191,13 +191,22 @@ def _encode(config: Config, tokenizer: Any, rows: Sequence[Conversation], part: 
             place=place,
             hint=f"raise MODEL_MAX_SEQ_LEN to {longest}, or set DATA_OVERLONG=drop to leave them out, or truncate to cut them",
         )
-    if not kept:
+    if not len(kept):
         raise DataError(
             f"no {part} row is left: all {len(rows)} are longer than `model.max_seq_len` {limit}"
             + (" before their answer begins" if policy == "truncate" else ""),
             hint=f"raise MODEL_MAX_SEQ_LEN; the longest row has {max(length for _, length in overlong)} tokens",
         )
     return _Encoded(kept, dropped, truncated)
+
+
+def _tell_progress(part: str, done: int, count: int, shown: float) -> float:
+    """Says how far it is every ten seconds, so that millions of rows do not look like a hang. Returns when it last did."""
+    now = time.monotonic()
+    if now - shown < PROGRESS_SECONDS:
+        return shown
+    print(f"preparing {part} rows: {done:,} of {count:,}", file=sys.stderr, flush=True)
+    return now
 
 
 def _truncate(renderer: Renderer, messages: Sequence[Message], encoded: Encoded, limit: int) -> Encoded | None:
@@ -217,77 +226,3 @@ def _truncate(renderer: Renderer, messages: Sequence[Message], encoded: Encoded,
     if all(label == IGNORED for label in labels[1:]):  # the first token follows nothing, so it is never a target
         return None
     return Encoded(encoded.input_ids[:limit], labels, encoded.prompt_ids, encoded.reference)
-
-
-def _write(folder: Path, encoded: _Encoded, rows: Sequence[Conversation]) -> None:
-    """Writes the Arrow folder and its manifest aside and publishes it by rename."""
-    import datasets
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        columns = {
-            "input_ids": [item.input_ids for _, item in encoded.rows],
-            "labels": [item.labels for _, item in encoded.rows],
-            "row": [index for index, _ in encoded.rows],
-            "prompt_ids": [item.prompt_ids for _, item in encoded.rows],
-            "reference": [item.reference for _, item in encoded.rows],
-        }
-        datasets.disable_progress_bars()
-        datasets.Dataset.from_dict(columns, features=_features(datasets)).save_to_disk(str(scratch))
-        sizes = {path.name: path.stat().st_size for path in scratch.iterdir()}
-        write_json(scratch / MANIFEST, {**_manifest(encoded, rows), "files": sizes})
-        scratch.chmod(0o755)
-        try:
-            scratch.rename(folder)
-        except OSError:  # another process was first; its rows are the same
-            if not (folder / MANIFEST).is_file():
-                raise
-        sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _features(datasets: Any) -> Any:
-    tokens = datasets.List(datasets.Value("int32"))
-    return datasets.Features(
-        {
-            "input_ids": tokens,
-            "labels": tokens,
-            "row": datasets.Value("int64"),
-            "prompt_ids": tokens,
-            "reference": datasets.Value("string"),
-        }
-    )
-
-
-def _manifest(encoded: _Encoded, rows: Sequence[Conversation]) -> dict[str, Any]:
-    lengths = sorted(len(item.input_ids) for _, item in encoded.rows)
-    split = PreparedSplit(
-        path="",
-        rows=len(lengths),
-        dropped=sum(encoded.dropped.values()),
-        tokens=sum(lengths),
-        label_tokens=sum(label != IGNORED for _, item in encoded.rows for label in item.labels[1:]),
-        longest=lengths[-1],
-        median=int(statistics.median(lengths)),
-        fingerprint=_fingerprint(item for _, item in encoded.rows),
-        truncated=encoded.truncated,
-    )
-    quantiles = {
-        f"{share:.0%}": lengths[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.05, 0.25, 0.5, 0.75, 0.95)
-    }
-    return {
-        "split": asdict(split),
-        "rows_read": len(rows),
-        "dropped": dict(encoded.dropped),
-        "formats": dict(Counter(row.form for row in rows)),
-        "length_quantiles": quantiles,
-    }
-
-
-def _fingerprint(items: Iterable[Encoded]) -> str:
-    digest = hashlib.sha256()
-    for item in items:
-        digest.update(json.dumps([item.input_ids, item.labels]).encode())
-    return digest.hexdigest()
