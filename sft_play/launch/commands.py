@@ -94,9 +94,7 @@ class Job:
     def plan(self, prepared: Prepared | None) -> Plan:
         """The plan, early (`prepared` unknown) or final."""
         request = replace(self.options.request, early=prepared is None)
-        return make_plan(
-            self.loaded.config, self.loaded.typed, self.hardware, self.shape, launch=request, prepared=prepared
-        )
+        return make_plan(self.loaded.config, self.loaded.typed, self.hardware, self.shape, launch=request, prepared=prepared)
 
 
 def start(call: Call, command: CommandStrategy) -> int:
