@@ -13,6 +13,25 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError
 
 TABLE = Path(__file__).with_name("shapes.json")
+UNGATED = frozenset({
+    "apertus", "arcee", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron", "opt", "phi",
+    "starcoder2",
+})  # fmt: skip
+"""Families whose feed-forward part is two matrices, without a gate."""
+LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "gpt_neo", "opt"})
+"""Families with an embedding of positions, as wide as that of tokens."""
+TIED_BY_DEFAULT = frozenset({
+    "bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neo",
+    "lfm2", "mpt", "opt", "smollm3", "starcoder2",
+})  # fmt: skip
+"""Families whose `config.json` may leave out that head and embedding are one: releases of transformers before 5 left it out."""
+DEFAULTS: dict[str, dict[str, int]] = {
+    "gemma3_text": {
+        "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "intermediate_size": 9216, "vocab_size": 262208, "max_position_embeddings": 131072,
+    },
+}  # fmt: skip
+"""What published `config.json` files leave out: those of gemma-3 name only what differs from transformers' defaults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +56,9 @@ class ModelShape:
     """Whether the feed-forward part has a gate (SwiGLU): three matrices instead of two."""
     experts: int = 0
     experts_per_token: int = 0
+    shared_ffn_size: int = 0
+    """Width of the feed-forward part that every token passes beside its experts."""
+    learned_positions: bool = False
     vision_parameters: int = 0
     """Parameters of a vision tower and projector, frozen here."""
     quantized_bits: int = 0
@@ -46,7 +68,8 @@ class ModelShape:
     def layer_linear_parameters(self) -> int:
         """Weights of one layer's linear maps."""
         attention = self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_size * max(1, self.experts)
+        width = self.ffn_size * max(1, self.experts) + self.shared_ffn_size
+        return attention + (3 if self.gated else 2) * self.hidden_size * width
 
     @property
     def expert_parameters(self) -> int:
@@ -71,7 +94,8 @@ class ModelShape:
         norms = self.hidden_size * (self.norms_per_layer * self.layers + 1)
         bias = self.layers * self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         qk = self.layers * 2 * self.head_dim if self.qk_norm else 0
-        return embedding + norms + bias + qk + self.vision_parameters
+        positions = self.max_positions * self.hidden_size if self.learned_positions else 0
+        return embedding + positions + norms + bias + qk + self.vision_parameters
 
     @property
     def parameters(self) -> int:
@@ -80,9 +104,10 @@ class ModelShape:
 
     def linear_maps(self) -> dict[str, tuple[int, int]]:
         """Returns (inputs, outputs) of each linear map of a layer that can have an adapter."""
-        h, q, kv, f = self.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.ffn_size
+        h, q, kv = self.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        f = self.shared_ffn_size if self.experts else self.ffn_size
         maps = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
-        if not self.experts:
+        if f:
             maps |= {"gate_proj": (h, f)} if self.gated else {}
             maps |= {"up_proj": (h, f), "down_proj": (f, h)}
         return maps
@@ -132,7 +157,10 @@ def shape_from_file(path: Path) -> ModelShape:
 
 def shape_from_config(config: dict[str, Any]) -> ModelShape:
     """Returns the shape of a parsed `config.json`; a multimodal one's text part. Raises `KeyError`."""
-    text = {**config, **(config.get("text_config") or {})}
+    kind = str(config.get("model_type", "unknown"))
+    nested = config.get("text_config") or {}
+    family = str(nested.get("model_type") or kind)
+    text = {**DEFAULTS.get(family, {}), **config, **nested}
 
     def first(*names: str) -> Any:
         for name in names:
@@ -140,30 +168,46 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
                 return text[name]
         raise KeyError(names[0])
 
-    hidden, heads = int(first("hidden_size", "n_embd", "d_model")), int(first("num_attention_heads", "n_head", "num_heads"))
-    kind = str(config.get("model_type", "unknown"))
-    gpt2 = "n_embd" in text
+    hidden, heads = (
+        int(first("hidden_size", "n_embd", "d_model")),
+        int(first("num_attention_heads", "n_head", "num_heads", "n_heads")),
+    )
     experts = int(text.get("num_local_experts") or text.get("num_experts") or text.get("n_routed_experts") or 0)
     return ModelShape(
         model_type=kind,
         hidden_size=hidden,
-        layers=int(first("num_hidden_layers", "n_layer", "num_layers")),
+        layers=int(first("num_hidden_layers", "n_layer", "num_layers", "n_layers")),
         heads=heads,
-        kv_heads=int(text.get("num_key_value_heads") or heads),
+        kv_heads=_kv_heads(text, heads),
         head_dim=int(text.get("head_dim") or hidden // heads),
         ffn_size=_ffn_size(text, experts, hidden),
         vocab_size=int(first("vocab_size")),
-        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", kind.startswith("gemma") or gpt2))),
-        max_positions=int(text.get("max_position_embeddings") or text.get("n_positions") or 2**31),
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", kind in TIED_BY_DEFAULT))),
+        max_positions=int(text.get("max_position_embeddings") or text.get("n_positions") or text.get("max_seq_len") or 2**31),
         qkv_bias=kind == "qwen2" or bool(text.get("attention_bias")),
         norms_per_layer=4 if kind.startswith(("gemma2", "gemma3")) else 2,
         qk_norm=kind.startswith(("gemma3", "qwen3")),
-        gated=not gpt2 and kind not in ("gpt_neox", "opt", "falcon", "bloom", "phi"),
+        gated=family not in UNGATED,
         experts=experts,
         experts_per_token=int(text.get("num_experts_per_tok") or 0) if experts else 0,
+        shared_ffn_size=_shared_ffn_size(text) if experts else 0,
+        learned_positions=family in LEARNED_POSITIONS,
         vision_parameters=_vision_parameters(config.get("vision_config"), hidden),
         quantized_bits=_quantized_bits(config.get("quantization_config")),
     )
+
+
+def _kv_heads(text: dict[str, Any], heads: int) -> int:
+    """Returns the heads of keys and values; older multi-query families have one and say so in their own words."""
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):
+        return 1
+    return int(text.get("num_key_value_heads") or text.get("num_kv_heads") or heads)
+
+
+def _shared_ffn_size(text: dict[str, Any]) -> int:
+    """Returns the width of what is beside the experts: qwen2_moe names it, DeepSeek counts it in experts."""
+    named = text.get("shared_expert_intermediate_size") or text.get("shared_intermediate_size")
+    return int(named or int(text.get("n_shared_experts") or 0) * int(text.get("moe_intermediate_size") or 0))
 
 
 def _ffn_size(text: dict[str, Any], experts: int, hidden: int) -> int:
