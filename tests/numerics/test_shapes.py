@@ -38,7 +38,8 @@ NEARLY: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("olmo", "olmo2", "olmo3", "glm4", "cohere", "cohere2", "exaone4", "stablelm", "starcoder2", "phi", "nemotron", "granitemoe"), SMALL
     ),
-    **dict.fromkeys(("qwen3_moe", "olmoe"), SMALL | EXPERTS), "mixtral": SMALL | {"num_local_experts": 4},
+    "qwen3_moe": SMALL | EXPERTS,
+    "olmoe": SMALL | {"num_experts": 4, "num_experts_per_tok": 2}, "mixtral": SMALL | {"num_local_experts": 4},
     "qwen2_moe": SMALL | EXPERTS | {"shared_expert_intermediate_size": 160},
     "gpt2": GPT | {"n_positions": 512}, "gptj": GPT | {"rotary_dim": 16}, "gpt_bigcode": GPT | {"n_positions": 512},
     "gpt_neox": PLAIN | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8},
