@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from sft_play.model.tokenizer import end_of_turn_ids
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import PreparedSplit, ResolvedModel
 
-VERSION = "4"
+VERSION = "5"
 """Raised when the same input would give other rows, so that older caches are not used."""
 SHOWN_PROBLEMS = 5
 PROGRESS_SECONDS = 10
@@ -170,7 +170,7 @@ def _encode(config: Config, tokenizer: Any, rows: Sequence[Conversation], part: 
     truncated, shown = 0, time.monotonic()
     for index, row in enumerate(rows):
         try:
-            encoded = renderer.encode(row.messages)
+            encoded = _without_tail(renderer.encode(row.messages))
         except DataError as error:
             error.place = error.place or row.place
             raise
@@ -209,6 +209,14 @@ def _tell_progress(part: str, done: int, count: int, shown: float) -> float:
     return now
 
 
+def _without_tail(encoded: Encoded) -> Encoded:
+    """Leaves out what follows the last trained token (a newline, with some templates a new header): nothing depends on it."""
+    end = len(encoded.labels)
+    while encoded.labels[end - 1] == IGNORED:  # a conversation ends with an answer, so there is a trained token
+        end -= 1
+    return replace(encoded, input_ids=encoded.input_ids[:end], labels=encoded.labels[:end])
+
+
 def _truncate(renderer: Renderer, messages: Sequence[Message], encoded: Encoded, limit: int) -> Encoded | None:
     """Cuts a row at `limit` tokens; `None` where nothing of an answer would be left.
 
@@ -221,7 +229,7 @@ def _truncate(renderer: Renderer, messages: Sequence[Message], encoded: Encoded,
             messages = messages[:-1]
         if not messages:
             return None
-        encoded = renderer.encode(messages)
+        encoded = _without_tail(renderer.encode(messages))
     labels = encoded.labels[:limit]
     if all(label == IGNORED for label in labels[1:]):  # the first token follows nothing, so it is never a target
         return None

@@ -351,7 +351,7 @@ def test_a_tokenizer_without_padding_and_template_is_used(prepared_by: Prepare, 
     model = build_tiny_llama(tmp_path / "bare", pad=False, template=False)
     data = write_rows(tmp_path / "rows.jsonl", pairs(2))
     train = prepared_by(f"model.name: {model}", f"data.train_path: {data}").prepared.train
-    assert train and 2 in rows_of(train.path)[0]["labels"], "the end of the turn is trained"
+    assert train and rows_of(train.path)[0]["labels"][-1] == 2, "a row ends with the end of its last turn, and that is trained"
 
 
 def test_a_cache_that_cannot_be_written_is_named(prepared_by: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
