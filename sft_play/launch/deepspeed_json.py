@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sft_play.errors import UserError, raise_all
 from sft_play.files import read_json
@@ -72,6 +72,11 @@ class UserDeepSpeed:
     """With old spellings translated; `auto` still inside."""
     stage: int
     notices: tuple[str, ...] = field(default=())
+
+    def offloads(self, what: Literal["optimizer", "param"]) -> bool:
+        """Whether the file keeps optimizer states or weights outside the GPU."""
+        part = self.settings["zero_optimization"].get(f"offload_{what}")
+        return isinstance(part, dict) and str(part.get("device", "none")) != "none"
 
 
 def deepspeed_settings(

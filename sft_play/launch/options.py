@@ -62,6 +62,8 @@ def read_options(
             num_nodes=num_nodes,
             node_rank=node_rank or 0,
             zero_stage=deepspeed.stage if deepspeed else None,
+            offload_optimizer=deepspeed is not None and deepspeed.offloads("optimizer"),
+            offload_parameters=deepspeed is not None and deepspeed.stage == 3 and deepspeed.offloads("param"),
         ),
         master_address=call.options.get("MASTER_ADDR") or choices.master_address,
         master_port=_one("MASTER_PORT", call.integer("MASTER_PORT", minimum=1), choices.master_port, choices),

@@ -50,18 +50,22 @@ def options_of_run(call: Call, run: RunFolder, world_per_node: int) -> LaunchOpt
         )
     if call.options.get("ACCELERATE_CONFIG"):
         raise UserError("a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`")
-    deepspeed = facts["deepspeed"]
+    deepspeed = _deepspeed_again(run, facts["deepspeed"]) if facts["deepspeed"] else None
+    command, planned = facts["command"], Plan.load(run.plan).strategy
     return LaunchOptions(
         request=LaunchRequest(
-            command_strategy=facts["command"],
+            # What `auto` turned to stays, even if another strategy fits better now: states are laid out for it.
+            command_strategy=planned if command == "auto" and planned in ("ddp", "fsdp2") else command,
             num_gpus=call.integer("NUM_GPUS", minimum=1) or facts["num_gpus"] or world_per_node,
             num_nodes=num_nodes,
             node_rank=node_rank or 0,
-            zero_stage=deepspeed["zero_optimization"]["stage"] if deepspeed else None,
+            zero_stage=deepspeed.stage if deepspeed else None,
+            offload_optimizer=deepspeed is not None and deepspeed.offloads("optimizer"),
+            offload_parameters=deepspeed is not None and deepspeed.stage == 3 and deepspeed.offloads("param"),
         ),
         master_address=address,
         master_port=call.integer("MASTER_PORT", minimum=1),
-        deepspeed=_deepspeed_again(run, deepspeed) if deepspeed else None,
+        deepspeed=deepspeed,
         fsdp=facts["fsdp"],
     )
 

@@ -10,9 +10,10 @@ from typing import Any, cast
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan import choices
+from sft_play.plan.backends import conflict_for
 from sft_play.plan.batch import choose_batch, count
 from sft_play.plan.hardware import GIB, Device, Hardware
-from sft_play.plan.memory import Setup, rank_memory
+from sft_play.plan.memory import Setup, host_bytes, rank_memory
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
@@ -53,23 +54,25 @@ def make_plan(
     setup = Setup(
         device=kind, strategy=strategy, world_size=world, precision=precision, weights_dtype=dtype, optim=optim,
         gradient_checkpointing=False, layout="padded", attention=attention, label_share=_label_share(prepared),
-        row_tokens=_row_tokens(config, prepared),
+        row_tokens=_row_tokens(config, prepared), offload_optimizer=launch.offload_optimizer, offload_parameters=launch.offload_parameters,
     )  # fmt: skip
     room = [_capacity(device, kind, len(local)) for device in devices]
     setup, fitting = _checkpointing(config, shape, setup, room, reasons)
+    if sharded := _sharded_instead(config, typed, hardware, shape, launch, prepared, setup, room, fitting):
+        return sharded
     unit = "device" if kind == "cuda" else "process"
     _require_fit(config, shape, setup, room, fitting, devices, early=launch.early)
     fitting = tuple(max(1, rows) for rows in fitting)
     batch = choose_batch(config.train, fitting, CPU_MICRO_BATCH if kind == "cpu" else MOST_MICRO_BATCH, unit)
     reasons += batch.reasons
     reasons += _exchange(config, shape, setup, hardware, world, batch.accumulation)
-    layout = choices.choose_layout(config, shape, kind, attention, max(batch.micro_batches), setup.row_tokens, reasons)
-    setup = replace(setup, layout=layout)
+    setup = _with_layout(config, shape, setup, batch.micro_batches, room, reasons)
     ranks = tuple(
         _rank(config, shape, setup, i, devices, places, m, batch.accumulation, room[i], kind)
         for i, m in enumerate(batch.micro_batches)
     )
     remedies = _tight(ranks, config, setup, reasons)
+    remedies += _on_the_host(config, shape, setup, hardware, len(local), reasons)
     steps, per_epoch = _steps(config, prepared, batch.global_batch, reasons)
     row = prepared.train.tokens / prepared.train.rows if prepared and prepared.train else setup.row_tokens
     speed = forecast(
@@ -78,13 +81,70 @@ def make_plan(
     total = speed.seconds_per_step * steps if speed.seconds_per_step and steps else None
     return Plan(
         world_size=world, num_nodes=launch.num_nodes, device=kind, backend=cast(Any, backend), strategy=strategy, source="formula",
-        precision=precision, weights_dtype=dtype, attn_implementation=attention, layout=layout,
+        precision=precision, weights_dtype=dtype, attn_implementation=attention, layout=cast(Any, setup.layout),
         gradient_checkpointing=setup.gradient_checkpointing, optim=optim, learning_rate=rate, ranks=ranks,
         global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch, warmup_steps=choices.warmup(config, steps),
         eval_batch_size=_eval_batch(config, kind, fitting), reasons=tuple(reasons), remedies=tuple(remedies),
         tokens_per_second=speed.tokens_per_second, communication_share=speed.communication_share,
         seconds_per_step=speed.seconds_per_step, total_seconds=total,
     )  # fmt: skip
+
+
+def _sharded_instead(
+    config: Config, typed: Callable[[str], bool], hardware: Hardware, shape: ModelShape, launch: LaunchRequest, prepared: Prepared | None,
+    setup: Setup, room: list[int], fitting: tuple[int, ...],
+) -> Plan | None:  # fmt: skip
+    """Returns a plan under FSDP2 where `auto` came to DDP, its replicas do not fit and shards do; else `None`.
+
+    Only on one machine: nodes plan by themselves, and must come to the same strategy.
+    """
+    wanted = config.train.batch_size if config.train.batch_size != "auto" else 1
+    automatic = launch.command_strategy == "auto" and config.launch.strategy == "auto" and launch.num_nodes == 1
+    if not automatic or setup.strategy != "ddp" or min(fitting) >= wanted:
+        return None
+    if conflict_for(config.tuning.backend, config.tuning.mode, config.tuning.quantization, "fsdp2"):
+        return None
+    try:
+        request = replace(launch, command_strategy="fsdp2")
+        plan = make_plan(config, typed, hardware, shape, launch=request, prepared=prepared)
+    except HardwareError:
+        return None
+    rank = min(range(len(room)), key=lambda i: fitting[i])
+    need = sum(rank_memory(config, shape, setup, wanted).values())
+    why = f"a whole replica on each needs {need / GIB:.1f} of {room[rank] / GIB:.1f} GiB, so weights are shared out"
+    named = (f"strategy fsdp2: {why}" if reason.startswith("strategy ") else reason for reason in plan.reasons)
+    return replace(plan, reasons=tuple(named))
+
+
+def _with_layout(
+    config: Config, shape: ModelShape, setup: Setup, micro_batches: tuple[int, ...], room: list[int], reasons: list[str]
+) -> Setup:
+    """Returns the setup with the layout of its rows: padded where the mask of flattened ones is what does not fit."""
+    rows = max(micro_batches)
+    layout = choices.choose_layout(config, shape, setup.device, setup.attention, rows, setup.row_tokens, reasons)
+    chosen = replace(setup, layout=layout)
+
+    def fits(case: Setup) -> bool:
+        return all(sum(rank_memory(config, shape, case, m).values()) <= r for m, r in zip(micro_batches, room, strict=True))
+
+    if layout == "flattened" and not fits(chosen) and fits(setup):
+        reasons[-1] = f"rows padded: the mask of {rows * setup.row_tokens} flattened tokens would not fit"
+        return setup
+    return chosen
+
+
+def _on_the_host(
+    config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, processes: int, reasons: list[str]
+) -> list[str]:
+    """Says what DeepSpeed keeps in the machine's memory, and returns what to do when that is too small for it."""
+    need = processes * host_bytes(config, shape, setup)
+    if not need:
+        return []
+    reasons.append(f"offloaded to this machine's memory: {need / GIB:.1f} GiB for {count(processes, 'process')}")
+    if hardware.described or need <= hardware.ram_bytes:
+        return []
+    reasons.append(f"that is more than it has ({hardware.ram_bytes / GIB:.1f} GiB)")
+    return ["TUNING_MODE=lora", "a machine with more memory"]
 
 
 def _check_length(config: Config, shape: ModelShape) -> None:
@@ -201,8 +261,17 @@ def _ways_out(config: Config, shape: ModelShape, setup: Setup, capacity: int) ->
             changed = replace(config, tuning=replace(config.tuning, mode=cast(Any, mode)))
             frozen = "bfloat16" if setup.precision == "bf16" else setup.weights_dtype
             try_out(f"TUNING_MODE={mode}{typed_off}", changed, replace(saving, weights_dtype=frozen))
+    if config.tuning.mode == "full" and setup.device == "cuda":
+        narrow = replace(saving, weights_dtype="bfloat16", optim="adamw_bnb_8bit")
+        if setup.precision == "bf16" and not setup.zero and narrow != saving:
+            try_out(f"MODEL_DTYPE=bfloat16 TRAIN_OPTIM=adamw_bnb_8bit{typed_off}", config, narrow)
     if setup.world_size > 1 and setup.strategy in ("ddp", "zero1", "zero2") and config.tuning.mode != "qlora":
-        try_out(f"make train-fsdp{typed_off}", config, replace(saving, strategy="fsdp2"))
+        stated = "" if config.launch.strategy in ("auto", "fsdp2") else " LAUNCH_STRATEGY=fsdp2"
+        try_out(f"make train-fsdp{stated}{typed_off}", config, replace(saving, strategy="fsdp2"))
+    if setup.device == "cuda" and config.tuning.mode != "qlora" and not setup.offload_parameters:
+        offloading = replace(saving, strategy="zero3", offload_optimizer=True, offload_parameters=True)
+        stated = "" if config.launch.strategy in ("auto", "zero3") else " LAUNCH_STRATEGY=zero3"
+        try_out(f"make train-deepspeed DEEPSPEED_CONFIG=deepspeed/zero3_offload.json{stated}{typed_off}", config, offloading)
     return [text for _, _, text in sorted(found, key=lambda row: row[0])[:4]] or ["use a smaller model, or more memory"]
 
 

@@ -8,7 +8,7 @@ arXiv 1910.02054, and the sources of the pinned DeepSpeed); logits cost 12 bytes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sft_play.config.schema import Config
 from sft_play.plan.shape import ModelShape
@@ -54,11 +54,15 @@ class Setup:
     """Share of tokens that a loss is computed for: logits exist only there."""
     row_tokens: int
     """Tokens of a row: the longest one of the data, or `model.max_seq_len`."""
+    offload_optimizer: bool = False
+    """Whether DeepSpeed keeps optimizer states and gradients in the machine's memory."""
+    offload_parameters: bool = False
+    """Whether ZeRO-3 keeps the weights there too."""
 
     @property
     def autocast(self) -> bool:
-        """Whether fp32 weights are multiplied in a narrower type. DeepSpeed casts the weights instead."""
-        return self.precision != "fp32" and self.weights_dtype == "float32" and not self.zero
+        """Whether fp32 weights are multiplied in a narrower type. DeepSpeed casts the weights, FSDP2 what it gathers of them."""
+        return self.precision != "fp32" and self.weights_dtype == "float32" and not self.zero and self.strategy != "fsdp2"
 
     @property
     def zero(self) -> bool:
@@ -117,7 +121,7 @@ def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: in
 def _states(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]:
     """Weights, gradients, optimizer and buffers, after sharding."""
     trained, shards, full = trainable_parameters(config, shape), setup.world_size, config.tuning.mode == "full"
-    width = setup.weight_bytes if full else adapter_bytes(config, setup)
+    width = trained_bytes(config, setup)
     if full:
         frozen, quant_state = float(shape.vision_parameters * setup.weight_bytes), 0.0
     else:
@@ -135,16 +139,36 @@ def _states(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]
         gradients /= shards
     if setup.strategy in ("zero3", "fsdp2"):
         frozen, quant_state, weights = frozen / shards, quant_state / shards, weights / shards
+    if setup.zero and setup.device == "cuda":
+        if setup.offload_optimizer:
+            optimizer = gradients = 0.0
+        if setup.offload_parameters:
+            frozen = quant_state = weights = 0.0
     return {
         "frozen": frozen, "quant_state": quant_state, "trained" if full else "adapters": weights, "gradients": gradients,
         "optimizer": optimizer, "buffers": buffers,
     }  # fmt: skip
 
 
-def adapter_bytes(config: Config, setup: Setup) -> int:
-    """Returns the bytes of an adapter's weight: fp32, but bf16 over a base quantised into bf16 (see `model/load.py`)."""
-    if setup.zero and setup.precision != "fp32":
-        return 2
+def host_bytes(config: Config, shape: ModelShape, setup: Setup) -> int:
+    """Returns what DeepSpeed keeps in the machine's memory for one rank instead of on its GPU."""
+    if not (setup.offload_optimizer or setup.offload_parameters) or not setup.zero or setup.device != "cuda":
+        return 0
+    whole = _states(config, shape, replace(setup, offload_optimizer=False, offload_parameters=False))
+    left = _states(config, shape, setup)
+    return int(sum(whole.values()) - sum(left.values()))
+
+
+def trained_bytes(config: Config, setup: Setup) -> int:
+    """Returns the bytes of a trained weight.
+
+    Adapters are fp32, but bf16 over a base quantised into bf16 (see `model/load.py`). DeepSpeed casts what trains to the
+    computation's type, and accelerate's FSDP2 makes it fp32.
+    """
+    if setup.precision != "fp32" and (setup.zero or setup.strategy == "fsdp2"):
+        return 2 if setup.zero else 4
+    if config.tuning.mode == "full":
+        return setup.weight_bytes
     return 2 if config.tuning.mode == "qlora" and setup.weights_dtype == "bfloat16" else 4
 
 
@@ -159,12 +183,23 @@ def _buffers(shape: ModelShape, setup: Setup, trained: int, full: bool, weights:
     bucket = min(shape.hidden_size**2, trained) * 2 * setup.width
     if setup.strategy in ("zero1", "zero2"):
         return float(bucket)
-    per_layer = weights * (shape.layer_linear_parameters / max(1, shape.parameters))
+    per_layer = weights * (shape.layer_linear_parameters / max(1, shape.parameters)) * gathered_share(setup)
     ends = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * setup.width
     if setup.strategy == "zero3":
         return 2 * per_layer + 0.9 * shape.hidden_size**2 * setup.width + ends + bucket
     # FSDP2 holds this layer and the next one whole, embedding and head from the first layer to the last, and reduces in fp32.
     return 2 * per_layer + ends + 4.0 * (shape.layer_linear_parameters if full else trained / shape.layers)
+
+
+def gathered_share(setup: Setup) -> float:
+    """Returns the bytes that FSDP2 gathers of a byte it holds: fp32 weights travel in the computation's type."""
+    return setup.width / setup.weight_bytes if setup.strategy == "fsdp2" and setup.weights_dtype == "float32" else 1.0
+
+
+def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
+    """Returns the bytes of all weights as ZeRO-3 and FSDP2 gather them for one pass."""
+    whole = _states(config, shape, replace(setup, world_size=1, offload_optimizer=False, offload_parameters=False))
+    return sum(whole.get(part, 0) for part in ("frozen", "quant_state", "trained")) * gathered_share(setup)
 
 
 def _frozen(config: Config, shape: ModelShape, weight: int) -> tuple[float, float]:
@@ -213,7 +248,7 @@ def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
     per_target = sum(maps[name][0] for name in names)
     ranks = settings.r * w * len(names)
     masks = (3 if setup.device == "cuda" else 4) * per_target if settings.dropout > 0 else 0
-    if adapter_bytes(config, setup) == w or setup.zero:
+    if trained_bytes(config, setup) == w or setup.zero or setup.strategy == "fsdp2":
         shared = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "mlp", "up_proj": "mlp"}
         read = {shared.get(name, name): maps[name][0] for name in names if name != "o_proj"}  # o_proj reads what attention keeps
         return w * sum(read.values()) + ranks + masks

@@ -18,5 +18,9 @@ class LaunchRequest:
     node_rank: int = 0
     zero_stage: int | None = None
     """Stage of a user's own DeepSpeed JSON."""
+    offload_optimizer: bool = False
+    """Whether that JSON keeps optimizer states and gradients in the machine's memory."""
+    offload_parameters: bool = False
+    """Whether that JSON keeps the weights there too (stage 3)."""
     early: bool = False
     """Whether the data are still to be prepared: then only what no data could change is refused for want of memory."""

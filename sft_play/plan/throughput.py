@@ -6,11 +6,11 @@ pass (2N) with recomputation; attention 2 S h per layer and pass, causal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sft_play.config.schema import Config
 from sft_play.plan.hardware import Device, Hardware
-from sft_play.plan.memory import Setup, adapter_bytes, rank_memory, trainable_parameters
+from sft_play.plan.memory import Setup, sent_weights, trainable_parameters, trained_bytes
 from sft_play.plan.shape import ModelShape
 
 GPU_EFFICIENCY = 0.35
@@ -98,11 +98,8 @@ def exchange_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int
 
     Gradients once per optimizer step; under ZeRO-3 and FSDP2 the weights too, at every pass of every micro-step.
     """
-    width = setup.weight_bytes if config.tuning.mode == "full" else adapter_bytes(config, setup)
-    seconds = communication_seconds(trainable_parameters(config, shape) * width, ranks, link)
+    seconds = communication_seconds(trainable_parameters(config, shape) * trained_bytes(config, setup), ranks, link)
     if setup.strategy in ("zero3", "fsdp2"):
         passes = 3 if setup.gradient_checkpointing else 2
-        whole = rank_memory(config, shape, replace(setup, strategy="ddp"), 1)
-        weights = sum(whole.get(part, 0) for part in ("frozen", "quant_state", "trained"))
-        seconds += accumulation * gather_seconds(passes * weights, ranks, link)
+        seconds += accumulation * gather_seconds(passes * sent_weights(config, shape, setup), ranks, link)
     return seconds

@@ -289,9 +289,52 @@ def test_what_does_not_fit_shows_parts_and_ways_out() -> None:
     assert "TRAIN_GRADIENT_CHECKPOINTING=true: " in text
     text = message(HardwareError, "24GB", name=LLAMA, max_seq_len=2048, batch_size=16)
     assert "a micro-batch of 16 rows of 2048 tokens does not fit" in text and "TRAIN_BATCH_SIZE=auto" in text
-    assert "make train-fsdp: " in message(
-        HardwareError, "2x24GB", name=LLAMA, mode="full", max_seq_len=2048, command_strategy="auto"
+    text = message(HardwareError, "8xH100", name=LLAMA, mode="full", max_seq_len=2048, command_strategy="auto", strategy="ddp")
+    assert "make train-fsdp LAUNCH_STRATEGY=fsdp2: " in text and "MODEL_DTYPE=bfloat16 TRAIN_OPTIM=adamw_bnb_8bit: " in text
+    text = message(HardwareError, "2x24GB", name=LLAMA, mode="full", max_seq_len=2048, command_strategy="auto")
+    assert "make train-deepspeed DEEPSPEED_CONFIG=deepspeed/zero3_offload.json: " in text
+
+
+def test_auto_shards_what_does_not_fit_as_replicas() -> None:
+    case: dict[str, Any] = {"name": LLAMA, "mode": "full", "max_seq_len": 2048, "command_strategy": "auto"}
+    plan = plan_of("8xH100", **case)
+    assert plan.strategy == "fsdp2" and plan.global_batch_size == 32
+    (why,) = [reason for reason in plan.reasons if reason.startswith("strategy ")]
+    assert "a whole replica on each needs 156.2 of 74.4 GiB, so weights are shared out" in why
+    assert plan_of("8xB200", **case).strategy == "ddp"
+    # Nodes plan by themselves: they could come to different strategies.
+    assert "LAUNCH_STRATEGY" not in message(HardwareError, "8xH100", **case, num_nodes=2)
+    # int8 weights do not survive FSDP2.
+    message(
+        HardwareError,
+        "2x8GB",
+        name="meta-llama/Llama-2-13b-hf",
+        mode="qlora",
+        quantization="int8",
+        max_seq_len=512,
+        command_strategy="auto",
     )
+
+
+def test_what_a_deepspeed_file_offloads_is_not_on_the_gpu() -> None:
+    case: dict[str, Any] = {"name": LLAMA, "mode": "full", "max_seq_len": 2048, "command_strategy": "zero", "zero_stage": 3}
+    message(HardwareError, "2x24GB", **case)
+    plan = plan_of("2x24GB", **case, offload_optimizer=True, offload_parameters=True)
+    parts = plan.ranks[0].memory_bytes
+    assert parts["trained"] == parts["optimizer"] == parts["gradients"] == 0
+    # 2 B weights, 2 B gradients, 12 B fp32 master weights and moments, over both ranks.
+    assert f"offloaded to this machine's memory: {16 * 8_030_261_248 / 2**30:.1f} GiB for 2 processes" in plan.reasons
+    half = plan_of("2xH100", **case, offload_optimizer=True).ranks[0].memory_bytes
+    assert half["optimizer"] == 0 and half["trained"] == 8_030_261_248
+
+
+def test_flattened_rows_whose_mask_does_not_fit_are_padded() -> None:
+    case: dict[str, Any] = {"name": LLAMA, "max_seq_len": 1024, "batch_size": 4, "gradient_checkpointing": False}
+    assert plan_of("H100", **case).layout == "flattened"
+    sizes = [plan_of(f"{size}GB", **case) for size in (55.5, 56, 57, 58)]
+    assert {plan.layout for plan in sizes} == {"padded", "flattened"}
+    assert all(rank.peak_bytes <= rank.capacity_bytes for plan in sizes for rank in plan.ranks)
+    assert any("the mask of 4096 flattened tokens would not fit" in reason for plan in sizes for reason in plan.reasons)
 
 
 def test_before_the_data_are_known_only_what_no_data_can_change_is_refused() -> None:

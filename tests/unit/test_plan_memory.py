@@ -131,7 +131,8 @@ def test_what_each_strategy_shards() -> None:
 
     ddp, zero1, zero2, zero3, fsdp2 = (parts(name) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2"))
     assert ddp["buffers"] == ddp["gradients"]
-    assert zero1["trained"] == zero2["trained"] == 4 * zero3["trained"] == 4 * fsdp2["trained"]
+    assert zero1["trained"] == zero2["trained"] == 4 * zero3["trained"]
+    assert fsdp2["trained"] == 2 * zero3["trained"]  # accelerate makes what trains fp32 before it is sharded
     assert zero1["gradients"] == 4 * zero2["gradients"] == 4 * zero3["gradients"]
     # fp32 master weights and two moments: 12 bytes a weight over four ranks.
     assert zero1["optimizer"] == zero3["optimizer"] == pytest.approx(12 * 8_030_261_248 / 4, rel=1e-6)
