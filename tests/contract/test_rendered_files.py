@@ -14,6 +14,8 @@ from sft_play.launch.accelerate_config import STRATEGIES, read_accelerate_config
 from sft_play.launch.deepspeed_json import read_user_json
 from sft_play.launch.render import KEPT, kept_files
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -58,8 +60,6 @@ for file in sorted(Path("accelerate_configs").glob("*.yaml")):
         result[file.stem] = [config.distributed_type.value, config.num_processes, config.mixed_precision, version]
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
-
-pytestmark = pytest.mark.slow
 from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
 for stage in (1, 2, 3):
     settings = deepspeed_settings(stage=stage, device="cpu", precision="fp32", clipping=1.0, hidden_size=64,
