@@ -23,10 +23,17 @@ def nvmlInit():
 
 def nvmlShutdown(): pass
 def nvmlDeviceGetCount(): return len(CARDS)
-def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetHandleByIndex(index):
+    if index == {lost!r}:
+        raise NVMLError("GPU is lost")
+    return index
+
 def nvmlDeviceGetUUID(card): return f"GPU-{{card}}{{card}}{{card}}{{card}}"
 def nvmlDeviceGetName(card): return CARDS[card][0]
-def nvmlDeviceGetMemoryInfo(card): return Row(total=int(CARDS[card][1] * 2**30), free=int(CARDS[card][2] * 2**30))
+def nvmlDeviceGetMemoryInfo(card):
+    if {unified!r}:
+        raise NVMLError("Not Supported")
+    return Row(total=int(CARDS[card][1] * 2**30), free=int(CARDS[card][2] * 2**30))
 def nvmlDeviceGetCudaComputeCapability(card): return CARDS[card][3]
 def nvmlSystemGetDriverVersion(): return "580.65.06"
 def nvmlSystemGetCudaDriverVersion(): return 13000
@@ -39,14 +46,24 @@ def nvmlDeviceGetNvLinkState(card, link):
     return 1
 
 def nvmlDeviceGetNvLinkRemotePciInfo(card, link): return Row(busId=f"00000000:0{{1 - card}}:00.0")
-def nvmlDeviceGetComputeRunningProcesses(card): return [Row(pid=os.getpid(), usedGpuMemory=3 * 2**30)]
+def nvmlDeviceGetComputeRunningProcesses(card):
+    if {unified!r}:
+        raise NVMLError("Not Supported")
+    return [Row(pid=os.getpid(), usedGpuMemory=3 * 2**30)]
 """
 
 Card = tuple[str, float, float, tuple[int, int]]
 
 
-def nvml_path(folder: Path, *cards: Card, linked: bool = False, broken: bool = False) -> dict[str, str]:
-    """Writes the module to `folder` and returns the environment that puts it first."""
+def nvml_path(
+    folder: Path, *cards: Card, linked: bool = False, broken: bool = False, unified: bool = False, lost: int | None = None
+) -> dict[str, str]:
+    """Writes the module to `folder` and returns the environment that puts it first.
+
+    `unified`: cards without memory of their own; `lost`: the index of one that does not answer.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "pynvml.py").write_text(SOURCE.format(cards=list(cards), linked=linked, broken=broken), encoding="utf-8")
+    (folder / "pynvml.py").write_text(
+        SOURCE.format(cards=list(cards), linked=linked, broken=broken, unified=unified, lost=lost), encoding="utf-8"
+    )
     return {"PYTHONPATH": f"{folder}:{ROOT}"}

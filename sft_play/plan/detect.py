@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from sft_play.errors import HardwareError
 from sft_play.plan.hardware import Device, Hardware, find_card
 
 
@@ -110,26 +111,57 @@ def open_nvml() -> Any | None:
 
 
 def _gpus() -> list[Device]:
-    nvml = open_nvml()
+    nvml = None if all_hidden() else open_nvml()
     if nvml is None:
         return []
     try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-        return [_device(nvml, handles[i]) for i in visible(range(len(handles)), uuids)]
+        return [_device(nvml, handle) for _, handle in shown_handles(nvml)[0]]
     finally:
         nvml.nvmlShutdown()
 
 
+def all_hidden() -> bool:
+    """Whether `CUDA_VISIBLE_DEVICES` hides every GPU, however many there are."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+
+
+def shown_handles(nvml: Any) -> tuple[list[tuple[int, Any]], int]:
+    """Returns (index, handle) of each GPU that `CUDA_VISIBLE_DEVICES` shows, and how many there are.
+
+    Raises `HardwareError` where the driver knows a GPU that does not answer (fallen off the bus, or taken away).
+    """
+    count = int(nvml.nvmlDeviceGetCount())
+    handles, uuids = [], []
+    for index in range(count):
+        try:
+            handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
+            uuids.append(_text(nvml.nvmlDeviceGetUUID(handles[-1])))
+        except nvml.NVMLError as error:
+            raise HardwareError(
+                f"GPU {index} of {count} does not answer: {error}",
+                hint="look at `nvidia-smi`; a restart often brings it back; `CUDA_VISIBLE_DEVICES=` goes on without GPUs",
+            ) from error
+    return [(index, handles[index]) for index in visible(range(count), uuids)], count
+
+
+def gpu_memory(nvml: Any, handle: Any) -> tuple[int, int]:
+    """Returns (memory, free memory) of a GPU; the machine's where a GPU has none of its own (GB10, Jetson)."""
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError:
+        return ram_bytes()
+    return int(memory.total), int(memory.free)
+
+
 def _device(nvml: Any, handle: Any) -> Device:
     name = _text(nvml.nvmlDeviceGetName(handle))
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    total, free = gpu_memory(nvml, handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     found = find_card(name)
     return Device(
         name=name,
-        memory_bytes=int(memory.total),
-        free_bytes=int(memory.free),
+        memory_bytes=total,
+        free_bytes=free,
         bf16=(major, minor) >= (8, 0),
         fp8=(major, minor) >= (8, 9),
         compute_capability=(int(major), int(minor)),

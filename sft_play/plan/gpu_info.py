@@ -6,7 +6,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from sft_play.plan.detect import cpu_name, cpu_threads, fast_bf16, open_nvml, ram_bytes, visible
+from sft_play.plan.detect import cpu_name, cpu_threads, fast_bf16, gpu_memory, open_nvml, ram_bytes, shown_handles
 from sft_play.plan.hardware import GIB
 
 if TYPE_CHECKING:
@@ -37,33 +37,32 @@ def gpu_facts() -> dict[str, Any]:
     if nvml is None:
         return facts | {"reason": "no NVIDIA driver answers on this machine"}
     try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-        shown = visible(range(len(handles)), uuids)
+        shown, count = shown_handles(nvml)
         cuda = int(nvml.nvmlSystemGetCudaDriverVersion())
         facts |= {
             "count": len(shown),
             "driver": _text(nvml.nvmlSystemGetDriverVersion()),
             "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
         }
-        facts["gpus"] = [_gpu(nvml, handles[index], index) for index in shown]
-        facts["links"] = _links(nvml, [(index, handles[index]) for index in shown])
-        if not shown and handles:
-            facts["reason"] = f"CUDA_VISIBLE_DEVICES={facts['visible_devices']} hides all {len(handles)}"
+        facts["gpus"] = [_gpu(nvml, handle, index) for index, handle in shown]
+        facts["links"] = _links(nvml, shown)
+        if not shown:
+            hidden = f"CUDA_VISIBLE_DEVICES={facts['visible_devices']} hides all {count}"
+            facts["reason"] = hidden if count else "the NVIDIA driver answers, but there is no GPU"
     finally:
         nvml.nvmlShutdown()
     return facts
 
 
 def _gpu(nvml: Any, handle: Any, index: int) -> dict[str, Any]:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    total, free = gpu_memory(nvml, handle)
     major, minor = (int(part) for part in nvml.nvmlDeviceGetCudaComputeCapability(handle))
     return {
         "index": index,
         "name": _text(nvml.nvmlDeviceGetName(handle)),
         "uuid": _text(nvml.nvmlDeviceGetUUID(handle)),
-        "memory_bytes": int(memory.total),
-        "free_bytes": int(memory.free),
+        "memory_bytes": total,
+        "free_bytes": free,
         "compute_capability": f"{major}.{minor}",
         "bf16": (major, minor) >= (8, 0),
         "fp8": (major, minor) >= (8, 9),

@@ -49,7 +49,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A row of the catalogue. Sources: makers' data sheets and the tables in the issue's measured facts; laptop parts apart."""
+    """A row of the catalogue: nominal figures, for a forecast before anything is measured; laptop parts apart."""
 
     memory_gib: float
     """What programs see, in GiB."""
@@ -59,23 +59,35 @@ class Card:
     source: str
 
 
+SHEET = "NVIDIA data sheet, dense"
+GEFORCE = (
+    "NVIDIA architecture papers: bf16 with fp32 accumulation is twice the fp32 rate, 512 operations a clock and multiprocessor"
+)
+
 CATALOGUE: Mapping[str, Card] = {
-    "RTX3070Ti": Card(7.8, 43.5, 608, (8, 6), "NVIDIA GA10x white paper: 6144 cores x 1.77 GHz, 2 x fp32"),
-    "RTX3090": Card(23.6, 71.2, 936, (8, 6), "NVIDIA GA10x white paper: 10496 cores x 1.695 GHz, 2 x fp32"),
+    "RTX3060": Card(11.8, 25.5, 360, (8, 6), GEFORCE), "RTX3070": Card(7.8, 40.6, 448, (8, 6), GEFORCE),
+    "RTX3070Ti": Card(7.8, 43.5, 608, (8, 6), GEFORCE), "RTX3080": Card(9.8, 59.5, 760, (8, 6), GEFORCE),
+    "RTX3090": Card(23.6, 71.2, 936, (8, 6), GEFORCE), "RTX3090Ti": Card(23.6, 80.0, 1008, (8, 6), GEFORCE),
+    "RTX4060": Card(7.8, 30.2, 272, (8, 9), GEFORCE), "RTX4060Ti": Card(7.8, 44.1, 288, (8, 9), GEFORCE),
+    "RTX4060Ti-16GB": Card(15.6, 44.1, 288, (8, 9), GEFORCE), "RTX4070": Card(11.8, 58.3, 504, (8, 9), GEFORCE),
+    "RTX4070Super": Card(11.8, 71.0, 504, (8, 9), GEFORCE), "RTX4070Ti": Card(11.8, 80.2, 504, (8, 9), GEFORCE),
+    "RTX4070TiSuper": Card(15.6, 88.2, 672, (8, 9), GEFORCE), "RTX4080": Card(15.6, 97.5, 717, (8, 9), GEFORCE),
+    "RTX4080Super": Card(15.6, 104.4, 736, (8, 9), GEFORCE), "RTX4090": Card(23.6, 165.2, 1008, (8, 9), GEFORCE),
+    "RTX5070": Card(11.8, 61.7, 672, (12, 0), GEFORCE), "RTX5070Ti": Card(15.6, 87.9, 896, (12, 0), GEFORCE),
+    "RTX5080": Card(15.6, 112.6, 960, (12, 0), GEFORCE), "RTX5090": Card(31.4, 209.5, 1792, (12, 0), GEFORCE),
     "RTX4070Laptop": Card(7.8, 40.0, 256, (8, 9), "2 x fp32 at 115 W; 22.7 at 35 W"),
-    "RTX4090": Card(23.6, 165.2, 1008, (8, 9), "NVIDIA Ada white paper"),
     "RTX5070TiLaptop": Card(11.8, 62.0, 672, (12, 0), "NVIDIA AI-TOPS / 16; inferred"),
-    "RTX5090": Card(31.4, 209.5, 1792, (12, 0), "NVIDIA AI-TOPS / 16"),
+    "RTXA6000": Card(47.5, 154.8, 768, (8, 6), SHEET), "RTX6000Ada": Card(47.4, 364.2, 960, (8, 9), SHEET),
+    "V100": Card(15.8, 125.0, 900, (7, 0), "NVIDIA data sheet, 16 GB SXM2 (fp16; the card has no bf16)"),
     "T4": Card(14.7, 65.0, 320, (7, 5), "NVIDIA data sheet (fp16; the card has no bf16)"),
-    "L4": Card(22.2, 121.0, 300, (8, 9), "NVIDIA data sheet"),
-    "L40S": Card(44.4, 362.0, 864, (8, 9), "NVIDIA data sheet"),
-    "A10G": Card(22.2, 70.0, 600, (8, 6), "NVIDIA data sheet"),
-    "A100-40GB": Card(39.4, 312.0, 1555, (8, 0), "NVIDIA data sheet"),
-    "A100": Card(79.2, 312.0, 2039, (8, 0), "NVIDIA data sheet, SXM"),
-    "H100": Card(79.1, 989.0, 3350, (9, 0), "NVIDIA data sheet, SXM"),
-    "H200": Card(139.8, 989.0, 4800, (9, 0), "NVIDIA data sheet, SXM"),
-    "B200": Card(178.0, 2250.0, 8000, (10, 0), "NVIDIA data sheet"),
-}
+    "L4": Card(22.2, 121.0, 300, (8, 9), SHEET), "L40": Card(44.4, 181.0, 864, (8, 9), SHEET), "L40S": Card(44.4, 362.0, 864, (8, 9), SHEET),
+    "A10": Card(22.2, 125.0, 600, (8, 6), SHEET), "A10G": Card(22.2, 70.0, 600, (8, 6), SHEET), "A40": Card(44.4, 149.7, 696, (8, 6), SHEET),
+    "A100-40GB": Card(39.4, 312.0, 1555, (8, 0), SHEET), "A100": Card(79.2, 312.0, 2039, (8, 0), SHEET + ", SXM"),
+    "H20": Card(95.0, 148.0, 4000, (9, 0), SHEET), "H100": Card(79.1, 989.0, 3350, (9, 0), SHEET + ", SXM"),
+    "H100NVL": Card(93.1, 835.0, 3900, (9, 0), SHEET), "GH200": Card(94.5, 989.0, 4000, (9, 0), SHEET + ", 96 GB"),
+    "H200": Card(139.8, 989.0, 4800, (9, 0), SHEET + ", SXM"), "H200NVL": Card(139.8, 835.0, 4800, (9, 0), SHEET),
+    "B200": Card(178.0, 2250.0, 8000, (10, 0), SHEET),
+}  # fmt: skip
 
 PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+)")
 MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|G)", re.IGNORECASE)
@@ -159,5 +171,5 @@ def _nonsense(part: str, text: str) -> HardwareError:
     return HardwareError(
         f"`{part}` is not hardware that is known",
         place=f"HARDWARE={text}",
-        hint=f"write 2x24GB, 12GB+8GB, cpu, or a count and a name of {', '.join(CATALOGUE)}",
+        hint=f"write 2x24GB, 12GB+8GB@1Gbit, cpu, or a count and a name of {', '.join(CATALOGUE)}",
     )

@@ -76,8 +76,9 @@ def make_plan(
     steps, per_epoch = _steps(config, prepared, batch.global_batch, reasons)
     row = prepared.train.tokens / prepared.train.rows if prepared and prepared.train else setup.row_tokens
     speed = forecast(
-        config, shape, setup, hardware, devices, rows=batch.global_batch, accumulation=batch.accumulation, row_tokens=row
-    )
+        config, shape, setup, hardware, devices, rows=batch.global_batch, accumulation=batch.accumulation, row_tokens=row,
+        nodes=launch.num_nodes,
+    )  # fmt: skip
     total = speed.seconds_per_step * steps if speed.seconds_per_step and steps else None
     return Plan(
         world_size=world, num_nodes=launch.num_nodes, device=kind, backend=cast(Any, backend), strategy=strategy, source="formula",

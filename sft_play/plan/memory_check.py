@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from sft_play.plan.detect import cpu_name, open_nvml, ram_bytes, visible
+from sft_play.plan.detect import all_hidden, cpu_name, gpu_memory, open_nvml, ram_bytes, shown_handles
 from sft_play.plan.hardware import GIB
 
 if TYPE_CHECKING:
@@ -48,34 +48,38 @@ def _need(call: Call) -> dict[str, Any]:
 
 def devices_now() -> list[dict[str, Any]]:
     """Returns each device with its memory and the processes that hold most of it."""
-    nvml = open_nvml()
+    nvml = None if all_hidden() else open_nvml()
     gpus = _gpus(nvml) if nvml else []
     return gpus or [_cpu()]
 
 
 def _gpus(nvml: Any) -> list[dict[str, Any]]:
     try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
         found = []
-        for index in visible(range(len(handles)), uuids):
-            memory = nvml.nvmlDeviceGetMemoryInfo(handles[index])
-            holders = [
-                {"pid": int(p.pid), "name": _process_name(int(p.pid)), "bytes": int(p.usedGpuMemory or 0)}
-                for p in nvml.nvmlDeviceGetComputeRunningProcesses(handles[index])
-            ]
+        for index, handle in shown_handles(nvml)[0]:
+            total, free = gpu_memory(nvml, handle)
+            holders = _holders(nvml, handle)
             found.append(
                 {
                     "device": f"cuda:{index}",
-                    "name": _text(nvml.nvmlDeviceGetName(handles[index])),
-                    "memory_bytes": int(memory.total),
-                    "free_bytes": int(memory.free),
+                    "name": _text(nvml.nvmlDeviceGetName(handle)),
+                    "memory_bytes": total,
+                    "free_bytes": free,
                     "processes": sorted(holders, key=lambda p: -int(str(p["bytes"])))[:SHOWN_PROCESSES],
                 }
             )
         return found
     finally:
         nvml.nvmlShutdown()
+
+
+def _holders(nvml: Any, handle: Any) -> list[dict[str, Any]]:
+    """Returns the processes that hold memory of a GPU; none where the driver does not tell (WSL, containers)."""
+    try:
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError:
+        return []
+    return [{"pid": int(p.pid), "name": _process_name(int(p.pid)), "bytes": int(p.usedGpuMemory or 0)} for p in running]
 
 
 def _cpu() -> dict[str, Any]:

@@ -47,7 +47,7 @@ def _steps(plan: Plan) -> str:
 
 def _speed(plan: Plan) -> str:
     if plan.tokens_per_second is None:
-        return "unknown for this device until it has trained"
+        return "unknown for these devices, or for the network between them, until they have trained"
     text = f"about {plan.tokens_per_second:,.0f} tokens/s (a prior, not measured here)"
     if plan.seconds_per_step is not None:
         text += f", {plan.seconds_per_step:.3g} s a step"

@@ -17,6 +17,8 @@ GPU_EFFICIENCY = 0.35
 """Share of the peak that eager bf16 training reached in published runs of 7B models (0.35 to 0.45)."""
 CPU_FLOPS_PER_THREAD = 4.5e10
 """fp32 operations per second and thread that SmolLM2-135M with adapters reached on two cores (about 220 tokens/s, 2026-11)."""
+NVLINK_CHIPS = frozenset({(8, 0), (9, 0), (10, 0)})
+"""Compute capabilities of the chips that are sold with NVLink (A100, H100 and H200, B200)."""
 NVLINK_BYTES_PER_SECOND = 150e9
 PCIE_BYTES_PER_SECOND = 12e9
 LOOPBACK_BYTES_PER_SECOND = 4e9
@@ -69,28 +71,34 @@ def forecast(
     rows: int,
     accumulation: int,
     row_tokens: float,
+    nodes: int = 1,
 ) -> Forecast:
     """Returns the expected speed of optimizer steps of `rows` rows of `row_tokens` tokens; the slowest rank sets the pace."""
     ranks = len(devices)
+    link = link_bytes_per_second(hardware, devices, nodes)
     flops = flops_per_token(config, shape, int(row_tokens), recompute=setup.gradient_checkpointing)
     cpu = hardware.kind == "cpu"
     threads = hardware.cpu_threads / ranks if cpu else 1
     speeds = [compute_tokens_per_second(flops, device, threads=threads, cpu=cpu) for device in devices]
     known = [speed for speed in speeds if speed is not None]
-    if len(known) < ranks:
+    if len(known) < ranks or link is None:
         return Forecast()
     tokens = rows * row_tokens
-    exchange = exchange_seconds(config, shape, setup, ranks, accumulation, _link(hardware, ranks))
+    exchange = exchange_seconds(config, shape, setup, ranks, accumulation, link)
     seconds = tokens / (min(known) * ranks) + exchange
     return Forecast(tokens_per_second=tokens / seconds, communication_share=exchange / seconds, seconds_per_step=seconds)
 
 
-def _link(hardware: Hardware, ranks: int) -> float:
+def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes: int = 1) -> float | None:
+    """Returns the speed of the slowest link between ranks; `None` where machines meet over a network of unknown speed."""
     if hardware.network_bytes_per_second:
         return hardware.network_bytes_per_second
+    if nodes > 1:
+        return None
     if hardware.kind == "cpu":
         return LOOPBACK_BYTES_PER_SECOND
-    return NVLINK_BYTES_PER_SECOND if ranks > 2 else PCIE_BYTES_PER_SECOND
+    linked = all(device.compute_capability in NVLINK_CHIPS for device in devices)
+    return NVLINK_BYTES_PER_SECOND if linked else PCIE_BYTES_PER_SECOND
 
 
 def exchange_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, accumulation: int, link: float) -> float:

@@ -74,3 +74,23 @@ def test_what_does_not_fit_is_an_error(program: Program, tmp_path: Path) -> None
     small: Card = ("NVIDIA GeForce RTX 3070 Ti", 7.8, 3.0, (8, 6))
     done = program("memory-check", "CONFIG=configs/run_bnb.yaml", env=nvml_path(tmp_path / "nvml", small))
     assert done.code == 3 and "not even one row" in done.err and "hint: " in done.err
+
+
+def test_a_chip_that_shares_the_machines_memory(program: Program, tmp_path: Path) -> None:
+    """GB10 and Jetson: the driver knows no memory of the GPU, nor who holds it."""
+    env = nvml_path(tmp_path / "nvml", ("NVIDIA GB10", 0, 0, (12, 1)), unified=True)
+    facts = program("gpu-info", "JSON=1", env=env).json
+    assert facts["gpus"][0]["memory_bytes"] == facts["cpu"]["memory_bytes"]
+    (device,) = program("memory-check", "JSON=1", env=env).json["devices"]
+    assert device["device"] == "cuda:0" and device["processes"] == [] and device["free_bytes"] > 0
+    plan = program("plan", "CONFIG=configs/quickstart.yaml", "JSON=1", env=env).json
+    assert plan["device"] == "cuda" and 0 < plan["ranks"][0]["capacity_bytes"] < facts["cpu"]["memory_bytes"]
+
+
+def test_a_card_that_is_lost_is_named(program: Program, tmp_path: Path) -> None:
+    env = nvml_path(tmp_path / "nvml", H200, T4, lost=1)
+    for words in (["gpu-info"], ["memory-check"], ["plan", "CONFIG=configs/quickstart.yaml"]):
+        done = program(*words, env=env)
+        assert done.code == 3 and "GPU 1 of 2 does not answer: GPU is lost" in done.err and "Traceback" not in done.err
+    hidden = program("plan", "CONFIG=configs/quickstart.yaml", "JSON=1", env=env | {"CUDA_VISIBLE_DEVICES": ""})
+    assert hidden.code == 0 and hidden.json["device"] == "cpu", hidden.err

@@ -70,8 +70,13 @@ def test_nonsense_is_refused_with_what_is_known(text: str) -> None:
         ("NVIDIA GeForce RTX 4090", "RTX4090"), ("NVIDIA H200", "H200"), ("NVIDIA A100-SXM4-80GB", "A100"), ("Tesla T4", "T4"),
         ("NVIDIA A100-SXM4-40GB", "A100-40GB"), ("NVIDIA A100-PCIE-40GB", "A100-40GB"), ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA L40S", "L40S"), ("NVIDIA L4", "L4"), ("NVIDIA A10G", "A10G"),
-        ("NVIDIA GeForce RTX 4070 Laptop GPU", "RTX4070Laptop"), ("NVIDIA GeForce RTX 3070 Ti", "RTX3070Ti"), ("NVIDIA RTX A6000", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA L40", None), ("NVIDIA GeForce GTX 1080", None),
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", "RTX4070Laptop"), ("NVIDIA GeForce RTX 3070 Ti", "RTX3070Ti"), ("NVIDIA RTX A6000", "RTXA6000"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA L40", "L40"), ("NVIDIA GeForce GTX 1080", None),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX4070TiSuper"), ("NVIDIA GeForce RTX 4060 Ti", "RTX4060Ti"), ("NVIDIA A40", "A40"),
+        ("NVIDIA RTX A4000", None), ("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada"), ("Tesla V100-SXM2-16GB", "V100"), ("NVIDIA A10", "A10"),
+        ("NVIDIA H100 NVL", "H100NVL"), ("NVIDIA GH200 480GB", "GH200"), ("NVIDIA H20", "H20"),
+        ("NVIDIA GeForce RTX 5070 Ti Laptop GPU", "RTX5070TiLaptop"),
+        ("NVIDIA GeForce RTX 5070 Ti", "RTX5070Ti"), ("NVIDIA GeForce RTX 3080 Laptop GPU", None), ("NVIDIA RTX 6000", None),
     ],
 )  # fmt: skip
 def test_names_that_drivers_give(driver: str, expected: str | None) -> None:
