@@ -174,7 +174,12 @@ def choose_precision(
 
 
 def choose_weights_dtype(config: Config, kind: str, precision: Precision, reasons: Reasons) -> str:
-    """Returns the type of the base's weights."""
+    """Returns the type of the base's weights. Raises `UserError` for trained weights in float16."""
+    if config.model.dtype == "float16" and config.tuning.mode == "full":
+        raise UserError(
+            "`model.dtype` is `float16`, but every weight is trained: small updates vanish in it, and loss scaling refuses it",
+            hint="leave `model.dtype` to `auto` (TRAIN_FP16=true computes in it all the same), or `bfloat16` for half the memory",
+        )
     if config.model.dtype != "auto":
         reasons.append(f"weights in {config.model.dtype}: as configured")
         return config.model.dtype

@@ -140,6 +140,15 @@ def test_precision_follows_the_hardware() -> None:
     assert "zero2 on a CPU computes in fp32 only" in message(HardwareError, fast, bf16=True, command_strategy="zero")
 
 
+def test_types_of_weights() -> None:
+    assert plan_of("H100", name=LLAMA).weights_dtype == "bfloat16"
+    assert plan_of("2xB200", name=LLAMA, mode="full", command_strategy="auto").weights_dtype == "float32"
+    assert plan_of(dtype="bfloat16").weights_dtype == "bfloat16"
+    text = message(UserError, "T4", mode="full", dtype="float16")
+    assert "`model.dtype` is `float16`, but every weight is trained" in text and "TRAIN_FP16=true" in text
+    assert plan_of("T4", dtype="float16").weights_dtype == "float16"
+
+
 def test_optimizers_that_need_a_gpu_become_the_nearest_one() -> None:
     plan = plan_of(optim="paged_adamw_8bit")
     assert plan.optim == "adamw_torch"
@@ -358,6 +367,16 @@ def test_speed_is_forecast_where_it_can_be_known() -> None:
     assert one.tokens_per_second and four.tokens_per_second and 3.5 < four.tokens_per_second / one.tokens_per_second <= 4
     assert four.total_seconds == pytest.approx((four.seconds_per_step or 0) * (four.steps or 0))
     assert one.communication_share == 0
+
+
+def test_links_go_by_chip_and_an_unknown_network_is_not_guessed() -> None:
+    def share(hardware: str, **changes: Any) -> float | None:
+        return plan_of(hardware, name=LLAMA, max_seq_len=512, command_strategy="auto", rows=96, **changes).communication_share
+
+    linked, slotted, fast = share("2xH100"), share("2xRTX4090"), share("8xH100@400Gbit", num_nodes=2)
+    assert linked and slotted and fast and linked < slotted
+    nodes = plan_of("8xH100", name=LLAMA, command_strategy="auto", num_nodes=2)
+    assert nodes.tokens_per_second is None and nodes.communication_share is None
 
 
 def test_a_slow_network_costs_what_arithmetic_says() -> None:
