@@ -81,7 +81,7 @@ def _offline_when_unreachable(config: Config) -> None:
     They would retry for half a minute; offline they take what is cached, or say at once what is missing.
     """
     from sft_play.data.read import is_hub
-    from sft_play.model.resolve import hub_reachable
+    from sft_play.plan.hub import hub_reachable
 
     sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
     wanted = not Path(config.model.name).expanduser().is_dir() or any(is_hub(source) for source in sources)

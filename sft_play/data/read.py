@@ -10,7 +10,7 @@ from typing import Any
 
 from sft_play.config.schema import DataSource
 from sft_play.errors import DataError
-from sft_play.model.resolve import hub_reachable
+from sft_play.plan.hub import hub_reachable
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 BUILTIN = "builtin:"

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError
 from sft_play.files import file_sha256, text_sha256
 from sft_play.model.embedded import LABEL, embedded_folder, is_embedded
 from sft_play.model.folder import check_folder, weight_files
+from sft_play.plan.hub import hub_reachable
 from sft_play.runs.prepared import ResolvedModel
 
-REACH_SECONDS = 4.0
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """Files of a hub repository that are fetched; `.bin` weights only where there are no safetensors."""
 UNWANTED = ["original/*", "consolidated*", "onnx/*", "gguf/*"]
@@ -58,20 +55,6 @@ def says(model: ResolvedModel) -> str:
         return f"model: {LABEL}, from a package: the hub cannot be reached"
     origin = f"from the hub at commit {(model.revision or '')[:12]}" if model.source == "hub" else f"from the folder {model.path}"
     return f"model: {model.name}, {origin}"
-
-
-def hub_reachable() -> bool:
-    """Whether the hub answers within a few seconds; `HF_HUB_OFFLINE` means no."""
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return False
-    proxied = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    address = urlsplit(proxied or os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    port = address.port or (80 if address.scheme == "http" else 443)
-    try:
-        with socket.create_connection((address.hostname or "", port), timeout=REACH_SECONDS):
-            return True
-    except (OSError, UnicodeError):
-        return False
 
 
 def _cached(model: ModelConfig) -> Path | None:

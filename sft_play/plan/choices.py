@@ -169,7 +169,8 @@ def choose_precision(
     if train.bf16 == "auto" and hardware.kind == "cuda":
         reasons.append(f"precision fp16: {without.name if without else 'a GPU'} has no bfloat16")
         return "fp16"
-    reasons.append("precision fp32: " + ("as configured" if train.bf16 is False else "the fastest on this CPU"))
+    units = "exact; TRAIN_BF16=true would use this CPU's bfloat16 units" if without is None else "this CPU has no bfloat16 units"
+    reasons.append("precision fp32: " + ("as configured" if train.bf16 is False else units))
     return "fp32"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError
+from sft_play.plan.hub import hub_reachable
 
 TABLE = Path(__file__).with_name("shapes.json")
 UNGATED = frozenset({
@@ -255,6 +256,13 @@ def _cached_config(model: ModelConfig) -> Path | None:
 
 def _fetched_config(model: ModelConfig) -> Path:
     """Fetches only `config.json` from the hub. Raises `DataError`."""
+    unreachable = DataError(
+        "no such folder, and the hub cannot be reached",
+        place=model.name,
+        hint="check the network; or set `model.name` to a folder, or HF_HOME to a cache that holds the model",
+    )
+    if not hub_reachable():
+        raise unreachable
     from huggingface_hub import hf_hub_download
 
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "4")
@@ -268,8 +276,4 @@ def _fetched_config(model: ModelConfig) -> Path:
                 place=model.name,
                 hint=f"accept its licence at https://huggingface.co/{model.name}, then set HF_TOKEN",
             ) from error
-        raise DataError(
-            "no such folder, and its numbers cannot be fetched from the hub",
-            place=model.name,
-            hint="check the name and the network; or set `model.name` to a folder, or HF_HOME to a cache that holds the model",
-        ) from error
+        raise unreachable from error

@@ -19,6 +19,8 @@ def show_plan(plan: Plan, *, details: bool = False) -> str:
     first = plan.ranks[0]
     names = Counter(rank.device_name for rank in plan.ranks)
     where = " + ".join(f"{number} x {name}" if number > 1 else name for name, number in names.items())
+    if plan.device == "cpu" and plan.world_size > 1:
+        where = f"{plan.world_size} processes of {first.device_name}"
     lines = [f"plan: {plan.strategy} on {where}, {plan.precision}, by {plan.source}"]
     micros = sorted({rank.micro_batch for rank in plan.ranks})
     batch = str(micros[0]) if len(micros) == 1 else f"{micros[0]} to {micros[-1]}"
