@@ -127,6 +127,8 @@ def test_one_process_takes_the_best_device_and_sees_no_other() -> None:
 
 
 def test_precision_follows_the_hardware() -> None:
+    assert "precision fp32: this CPU has no bfloat16 units" in plan_of().reasons
+    assert show_plan(plan_of(command_strategy="auto", num_gpus=3)).startswith("plan: ddp on 3 processes of a CPU, fp32")
     old = plan_of("T4", name=SMALL)
     assert old.precision == "fp16" and "precision fp16: T4 has no bfloat16" in old.reasons
     assert plan_of("H100", bf16=False).precision == "fp32"
