@@ -132,7 +132,7 @@ def test_a_runs_own_plan_again(program: Program, tiny_config: Path, tmp_path: Pa
         (["HARDWARE=2xH100", "TUNING_MODE=qlora", "LAUNCH_STRATEGY=zero3"], 2, ["QLoRA and ZeRO-3"]),
         (["HARDWARE=T4", "TRAIN_BF16=true"], 3, ["T4 does not compute in bfloat16"]),
         (["MODEL_NAME=./not/there"], 4, ["./not/there: there is no such model folder"]),
-        (["MODEL_NAME=nobody/never-was"], 4, ["nobody/never-was", "cannot be fetched"]),
+        (["MODEL_NAME=nobody/never-was"], 4, ["nobody/never-was: no such folder", "or HF_HOME"]),
         (["DEEPSPEED_CONFIG=missing.json"], 2, ["missing.json"]),
         (["CONFIG=missing.yaml"], 2, ["missing.yaml"]),
     ],
