@@ -49,7 +49,7 @@ def test_published_page_is_what_the_command_writes() -> None:
     published = Path("docs/benchmarks.md").read_text(encoding="utf-8")
     introduction = page("").rstrip()
     assert published.startswith(introduction + "\n\n")
-    assert "All hold." in published
+    assert "All hold." in published or "Not measured yet" in published
     assert "unverified" in published, "no GPU has been measured"
 
 
