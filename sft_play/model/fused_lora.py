@@ -1,8 +1,7 @@
 """One autograd function for a linear layer with its adapter: the same numbers with fewer passes over memory.
 
 PEFT computes `base(x) + B(A(x)) * scale` as five operations and keeps two results as wide as the layer. Here the scale goes to
-the r-wide side and the sum happens inside the matrix product. Measured on SmolLM2-135M, r 16, on 2 cores: about 12 % less time
-per step and 0.4 GB less memory (`make bench-training`).
+the r-wide side and the sum happens inside the matrix product.
 """
 
 from __future__ import annotations
