@@ -115,9 +115,9 @@ def find_run(name: str) -> RunFolder:
 
 
 def is_finished(run: RunFolder) -> bool:
-    """Whether the run's last event says that it is complete."""
+    """Whether the run's last event says that it is complete, and its model is still there."""
     events = [e for e in read_events(run) if e.get("node", 0) == 0]
-    return bool(events) and events[-1].get("event") == "finished"
+    return bool(events) and events[-1].get("event") == "finished" and (run.model / "stamp.json").is_file()
 
 
 def exit_records(run: RunFolder, ranks: range) -> dict[int, dict[str, Any]]:
