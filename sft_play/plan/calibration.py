@@ -1,0 +1,186 @@
+"""What `make bench` measured on a device: kept in the cache per device, read by the forecast. Pure but for load and save."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sft_play.files import read_json, write_json
+from sft_play.plan.hardware import Hardware
+from sft_play.runs.folder import cache_folder
+
+FORMAT = 1
+"""Raised when the meaning of a field changes; a file of another format is as good as none."""
+SAME_WORK = ("mode", "precision", "gradient_checkpointing", "layout", "attention")
+"""Parts of a step's description that a fit of another model must share to be of any use here, the most telling first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """An all-reduce as a straight line: `latency + 2 (N-1)/N * bytes / bandwidth`."""
+
+    ranks: int
+    latency_seconds: float
+    bytes_per_second: float
+    """Bus bandwidth: what each rank sends in a ring, whatever their number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFit:
+    """Real optimizer steps of one model as a straight line: `micro-steps * seconds_per_micro_step + FLOPs / flops_per_second`."""
+
+    work: Mapping[str, Any]
+    """What was trained and how (`throughput.describe_work`): the fit holds for the same work only, and is a guess for other."""
+    model: str
+    seconds_per_micro_step: float
+    """What a micro-step costs however few tokens it has: the launch of every operation, reading every weight."""
+    flops_per_second: float
+    """Of one rank."""
+    threads: float
+    """Processor threads of one rank (1 on a GPU)."""
+    layers: int
+    flops_per_token: float
+    points: int
+    """Steps that the line was fitted to."""
+    spread: float
+    """Median of their relative distances from the line."""
+    measured: str
+    """Day, as 2026-11-21."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """Everything that was measured on one kind of device."""
+
+    device: str
+    kind: str
+    """`cpu` or `cuda`."""
+    threads: int
+    """Processor threads of the machine."""
+    measured: str
+    """Day of the last measurement."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    matmul_flops: Mapping[str, float] = field(default_factory=dict)
+    """Width of square matrices (as text) -> operations per second, fp32 on a CPU and bf16 on a GPU."""
+    bandwidth: float | None = None
+    """Bytes per second read and written by a copy."""
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """`gloo` or `nccl` -> the all-reduce between processes of this machine."""
+    steps: tuple[StepFit, ...] = ()
+
+    @property
+    def peak_flops(self) -> float | None:
+        """The fastest product that was measured: what MFU is a share of where no data sheet tells the peak."""
+        return max(self.matmul_flops.values(), default=None)
+
+    def fit_for(self, work: Mapping[str, Any], *, flops_per_token: float, threads: float) -> tuple[StepFit, bool] | None:
+        """Returns the fit for `work` and whether it is of the very same work; else the nearest one; `None` without any.
+
+        Among fits of other work the one wins that shares most of `SAME_WORK` and then is nearest in size and threads.
+        """
+        same = [fit for fit in self.steps if dict(fit.work) == dict(work)]
+        if same:
+            return min(same, key=lambda fit: abs(math.log(fit.threads / threads))), True
+        if not self.steps:
+            return None
+
+        def distance(fit: StepFit) -> tuple[int, float]:
+            different = sum(fit.work.get(name) != work.get(name) for name in SAME_WORK)
+            return different, abs(math.log(fit.flops_per_token / flops_per_token)) + abs(math.log(fit.threads / threads))
+
+        return min(self.steps, key=distance), False
+
+    def with_fit(self, fit: StepFit) -> Calibration:
+        """Returns the calibration with `fit` in the place of an older one of the same work and threads."""
+        kept = [one for one in self.steps if (dict(one.work), one.threads) != (dict(fit.work), fit.threads)]
+        return replace(self, steps=(*kept, fit), measured=fit.measured)
+
+    def joined(self, newer: Calibration) -> Calibration:
+        """Returns `newer` with what only this one has measured."""
+        old = tuple(
+            one
+            for one in self.steps
+            if all((dict(one.work), one.threads) != (dict(fit.work), fit.threads) for fit in newer.steps)
+        )
+        return replace(
+            newer,
+            matmul_flops={**self.matmul_flops, **newer.matmul_flops},
+            bandwidth=newer.bandwidth or self.bandwidth,
+            links={**self.links, **newer.links},
+            steps=(*old, *newer.steps),
+        )
+
+    def save(self) -> Path:
+        """Writes the file of this device and returns its path. Raises `OSError`."""
+        path = calibration_path(self.device)
+        write_json(path, {"format": FORMAT, **asdict(self)})
+        return path
+
+
+def calibration_path(device: str) -> Path:
+    """Returns where the calibration of a device is kept."""
+    return cache_folder() / "calibration" / f"{same_name(device)}.json"
+
+
+def same_name(device: str) -> str:
+    """Returns what is alike in the names of one device: `NVIDIA H200` by its driver, `H200` in the catalogue."""
+    plain = re.sub(r"nvidia|geforce|\((r|tm)\)", "", device.lower())
+    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-").replace("rtx-", "rtx") or "device"
+
+
+def load_calibration(hardware: Hardware) -> Calibration | None:
+    """Returns what was measured on the devices of `hardware`, `None` when nothing was or when they are not all of one name.
+
+    Described hardware gets it only where its devices have the very name of those that were measured.
+    """
+    names = {same_name(device.name) for device in hardware.devices}
+    if len(names) != 1:
+        return None
+    found = read_calibration(hardware.devices[0].name)
+    return found if found and found.kind == hardware.kind else None
+
+
+def read_calibration(device: str) -> Calibration | None:
+    """Returns the calibration of a device's name, or `None`; a file that cannot be understood counts as none."""
+    try:
+        value = read_json(calibration_path(device))
+        if value.pop("format") != FORMAT:
+            return None
+        value["links"] = {name: Link(**link) for name, link in value["links"].items()}
+        value["steps"] = tuple(StepFit(**fit) for fit in value["steps"])
+        found = Calibration(**value)
+    except (OSError, json.JSONDecodeError, AttributeError, KeyError, TypeError):  # never measured, or by another version
+        return None
+    return found if same_name(found.device) == same_name(device) else None
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Returns (seconds at no work, work per second) of points (work, seconds).
+
+    The slope is the median over all pairs (Theil and Sen), so that a step that something else slowed down does not count. A line
+    that would start below zero, or not rise, is one through the origin.
+    """
+    assert points, "a line needs points"
+    through_origin = 0.0, median(work / seconds for work, seconds in points)
+    slopes = [
+        (late[1] - early[1]) / (late[0] - early[0])
+        for index, early in enumerate(points)
+        for late in points[index + 1 :]
+        if abs(late[0] - early[0]) > 0.1 * max(late[0], early[0])
+    ]
+    slope = median(slopes) if slopes else 0.0
+    if slope <= 0:
+        return through_origin
+    start = median(seconds - work * slope for work, seconds in points)
+    return (start, 1 / slope) if start > 0 else through_origin
+
+
+def spread(points: Sequence[tuple[float, float]], line: tuple[float, float]) -> float:
+    """Returns the median relative distance of `points` from `line` (as `fit_line` returns it)."""
+    return median(abs(line[0] + work / line[1] - seconds) / seconds for work, seconds in points)
