@@ -35,6 +35,7 @@ def nvmlDeviceGetMemoryInfo(card):
         raise NVMLError("Not Supported")
     return Row(total=int(CARDS[card][1] * 2**30), free=int(CARDS[card][2] * 2**30))
 def nvmlDeviceGetCudaComputeCapability(card): return CARDS[card][3]
+def nvmlDeviceGetEnforcedPowerLimit(card): return 700_000
 def nvmlSystemGetDriverVersion(): return "580.65.06"
 def nvmlSystemGetCudaDriverVersion(): return 13000
 def nvmlDeviceGetTopologyCommonAncestor(one, other): return 40

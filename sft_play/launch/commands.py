@@ -35,6 +35,7 @@ from sft_play.launch.resume import (
 )
 from sft_play.launch.run_folder import choose_name, find_run, is_finished, record_event, reserved
 from sft_play.launch.supervise import Outcome, supervise
+from sft_play.plan.calibration import load_calibration
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.make import make_plan
@@ -94,7 +95,10 @@ class Job:
     def plan(self, prepared: Prepared | None) -> Plan:
         """The plan, early (`prepared` unknown) or final."""
         request = replace(self.options.request, early=prepared is None)
-        return make_plan(self.loaded.config, self.loaded.typed, self.hardware, self.shape, launch=request, prepared=prepared)
+        return make_plan(
+            self.loaded.config, self.loaded.typed, self.hardware, self.shape, launch=request, prepared=prepared,
+            calibration=load_calibration(self.hardware),
+        )  # fmt: skip
 
 
 def start(call: Call, command: CommandStrategy) -> int:

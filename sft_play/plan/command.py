@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sft_play.config.load import LoadedConfig
+from sft_play.plan.calibration import load_calibration
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import Hardware, parse_hardware
 from sft_play.plan.make import make_plan
@@ -28,7 +29,9 @@ def plan_for(loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest, p
     """Returns the plan with what is known of the data: `prepared`, or what an earlier preparation found. Raises `UserError`."""
     config = loaded.config
     known = prepared or lookup(config)
-    return make_plan(config, loaded.typed, hardware, shape_of(config.model), launch=request, prepared=known)
+    return make_plan(
+        config, loaded.typed, hardware, shape_of(config.model), launch=request, prepared=known, calibration=load_calibration(hardware)
+    )  # fmt: skip
 
 
 def needs_several(loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest) -> bool:

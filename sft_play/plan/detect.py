@@ -167,7 +167,16 @@ def _device(nvml: Any, handle: Any) -> Device:
         compute_capability=(int(major), int(minor)),
         peak_flops=found[1].bf16_tflops * 1e12 if found else None,
         bandwidth=found[1].bandwidth_gb_s * 1e9 if found else None,
+        power_watts=_power_limit(nvml, handle),
     )
+
+
+def _power_limit(nvml: Any, handle: Any) -> float | None:
+    """Returns the watts that the driver lets a GPU draw; `None` where it does not tell (many laptops, Jetson)."""
+    try:
+        return float(nvml.nvmlDeviceGetEnforcedPowerLimit(handle)) / 1000
+    except nvml.NVMLError:
+        return None
 
 
 def _text(value: Any) -> str:

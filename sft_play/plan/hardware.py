@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from sft_play.errors import HardwareError
+from sft_play.plan.power import BOARD_WATTS
 
 GIB = 2**30
 GB = 10**9
@@ -30,6 +31,8 @@ class Device:
     """Dense bf16 operations per second with fp32 accumulation; fp32 on a CPU. `None` when unknown."""
     bandwidth: float | None = None
     """Bytes per second of device memory."""
+    power_watts: float | None = None
+    """The limit that the driver enforces, or the card's by its data sheet; `None` when unknown (always so for a CPU)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +112,7 @@ def parse_hardware(text: str) -> Hardware:
     if body.strip().lower() == "cpu":
         from sft_play.plan.detect import cpu_only
 
-        return cpu_only()
+        return replace(cpu_only(), network_bytes_per_second=speed)
     devices = [device for part in body.split("+") for device in _devices(part.strip(), text)]
     return Hardware(
         kind="cuda", devices=tuple(devices), cpu_threads=8, ram_bytes=64 * GIB, described=True, network_bytes_per_second=speed
@@ -146,6 +149,7 @@ def device_of(label: str, card: Card) -> Device:
         compute_capability=card.capability,
         peak_flops=card.bf16_tflops * 1e12,
         bandwidth=card.bandwidth_gb_s * GB,
+        power_watts=BOARD_WATTS.get(label),
     )
 
 

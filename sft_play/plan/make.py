@@ -12,12 +12,14 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.plan import choices
 from sft_play.plan.backends import conflict_for
 from sft_play.plan.batch import choose_batch, count
+from sft_play.plan.calibration import Calibration
 from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.memory import Setup, host_bytes, rank_memory
 from sft_play.plan.plan import Plan, RankPlan
+from sft_play.plan.power import energy_kwh
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.throughput import exchange_seconds, forecast
+from sft_play.plan.throughput import Data, exchange_seconds, forecast
 from sft_play.runs.prepared import Prepared
 
 CPU_MICRO_BATCH = 4
@@ -35,8 +37,12 @@ def make_plan(
     *,
     launch: LaunchRequest,
     prepared: Prepared | None,
+    calibration: Calibration | None = None,
 ) -> Plan:
-    """Returns every decision about a run with its reason. Raises `UserError` or `HardwareError` for what cannot be."""
+    """Returns every decision about a run with its reason. Raises `UserError` or `HardwareError` for what cannot be.
+
+    `calibration` is what was measured on these very devices: without it, speeds are priors.
+    """
     reasons: list[str] = []
     _check_length(config, shape)
     kind = hardware.kind
@@ -58,7 +64,7 @@ def make_plan(
     )  # fmt: skip
     room = [_capacity(device, kind, len(local)) for device in devices]
     setup, fitting = _checkpointing(config, shape, setup, room, reasons)
-    if sharded := _sharded_instead(config, typed, hardware, shape, launch, prepared, setup, room, fitting):
+    if sharded := _sharded_instead(config, typed, hardware, shape, launch, prepared, setup, room, fitting, calibration):
         return sharded
     unit = "device" if kind == "cuda" else "process"
     _require_fit(config, shape, setup, room, fitting, devices, early=launch.early)
@@ -74,12 +80,12 @@ def make_plan(
     remedies = _tight(ranks, config, setup, reasons)
     remedies += _on_the_host(config, shape, setup, hardware, len(local), reasons)
     steps, per_epoch = _steps(config, prepared, batch.global_batch, reasons)
-    row = prepared.train.tokens / prepared.train.rows if prepared and prepared.train else setup.row_tokens
     speed = forecast(
-        config, shape, setup, hardware, devices, rows=batch.global_batch, accumulation=batch.accumulation, row_tokens=row,
-        nodes=launch.num_nodes,
+        config, shape, setup, hardware, devices, rows=batch.global_batch, micro_batches=batch.micro_batches,
+        accumulation=batch.accumulation, data=_data(prepared, setup), nodes=launch.num_nodes, calibration=calibration,
     )  # fmt: skip
-    total = speed.seconds_per_step * steps if speed.seconds_per_step and steps else None
+    per_step = speed.seconds_per_step
+    total = per_step * steps if per_step and steps else None
     return Plan(
         world_size=world, num_nodes=launch.num_nodes, device=kind, backend=cast(Any, backend), strategy=strategy, source="formula",
         precision=precision, weights_dtype=dtype, attn_implementation=attention, layout=cast(Any, setup.layout),
@@ -87,13 +93,15 @@ def make_plan(
         global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch, warmup_steps=choices.warmup(config, steps),
         eval_batch_size=_eval_batch(config, kind, fitting), reasons=tuple(reasons), remedies=tuple(remedies),
         tokens_per_second=speed.tokens_per_second, communication_share=speed.communication_share,
-        seconds_per_step=speed.seconds_per_step, total_seconds=total,
+        seconds_per_step=per_step, total_seconds=total, communication_seconds=speed.communication_seconds,
+        epoch_seconds=per_step * per_epoch if per_step and per_epoch else None, mfu=speed.mfu, speed_basis=speed.basis,
+        energy_kwh=energy_kwh(devices, total),
     )  # fmt: skip
 
 
 def _sharded_instead(
     config: Config, typed: Callable[[str], bool], hardware: Hardware, shape: ModelShape, launch: LaunchRequest, prepared: Prepared | None,
-    setup: Setup, room: list[int], fitting: tuple[int, ...],
+    setup: Setup, room: list[int], fitting: tuple[int, ...], calibration: Calibration | None,
 ) -> Plan | None:  # fmt: skip
     """Returns a plan under FSDP2 where `auto` came to DDP, its replicas do not fit and shards do; else `None`.
 
@@ -107,7 +115,7 @@ def _sharded_instead(
         return None
     try:
         request = replace(launch, command_strategy="fsdp2")
-        plan = make_plan(config, typed, hardware, shape, launch=request, prepared=prepared)
+        plan = make_plan(config, typed, hardware, shape, launch=request, prepared=prepared, calibration=calibration)
     except HardwareError:
         return None
     rank = min(range(len(room)), key=lambda i: fitting[i])
@@ -160,6 +168,14 @@ def _label_share(prepared: Prepared | None) -> float:
     split = prepared.train if prepared else None
     # The worst micro-batch holds more than the average share; half as much again, and never more than all.
     return min(1.0, 1.5 * split.label_tokens / split.tokens) if split and split.tokens else 1.0
+
+
+def _data(prepared: Prepared | None, setup: Setup) -> Data:
+    """Returns what the average row is like; memory is planned for the worst instead."""
+    split = prepared.train if prepared else None
+    if not split or not split.rows or not split.tokens:
+        return Data(row_tokens=setup.row_tokens, longest=setup.row_tokens, label_share=1.0)
+    return Data(row_tokens=split.tokens / split.rows, longest=split.longest, label_share=split.label_tokens / split.tokens)
 
 
 def _row_tokens(config: Config, prepared: Prepared | None) -> int:

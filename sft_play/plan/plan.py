@@ -65,6 +65,17 @@ class Plan:
     communication_share: float | None
     seconds_per_step: float | None
     total_seconds: float | None
+    epoch_seconds: float | None = None
+    communication_seconds: float | None = None
+    """Of a step, unless computation hides it."""
+    mfu: float | None = None
+    """Forecast share of the devices' peak that goes into what every token must cost (recomputation left out)."""
+    speed_basis: str | None = None
+    """What the forecast rests on: a prior, or a calibration with its date."""
+    energy_kwh: float | None = None
+    """At most, of the GPUs at their power limits, for all steps; `None` where a limit is not known."""
+    cost: float | None = None
+    """Of all steps, in the currency of `PRICE_PER_HOUR`; `None` when no price was given."""
     reasons: tuple[str, ...]
     remedies: tuple[str, ...]
 

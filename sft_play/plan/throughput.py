@@ -1,54 +1,165 @@
-"""How fast: tokens per second before anything was measured, and what the network costs. Pure; a prior, not a promise.
+"""How fast: seconds of an optimizer step from arithmetic, memory traffic and network. Pure.
 
-FLOPs per token: N linear weights with the head; full tuning 6N, adapters 4N (no gradient of frozen weights), one more forward
-pass (2N) with recomputation; attention 2 S h per layer and pass, causal.
+A rank's step = micro-steps x (fixed seconds + FLOPs / speed) + what the optimizer reads and writes / bandwidth; the slowest rank
+sets the pace, and the exchange comes on top. Speeds are priors, or what `make bench` measured on the very device (docs/forecast.md).
+
+FLOPs: every linear weight costs a token 2 forward, 2 for the gradient of its input, 2 more when it trains, and 2 again when the
+forward pass is recomputed; the head only at tokens with a label (`training/loss.py`). Attention costs 4 d a layer for each pair of
+tokens forward, 2.5 times that backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sft_play.config.schema import Config
+from sft_play.plan.calibration import Calibration, Link, StepFit
 from sft_play.plan.hardware import Device, Hardware
-from sft_play.plan.memory import Setup, sent_weights, trainable_parameters, trained_bytes
+from sft_play.plan.memory import NF4_BYTES, Setup, sent_weights, trainable_parameters, trained_bytes
 from sft_play.plan.shape import ModelShape
 
 GPU_EFFICIENCY = 0.35
 """Share of the peak that eager bf16 training reached in published runs of 7B models (0.35 to 0.45)."""
+GPU_LAYER_SECONDS = 6e-4
+"""Time in which Python launches one layer's kernels, both passes: a floor for small micro-steps (inferred, unverified)."""
 CPU_FLOPS_PER_THREAD = 4.5e10
 """fp32 operations per second and thread that SmolLM2-135M with adapters reached on two cores (about 220 tokens/s, 2026-11)."""
+CPU_LAYER_SECONDS = 1e-3
+"""What a layer of a micro-step costs on a CPU however few its tokens."""
+CPU_BANDWIDTH = 1e10
+"""Bytes per second that a desktop's or small server's memory copies."""
+OPTIMIZER_TRAFFIC = 40
+"""Bytes moved per trained fp32 weight: clipping reads the gradient and scales it (12), AdamW reads four values and writes three (28)."""
 NVLINK_CHIPS = frozenset({(8, 0), (9, 0), (10, 0)})
 """Compute capabilities of the chips that are sold with NVLink (A100, H100 and H200, B200)."""
 NVLINK_BYTES_PER_SECOND = 150e9
 PCIE_BYTES_PER_SECOND = 12e9
 LOOPBACK_BYTES_PER_SECOND = 4e9
 """Between processes of one CPU."""
+BUCKET_BYTES = 25 * 2**20
+"""Of DDP: each bucket is an all-reduce of its own, with its own latency."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """The rows of a step, as far as they are known."""
+
+    row_tokens: float
+    """Tokens of an average row."""
+    longest: float
+    label_share: float
+    """Share of tokens that a loss is computed for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """What is expected before anything was measured; `None` where a device's speed is unknown."""
+    """What is expected; `None` where a device's speed is unknown."""
 
     tokens_per_second: float | None = None
     """Over all ranks."""
     communication_share: float | None = None
+    communication_seconds: float | None = None
+    """Of a step."""
     seconds_per_step: float | None = None
+    mfu: float | None = None
+    """Model FLOPs utilisation: what every token must cost, recomputation left out, as a share of all devices' peak."""
+    basis: str | None = None
+    """What the figure rests on, in words."""
 
 
-def flops_per_token(config: Config, shape: ModelShape, tokens: int, *, recompute: bool) -> float:
-    """Returns floating-point operations for one trained token in rows of `tokens`."""
-    weights = shape.active_parameters
-    attention = 2 * tokens * shape.heads * shape.head_dim * shape.layers
-    full = config.tuning.mode == "full"
-    passes = (6 if full else 4) + (2 if recompute else 0)
-    return passes * weights + (4.5 if recompute else 3.5) * attention + (0 if full else 6 * trainable_parameters(config, shape))
+def batch_flops(
+    config: Config, shape: ModelShape, *, tokens: float, labels: float, pairs: float, recompute: bool
+) -> float:  # fmt: skip
+    """Returns floating-point operations of a micro-batch: `labels` of its tokens pass the head; `pairs` of tokens attend."""
+    passes = (6 if config.tuning.mode == "full" else 4) + (2 if recompute else 0)
+    head = shape.vocab_size * shape.hidden_size
+    linear = passes * ((shape.active_parameters - head) * tokens + head * labels)
+    attention = (4.5 if recompute else 3.5) * 4 * shape.heads * shape.head_dim * shape.layers * pairs
+    adapters = 0 if config.tuning.mode == "full" else 6 * trainable_parameters(config, shape) * tokens
+    return linear + attention + adapters
 
 
-def compute_tokens_per_second(flops: float, device: Device, *, threads: float, cpu: bool) -> float | None:
-    """Returns the forecast for one rank, `None` where the device's speed is unknown."""
-    if cpu:
-        return threads * CPU_FLOPS_PER_THREAD / flops
-    return device.peak_flops * GPU_EFFICIENCY / flops if device.peak_flops else None
+def attended_pairs(setup: Setup, lengths: Sequence[float]) -> float:
+    """Returns the pairs of tokens whose scores are computed for a micro-batch of rows of these lengths.
+
+    Kernels skip the half above the diagonal when no mask is given: always under flash-attention, else for a single row. Rows in
+    one line under a mask are scored against each other too, and the result thrown away.
+    """
+    causal = sum(length**2 for length in lengths) / 2
+    if setup.attention == "flash_attention_2" or (len(lengths) <= 1 and setup.attention == "sdpa"):
+        return causal
+    return sum(lengths) ** 2 if setup.layout == "flattened" else len(lengths) * max(lengths, default=0.0) ** 2
+
+
+def flops_per_token(
+    config: Config, shape: ModelShape, tokens: int, *, recompute: bool, label_share: float = 1.0
+) -> float:  # fmt: skip
+    """Returns floating-point operations for one trained token in rows of `tokens`, each attending to those before it."""
+    return batch_flops(config, shape, tokens=1, labels=label_share, pairs=tokens / 2, recompute=recompute)
+
+
+def describe_work(config: Config, shape: ModelShape, setup: Setup) -> dict[str, Any]:
+    """Returns what the speed of a step depends on beside the device and the rows, as plain data that JSON keeps."""
+    lora = config.tuning.lora
+    targets = sorted(shape.target_names(lora.target_modules))
+    adapters = {} if config.tuning.mode == "full" else {"r": lora.r, "targets": targets, "dropout": lora.dropout}
+    return {
+        "model_type": shape.model_type, "hidden_size": shape.hidden_size, "layers": shape.layers, "heads": shape.heads,
+        "kv_heads": shape.kv_heads, "ffn_size": shape.ffn_size, "vocab_size": shape.vocab_size, "experts": shape.experts,
+        "mode": config.tuning.mode, "backend": config.tuning.backend, "quantization": config.tuning.quantization, "adapters": adapters,
+        "precision": setup.precision, "weights_dtype": setup.weights_dtype, "gradient_checkpointing": setup.gradient_checkpointing,
+        "layout": setup.layout, "attention": setup.attention, "optim": setup.optim,
+        "sharded": setup.strategy in ("zero3", "fsdp2"),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How one rank gets on."""
+
+    seconds_per_micro_step: float
+    flops_per_second: float
+    least_seconds: float = 0.0
+    """No micro-step is faster: the time in which Python launches its kernels, while a GPU computes."""
+    fit: StepFit | None = None
+    exact: bool = False
+    """Whether the fit is of the very same work."""
+
+    def seconds(self, flops: float, micro_steps: int) -> float:
+        """Returns the time of `micro_steps` with `flops` in all."""
+        return max(self.seconds_per_micro_step * micro_steps + flops / self.flops_per_second, self.least_seconds * micro_steps)
+
+
+def pace(
+    config: Config, shape: ModelShape, setup: Setup, device: Device, *, threads: float, per_token: float, calibration: Calibration | None
+) -> Pace | None:  # fmt: skip
+    """Returns the pace of one rank, `None` where the device's speed is unknown. A fit of other work is scaled by layers."""
+    work = describe_work(config, shape, setup)
+    found = calibration.fit_for(work, flops_per_token=per_token, threads=threads) if calibration else None
+    if found:
+        fit, exact = found
+        fixed = fit.seconds_per_micro_step * shape.layers / fit.layers
+        return Pace(
+            seconds_per_micro_step=fixed, flops_per_second=fit.flops_per_second * threads / fit.threads, fit=fit, exact=exact
+        )
+    if setup.device == "cpu":
+        return Pace(seconds_per_micro_step=CPU_LAYER_SECONDS * shape.layers, flops_per_second=threads * CPU_FLOPS_PER_THREAD)
+    if not device.peak_flops:
+        return None
+    return Pace(
+        seconds_per_micro_step=_expansion_seconds(config, shape, setup, device), flops_per_second=device.peak_flops * GPU_EFFICIENCY,
+        least_seconds=GPU_LAYER_SECONDS * shape.layers,
+    )  # fmt: skip
+
+
+def _expansion_seconds(config: Config, shape: ModelShape, setup: Setup, device: Device) -> float:
+    """Each pass over a quantised weight first writes it out in the computation's type: memory traffic once a micro-step."""
+    if config.tuning.mode != "qlora" or not device.bandwidth:
+        return 0.0
+    weights = shape.linear_parameters - shape.expert_parameters
+    return (3 if setup.gradient_checkpointing else 2) * weights * (NF4_BYTES + setup.width) / device.bandwidth
 
 
 def communication_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) -> float:
@@ -69,24 +180,112 @@ def forecast(
     devices: tuple[Device, ...],
     *,
     rows: int,
+    micro_batches: tuple[int, ...],
     accumulation: int,
-    row_tokens: float,
+    data: Data,
     nodes: int = 1,
+    calibration: Calibration | None = None,
 ) -> Forecast:
-    """Returns the expected speed of optimizer steps of `rows` rows of `row_tokens` tokens; the slowest rank sets the pace."""
+    """Returns the expected speed of optimizer steps of `rows` rows, of which rank i takes `micro_batches[i]` a micro-step."""
     ranks = len(devices)
-    link = link_bytes_per_second(hardware, devices, nodes)
-    flops = flops_per_token(config, shape, int(row_tokens), recompute=setup.gradient_checkpointing)
-    cpu = hardware.kind == "cpu"
-    threads = hardware.cpu_threads / ranks if cpu else 1
-    speeds = [compute_tokens_per_second(flops, device, threads=threads, cpu=cpu) for device in devices]
-    known = [speed for speed in speeds if speed is not None]
+    link = link_of(hardware, devices, nodes, calibration)
+    threads = hardware.cpu_threads * nodes / ranks if hardware.kind == "cpu" else 1.0
+    per_token = flops_per_token(
+        config, shape, int(data.row_tokens), recompute=setup.gradient_checkpointing, label_share=data.label_share
+    )
+    paces = [
+        pace(config, shape, setup, device, threads=threads, per_token=per_token, calibration=calibration) for device in devices
+    ]  # fmt: skip
+    known = [one for one in paces if one is not None]
     if len(known) < ranks or link is None:
         return Forecast()
-    tokens = rows * row_tokens
-    exchange = exchange_seconds(config, shape, setup, ranks, accumulation, link)
-    seconds = tokens / (min(known) * ranks) + exchange
-    return Forecast(tokens_per_second=tokens / seconds, communication_share=exchange / seconds, seconds_per_step=seconds)
+    shares = rank_rows(rows, micro_batches)
+    computing = max(
+        one.seconds(step_flops(config, shape, setup, share, accumulation, data), accumulation)
+        for one, share in zip(known, shares, strict=True)
+    )
+    computing += optimizer_seconds(config, shape, setup, hardware, devices, calibration)
+    exchange = exchange_seconds(config, shape, setup, ranks, accumulation, link.bytes_per_second) + _waits(
+        config, shape, setup, link, ranks, accumulation
+    )
+    seconds, tokens = computing + exchange, rows * data.row_tokens
+    return Forecast(
+        tokens_per_second=tokens / seconds,
+        communication_share=exchange / seconds,
+        communication_seconds=exchange,
+        seconds_per_step=seconds,
+        mfu=utilisation(config, shape, tokens / seconds, devices, nodes, calibration),
+        basis=basis_of(known[0]),
+    )
+
+
+def rank_rows(rows: int, micro_batches: tuple[int, ...]) -> list[int]:
+    """Returns the most rows that each rank gets of a step: its share, rounded up (`data/batches.py` cuts so)."""
+    slots = sum(micro_batches)
+    return [-(-rows * micro // slots) for micro in micro_batches]
+
+
+def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accumulation: int, data: Data) -> float:
+    """Returns the operations of one rank in an optimizer step of `rows` average rows in `accumulation` micro-steps."""
+    micro = rows / accumulation
+    length = data.row_tokens
+    if setup.layout == "padded" and micro > 1:
+        # The longest of m rows that are spread evenly around the mean is (m - 1) / (m + 1) of the way to the longest of all.
+        length += max(0.0, data.longest - length) * (micro - 1) / (micro + 1)
+    whole = int(micro)
+    lengths = [length] * whole + ([length * (micro - whole)] if micro > whole else [])
+    flops = batch_flops(
+        config, shape, tokens=micro * length, labels=micro * data.row_tokens * data.label_share,
+        pairs=attended_pairs(setup, lengths), recompute=setup.gradient_checkpointing,
+    )  # fmt: skip
+    return flops * accumulation
+
+
+def optimizer_seconds(
+    config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, devices: tuple[Device, ...], calibration: Calibration | None
+) -> float:  # fmt: skip
+    """Returns the time of clipping and the update: they do almost no arithmetic and read and write every trained weight."""
+    shards = len(devices) if setup.strategy not in ("single", "ddp") else 1
+    measured = calibration.bandwidth if calibration else None
+    if hardware.kind == "cpu":
+        bandwidth = (measured or CPU_BANDWIDTH) / len(devices)  # processes of one CPU share its memory
+    else:
+        bandwidth = measured or min((device.bandwidth for device in devices if device.bandwidth), default=None) or 3e11
+    return OPTIMIZER_TRAFFIC * trainable_parameters(config, shape) / shards / bandwidth
+
+
+def utilisation(
+    config: Config, shape: ModelShape, tokens_per_second: float, devices: tuple[Device, ...], nodes: int, calibration: Calibration | None
+) -> float | None:  # fmt: skip
+    """Returns MFU as training reports it (`training/flops.py`): 4 or 6 a weight, attention's own products left out."""
+    adapters = 0 if config.tuning.mode == "full" else 6 * trainable_parameters(config, shape)
+    per_token = (6 if config.tuning.mode == "full" else 4) * shape.active_parameters + adapters
+    measured = calibration.peak_flops if calibration else None
+    peaks = [device.peak_flops or measured for device in devices]
+    total = sum(peak for peak in peaks if peak)
+    if not all(peaks) or not total:
+        return None
+    # Processes of one CPU share its peak.
+    total = total * nodes / len(devices) if calibration and calibration.kind == "cpu" else total
+    return per_token * tokens_per_second / total
+
+
+def basis_of(one: Pace) -> str:
+    """Returns what a pace rests on, in words."""
+    if one.fit is None:
+        return "a prior, not measured here"
+    if one.exact:
+        return f"calibrated by `make bench` on {one.fit.measured}"
+    return f"by `make bench` with {one.fit.model} on {one.fit.measured}, other work than this"
+
+
+def link_of(hardware: Hardware, devices: tuple[Device, ...], nodes: int, calibration: Calibration | None) -> Link | None:
+    """Returns the slowest link between ranks, as measured where it was; `None` for a network of unknown speed."""
+    speed = link_bytes_per_second(hardware, devices, nodes)
+    measured = calibration.links.get("gloo" if hardware.kind == "cpu" else "nccl") if calibration else None
+    if speed is None or (measured and nodes == 1 and not hardware.network_bytes_per_second):
+        return measured if speed is not None else None
+    return Link(ranks=2, latency_seconds=0.0, bytes_per_second=speed)
 
 
 def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes: int = 1) -> float | None:
@@ -111,3 +310,13 @@ def exchange_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int
         passes = 3 if setup.gradient_checkpointing else 2
         seconds += accumulation * gather_seconds(passes * sent_weights(config, shape, setup), ranks, link)
     return seconds
+
+
+def _waits(config: Config, shape: ModelShape, setup: Setup, link: Link, ranks: int, accumulation: int) -> float:
+    """Returns what the latencies of a step's messages add up to: one for each bucket of gradients and each gathered layer."""
+    if ranks < 2 or not link.latency_seconds:
+        return 0.0
+    messages = 1 + trainable_parameters(config, shape) * trained_bytes(config, setup) // BUCKET_BYTES
+    if setup.strategy in ("zero3", "fsdp2"):
+        messages += 2 * shape.layers * accumulation
+    return messages * link.latency_seconds * (ranks - 1) / max(1, link.ranks - 1)
