@@ -14,6 +14,7 @@ from sft_play.launch.run_folder import find_run
 from sft_play.plan.command import hardware_of, needs_several, plan_for
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
+from sft_play.plan.scaling import parse_price, parse_scale, scale_json, scale_table, show_scale, with_cost
 from sft_play.plan.show import show_plan
 from sft_play.runs.prepared import Prepared
 
@@ -28,13 +29,21 @@ def main(call: Call) -> int:
     request = _as_the_run_was(call, options.request)
     if request.command_strategy == "auto" and not needs_several(loaded, hardware, request):
         request = replace(request, command_strategy="single")
-    plan = plan_for(loaded, hardware, request, _prepared(call))
+    counts = parse_scale(call.options["SCALE"]) if "SCALE" in call.options else ()
+    price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
+    prepared = _prepared(call)
+    plan = with_cost(plan_for(loaded, hardware, request, prepared), hardware, price)
+    rows = scale_table(
+        lambda case, launch: plan_for(loaded, case, launch, prepared), hardware, request, counts, price
+    )  # fmt: skip
     for notice in options.notices:
         print(notice, file=sys.stderr)
     if call.json:
-        print(json.dumps(plan.to_json(), indent=2))
+        print(json.dumps(plan.to_json() | ({"scale": scale_json(rows)} if counts else {}), indent=2))
         return 0
     print(show_plan(plan, details=True))
+    if counts:
+        print(f"\n{show_scale(rows, hardware, request, plan.speed_basis)}")
     if not hardware.described:
         print(f"\n  to run it: {_command(call, plan, loaded)}")
     return 0

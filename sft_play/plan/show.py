@@ -6,6 +6,7 @@ from collections import Counter
 
 from sft_play.plan.hardware import GIB
 from sft_play.plan.plan import Plan, RankPlan
+from sft_play.plan.show_speed import show_speed
 
 ORDER = (
     "frozen", "quant_state", "trained", "adapters", "gradients", "optimizer", "buffers", "activations", "recompute", "logits",
@@ -31,7 +32,8 @@ def show_plan(plan: Plan, *, details: bool = False) -> str:
     lines.append(
         f"  memory   {_gib(tightest.peak_bytes)} of {_gib(tightest.capacity_bytes)} at the peak of rank {tightest.rank}: {_parts(tightest)}"
     )
-    lines.append(f"  speed    {_speed(plan)}")
+    speed = show_speed(plan)
+    lines += ["  speed    " + speed[0], *(f"           {line}" for line in speed[1:])]
     lines += ["  because  " + plan.reasons[0], *(f"           {reason}" for reason in plan.reasons[1:])]
     if details:
         lines += ["", *_bars(plan)]
@@ -45,28 +47,6 @@ def _steps(plan: Plan) -> str:
         return "known when the data are prepared"
     epoch = f", {plan.steps_per_epoch} an epoch" if plan.steps_per_epoch else ""
     return f"{plan.steps}{epoch}, learning rate {plan.learning_rate:g} after {plan.warmup_steps or 0} warm-up steps"
-
-
-def _speed(plan: Plan) -> str:
-    if plan.tokens_per_second is None:
-        return "unknown for these devices, or for the network between them, until they have trained"
-    text = f"about {plan.tokens_per_second:,.0f} tokens/s (a prior, not measured here)"
-    if plan.seconds_per_step is not None:
-        text += f", {plan.seconds_per_step:.3g} s a step"
-    if plan.total_seconds is not None:
-        text += f", {duration(plan.total_seconds)} in all"
-    if plan.communication_share:
-        share = f"{plan.communication_share:.0%}" if plan.communication_share >= 0.01 else "under 1 %"
-        text += f", {share} of it communication"
-    return text
-
-
-def duration(seconds: float) -> str:
-    """Returns a time in the largest unit that leaves a readable number."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _parts(rank: RankPlan) -> str:

@@ -1,0 +1,51 @@
+"""The forecast as people read it: speed, time, communication, energy and money."""
+
+from __future__ import annotations
+
+from sft_play.plan.plan import Plan
+
+UNKNOWN = "unknown for these devices, or for the network between them, until they have trained (`make bench` measures them)"
+
+
+def show_speed(plan: Plan) -> list[str]:
+    """Returns what a run is expected to take, the most asked first; one line where nothing is known."""
+    if plan.tokens_per_second is None or plan.seconds_per_step is None:
+        return [UNKNOWN]
+    first = f"about {plan.tokens_per_second:,.0f} tokens/s ({plan.speed_basis or 'a prior, not measured here'})"
+    first += f", {plan.seconds_per_step:.3g} s a step"
+    if plan.mfu is not None:
+        first += f", MFU {plan.mfu:.0%}"
+    return [first, *_times(plan), *_communication(plan), *_price(plan)]
+
+
+def _times(plan: Plan) -> list[str]:
+    found = []
+    if plan.total_seconds is not None:
+        found.append(f"{duration(plan.total_seconds)} in all")
+    if plan.epoch_seconds is not None:
+        found.append(f"{duration(plan.epoch_seconds)} an epoch")
+    return [", ".join(found) + ", without loading, evaluation and saving"] if found else []
+
+
+def _communication(plan: Plan) -> list[str]:
+    if not plan.communication_share or plan.communication_seconds is None:
+        return []
+    share = f"{plan.communication_share:.0%}" if plan.communication_share >= 0.01 else "under 1 %"
+    return [f"{share} of it communication: {plan.communication_seconds:.2g} s of each step, unless computation hides it"]
+
+
+def _price(plan: Plan) -> list[str]:
+    found = []
+    if plan.energy_kwh is not None:
+        found.append(f"at most {plan.energy_kwh:.3g} kWh by the GPUs at their power limits")
+    if plan.cost is not None:
+        found.append(f"costs {plan.cost:.2f} at PRICE_PER_HOUR")
+    return ["; ".join(found)] if found else []
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in the largest unit that leaves a readable number."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
