@@ -13,20 +13,11 @@ import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 
-from sft_play.plan.plan import Plan
-
-WHOLE_WEIGHTS = ("single", "ddp", "zero1", "zero2")
-"""Strategies under which a layer's weights are whole outside its own forward pass; ZeRO-3 and FSDP2 gather them in hooks."""
-
-
-def fuse_adapters(model: nn.Module, plan: Plan) -> int:
+def fuse_adapters(model: nn.Module) -> int:
     """Replaces the forward pass of the model's plain adapter layers; returns how many.
 
-    Only where it is exact: whole weights, one type for base, adapter and computation. The modules, their parameters and what is
-    saved stay as they are.
+    The modules, their parameters and what is saved stay as they are.
     """
-    if plan.strategy not in WHOLE_WEIGHTS or plan.precision != "fp32":
-        return 0
     layers = [module for module in model.modules() if isinstance(module, LoraLinear) and _plain(module)]
     for layer in layers:
         layer.forward = MethodType(_forward, layer)

@@ -16,6 +16,7 @@ from sft_play.model.fused_lora import fuse_adapters
 from sft_play.model.read import read_model, tell
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.model.use import load_for_use
+from sft_play.plan.backends import fuses_adapters
 from sft_play.plan.plan import Plan
 from sft_play.runs.prepared import Prepared
 
@@ -45,7 +46,8 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
         # Again: loading may have drawn numbers for weights that it then read, and not equally many on every rank.
         set_seed(config.train.seed)
         model, notes = lora.add_adapters(model, config.tuning.lora, prepared.model, adapter_dtype(config, plan))
-        fuse_adapters(model, plan)
+        if fuses_adapters(plan.strategy, plan.precision):
+            fuse_adapters(model)
         tell(*notes)
     if plan.gradient_checkpointing and config.tuning.mode != "full":
         model.enable_input_require_grads()

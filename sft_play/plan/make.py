@@ -13,6 +13,7 @@ from sft_play.plan import choices
 from sft_play.plan.backends import conflict_for
 from sft_play.plan.batch import choose_batch, count
 from sft_play.plan.calibration import Calibration
+from sft_play.plan.fit import Fit, Memory, wanted_rows
 from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.memory import Setup, host_bytes, rank_memory
 from sft_play.plan.plan import Plan, RankPlan
@@ -38,12 +39,15 @@ def make_plan(
     launch: LaunchRequest,
     prepared: Prepared | None,
     calibration: Calibration | None = None,
+    memory: Memory = rank_memory,
 ) -> Plan:
     """Returns every decision about a run with its reason. Raises `UserError` or `HardwareError` for what cannot be.
 
-    `calibration` is what was measured on these very devices: without it, speeds are priors.
+    `calibration` is what was measured on these very devices: without it, speeds are priors. `memory` is the best source of a rank's
+    memory: the closed formulas, or those corrected by a trace or a probe.
     """
     reasons: list[str] = []
+    fit = Fit(config=config, shape=shape, memory=memory)
     _check_length(config, shape)
     kind = hardware.kind
     reasons += _described(hardware, launch)
@@ -63,21 +67,21 @@ def make_plan(
         row_tokens=_row_tokens(config, prepared), offload_optimizer=launch.offload_optimizer, offload_parameters=launch.offload_parameters,
     )  # fmt: skip
     room = [_capacity(device, kind, len(local)) for device in devices]
-    setup, fitting = _checkpointing(config, shape, setup, room, reasons)
-    if sharded := _sharded_instead(config, typed, hardware, shape, launch, prepared, setup, room, fitting, calibration):
+    setup, fitting = _checkpointing(fit, setup, room, reasons)
+    if sharded := _sharded_instead(fit, typed, hardware, launch, prepared, setup, room, fitting, calibration):
         return sharded
     unit = "device" if kind == "cuda" else "process"
-    _require_fit(config, shape, setup, room, fitting, devices, early=launch.early)
+    fit.require(setup, room, fitting, [device.name for device in devices], early=launch.early)
     fitting = tuple(max(1, rows) for rows in fitting)
     batch = choose_batch(config.train, fitting, CPU_MICRO_BATCH if kind == "cpu" else MOST_MICRO_BATCH, unit)
     reasons += batch.reasons
     reasons += _exchange(config, shape, setup, hardware, world, batch.accumulation)
-    setup = _with_layout(config, shape, setup, batch.micro_batches, room, reasons)
+    setup = _with_layout(fit, setup, batch.micro_batches, room, reasons)
+    setup = replace(setup, accumulates=batch.accumulation > 1)
     ranks = tuple(
-        _rank(config, shape, setup, i, devices, places, m, batch.accumulation, room[i], kind)
-        for i, m in enumerate(batch.micro_batches)
+        _rank(fit, setup, i, devices, places, m, batch.accumulation, room[i], kind) for i, m in enumerate(batch.micro_batches)
     )
-    remedies = _tight(ranks, config, setup, reasons)
+    remedies = _tight(ranks, fit, setup, reasons)
     remedies += _on_the_host(config, shape, setup, hardware, len(local), reasons)
     steps, per_epoch = _steps(config, prepared, batch.global_batch, reasons)
     speed = forecast(
@@ -100,14 +104,14 @@ def make_plan(
 
 
 def _sharded_instead(
-    config: Config, typed: Callable[[str], bool], hardware: Hardware, shape: ModelShape, launch: LaunchRequest, prepared: Prepared | None,
-    setup: Setup, room: list[int], fitting: tuple[int, ...], calibration: Calibration | None,
+    fit: Fit, typed: Callable[[str], bool], hardware: Hardware, launch: LaunchRequest, prepared: Prepared | None, setup: Setup,
+    room: list[int], fitting: tuple[int, ...], calibration: Calibration | None,
 ) -> Plan | None:  # fmt: skip
     """Returns a plan under FSDP2 where `auto` came to DDP, its replicas do not fit and shards do; else `None`.
 
     Only on one machine: nodes plan by themselves, and must come to the same strategy.
     """
-    wanted = config.train.batch_size if config.train.batch_size != "auto" else 1
+    config, wanted = fit.config, wanted_rows(fit.config)
     automatic = launch.command_strategy == "auto" and config.launch.strategy == "auto" and launch.num_nodes == 1
     if not automatic or setup.strategy != "ddp" or min(fitting) >= wanted:
         return None
@@ -115,26 +119,26 @@ def _sharded_instead(
         return None
     try:
         request = replace(launch, command_strategy="fsdp2")
-        plan = make_plan(config, typed, hardware, shape, launch=request, prepared=prepared, calibration=calibration)
+        plan = make_plan(
+            config, typed, hardware, fit.shape, launch=request, prepared=prepared, calibration=calibration, memory=fit.memory
+        )
     except HardwareError:
         return None
     rank = min(range(len(room)), key=lambda i: fitting[i])
-    need = sum(rank_memory(config, shape, setup, wanted).values())
+    need = fit.need(setup, wanted)
     why = f"a whole replica on each needs {need / GIB:.1f} of {room[rank] / GIB:.1f} GiB, so weights are shared out"
     named = (f"strategy fsdp2: {why}" if reason.startswith("strategy ") else reason for reason in plan.reasons)
     return replace(plan, reasons=tuple(named))
 
 
-def _with_layout(
-    config: Config, shape: ModelShape, setup: Setup, micro_batches: tuple[int, ...], room: list[int], reasons: list[str]
-) -> Setup:
+def _with_layout(fit: Fit, setup: Setup, micro_batches: tuple[int, ...], room: list[int], reasons: list[str]) -> Setup:
     """Returns the setup with the layout of its rows: padded where the mask of flattened ones is what does not fit."""
     rows = max(micro_batches)
-    layout = choices.choose_layout(config, shape, setup.device, setup.attention, rows, setup.row_tokens, reasons)
+    layout = choices.choose_layout(fit.config, fit.shape, setup.device, setup.attention, rows, setup.row_tokens, reasons)
     chosen = replace(setup, layout=layout)
 
     def fits(case: Setup) -> bool:
-        return all(sum(rank_memory(config, shape, case, m).values()) <= r for m, r in zip(micro_batches, room, strict=True))
+        return all(fit.need(case, m) <= r for m, r in zip(micro_batches, room, strict=True))
 
     if layout == "flattened" and not fits(chosen) and fits(setup):
         reasons[-1] = f"rows padded: the mask of {rows * setup.row_tokens} flattened tokens would not fit"
@@ -188,24 +192,13 @@ def _capacity(device: Device, kind: str, processes: int) -> int:
     return int(device.free_bytes * HEADROOM[kind] / (processes if kind == "cpu" else 1))
 
 
-def _largest(config: Config, shape: ModelShape, setup: Setup, capacity: int) -> int:
-    """Returns how many rows fit; memory grows linearly with them."""
-    one = sum(rank_memory(config, shape, setup, 1).values())
-    each = sum(rank_memory(config, shape, setup, 2).values()) - one
-    if one > capacity:
-        return 0
-    return 1 + (capacity - one) // max(1, each)
-
-
-def _checkpointing(
-    config: Config, shape: ModelShape, setup: Setup, room: list[int], reasons: list[str]
-) -> tuple[Setup, tuple[int, ...]]:
+def _checkpointing(fit: Fit, setup: Setup, room: list[int], reasons: list[str]) -> tuple[Setup, tuple[int, ...]]:
     """Turns recomputation on when asked for, or when the wanted rows do not fit without it."""
-    asked = config.train.gradient_checkpointing
-    plain = tuple(_largest(config, shape, setup, capacity) for capacity in room)
+    asked = fit.config.train.gradient_checkpointing
+    plain = tuple(fit.largest(setup, capacity) for capacity in room)
     saving = replace(setup, gradient_checkpointing=True)
-    smaller = tuple(_largest(config, shape, saving, capacity) for capacity in room)
-    wanted = config.train.batch_size if config.train.batch_size != "auto" else 1
+    smaller = tuple(fit.largest(saving, capacity) for capacity in room)
+    wanted = wanted_rows(fit.config)
     if asked is True or (asked == "auto" and min(plain) < wanted):
         why = "as configured" if asked is True else f"{count(wanted, 'row')} per device would not fit without it"
         reasons.append(f"gradient checkpointing on: {why}")
@@ -231,72 +224,11 @@ def _exchange(config: Config, shape: ModelShape, setup: Setup, hardware: Hardwar
     return [f"a step waits {seconds:.2g} s for {what} over the network of {speed / 1e6:.3g} MB/s, unless computation hides it"]
 
 
-def _require_fit(
-    config: Config, shape: ModelShape, setup: Setup, room: list[int], fitting: tuple[int, ...], devices: tuple[Device, ...], *, early: bool,
-) -> None:  # fmt: skip
-    """Raises `HardwareError` with the parts and the ways out when what was asked for, or not even one row, fits.
-
-    `early`, before the data are known, one row counts as the shortest there can be: its length is not known yet.
-    """
-    rank = min(range(len(room)), key=lambda i: fitting[i])
-    wanted = config.train.batch_size if config.train.batch_size != "auto" else 1
-    if early:
-        wanted, setup = 1, replace(setup, row_tokens=min(8, setup.row_tokens))
-        if _largest(config, shape, setup, room[rank]) >= 1:
-            return
-    if fitting[rank] >= wanted:
-        return
-    parts = rank_memory(config, shape, setup, wanted)
-    total = sum(parts.values())
-    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size > GIB / 20)
-    rows = f"a micro-batch of {wanted} rows of" if wanted > 1 else "not even one row of"
-    raise HardwareError(
-        f"{rows} {setup.row_tokens} tokens {'does not fit' if wanted > 1 else 'fits'}: rank {rank} ({devices[rank].name}) needs "
-        f"{total / GIB:.1f} GiB of {room[rank] / GIB:.1f} GiB ({listed} GiB)",
-        hint="; ".join(_ways_out(config, shape, setup, room[rank])),
-    )
-
-
-def _ways_out(config: Config, shape: ModelShape, setup: Setup, capacity: int) -> list[str]:
-    """Returns what would make one row fit, the cheapest first, each with what it would need."""
-    found = []
-
-    def try_out(label: str, changed: Config, other: Setup) -> None:
-        need = sum(rank_memory(changed, shape, other, 1).values())
-        found.append((need > capacity, need, f"{label}: {need / GIB:.1f} GiB" + ("" if need <= capacity else ", still too much")))
-
-    saving = replace(setup, gradient_checkpointing=True)
-    typed_off = " TRAIN_GRADIENT_CHECKPOINTING=true" if config.train.gradient_checkpointing is False else ""
-    if isinstance(config.train.batch_size, int) and config.train.batch_size > 1:
-        try_out("TRAIN_BATCH_SIZE=auto", config, setup)
-    if not setup.gradient_checkpointing:
-        try_out("TRAIN_GRADIENT_CHECKPOINTING=true", config, saving)
-    short = max(8, config.model.max_seq_len // 2)
-    try_out(f"MODEL_MAX_SEQ_LEN={short}", config, replace(saving, row_tokens=min(short, saving.row_tokens)))
-    for mode in ("lora", "qlora"):
-        if config.tuning.mode not in (mode, "qlora"):
-            changed = replace(config, tuning=replace(config.tuning, mode=cast(Any, mode)))
-            frozen = "bfloat16" if setup.precision == "bf16" else setup.weights_dtype
-            try_out(f"TUNING_MODE={mode}{typed_off}", changed, replace(saving, weights_dtype=frozen))
-    if config.tuning.mode == "full" and setup.device == "cuda":
-        narrow = replace(saving, weights_dtype="bfloat16", optim="adamw_bnb_8bit")
-        if setup.precision == "bf16" and not setup.zero and narrow != saving:
-            try_out(f"MODEL_DTYPE=bfloat16 TRAIN_OPTIM=adamw_bnb_8bit{typed_off}", config, narrow)
-    if setup.world_size > 1 and setup.strategy in ("ddp", "zero1", "zero2") and config.tuning.mode != "qlora":
-        stated = "" if config.launch.strategy in ("auto", "fsdp2") else " LAUNCH_STRATEGY=fsdp2"
-        try_out(f"make train-fsdp{stated}{typed_off}", config, replace(saving, strategy="fsdp2"))
-    if setup.device == "cuda" and config.tuning.mode != "qlora" and not setup.offload_parameters:
-        offloading = replace(saving, strategy="zero3", offload_optimizer=True, offload_parameters=True)
-        stated = "" if config.launch.strategy in ("auto", "zero3") else " LAUNCH_STRATEGY=zero3"
-        try_out(f"make train-deepspeed DEEPSPEED_CONFIG=deepspeed/zero3_offload.json{stated}{typed_off}", config, offloading)
-    return [text for _, _, text in sorted(found, key=lambda row: row[0])[:4]] or ["use a smaller model, or more memory"]
-
-
 def _rank(
-    config: Config, shape: ModelShape, setup: Setup, rank: int, devices: tuple[Device, ...], places: tuple[int, ...], micro: int, accumulation: int,
+    fit: Fit, setup: Setup, rank: int, devices: tuple[Device, ...], places: tuple[int, ...], micro: int, accumulation: int,
     capacity: int, kind: str,
 ) -> RankPlan:  # fmt: skip
-    parts = rank_memory(config, shape, setup, micro)
+    parts = fit.parts(setup, micro)
     peak = sum(parts.values())
     return RankPlan(
         rank=rank, device="cpu" if kind == "cpu" else f"cuda:{places[rank % len(places)]}", device_name=devices[rank].name, micro_batch=micro,
@@ -304,15 +236,13 @@ def _rank(
     )  # fmt: skip
 
 
-def _tight(ranks: tuple[RankPlan, ...], config: Config, setup: Setup, reasons: list[str]) -> list[str]:
+def _tight(ranks: tuple[RankPlan, ...], fit: Fit, setup: Setup, reasons: list[str]) -> list[str]:
     """Returns what to change when a rank may run short."""
-    over = [rank for rank in ranks if rank.peak_bytes > rank.capacity_bytes]
-    if not over:
+    over = max(ranks, key=lambda rank: rank.peak_bytes - rank.capacity_bytes)
+    if over.peak_bytes <= over.capacity_bytes:
         return []
-    reasons.append(f"rank {over[0].rank} may run short: {over[0].peak_bytes / GIB:.1f} of {over[0].capacity_bytes / GIB:.1f} GiB")
-    found = [] if config.train.batch_size == "auto" else ["TRAIN_BATCH_SIZE=auto"]
-    found += [] if setup.gradient_checkpointing else ["TRAIN_GRADIENT_CHECKPOINTING=true"]
-    return [*found, f"MODEL_MAX_SEQ_LEN={max(8, config.model.max_seq_len // 2)}"]
+    reasons.append(f"rank {over.rank} may run short: {over.peak_bytes / GIB:.1f} of {over.capacity_bytes / GIB:.1f} GiB")
+    return [str(remedy) for remedy in fit.remedies(setup, over.micro_batch, over.capacity_bytes)]
 
 
 def _steps(config: Config, prepared: Prepared | None, global_batch: int, reasons: list[str]) -> tuple[int | None, int | None]:

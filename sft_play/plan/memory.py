@@ -54,6 +54,8 @@ class Setup:
     """Share of tokens that a loss is computed for: logits exist only there."""
     row_tokens: int
     """Tokens of a row: the longest one of the data, or `model.max_seq_len`."""
+    accumulates: bool = True
+    """Whether gradients of an earlier micro-step are held while a later one runs."""
     offload_optimizer: bool = False
     """Whether DeepSpeed keeps optimizer states and gradients in the machine's memory."""
     offload_parameters: bool = False

@@ -125,16 +125,19 @@ class ModelShape:
 
 def shape_of(model: ModelConfig) -> ModelShape:
     """Returns the shape of the configured model. Raises `DataError` where its numbers cannot be had."""
-    folder = Path(model.name).expanduser()
-    if folder.is_dir():
-        return shape_from_file(folder / "config.json")
-    if cached := _cached_config(model):
-        return shape_from_file(cached)
+    if found := config_file(model):
+        return shape_from_file(found)
     if model.name in _table():
         return _table()[model.name]
     if model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
         raise DataError("there is no such model folder", place=model.name)
     return shape_from_file(_fetched_config(model))
+
+
+def config_file(model: ModelConfig) -> Path | None:
+    """Returns where the model's `config.json` is on this machine (or must be, in a folder), `None` for one to be fetched."""
+    folder = Path(model.name).expanduser()
+    return folder / "config.json" if folder.is_dir() else _cached_config(model)
 
 
 def shape_from_file(path: Path) -> ModelShape:

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from sft_play.model.fused_lora import fuse_adapters
-from tests.plans import simple_plan
+from sft_play.plan.backends import fuses_adapters
 from tests.tiny_models import build_tiny_llama
 
 
@@ -43,7 +43,7 @@ def test_loss_and_gradients_are_those_of_peft(folder: Path, checkpointing: bool)
         model.enable_input_require_grads()
     expected = gradients(model)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
-    assert fuse_adapters(model, simple_plan()) == 14
+    assert fuse_adapters(model) == 14
     found = gradients(model)
     assert found.keys() == expected.keys()
     assert len(found) == 29
@@ -59,7 +59,7 @@ def test_disabled_and_merged_adapters_behave_as_before(folder: Path) -> None:
         bare = model(input_ids=ids).logits
     with torch.no_grad():
         tuned = model(input_ids=ids).logits
-    fuse_adapters(model, simple_plan())
+    fuse_adapters(model)
     with torch.no_grad(), model.disable_adapter():
         assert torch.equal(model(input_ids=ids).logits, bare)
     with torch.no_grad():
@@ -68,16 +68,12 @@ def test_disabled_and_merged_adapters_behave_as_before(folder: Path) -> None:
         torch.testing.assert_close(merged(input_ids=ids).logits, tuned, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("lora", "plan"),
-    [
-        ({"lora_dropout": 0.1}, {}),
-        ({"use_dora": True}, {}),
-        ({"lora_bias": True}, {}),
-        ({}, {"strategy": "zero3"}),
-        ({}, {"strategy": "fsdp2"}),
-        ({}, {"precision": "bf16"}),
-    ],
-)
-def test_other_layers_are_left_to_peft(folder: Path, lora: dict[str, Any], plan: dict[str, Any]) -> None:
-    assert fuse_adapters(adapted(folder, **lora), simple_plan(**plan)) == 0
+@pytest.mark.parametrize("lora", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
+def test_other_layers_are_left_to_peft(folder: Path, lora: dict[str, Any]) -> None:
+    assert fuse_adapters(adapted(folder, **lora)) == 0
+
+
+def test_only_whole_weights_of_one_type_are_fused() -> None:
+    assert fuses_adapters("ddp", "fp32")
+    assert not any(fuses_adapters(strategy, "fp32") for strategy in ("zero3", "fsdp2"))
+    assert not fuses_adapters("single", "bf16")

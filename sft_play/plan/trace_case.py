@@ -1,0 +1,101 @@
+"""What is traced: a model's architecture, how it is held and tuned, and the worst micro-batch. Plain data, from the plan."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sft_play.config.schema import Config
+from sft_play.files import text_sha256
+from sft_play.plan.backends import fuses_adapters
+from sft_play.plan.memory import Setup, trained_bytes
+
+TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
+"""Optimizers whose step is traced; the states of others are counted by formula."""
+TRACE_VERSION = 1
+"""Raised when the trace itself changes, so that older results are not taken for new ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One micro-batch of one rank."""
+
+    architecture: dict[str, Any]
+    """The model's `config.json`."""
+    device: str
+    """`cpu` or `cuda`: what is planned for."""
+    mode: str
+    quantization: str
+    """`nf4`, `int8`, or `none`."""
+    lora_r: int
+    lora_dropout: float
+    target_modules: str | list[str]
+    weights_dtype: str
+    adapter_dtype: str
+    precision: str
+    autocast: bool
+    gradient_checkpointing: bool
+    layout: str
+    attention: str
+    optim: str
+    """torch's name of an AdamW, or `none` where its states are counted by formula."""
+    fused_adapters: bool
+    loss_chunk: int
+    rows: int
+    row_tokens: int
+    labels: int
+    """Label positions of the whole micro-batch."""
+    accumulates: bool
+    """Whether gradients of an earlier micro-step are held while this one runs."""
+    clips: bool
+    """Whether gradients are clipped by their norm."""
+
+    def key(self, versions: str) -> str:
+        """Returns a name for the case's result, by everything that it depends on."""
+        return text_sha256(json.dumps([TRACE_VERSION, versions, asdict(self)], sort_keys=True))[:32]
+
+    @staticmethod
+    def read() -> list[Case]:
+        """Returns the cases that stand as JSON on standard input."""
+        return [Case(**value) for value in json.load(sys.stdin)]
+
+
+def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_batch: int) -> Case:
+    """Returns the case of a rank's worst micro-batch.
+
+    Under ZeRO and FSDP2 a whole replica is traced in the type that is computed in, without an optimizer: shards, states and what is
+    gathered are arithmetic (`plan.traced`).
+    """
+    tuning, lora = config.tuning, config.tuning.lora
+    sharding = setup.zero or setup.strategy == "fsdp2"
+    computed = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[setup.precision]
+    base = computed if sharding else setup.weights_dtype
+    adapter = {2: "bfloat16", 4: "float32"}[trained_bytes(config, setup)] if tuning.mode != "full" else "float32"
+    quantized = bool(architecture.get("quantization_config"))
+    return Case(
+        architecture=architecture,
+        device=setup.device,
+        mode=tuning.mode,
+        quantization=tuning.quantization if tuning.mode == "qlora" or quantized else "none",
+        lora_r=lora.r,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        weights_dtype=base,
+        adapter_dtype=computed if sharding else adapter,
+        precision=setup.precision,
+        autocast=setup.precision != "fp32" and not sharding,
+        gradient_checkpointing=setup.gradient_checkpointing,
+        layout=setup.layout,
+        attention=setup.attention,
+        optim=setup.optim if setup.optim in TRACED_OPTIMIZERS and not sharding else "none",
+        fused_adapters=fuses_adapters(setup.strategy, setup.precision),
+        loss_chunk=getattr(setup, "loss_chunk", 0),
+        rows=micro_batch,
+        row_tokens=setup.row_tokens,
+        labels=max(1, math.ceil(micro_batch * setup.row_tokens * setup.label_share)),
+        accumulates=setup.accumulates,
+        clips=config.train.max_grad_norm > 0 and not sharding,
+    )

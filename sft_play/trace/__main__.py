@@ -1,0 +1,37 @@
+"""`python -m sft_play.trace`: cases as JSON on standard input, results on standard output, one for each.
+
+A process of its own, since the plan must not import torch, and torch aborts where fake tensors of an absent device meet autograd.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+
+
+def main() -> int:
+    """Traces every case; one that cannot be traced gives `{"error": "..."}`."""
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not come between
+    from sft_play.plan.trace_case import Case
+    from sft_play.trace.run import trace
+
+    results = []
+    for case in Case.read():
+        try:
+            results.append(trace(case))
+        except Exception as error:  # noqa: BLE001 - any architecture may fail in its own way; the plan says so and goes on by formula
+            results.append(
+                {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"}
+            )
+    json.dump(results, output)
+    output.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Traces a case: fake tensors, or real ones for comparison, through the same code; few layers stand for many."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sft_play.plan.trace_case import Case
+from sft_play.trace import allocator, build
+from sft_play.trace.step import MOMENTS, StepTrace, batch_of, real_branches
+from sft_play.trace.tracker import Peak, StorageTracker
+
+Moments = dict[str, dict[str, int]]
+"""moment -> part -> bytes"""
+
+
+def trace(case: Case) -> dict[str, Any]:
+    """Returns the moments of the whole model, extrapolated from few layers, its counts, and what an allocator would lose.
+
+    Every quantity is affine in the number of layers of each kind, moment by moment (tried: docs/planning.md), so a model with the
+    fewest layers and one with one layer more of each kind say it all.
+    """
+    settings = build.settings_of(case)
+    smallest, grown, counts = build.depths(build.layer_kinds(settings))
+    base, events, base_counts = observe(case, build.with_layers(settings, smallest), log=True)
+    steps = {}
+    for kind, layers in grown.items():
+        if counts[kind] > Counter(smallest)[kind]:
+            steps[kind] = observe(case, build.with_layers(settings, layers))
+    missing = {kind: counts[kind] - Counter(smallest)[kind] for kind in steps}
+    moments = {
+        moment: _extrapolated(peak.parts, {k: s[0][moment].parts for k, s in steps.items() if moment in s[0]}, missing)
+        for moment, peak in base.items()
+    }
+    return {
+        "moments": moments,
+        "operations": {moment: peak.operation for moment, peak in base.items()},
+        "counts": _extrapolated(base_counts, {k: s[2] for k, s in steps.items()}, missing),
+        "lost_share": allocator.lost_share(events) if case.device == "cuda" else 0.0,
+    }
+
+
+def _extrapolated(base: Mapping[str, int], grown: Mapping[str, Mapping[str, int]], missing: Mapping[str, int]) -> dict[str, int]:
+    names = set(base).union(*(set(parts) for parts in grown.values()))
+    return {
+        name: base.get(name, 0) + sum(missing[kind] * (parts.get(name, 0) - base.get(name, 0)) for kind, parts in grown.items())
+        for name in sorted(names)
+    }
+
+
+def observe(
+    case: Case, settings: Any, *, real: bool = False, log: bool = False
+) -> tuple[dict[str, Peak], list[tuple[int, int, int]], dict[str, int]]:
+    """Returns the peak of each moment, the allocator's events and the counts of a model with these layers.
+
+    `real` computes with real tensors of zeros, on the same device, for comparison.
+    """
+    model: Any = build.build(case, settings)
+    device = "cuda" if case.device == "cuda" and torch.cuda.is_available() else "cpu"
+    text = settings.get_text_config()
+    with _tensors(real), real_branches(case):
+        build.materialise(model, device)
+        if case.autocast:
+            build.under_autocast(model, case.precision, device)
+        tracker = StorageTracker(device=case.device, logit_width=int(text.vocab_size), log=log)
+        for tensor, part in build.parts_of(model, case):
+            tracker.hold(tensor, part)
+        batch = batch_of(case, device)
+        steps = StepTrace(model, build.decoder_layers(model, int(text.num_hidden_layers)), case, tracker)
+        counts = _counts(model)
+        with tracker:
+            steps.run(batch)
+    peaks = {moment: tracker.peaks[moment] for moment in MOMENTS if moment in tracker.peaks}
+    return peaks, tracker.events or [], counts
+
+
+@contextlib.contextmanager
+def _tensors(real: bool) -> Iterator[None]:
+    if real:
+        yield
+        return
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def _counts(model: torch.nn.Module) -> dict[str, int]:
+    """Returns elements that train and bytes that are held."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return {
+        "trained": sum(p.numel() for p in trained),
+        "trained_bytes": sum(p.numel() * p.element_size() for p in trained),
+        "frozen_bytes": sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad),
+    }
