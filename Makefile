@@ -16,7 +16,8 @@ TESTS ?= tests
 $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $(v))),$(eval unexport $(v))))
 
 commands := quickstart config plan gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
-	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval infer merge serve tensorboard tensorboard-stop help
+	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval infer merge serve bench tensorboard \
+	tensorboard-stop help
 .PHONY: $(commands) install test check test-all test-gpu bench-training format render
 
 $(commands): $(VENV)/.runtime

@@ -75,6 +75,11 @@ COMMANDS: dict[str, Command] = {
     ),
     "merge": Command("sft_play.export:main", "adapters merged into a model that any tool loads", RUN | {"OUT", "CHECKPOINT"}),
     "serve": Command("sft_play.serve:main", "an OpenAI-compatible endpoint on 127.0.0.1", RUN | {"PORT", "CHECKPOINT"}),
+    "bench": Command(
+        "sft_play.bench:main",
+        "measure this machine and some training steps, so that the forecast is right",
+        COMMON | {"NUM_GPUS"},
+    ),
     "tensorboard": Command(
         "sft_play.launch.tensorboard:start", "curves of all runs", frozenset({"JSON", "RUN", "TENSORBOARD_PORT"}), overrides=False
     ),
