@@ -83,7 +83,7 @@ def work(run: RunFolder, checkpoint: Path | None, console: TextIO | None) -> int
         return STOPPED
     publish_model(run, trainer, config)
     if trainer.is_world_process_zero():
-        write_json(run.training_metrics, summary(trainer, time.time() - started))
+        write_json(run.training_metrics, summary(trainer, time.time() - started, resumed=checkpoint is not None))
     return 0
 
 
@@ -198,7 +198,7 @@ def copy_weights(checkpoint: Path, folder: Path) -> None:
         raise CheckpointError("the best checkpoint holds no weights", place=str(checkpoint))
 
 
-def summary(trainer: SftTrainer, seconds: float) -> dict[str, Any]:
+def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, Any]:
     """Returns the content of `training_metrics.json`."""
     from sft_play.training.metrics import finite
     from sft_play.training.trainer import peak_memory_bytes
@@ -215,10 +215,23 @@ def summary(trainer: SftTrainer, seconds: float) -> dict[str, Any]:
         "tokens_per_second": trainer.tokens_trained / spent if spent else None,
         "seconds": seconds,
         "train_runtime": next((row["train_runtime"] for row in trainer.state.log_history if "train_runtime" in row), None),
+        "training_seconds": spent,
         "peak_memory_bytes": peak_memory_bytes(),
+        "forecast": planned(trainer.plan, trainer.args.process_index, resumed=resumed),
         "best_step": trainer.state.best_global_step,
         "best_metric": finite(trainer.state.best_metric),
         **{key: finite(value) for key, value in (scores[-1] if scores else {}).items() if key.startswith("eval_")},
+    }
+
+
+def planned(plan: Plan, rank: int, *, resumed: bool) -> dict[str, Any]:
+    """Returns what the plan said beforehand about what `training_metrics.json` measures; a resumed run trains only a part."""
+    return {
+        "tokens_per_second": plan.tokens_per_second,
+        "training_seconds": None if resumed else plan.total_seconds,
+        "mfu": plan.mfu,
+        "basis": plan.speed_basis,
+        "peak_memory_bytes": plan.ranks[rank].peak_bytes,
     }
 
 

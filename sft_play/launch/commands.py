@@ -42,6 +42,7 @@ from sft_play.plan.make import make_plan
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import ModelShape, shape_of
 from sft_play.plan.show import show_plan
+from sft_play.plan.show_speed import beside_forecast
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 
@@ -245,7 +246,7 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
         print(json.dumps(result | {"model": str(run.model) if run.model.is_dir() else None}))
     elif outcome.code == 0:
         print(
-            f"\ndone: {run.path}\n  model    {run.model}\n"
+            f"\ndone: {run.path}\n  model    {run.model}\n{beside_forecast(run)}"
             f"  answers  make infer RUN={run.name}\n  scores   make eval RUN={run.name}"
         )
     return outcome.code

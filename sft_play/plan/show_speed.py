@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+from sft_play.files import read_json
+from sft_play.plan.hardware import GIB
 from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder
 
 UNKNOWN = "unknown for these devices, or for the network between them, until they have trained (`make bench` measures them)"
 
@@ -49,3 +55,26 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def beside_forecast(run: RunFolder) -> str:
+    """Returns lines with speed, time and memory of a finished run beside what its plan had said; none where nothing was kept."""
+    try:
+        measured = read_json(run.training_metrics)
+        forecast = measured["forecast"]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError):  # not rank 0's machine, or a run of an earlier version
+        return ""
+    rows = [
+        ("speed", "tokens_per_second", lambda value: f"{value:,.0f} tokens/s"),
+        ("time", "training_seconds", duration),
+        ("memory", "peak_memory_bytes", lambda value: f"{value / GIB:.2f} GiB"),
+    ]
+    return "".join(
+        f"  {label:<9}{_pair(measured.get(key), forecast.get(key), write)}\n" for label, key, write in rows if measured.get(key)
+    )
+
+
+def _pair(measured: float, forecast: float | None, write: Any) -> str:
+    if not forecast:
+        return str(write(measured))
+    return f"{write(measured)}, forecast {write(forecast)} ({measured / forecast - 1:+.0%})"
