@@ -40,7 +40,7 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         "sft_play.launch.rehearse:main",
         "memory, batch, steps and time before training, with reasons",
-        COMMON | {"HARDWARE", "NUM_GPUS", "NUM_NODES", "RUN", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG", "SCALE", "PRICE_PER_HOUR"},
+        COMMON | {"HARDWARE", "NUM_GPUS", "NUM_NODES", "RUN", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG", "SCALE", "PRICE_PER_HOUR", "SOURCE"},
     ),
     "gpu-info": Command("sft_play.plan.gpu_info:main", "the GPUs of this machine", frozenset({"JSON"}), overrides=False),
     "memory-check": Command(

@@ -16,6 +16,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scaling import parse_price, parse_scale, scale_json, scale_table, show_scale, with_cost
 from sft_play.plan.show import show_plan
+from sft_play.plan.sources import parse_source
 from sft_play.runs.prepared import Prepared
 
 
@@ -32,7 +33,8 @@ def main(call: Call) -> int:
     counts = parse_scale(call.options["SCALE"]) if "SCALE" in call.options else ()
     price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
     prepared = _prepared(call)
-    plan = with_cost(plan_for(loaded, hardware, request, prepared), hardware, price)
+    source = parse_source(call.options.get("SOURCE"))
+    plan = with_cost(plan_for(loaded, hardware, request, prepared, source), hardware, price)
     rows = scale_table(
         lambda case, launch: plan_for(loaded, case, launch, prepared), hardware, request, counts, price
     )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 
+
 def fuse_adapters(model: nn.Module) -> int:
     """Replaces the forward pass of the model's plain adapter layers; returns how many.
 

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from sft_play.config.load import LoadedConfig
 from sft_play.plan.calibration import load_calibration
 from sft_play.plan.detect import detect
+from sft_play.plan.fit import Memory
 from sft_play.plan.hardware import Hardware, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import shape_of
+from sft_play.plan.sources import Source, planned
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.prepared_index import lookup
 
@@ -25,13 +27,19 @@ def hardware_of(call: Call) -> Hardware:
     return parse_hardware(described) if described else detect()
 
 
-def plan_for(loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest, prepared: Prepared | None = None) -> Plan:
+def plan_for(
+    loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest, prepared: Prepared | None = None, source: Source = "known"
+) -> Plan:
     """Returns the plan with what is known of the data: `prepared`, or what an earlier preparation found. Raises `UserError`."""
     config = loaded.config
-    known = prepared or lookup(config)
-    return make_plan(
-        config, loaded.typed, hardware, shape_of(config.model), launch=request, prepared=known, calibration=load_calibration(hardware)
-    )  # fmt: skip
+    known, shape, calibration = prepared or lookup(config), shape_of(config.model), load_calibration(hardware)
+
+    def make(memory: Memory) -> Plan:
+        return make_plan(
+            config, loaded.typed, hardware, shape, launch=request, prepared=known, calibration=calibration, memory=memory
+        )  # fmt: skip
+
+    return planned(make, config, shape, request, known, source)
 
 
 def needs_several(loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest) -> bool:

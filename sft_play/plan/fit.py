@@ -47,9 +47,19 @@ def _change(slower: float) -> str:
 class DoesNotFitError(HardwareError):
     """Not even what was asked for, or one row, fits; carries what `make plan` shows."""
 
-    def __init__(self, message: str, *, parts: dict[str, int], capacity_bytes: int, remedies: tuple[Remedy, ...]) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        setup: Setup,
+        micro_batch: int,
+        parts: dict[str, int],
+        capacity_bytes: int,
+        remedies: tuple[Remedy, ...],
+    ) -> None:
         hint = "; ".join(map(str, remedies[:5])) or "use a smaller model, or more memory"
         super().__init__(message, hint=hint)
+        self.setup, self.micro_batch = setup, micro_batch
         self.parts, self.capacity_bytes, self.remedies = parts, capacity_bytes, remedies
 
 
@@ -109,6 +119,8 @@ class Fit:
         raise DoesNotFitError(
             f"{rows} {setup.row_tokens} tokens {'does not fit' if wanted > 1 else 'fits'}: rank {rank} ({names[rank]}) needs "
             f"{sum(parts.values()) / GIB:.1f} GiB of {room[rank] / GIB:.1f} GiB ({listed} GiB)",
+            setup=setup,
+            micro_batch=wanted,
             parts=parts,
             capacity_bytes=room[rank],
             remedies=self.remedies(setup, wanted, room[rank]),

@@ -93,6 +93,7 @@ def make_plan(
     return Plan(
         world_size=world, num_nodes=launch.num_nodes, device=kind, backend=cast(Any, backend), strategy=strategy, source="formula",
         precision=precision, weights_dtype=dtype, attn_implementation=attention, layout=cast(Any, setup.layout),
+        row_tokens=setup.row_tokens, label_share=setup.label_share, loss_chunk=setup.loss_chunk,
         gradient_checkpointing=setup.gradient_checkpointing, optim=optim, learning_rate=rate, ranks=ranks,
         global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch, warmup_steps=choices.warmup(config, steps),
         eval_batch_size=_eval_batch(config, kind, fitting), reasons=tuple(reasons), remedies=tuple(remedies),

@@ -56,6 +56,8 @@ class Setup:
     """Tokens of a row: the longest one of the data, or `model.max_seq_len`."""
     accumulates: bool = True
     """Whether gradients of an earlier micro-step are held while a later one runs."""
+    loss_chunk: int = 0
+    """Label positions for which head and loss are computed at a time; 0 for all at once."""
     offload_optimizer: bool = False
     """Whether DeepSpeed keeps optimizer states and gradients in the machine's memory."""
     offload_parameters: bool = False

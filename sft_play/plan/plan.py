@@ -76,6 +76,14 @@ class Plan:
     """At most, of the GPUs at their power limits, for all steps; `None` where a limit is not known."""
     cost: float | None = None
     """Of all steps, in the currency of `PRICE_PER_HOUR`; `None` when no price was given."""
+    loss_chunk: int = 0
+    """Label positions for which head and loss are computed at a time; 0 for all at once."""
+    row_tokens: int = 0
+    """Tokens of a row of the worst micro-batch."""
+    label_share: float = 1.0
+    """Share of its tokens that a loss is computed for."""
+    peak_at: str | None = None
+    """Where in a step the peak stands, in words; `None` by formula."""
     reasons: tuple[str, ...]
     remedies: tuple[str, ...]
 

@@ -92,7 +92,7 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         attention=setup.attention,
         optim=setup.optim if setup.optim in TRACED_OPTIMIZERS and not sharding else "none",
         fused_adapters=fuses_adapters(setup.strategy, setup.precision),
-        loss_chunk=getattr(setup, "loss_chunk", 0),
+        loss_chunk=setup.loss_chunk,
         rows=micro_batch,
         row_tokens=setup.row_tokens,
         labels=max(1, math.ceil(micro_batch * setup.row_tokens * setup.label_share)),

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sft_play.trace.tracker import named
+
 BLOCK, NESTED_BLOCK = 64, 256
 
 
@@ -54,9 +56,10 @@ class _NF4(torch.autograd.Function):
 
 def _expanded(like: Tensor, outputs: int, inputs: int) -> Tensor:
     """Returns room for the whole weight in the computation's type; its fp32 scales exist while it is filled."""
-    scales = like.new_zeros(-(-outputs * inputs // BLOCK), dtype=torch.float32)
-    weight = like.new_zeros(outputs, inputs)
-    del scales
+    with named("dequantised"):
+        scales = like.new_zeros(-(-outputs * inputs // BLOCK), dtype=torch.float32)
+        weight = like.new_zeros(outputs, inputs)
+        del scales
     return weight
 
 
@@ -81,14 +84,19 @@ class _Int8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, scales)
-        return functional.linear(x, weight.to(x.dtype).mul_(scales.unsqueeze(1)), None if bias is None else bias.to(x.dtype))
+        return functional.linear(x, _rescaled(weight, scales, x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight, scales = ctx.saved_tensors
-        expanded = weight.to(x.dtype).mul_(scales.unsqueeze(1))
+        expanded = _rescaled(weight, scales, x.dtype)
         return (grad.to(x.dtype) @ expanded if ctx.needs_input_grad[0] else None), None, None, None
+
+
+def _rescaled(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    with named("dequantised"):
+        return weight.to(dtype).mul_(scales.unsqueeze(1))
 
 
 def quantise(model: nn.Module, quantization: str, compute: torch.dtype) -> None:

@@ -18,6 +18,19 @@ CUDA_ROUNDING = 512
 ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
 
 
+_named: list[str] = []
+
+
+@contextlib.contextmanager
+def named(part: str) -> Iterator[None]:
+    """Counts what is created inside under `part`, in whatever tracker is on."""
+    _named.append(part)
+    try:
+        yield
+    finally:
+        _named.pop()
+
+
 @dataclass(kw_only=True, slots=True)
 class Peak:
     """The most that was held during one moment of a step."""
@@ -100,19 +113,10 @@ class StorageTracker(TorchDispatchMode):
             if extra:
                 peak.parts["workspace"] = peak.parts.get("workspace", 0) + extra
 
-    @contextlib.contextmanager
-    def naming(self, part: str) -> Iterator[None]:
-        """Counts what is created inside under `part`."""
-        before, self.part = self.part, part
-        try:
-            yield
-        finally:
-            self.part = before
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = str(func)
-        part = self.part
+        part = _named[-1] if _named else self.part
         if name.startswith("aten._to_copy") and self.part_of(args[0]) in ("frozen", "trained", "adapters"):
             part = "casts"
         for tensor in tree_leaves(out):

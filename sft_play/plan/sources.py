@@ -1,0 +1,98 @@
+"""Where a plan's memory comes from: the closed formulas, a trace of the real step, a probe on the device; each corrects the last.
+
+The plan itself stays a pure function: it is asked again with what was found, until what it decides is what was looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from sft_play.config.schema import Config
+from sft_play.errors import DataError, UserError
+from sft_play.plan.architecture import architecture_of
+from sft_play.plan.fit import DoesNotFitError, Memory
+from sft_play.plan.memory import Setup, rank_memory
+from sft_play.plan.plan import Plan
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.shape import ModelShape
+from sft_play.plan.traced import TracedMemory
+from sft_play.plan.words import peak_in_words
+from sft_play.runs.folder import cache_folder
+from sft_play.runs.prepared import Prepared
+
+Source = Literal["formula", "trace", "known"]
+"""`known`: a trace where an earlier one is in the cache, else the formula; never starts one."""
+ROUNDS = 5
+WORTH_A_TRACE = 0.5
+"""Share of the memory above which training looks closer than the formulas do."""
+
+
+def parse_source(text: str | None) -> Source:
+    """Returns what `SOURCE` asks for. Raises `UserError`."""
+    known: dict[str | None, Source] = {None: "known", "formula": "formula", "trace": "trace"}
+    if text not in known:
+        raise UserError(
+            f"`SOURCE` is `{text}`; expected `formula`, `trace` or `probe`", hint="leave it away for the best that is at hand"
+        )
+    return known[text]
+
+
+def setup_of(plan: Plan, request: LaunchRequest) -> Setup:
+    """Returns what the memory of a plan's ranks depends on."""
+    return Setup(
+        device=plan.device, strategy=plan.strategy, world_size=plan.world_size, precision=plan.precision, weights_dtype=plan.weights_dtype,
+        optim=plan.optim, gradient_checkpointing=plan.gradient_checkpointing, layout=plan.layout, attention=plan.attn_implementation,
+        label_share=plan.label_share, row_tokens=plan.row_tokens, loss_chunk=plan.loss_chunk,
+        accumulates=plan.ranks[0].accumulation > 1, offload_optimizer=request.offload_optimizer,
+        offload_parameters=request.offload_parameters,
+    )  # fmt: skip
+
+
+def planned(
+    make: Callable[[Memory], Plan],
+    config: Config,
+    shape: ModelShape,
+    request: LaunchRequest,
+    prepared: Prepared | None,
+    source: Source,
+) -> Plan:
+    """Returns the plan by the source that was asked for. Raises what `make` raises."""
+    if source == "formula":
+        return make(rank_memory)
+    with contextlib.suppress(DataError, OSError, ValueError):
+        memory = TracedMemory(
+            config=config, architecture=architecture_of(config.model, prepared), cache_folder=cache_folder() / "traces",
+            start=source == "trace",
+        )  # fmt: skip
+        return _by_trace(make, memory, shape, request)
+    return make(rank_memory)
+
+
+def _by_trace(make: Callable[[Memory], Plan], memory: TracedMemory, shape: ModelShape, request: LaunchRequest) -> Plan:
+    for _ in range(ROUNDS):
+        try:
+            plan = make(memory)
+        except DoesNotFitError as error:
+            if memory.observe(shape, error.setup, [error.micro_batch]):
+                continue
+            raise
+        setup = setup_of(plan, request)
+        if not memory.observe(shape, setup, [rank.micro_batch for rank in plan.ranks]):
+            break
+    if memory.error:
+        return _with_reason(make(rank_memory), f"memory by formula: the trace cannot run this architecture ({memory.error})")
+    seen = [memory.found.get((setup, rank.micro_batch)) for rank in plan.ranks]
+    worst = max((found for found in seen if found), key=lambda found: sum(found.parts.values()), default=None)
+    if worst is None or None in seen:
+        return plan
+    words = peak_in_words(worst.moment, worst.operation)
+    return replace(
+        _with_reason(plan, f"memory by trace of the very step that trains: its peak is {words}"), source="trace", peak_at=words
+    )
+
+
+def _with_reason(plan: Plan, reason: str) -> Plan:
+    return replace(plan, reasons=(*plan.reasons, reason))

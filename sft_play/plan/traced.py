@@ -1,0 +1,157 @@
+"""Memory by trace (acts: runs `python -m sft_play.trace`, keeps results in the cache): corrects the formulas part by part."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.schema import Config
+from sft_play.files import read_json, write_json
+from sft_play.plan.memory import WORKSPACE_BYTES, Setup, rank_memory
+from sft_play.plan.shape import ModelShape
+from sft_play.plan.trace_case import TRACED_OPTIMIZERS, Case, case_of
+
+TRACE_SECONDS = 300
+"""A trace takes seconds; one that takes minutes hangs."""
+STATES = ("frozen", "quant_state", "trained", "adapters", "gradients", "optimizer")
+MOVING = ("activations", "recompute", "logits", "casts", "dequantised", "workspace")
+PACKAGES = ("torch", "transformers", "peft", "accelerate")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """What a trace says of one micro-batch."""
+
+    parts: Mapping[str, int]
+    """Bytes of every part at the worst moment."""
+    moment: str
+    operation: str
+
+
+@dataclass(kw_only=True, slots=True)
+class TracedMemory:
+    """A rank's memory: exact where it was traced, elsewhere by the formula, scaled by what the nearest trace found of each part."""
+
+    config: Config
+    architecture: dict[str, Any]
+    cache_folder: Path
+    start: bool = True
+    """Whether a trace may be started; else only the cache is read."""
+    found: dict[tuple[Setup, int], Observation] = field(default_factory=dict)
+    error: str | None = None
+    """Why the architecture could not be traced."""
+
+    def __call__(self, config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
+        """Returns the bytes of every part."""
+        if config is self.config and (exact := self.found.get((setup, micro_batch))):
+            return dict(exact.parts)
+        parts = rank_memory(config, shape, setup, micro_batch)
+        near = self._nearest(setup, micro_batch) if config is self.config else None
+        if near is None:
+            return parts
+        (other, rows), observed = near
+        formula = rank_memory(config, shape, other, rows)
+        return {name: _scaled(size, formula.get(name, 0), observed.parts.get(name, 0)) for name, size in parts.items()}
+
+    def _nearest(self, setup: Setup, micro_batch: int) -> tuple[tuple[Setup, int], Observation] | None:
+        """Returns the observation with the same setup but for its rows, with most nearly as many tokens."""
+        tokens = micro_batch * setup.row_tokens
+
+        def alike(other: Setup) -> bool:
+            return replace(other, row_tokens=0, layout="", accumulates=True, label_share=0.0) == replace(
+                setup, row_tokens=0, layout="", accumulates=True, label_share=0.0
+            )
+
+        candidates = [(key, value) for key, value in self.found.items() if alike(key[0])]
+        return min(candidates, key=lambda item: abs(item[0][1] * item[0][0].row_tokens - tokens), default=None)
+
+    def observe(self, shape: ModelShape, setup: Setup, micro_batches: Sequence[int]) -> bool:
+        """Traces what is not known yet of these micro-batches; returns whether anything new came of it."""
+        missing = [rows for rows in dict.fromkeys(micro_batches) if (setup, rows) not in self.found]
+        if not missing or self.error:
+            return False
+        cases = [case_of(self.config, self.architecture, setup, rows) for rows in missing]
+        new = False
+        for rows, result in zip(missing, traced(cases, self.cache_folder, start=self.start), strict=True):
+            if result is None:
+                continue
+            if "error" in result:
+                self.error = str(result["error"])
+                return False
+            self.found[setup, rows] = assemble(self.config, shape, setup, rows, result)
+            new = True
+        return new
+
+
+def _scaled(size: int, formula: int, observed: int) -> int:
+    if formula <= 0:
+        return max(size, observed)
+    return int(size * observed / formula)
+
+
+def assemble(config: Config, shape: ModelShape, setup: Setup, micro_batch: int, result: Mapping[str, Any]) -> Observation:
+    """Returns a rank's parts at its worst moment: what moves as traced; states as traced, or as the strategy shards them."""
+    formula = rank_memory(config, shape, setup, micro_batch)
+    sharded = setup.strategy not in ("single", "ddp")
+    best: Observation | None = None
+    for moment, traced_parts in result["moments"].items():
+        parts = {name: max(0, traced_parts.get(name, 0)) for name in MOVING}
+        for name in STATES:
+            if name in formula:
+                parts[name] = formula[name] if sharded else traced_parts.get(name, 0)
+        if setup.optim not in TRACED_OPTIMIZERS or sharded:
+            parts["optimizer"] = formula["optimizer"]
+        parts["workspace"] += WORKSPACE_BYTES[setup.device]
+        parts |= {name: formula[name] for name in ("buffers", "context")}
+        if best is None or sum(parts.values()) > sum(best.parts.values()):
+            best = Observation(parts=parts, moment=moment, operation=result["operations"].get(moment, ""))
+    assert best is not None, "a trace has moments"
+    allocated = sum(size for name, size in best.parts.items() if name != "context")
+    lost = float(result["lost_share"]) * allocated if setup.device == "cuda" else formula["fragmentation"]
+    return replace(best, parts={**best.parts, "fragmentation": int(lost)})
+
+
+def traced(cases: Sequence[Case], folder: Path, *, start: bool) -> list[dict[str, Any] | None]:
+    """Returns each case's result, from the cache or from one process that traces what is missing (`start`), else `None`."""
+    paths = [folder / f"{case.key(versions())}.json" for case in cases]
+    results: list[dict[str, Any] | None] = [read_json(path) if path.is_file() else None for path in paths]
+    missing = [index for index, result in enumerate(results) if result is None]
+    if missing and start:
+        fresh = _run([cases[index] for index in missing])
+        for index, result in zip(missing, fresh, strict=True):
+            results[index] = result
+            if "error" not in result:
+                write_json(paths[index], result)
+    return results
+
+
+def _run(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", ""), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "sft_play.trace"]
+    try:
+        process = subprocess.run(
+            command, input=json.dumps([asdict(case) for case in cases]).encode(), capture_output=True, env=environment,
+            timeout=TRACE_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return [{"error": f"the trace took more than {TRACE_SECONDS} s"}] * len(cases)
+    if process.returncode:
+        last = process.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no word"]
+        return [{"error": f"the trace ended with code {process.returncode}: {last[0]}"}] * len(cases)
+    found: list[dict[str, Any]] = json.loads(process.stdout)
+    return found
+
+
+@cache
+def versions() -> str:
+    """Returns the versions of the packages that decide what a step allocates."""
+    from importlib.metadata import version
+
+    return " ".join(f"{name}=={version(name)}" for name in PACKAGES)
