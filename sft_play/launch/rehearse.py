@@ -12,16 +12,25 @@ from sft_play.config.load import LoadedConfig
 from sft_play.launch.options import CommandStrategy, read_options
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.command import hardware_of, needs_several, plan_for
+from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scaling import parse_price, parse_scale, scale_json, scale_table, show_scale, with_cost
-from sft_play.plan.show import show_plan
+from sft_play.plan.show import misfit_json, show_misfit, show_plan
 from sft_play.plan.sources import parse_source
 from sft_play.runs.prepared import Prepared
 
 
 def main(call: Call) -> int:
-    """Prints the plan, as plan.json with `JSON=1`, and returns 0."""
+    """Prints the plan, as plan.json with `JSON=1`, and returns 0; what does not fit is shown part by part before the error."""
+    try:
+        return _rehearse(call)
+    except DoesNotFitError as error:
+        print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
+        raise
+
+
+def _rehearse(call: Call) -> int:
     if call.options.get("RUN"):
         find_run(call.options["RUN"])  # an unknown run is told as such, before its configuration is missed
     loaded = call.load_config()

@@ -26,6 +26,8 @@ from sft_play.runs.prepared import Prepared
 CPU_MICRO_BATCH = 4
 """More rows at once gain nothing on a CPU: the matrices are large enough, and memory grows."""
 MOST_MICRO_BATCH = 64
+LONGEST_ROW = 2**22
+"""Where the search for the longest row ends, for models that know no limit of positions."""
 HEADROOM = {"cuda": 0.94, "cpu": 0.85}
 """Share of the free memory that is planned for."""
 
@@ -93,7 +95,8 @@ def make_plan(
     return Plan(
         world_size=world, num_nodes=launch.num_nodes, device=kind, backend=cast(Any, backend), strategy=strategy, source="formula",
         precision=precision, weights_dtype=dtype, attn_implementation=attention, layout=cast(Any, setup.layout),
-        row_tokens=setup.row_tokens, label_share=setup.label_share, loss_chunk=setup.loss_chunk,
+        most_rows=min(fitting), longest_row=_longest_row(fit, setup, ranks, shape), row_tokens=setup.row_tokens,
+        label_share=setup.label_share, loss_chunk=setup.loss_chunk,
         gradient_checkpointing=setup.gradient_checkpointing, optim=optim, learning_rate=rate, ranks=ranks,
         global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch, warmup_steps=choices.warmup(config, steps),
         eval_batch_size=_eval_batch(config, kind, fitting), reasons=tuple(reasons), remedies=tuple(remedies),
@@ -235,6 +238,13 @@ def _rank(
         rank=rank, device="cpu" if kind == "cpu" else f"cuda:{places[rank % len(places)]}", device_name=devices[rank].name, micro_batch=micro,
         accumulation=accumulation, memory_bytes={**parts, "free": max(0, capacity - peak)}, peak_bytes=peak, capacity_bytes=capacity,
     )  # fmt: skip
+
+
+def _longest_row(fit: Fit, setup: Setup, ranks: tuple[RankPlan, ...], shape: ModelShape) -> int:
+    """Returns the tokens of the longest rows that the planned micro-batches allow on every rank."""
+    kinds = {(rank.micro_batch, rank.capacity_bytes) for rank in ranks}
+    most = min(shape.max_positions, LONGEST_ROW)
+    return min(fit.longest(setup, micro, capacity, most) for micro, capacity in kinds)
 
 
 def _tight(ranks: tuple[RankPlan, ...], fit: Fit, setup: Setup, reasons: list[str]) -> list[str]:

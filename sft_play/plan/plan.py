@@ -78,6 +78,10 @@ class Plan:
     """Of all steps, in the currency of `PRICE_PER_HOUR`; `None` when no price was given."""
     loss_chunk: int = 0
     """Label positions for which head and loss are computed at a time; 0 for all at once."""
+    most_rows: int = 0
+    """Rows of the largest micro-batch that fits the tightest rank."""
+    longest_row: int = 0
+    """Tokens of the longest rows of which the planned micro-batch fits it, the model's context at most."""
     row_tokens: int = 0
     """Tokens of a row of the worst micro-batch."""
     label_share: float = 1.0

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
+from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.hardware import GIB
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.show_speed import show_speed
@@ -32,6 +36,7 @@ def show_plan(plan: Plan, *, details: bool = False) -> str:
     lines.append(
         f"  memory   {_gib(tightest.peak_bytes)} of {_gib(tightest.capacity_bytes)} at the peak of rank {tightest.rank}: {_parts(tightest)}"
     )
+    lines.append(f"  room     {_room(plan)}")
     speed = show_speed(plan)
     lines += ["  speed    " + speed[0], *(f"           {line}" for line in speed[1:])]
     lines += ["  because  " + plan.reasons[0], *(f"           {reason}" for reason in plan.reasons[1:])]
@@ -47,6 +52,13 @@ def _steps(plan: Plan) -> str:
         return "known when the data are prepared"
     epoch = f", {plan.steps_per_epoch} an epoch" if plan.steps_per_epoch else ""
     return f"{plan.steps}{epoch}, learning rate {plan.learning_rate:g} after {plan.warmup_steps or 0} warm-up steps"
+
+
+def _room(plan: Plan) -> str:
+    """Returns the largest batch and the longest rows that would fit, and where in a step the peak stands."""
+    first = plan.ranks[0]
+    text = f"up to {plan.most_rows} rows of {plan.row_tokens:,} tokens, or {first.micro_batch} of {plan.longest_row:,}, would fit"
+    return text + (f"; the peak stands {plan.peak_at}" if plan.peak_at else "")
 
 
 def _parts(rank: RankPlan) -> str:
@@ -66,12 +78,33 @@ def _bars(plan: Plan) -> list[str]:
         lines.append(
             f"  {who}: {rank.device_name}, micro-batch {rank.micro_batch}, {_gib(rank.peak_bytes)} of {_gib(rank.capacity_bytes)}"
         )
-        scale = max(rank.capacity_bytes, rank.peak_bytes, 1)
-        for name in (*ORDER, "free"):
-            size = rank.memory_bytes.get(name, 0)
-            if size:
-                lines.append(f"    {name:<14}{_gib(size):>10}  {'#' * max(1, round(BAR * size / scale))}")
+        lines += _part_bars(rank.memory_bytes, max(rank.capacity_bytes, rank.peak_bytes, 1))
     return lines
+
+
+def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:
+    """Returns a bar for each part, `scale` bytes as long as the line allows."""
+    return [
+        f"    {name:<14}{_gib(parts[name]):>10}  {'#' * max(1, round(BAR * parts[name] / scale))}"
+        for name in (*ORDER, "free")
+        if parts.get(name)
+    ]
+
+
+def show_misfit(error: DoesNotFitError) -> str:
+    """Returns what a rank would need, part by part, and each way to need less, with its saving and its price in speed."""
+    need = sum(error.parts.values())
+    lines = [f"needs {_gib(need)}, may use {_gib(error.capacity_bytes)}", *_part_bars(error.parts, need), ""]
+    lines.append("to make it fit" if any(remedy.fits for remedy in error.remedies) else "nothing by itself makes it fit")
+    return "\n".join([*lines, *(f"  {remedy}" for remedy in error.remedies)])
+
+
+def misfit_json(error: DoesNotFitError) -> dict[str, Any]:
+    """Returns the same as plain data."""
+    return {
+        "fits": False, "error": error.message, "memory_bytes": error.parts, "peak_bytes": sum(error.parts.values()),
+        "capacity_bytes": error.capacity_bytes, "micro_batch": error.micro_batch, "remedies": [asdict(r) for r in error.remedies],
+    }  # fmt: skip
 
 
 def _gib(size: int) -> str:

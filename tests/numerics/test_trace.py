@@ -1,0 +1,98 @@
+"""The trace against reality: the same step with real tensors, through the same tracker, allocates the same bytes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sft_play.plan.trace_case import Case
+from sft_play.trace.build import settings_of
+from sft_play.trace.run import observe, trace
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 512, "max_position_embeddings": 256,
+}  # fmt: skip
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"model_type": "llama", "tie_word_embeddings": False},
+    "qwen2": SMALL | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "gemma3_text": SMALL
+    | {"model_type": "gemma3_text", "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "mistral": SMALL | {"model_type": "mistral", "sliding_window": 16},
+    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 256},
+}
+PLAIN = Case(
+    architecture=ARCHITECTURES["llama"], device="cpu", mode="lora", quantization="none", lora_r=8, lora_dropout=0.0, target_modules="auto",
+    weights_dtype="float32", adapter_dtype="float32", precision="fp32", autocast=False, gradient_checkpointing=False, layout="flattened",
+    attention="sdpa", optim="adamw_torch_fused", fused_adapters=True, loss_chunk=0, rows=3, row_tokens=40, labels=50, accumulates=True, clips=True,
+)  # fmt: skip
+BF16 = {"weights_dtype": "bfloat16", "adapter_dtype": "bfloat16", "precision": "bf16", "autocast": True, "fused_adapters": False}
+AUTOCAST = {
+    "weights_dtype": "float32",
+    "adapter_dtype": "float32",
+    "precision": "bf16",
+    "autocast": True,
+    "fused_adapters": False,
+}
+MODES: dict[str, dict[str, Any]] = {
+    "full fp32": {"mode": "full"},
+    "full autocast": {"mode": "full", **AUTOCAST},
+    "full bf16": {"mode": "full", **BF16},
+    "lora fp32": {},
+    "lora bf16": BF16,
+    "lora bf16, fp32 adapters": BF16 | {"adapter_dtype": "float32"},
+    "nf4": {"mode": "qlora", "quantization": "nf4", "fused_adapters": False},
+    "int8": {"mode": "qlora", "quantization": "int8", "fused_adapters": False},
+}
+GRID = [
+    (family, mode, checkpointing, layout)
+    for (family, mode), (checkpointing, layout) in itertools.product(
+        itertools.product(ARCHITECTURES, MODES), [(False, "flattened"), (True, "padded")]
+    )
+    if not (family == "gpt2" and MODES[mode].get("mode") == "qlora")  # its linear maps are no nn.Linear: bitsandbytes leaves them
+]
+
+
+@pytest.mark.parametrize(("family", "mode", "checkpointing", "layout"), GRID)
+def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, checkpointing: bool, layout: str) -> None:
+    case = replace(
+        PLAIN, architecture=ARCHITECTURES[family], gradient_checkpointing=checkpointing, layout=layout, **MODES[mode]
+    )  # fmt: skip
+    settings = settings_of(case)
+    fake, real = observe(case, settings)[0], observe(case, settings, real=True)[0]
+    assert {m: (p.total, p.operation) for m, p in fake.items()} == {m: (p.total, p.operation) for m, p in real.items()}
+    assert all(fake[moment].parts == real[moment].parts for moment in fake)
+    assert max(peak.total for peak in fake.values()) > 300_000
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": 1}, {"rows": 1, "layout": "padded"}, {"lora_dropout": 0.1, "fused_adapters": False}, {"optim": "adamw_torch"},
+        {"optim": "none"}, {"accumulates": False}, {"clips": False}, {"attention": "eager", "layout": "padded"},
+        {"target_modules": ["q_proj", "v_proj"]}, {"labels": 120},
+    ],
+)  # fmt: skip
+def test_every_other_choice_is_traced_exactly_too(changes: dict[str, Any]) -> None:
+    case = replace(PLAIN, **changes)
+    settings = settings_of(case)
+    fake, real = observe(case, settings)[0], observe(case, settings, real=True)[0]
+    assert {m: (p.total, p.parts) for m, p in fake.items()} == {m: (p.total, p.parts) for m, p in real.items()}
+
+
+@pytest.mark.parametrize("layers", [7, 12])
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_few_layers_stand_for_many(family: str, mode: str, layers: int) -> None:
+    kinds = {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2} if family == "gemma3_text" else {}
+    kinds = {name: value[:layers] for name, value in kinds.items()}
+    shape = ARCHITECTURES[family] | {"num_hidden_layers": layers} | kinds
+    for checkpointing in (False, True):
+        case = replace(PLAIN, architecture=shape, gradient_checkpointing=checkpointing, **MODES[mode])
+        whole = observe(case, settings_of(case))[0]
+        few = trace(case)["moments"]
+        most = max(peak.total for peak in whole.values())
+        assert max(sum(parts.values()) for parts in few.values()) == pytest.approx(most, rel=0.001)
