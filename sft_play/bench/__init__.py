@@ -12,7 +12,7 @@ from importlib.metadata import version
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from sft_play.bench.steps import Steps, tell, train_some
+from sft_play.bench.steps import Steps, settings, tell, train_some
 from sft_play.errors import HardwareError
 from sft_play.launch.environment import DROPPED, SCRUBBED
 from sft_play.launch.network import free_port, loopback_interface
@@ -70,11 +70,10 @@ def main(call: Call) -> int:
     """Measures, keeps the calibration, prints the table, and returns 0."""
     started = time.perf_counter()
     call = replace(call, options={"CONFIG": str(preset()), **call.options})
-    call.load_config()  # its mistakes are told before anything is measured
-    hardware = detect()
-    processes = call.integer("NUM_GPUS", minimum=1)
-    _require_devices(hardware, processes)
+    hardware, processes = detect(), call.integer("NUM_GPUS", minimum=1)
     several = (processes or (len(hardware.devices) if hardware.kind == "cuda" else 1)) > 1
+    command: CommandStrategy = "auto" if several else "single"
+    overrides = settings(call, command)  # mistakes are told before anything is measured
     result = Result(device=hardware.devices[0].name)
     before = read_calibration(hardware.devices[0].name)
     tell("measuring products of matrices and copies")
@@ -85,9 +84,8 @@ def main(call: Call) -> int:
         tell(f"measuring an all-reduce between {ranks} processes")
         links = measure_links(hardware, ranks, result)
         found = {name: replace(one, links=links) for name, one in found.items()}
-    command: CommandStrategy = "auto" if several else "single"
     tell(f"training some steps of {call.options['CONFIG']}")
-    steps = train_some(call, command)
+    steps = train_some(call, command, overrides)
     for name, one in found.items():
         old = read_calibration(name)
         found[name] = old.joined(one) if old else one
@@ -100,11 +98,6 @@ def main(call: Call) -> int:
     seconds = time.perf_counter() - started
     print(json.dumps(as_json(result, hardware, seconds), indent=2) if call.json else as_text(result, steps, seconds))
     return 0
-
-
-def _require_devices(hardware: Hardware, processes: int | None) -> None:
-    if hardware.kind == "cuda" and processes and processes > len(hardware.devices):
-        raise HardwareError(f"`NUM_GPUS` is {processes}, but there are {len(hardware.devices)}")
 
 
 def _kinds(hardware: Hardware) -> list[tuple[int, Device]]:

@@ -77,16 +77,19 @@ class Steps:
         return median(step.tokens / step.seconds for step in full)
 
 
-def train_some(call: Call, command: CommandStrategy) -> Steps:
-    """Trains a handful of steps. Raises `UserError` for what `make train` would refuse, `HardwareError` when a worker fails."""
+def settings(call: Call, command: CommandStrategy) -> tuple[Override, ...]:
+    """Returns what a short run needs beside the configuration. Raises `UserError` for what `make train` would refuse early."""
     typed = [override.origin for override in call.overrides if override.key in SET_HERE]
     if typed:
         raise UserError(
             f"`{typed[0]}`: `make bench` sets this itself", hint="leave it away; batch_size and everything else count"
         )
-    bench = replace(
-        call, overrides=call.overrides + _overrides(call, command), options={**call.options, "RUN_NAME": "bench"}, json=True
-    )
+    return _overrides(call, command)
+
+
+def train_some(call: Call, command: CommandStrategy, overrides: tuple[Override, ...]) -> Steps:
+    """Trains a handful of steps with `overrides` by `settings`. Raises `UserError` as training does, `HardwareError` if it fails."""
+    bench = replace(call, overrides=call.overrides + overrides, options={**call.options, "RUN_NAME": "bench"}, json=True)
     with tempfile.TemporaryDirectory(prefix="sft-play-bench-") as folder, _runs_in(Path(folder)), _quiet(Path(folder)) as log:
         run, outcome = start_run(bench, command, before_launch=_few_rows)
         if outcome.code:

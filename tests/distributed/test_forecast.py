@@ -1,0 +1,50 @@
+"""After `make bench` the forecast is within 15 % of real runs on this CPU, and each run shows it beside what happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from tests.conftest import Program, ragged_rows
+from tests.tiny_models import build_tiny_llama
+
+BOUND = 0.15
+RUNS = 3
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 31 M parameters: large enough that its products, not Python, take the time."""
+    return build_tiny_llama(
+        tmp_path_factory.mktemp("models") / "small", hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=4,
+    )  # fmt: skip
+
+
+@pytest.mark.long
+def test_the_forecast_is_near_real_runs(program: Program, small: Path, tmp_path: Path) -> None:
+    rows = ragged_rows(tmp_path / "rows.jsonl", 200)
+    config = tmp_path / "small.yaml"
+    config.write_text(
+        f"model:\n  name: {small}\n  max_seq_len: 256\ndata:\n  train_path: {rows}\ntrain:\n  global_batch_size: 8\n  max_steps: 16\n"
+        "  save_strategy: 'no'\n  report_to: none\n",
+        encoding="utf-8",
+    )
+    env = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    bench = program("bench", f"CONFIG={config}", "JSON=1", env=env)
+    assert bench.code == 0, bench.err
+    speeds, forecasts = [], set()
+    for number in range(RUNS):
+        done = program("train", f"CONFIG={config}", f"RUN_NAME=run-{number}", env=env)
+        assert done.code == 0, done.err
+        assert "tokens/s, forecast " in done.out and "GiB, forecast " in done.out
+        metrics = json.loads((tmp_path / "runs" / f"run-{number}" / "training_metrics.json").read_text(encoding="utf-8"))
+        assert metrics["forecast"]["basis"].startswith("calibrated by `make bench`")
+        assert metrics["forecast"]["peak_memory_bytes"] and metrics["forecast"]["training_seconds"]
+        speeds.append(metrics["tokens_per_second"])
+        forecasts.add(metrics["forecast"]["tokens_per_second"])
+    (forecast,) = forecasts
+    assert forecast == pytest.approx(median(speeds), rel=BOUND), (speeds, bench.json)

@@ -1,0 +1,150 @@
+"""Calibration: lines through measured steps, kept per device, and used for that device alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sft_play.plan.calibration import Calibration, Link, StepFit, calibration_path, fit_line, load_calibration, same_name, spread
+from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
+
+WORK = {
+    "mode": "lora",
+    "precision": "fp32",
+    "gradient_checkpointing": False,
+    "layout": "flattened",
+    "attention": "sdpa",
+    "layers": 30,
+}
+
+
+def fit(**changes: Any) -> StepFit:
+    values: dict[str, Any] = {
+        "work": WORK, "model": "small", "seconds_per_micro_step": 0.05, "flops_per_second": 1e11, "threads": 2.0, "layers": 30,
+        "flops_per_token": 5e8, "points": 10, "spread": 0.02, "measured": "2026-11-21",
+    }  # fmt: skip
+    return StepFit(**(values | changes))
+
+
+def calibration(device: str = "a CPU", kind: str = "cpu", **changes: Any) -> Calibration:
+    values: dict[str, Any] = {
+        "threads": 2, "measured": "2026-11-21", "versions": {"torch": "2.13.0"}, "matmul_flops": {"512": 1e11, "2048": 1.2e11},
+        "bandwidth": 9e9, "links": {"gloo": Link(ranks=2, latency_seconds=1e-4, bytes_per_second=2e9)}, "steps": (fit(),),
+    }  # fmt: skip
+    return Calibration(device=device, kind=kind, **(values | changes))
+
+
+def cpu(name: str = "a CPU") -> Hardware:
+    device = Device(name=name, memory_bytes=8 * GIB, free_bytes=8 * GIB, bf16=False)
+    return Hardware(kind="cpu", devices=(device,), cpu_threads=2, ram_bytes=8 * GIB)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+
+
+def test_it_is_kept_and_found_again(tmp_path: Path) -> None:
+    path = calibration().save()
+    assert path == tmp_path / "cache" / "calibration" / "a-cpu.json" == calibration_path("a CPU")
+    assert load_calibration(cpu()) == calibration()
+    assert load_calibration(cpu("another CPU")) is None
+
+
+@pytest.mark.parametrize(
+    ("measured", "described", "same"),
+    [
+        ("NVIDIA H200", "H200", True),
+        ("NVIDIA GeForce RTX 4090", "2xRTX4090", True),
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", "RTX4070", False),
+        ("NVIDIA H100 80GB HBM3", "H100NVL", False),
+        ("NVIDIA H200", "H200+H100", False),
+        ("NVIDIA H200", "141GB", False),
+    ],
+)
+def test_described_hardware_gets_it_only_by_the_same_name(measured: str, described: str, same: bool) -> None:
+    calibration(measured, "cuda").save()
+    assert (load_calibration(parse_hardware(described)) is not None) == same
+
+
+def test_a_name_makes_a_file_name() -> None:
+    assert same_name("Intel(R) Xeon(R) CPU @ 2.20GHz") == "intel-xeon-cpu-2-20ghz"
+    assert same_name("../../etc/passwd") == "etc-passwd" and same_name("???") == "device"
+
+
+@pytest.mark.parametrize(
+    "damage", ["{", "[]", "null", '{"format": 1}', '{"format": 0}', '{"format": 1, "links": {}, "steps": [{}]}']
+)
+def test_a_file_that_makes_no_sense_counts_as_none(damage: str) -> None:
+    path = calibration().save()
+    path.write_text(damage, encoding="utf-8")
+    assert load_calibration(cpu()) is None
+    calibration().save()
+    assert load_calibration(cpu()) is not None
+
+
+def test_another_format_counts_as_none() -> None:
+    path = calibration().save()
+    value = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(value | {"format": 99}), encoding="utf-8")
+    assert load_calibration(cpu()) is None
+
+
+def test_newer_measurements_replace_those_of_the_same_work() -> None:
+    other = fit(work=WORK | {"mode": "full"}, model="other")
+    old = calibration(
+        steps=(fit(flops_per_second=1.0), other), links={"nccl": Link(ranks=2, latency_seconds=0.0, bytes_per_second=1.0)}
+    )
+    new = calibration(steps=(), bandwidth=None).with_fit(fit(measured="2027-01-01"))
+    joined = old.joined(new)
+    assert joined.steps == (other, fit(measured="2027-01-01")) and set(joined.links) == {"gloo", "nccl"}
+    assert joined.bandwidth == 9e9 and joined.measured == "2027-01-01"
+    assert joined.with_fit(fit()).steps == (other, fit())
+
+
+def test_the_nearest_fit_stands_in() -> None:
+    full, large = (
+        fit(work=WORK | {"mode": "full"}, model="full"),
+        fit(work=WORK | {"layers": 60}, model="large", flops_per_token=4e9),
+    )
+    known = calibration(steps=(full, large, fit(), fit(threads=1.0, model="one thread")))
+
+    def chosen(work: dict[str, Any], size: float = 5e8, threads: float = 2.0) -> tuple[str, bool]:
+        found = known.fit_for(work, flops_per_token=size, threads=threads)
+        assert found
+        return found[0].model, found[1]
+
+    assert chosen(WORK) == ("small", True) and chosen(WORK, threads=1.0) == ("one thread", True)
+    assert chosen(WORK | {"layers": 12}) == ("small", False)
+    assert chosen(WORK | {"layers": 12}, size=5e9) == ("large", False)
+    assert chosen(WORK | {"layers": 12, "mode": "full"}, size=5e9) == ("full", False)
+    assert replace(known, steps=()).fit_for(WORK, flops_per_token=1.0, threads=1.0) is None
+
+
+@given(
+    start=st.floats(0.001, 1.0), speed=st.floats(1e9, 1e13),
+    work=st.lists(st.floats(1e9, 1e13), min_size=3, max_size=12, unique_by=lambda value: round(value / 1e9)),
+)  # fmt: skip
+def test_a_straight_line_is_found(start: float, speed: float, work: list[float]) -> None:
+    points = [(one, start + one / speed) for one in work]
+    line = fit_line(points)
+    assert spread(points, line) < 0.02 or line[0] == 0.0  # a start that drowns in the work is none
+    assert line[0] >= 0 and line[1] > 0
+
+
+def test_a_disturbed_step_does_not_count() -> None:
+    points = [(work * 1e9, 0.1 + work / 50) for work in (10, 11, 12, 40, 42, 44, 46)] + [(45e9, 9.0)]
+    start, speed = fit_line(points)
+    assert start == pytest.approx(0.1, rel=0.05) and speed == pytest.approx(5e10, rel=0.02)
+
+
+def test_points_without_a_slope_are_a_speed() -> None:
+    assert fit_line([(1e9, 0.5), (1.01e9, 0.5)]) == (0.0, pytest.approx(2e9, rel=0.02))
+    assert fit_line([(1e9, 1.0), (2e9, 0.9)])[0] == 0.0
+    assert fit_line([(1e9, 0.5), (2e9, 2.0)])[0] == 0.0, "a line that starts below zero"
