@@ -81,15 +81,17 @@ def batch_flops(
     return linear + attention + adapters
 
 
-def attended_pairs(setup: Setup, lengths: Sequence[float]) -> float:
+def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool | None = None) -> float:
     """Returns the pairs of tokens whose scores are computed for a micro-batch of rows of these lengths.
 
-    Kernels skip the half above the diagonal when no mask is given: always under flash-attention, else for a single row. Rows in
-    one line under a mask are scored against each other too, and the result thrown away.
+    Kernels skip the half above the diagonal when no mask is given: always under flash-attention, else for a single row or for
+    padded rows of one length (unless `ragged` says that real ones differ). Rows in one line under a mask are scored against each
+    other too, and the result thrown away.
     """
-    causal = sum(length**2 for length in lengths) / 2
-    if setup.attention == "flash_attention_2" or (len(lengths) <= 1 and setup.attention == "sdpa"):
-        return causal
+    uneven = len(set(lengths)) > 1 if ragged is None else ragged and len(lengths) > 1
+    masked = len(lengths) > 1 and (setup.layout == "flattened" or uneven)
+    if setup.attention == "flash_attention_2" or (setup.attention == "sdpa" and not masked):
+        return sum(length**2 for length in lengths) / 2
     return sum(lengths) ** 2 if setup.layout == "flattened" else len(lengths) * max(lengths, default=0.0) ** 2
 
 
@@ -236,7 +238,7 @@ def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accum
     lengths = [length] * whole + ([length * (micro - whole)] if micro > whole else [])
     flops = batch_flops(
         config, shape, tokens=micro * length, labels=micro * data.row_tokens * data.label_share,
-        pairs=attended_pairs(setup, lengths), recompute=setup.gradient_checkpointing,
+        pairs=attended_pairs(setup, lengths, ragged=data.longest > data.row_tokens), recompute=setup.gradient_checkpointing,
     )  # fmt: skip
     return flops * accumulation
 

@@ -82,7 +82,9 @@ def test_the_head_costs_only_where_there_are_labels() -> None:
 def test_pairs_are_those_that_kernels_compute() -> None:
     assert attended_pairs(SETUP, [100.0]) == 5000
     assert attended_pairs(SETUP, [100.0, 50.0]) == 150**2, "one line under a mask"
-    assert attended_pairs(replace(SETUP, layout="padded"), [100.0, 50.0]) == 2 * 100**2
+    padded = replace(SETUP, layout="padded")
+    assert attended_pairs(padded, [100.0, 50.0]) == 2 * 100**2 == attended_pairs(padded, [100.0, 100.0], ragged=True)
+    assert attended_pairs(padded, [100.0, 100.0]) == 100**2, "no mask is needed"
     assert attended_pairs(replace(SETUP, attention="flash_attention_2"), [100.0, 50.0]) == (100**2 + 50**2) / 2
     assert attended_pairs(replace(SETUP, attention="eager"), [100.0]) == 100**2
     assert attended_pairs(SETUP, []) == 0
