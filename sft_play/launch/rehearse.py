@@ -37,6 +37,8 @@ def _rehearse(call: Call) -> int:
     hardware = hardware_of(call)
     options, loaded = read_options(call, loaded, "auto", rehearsal=True)
     request = _as_the_run_was(call, options.request)
+    if hardware.nodes > 1 and request.num_nodes == 1 and "NUM_NODES" not in call.options:
+        request = replace(request, num_nodes=hardware.nodes)
     if request.command_strategy == "auto" and not needs_several(loaded, hardware, request):
         request = replace(request, command_strategy="single")
     counts = parse_scale(call.options["SCALE"]) if "SCALE" in call.options else ()

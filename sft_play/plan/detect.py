@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import HardwareError
-from sft_play.plan.hardware import Device, Hardware, find_card
+from sft_play.plan.catalogue import find_card
+from sft_play.plan.hardware import Device, Hardware
 
 
 def detect() -> Hardware:
@@ -115,7 +116,7 @@ def _gpus() -> list[Device]:
     if nvml is None:
         return []
     try:
-        return [_device(nvml, handle) for _, handle in shown_handles(nvml)[0]]
+        return [_device(nvml, handle, number) for number, handle in shown_handles(nvml)[0]]
     finally:
         nvml.nvmlShutdown()
 
@@ -153,7 +154,7 @@ def gpu_memory(nvml: Any, handle: Any) -> tuple[int, int]:
     return int(memory.total), int(memory.free)
 
 
-def _device(nvml: Any, handle: Any) -> Device:
+def _device(nvml: Any, handle: Any, number: int) -> Device:
     name = _text(nvml.nvmlDeviceGetName(handle))
     total, free = gpu_memory(nvml, handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
@@ -168,6 +169,7 @@ def _device(nvml: Any, handle: Any) -> Device:
         peak_flops=found[1].bf16_tflops * 1e12 if found else None,
         bandwidth=found[1].bandwidth_gb_s * 1e9 if found else None,
         power_watts=_power_limit(nvml, handle),
+        number=number,
     )
 
 

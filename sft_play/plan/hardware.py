@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from sft_play.errors import HardwareError
+from sft_play.plan.catalogue import Card, did_you_mean, find_card, near_names
 from sft_play.plan.power import BOARD_WATTS
 
 GIB = 2**30
 GB = 10**9
 USABLE = 0.98
 """Share of a card's nominal gigabytes (which are GiB on cards) that programs see; ECC and driver keep the rest."""
+FULL = 0.05
+"""A GPU with a smaller share of its memory free is full: CUDA and a model's first layer already need more."""
+ASSUMED_THREADS, ASSUMED_RAM = 8, 64 * GIB
+"""Of a machine whose GPUs alone are described."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +38,13 @@ class Device:
     """Bytes per second of device memory."""
     power_watts: float | None = None
     """The limit that the driver enforces, or the card's by its data sheet; `None` when unknown (always so for a CPU)."""
+    number: int | None = None
+    """The driver's number, as `CUDA_VISIBLE_DEVICES` takes it; `None` for the CPU and for what is described."""
+
+    @property
+    def full(self) -> bool:
+        """Whether other programs hold nearly all of its memory."""
+        return self.free_bytes < FULL * self.memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,75 +60,43 @@ class Hardware:
     """Whether the user described it, rather than this machine being looked at."""
     network_bytes_per_second: float | None = None
     """Between machines, or between cards without a faster link; `None` when nothing is known."""
+    ram_known: bool = True
+    """Whether `ram_bytes` was looked up or stated, rather than assumed."""
+    nodes: int = 1
+    """Machines like this one that a description names; `NUM_NODES` wins."""
 
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A row of the catalogue: nominal figures, for a forecast before anything is measured; laptop parts apart."""
-
-    memory_gib: float
-    """What programs see, in GiB."""
-    bf16_tflops: float
-    bandwidth_gb_s: float
-    capability: tuple[int, int]
-    source: str
-
-
-SHEET = "NVIDIA data sheet, dense"
-GEFORCE = (
-    "NVIDIA architecture papers: bf16 with fp32 accumulation is twice the fp32 rate, 512 operations a clock and multiprocessor"
-)
-
-CATALOGUE: Mapping[str, Card] = {
-    "RTX3060": Card(11.8, 25.5, 360, (8, 6), GEFORCE), "RTX3070": Card(7.8, 40.6, 448, (8, 6), GEFORCE),
-    "RTX3070Ti": Card(7.8, 43.5, 608, (8, 6), GEFORCE), "RTX3080": Card(9.8, 59.5, 760, (8, 6), GEFORCE),
-    "RTX3090": Card(23.6, 71.2, 936, (8, 6), GEFORCE), "RTX3090Ti": Card(23.6, 80.0, 1008, (8, 6), GEFORCE),
-    "RTX4060": Card(7.8, 30.2, 272, (8, 9), GEFORCE), "RTX4060Ti": Card(7.8, 44.1, 288, (8, 9), GEFORCE),
-    "RTX4060Ti-16GB": Card(15.6, 44.1, 288, (8, 9), GEFORCE), "RTX4070": Card(11.8, 58.3, 504, (8, 9), GEFORCE),
-    "RTX4070Super": Card(11.8, 71.0, 504, (8, 9), GEFORCE), "RTX4070Ti": Card(11.8, 80.2, 504, (8, 9), GEFORCE),
-    "RTX4070TiSuper": Card(15.6, 88.2, 672, (8, 9), GEFORCE), "RTX4080": Card(15.6, 97.5, 717, (8, 9), GEFORCE),
-    "RTX4080Super": Card(15.6, 104.4, 736, (8, 9), GEFORCE), "RTX4090": Card(23.6, 165.2, 1008, (8, 9), GEFORCE),
-    "RTX5070": Card(11.8, 61.7, 672, (12, 0), GEFORCE), "RTX5070Ti": Card(15.6, 87.9, 896, (12, 0), GEFORCE),
-    "RTX5080": Card(15.6, 112.6, 960, (12, 0), GEFORCE), "RTX5090": Card(31.4, 209.5, 1792, (12, 0), GEFORCE),
-    "RTX4070Laptop": Card(7.8, 40.0, 256, (8, 9), "2 x fp32 at 115 W; 22.7 at 35 W"),
-    "RTX5070TiLaptop": Card(11.8, 62.0, 672, (12, 0), "NVIDIA AI-TOPS / 16; inferred"),
-    "RTXA6000": Card(47.5, 154.8, 768, (8, 6), SHEET), "RTX6000Ada": Card(47.4, 364.2, 960, (8, 9), SHEET),
-    "V100": Card(15.8, 125.0, 900, (7, 0), "NVIDIA data sheet, 16 GB SXM2 (fp16; the card has no bf16)"),
-    "T4": Card(14.7, 65.0, 320, (7, 5), "NVIDIA data sheet (fp16; the card has no bf16)"),
-    "L4": Card(22.2, 121.0, 300, (8, 9), SHEET), "L40": Card(44.4, 181.0, 864, (8, 9), SHEET), "L40S": Card(44.4, 362.0, 864, (8, 9), SHEET),
-    "A10": Card(22.2, 125.0, 600, (8, 6), SHEET), "A10G": Card(22.2, 70.0, 600, (8, 6), SHEET), "A40": Card(44.4, 149.7, 696, (8, 6), SHEET),
-    "A100-40GB": Card(39.4, 312.0, 1555, (8, 0), SHEET), "A100": Card(79.2, 312.0, 2039, (8, 0), SHEET + ", SXM"),
-    "H20": Card(95.0, 148.0, 4000, (9, 0), SHEET), "H100": Card(79.1, 989.0, 3350, (9, 0), SHEET + ", SXM"),
-    "H100NVL": Card(93.1, 835.0, 3900, (9, 0), SHEET), "GH200": Card(94.5, 989.0, 4000, (9, 0), SHEET + ", 96 GB"),
-    "H200": Card(139.8, 989.0, 4800, (9, 0), SHEET + ", SXM"), "H200NVL": Card(139.8, 835.0, 4800, (9, 0), SHEET),
-    "B200": Card(178.0, 2250.0, 8000, (10, 0), SHEET),
-}  # fmt: skip
 
 PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+)")
 MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|G)", re.IGNORECASE)
-OTHER_MODEL = re.compile(r"ti|super|\d(?!\d*gb)")
-"""What makes a longer name another card: L40 is no L4, but `H100 80GB` is an H100."""
 NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(G|M)bit(?:/s)?", re.IGNORECASE)
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Returns described hardware: `2x24GB`, `12GB+8GB+8GB@1Gbit`, `4xH200`, `cpu`. Raises `HardwareError`."""
-    body, _, network = text.partition("@")
-    speed = None
-    if network:
-        match = NETWORK.fullmatch(network.strip())
-        if not match or float(match.group(1)) <= 0:
-            raise HardwareError(f"`HARDWARE` names the network `{network}`; expected such as `1Gbit`", place=f"HARDWARE={text}")
-        # Ethernet and TCP headers leave 94 % of the line rate.
-        speed = float(match.group(1)) * (1e9 if match.group(2).upper() == "G" else 1e6) / 8 * 0.94
+    """Returns described hardware: `2x24GB`, `12GB+8GB+8GB@1Gbit`, `4xH200`, `cpu`, or a YAML file. Raises `UserError`."""
+    if re.search(r"\.ya?ml$", text.strip(), re.IGNORECASE):
+        from sft_play.plan.hardware_file import read_hardware
+
+        return read_hardware(Path(text.strip()))
+    body, at, network = text.partition("@")
+    speed = network_speed(network, f"HARDWARE={text}") if at else None
     if body.strip().lower() == "cpu":
         from sft_play.plan.detect import cpu_only
 
         return replace(cpu_only(), network_bytes_per_second=speed)
     devices = [device for part in body.split("+") for device in _devices(part.strip(), text)]
     return Hardware(
-        kind="cuda", devices=tuple(devices), cpu_threads=8, ram_bytes=64 * GIB, described=True, network_bytes_per_second=speed
-    )
+        kind="cuda", devices=tuple(devices), cpu_threads=ASSUMED_THREADS, ram_bytes=ASSUMED_RAM, described=True,
+        network_bytes_per_second=speed, ram_known=False,
+    )  # fmt: skip
+
+
+def network_speed(text: str, place: str) -> float:
+    """Returns the bytes per second that a network such as `1Gbit` carries. Raises `HardwareError`."""
+    match = NETWORK.fullmatch(text.strip())
+    if not match or float(match.group(1)) <= 0:
+        raise HardwareError(f"`HARDWARE` names the network `{text}`; expected such as `1Gbit`", place=place)
+    # Ethernet and TCP headers leave 94 % of the line rate.
+    return float(match.group(1)) * (1e9 if match.group(2).upper() == "G" else 1e6) / 8 * 0.94
 
 
 def _devices(part: str, text: str) -> list[Device]:
@@ -153,27 +133,12 @@ def device_of(label: str, card: Card) -> Device:
     )
 
 
-def find_card(name: str) -> tuple[str, Card] | None:
-    """Returns the catalogue row of a GPU's name as people or drivers write it, or `None`.
-
-    Only speed is looked up by name: memory comes from the driver wherever there is one.
-    """
-    plain = re.sub(r"nvidia|geforce|graphics|gpu|device|tesla|sxm\d?|pcie|hbm\d?e?|[\s\-_]", "", name.lower())
-    keys = sorted(CATALOGUE, key=len, reverse=True)
-    for key in keys:
-        if plain == re.sub(r"[\s\-_]", "", key.lower()):
-            return key, CATALOGUE[key]
-    laptop = "laptop" in plain
-    for key in keys:
-        short = re.sub(r"[\s\-_]", "", key.lower())
-        if plain.startswith(short) and ("laptop" in short) == laptop and not OTHER_MODEL.match(plain[len(short) :]):
-            return key, CATALOGUE[key]
-    return None
-
-
 def _nonsense(part: str, text: str) -> HardwareError:
+    meant = did_you_mean(part.split("x", 1)[-1] if re.match(r"\d+\s*x", part) else part)
+    names = ", ".join(near_names(meant or part))
     return HardwareError(
         f"`{part}` is not hardware that is known",
         place=f"HARDWARE={text}",
-        hint=f"write 2x24GB, 12GB+8GB@1Gbit, cpu, or a count and a name of {', '.join(CATALOGUE)}",
+        hint=(f"did you mean `{meant}`? " if meant else "")
+        + f"write 2x24GB, 12GB+8GB@1Gbit, cpu, a YAML file, or a count and a name of {names}",
     )

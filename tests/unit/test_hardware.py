@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from sft_play.errors import HardwareError
+from sft_play.errors import HardwareError, UserError
+from sft_play.plan.catalogue import CATALOGUE, find_card
 from sft_play.plan.detect import cpu_only, detect, visible
-from sft_play.plan.hardware import CATALOGUE, GIB, find_card, parse_hardware
+from sft_play.plan.hardware import GIB, Device, parse_hardware
+from tests.nvml_double import nvml_path
 
 
 @pytest.mark.parametrize(
@@ -21,6 +27,88 @@ def test_memory_sizes(text: str, sizes: list[float]) -> None:
     assert hardware.kind == "cuda" and hardware.described
     assert [round(d.memory_bytes / GIB / 0.98, 1) for d in hardware.devices] == sizes
     assert all(d.peak_flops is None for d in hardware.devices)
+
+
+# A file says what one line cannot.
+
+
+def described(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "machines.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_file_describes_machines(tmp_path: Path) -> None:
+    text = """devices:
+  - {name: RTX 4090, count: 2, free_gb: 20}
+  - name: prototype
+    memory_gb: 12
+    bf16_tflops: 50
+    bandwidth_gb_s: 500
+network: 1Gbit
+ram_gb: 128
+cpu_threads: 32
+nodes: 3
+"""
+    hardware = parse_hardware(described(tmp_path, text))
+    assert [d.name for d in hardware.devices] == ["RTX4090", "RTX4090", "prototype"] and hardware.described
+    first, last = hardware.devices[0], hardware.devices[2]
+    assert (first.free_bytes, first.peak_flops, first.memory_bytes) == (20 * GIB, 165.2e12, int(23.6 * GIB))
+    assert (last.peak_flops, last.bandwidth, round(last.memory_bytes / GIB / 0.98)) == (50e12, 500e9, 12)
+    assert (hardware.cpu_threads, hardware.ram_bytes, hardware.ram_known, hardware.nodes) == (32, 128 * GIB, True, 3)
+    assert hardware.network_bytes_per_second == pytest.approx(117.5e6)
+    assert not parse_hardware("2x24GB").ram_known
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said", "hint"),
+    [
+        ("device: []", 1, "unknown key `device`", "`devices`"), ("devices: []", 1, "`devices` is missing or empty", "RTX4090"),
+        ("devices:\n  - {nam: L4}", 2, "unknown key `nam`", "`name`"), ("devices: [{name: L44}]", 1, "`L44` is not a card", "did you mean `L4`?"),
+        ("devices: [{count: 2}]", 1, "neither `name` nor `memory_gb`", "memory_gb"), ("devices: [{name: L4, count: 0}]", 1, "`count` is `0`", ""),
+        ("devices: [{name: L4, count: two}]", 1, "`count` is `two`", ""), ("devices: [{name: L4}]\nnetwork: fast", 2, "network `fast`", ""),
+        ("devices: [{name: L4}]\nram_gb: yes", 2, "`ram_gb` is `yes`", ""), ("devices: [{name: L4, free_gb: 99}]", 1, "22.2 GiB in all", ""),
+        ("devices: [{name: L4, bf16_tflops: -1}]", 1, "`bf16_tflops` is `-1`", ""), ("[1, 2]", 1, "not `key: value` lines", ""),
+        ("devices: [{name: L4}]\nnodes: 1.5", 2, "`nodes` is `1.5`", ""), ("devices: L4", 1, "expected a list", ""), ("a: [", 1, "not YAML", ""),
+        ("devices: [L4]", 1, "an entry of `devices` is not", ""),
+    ],
+)  # fmt: skip
+def test_bad_files_are_refused_at_their_line(tmp_path: Path, text: str, line: int, said: str, hint: str) -> None:
+    place = described(tmp_path, text)
+    with pytest.raises(UserError) as error:
+        parse_hardware(place)
+    rendered = error.value.render()
+    assert f"{place}:{line}" in rendered and said in rendered and hint in rendered
+
+
+def test_every_problem_of_a_file_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        parse_hardware(described(tmp_path, "devices: [{name: L44}]\nspeed: 1\nram_gb: 0"))
+    assert error.value.render().count("error: ") == 3
+    with pytest.raises(UserError, match="no such file"):
+        parse_hardware(str(tmp_path / "none.yml"))
+
+
+def test_a_mistyped_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(HardwareError) as error:
+        parse_hardware("2xRTX490")
+    assert error.value.hint and error.value.hint.startswith("did you mean `RTX4090`? ") and "H200" in error.value.hint
+
+
+# What the driver says.
+
+
+def test_memory_comes_from_the_driver_and_only_speed_from_the_name(tmp_path: Path) -> None:
+    """An H200 slice of 20 GiB by another name's catalogue row would be planned as 140 GiB: the driver decides."""
+    code = "from sft_play.plan.detect import detect; d = detect().devices; print([(x.memory_bytes, x.free_bytes, x.peak_flops, x.number) for x in d])"
+    env = nvml_path(tmp_path / "nvml", ("NVIDIA H200", 20.0, 19.0, (9, 0)), ("NVIDIA Unheard Of", 7.0, 6.0, (9, 0)))
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == str([(20 * GIB, 19 * GIB, 989e12, 0), (7 * GIB, 6 * GIB, None, 1)])
+
+
+def test_a_gpu_is_full_below_a_twentieth() -> None:
+    device = Device(name="a GPU", memory_bytes=20 * GIB, free_bytes=GIB - 1, bf16=True)
+    assert device.full and not parse_hardware("24GB").devices[0].full
 
 
 def test_names_from_the_catalogue() -> None:
@@ -38,6 +126,20 @@ def test_every_row_of_the_catalogue_is_found_by_its_own_name_and_names_a_source(
     for name, card in CATALOGUE.items():
         assert parse_hardware(name).devices[0].name == name
         assert card.source
+        # A desktop card's name is not enough for a laptop.
+        assert ("Laptop" in name) == (find_card(f"NVIDIA {name} Laptop GPU") == (name, card))
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        # Published dense bf16 rates with fp32 accumulation: NVIDIA's GA102, Ada and RTX Blackwell papers; 22.67 at 35 W scales by clock.
+        ("RTX3090", 71), ("RTX4090", 165.2), ("RTX5090", 209.5), ("RTX5080", 1801 / 16), ("RTX5070Ti", 1406 / 16), ("RTX5070", 988 / 16),
+        ("RTX4070Laptop", 22.67 * 2175 / 1230), ("RTX4070Ti", 2 * 40.09), ("RTX4060", 2 * 15.11),
+    ],
+)  # fmt: skip
+def test_the_rule_for_geforce_cards_gives_published_speeds(name: str, tflops: float) -> None:
+    assert CATALOGUE[name].bf16_tflops == pytest.approx(tflops, rel=0.003)
 
 
 def test_networks() -> None:
@@ -71,10 +173,12 @@ def test_nonsense_is_refused_with_what_is_known(text: str) -> None:
         ("NVIDIA A100-SXM4-40GB", "A100-40GB"), ("NVIDIA A100-PCIE-40GB", "A100-40GB"), ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA L40S", "L40S"), ("NVIDIA L4", "L4"), ("NVIDIA A10G", "A10G"),
         ("NVIDIA GeForce RTX 4070 Laptop GPU", "RTX4070Laptop"), ("NVIDIA GeForce RTX 3070 Ti", "RTX3070Ti"), ("NVIDIA RTX A6000", "RTXA6000"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA L40", "L40"), ("NVIDIA GeForce GTX 1080", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX4090Laptop"),
+        ("NVIDIA GeForce RTX 3090 Laptop GPU", None), ("NVIDIA L40", "L40"), ("NVIDIA GeForce GTX 1080", None),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX4070TiSuper"), ("NVIDIA GeForce RTX 4060 Ti", "RTX4060Ti"), ("NVIDIA A40", "A40"),
         ("NVIDIA RTX A4000", None), ("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada"), ("Tesla V100-SXM2-16GB", "V100"), ("NVIDIA A10", "A10"),
-        ("NVIDIA H100 NVL", "H100NVL"), ("NVIDIA GH200 480GB", "GH200"), ("NVIDIA H20", "H20"),
+        ("NVIDIA H100 NVL", "H100NVL"), ("NVIDIA H100 PCIe", "H100PCIe"), ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA GH200 480GB", "GH200"), ("NVIDIA H20", "H20"),
         ("NVIDIA GeForce RTX 5070 Ti Laptop GPU", "RTX5070TiLaptop"),
         ("NVIDIA GeForce RTX 5070 Ti", "RTX5070Ti"), ("NVIDIA GeForce RTX 3080 Laptop GPU", None), ("NVIDIA RTX 6000", None),
     ],
