@@ -47,12 +47,17 @@ MODES: dict[str, dict[str, Any]] = {
     "nf4": {"mode": "qlora", "quantization": "nf4", "fused_adapters": False},
     "int8": {"mode": "qlora", "quantization": "int8", "fused_adapters": False},
 }
-GRID = [
-    (family, mode, checkpointing, layout)
-    for (family, mode), (checkpointing, layout) in itertools.product(
-        itertools.product(ARCHITECTURES, MODES), [(False, "flattened"), (True, "padded")]
-    )
+WAYS = [(False, "flattened"), (True, "padded"), (True, "flattened"), (False, "padded")]
+PAIRS = [
+    (family, mode)
+    for family, mode in itertools.product(ARCHITECTURES, MODES)
     if not (family == "gpt2" and MODES[mode].get("mode") == "qlora")  # its linear maps are no nn.Linear: bitsandbytes leaves them
+]
+# Every family in every mode, each way of running it in turn; `make test-all` runs every way of each.
+GRID = [
+    pytest.param(*pair, *way, marks=() if turn == index % len(WAYS) else pytest.mark.long)
+    for index, pair in enumerate(PAIRS)
+    for turn, way in enumerate(WAYS)
 ]
 
 
@@ -83,16 +88,18 @@ def test_every_other_choice_is_traced_exactly_too(changes: dict[str, Any]) -> No
     assert {m: (p.total, p.parts) for m, p in fake.items()} == {m: (p.total, p.parts) for m, p in real.items()}
 
 
-@pytest.mark.parametrize("layers", [7, 12])
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_few_layers_stand_for_many(family: str, mode: str, layers: int) -> None:
-    kinds = {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2} if family == "gemma3_text" else {}
-    kinds = {name: value[:layers] for name, value in kinds.items()}
-    shape = ARCHITECTURES[family] | {"num_hidden_layers": layers} | kinds
-    for checkpointing in (False, True):
-        case = replace(PLAIN, architecture=shape, gradient_checkpointing=checkpointing, **MODES[mode])
-        whole = observe(case, settings_of(case))[0]
-        few = trace(case)["moments"]
-        most = max(peak.total for peak in whole.values())
-        assert max(sum(parts.values()) for parts in few.values()) == pytest.approx(most, rel=0.001)
+@pytest.mark.parametrize(
+    ("family", "mode", "layers", "checkpointing"),
+    [
+        ("llama", "lora fp32", 7, False), ("llama", "full autocast", 9, True), ("llama", "nf4", 6, True), ("llama", "full fp32", 12, False),
+        ("gemma3_text", "full autocast", 12, False), ("gemma3_text", "lora bf16", 7, True), ("gpt2", "full fp32", 6, False),
+    ],
+)  # fmt: skip
+def test_few_layers_stand_for_many(family: str, mode: str, layers: int, checkpointing: bool) -> None:
+    depth = {"n_layer": layers} if family == "gpt2" else {"num_hidden_layers": layers}
+    kinds = ((["sliding_attention"] * 5 + ["full_attention"]) * 2)[:layers]
+    shape = ARCHITECTURES[family] | depth | ({"layer_types": kinds} if family == "gemma3_text" else {})
+    case = replace(PLAIN, architecture=shape, gradient_checkpointing=checkpointing, **MODES[mode])
+    most = max(peak.total for peak in observe(case, settings_of(case))[0].values())
+    few = trace(case)["moments"]
+    assert max(sum(parts.values()) for parts in few.values()) == pytest.approx(most, rel=0.001)
