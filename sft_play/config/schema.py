@@ -108,6 +108,9 @@ class TrainConfig:
     """Optimizer steps; -1 goes by `train.epochs`."""
     learning_rate: float | Auto = "auto"
     """Peak learning rate; `auto` is 2e-4 for adapters and 2e-5 for `full`."""
+    learning_rate_scaling: Literal["none", "sqrt", "linear"] = "none"
+    """How the learning rate, typed or `auto`, follows the global batch. Rates are taken as quoted for 32 rows, the default: with
+    G rows a step `sqrt` multiplies by the square root of G / 32 (the rule for Adam), `linear` by G / 32 (for SGD)."""
     lr_scheduler_type: str = "cosine"
     """Schedule of transformers (`linear`, `cosine`, `constant`, `constant_with_warmup`, ...)."""
     warmup_ratio: float = 0.03

@@ -225,6 +225,7 @@ def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
                 precision=plan.precision,
                 batch=BatchNumbers.of(plan),
                 clipping=job.loaded.config.train.max_grad_norm,
+                offload=plan.offload_optimizer,
                 hidden_size=hidden_size,
             )
         deepspeed = run.deepspeed

@@ -83,6 +83,8 @@ def _as_the_run_was(call: Call, request: LaunchRequest) -> LaunchRequest:
         zero_stage=request.zero_stage or (int(before.strategy[-1]) if command == "zero" else None),
         num_gpus=request.num_gpus or (before.world_size // before.num_nodes if same_hardware and command != "single" else None),
         num_nodes=nodes,
+        offload_optimizer=request.offload_optimizer or before.offload_optimizer,
+        offload_parameters=request.offload_parameters or before.offload_parameters,
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
 from typing import Literal
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.backends import conflict_for, layout_for, missing_for
-from sft_play.plan.hardware import GIB, Device, Hardware
+from sft_play.plan.backends import layout_for
+from sft_play.plan.batch import DEFAULT_GLOBAL_BATCH
+from sft_play.plan.hardware import FULL, GIB, Device, Hardware
 from sft_play.plan.layouts import FLATTENED_MODEL_TYPES, FLATTENED_TOKENS, WITHOUT_FLASH_ATTENTION, WITHOUT_SDPA
 from sft_play.plan.plan import Precision, Strategy
 from sft_play.plan.request import LaunchRequest
@@ -31,7 +31,10 @@ Reasons = list[str]
 
 
 def devices_for(hardware: Hardware, request: LaunchRequest, wants_one: bool) -> tuple[tuple[int, ...], tuple[Device, ...]]:
-    """Returns the index and the device of each of this machine's ranks. Raises `HardwareError` when there are not enough."""
+    """Returns the index and the device of each of this machine's ranks.
+
+    Raises `HardwareError` when there are not enough, or when other programs fill one that would be used.
+    """
     asked = request.num_gpus
     if wants_one and (asked or 1) > 1:
         raise UserError(f"`NUM_GPUS` is {asked}, but `make train` runs one process", hint="use make train-distributed")
@@ -51,8 +54,10 @@ def devices_for(hardware: Hardware, request: LaunchRequest, wants_one: bool) -> 
         )
     if wants_one:
         best = max(range(len(hardware.devices)), key=lambda index: _worth(hardware.devices[index]))
+        _refuse_full(hardware, (hardware.devices[best],))
         return (best,), (hardware.devices[best],)
     chosen = hardware.devices[: asked or len(hardware.devices)]
+    _refuse_full(hardware, chosen)
     return tuple(range(len(chosen))), chosen
 
 
@@ -61,67 +66,34 @@ def _worth(device: Device) -> tuple[int, float]:
     return device.free_bytes // GIB, device.peak_flops or 0.0
 
 
-def choose_strategy(
-    config: Config, typed: Callable[[str], bool], request: LaunchRequest, hardware: Hardware, ranks: int, reasons: Reasons
-) -> Strategy:
-    """Returns the strategy of a command. Raises `UserError` where the configuration contradicts it."""
-    wanted, command = config.launch.strategy, request.command_strategy
-    if command == "zero":
-        stage = f"zero{request.zero_stage}" if request.zero_stage else (wanted if wanted.startswith("zero") else "zero2")
-        if wanted != "auto" and not wanted.startswith("zero"):
-            raise _contradiction(
-                "make train-deepspeed", wanted, "make train-fsdp" if wanted == "fsdp2" else "make train-distributed"
-            )
-        chosen: Strategy = _strategy(stage)
-        reasons.append(f"strategy {chosen}: " + ("the DeepSpeed JSON's stage" if request.zero_stage else "`make train-deepspeed`"
-                       if wanted == "auto" else "`launch.strategy`"))  # fmt: skip
-    elif command == "fsdp2":
-        if wanted not in ("auto", "fsdp2"):
-            raise _contradiction(
-                "make train-fsdp", wanted, "make train-deepspeed" if wanted.startswith("zero") else "make train-distributed"
-            )
-        chosen = "fsdp2"
-        reasons.append("strategy fsdp2: `make train-fsdp`")
-    elif command == "ddp" and wanted not in ("auto", "ddp"):
-        raise UserError(
-            f"`launch.strategy` is `{wanted}`, but `ACCELERATE_CONFIG` asks for `ddp`",
-            hint=f"use {_command_for(wanted)} without it, or set `launch.strategy: auto`",
-        )
-    elif command == "single" and wanted != "auto" and typed("launch.strategy"):
-        raise UserError(
-            f"`launch.strategy` is `{wanted}`, but `make train` runs one process",
-            hint=f"use {'make train-distributed' if wanted == 'ddp' else _command_for(wanted)}, or LAUNCH_STRATEGY=auto",
-        )
-    elif command == "single" or (ranks == 1 and wanted in ("auto", "ddp")):
-        chosen = "single"
-        reasons.append("strategy single: one process")
+def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
+    """Raises `HardwareError` for a GPU that other programs fill, with the way to leave it out."""
+    full = [index for index, device in enumerate(chosen) if device.full]
+    if not full:
+        return
+    first = chosen[full[0]]
+    share = first.free_bytes / max(1, first.memory_bytes)
+    usable = [(index, device) for index, device in enumerate(hardware.devices) if not device.full]
+    if not usable:
+        hint = "`make memory-check` says who holds them; wait, or end those programs"
+    elif hardware.described:
+        hint = "leave it out of `HARDWARE`, or give it more `free_gb`"
     else:
-        chosen = "ddp" if command == "ddp" or wanted == "auto" else _strategy(wanted)
-        why = "each rank holds a whole replica, and gradients alone are exchanged" if wanted == "auto" else "`launch.strategy`"
-        reasons.append(f"strategy {chosen}: {why}")
-    needs_backend = config.tuning.mode == "qlora" or config.tuning.backend == "unsloth"
-    # What is installed here says nothing about a machine that is only described.
-    if needs_backend and not hardware.described and (missing := missing_for(config.tuning.backend, hardware)):
-        raise HardwareError(
-            missing, hint="set `tuning.backend: bnb`, which runs everywhere" if config.tuning.backend != "bnb" else None
-        )
-    if conflict := conflict_for(config.tuning.backend, config.tuning.mode, config.tuning.quantization, chosen):
-        raise UserError(conflict)
-    return chosen
+        free = sum(device.free_bytes for _, device in usable) / GIB
+        hint = f"{showing(hardware, [index for index, _ in usable])} leaves out what is full: {free:.1f} GiB free on "
+        hint += f"{len(usable)} of {len(hardware.devices)} GPUs; `make memory-check` says who holds the rest"
+    raise HardwareError(
+        f"GPU {hardware.devices.index(first)} ({first.name}) is full: {first.free_bytes / GIB:.1f} of {first.memory_bytes / GIB:.1f} GiB free "
+        f"= {share:.1%}, less than the {FULL:.0%} that CUDA and the first layers take",
+        hint=hint,
+    )
 
 
-def _strategy(text: str) -> Strategy:
-    known: dict[str, Strategy] = {"ddp": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp2"}
-    return known[text]
-
-
-def _command_for(strategy: str) -> str:
-    return "make train-fsdp" if strategy == "fsdp2" else "make train-deepspeed"
-
-
-def _contradiction(command: str, strategy: str, right: str) -> UserError:
-    return UserError(
-        f"`launch.strategy` is `{strategy}`, but `{command}` was called", hint=f"use {right}, or set `launch.strategy: auto`"
+def showing(hardware: Hardware, indices: list[int]) -> str:
+    """Returns the `CUDA_VISIBLE_DEVICES` that shows these of the devices, by the driver's numbers."""
+    numbers = [hardware.devices[index].number for index in indices]
+    return "CUDA_VISIBLE_DEVICES=" + ",".join(
+        str(index if number is None else number) for index, number in zip(indices, numbers, strict=True)
     )
 
 
@@ -269,6 +241,33 @@ def choose_learning_rate(config: Config, reasons: Reasons) -> float:
     chosen = FULL_RATE if full else ADAPTER_RATE
     reasons.append(f"learning rate {chosen:g}: the usual one for {'full tuning' if full else 'adapters'}")
     return chosen
+
+
+def scale_learning_rate(config: Config, rate: float, global_batch: int, reasons: Reasons) -> float:
+    """Returns the learning rate for a global batch other than the default, for which rates are quoted, with its arithmetic.
+
+    `sqrt` keeps the noise of Adam's updates (Malladi et al. 2022, arXiv 2205.10287), `linear` that of SGD's (Goyal et al. 2017,
+    arXiv 1706.02677).
+    """
+    ratio, rule = global_batch / DEFAULT_GLOBAL_BATCH, config.train.learning_rate_scaling
+    rules = {"sqrt": (rate * math.sqrt(ratio), "sqrt"), "linear": (rate * ratio, "")}
+    if ratio == 1:
+        if rule != "none":
+            reasons.append(f"learning rate {rate:g}: nothing to scale, the global batch is {DEFAULT_GLOBAL_BATCH}")
+        return rate
+    if rule == "none":
+        others = ", ".join(f"{name} {scaled:.3g}" for name, (scaled, _) in rules.items())
+        reasons.append(
+            f"learning rate {rate:g} not scaled for {global_batch} rows instead of {DEFAULT_GLOBAL_BATCH} "
+            f"(TRAIN_LEARNING_RATE_SCALING would make it: {others})"
+        )
+        return rate
+    scaled, function = rules[rule]
+    reasons.append(
+        f"learning rate {scaled:.3g} = {rate:g} x {function}({global_batch} global / {DEFAULT_GLOBAL_BATCH}): "
+        f"`train.learning_rate_scaling` is {rule}"
+    )
+    return scaled
 
 
 def warmup(config: Config, steps: int | None) -> int | None:

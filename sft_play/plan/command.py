@@ -39,7 +39,7 @@ def plan_for(
             config, loaded.typed, hardware, shape, launch=request, prepared=known, calibration=calibration, memory=memory
         )  # fmt: skip
 
-    return planned(make, config, shape, request, known, source)
+    return planned(make, config, shape, known, source)
 
 
 def needs_several(loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest) -> bool:

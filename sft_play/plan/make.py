@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 from sft_play.config.schema import Config
-from sft_play.errors import HardwareError, UserError
-from sft_play.plan import choices
-from sft_play.plan.backends import conflict_for
+from sft_play.errors import UserError
+from sft_play.plan import choices, strategies
 from sft_play.plan.batch import choose_batch, count
 from sft_play.plan.calibration import Calibration
-from sft_play.plan.fit import Fit, Memory, wanted_rows
+from sft_play.plan.fit import DoesNotFitError, Fit, Memory, wanted_rows
 from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.memory import Setup, host_bytes, rank_memory
 from sft_play.plan.plan import Plan, RankPlan
@@ -56,7 +55,7 @@ def make_plan(
     places, local = choices.devices_for(hardware, launch, launch.command_strategy == "single")
     devices = local * launch.num_nodes
     world = len(devices)
-    strategy = choices.choose_strategy(config, typed, launch, hardware, world, reasons)
+    strategy = strategies.choose_strategy(config, typed, launch, hardware, world, reasons)
     backend = choices.choose_backend(config, kind, world, reasons)
     precision = choices.choose_precision(config, hardware, devices, strategy, reasons)
     dtype = choices.choose_weights_dtype(config, kind, precision, reasons)
@@ -70,13 +69,27 @@ def make_plan(
     )  # fmt: skip
     room = [_capacity(device, kind, len(local)) for device in devices]
     setup, fitting = _checkpointing(fit, setup, room, reasons)
-    if sharded := _sharded_instead(fit, typed, hardware, launch, prepared, setup, room, fitting, calibration):
+
+    def replan(request: LaunchRequest) -> Plan:
+        return make_plan(
+            config, typed, hardware, shape, launch=request, prepared=prepared, calibration=calibration, memory=memory
+        )  # fmt: skip
+
+    if sharded := strategies.sharded_instead(fit, hardware, launch, setup, room, fitting, replan):
         return sharded
+    setup, fitting = strategies.small_optimizer(fit, hardware, launch, setup, room, fitting, reasons)
+    if offloaded := strategies.offloaded_instead(fit, hardware, launch, setup, room, fitting, replan):
+        return offloaded
     unit = "device" if kind == "cuda" else "process"
-    fit.require(setup, room, fitting, [device.name for device in devices], early=launch.early)
+    try:
+        fit.require(setup, room, fitting, [device.name for device in devices], early=launch.early)
+    except DoesNotFitError as error:
+        raise strategies.refusal(error, fit, hardware, launch, fitting) from None
+    reasons += strategies.forced_over_slow_network(fit, hardware, launch, setup)
     fitting = tuple(max(1, rows) for rows in fitting)
     batch = choose_batch(config.train, fitting, CPU_MICRO_BATCH if kind == "cpu" else MOST_MICRO_BATCH, unit)
     reasons += batch.reasons
+    rate = choices.scale_learning_rate(config, rate, batch.global_batch, reasons)
     reasons += _exchange(config, shape, setup, hardware, world, batch.accumulation)
     setup = _with_layout(fit, setup, batch.micro_batches, room, reasons)
     setup = replace(setup, accumulates=batch.accumulation > 1)
@@ -97,7 +110,8 @@ def make_plan(
         precision=precision, weights_dtype=dtype, attn_implementation=attention, layout=cast(Any, setup.layout),
         most_rows=min(fitting), longest_row=_longest_row(fit, setup, ranks, shape), row_tokens=setup.row_tokens,
         label_share=setup.label_share, loss_chunk=setup.loss_chunk,
-        gradient_checkpointing=setup.gradient_checkpointing, optim=optim, learning_rate=rate, ranks=ranks,
+        gradient_checkpointing=setup.gradient_checkpointing, optim=setup.optim, learning_rate=rate, ranks=ranks,
+        offload_optimizer=setup.offload_optimizer, offload_parameters=setup.offload_parameters,
         global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch, warmup_steps=choices.warmup(config, steps),
         eval_batch_size=_eval_batch(config, kind, fitting), reasons=tuple(reasons), remedies=tuple(remedies),
         tokens_per_second=speed.tokens_per_second, communication_share=speed.communication_share,
@@ -105,34 +119,6 @@ def make_plan(
         epoch_seconds=per_step * per_epoch if per_step and per_epoch else None, mfu=speed.mfu, speed_basis=speed.basis,
         energy_kwh=energy_kwh(devices, total),
     )  # fmt: skip
-
-
-def _sharded_instead(
-    fit: Fit, typed: Callable[[str], bool], hardware: Hardware, launch: LaunchRequest, prepared: Prepared | None, setup: Setup,
-    room: list[int], fitting: tuple[int, ...], calibration: Calibration | None,
-) -> Plan | None:  # fmt: skip
-    """Returns a plan under FSDP2 where `auto` came to DDP, its replicas do not fit and shards do; else `None`.
-
-    Only on one machine: nodes plan by themselves, and must come to the same strategy.
-    """
-    config, wanted = fit.config, wanted_rows(fit.config)
-    automatic = launch.command_strategy == "auto" and config.launch.strategy == "auto" and launch.num_nodes == 1
-    if not automatic or setup.strategy != "ddp" or min(fitting) >= wanted:
-        return None
-    if conflict_for(config.tuning.backend, config.tuning.mode, config.tuning.quantization, "fsdp2"):
-        return None
-    try:
-        request = replace(launch, command_strategy="fsdp2")
-        plan = make_plan(
-            config, typed, hardware, fit.shape, launch=request, prepared=prepared, calibration=calibration, memory=fit.memory
-        )
-    except HardwareError:
-        return None
-    rank = min(range(len(room)), key=lambda i: fitting[i])
-    need = fit.need(setup, wanted)
-    why = f"a whole replica on each needs {need / GIB:.1f} of {room[rank] / GIB:.1f} GiB, so weights are shared out"
-    named = (f"strategy fsdp2: {why}" if reason.startswith("strategy ") else reason for reason in plan.reasons)
-    return replace(plan, reasons=tuple(named))
 
 
 def _with_layout(fit: Fit, setup: Setup, micro_batches: tuple[int, ...], room: list[int], reasons: list[str]) -> Setup:
@@ -158,7 +144,7 @@ def _on_the_host(
     if not need:
         return []
     reasons.append(f"offloaded to this machine's memory: {need / GIB:.1f} GiB for {count(processes, 'process')}")
-    if hardware.described or need <= hardware.ram_bytes:
+    if not hardware.ram_known or need <= hardware.ram_bytes:
         return []
     reasons.append(f"that is more than it has ({hardware.ram_bytes / GIB:.1f} GiB)")
     return ["TUNING_MODE=lora", "a machine with more memory"]

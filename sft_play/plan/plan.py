@@ -76,6 +76,10 @@ class Plan:
     """At most, of the GPUs at their power limits, for all steps; `None` where a limit is not known."""
     cost: float | None = None
     """Of all steps, in the currency of `PRICE_PER_HOUR`; `None` when no price was given."""
+    offload_optimizer: bool = False
+    """Whether DeepSpeed keeps optimizer states and gradients in the machine's memory."""
+    offload_parameters: bool = False
+    """Whether ZeRO-3 keeps the weights there too."""
     loss_chunk: int = 0
     """Label positions for which head and loss are computed at a time; 0 for all at once."""
     most_rows: int = 0

@@ -16,7 +16,6 @@ from sft_play.plan.architecture import architecture_of
 from sft_play.plan.fit import DoesNotFitError, Memory
 from sft_play.plan.memory import Setup, rank_memory
 from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.traced import TracedMemory
 from sft_play.plan.words import peak_in_words
@@ -40,14 +39,14 @@ def parse_source(text: str | None) -> Source:
     return known[text]
 
 
-def setup_of(plan: Plan, request: LaunchRequest) -> Setup:
+def setup_of(plan: Plan) -> Setup:
     """Returns what the memory of a plan's ranks depends on."""
     return Setup(
         device=plan.device, strategy=plan.strategy, world_size=plan.world_size, precision=plan.precision, weights_dtype=plan.weights_dtype,
         optim=plan.optim, gradient_checkpointing=plan.gradient_checkpointing, layout=plan.layout, attention=plan.attn_implementation,
         label_share=plan.label_share, row_tokens=plan.row_tokens, loss_chunk=plan.loss_chunk,
-        accumulates=plan.ranks[0].accumulation > 1, offload_optimizer=request.offload_optimizer,
-        offload_parameters=request.offload_parameters,
+        accumulates=plan.ranks[0].accumulation > 1, offload_optimizer=plan.offload_optimizer,
+        offload_parameters=plan.offload_parameters,
     )  # fmt: skip
 
 
@@ -55,7 +54,6 @@ def planned(
     make: Callable[[Memory], Plan],
     config: Config,
     shape: ModelShape,
-    request: LaunchRequest,
     prepared: Prepared | None,
     source: Source,
 ) -> Plan:
@@ -67,11 +65,11 @@ def planned(
             config=config, architecture=architecture_of(config.model, prepared), cache_folder=cache_folder() / "traces",
             start=source == "trace",
         )  # fmt: skip
-        return _by_trace(make, memory, shape, request)
+        return _by_trace(make, memory, shape)
     return make(rank_memory)
 
 
-def _by_trace(make: Callable[[Memory], Plan], memory: TracedMemory, shape: ModelShape, request: LaunchRequest) -> Plan:
+def _by_trace(make: Callable[[Memory], Plan], memory: TracedMemory, shape: ModelShape) -> Plan:
     for _ in range(ROUNDS):
         try:
             plan = make(memory)
@@ -79,7 +77,7 @@ def _by_trace(make: Callable[[Memory], Plan], memory: TracedMemory, shape: Model
             if memory.observe(shape, error.setup, [error.micro_batch]):
                 continue
             raise
-        setup = setup_of(plan, request)
+        setup = setup_of(plan)
         if not memory.observe(shape, setup, [rank.micro_batch for rank in plan.ranks]):
             break
     if memory.error:

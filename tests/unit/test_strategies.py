@@ -1,0 +1,189 @@
+"""What `auto` turns to when a replica does not fit, what it never does unasked, and which GPUs it leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sft_play.errors import HardwareError
+from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
+from sft_play.plan.plan import Plan
+from sft_play.plan.strategies import slow_network
+from tests.unit.test_plan_make import CPU, LLAMA, QWEN, SMALL, message, plan_of
+
+FULL_8B: dict[str, Any] = {"name": LLAMA, "mode": "full", "max_seq_len": 2048, "command_strategy": "auto"}
+
+
+def reason(plan: Plan, start: str) -> str:
+    (found,) = [text for text in plan.reasons if text.startswith(start)]
+    return found
+
+
+def with_ram(hardware: str, gib: int) -> Hardware:
+    return replace(parse_hardware(hardware), ram_bytes=gib * GIB, ram_known=True)
+
+
+# The ladder on one machine: replicas, shards, 8-bit states, the machine's memory.
+
+
+def test_a_replica_that_fits_with_checkpointing_stays_a_replica() -> None:
+    plan = plan_of("2x24GB", name=LLAMA, max_seq_len=2048, command_strategy="auto")
+    assert plan.strategy == "ddp" and plan.gradient_checkpointing
+
+
+def test_shards_where_replicas_do_not_fit_and_the_quantised_way_is_told() -> None:
+    plan = plan_of("4x12GB", name=QWEN, max_seq_len=512, command_strategy="auto")
+    why = reason(plan, "strategy fsdp2: ")
+    assert "a whole replica on each needs" in why and "(TUNING_MODE=qlora would fit whole: " in why
+    assert plan.optim == "adamw_torch"  # a typed mode is kept, and so is the optimizer
+
+
+def test_8_bit_states_where_the_optimizer_is_what_does_not_fit() -> None:
+    small: dict[str, Any] = {"name": "HuggingFaceTB/SmolLM3-3B", "mode": "full", "max_seq_len": 1024}
+    plan = plan_of("48GB", **small)
+    assert plan.optim == "adamw_bnb_8bit" and plan.strategy == "single"
+    why = reason(plan, "optimizer ")
+    assert "with adamw_torch_fused a rank needs" in why and "8-bit states take" in why
+    assert plan_of("80GB", **small).optim == "adamw_torch_fused"  # it fits as it is
+    message(HardwareError, "48GB", **small, optim="adamw_torch")  # what was typed is kept
+    message(HardwareError, "24GB", **small)  # the weights alone are too much
+    assert plan_of("2x48GB", **small, command_strategy="auto").strategy == "fsdp2"  # shards keep the optimizer exact
+
+
+def test_the_machines_memory_where_it_is_known_to_be_large_enough() -> None:
+    plan = plan_of(with_ram("2x24GB", 512), **FULL_8B)
+    assert plan.strategy == "zero3" and plan.offload_optimizer and plan.offload_parameters
+    why = reason(plan, "strategy zero3: ")
+    assert "shards do not fit either" in why and "of 512.0 GiB; slow" in why
+    assert all(rank.peak_bytes <= rank.capacity_bytes for rank in plan.ranks)
+    assert Plan.from_json(plan.to_json()) == plan
+    text = message(HardwareError, with_ram("2x24GB", 64), **FULL_8B)
+    assert "TUNING_MODE=lora: " in text
+    message(HardwareError, "2x24GB", **FULL_8B)  # its memory is not known
+
+
+def test_quantising_is_proposed_first_and_never_done() -> None:
+    text = message(HardwareError, "2x24GB", **FULL_8B)
+    hint = text.split("hint: ")[1]
+    assert hint.startswith("TUNING_MODE=")
+    assert plan_of("2x24GB", **{**FULL_8B, "mode": "lora"}).strategy == "ddp"
+
+
+# Slow networks.
+
+
+def test_which_networks_are_slow() -> None:
+    fast, slow, unknown = (parse_hardware(text) for text in ("2x24GB@100Gbit", "2x24GB@25Gbit", "2x24GB"))
+    assert slow_network(slow, 1, 2) == "a network of 2.94e+03 MB/s" and slow_network(fast, 2, 4) is None
+    assert slow_network(unknown, 1, 2) is None and slow_network(unknown, 2, 4) == "a network of unknown speed"
+    assert slow_network(slow, 1, 1) is None
+
+
+def test_weights_are_not_shared_out_over_a_slow_network_unasked() -> None:
+    text = message(HardwareError, "3x12GB@1Gbit", name=QWEN, max_seq_len=512, command_strategy="auto")
+    assert "`auto` does not share out weights over a network of 118 MB/s: every micro-step waits" in text
+    # 7.6 G bf16 weights, three passes with recomputation, 2/3 from the others at 117.5 MB/s.
+    assert "waits 259 s for weights = 3 x 15.2 GB x 2/3 / 118 MB/s; LAUNCH_STRATEGY=fsdp2 forces it" in text
+    assert text.split("hint: ")[1].startswith("TUNING_MODE=qlora: ")
+    assert plan_of("3x12GB", name=QWEN, max_seq_len=512, command_strategy="auto").strategy == "fsdp2"
+
+
+@pytest.mark.parametrize(("command", "configured"), [("auto", "fsdp2"), ("fsdp2", "auto"), ("auto", "zero3")])
+def test_forced_over_a_slow_network_is_told_loudly(command: Any, configured: Any) -> None:
+    case = {"name": QWEN, "max_seq_len": 512, "command_strategy": command, "strategy": configured}
+    loud = reason(plan_of("3x24GB@1Gbit", **case), "SLOW: ")
+    assert "for weights = " in loud and "Replicas (`ddp`) would send gradients alone" in loud
+    assert not any(text.startswith("SLOW") for text in plan_of("3x24GB", **case).reasons)
+    nodes = reason(plan_of("24GB", **case, num_nodes=3), "SLOW: ")
+    assert "a network of unknown speed" in nodes and "if it is 1 Gbit/s" in nodes
+
+
+def test_gradients_alone_may_travel_slowly() -> None:
+    plan = plan_of("3x24GB@1Gbit", name=QWEN, max_seq_len=512, command_strategy="zero")
+    assert plan.strategy == "zero2" and not any(text.startswith("SLOW") for text in plan.reasons)
+
+
+# Several machines: each plans by itself, from its own GPUs, and all must come to the same run.
+
+
+@pytest.mark.parametrize("sizes", [("12GB", "8GB", "8GB"), ("48GB", "24GB"), ("80GB", "12GB")])
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+def test_machines_with_different_gpus_agree_or_refuse(sizes: tuple[str, ...], mode: str) -> None:
+    found = set()
+    for rank, size in enumerate(sizes):
+        try:
+            plan = plan_of(
+                size, name="HuggingFaceTB/SmolLM3-3B", mode=mode, max_seq_len=1024, command_strategy="auto", num_nodes=len(sizes), node_rank=rank,
+            )  # fmt: skip
+        except HardwareError:
+            continue
+        found.add((plan.strategy, plan.optim, plan.offload_optimizer, plan.global_batch_size, plan.learning_rate))
+    assert len(found) <= 1 and all(strategy == "ddp" for strategy, *_ in found)
+
+
+def test_nodes_never_change_the_strategy_and_say_how_to() -> None:
+    text = message(HardwareError, "8xH100", **FULL_8B, num_nodes=2)
+    assert "does not share out weights over a network of unknown speed" in text and "LAUNCH_STRATEGY=fsdp2 forces it" in text
+    assert plan_of("8xH100@400Gbit", **FULL_8B, num_nodes=2, strategy="fsdp2").strategy == "fsdp2"
+    message(HardwareError, "8xH100@400Gbit", **FULL_8B, num_nodes=2)
+
+
+# GPUs of which one is full.
+
+
+def gpus(*free: float, total: float = 24.0) -> Hardware:
+    devices = tuple(
+        Device(name=f"GPU {i}", memory_bytes=int(total * GIB), free_bytes=int(f * GIB), bf16=True, number=i + 2) for i, f in enumerate(free)
+    )  # fmt: skip
+    return Hardware(kind="cuda", devices=devices, cpu_threads=8, ram_bytes=64 * GIB)
+
+
+def test_a_full_gpu_is_named_with_the_way_to_leave_it_out() -> None:
+    text = message(HardwareError, gpus(23, 0.4, 23), name=SMALL, command_strategy="auto")
+    assert "GPU 1 (GPU 1) is full: 0.4 of 24.0 GiB free = 1.7%, less than the 5%" in text
+    assert "CUDA_VISIBLE_DEVICES=2,4 leaves out what is full: 46.0 GiB free on 2 of 3 GPUs" in text
+    assert plan_of(gpus(23, 0.4, 23), name=SMALL, command_strategy="auto", num_gpus=1).world_size == 1  # the first alone
+    assert plan_of(gpus(0.4, 23), name=SMALL).ranks[0].device == "cuda:1"  # one process takes the free one
+
+
+@pytest.mark.parametrize("command", ["single", "auto"])
+def test_no_free_memory_anywhere(command: Any) -> None:
+    text = message(HardwareError, gpus(0, 0), name=SMALL, command_strategy=command)
+    assert "is full: 0.0 of 24.0 GiB free = 0.0%" in text and "`make memory-check` says who holds them" in text
+    none = replace(CPU, devices=(replace(CPU.devices[0], free_bytes=0),))
+    assert "needs" in message(HardwareError, none, name=SMALL)
+    described = replace(gpus(23, 0), described=True)
+    assert "`free_gb`" in message(HardwareError, described, name=SMALL, command_strategy="auto")
+
+
+def test_a_gpu_that_others_use_is_left_out_by_the_hint() -> None:
+    hardware = gpus(23, 2, 23)
+    text = message(HardwareError, hardware, name=QWEN, mode="qlora", max_seq_len=512, command_strategy="auto", strategy="ddp")
+    assert "CUDA_VISIBLE_DEVICES=2,4: 2 of 3 GPUs hold it" in text
+
+
+# The learning rate that goes with the batch.
+
+
+@pytest.mark.parametrize(
+    ("rule", "rows", "typed", "expected"),
+    [("none", 64, 1e-4, 1e-4), ("sqrt", 128, 1e-4, 2e-4), ("linear", 64, 1e-4, 2e-4), ("linear", 8, 1e-4, 2.5e-5), ("sqrt", 32, 1e-4, 1e-4)],
+)  # fmt: skip
+def test_learning_rate_scaling(rule: Any, rows: int, typed: float, expected: float) -> None:
+    plan = plan_of(learning_rate=typed, global_batch_size=rows, learning_rate_scaling=rule)
+    assert plan.learning_rate == pytest.approx(expected)
+    assert (reason(plan, "learning rate ") is not None) == (rows != 32 or rule != "none")
+
+
+def test_the_arithmetic_of_the_learning_rate_is_shown() -> None:
+    plan = plan_of(global_batch_size=128, learning_rate_scaling="sqrt")
+    assert plan.learning_rate == pytest.approx(4e-4)
+    assert "learning rate 0.0004 = 0.0002 x sqrt(128 global / 32): `train.learning_rate_scaling` is sqrt" in plan.reasons
+    plain = plan_of(global_batch_size=128)
+    assert any(
+        "0.0002 not scaled for 128 rows instead of 32" in text and "sqrt 0.0004, linear 0.0008" in text for text in plain.reasons
+    )
+    both = plan_of("2xH100", name=SMALL, command_strategy="auto", batch_size=16, grad_accum=2, learning_rate_scaling="linear")
+    assert both.global_batch_size == 64 and both.learning_rate == pytest.approx(4e-4)
