@@ -15,7 +15,8 @@ SCRUBBED = re.compile(
 """Names that torchrun, accelerate or DeepSpeed obey in silence. We set the right ones ourselves; a stray one changes the run."""
 DROPPED = frozenset({"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MAKE_TERMOUT", "MAKE_TERMERR"})
 """Make's own, which would make compilers that workers start (DeepSpeed's extensions) part of this make."""
-SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES|NCCL_\w+|HF_\w+|AIM_REPO|GLOO_\w+|OMP_NUM_THREADS|PYTORCH_ALLOC_CONF")
+SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES|NCCL_\w+|HF_\w+|AIM_REPO|GLOO_\w+|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF")
+ALLOCATOR = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY", re.IGNORECASE)
 NO_PEER_TO_PEER = re.compile(r"RTX (40|50)\d\d")
 """Consumer cards without peer-to-peer transfers; accelerate knows only the 40 series, and a 50 series pair may hang."""
@@ -55,7 +56,10 @@ def worker_environment(plan: Plan, node: Node, ambient: Mapping[str, str], *, cp
     chosen = _always(local_world, kept, cpu_threads) | (_for_cpu(plan) if plan.device == "cpu" else {})
     notes = []
     if plan.device == "cuda":
-        chosen["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        if "PYTORCH_CUDA_ALLOC_CONF" not in kept:  # the older name, over which torch prefers the new one
+            chosen["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        if not ALLOCATOR & kept.keys():
+            notes.append("PYTORCH_ALLOC_CONF=expandable_segments:True: blocks grow in place, so less memory is lost between them")
         chosen |= _for_gpu(plan, kept)
         if plan.world_size > 1 and any(NO_PEER_TO_PEER.search(r.device_name) for r in plan.ranks):
             chosen |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}

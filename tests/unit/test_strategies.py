@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sft_play.errors import HardwareError
+from sft_play.launch.environment import Node, worker_environment
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.plan import Plan
 from sft_play.plan.strategies import slow_network
@@ -162,6 +163,20 @@ def test_a_gpu_that_others_use_is_left_out_by_the_hint() -> None:
     hardware = gpus(23, 2, 23)
     text = message(HardwareError, hardware, name=QWEN, mode="qlora", max_seq_len=512, command_strategy="auto", strategy="ddp")
     assert "CUDA_VISIBLE_DEVICES=2,4: 2 of 3 GPUs hold it" in text
+
+
+# The allocator of CUDA workers.
+
+
+def test_expandable_segments_on_gpus_unless_the_user_chose() -> None:
+    plan, name = plan_of("H100", name=SMALL), "PYTORCH_ALLOC_CONF"
+    ours = worker_environment(plan, Node(), {}, cpu_threads=8)
+    assert ours.set_here[name] == "expandable_segments:True" and any(name in note for note in ours.notes)
+    for theirs in (name, "PYTORCH_CUDA_ALLOC_CONF"):
+        kept = worker_environment(plan, Node(), {theirs: "max_split_size_mb:64"}, cpu_threads=8)
+        assert kept.variables[theirs] == kept.inherited[theirs] == "max_split_size_mb:64"
+        assert name not in kept.set_here and not any(name in note for note in kept.notes)
+    assert name not in worker_environment(plan_of(), Node(), {}, cpu_threads=8).variables
 
 
 # The learning rate that goes with the batch.
