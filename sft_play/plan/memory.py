@@ -211,8 +211,8 @@ def _frozen(config: Config, shape: ModelShape, weight: int) -> tuple[float, floa
     bits = shape.quantized_bits or {"nf4": 4, "int8": 8}[config.tuning.quantization] if _quantises(config, shape) else 0
     if not bits:
         return float(shape.parameters * weight), 0.0
-    quantised = shape.linear_parameters - shape.expert_parameters
-    rest = float((shape.other_parameters + shape.expert_parameters) * weight)
+    quantised = shape.linear_parameters - shape.expert_parameters + shape.vision_parameters
+    rest = float((shape.other_parameters - shape.vision_parameters + shape.expert_parameters) * weight)
     if bits == 8:
         scales = 4 * shape.layers * sum(outside for _, outside in shape.linear_maps().values())
         return rest + quantised * INT8_BYTES, float(scales)
@@ -233,7 +233,7 @@ def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, toke
     ffn = shape.ffn_size * max(1, shape.experts_per_token)
     attention, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     inputs: float
-    norms = shape.norms_per_layer * 4 * h
+    norms = shape.norms_per_layer * 4 * h + (4 * (attention + kv) if shape.qk_norm else 0)
     heads = w * (2 * attention + 2 * kv) + 4 * shape.heads + 8
     inner = (3 if shape.gated else 2) * w * ffn
     if config.tuning.mode == "full":
@@ -260,12 +260,17 @@ def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 
 def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
-    """Eager attention keeps scores; SDPA keeps an additive mask where one is needed. flash_attention_2 needs neither."""
+    """Returns what telling rows apart keeps, per token and layer.
+
+    Eager attention keeps scores. SDPA keeps the mask in the computation's type, and with a mask transformers repeats grouped keys
+    and values for every head. flash_attention_2 needs neither.
+    """
     length = tokens if setup.layout == "flattened" else setup.row_tokens
     if setup.attention == "eager":
         return (6.0 if setup.width == 2 else 4.0) * length * shape.heads  # fp32 softmax, and its copy in a narrow type
-    several = tokens > setup.row_tokens
-    return 2.0 * length if setup.attention == "sdpa" and several and setup.device == "cuda" else 0.0
+    if setup.attention != "sdpa" or tokens <= setup.row_tokens:
+        return 0.0
+    return setup.width * (length + 2 * shape.head_dim * (shape.heads - shape.kv_heads))
 
 
 def _optimizer_step_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:

@@ -5,7 +5,6 @@ The plan itself stays a pure function: it is asked again with what was found, un
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
@@ -17,7 +16,7 @@ from sft_play.plan.fit import DoesNotFitError, Memory
 from sft_play.plan.memory import Setup, rank_memory
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.traced import TracedMemory
+from sft_play.plan.traced import TracedMemory, Tracer
 from sft_play.plan.words import peak_in_words
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import Prepared
@@ -60,13 +59,17 @@ def planned(
     """Returns the plan by the source that was asked for. Raises what `make` raises."""
     if source == "formula":
         return make(rank_memory)
-    with contextlib.suppress(DataError, OSError, ValueError):
-        memory = TracedMemory(
-            config=config, architecture=architecture_of(config.model, prepared), cache_folder=cache_folder() / "traces",
-            start=source == "trace",
-        )  # fmt: skip
+    try:
+        architecture = architecture_of(config.model, prepared)
+    except (DataError, OSError, ValueError):
+        return make(rank_memory)  # the plan itself says what is wrong with the model
+    tracer = Tracer() if source == "trace" else None
+    memory = TracedMemory(config=config, architecture=architecture, cache_folder=cache_folder() / "traces", tracer=tracer)
+    try:
         return _by_trace(make, memory, shape)
-    return make(rank_memory)
+    finally:
+        if tracer:
+            tracer.close()
 
 
 def _by_trace(make: Callable[[Memory], Plan], memory: TracedMemory, shape: ModelShape) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from sft_play.plan.memory import Setup, trained_bytes
 
 TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 """Raised when the trace itself changes, so that older results are not taken for new ones."""
 
 
@@ -58,9 +57,9 @@ class Case:
         return text_sha256(json.dumps([TRACE_VERSION, versions, asdict(self)], sort_keys=True))[:32]
 
     @staticmethod
-    def read() -> list[Case]:
-        """Returns the cases that stand as JSON on standard input."""
-        return [Case(**value) for value in json.load(sys.stdin)]
+    def read(line: str) -> list[Case]:
+        """Returns the cases of a line of JSON."""
+        return [Case(**value) for value in json.loads(line)]
 
 
 def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_batch: int) -> Case:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -42,8 +44,8 @@ class TracedMemory:
     config: Config
     architecture: dict[str, Any]
     cache_folder: Path
-    start: bool = True
-    """Whether a trace may be started; else only the cache is read."""
+    tracer: Tracer | None = None
+    """What traces; without it only the cache is read."""
     found: dict[tuple[Setup, int], Observation] = field(default_factory=dict)
     error: str | None = None
     """Why the architecture could not be traced."""
@@ -79,7 +81,7 @@ class TracedMemory:
             return False
         cases = [case_of(self.config, self.architecture, setup, rows) for rows in missing]
         new = False
-        for rows, result in zip(missing, traced(cases, self.cache_folder, start=self.start), strict=True):
+        for rows, result in zip(missing, traced(cases, self.cache_folder, self.tracer), strict=True):
             if result is None:
                 continue
             if "error" in result:
@@ -113,18 +115,17 @@ def assemble(config: Config, shape: ModelShape, setup: Setup, micro_batch: int, 
         if best is None or sum(parts.values()) > sum(best.parts.values()):
             best = Observation(parts=parts, moment=moment, operation=result["operations"].get(moment, ""))
     assert best is not None, "a trace has moments"
-    allocated = sum(size for name, size in best.parts.items() if name != "context")
-    lost = float(result["lost_share"]) * allocated if setup.device == "cuda" else formula["fragmentation"]
-    return replace(best, parts={**best.parts, "fragmentation": int(lost)})
+    lost = int(result["lost_bytes"]) if setup.device == "cuda" else formula["fragmentation"]
+    return replace(best, parts={**best.parts, "fragmentation": lost})
 
 
-def traced(cases: Sequence[Case], folder: Path, *, start: bool) -> list[dict[str, Any] | None]:
-    """Returns each case's result, from the cache or from one process that traces what is missing (`start`), else `None`."""
+def traced(cases: Sequence[Case], folder: Path, tracer: Tracer | None) -> list[dict[str, Any] | None]:
+    """Returns each case's result, from the cache or from the tracer, and `None` for what is in neither."""
     paths = [folder / f"{case.key(versions())}.json" for case in cases]
     results: list[dict[str, Any] | None] = [read_json(path) if path.is_file() else None for path in paths]
     missing = [index for index, result in enumerate(results) if result is None]
-    if missing and start:
-        fresh = _run([cases[index] for index in missing])
+    if missing and tracer is not None:
+        fresh = tracer.ask([cases[index] for index in missing])
         for index, result in zip(missing, fresh, strict=True):
             results[index] = result
             if "error" not in result:
@@ -132,21 +133,45 @@ def traced(cases: Sequence[Case], folder: Path, *, start: bool) -> list[dict[str
     return results
 
 
-def _run(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", ""), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "sft_play.trace"]
-    try:
-        process = subprocess.run(
-            command, input=json.dumps([asdict(case) for case in cases]).encode(), capture_output=True, env=environment,
-            timeout=TRACE_SECONDS, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return [{"error": f"the trace took more than {TRACE_SECONDS} s"}] * len(cases)
-    if process.returncode:
-        last = process.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no word"]
-        return [{"error": f"the trace ended with code {process.returncode}: {last[0]}"}] * len(cases)
-    found: list[dict[str, Any]] = json.loads(process.stdout)
-    return found
+class Tracer:
+    """One `python -m sft_play.trace`, started when it is first asked and ended by `close`: importing torch takes its seconds once."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
+        """Returns each case's result, `{"error": "..."}` where it cannot be traced."""
+        if self._process is None:
+            environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sft_play.trace"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env=environment,
+            )  # fmt: skip
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps([asdict(case) for case in cases]).encode() + b"\n")
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], TRACE_SECONDS)
+            line = process.stdout.readline() if ready else b""
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            how = "took too long" if process.poll() is None else f"ended with code {process.returncode}"
+            return [{"error": f"the trace {how}"}] * len(cases)
+        found: list[dict[str, Any]] = json.loads(line)
+        return found
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
+            self._process = None
 
 
 @cache

@@ -1,4 +1,4 @@
-"""`python -m sft_play.trace`: cases as JSON on standard input, results on standard output, one for each.
+"""`python -m sft_play.trace`: reads lines of JSON, each a list of cases, and answers each with a line of results.
 
 A process of its own, since the plan must not import torch, and torch aborts where fake tensors of an absent device meet autograd.
 """
@@ -20,16 +20,16 @@ def main() -> int:
     from sft_play.plan.trace_case import Case
     from sft_play.trace.run import trace
 
-    results = []
-    for case in Case.read():
-        try:
-            results.append(trace(case))
-        except Exception as error:  # noqa: BLE001 - any architecture may fail in its own way; the plan says so and goes on by formula
-            results.append(
-                {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"}
-            )
-    json.dump(results, output)
-    output.flush()
+    for line in sys.stdin:
+        results = []
+        for case in Case.read(line):
+            try:
+                results.append(trace(case))
+            except Exception as error:  # noqa: BLE001 - any architecture may fail in its own way; the plan says so and goes on
+                said = str(error).strip().splitlines() or [""]
+                results.append({"error": f"{type(error).__name__}: {said[0]}"})
+        output.write(json.dumps(results) + "\n")
+        output.flush()
     return 0
 
 

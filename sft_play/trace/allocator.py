@@ -142,7 +142,6 @@ def most_allocated(events: Sequence[Event]) -> int:
     return most
 
 
-def lost_share(events: Sequence[Event]) -> float:
-    """Returns what is lost between blocks, as a share of what is in use at the worst moment."""
-    used = most_allocated(events)
-    return least_capacity(events) / used - 1 if used else 0.0
+def lost_bytes(events: Sequence[Event]) -> int:
+    """Returns what is lost between blocks, at the smallest capacity that suffices."""
+    return max(0, least_capacity(events) - most_allocated(events)) if events else 0

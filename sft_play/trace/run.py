@@ -41,7 +41,7 @@ def trace(case: Case) -> dict[str, Any]:
         "moments": moments,
         "operations": {moment: peak.operation for moment, peak in base.items()},
         "counts": _extrapolated(base_counts, {k: s[2] for k, s in steps.items()}, missing),
-        "lost_share": allocator.lost_share(events) if case.device == "cuda" else 0.0,
+        "lost_bytes": allocator.lost_bytes(events) if case.device == "cuda" else 0,
     }
 
 
