@@ -10,6 +10,7 @@ from sft_play.errors import UserError
 
 COMMON = frozenset({"CONFIG", "JSON"})
 LAUNCH = COMMON | {
+    "SOURCE",
     "RUN_NAME",
     "NUM_GPUS",
     "NUM_NODES",
@@ -40,7 +41,18 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         "sft_play.launch.rehearse:main",
         "memory, batch, steps and time before training, with reasons",
-        COMMON | {"HARDWARE", "NUM_GPUS", "NUM_NODES", "RUN", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG", "SCALE", "PRICE_PER_HOUR", "SOURCE"},
+        COMMON
+        | {
+            "HARDWARE",
+            "NUM_GPUS",
+            "NUM_NODES",
+            "RUN",
+            "DEEPSPEED_CONFIG",
+            "ACCELERATE_CONFIG",
+            "SCALE",
+            "PRICE_PER_HOUR",
+            "SOURCE",
+        },
     ),
     "gpu-info": Command("sft_play.plan.gpu_info:main", "the GPUs of this machine", frozenset({"JSON"}), overrides=False),
     "memory-check": Command(

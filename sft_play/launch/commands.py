@@ -37,12 +37,14 @@ from sft_play.launch.run_folder import choose_name, find_run, is_finished, recor
 from sft_play.launch.supervise import Outcome, supervise
 from sft_play.plan.calibration import load_calibration
 from sft_play.plan.detect import detect
+from sft_play.plan.fit import Memory
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import ModelShape, shape_of
 from sft_play.plan.show import show_plan
 from sft_play.plan.show_speed import beside_forecast
+from sft_play.plan.sources import parse_source, planned
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 
@@ -95,11 +97,16 @@ class Job:
 
     def plan(self, prepared: Prepared | None) -> Plan:
         """The plan, early (`prepared` unknown) or final."""
+        config, typed, calibration = self.loaded.config, self.loaded.typed, load_calibration(self.hardware)
         request = replace(self.options.request, early=prepared is None)
-        return make_plan(
-            self.loaded.config, self.loaded.typed, self.hardware, self.shape, launch=request, prepared=prepared,
-            calibration=load_calibration(self.hardware),
-        )  # fmt: skip
+
+        def make(memory: Memory) -> Plan:
+            return make_plan(
+                config, typed, self.hardware, self.shape, launch=request, prepared=prepared, calibration=calibration, memory=memory
+            )  # fmt: skip
+
+        source = parse_source(self.call.options.get("SOURCE"), "auto")
+        return planned(make, config, self.shape, prepared, source if prepared else "formula")
 
 
 def start(call: Call, command: CommandStrategy) -> int:

@@ -44,7 +44,7 @@ def _rehearse(call: Call) -> int:
     counts = parse_scale(call.options["SCALE"]) if "SCALE" in call.options else ()
     price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
     prepared = _prepared(call)
-    source = parse_source(call.options.get("SOURCE"))
+    source = parse_source(call.options.get("SOURCE"), "known")
     plan = with_cost(plan_for(loaded, hardware, request, prepared, source), hardware, price)
     rows = scale_table(
         lambda case, launch: plan_for(loaded, case, launch, prepared), hardware, request, counts, price

@@ -21,16 +21,17 @@ from sft_play.plan.words import peak_in_words
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import Prepared
 
-Source = Literal["formula", "trace", "known"]
-"""`known`: a trace where an earlier one is in the cache, else the formula; never starts one."""
+Source = Literal["formula", "trace", "known", "auto"]
+"""`known`: a trace where an earlier one is in the cache, else the formula; never starts one. `auto`, for training: `known`, and a
+new trace where the formula comes near the limit."""
 ROUNDS = 5
 WORTH_A_TRACE = 0.5
 """Share of the memory above which training looks closer than the formulas do."""
 
 
-def parse_source(text: str | None) -> Source:
+def parse_source(text: str | None, default: Source) -> Source:
     """Returns what `SOURCE` asks for. Raises `UserError`."""
-    known: dict[str | None, Source] = {None: "known", "formula": "formula", "trace": "trace"}
+    known: dict[str | None, Source] = {None: default, "formula": "formula", "trace": "trace"}
     if text not in known:
         raise UserError(
             f"`SOURCE` is `{text}`; expected `formula`, `trace` or `probe`", hint="leave it away for the best that is at hand"
@@ -59,6 +60,10 @@ def planned(
     """Returns the plan by the source that was asked for. Raises what `make` raises."""
     if source == "formula":
         return make(rank_memory)
+    if config.tuning.backend == "unsloth":
+        return _with_reason(make(rank_memory), "memory by formula: unsloth's own kernels cannot be traced here, and need less")
+    if source == "auto":
+        source = "trace" if _is_near(make) else "known"
     try:
         architecture = architecture_of(config.model, prepared)
     except (DataError, OSError, ValueError):
@@ -70,6 +75,15 @@ def planned(
     finally:
         if tracer:
             tracer.close()
+
+
+def _is_near(make: Callable[[Memory], Plan]) -> bool:
+    """Whether the formula's peak is so near the limit that its error could matter."""
+    try:
+        plan = make(rank_memory)
+    except DoesNotFitError:
+        return True
+    return any(rank.peak_bytes > WORTH_A_TRACE * rank.capacity_bytes for rank in plan.ranks)
 
 
 def _by_trace(make: Callable[[Memory], Plan], memory: TracedMemory, shape: ModelShape) -> Plan:

@@ -110,7 +110,7 @@ def slow_network(hardware: Hardware, nodes: int, world: int) -> str | None:
         return None
     if speed is None:
         return "a network of unknown speed"
-    return f"a network of {speed / 1e6:.3g} MB/s" if speed < SLOW_NETWORK else None
+    return f"a network of {_rate(speed)}" if speed < SLOW_NETWORK else None
 
 
 def gathering_arithmetic(fit: Fit, setup: Setup, hardware: Hardware) -> str:
@@ -123,8 +123,12 @@ def gathering_arithmetic(fit: Fit, setup: Setup, hardware: Hardware) -> str:
     world = setup.world_size
     return (
         f"every micro-step waits {seconds:.3g} s for weights = {passes} x {weights / 1e9:.3g} GB x {world - 1}/{world} / "
-        f"{speed / 1e6:.3g} MB/s{assumed}"
+        f"{_rate(speed)}{assumed}"
     )
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.3g} GB/s" if bytes_per_second >= 1e9 else f"{bytes_per_second / 1e6:.3g} MB/s"
 
 
 def sharded_instead(
@@ -198,9 +202,10 @@ def forced_over_slow_network(fit: Fit, hardware: Hardware, launch: LaunchRequest
     if setup.strategy not in GATHERING or network is None:
         return []
     who = "`launch.strategy`" if fit.config.launch.strategy != "auto" else "the command"
+    smaller = "" if fit.config.tuning.mode == "qlora" else "TUNING_MODE=qlora, "
     return [
         f"SLOW: {who} forces {setup.strategy} over {network}: {gathering_arithmetic(fit, setup, hardware)}. "
-        "Replicas (`ddp`) would send gradients alone: TUNING_MODE=qlora, shorter rows or a smaller model"
+        f"Replicas (`ddp`) would send gradients alone: {smaller}shorter rows or a smaller model make them fit"
     ]
 
 
@@ -225,9 +230,9 @@ def refusal(
         notes.append(f"{showing(hardware, whole)}: {len(whole)} of {setup.world_size} GPUs hold it")
     if network and setup.strategy not in GATHERING:
         sharded = replace(setup, strategy="fsdp2")
+        unasked = "`auto` does not share out weights" if is_automatic(fit.config, launch) else "weights are not shared out"
         notes.append(
-            f"`auto` does not share out weights over {network}: {gathering_arithmetic(fit, sharded, hardware)}; "
-            "LAUNCH_STRATEGY=fsdp2 forces it"
+            f"{unasked} over {network}: {gathering_arithmetic(fit, sharded, hardware)}; LAUNCH_STRATEGY=fsdp2 forces it"
         )
     found.hint = "; ".join([*([found.hint] if found.hint else []), *notes])
     return found

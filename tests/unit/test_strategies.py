@@ -77,7 +77,7 @@ def test_quantising_is_proposed_first_and_never_done() -> None:
 
 def test_which_networks_are_slow() -> None:
     fast, slow, unknown = (parse_hardware(text) for text in ("2x24GB@100Gbit", "2x24GB@25Gbit", "2x24GB"))
-    assert slow_network(slow, 1, 2) == "a network of 2.94e+03 MB/s" and slow_network(fast, 2, 4) is None
+    assert slow_network(slow, 1, 2) == "a network of 2.94 GB/s" and slow_network(fast, 2, 4) is None
     assert slow_network(unknown, 1, 2) is None and slow_network(unknown, 2, 4) == "a network of unknown speed"
     assert slow_network(slow, 1, 1) is None
 
