@@ -55,10 +55,12 @@ test-gpu: $(VENV)/.dev
 bench-training: $(VENV)/.bench
 	@$(bin)/python -m benchmarks.training
 
-# Writes every rendered file again: docs/configuration.md, configs/schema.json, accelerate_configs/, deepspeed/.
+# Writes every rendered file again: docs/configuration.md, configs/schema.json, accelerate_configs/, deepspeed/,
+# the figures of docs/presets.md.
 render: $(VENV)/.dev
 	@$(bin)/python scripts/render_reference.py
 	@$(bin)/python -m sft_play.launch.render
+	@$(bin)/python scripts/render_presets.py
 
 format: $(VENV)/.dev
 	@$(bin)/ruff check --fix .

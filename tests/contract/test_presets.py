@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 
+from scripts.render_presets import CLAIMS, rendered
 from sft_play.config.call import Override
 from sft_play.config.load import load_config
-from sft_play.errors import UserError
-from sft_play.plan.hardware import parse_hardware
+from sft_play.config.schema import ModelConfig
+from sft_play.plan.fit import DoesNotFitError
+from sft_play.plan.hardware import GIB, parse_hardware
 from sft_play.plan.make import make_plan
+from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import shape_of
 from tests.conftest import ROOT
@@ -53,6 +56,14 @@ def typed(**values: int) -> list[Override]:
     return [Override(key=f"train.{key}", text=str(value), origin=f"TRAIN_{key.upper()}={value}") for key, value in values.items()]
 
 
+def planned(name: str, hardware: str, *, strategy: str | None = None, **train: int) -> Plan:
+    """Returns the plan of a preset by formula."""
+    overrides = typed(**train) + ([Override(key="launch.strategy", text=strategy, origin="LAUNCH_STRATEGY")] if strategy else [])
+    loaded, found = load_config(ROOT / "configs" / f"{name}.yaml", overrides, {}), parse_hardware(hardware)
+    request = LaunchRequest(command_strategy="auto" if len(found.devices) > 1 else "single")
+    return make_plan(loaded.config, loaded.typed, found, shape_of(loaded.config.model), launch=request, prepared=None)
+
+
 def test_the_presets_are_those_of_the_table() -> None:
     assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == set(TABLE)
 
@@ -83,13 +94,75 @@ def test_the_global_batch_is_the_quoted_one_and_fits_exactly_where_the_comment_s
     rows = micro * accumulation * len(hardware.devices)
     assert loaded.config.train.global_batch_size == rows
     assert str(rows) in comment and ("fit" in comment or row.fits)
-
-    def plan() -> object:
-        request = LaunchRequest(command_strategy="auto" if len(hardware.devices) > 1 else "single")
-        return make_plan(loaded.config, loaded.typed, hardware, shape_of(loaded.config.model), launch=request, prepared=None)
-
     if row.fits:
-        plan()
+        planned(name, row.hardware, batch_size=micro, grad_accum=accumulation)
     else:
-        with pytest.raises(UserError, match="does not fit"):
-            plan()
+        with pytest.raises(DoesNotFitError, match="does not fit") as error:
+            planned(name, row.hardware, batch_size=micro, grad_accum=accumulation)
+        # What fits beside it makes the same step.
+        plan = planned(name, row.hardware)
+        assert plan.ranks[0].micro_batch < micro and error.value.micro_batch == micro and plan.global_batch_size == rows
+
+
+# Every preset on every machine that it is for: by name, by the memory that its comment states, and joined as it says.
+MACHINES = [
+    ("run_bnb", "16GB"), ("run_bnb", "24GB"), ("run_bnb", "T4"), ("run_unsloth", "16GB"), ("run_unsloth", "24GB"), ("rtx4090_sli", "2x24GB"),
+    ("rtx4090_sli", "2xRTX3090"), ("a100_pair", "2x80GB"), ("a100_pair", "2xA100"), ("h100_pair", "2x80GB"), ("h100_pair", "2xH100PCIe"),
+    ("h200_pair", "2x141GB"), ("h200_pair", "2xH200NVL"), ("h200_quad", "4x141GB"), ("l40s_single", "48GB"), ("l40s_pair", "2x48GB@10Gbit"),
+    ("home_lan", "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop@1Gbit"), ("home_lan_13b", "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop@1Gbit"),
+    ("smoke", "8GB+8GB@1Gbit"), ("smoke", "RTX4060"), ("smoke", "cpu"), ("quickstart", "cpu"), ("quickstart", "8GB"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "hardware"), MACHINES)
+def test_presets_are_planned_on_all_hardware_that_they_claim(name: str, hardware: str) -> None:
+    plan = planned(name, hardware)
+    assert all(rank.peak_bytes <= rank.capacity_bytes for rank in plan.ranks) and not plan.remedies
+    config = load_config(ROOT / "configs" / f"{name}.yaml", (), {}).config
+    rows = 32 if config.train.global_batch_size == "auto" else config.train.global_batch_size
+    assert plan.global_batch_size == rows <= sum(rank.micro_batch * rank.accumulation for rank in plan.ranks)
+    assert plan.optim == (
+        "paged_adamw_8bit" if config.tuning.mode == "qlora" and plan.strategy in ("single", "ddp") else plan.optim
+    )
+
+
+def test_the_13b_preset_says_why_it_shares_out_weights() -> None:
+    with pytest.raises(DoesNotFitError) as error:
+        planned("home_lan_13b", LAN, strategy="ddp")
+    assert error.value.parts["frozen"] + error.value.parts["quant_state"] == pytest.approx(
+        6.7 * GIB, rel=0.01
+    )  # as its comment says
+    plan = planned("home_lan_13b", LAN + "@1Gbit")
+    (loud,) = [reason for reason in plan.reasons if reason.startswith("SLOW: ")]
+    assert "`launch.strategy` forces fsdp2 over a network of 118 MB/s" in loud
+
+
+# docs/presets.md.
+
+
+def test_the_page_shows_what_the_plan_says() -> None:
+    page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+    assert rendered(page) == page, "docs/presets.md is stale: run `python scripts/render_presets.py`"
+
+
+def test_the_page_has_every_preset_with_its_quoted_batch() -> None:
+    page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in page for name in TABLE)
+    claims = {claim.preset: claim for claim in CLAIMS}
+    for name, row in TABLE.items():
+        if row.quoted:
+            assert claims[name].quoted == row.quoted, name
+    for micro, accumulation in (row.quoted for row in TABLE.values() if row.quoted):
+        assert f"| {micro} x {accumulation} |" in page
+
+
+def test_the_prose_of_the_page_is_arithmetic() -> None:
+    """What stands between the tables: numbers of the models, not of the plan's formulas."""
+    llama, gemma = (shape_of(ModelConfig(name=name)) for name in ("meta-llama/Llama-2-7b-hf", GEMMA))
+    assert llama.linear_parameters / 1e9 == pytest.approx(6.48, abs=0.005)
+    assert llama.adapter_parameters(16, ["q_proj", "v_proj"]) == 32 * 2 * 16 * (4096 + 4096) == 8_388_608
+    assert 2 * llama.vocab_size * llama.hidden_size * 2 / 1e9 == pytest.approx(0.52, abs=0.005)
+    assert gemma.vocab_size * gemma.hidden_size * 2 / 1e9 == pytest.approx(2.8, abs=0.05)
+    assert gemma.vision_parameters * 2 / 1e9 == pytest.approx(0.8, abs=0.07)
+    assert 4 * 2048 * gemma.vocab_size * 12 / 1e9 == pytest.approx(25.8, abs=0.05)
+    assert pytest.approx(9, abs=0.2) == 34 * 4096 * 32 * 2048 / 1e9

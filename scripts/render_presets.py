@@ -1,0 +1,174 @@
+"""Writes the figures of `docs/presets.md`: `python scripts/render_presets.py` after each change of presets or of the plan's formulas.
+
+With `--check` it writes nothing and exits with 1 when a figure is stale. Only what stands between `<!-- begin NAME -->` and
+`<!-- end -->` is replaced. Figures are by formula, so that they are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from sft_play.config.call import Override  # noqa: E402
+from sft_play.config.load import load_config  # noqa: E402
+from sft_play.plan.fit import DoesNotFitError  # noqa: E402
+from sft_play.plan.hardware import GIB, parse_hardware  # noqa: E402
+from sft_play.plan.make import make_plan  # noqa: E402
+from sft_play.plan.plan import Plan  # noqa: E402
+from sft_play.plan.request import LaunchRequest  # noqa: E402
+from sft_play.plan.shape import shape_of  # noqa: E402
+
+PAGE = ROOT / "docs" / "presets.md"
+LAN = "12GB+8GB+8GB@1Gbit"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A preset on hardware that it is for."""
+
+    preset: str
+    hardware: str
+    quoted: tuple[int, int] | None = None
+    """Micro-batch and accumulation that people quote."""
+
+
+CLAIMS = (
+    Claim("run_bnb", "16GB"), Claim("run_bnb", "24GB"), Claim("run_unsloth", "16GB"), Claim("rtx4090_sli", "2xRTX4090", (6, 4)),
+    Claim("a100_pair", "2xA100", (8, 4)), Claim("h100_pair", "2xH100", (8, 4)), Claim("h200_pair", "2xH200", (4, 4)),
+    Claim("h200_quad", "4xH200", (16, 2)), Claim("l40s_single", "L40S", (8, 1)), Claim("l40s_pair", "2xL40S", (28, 1)),
+    Claim("home_lan", LAN, (1, 8)), Claim("home_lan_13b", LAN, (1, 12)), Claim("smoke", "8GB+8GB@1Gbit"),
+)  # fmt: skip
+
+
+def plan_of(preset: str, hardware: str, **train: int) -> Plan:
+    """Returns the plan that `make plan CONFIG=configs/PRESET.yaml HARDWARE=... SOURCE=formula TRAIN_...=` shows."""
+    typed = [Override(key=f"train.{key}", text=str(value), origin=f"TRAIN_{key.upper()}={value}") for key, value in train.items()]
+    loaded = load_config(ROOT / "configs" / f"{preset}.yaml", typed, {})
+    found = parse_hardware(hardware)
+    request = LaunchRequest(command_strategy="auto" if len(found.devices) > 1 else "single")
+    return make_plan(loaded.config, loaded.typed, found, shape_of(loaded.config.model), launch=request, prepared=None)
+
+
+def tightest(plan: Plan) -> tuple[int, int]:
+    """Returns (peak, room) in bytes of the rank with the least to spare."""
+    rank = max(plan.ranks, key=lambda rank: rank.peak_bytes / rank.capacity_bytes)
+    return rank.peak_bytes, rank.capacity_bytes
+
+
+def table() -> str:
+    """Returns a row for every claim: what the plan takes, and what people quote."""
+    lines = [
+        "| preset | `HARDWARE=` | plan: micro-batch x accumulation | rows a step | recompute | GiB of room, tightest | people quote | needs GiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for claim in CLAIMS:
+        plan = plan_of(claim.preset, claim.hardware)
+        peak, room = tightest(plan)
+        micros = [rank.micro_batch for rank in plan.ranks]
+        micro = str(micros[0]) if len(set(micros)) == 1 else "(" + ", ".join(map(str, micros)) + ")"
+        lines.append(
+            f"| `{claim.preset}` | `{claim.hardware}` | {plan.strategy}, {micro} x {plan.ranks[0].accumulation} | {plan.global_batch_size} | "
+            f"{'yes' if plan.gradient_checkpointing else 'no'} | {peak / GIB:.1f} of {room / GIB:.1f} | {_quoted(claim)} |"
+        )
+    return "\n".join(lines)
+
+
+def _quoted(claim: Claim) -> str:
+    if claim.quoted is None:
+        return "| "
+    micro, accumulation = claim.quoted
+    try:
+        peak, room = tightest(plan_of(claim.preset, claim.hardware, batch_size=micro, grad_accum=accumulation))
+    except DoesNotFitError as error:
+        peak, room = sum(error.parts.values()), error.capacity_bytes
+    verdict = "fits" if peak <= room else "does not fit"
+    return f"{micro} x {accumulation} | {peak / GIB:.1f} of {room / GIB:.1f}: {verdict}"
+
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "weights": ("frozen", "quant_state"), "adapters": ("adapters",), "optimizer": ("optimizer",), "gradients": ("gradients",),
+    "activations": ("activations", "recompute"), "logits": ("logits",),
+    "rest": ("buffers", "casts", "dequantised", "workspace", "context", "fragmentation"),
+}  # fmt: skip
+
+
+def groups(plan: Plan, rank: int) -> dict[str, float]:
+    """Returns GB (1e9 bytes, as people quote them) of one rank by kind, and their `sum`."""
+    parts = plan.ranks[rank].memory_bytes
+    found = {name: sum(parts.get(part, 0) for part in members) / 1e9 for name, members in GROUPS.items()}
+    return found | {"sum": sum(found.values())}
+
+
+def _gb(value: float) -> str:
+    return f"{value:.1f}" if value >= 0.05 else f"{value:.3f}"
+
+
+def llama() -> str:
+    """Returns Llama-2-7B QLoRA on an 8 GB card, beside the figures that people quote."""
+    plan = plan_of("home_lan", LAN, batch_size=1, grad_accum=8)
+    found = groups(plan, 1)
+    quoted = {
+        "weights": "2.8",
+        "adapters": "0.5",
+        "optimizer": "2.0",
+        "gradients": "2.0",
+        "activations": "2.5",
+        "logits": "",
+        "rest": "",
+        "sum": "10",
+    }
+    lines = ["| part, GB | people quote | plan, a rank with 8 GB |", "|---|---|---|"]
+    lines += [f"| {name} | {quoted[name]} | {_gb(found[name])} |" for name in found]
+    room = plan.ranks[1].capacity_bytes / 1e9
+    return "\n".join(lines) + f"\n\nRoom on such a card (94 % of what programs see): {room:.1f} GB."
+
+
+def gemma() -> str:
+    """Returns Gemma-27B QLoRA on two H200, as quoted and as planned."""
+    quoted, chosen = plan_of("h200_pair", "2xH200", batch_size=4, grad_accum=4), plan_of("h200_pair", "2xH200")
+    left, right = groups(quoted, 0), groups(chosen, 0)
+    said = {"weights": "13.5", "sum": "13.5"}
+    shape = [f"{plan.ranks[0].micro_batch} x {plan.ranks[0].accumulation}" for plan in (quoted, chosen)]
+    how = ["recomputing" if plan.gradient_checkpointing else "keeping all" for plan in (quoted, chosen)]
+    lines = [
+        f"| part, GB per GPU | people quote, 4 x 4 | plan for {shape[0]}, {how[0]} | plan on its own: {shape[1]}, {how[1]} |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {name} | {said.get(name, '')} | {_gb(left[name])} | {_gb(right[name])} |" for name in left]
+    return "\n".join(lines)
+
+
+BLOCKS = {"table": table, "llama": llama, "gemma": gemma}
+
+
+def rendered(text: str) -> str:
+    """Returns the page with every block made anew."""
+    for name, block in BLOCKS.items():
+        pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(\n<!-- end -->)", re.S)
+        assert len(pattern.findall(text)) == 1, f"docs/presets.md needs one block `{name}`"
+        content = block()
+        text = pattern.sub(lambda match, content=content: match[1] + content + match[2], text)  # type: ignore[misc]
+    return text
+
+
+def main() -> int:
+    """Returns 1 under `--check` when the page is stale, else 0."""
+    before = PAGE.read_text(encoding="utf-8")
+    after = rendered(before)
+    if "--check" in sys.argv[1:]:
+        changed = [line for line in after.splitlines() if line not in before.splitlines()]
+        print("\n".join(["docs/presets.md is stale: run `python scripts/render_presets.py`", *changed]) if changed else "fresh")
+        return 1 if after != before else 0
+    PAGE.write_text(after, encoding="utf-8")
+    print("docs/presets.md")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
