@@ -1,4 +1,4 @@
-"""Writes the figures of `docs/presets.md`: `python scripts/render_presets.py` after each change of presets or of the plan's formulas.
+"""Writes the figures of `docs/presets.md` and the table of `docs/hardware.md`, after each change of presets, formulas or catalogue.
 
 With `--check` it writes nothing and exits with 1 when a figure is stale. Only what stands between `<!-- begin NAME -->` and
 `<!-- end -->` is replaced. Figures are by formula, so that they are the same on every machine.
@@ -6,9 +6,8 @@ With `--check` it writes nothing and exits with 1 when a figure is stale. Only w
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from sft_play.config.call import Override  # noqa: E402
 from sft_play.config.load import load_config  # noqa: E402
+from sft_play.plan.catalogue import CATALOGUE  # noqa: E402
 from sft_play.plan.fit import DoesNotFitError  # noqa: E402
 from sft_play.plan.hardware import GIB, parse_hardware  # noqa: E402
 from sft_play.plan.make import make_plan  # noqa: E402
@@ -24,7 +24,6 @@ from sft_play.plan.plan import Plan  # noqa: E402
 from sft_play.plan.request import LaunchRequest  # noqa: E402
 from sft_play.plan.shape import shape_of  # noqa: E402
 
-PAGE = ROOT / "docs" / "presets.md"
 LAN = "12GB+8GB+8GB@1Gbit"
 
 
@@ -144,30 +143,52 @@ def gemma() -> str:
     return "\n".join(lines)
 
 
-BLOCKS = {"table": table, "llama": llama, "gemma": gemma}
+def catalogue() -> str:
+    """Returns the catalogue of GPUs."""
+    lines = ["| name | memory | bf16 | bandwidth | source |", "|---|---|---|---|---|"]
+    for name, card in CATALOGUE.items():
+        source = card.source + ("" if card.confirmed else "; unconfirmed")
+        lines.append(f"| `{name}` | {card.memory_gib:g} | {card.bf16_tflops:g} | {card.bandwidth_gb_s:g} | {source} |")
+    return "\n".join(lines)
 
 
-def rendered(text: str) -> str:
-    """Returns the page with every block made anew."""
-    for name, block in BLOCKS.items():
-        pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(\n<!-- end -->)", re.S)
-        assert len(pattern.findall(text)) == 1, f"docs/presets.md needs one block `{name}`"
-        content = block()
-        text = pattern.sub(lambda match, content=content: match[1] + content + match[2], text)  # type: ignore[misc]
+PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "docs/presets.md": {"table": table, "llama": llama, "gemma": gemma},
+    "docs/hardware.md": {"catalogue": catalogue},
+}
+
+
+def rendered(page: str) -> str:
+    """Returns a page with every block made anew."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, block in PAGES[page].items():
+        before, begin, rest = text.partition(f"<!-- begin {name} -->\n")
+        _, end, after = rest.partition("\n<!-- end -->")
+        assert begin and end, f"{page} needs a block `{name}`"
+        text = before + begin + block() + end + after
     return text
 
 
 def main() -> int:
-    """Returns 1 under `--check` when the page is stale, else 0."""
-    before = PAGE.read_text(encoding="utf-8")
-    after = rendered(before)
-    if "--check" in sys.argv[1:]:
-        changed = [line for line in after.splitlines() if line not in before.splitlines()]
-        print("\n".join(["docs/presets.md is stale: run `python scripts/render_presets.py`", *changed]) if changed else "fresh")
-        return 1 if after != before else 0
-    PAGE.write_text(after, encoding="utf-8")
-    print("docs/presets.md")
-    return 0
+    """Returns 1 under `--check` when a page is stale, else 0."""
+    stale = 0
+    for page in PAGES:
+        before, after = (ROOT / page).read_text(encoding="utf-8"), rendered(page)
+        if "--check" not in sys.argv[1:]:
+            (ROOT / page).write_text(after, encoding="utf-8")
+            print(page)
+        elif after != before:
+            stale = 1
+            known = before.splitlines()
+            print(
+                "\n".join(
+                    [
+                        f"{page} is stale: run `python scripts/render_presets.py`",
+                        *(x for x in after.splitlines() if x not in known),
+                    ]
+                )
+            )
+    return stale
 
 
 if __name__ == "__main__":

@@ -74,10 +74,10 @@ def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
     first = chosen[full[0]]
     share = first.free_bytes / max(1, first.memory_bytes)
     usable = [(index, device) for index, device in enumerate(hardware.devices) if not device.full]
-    if not usable:
-        hint = "`make memory-check` says who holds them; wait, or end those programs"
-    elif hardware.described:
+    if hardware.described:
         hint = "leave it out of `HARDWARE`, or give it more `free_gb`"
+    elif not usable:
+        hint = "`make memory-check` says who holds them; wait, or end those programs"
     else:
         free = sum(device.free_bytes for _, device in usable) / GIB
         hint = f"{showing(hardware, [index for index, _ in usable])} leaves out what is full: {free:.1f} GiB free on "

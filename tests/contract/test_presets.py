@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from scripts.render_presets import CLAIMS, rendered
+from scripts.render_presets import CLAIMS, PAGES, rendered
 from sft_play.config.call import Override
 from sft_play.config.load import load_config
 from sft_play.config.schema import ModelConfig
 from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.hardware import GIB, parse_hardware
+from sft_play.plan.hardware_file import DEVICE_KEYS, KEYS
 from sft_play.plan.make import make_plan
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
@@ -140,9 +143,19 @@ def test_the_13b_preset_says_why_it_shares_out_weights() -> None:
 # docs/presets.md.
 
 
-def test_the_page_shows_what_the_plan_says() -> None:
-    page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
-    assert rendered(page) == page, "docs/presets.md is stale: run `python scripts/render_presets.py`"
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_shows_what_the_plan_says(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert rendered(page) == text, f"{page} is stale: run `python scripts/render_presets.py`"
+
+
+def test_the_documented_file_is_one_that_is_read(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)
+    (tmp_path / "machines.yaml").write_text(block, encoding="utf-8")
+    hardware = parse_hardware(str(tmp_path / "machines.yaml"))
+    assert (len(hardware.devices), hardware.nodes, hardware.ram_known) == (3, 3, True)
+    assert set(re.findall(r"^[ -]*(\w+):", block, re.M)) == {*KEYS, *DEVICE_KEYS}
 
 
 def test_the_page_has_every_preset_with_its_quoted_batch() -> None:
