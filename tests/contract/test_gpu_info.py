@@ -94,3 +94,18 @@ def test_a_card_that_is_lost_is_named(program: Program, tmp_path: Path) -> None:
         assert done.code == 3 and "GPU 1 of 2 does not answer: GPU is lost" in done.err and "Traceback" not in done.err
     hidden = program("plan", "CONFIG=configs/quickstart.yaml", "JSON=1", env=env | {"CUDA_VISIBLE_DEVICES": ""})
     assert hidden.code == 0 and hidden.json["device"] == "cpu", hidden.err
+
+
+def test_a_full_card_is_named_and_left_out(program: Program, tmp_path: Path) -> None:
+    """What a user with three cards, one of them taken by another program, sees of it."""
+    full = ("NVIDIA H200", 139.8, 1.0, (9, 0))
+    env = nvml_path(tmp_path / "nvml", H200, full, H200)
+    words = ("CONFIG=configs/run_bnb.yaml", "TUNING_MODE=lora")
+    done = program("plan", *words, env=env)
+    assert done.code == 3 and "GPU 1 (NVIDIA H200) is full: 1.0 of 139.8 GiB free = 0.7%" in done.err
+    assert "CUDA_VISIBLE_DEVICES=0,2 leaves out what is full: 260.0 GiB free on 2 of 3 GPUs" in done.err
+    assert program("plan", *words, env=env | {"CUDA_VISIBLE_DEVICES": "0,2"}).code == 0
+    moved = program("plan", *words, env=env | {"CUDA_VISIBLE_DEVICES": "2,1"})  # by the driver's numbers, whatever is hidden
+    assert moved.code == 3 and "GPU 1 (NVIDIA H200) is full" in moved.err and "CUDA_VISIBLE_DEVICES=2 leaves" in moved.err
+    alone = program("memory-check", *words, env=env | {"CUDA_VISIBLE_DEVICES": "1"})
+    assert alone.code == 3 and "is full" in alone.err

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sft_play.__main__ import COMMANDS
+from sft_play.config.call import parse_call
+from sft_play.config.load import load_config
+from sft_play.config.schema import ModelConfig
 from sft_play.errors import HardwareError
+from sft_play.files import read_json
+from sft_play.launch.commands import Job, write_launch_files
 from sft_play.launch.environment import Node, worker_environment
+from sft_play.launch.options import LaunchOptions
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.plan import Plan
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.shape import shape_of
 from sft_play.plan.strategies import slow_network
+from sft_play.runs.folder import RunFolder
 from tests.unit.test_plan_make import CPU, LLAMA, QWEN, SMALL, message, plan_of
 
 FULL_8B: dict[str, Any] = {"name": LLAMA, "mode": "full", "max_seq_len": 2048, "command_strategy": "auto"}
@@ -63,6 +74,21 @@ def test_the_machines_memory_where_it_is_known_to_be_large_enough() -> None:
     text = message(HardwareError, with_ram("2x24GB", 64), **FULL_8B)
     assert "TUNING_MODE=lora: " in text
     message(HardwareError, "2x24GB", **FULL_8B)  # its memory is not known
+
+
+def test_a_run_in_the_machines_memory_gets_the_file_that_says_so(tmp_path: Path) -> None:
+    config = tmp_path / "big.yaml"
+    config.write_text(f"model:\n  name: {LLAMA}\n  max_seq_len: 2048\ntuning:\n  mode: full\n", encoding="utf-8")
+    hardware, request = with_ram("2x24GB", 512), LaunchRequest(command_strategy="auto")
+    job = Job(
+        call=parse_call(["train-distributed", f"CONFIG={config}"], COMMANDS), loaded=load_config(config, (), {}),
+        options=LaunchOptions(request=request), hardware=hardware, shape=shape_of(ModelConfig(name=LLAMA)), node=Node(),
+    )  # fmt: skip
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    write_launch_files(job, job.plan(None), run)
+    zero = read_json(run.deepspeed)["zero_optimization"]
+    assert zero["stage"] == 3 and zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
 
 
 def test_quantising_is_proposed_first_and_never_done() -> None:
