@@ -129,6 +129,15 @@ def test_presets_are_planned_on_all_hardware_that_they_claim(name: str, hardware
     )
 
 
+def test_full_tuning_on_the_l40s_takes_8_bit_states_as_its_comment_says() -> None:
+    override = [Override(key="tuning.mode", text="full", origin="TUNING_MODE=full")]
+    loaded = load_config(ROOT / "configs" / "l40s_single.yaml", override, {})
+    plan = make_plan(
+        loaded.config, loaded.typed, parse_hardware("L40S"), shape_of(loaded.config.model), launch=LaunchRequest(), prepared=None
+    )  # fmt: skip
+    assert plan.optim == "adamw_bnb_8bit" and plan.global_batch_size == 8
+
+
 def test_the_13b_preset_says_why_it_shares_out_weights() -> None:
     with pytest.raises(DoesNotFitError) as error:
         planned("home_lan_13b", LAN, strategy="ddp")
@@ -138,6 +147,7 @@ def test_the_13b_preset_says_why_it_shares_out_weights() -> None:
     plan = planned("home_lan_13b", LAN + "@1Gbit")
     (loud,) = [reason for reason in plan.reasons if reason.startswith("SLOW: ")]
     assert "`launch.strategy` forces fsdp2 over a network of 118 MB/s" in loud
+    assert float(loud.split("micro-step waits ")[1].split(" s ")[0]) == pytest.approx(120, abs=10)  # "about two minutes"
 
 
 # docs/presets.md.
