@@ -12,7 +12,7 @@ from sft_play.errors import UserError
 from sft_play.plan import choices, strategies
 from sft_play.plan.batch import choose_batch, count
 from sft_play.plan.calibration import Calibration
-from sft_play.plan.fit import DoesNotFitError, Fit, Memory, wanted_rows
+from sft_play.plan.fit import Fit, Memory, wanted_rows
 from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.memory import Setup, host_bytes, rank_memory
 from sft_play.plan.plan import Plan, RankPlan
@@ -71,21 +71,13 @@ def make_plan(
     setup, fitting = _checkpointing(fit, setup, room, reasons)
 
     def replan(request: LaunchRequest) -> Plan:
-        return make_plan(
-            config, typed, hardware, shape, launch=request, prepared=prepared, calibration=calibration, memory=memory
-        )  # fmt: skip
+        return make_plan(config, typed, hardware, shape, launch=request, prepared=prepared, calibration=calibration, memory=memory)
 
-    if sharded := strategies.sharded_instead(fit, hardware, launch, setup, room, fitting, replan):
-        return sharded
-    setup, fitting = strategies.small_optimizer(fit, hardware, launch, setup, room, fitting, reasons)
-    if offloaded := strategies.offloaded_instead(fit, hardware, launch, setup, room, fitting, replan):
-        return offloaded
+    settled = strategies.settle(fit, hardware, launch, setup, room, fitting, [d.name for d in devices], replan, reasons)
+    if isinstance(settled, Plan):
+        return settled
+    setup, fitting = settled
     unit = "device" if kind == "cuda" else "process"
-    try:
-        fit.require(setup, room, fitting, [device.name for device in devices], early=launch.early)
-    except DoesNotFitError as error:
-        raise strategies.refusal(error, fit, hardware, launch, fitting) from None
-    reasons += strategies.forced_over_slow_network(fit, hardware, launch, setup)
     fitting = tuple(max(1, rows) for rows in fitting)
     batch = choose_batch(config.train, fitting, CPU_MICRO_BATCH if kind == "cpu" else MOST_MICRO_BATCH, unit)
     reasons += batch.reasons

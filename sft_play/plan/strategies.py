@@ -131,6 +131,27 @@ def _rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s" if bytes_per_second >= 1e9 else f"{bytes_per_second / 1e6:.3g} MB/s"
 
 
+def settle(
+    fit: Fit, hardware: Hardware, launch: LaunchRequest, setup: Setup, room: list[int], fitting: tuple[int, ...], names: list[str],
+    replan: Callable[[LaunchRequest], Plan], reasons: list[str],
+) -> Plan | tuple[Setup, tuple[int, ...]]:  # fmt: skip
+    """Returns setup and rows per rank when they fit, or the plan of another strategy that `auto` takes because they do not.
+
+    `room` and `names` are the ranks' bytes and devices, `fitting` the rows that each holds. Raises `DoesNotFitError`.
+    """
+    if sharded := sharded_instead(fit, hardware, launch, setup, room, fitting, replan):
+        return sharded
+    setup, fitting = small_optimizer(fit, hardware, launch, setup, room, fitting, reasons)
+    if offloaded := offloaded_instead(fit, hardware, launch, setup, room, fitting, replan):
+        return offloaded
+    try:
+        fit.require(setup, room, fitting, names, early=launch.early)
+    except DoesNotFitError as error:
+        raise refusal(error, fit, hardware, launch, fitting) from None
+    reasons += forced_over_slow_network(fit, hardware, launch, setup)
+    return setup, fitting
+
+
 def sharded_instead(
     fit: Fit, hardware: Hardware, launch: LaunchRequest, setup: Setup, room: list[int], fitting: tuple[int, ...],
     replan: Callable[[LaunchRequest], Plan],
@@ -231,9 +252,7 @@ def refusal(
     if network and setup.strategy not in GATHERING:
         sharded = replace(setup, strategy="fsdp2")
         unasked = "`auto` does not share out weights" if is_automatic(fit.config, launch) else "weights are not shared out"
-        notes.append(
-            f"{unasked} over {network}: {gathering_arithmetic(fit, sharded, hardware)}; LAUNCH_STRATEGY=fsdp2 forces it"
-        )
+        notes.append(f"{unasked} over {network}: {gathering_arithmetic(fit, sharded, hardware)}; LAUNCH_STRATEGY=fsdp2 forces it")
     found.hint = "; ".join([*([found.hint] if found.hint else []), *notes])
     return found
 
