@@ -71,7 +71,7 @@ def make_plan(
     setup, fitting = _checkpointing(fit, setup, room, reasons)
 
     def replan(request: LaunchRequest) -> Plan:
-        return make_plan(config, typed, hardware, shape, launch=request, prepared=prepared, calibration=calibration, memory=memory)
+        return make_plan(config, typed, hardware, shape, launch=request, prepared=prepared, calibration=calibration, memory=memory)  # fmt: skip
 
     settled = strategies.settle(fit, hardware, launch, setup, room, fitting, [d.name for d in devices], replan, reasons)
     if isinstance(settled, Plan):
