@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from sft_play.launch.options import CommandStrategy
 
 TIMEOUT_SECONDS = 300
+BUSY, NOISY = 0.5, 0.1
+"""Share of the machine that others may use, and spread of the steps, before the figures are called doubtful."""
 PACKAGES = ("sft-play", "torch", "transformers", "peft")
 
 
@@ -63,6 +65,8 @@ class Result:
     device: str
     rows: list[Row] = field(default_factory=list)
     path: str = ""
+    notes: list[str] = field(default_factory=list)
+    """What speaks against the figures."""
     fit: StepFit | None = None
 
 
@@ -76,6 +80,7 @@ def main(call: Call) -> int:
     overrides = settings(call, command)  # mistakes are told before anything is measured
     result = Result(device=hardware.devices[0].name)
     before = read_calibration(hardware.devices[0].name)
+    note_load(hardware, result)
     tell("measuring products of matrices and copies")
     found = {device.name: measure_device(hardware, device, index, result) for index, device in _kinds(hardware)}
     # Two processes on a CPU unless told: so much the all-reduce of the first distributed run is known.
@@ -91,6 +96,8 @@ def main(call: Call) -> int:
         found[name] = old.joined(one) if old else one
     calibration = found[hardware.devices[0].name]
     result.fit = fit_steps(steps, hardware, calibration)
+    if result.fit.spread > NOISY:
+        result.notes.append(f"steps of the same work differ by {result.fit.spread:.0%}: measure again on a quiet machine")
     result.rows += training_rows(steps, hardware, before, calibration.with_fit(result.fit))
     for one in found.values():
         path = one.with_fit(result.fit).save()
@@ -98,6 +105,14 @@ def main(call: Call) -> int:
     seconds = time.perf_counter() - started
     print(json.dumps(as_json(result, hardware, seconds), indent=2) if call.json else as_text(result, steps, seconds))
     return 0
+
+
+def note_load(hardware: Hardware, result: Result) -> None:
+    """Notes other programs at work: threads of one product that wait for a shared core make it many times slower."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > BUSY * hardware.cpu_threads:
+        result.notes.append(f"other programs keep {load:.1f} of {hardware.cpu_threads} threads busy: the figures are too low")
+        tell(result.notes[-1])
 
 
 def _kinds(hardware: Hardware) -> list[tuple[int, Device]]:
@@ -231,6 +246,7 @@ def as_json(result: Result, hardware: Hardware, seconds: float) -> dict[str, Any
             "points": fit.points,
         },
         "calibration": result.path,
+        "notes": result.notes,
         "seconds": round(seconds, 1),
     }
 
@@ -249,5 +265,6 @@ def as_text(result: Result, steps: Steps, seconds: float) -> str:
         f"a micro-step of {steps.config.model.name} costs {1e3 * fit.seconds_per_micro_step:.3g} ms + FLOPs / "
         f"{fit.flops_per_second / 1e9:,.4g} GFLOP/s a rank ({fit.points} steps, {fit.spread:.0%} off the line at the median)"
     )
+    lines += [f"note: {note}" for note in result.notes]
     lines += [f"kept in {result.path}; `make plan` and training forecast by it from now on", f"{seconds:.0f} s in all"]
     return "\n".join(lines)

@@ -24,20 +24,20 @@ GPU_EFFICIENCY = 0.35
 """Share of the peak that eager bf16 training reached in published runs of 7B models (0.35 to 0.45)."""
 GPU_LAYER_SECONDS = 6e-4
 """Time in which Python launches one layer's kernels, both passes: a floor for small micro-steps (inferred, unverified)."""
-CPU_FLOPS_PER_THREAD = 4.5e10
-"""fp32 operations per second and thread that SmolLM2-135M with adapters reached on two cores (about 220 tokens/s, 2026-11)."""
-CPU_LAYER_SECONDS = 1e-3
-"""What a layer of a micro-step costs on a CPU however few its tokens."""
-CPU_BANDWIDTH = 1e10
-"""Bytes per second that a desktop's or small server's memory copies."""
+CPU_FLOPS_PER_THREAD = 8e10
+"""fp32 operations per second and thread of SmolLM2-135M's steps with adapters on two cores of a server (`make bench`, 2026-11-21)."""
+CPU_LAYER_SECONDS = 8e-3
+"""What a layer of a micro-step costs on a CPU however few its tokens: reading its weights, every operation's start (the same run)."""
+CPU_BANDWIDTH = 2e10
+"""Bytes per second, read and written, that a desktop's memory copies (a server: 33 to 66 GB/s, `make bench`)."""
 OPTIMIZER_TRAFFIC = 40
 """Bytes moved per trained fp32 weight: clipping reads the gradient and scales it (12), AdamW reads four values and writes three (28)."""
 NVLINK_CHIPS = frozenset({(8, 0), (9, 0), (10, 0)})
 """Compute capabilities of the chips that are sold with NVLink (A100, H100 and H200, B200)."""
 NVLINK_BYTES_PER_SECOND = 150e9
 PCIE_BYTES_PER_SECOND = 12e9
-LOOPBACK_BYTES_PER_SECOND = 4e9
-"""Between processes of one CPU."""
+LOOPBACK_BYTES_PER_SECOND = 1.5e9
+"""Between processes of one CPU over gloo (`make bench`: 1.2 to 1.5 GB/s)."""
 BUCKET_BYTES = 25 * 2**20
 """Of DDP: each bucket is an all-reduce of its own, with its own latency."""
 

@@ -24,7 +24,7 @@ from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
 
 SMALL, LLAMA2, LLAMA3 = "HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B"
 SETUP = Setup(
-    device="cpu", strategy="single", world_size=1, precision="fp32", weights_dtype="float32", optim="adamw_torch",
+    device="cpu", strategy="single", world_size=1, precision="fp32", weights_dtype="float32", optim="adamw_torch_fused",
     gradient_checkpointing=False, layout="flattened", attention="sdpa", label_share=1.0, row_tokens=256,
 )  # fmt: skip
 CPU = Hardware(
