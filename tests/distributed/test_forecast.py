@@ -33,7 +33,8 @@ def test_the_forecast_is_near_real_runs(program: Program, small: Path, tmp_path:
         "  save_strategy: 'no'\n  report_to: none\n",
         encoding="utf-8",
     )
-    env = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    # One thread: several that wait for a core which another program has would measure that program.
+    env = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     bench = program("bench", f"CONFIG={config}", "JSON=1", env=env)
     assert bench.code == 0, bench.err
     speeds, forecasts = [], set()
