@@ -70,8 +70,8 @@ def parse_price(text: str) -> float:
 
 
 def machines(plan: Plan, hardware: Hardware) -> int:
-    """Returns how many machines are paid for: each device of described hardware is one where only a network joins them."""
-    apart = hardware.network_bytes_per_second is not None and plan.num_nodes == 1
+    """Returns how many machines are paid for: each device is one where only a stated network joins those of one node."""
+    apart = hardware.network_bytes_per_second is not None and plan.num_nodes == 1 and hardware.nodes == 1
     return plan.world_size if apart else plan.num_nodes
 
 
