@@ -12,6 +12,7 @@ from transformers import set_seed
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.model import lora, quantise
+from sft_play.model.chunked_head import chunk_head
 from sft_play.model.fused_lora import fuse_adapters
 from sft_play.model.read import read_model, tell
 from sft_play.model.tokenizer import load_tokenizer
@@ -49,6 +50,8 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
         if fuses_adapters(plan.strategy, plan.precision):
             fuse_adapters(model)
         tell(*notes)
+    if plan.loss_chunk:
+        chunk_head(model, plan.loss_chunk)
     if plan.gradient_checkpointing and config.tuning.mode != "full":
         model.enable_input_require_grads()
     return model, tokenizer

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from sft_play.config.schema import Config
 from sft_play.data.collate import Collator
 from sft_play.errors import DataError
+from sft_play.model.chunked_head import chunk_head
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.model.use import best_device, current_base, load_for_use, quantised, read_base
 from sft_play.plan.plan import Plan
@@ -42,6 +43,8 @@ def score_run(run: RunFolder, weights: Path | None, *, step: int, config: Config
     rows = datasets.load_from_disk(prepared.validation.path)
     model, tokenizer = _load(run, weights, config, device)
     model.eval()
+    if plan.loss_chunk:
+        chunk_head(model, plan.loss_chunk)
     batch_size = int(settings["batch_size"])
     loss, label_tokens = held_out_loss(model, tokenizer, rows, layout=plan.layout, batch_size=batch_size, device=device)
     generate, reason = decide(config, purpose="eval", validation_rows=len(rows))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sft_play.data.collate import IGNORED
+from sft_play.model.chunked_head import labels_for_head, total_of
 
 NOT_FOR_THE_MODEL = ("targets", "rows")
 
@@ -21,11 +22,15 @@ def token_loss_sum(model: Any, batch: dict[str, Any]) -> Tensor:
     """Returns the summed cross-entropy (nats, fp32, a scalar) of a batch made by `data.collate.Collator`.
 
     `logits_to_keep` selects positions inside the model's own forward pass, so the logits are [1, K, V] or [B, P, V] and never
-    [B, T, V], and the hooks of DDP, ZeRO-3 and FSDP2 fire as usual.
+    [B, T, V], and the hooks of DDP, ZeRO-3 and FSDP2 fire as usual. A head that `model.chunked_head.chunk_head` changed computes
+    the sum itself, chunk by chunk.
     """
     inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
-    logits = model(**inputs, use_cache=False).logits
     targets = batch["targets"]
+    with labels_for_head(targets) as labels:
+        logits = model(**inputs, use_cache=False).logits
+    if labels.total is not None:
+        return total_of(labels, logits)
     return functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
     )

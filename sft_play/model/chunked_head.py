@@ -1,0 +1,216 @@
+"""Head and cross-entropy together, for a chunk of label positions at a time: no device ever holds the logits of a whole batch.
+
+`torch.nn.functional.linear_cross_entropy` of the pinned torch does this for one plain weight, but returns sums and gradients of
+bf16 in bf16, and knows neither adapters on the head nor what models do to logits after it. Here the head's own forward pass runs,
+whatever it is, inside the model's: the hooks that gather its weight (DDP, ZeRO-3, FSDP2) fire as they always do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sft_play.data.collate import IGNORED
+
+FP16_FACTOR = 32.0
+"""Gradients in fp16 are computed so much larger, and divided again in fp32: about what loss scaling leaves after the division by
+a step's tokens. Else the smallest would be lost, since the scaler's factor comes only later."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Labels:
+    """What a chunked head is to compute a loss for, and what it found."""
+
+    targets: Tensor
+    """Next tokens [B, P] or [K], `IGNORED` where there is none."""
+    total: Tensor | None = None
+    """Summed cross-entropy (nats, fp32, a scalar without a graph), once the head ran; `None` when no head is chunked."""
+    upstream: Tensor | None = None
+    """Gradient of the sum, once the backward pass began."""
+
+
+_LABELS: ContextVar[Labels | None] = ContextVar("labels", default=None)
+
+
+@contextlib.contextmanager
+def labels_for_head(targets: Tensor) -> Iterator[Labels]:
+    """Lets a chunked head that runs inside compute the loss of these targets in place of logits."""
+    labels = Labels(targets=targets)
+    token = _LABELS.set(labels)
+    try:
+        yield labels
+    finally:
+        _LABELS.reset(token)
+
+
+def total_of(labels: Labels, output: Tensor) -> Tensor:
+    """Returns the summed loss with its graph. `output` is what the model returned as logits: it only carries the graph."""
+    total: Tensor = _Total.apply(output, labels)
+    return total
+
+
+def chunk_head(model: Any, chunk: int) -> None:
+    """Makes the model's head compute the loss `chunk` positions at a time, wherever `labels_for_head` says for which targets.
+
+    Without targets it returns logits as before. `model` may have adapters, on the head too.
+    """
+    head = model.get_output_embeddings()
+    forward, change = head.forward, _change_of(model)
+
+    def chunked(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        labels = _LABELS.get()
+        if labels is None:
+            logits: Tensor = forward(hidden, *args, **kwargs)
+            return logits
+        weights = [weight for weight in head.parameters() if weight.requires_grad]
+        carrier, labels.total = _ChunkedLoss.apply(hidden, labels, forward, change, chunk, *weights)
+        return carrier
+
+    head.forward = chunked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Change:
+    """What a model does to the logits that its head returns."""
+
+    factor: float = 1.0
+    cap: float | None = None
+
+    def apply(self, logits: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Returns the changed logits, changed in place if they may be, and the derivative of the change."""
+        if self.factor != 1.0:
+            logits = logits.mul_(self.factor)
+        if self.cap is None:
+            return logits, self.factor
+        bent = logits.div_(self.cap).tanh_()
+        slope = torch.mul(bent, bent).mul_(-self.factor).add_(self.factor)
+        return bent.mul_(self.cap), slope
+
+
+def _change_of(model: Any) -> _Change:
+    """The families that change logits after the head; `plan.layouts.CHUNKED_HEAD_MODEL_TYPES` has all that may be chunked."""
+    config = model.config
+    match config.model_type:
+        case "gemma2" | "gemma3_text":
+            return _Change(cap=config.final_logit_softcapping)
+        case "granite" | "granitemoe":
+            return _Change(factor=1 / config.logits_scaling)
+        case "cohere" | "cohere2":
+            return _Change(factor=config.logit_scale)
+    return _Change()
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """(a zero that carries the graph, the summed loss): gradients are computed in the forward pass, while a chunk's logits exist.
+
+    The model may still bend, scale or round the zero, so that its gradient means nothing: `labels.upstream` is used instead.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, labels: Labels, head: Callable[[Tensor], Tensor], change: _Change, chunk: int, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        hidden_KH, targets_K = hidden.reshape(-1, hidden.shape[-1]), labels.targets.reshape(-1)
+        wanted = any(ctx.needs_input_grad)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad_KH = torch.empty_like(hidden_KH) if ctx.needs_input_grad[0] else None
+        grads = _Sums(weights)
+        unscaled = _fp16_factor(hidden, weights)
+        for start in range(0, hidden_KH.shape[0], chunk):
+            part = slice(start, start + chunk)
+            with torch.set_grad_enabled(wanted):
+                part_CH = hidden_KH[part].detach().requires_grad_(grad_KH is not None)
+                logits_CV = head(part_CH)
+            losses, slope_CV = _losses_and_slope(logits_CV, targets_K[part], change, unscaled if wanted else None)
+            total += losses
+            if slope_CV is None:
+                continue
+            inputs = [part_CH, *weights] if grad_KH is not None else list(weights)
+            found = list(torch.autograd.grad(logits_CV, inputs, slope_CV))
+            if grad_KH is not None:
+                grad_KH[part] = found.pop(0)
+            grads.add(found)
+        ctx.gradients = (None if grad_KH is None else grad_KH.view_as(hidden), *grads.sums) if wanted else ()
+        ctx.labels, ctx.unscaled = labels, unscaled
+        ctx.mark_non_differentiable(total)
+        return torch.zeros_like(total), total
+
+    @staticmethod
+    def backward(ctx: Any, _carrier: Tensor, _total: Tensor) -> tuple[Any, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("the chunked loss can be differentiated once only: its gradients are scaled in place")
+        (hidden, *weights), ctx.gradients = ctx.gradients, None
+        factor = ctx.labels.upstream / ctx.unscaled
+        scaled = [None if grad is None else grad.mul_(factor) for grad in (hidden, *weights)]
+        return scaled[0], None, None, None, None, *scaled[1:]
+
+
+class _Total(torch.autograd.Function):
+    """The sum that the head left in `labels`; its gradient goes to the head the same way, whatever becomes of the carrier's."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, labels: Labels) -> Tensor:
+        assert labels.total is not None, "the head has run"
+        ctx.labels, ctx.like = labels, (carrier.dtype, carrier.device)
+        return labels.total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.labels.upstream = gradient
+        dtype, device = ctx.like
+        return torch.ones((), dtype=dtype, device=device), None
+
+
+class _Sums:
+    """Gradients of the head's weights, added up over chunks, in fp32 where there is more than one."""
+
+    def __init__(self, weights: tuple[Tensor, ...]) -> None:
+        self._weights = weights
+        self._sums: list[Tensor] = []
+
+    def add(self, found: list[Tensor]) -> None:
+        if not self._sums:
+            self._sums = found
+            return
+        self._sums = [total.float().add_(more) for total, more in zip(self._sums, found, strict=True)]
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """The sums in the types of the weights."""
+        return [total.to(weight.dtype) for total, weight in zip(self._sums, self._weights, strict=True)]
+
+
+def _losses_and_slope(
+    logits_CV: Tensor, targets_C: Tensor, change: _Change, unscaled: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the chunk's summed cross-entropy and, times `unscaled` where that is given, its gradient for the head's logits.
+
+    Everything that can happen in place does: one fp32 buffer, and the logits themselves where they are narrower.
+    """
+    with torch.no_grad():
+        changed, slope = change.apply(logits_CV.detach().float())
+        logs = functional.log_softmax(changed, dim=-1)
+        counted = targets_C != IGNORED
+        index = targets_C.clamp(min=0)[:, None]
+        total = -(logs.gather(-1, index)[:, 0] * counted).sum()
+        if unscaled is None:
+            return total, None
+        del changed
+        grad = logs.exp_().scatter_add_(-1, index, torch.full_like(index, -1, dtype=logs.dtype))
+        grad = grad.mul_((counted * unscaled)[:, None])
+        grad = grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
+        return total, grad.to(logits_CV.dtype)
+
+
+def _fp16_factor(hidden: Tensor, weights: tuple[Tensor, ...]) -> float:
+    """Returns by how much gradients are scaled up. The sums of a trained head's are large enough, and could overflow."""
+    device = hidden.device.type
+    narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    return FP16_FACTOR if narrow == torch.float16 and not weights else 1.0
