@@ -365,7 +365,8 @@ def test_speed_is_forecast_where_it_can_be_known() -> None:
     assert plan_of("2x24GB", name=LLAMA, command_strategy="auto").tokens_per_second is None
     one, four = (plan_of(f"{n}xH200", name=LLAMA, max_seq_len=2048, command_strategy="auto", rows=512) for n in (1, 4))
     assert one.tokens_per_second == pytest.approx(10_500, rel=0.2)  # 0.35 of 989 TFLOP/s at 31.9 GFLOP a token
-    assert one.tokens_per_second and four.tokens_per_second and 3.5 < four.tokens_per_second / one.tokens_per_second <= 4
+    # A little more than four: under a mask a flattened micro-batch is scored across its rows, and four cards have smaller ones.
+    assert one.tokens_per_second and four.tokens_per_second and 3.5 < four.tokens_per_second / one.tokens_per_second <= 4.2
     assert four.total_seconds == pytest.approx((four.seconds_per_step or 0) * (four.steps or 0))
     assert one.communication_share == 0
 
