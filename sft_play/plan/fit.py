@@ -87,6 +87,8 @@ class Fit:
         rows = 1 + (capacity - one) // max(1, self.need(setup, 2) - one)
         while rows > 1 and self.need(setup, rows) > capacity:  # a mask grows faster
             rows -= max(1, rows // 8)
+        while self.need(setup, rows + max(1, rows // 8)) <= capacity:  # chunked logits stop growing
+            rows += max(1, rows // 8)
         return rows
 
     def longest(self, setup: Setup, micro_batch: int, capacity: int, most: int) -> int:

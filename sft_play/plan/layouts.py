@@ -13,6 +13,10 @@ FLATTENED_MODEL_TYPES = frozenset({
 })  # fmt: skip
 """Others carry a state from token to token (mamba, qwen3_next), count positions themselves (opt), or were not tried."""
 
+CHUNKED_HEAD_MODEL_TYPES = FLATTENED_MODEL_TYPES
+"""Families whose loss in chunks equals the whole one, changes to logits after the head included (Gemma 2 bends them, Granite and
+Cohere scale them); `tests/numerics/test_chunked_loss.py` proves each."""
+
 FLATTENED_TOKENS = 4096
 """Longest flattened micro-batch of several rows without flash attention on a GPU: the block mask is quadratic in it."""
 

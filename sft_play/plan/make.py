@@ -14,6 +14,7 @@ from sft_play.plan.batch import choose_batch, count
 from sft_play.plan.calibration import Calibration
 from sft_play.plan.fit import Fit, Memory, wanted_rows
 from sft_play.plan.hardware import GIB, Device, Hardware
+from sft_play.plan.losses import settle_chunks, with_chunks
 from sft_play.plan.memory import Setup, host_bytes, rank_memory
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.power import energy_kwh
@@ -67,6 +68,7 @@ def make_plan(
         gradient_checkpointing=False, layout="padded", attention=attention, label_share=_label_share(prepared),
         row_tokens=_row_tokens(config, prepared), offload_optimizer=launch.offload_optimizer, offload_parameters=launch.offload_parameters,
     )  # fmt: skip
+    setup = with_chunks(config, shape, setup)
     room = [_capacity(device, kind, len(local)) for device in devices]
     setup, fitting = _checkpointing(fit, setup, room, reasons)
 
@@ -85,6 +87,7 @@ def make_plan(
     reasons += _exchange(config, shape, setup, hardware, world, batch.accumulation)
     setup = _with_layout(fit, setup, batch.micro_batches, room, reasons)
     setup = replace(setup, accumulates=batch.accumulation > 1)
+    setup = settle_chunks(config, shape, setup, max(batch.micro_batches), reasons)
     ranks = tuple(
         _rank(fit, setup, i, devices, places, m, batch.accumulation, room[i], kind) for i, m in enumerate(batch.micro_batches)
     )

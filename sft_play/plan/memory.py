@@ -2,8 +2,7 @@
 
 Sources: saved activations per token and layer of Llama-style models under SDPA, checked against a trace of the real models to
 0.1 % (docs/planning.md has the table); nf4 from bitsandbytes' own layout; ZeRO and FSDP2 shards (Rajbhandari et al. 2019,
-arXiv 1910.02054, and the sources of the pinned DeepSpeed); logits cost 12 bytes each at the worst moment of the backward pass
-(fp32 log-softmax, its gradient and that of the logits).
+arXiv 1910.02054, and the sources of the pinned DeepSpeed); logits in `plan.losses`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sft_play.config.schema import Config
+from sft_play.plan.losses import logit_bytes
 from sft_play.plan.shape import ModelShape
 
 MIB = 2**20
@@ -26,7 +26,6 @@ WORKSPACE_BYTES = {"cuda": 32 * MIB, "cpu": 0}
 """cuBLAS: 8 MiB before Hopper, 32 MiB since."""
 FRAGMENTATION = {"cuda": 0.06, "cpu": 0.03}
 """Share of what comes and goes within a step that an allocator loses."""
-LOGIT_BYTES = 12
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_BYTES = {
     "adamw_bnb_8bit": 2.03, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03, "ademamix_8bit": 3.05, "paged_ademamix_8bit": 3.05,
@@ -96,13 +95,12 @@ def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: in
     parts = _states(config, shape, setup)
     tokens = micro_batch * setup.row_tokens
     saved = _saved_bytes_per_token(config, shape, setup, tokens) * tokens
-    logits = tokens * setup.label_share * shape.vocab_size * LOGIT_BYTES
+    logits = logit_bytes(config, shape, setup, tokens * setup.label_share)
     if setup.gradient_checkpointing:
         residual = 4 if setup.autocast else setup.width
         parts["activations"] = residual * shape.hidden_size * shape.layers * tokens
-        parts["recompute"] = saved
-        # The logits are gone when the first layer is computed again.
-        parts["recompute"] = max(0.0, saved - logits)
+        # The logits are gone when the first layer is computed again; its gradients come beside what it saved.
+        parts["recompute"] = max(0.0, saved + _returning_bytes(config, shape, setup) * tokens - logits)
     else:
         parts["activations"] = saved * shape.layers
         parts["recompute"] = 0
@@ -242,6 +240,17 @@ def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, toke
     else:
         inputs = _adapter_inputs(config, shape, setup)
     return norms + heads + inner + inputs + _mask_bytes(shape, setup, tokens)
+
+
+def _returning_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
+    """Returns the bytes per token of the gradients that a layer's backward pass holds at a time.
+
+    The most are three as wide as the feed-forward part, or, where fp32 adapters are over a narrower base, two in fp32 (traced).
+    """
+    ffn = shape.ffn_size * max(1, shape.experts_per_token)
+    adapters, sharding = config.tuning.mode != "full", setup.zero or setup.strategy == "fsdp2"
+    mixed = adapters and not sharding and trained_bytes(config, setup) != setup.width
+    return (8 if mixed else 3 * setup.width) * ffn
 
 
 def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:

@@ -67,9 +67,8 @@ class TracedMemory:
         tokens = micro_batch * setup.row_tokens
 
         def alike(other: Setup) -> bool:
-            return replace(other, row_tokens=0, layout="", accumulates=True, label_share=0.0) == replace(
-                setup, row_tokens=0, layout="", accumulates=True, label_share=0.0
-            )
+            same: dict[str, Any] = {"row_tokens": 0, "layout": "", "accumulates": True, "label_share": 0.0, "loss_chunk": 0}
+            return replace(other, **same) == replace(setup, **same)
 
         candidates = [(key, value) for key, value in self.found.items() if alike(key[0])]
         return min(candidates, key=lambda item: abs(item[0][1] * item[0][0].row_tokens - tokens), default=None)

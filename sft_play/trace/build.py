@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from sft_play.config.schema import LoraSettings
 from sft_play.model import lora
+from sft_play.model.chunked_head import chunk_head
 from sft_play.model.fused_lora import fuse_adapters
 from sft_play.plan.trace_case import Case
 from sft_play.runs.prepared import ResolvedModel
@@ -81,6 +82,8 @@ def build(case: Case, settings: Any) -> nn.Module:
             model, _ = lora.add_adapters(model, adapters, BASE, dtype_of(case.adapter_dtype))
             if case.fused_adapters:
                 fuse_adapters(model)
+    if case.loss_chunk:
+        chunk_head(model, case.loss_chunk)
     model.train()
     model.config.get_text_config().use_cache = False
     if case.gradient_checkpointing:
