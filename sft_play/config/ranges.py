@@ -46,6 +46,7 @@ RANGES: Mapping[str, Range] = {
     "eval.samples": POSITIVE,
     "eval.batch_size": POSITIVE,
     "launch.timeout_seconds": POSITIVE,
+    "launch.max_oom_retries": FROM_ZERO,
 }
 
 ROW_ORDER = "rows follow a permutation made from `train.seed`, so that any number of processes trains on the same batches"

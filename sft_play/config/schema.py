@@ -191,6 +191,8 @@ class LaunchConfig:
     """Communication library: `nccl` between GPUs, `gloo` between CPUs. `mpi` is refused: torch's wheels lack it."""
     timeout_seconds: int = 1800
     """How long a collective operation may wait for a rank."""
+    max_oom_retries: int = 3
+    """How often a run that ran out of memory goes on by itself, with half the micro-batch and twice the accumulation; 0 is never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

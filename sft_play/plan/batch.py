@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sft_play.config.schema import TrainConfig
 from sft_play.errors import UserError
@@ -58,6 +58,31 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
     reasons.append(f"accumulation {steps} = {wanted} global / ({total})" + _remainder(wanted, steps * sum(micros)))
     reasons += _idle(wanted, len(fitting), unit)
     return Batch(micro_batches=micros, accumulation=steps, global_batch=wanted, reasons=tuple(reasons))
+
+
+def halved(batch: Batch, halvings: int, unit: str = "device") -> Batch:
+    """Returns the batch with half the micro-batch (rounded up) and twice the accumulation, `halvings` times over (contract B10).
+
+    The global batch stays, and with it the rows of each step; even a micro-batch that was typed is halved. No rank goes below one
+    row, and where all have one already nothing changes.
+    """
+    micros, accumulation = batch.micro_batches, batch.accumulation
+    for _ in range(halvings):
+        if max(micros) == 1:
+            break
+        micros, accumulation = tuple(halve(micro, 1) for micro in micros), 2 * accumulation
+    if accumulation == batch.accumulation:
+        return batch
+    reason = (
+        f"memory ran out: micro-batch {_words(batch.micro_batches)} x accumulation {batch.accumulation} became "
+        f"{_words(micros)} x {accumulation} on every {unit}, the global batch {batch.global_batch} as before"
+    )
+    return replace(batch, micro_batches=micros, accumulation=accumulation, reasons=(*batch.reasons, reason))
+
+
+def halve(rows: int, times: int) -> int:
+    """Returns `rows` halved and rounded up, `times` times over; 1 at least."""
+    return -(-rows // 2**times)
 
 
 def plural(unit: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 from sft_play.plan import choices, strategies
-from sft_play.plan.batch import choose_batch, count
+from sft_play.plan.batch import choose_batch, count, halve, halved
 from sft_play.plan.calibration import Calibration
 from sft_play.plan.fit import Fit, Memory, wanted_rows
 from sft_play.plan.hardware import GIB, Device, Hardware
@@ -70,7 +70,7 @@ def make_plan(
     )  # fmt: skip
     setup = with_chunks(config, shape, setup)
     room = [_capacity(device, kind, len(local)) for device in devices]
-    setup, fitting = _checkpointing(fit, setup, room, reasons)
+    setup, fitting = _checkpointing(fit, setup, room, reasons, forced=launch.force_checkpointing)
 
     def replan(request: LaunchRequest) -> Plan:
         return make_plan(config, typed, hardware, shape, launch=request, prepared=prepared, calibration=calibration, memory=memory)  # fmt: skip
@@ -82,6 +82,7 @@ def make_plan(
     unit = "device" if kind == "cuda" else "process"
     fitting = tuple(max(1, rows) for rows in fitting)
     batch = choose_batch(config.train, fitting, CPU_MICRO_BATCH if kind == "cpu" else MOST_MICRO_BATCH, unit)
+    batch = halved(batch, launch.halvings, unit)
     reasons += batch.reasons
     rate = choices.scale_learning_rate(config, rate, batch.global_batch, reasons)
     reasons += _exchange(config, shape, setup, hardware, world, batch.accumulation)
@@ -108,7 +109,7 @@ def make_plan(
         gradient_checkpointing=setup.gradient_checkpointing, optim=setup.optim, learning_rate=rate, ranks=ranks,
         offload_optimizer=setup.offload_optimizer, offload_parameters=setup.offload_parameters,
         global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch, warmup_steps=choices.warmup(config, steps),
-        eval_batch_size=_eval_batch(config, kind, fitting), reasons=tuple(reasons), remedies=tuple(remedies),
+        eval_batch_size=halve(_eval_batch(config, kind, fitting), launch.halvings), reasons=tuple(reasons), remedies=tuple(remedies),
         tokens_per_second=speed.tokens_per_second, communication_share=speed.communication_share,
         seconds_per_step=per_step, total_seconds=total, communication_seconds=speed.communication_seconds,
         epoch_seconds=per_step * per_epoch if per_step and per_epoch else None, mfu=speed.mfu, speed_basis=speed.basis,
@@ -177,13 +178,18 @@ def _capacity(device: Device, kind: str, processes: int) -> int:
     return int(device.free_bytes * HEADROOM[kind] / (processes if kind == "cpu" else 1))
 
 
-def _checkpointing(fit: Fit, setup: Setup, room: list[int], reasons: list[str]) -> tuple[Setup, tuple[int, ...]]:
+def _checkpointing(
+    fit: Fit, setup: Setup, room: list[int], reasons: list[str], *, forced: bool = False
+) -> tuple[Setup, tuple[int, ...]]:
     """Turns recomputation on when asked for, or when the wanted rows do not fit without it."""
     asked = fit.config.train.gradient_checkpointing
     plain = tuple(fit.largest(setup, capacity) for capacity in room)
     saving = replace(setup, gradient_checkpointing=True)
     smaller = tuple(fit.largest(saving, capacity) for capacity in room)
     wanted = wanted_rows(fit.config)
+    if asked == "auto" and forced and min(plain) >= wanted:
+        reasons.append("gradient checkpointing on: memory ran out without it")
+        return saving, plain  # what it saves is not for a larger micro-batch
     if asked is True or (asked == "auto" and min(plain) < wanted):
         why = "as configured" if asked is True else f"{count(wanted, 'row')} per device would not fit without it"
         reasons.append(f"gradient checkpointing on: {why}")

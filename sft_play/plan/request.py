@@ -24,3 +24,7 @@ class LaunchRequest:
     """Whether that JSON keeps the weights there too (stage 3)."""
     early: bool = False
     """Whether the data are still to be prepared: then only what no data could change is refused for want of memory."""
+    halvings: int = 0
+    """How often the micro-batch was halved because memory ran out."""
+    force_checkpointing: bool = False
+    """Whether activations are recomputed because memory ran out at a micro-batch of 1; a typed `false` still counts."""
