@@ -1,0 +1,204 @@
+"""Head and loss in chunks: the same loss and gradients as all at once, and never more logits than one chunk's."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import AutoModelForCausalLM
+
+from sft_play.data.collate import Collator
+from sft_play.model.chunked_head import chunk_head
+from sft_play.plan.layouts import CHUNKED_HEAD_MODEL_TYPES
+from sft_play.training.loss import token_loss_sum
+from tests.numerics.test_layouts import ROWS as SHORT_ROWS
+from tests.numerics.test_layouts import random_model
+from tests.tiny_models import build_tiny_gpt2, build_tiny_llama
+
+CHUNK, VOCABULARY = 7, 1024
+ROWS = [
+    {"input_ids": list(range(10, 10 + n)), "labels": [-100] * k + list(range(10 + k, 10 + n)), "row": i}
+    for i, (n, k) in enumerate([(5, 4), (30, 3), (12, 11), (21, 1)])
+]
+FACTOR = 0.37
+"""What a step multiplies the sum by: gradients must follow it."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    path = tmp_path_factory.mktemp("models")
+    return {
+        "tied": build_tiny_llama(path / "tied"),
+        "untied": build_tiny_llama(path / "untied", tie_word_embeddings=False),
+        "gpt2": build_tiny_gpt2(path / "gpt2"),
+    }
+
+
+def tuned(folder: Path, way: str, *, dtype: torch.dtype = torch.float32) -> Any:
+    """Returns a model that is tuned in one of the ways that a run can be, with adapters that are not zero."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
+    if way == "frozen head":
+        model.requires_grad_(False)
+        model.get_decoder().layers[0].requires_grad_(True)
+    if way.startswith("lora"):
+        targets = ["q_proj", "lm_head"] if way.endswith("head") else ["q_proj", "v_proj"]
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    return model
+
+
+def outcome(model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss and all gradients of one backward pass."""
+    model.zero_grad()
+    total = token_loss_sum(model, batch)
+    (total * FACTOR).backward()
+    return total.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(model: Any, batch: dict[str, Any], *, chunk: int = CHUNK, tolerance: float = 1e-5) -> None:
+    """Compares all at once with chunks of the same model."""
+    chunked = copy.deepcopy(model)
+    chunk_head(chunked, chunk)
+    (total, gradients), (mine, found) = outcome(model, batch), outcome(chunked, batch)
+    assert mine.dtype == torch.float32 and float(mine) == pytest.approx(float(total), rel=tolerance)
+    assert set(found) == set(gradients)
+    for name, wanted in gradients.items():
+        assert found[name].dtype == wanted.dtype
+        assert float((found[name] - wanted).norm()) <= tolerance * float(wanted.norm()), name
+
+
+@pytest.mark.parametrize("layout", ["flattened", "padded"])
+@pytest.mark.parametrize(
+    ("folder", "way"),
+    [("tied", "full"), ("untied", "full"), ("gpt2", "full"), ("untied", "frozen head"), ("untied", "lora"), ("untied", "lora on the head")],
+)  # fmt: skip
+def test_loss_and_gradients_are_those_of_all_at_once(folder: str, way: str, layout: str, folders: dict[str, Path]) -> None:
+    model = tuned(folders[folder], way)
+    for rows in (ROWS, ROWS[:1]):  # several chunks with a rest, and fewer labels than one
+        assert_same(model, Collator(layout, 3)(rows))
+
+
+@pytest.mark.parametrize("chunk", [1, 48, 49, 50, 1000])
+def test_any_chunk_will_do(chunk: int, folders: dict[str, Path]) -> None:
+    assert_same(tuned(folders["untied"], "full"), Collator("flattened", 3)(ROWS), chunk=chunk)
+
+
+@pytest.mark.parametrize("way", ["full", "lora"])
+def test_with_recomputation(way: str, folders: dict[str, Path]) -> None:
+    model = tuned(folders["untied"], way)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if way == "lora":
+        model.enable_input_require_grads()
+    assert_same(model, Collator("flattened", 3)(ROWS))
+
+
+@pytest.mark.parametrize("kind", sorted(CHUNKED_HEAD_MODEL_TYPES))
+def test_every_family_that_the_plan_chunks(kind: str) -> None:
+    """Also those that scale or bend their logits after the head: scaled up here, so that it matters."""
+    model = random_model(kind, "eager")
+    text = model.config.get_text_config()
+    if kind in ("gemma2", "gemma3_text"):
+        text.final_logit_softcapping = 2.0
+    if kind.startswith("granite"):
+        text.logits_scaling = 4.0
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)
+    rows = [{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(SHORT_ROWS)]
+    assert_same(model, Collator("flattened", 0)(rows), chunk=5)
+
+
+@pytest.mark.parametrize("way", ["full", "lora"])
+def test_bf16_and_autocast_agree_to_their_precision(way: str, folders: dict[str, Path]) -> None:
+    batch = Collator("flattened", 3)(ROWS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same(tuned(folders["untied"], way), batch, tolerance=0.02)
+    assert_same(tuned(folders["untied"], way, dtype=torch.bfloat16), batch, tolerance=0.02)
+
+
+def test_fp16_keeps_small_gradients(folders: dict[str, Path]) -> None:
+    """Compared with fp32, at a gradient whose loss scaling keeps the whole computation right."""
+    batch = Collator("flattened", 3)(ROWS)
+    exact = outcome(tuned(folders["untied"], "frozen head"), batch)[1]
+    model = tuned(folders["untied"], "frozen head", dtype=torch.float16)
+    chunk_head(model, CHUNK)
+    for name, gradient in outcome(model, batch)[1].items():
+        assert float((gradient.float() - exact[name]).norm()) <= 0.01 * float(exact[name].norm()), name
+
+
+@pytest.mark.parametrize("way", ["full", "lora"])
+@pytest.mark.parametrize("layout", ["flattened", "padded"])
+def test_a_micro_step_without_rows_has_no_loss_and_no_gradient(layout: str, way: str, folders: dict[str, Path]) -> None:
+    model = tuned(folders["untied"], way)
+    chunk_head(model, CHUNK)
+    total, gradients = outcome(model, Collator(layout, 3)([]))
+    assert float(total) == 0.0 and gradients and not any(gradient.any() for gradient in gradients.values())
+
+
+def test_without_labels_the_head_gives_logits(folders: dict[str, Path]) -> None:
+    model = tuned(folders["tied"], "full")
+    ids = torch.tensor([ROWS[1]["input_ids"]])
+    before = model(ids).logits
+    chunk_head(model, CHUNK)
+    assert torch.equal(model(ids).logits, before)
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 32)
+
+
+def test_a_second_backward_pass_is_refused(folders: dict[str, Path]) -> None:
+    model = tuned(folders["tied"], "full")
+    chunk_head(model, CHUNK)
+    total = token_loss_sum(model, Collator("flattened", 3)(ROWS))
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once only"):
+        total.backward()
+
+
+class Largest(TorchDispatchMode):  # type: ignore[misc]
+    """Records the most elements of a tensor with the vocabulary among its dimensions, and counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits, self.operations = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.operations += 1
+        sizes = [leaf.numel() for leaf in tree_iter(found) if isinstance(leaf, Tensor) and VOCABULARY in leaf.shape]
+        self.logits = max([self.logits, *sizes])
+        return found
+
+
+@pytest.mark.parametrize("layout", ["flattened", "padded"])
+@pytest.mark.parametrize("way", ["full", "lora"])
+def test_no_tensor_is_larger_than_the_logits_of_one_chunk(way: str, layout: str, folders: dict[str, Path]) -> None:
+    rows = [{"input_ids": [5 + i] * 200, "labels": [5 + i] * 200, "row": i} for i in range(4)]
+    batch, chunk = Collator(layout, 3)(rows), 100
+    model = tuned(folders["untied"], way)
+    with Largest() as whole:
+        outcome(model, batch)
+    chunk_head(model, chunk)
+    with Largest() as chunked:
+        outcome(model, batch)
+    assert whole.logits == 4 * 199 * VOCABULARY
+    # The gradient of the head's weight is smaller here: 1024 x 64.
+    assert chunked.logits <= chunk * VOCABULARY
+
+
+def test_evaluation_computes_no_gradients(folders: dict[str, Path]) -> None:
+    model = tuned(folders["untied"], "full")
+    batch = Collator("flattened", 3)(ROWS)
+    wanted = float(token_loss_sum(model, batch).detach())
+    chunk_head(model, CHUNK)
+    with torch.no_grad(), Largest() as evaluation:
+        total = token_loss_sum(model, batch)
+    assert float(total) == pytest.approx(wanted, rel=1e-5) and not total.requires_grad
+    with Largest() as training:
+        token_loss_sum(model, batch)
+    # Beside the logarithms, training has three operations more for each of seven chunks at least: two products and an exponential.
+    assert evaluation.operations + 7 * 3 <= training.operations
