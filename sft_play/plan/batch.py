@@ -82,7 +82,7 @@ def halved(batch: Batch, halvings: int, unit: str = "device") -> Batch:
 
 def halve(rows: int, times: int) -> int:
     """Returns `rows` halved and rounded up, `times` times over; 1 at least."""
-    return -(-rows // 2**times)
+    return (rows + (1 << times) - 1) >> times
 
 
 def plural(unit: str) -> str:

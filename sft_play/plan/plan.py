@@ -92,6 +92,8 @@ class Plan:
     """Share of its tokens that a loss is computed for."""
     peak_at: str | None = None
     """Where in a step the peak stands, in words; `None` by formula."""
+    recoveries: tuple[Mapping[str, Any], ...] = ()
+    """What was changed because memory ran out, oldest first (`launch.recovery.Recovery`)."""
     reasons: tuple[str, ...]
     remedies: tuple[str, ...]
 
@@ -115,5 +117,6 @@ class Plan:
                 "ranks": tuple(RankPlan(**r) for r in value["ranks"]),
                 "reasons": tuple(value["reasons"]),
                 "remedies": tuple(value["remedies"]),
+                "recoveries": tuple(value.get("recoveries", ())),
             }
         )

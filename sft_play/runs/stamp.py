@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -35,6 +35,8 @@ class PlanFacts(Protocol):
     def strategy(self) -> str: ...
     @property
     def world_size(self) -> int: ...
+    @property
+    def recoveries(self) -> Sequence[Mapping[str, Any]]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +62,8 @@ class Stamp:
     strategy: str
     world_size: int
     versions: Mapping[str, str]
+    recoveries: Sequence[Mapping[str, Any]] = ()
+    """What was changed because memory ran out, oldest first."""
     step: int = 0
     """Optimizer steps behind these weights; never compared."""
 
@@ -73,8 +77,10 @@ class Stamp:
         path = folder / NAME
         try:
             value = read_json(path)
-            known = {item.name for item in fields(Stamp)}
-            return Stamp(**{name: value[name] for name in known})
+            # A stamp of an earlier version lacks the fields that have a default.
+            known = {item.name for item in fields(Stamp) if item.default is MISSING or item.name in value}
+            stamp = Stamp(**{name: value[name] for name in known})
+            return replace(stamp, recoveries=tuple(stamp.recoveries))
         except FileNotFoundError:
             raise CheckpointError("there is no stamp, so what made it is unknown", place=str(path)) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -106,6 +112,7 @@ def make_stamp(config: Config, plan: PlanFacts, prepared: Prepared) -> Stamp:
         strategy=plan.strategy,
         world_size=plan.world_size,
         versions=_versions(),
+        recoveries=tuple(plan.recoveries),
     )
 
 
@@ -153,6 +160,7 @@ RULES: Mapping[str, Rule] = {
     "strategy": Rule("refuse", "allow", "allow", "allow", "use the command that started the run: its states are laid out for it"),
     "world_size": Rule("refuse", "allow", "allow", "allow", "resume with as many processes as before (`NUM_GPUS`)"),
     "versions": Rule("warn", "warn", "allow", "allow", "install the pinned versions with `make install`"),
+    "recoveries": Rule("allow", "allow", "allow", "allow", "nothing: how a batch is divided changes no update"),
 }
 """The table: field of `Stamp` -> verdicts. `docs/checkpoints.md` shows it; a test compares the two."""
 
