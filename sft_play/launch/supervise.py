@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from sft_play.launch.memory_kills import MemoryKills
 from sft_play.launch.run_folder import exit_records
 from sft_play.runs.folder import RunFolder
 
@@ -33,6 +34,9 @@ PEER_GONE = re.compile(
 """What gloo and NCCL say in a rank whose peer has died."""
 SIMPLE_DEATH = re.compile(r"died with <Signals\.(\w+): \d+>")
 """Python's word on a single process that was killed by a signal."""
+OUT_OF_MEMORY = "out_of_memory"
+HELPER_KILLED = re.compile(r"DataLoader worker .* killed by signal: Killed")
+"""What torch says in a rank of which a loading process was killed."""
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 0.5
 GRACE_SECONDS = 15.0
@@ -52,6 +56,10 @@ class Outcome:
     """The rank that failed first."""
     message: str = ""
     """Its error, for the user; empty when all went well."""
+    cause: str | None = None
+    """`out_of_memory`, or `None` for everything else."""
+    doing: Mapping[str, Any] = field(default_factory=dict)
+    """What the rank was at: `phase`, `step`, `micro_step`, `rows`; empty where it could not say."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,7 +82,7 @@ def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFo
     for rank in ranks:  # a resumed run must not be judged by the records of the last attempt
         run.rank_exit(rank).unlink(missing_ok=True)
     _adopt_orphans()
-    stop, mark = _Stop(), uuid.uuid4().hex
+    stop, mark, kills = _Stop(), uuid.uuid4().hex, MemoryKills.begin()
     log = launcher_log(run, ranks.start)
     with log.open("wb") as agent_log, _signals_noted(stop):
         process = subprocess.Popen(
@@ -85,14 +93,17 @@ def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFo
             stderr=agent_log,
             start_new_session=True,
         )
-        watch = Watch(agent=process.pid, run=run, first_rank=ranks.start)
+        watch = Watch(agent=process.pid, run=run, first_rank=ranks.start, kills=kills)
         try:
             _wait(process, stop, watch, mark)
         finally:
             _kill_descendants(process, mark)
+            memory_kill = kills.evidence()
+            kills.close()
     return judge(
-        run, ranks, agent_code=process.returncode, agent_log=_tail(log), signals=tuple(stop.signals), lost_rank=watch.lost_rank
-    )
+        run, ranks, agent_code=process.returncode, agent_log=_tail(log), signals=tuple(stop.signals), lost_rank=watch.lost_rank,
+        memory_kill=memory_kill,
+    )  # fmt: skip
 
 
 def launcher_log(run: RunFolder, first_rank: int) -> Path:
@@ -107,6 +118,7 @@ class Watch:
     agent: int
     run: RunFolder
     first_rank: int
+    kills: MemoryKills
     workers: dict[psutil.Process, int] = field(default_factory=dict)
     """Every worker that was ever seen, with its rank."""
     lost_rank: int | None = None
@@ -119,6 +131,8 @@ class Watch:
                 with contextlib.suppress(psutil.Error):
                     if child not in self.workers and WORKER_MODULE in child.cmdline():
                         self.workers[child] = int(child.environ().get("RANK", self.first_rank))
+        for worker in self.workers:
+            self.kills.follow(worker.pid)
         if self.lost_rank is None:
             # Of several that went at once, one without a record went first: the others could still say that their peer had gone.
             silent_first = sorted(self.workers.items(), key=lambda item: self.run.rank_exit(item[1]).exists())
@@ -233,10 +247,12 @@ def judge(
     agent_log: str,
     signals: tuple[int, ...] = (),
     lost_rank: int | None = None,
+    memory_kill: str | None = None,
 ) -> Outcome:
     """Says how the workers ended, from their records, the agent's own words and the rank that was seen to go first.
 
-    The order of causes: a worker that a signal killed (others then only saw their peer go), the earliest permanent error (codes
+    The order of causes: a worker that said that memory ran out, unless another had failed for good before it; a worker that a signal
+    killed (others then only saw their peer go), for memory where `memory_kill` is the evidence; the earliest permanent error (codes
     1 to 5), a worker without a record, the earliest lost peer, a stop on request.
     """
     records = exit_records(run, ranks)
@@ -248,16 +264,21 @@ def judge(
         code = 130 if signals[0] == signal.SIGINT else 143
         permanent = [r for r in failed if 1 <= _code(r[1]) <= 5]
         return _recorded(run, permanent[0]) if permanent and len(signals) == 1 else Outcome(code=code)
+    permanent = [r for r in failed if 1 <= _code(r[1]) <= 5]
+    short = [r for r in failed if r[1].get("cause") == OUT_OF_MEMORY or (memory_kill and HELPER_KILLED.search(_error(r[1])))]
+    if short and (not permanent or float(short[0][1]["time"]) <= float(permanent[0][1]["time"])):
+        return _out_of_memory(run, short[0])
     killed = _killed(ranks, silent, agent_log)
     if killed is None and lost_rank in silent and not SUMMARY.search(agent_log):
         killed = lost_rank, "a signal"  # the others did not leave in time, so torchrun never said which
     if killed:
-        return _vanished(run, killed[0], f"was killed by {killed[1]}")
-    permanent = [r for r in failed if 1 <= _code(r[1]) <= 5]
+        rank, name = killed
+        aborted = name == "SIGABRT" and "std::bad_alloc" in _tail(run.rank_log(rank), 4000)
+        return _vanished(run, rank, f"was killed by {name}", "its log ends with std::bad_alloc" if aborted else memory_kill)
     if permanent:
         return _recorded(run, permanent[0])
     if silent and (failed or agent_code < 0):
-        return _vanished(run, silent[0], "vanished without a word")
+        return _vanished(run, silent[0], "vanished without a word", memory_kill)
     if failed:
         return _recorded(run, failed[0])
     return _never_began(run, ranks, agent_code, agent_log)
@@ -275,19 +296,31 @@ def _killed(ranks: range, silent: Sequence[int], agent_log: str) -> tuple[int, s
 def _code(record: Mapping[str, Any]) -> int:
     """The recorded code; an error that only says that a peer has gone is 75, whatever exception carried it."""
     code = int(record["code"])
-    return LOST if code == 1 and PEER_GONE.search(str(record.get("error"))) else code
+    return LOST if code == 1 and PEER_GONE.search(_error(record)) else code
+
+
+def _error(record: Mapping[str, Any]) -> str:
+    return str(record.get("error") or "").rstrip()
 
 
 def _recorded(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
     rank, facts = record
-    error = str(facts.get("error") or "").rstrip()
-    return Outcome(code=_code(facts), rank=rank, message=f"{error}\n\nrank {rank} failed first; its log: {run.rank_log(rank)}")
+    text = f"{_error(facts)}\n\nrank {rank} failed first; its log: {run.rank_log(rank)}"
+    return Outcome(code=_code(facts), rank=rank, message=text)
 
 
-def _vanished(run: RunFolder, rank: int, how: str) -> Outcome:
-    cause = " (out of memory is the usual cause: see `dmesg`)" if "kill" in how.lower() else ""
-    text = f"error: rank {rank} {how}{cause}; all other ranks were stopped\n\nhint: its log: {run.rank_log(rank)}"
-    return Outcome(code=LOST, rank=rank, message=text)
+def _out_of_memory(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
+    rank, facts = record
+    text = f"{_error(facts)}\n\nrank {rank} ran out of memory; its log: {run.rank_log(rank)}"
+    return Outcome(code=LOST, rank=rank, message=text, cause=OUT_OF_MEMORY, doing=facts.get("doing") or {})
+
+
+def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> Outcome:
+    """A rank that left no record. Without evidence it counts as lost, whatever the signal."""
+    why = " (nothing shows that memory was short; see `dmesg`)" if "SIGKILL" in how else ""
+    why = f" for want of memory ({memory_kill})" if memory_kill else why
+    text = f"error: rank {rank} {how}{why}; all other ranks were stopped\n\nhint: its log: {run.rank_log(rank)}"
+    return Outcome(code=LOST, rank=rank, message=text, cause=OUT_OF_MEMORY if memory_kill else None)
 
 
 def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) -> Outcome:
@@ -298,6 +331,8 @@ def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) 
 
 
 def _tail(path: Path, limit: int = 200_000) -> str:
+    if not path.is_file():
+        return ""
     with path.open("rb") as stream:
         stream.seek(0, os.SEEK_END)
         stream.seek(max(0, stream.tell() - limit))
