@@ -77,7 +77,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "train-fsdp": Command("sft_play.launch.commands:train_fsdp", "the same under FSDP2", LAUNCH),
     "resume": Command(
-        "sft_play.launch.commands:resume", "go on from a run's newest valid checkpoint", LAUNCH | {"RUN"} - {"CONFIG"}
+        "sft_play.launch.commands:resume", "go on from a run's newest valid checkpoint", (LAUNCH | {"RUN"}) - {"CONFIG"}
     ),
     "eval": Command("sft_play.evaluate:main", "score a run's model", RUN | {"CHECKPOINT"}),
     "infer": Command(
@@ -117,9 +117,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `make runs | head`: the reader has gone, nothing is left to say
+    except BrokenPipeError:  # `make config | head`: the reader has gone; as shells do, say that the command did not end by itself
         sys.stderr.close()
-        return 0
+        return 141
 
 
 def show_help(_: object) -> int:

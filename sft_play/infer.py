@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,7 +66,7 @@ def read_prompts(path: Path) -> list[Row]:
     Empty lines are left out. Raises `DataError` with `file:line` for every bad line, and for a file without prompts.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a JSON text may hold other characters that end lines
     except OSError as error:
         raise DataError(f"`INPUT` cannot be read: {error.strerror}", place=str(path)) from error
     except UnicodeDecodeError as error:
@@ -91,7 +92,7 @@ def _conversation(line: str) -> Messages:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+        raise ValueError(f"not JSON: column {error.colno}: {error.msg}") from error
     if not isinstance(row, dict) or not ("prompt" in row or "messages" in row):
         raise ValueError("expected an object with `prompt` (text) or `messages` (a list)")
     if "messages" not in row:
@@ -130,7 +131,19 @@ def _check_options(options: Mapping[str, str]) -> None:
         problems.append(UserError("`PROMPT` is empty"))
     elif "OUTPUT" in options and Path(options["OUTPUT"]).is_dir():
         problems.append(UserError("`OUTPUT` is a folder; expected a file", place=options["OUTPUT"]))
+    elif "OUTPUT" in options:
+        problems += _output_problems(Path(options["INPUT"]), Path(options["OUTPUT"]))
     raise_all(problems)
+
+
+def _output_problems(source: Path, output: Path) -> list[UserError]:
+    """Returns what would lose the questions or the answers, before anything is computed."""
+    if source.exists() and output.exists() and source.samefile(output):
+        return [UserError("`OUTPUT` is the same file as `INPUT`: the questions would be lost", place=str(output))]
+    folder = output.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return [UserError("`OUTPUT` cannot be written: its folder does not exist or is not writable", place=str(output))]
+    return []
 
 
 def _check_overrides(call: Call) -> None:

@@ -133,7 +133,7 @@ def _require_validation(run: RunFolder) -> None:
 def _read_answers(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():  # `train.predict_with_generate: false`
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _interval(value: Mapping[str, float]) -> str:

@@ -234,7 +234,7 @@ def _unknown(one: _Given, known: frozenset[str]) -> UserError:
     elif section in sections():
         hint = f"`docs/configuration.md` lists the keys of `{section}`"
     else:
-        hint = "variables are `SECTION_KEY` for each key in `docs/configuration.md`, and the options of `make help`"
+        hint = "variables are `SECTION_KEY` for each key in `docs/configuration.md`, and what docs/launching.md lists"
     return UserError(f"unknown variable `{one.name}`", hint=hint)
 
 

@@ -74,9 +74,9 @@ def load_for_call(call: Call, default: str | None) -> LoadedConfig:
             raise UserError(f"`{call.command}` needs a configuration", hint=f"make {call.command} CONFIG=configs/quickstart.yaml")
         loaded = load_config(config_path(name), call.overrides)
     else:
-        from sft_play.runs.folder import runs_folder
+        from sft_play.runs.folder import run_path, runs_folder
 
-        folder = Path(run) if Path(run).is_dir() else runs_folder() / run
+        folder = run_path(run) or (Path(run) if Path(run).is_dir() else runs_folder() / run)
         loaded = override_config(read_config(folder / "config.json"), call.overrides)
     for notice in loaded.notices:
         print(f"note: {notice}", file=sys.stderr)

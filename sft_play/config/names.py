@@ -159,8 +159,8 @@ def closest_file(path: Path, folder: Path) -> str | None:
     """Returns a YAML file beside `path` or in `folder` whose name is close to it, as the user would type it."""
     beside = list(path.parent.glob("*.yaml")) if path.parent.is_dir() and str(path.parent) != "." else []
     shipped = list(folder.glob("*.yaml")) if folder.is_dir() else []
-    known = {p.name: p for p in [*shipped, *beside]}
-    close = get_close_matches(path.name, known, n=1, cutoff=0.6) or get_close_matches(f"{path.name}.yaml", known, n=1, cutoff=0.6)
+    known = {p.stem: p for p in [*shipped, *beside]}
+    close = get_close_matches(path.name.removesuffix(".yaml"), known, n=1, cutoff=0.65)
     if not close:
         return None
     found = known[close[0]]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
-from sft_play.errors import UserError
+from sft_play.errors import CheckpointError, UserError
 from sft_play.files import write_json, write_text
 from sft_play.launch import tensorboard
 from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
@@ -33,7 +33,7 @@ from sft_play.launch.resume import (
     options_of_run,
     restored_on_error,
 )
-from sft_play.launch.run_folder import choose_name, find_run, is_finished, record_event, reserved
+from sft_play.launch.run_folder import choose_name, ended_by_signals, find_run, held, is_finished, record_event, reserved
 from sft_play.launch.supervise import Outcome, supervise
 from sft_play.plan.calibration import load_calibration
 from sft_play.plan.detect import detect
@@ -45,6 +45,7 @@ from sft_play.plan.shape import ModelShape, shape_of
 from sft_play.plan.show import show_plan
 from sft_play.plan.show_speed import beside_forecast
 from sft_play.plan.sources import parse_source, planned
+from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 
@@ -126,7 +127,7 @@ def start_run(
     job = _job(call, loaded, options)
     job.plan(None)  # refuses what cannot work before anything is downloaded
     name = choose_name(options.run_name, loaded.path)
-    with reserved(name, node_rank=job.node.rank) as run:
+    with ended_by_signals(), reserved(name, node_rank=job.node.rank) as run, held(run, node_rank=job.node.rank):
         save_config(loaded, run.config)
         prepare(run)
         if before_launch:
@@ -141,10 +142,21 @@ def resume(call: Call) -> int:
         raise UserError("`make resume` needs `RUN=name-or-folder`", hint="make resume RUN=NAME")
     run = find_run(name)
     check_overrides(call)
+    with ended_by_signals(), held(run, node_rank=call.integer("NODE_RANK", minimum=0) or 0):
+        return _resume(call, run)
+
+
+def _resume(call: Call, run: RunFolder) -> int:
+    loaded = call.load_config()
+    if not run.plan.is_file():
+        raise CheckpointError(
+            f"`{run.name}` was never launched, so there is nothing to go on from", hint="start it again under another RUN_NAME"
+        )
     if is_finished(run) and not is_longer(call):
+        if newest := newest_valid(run)[0]:
+            compare_early(newest, loaded.config)
         print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
         return finish(call, run, Outcome(code=0))
-    loaded = call.load_config()
     before = Plan.load(run.plan)
     options = options_of_run(call, run, before.world_size // before.num_nodes)
     checkpoint = choose_checkpoint(run)
@@ -262,6 +274,8 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
 
 def _with_tensorboard(call: Call, command: Callable[[Call], int]) -> int:
     """Opens TensorBoard before the training and leaves it running, so that the curves stay to be read."""
+    if "RUN" not in call.options:
+        call.load_config()  # a mistake in it is told before anything is started
     code = tensorboard.start(
         replace(call, options={k: v for k, v in call.options.items() if k == "TENSORBOARD_PORT"}, json=False)
     )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import re
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import append_json_line, read_json
-from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.runs.folder import RunFolder, run_path, runs_folder
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 """Letters, digits, `_ . + = -`; starts with a letter or digit, so that it is a visible folder and never an option."""
@@ -74,13 +78,51 @@ def _make(run: RunFolder, node_rank: int) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def held(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
+    """Keeps a run for one launcher of this node: of two that train in one folder, each would overwrite the other's files.
+
+    The kernel gives the lock back when this process ends, however it ends. Raises `UserError` when another has it.
+    """
+    path = run.path / f".launcher-node{node_rank}.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.read(descriptor, 20).decode(errors="replace").strip()
+            raise UserError(
+                f"the run `{run.name}` is in use: process {owner or '?'} trains it", hint="wait for it, or end that process first"
+            ) from None
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP into an orderly end with code 143, so that children are stopped and nothing half-made is left."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(143)
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def read_events(run: RunFolder) -> list[dict[str, Any]]:
     """Returns the run's events, oldest first; a line that a crash cut short is left out."""
     import json
 
     events = []
     text = run.events.read_text(encoding="utf-8") if run.events.is_file() else ""
-    for line in text.splitlines():
+    for line in text.split("\n"):
         with contextlib.suppress(json.JSONDecodeError):
             events.append(json.loads(line))
     return events
@@ -103,11 +145,8 @@ def started_by(run: RunFolder, node_rank: int) -> bool:
 
 def find_run(name: str) -> RunFolder:
     """Returns the run called `name`, or in the folder `name`. Raises `CheckpointError` with the runs that exist."""
-    candidates = [runs_folder() / name] if "/" not in name else []
-    candidates.append(Path(name))
-    for path in candidates:
-        if (path / "config.json").is_file():
-            return RunFolder(path)
+    if path := run_path(name):
+        return RunFolder(path)
     known = sorted((p.parent for p in runs_folder().glob("*/config.json")), key=lambda p: p.stat().st_mtime, reverse=True)
     listing = ", ".join(p.name for p in known[:10]) or "none"
     more = f" and {len(known) - 10} more" if len(known) > 10 else ""

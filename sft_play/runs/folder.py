@@ -12,6 +12,12 @@ def runs_folder() -> Path:
     return Path(os.environ.get("RUNS_DIR") or "runs")
 
 
+def run_path(name: str) -> Path | None:
+    """Returns the folder of the run called `name` or standing in the folder `name`; `None` where there is no such run."""
+    candidates = [runs_folder() / name] if "/" not in name else []
+    return next((path for path in [*candidates, Path(name)] if (path / "config.json").is_file()), None)
+
+
 def cache_folder() -> Path:
     """Returns the folder of what can be made again: `$SFT_PLAY_CACHE`, or `~/.cache/sft_play`."""
     return Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play")

@@ -18,7 +18,7 @@ def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Returns the whole rows of a metrics file up to and including `step`; a torn last line is left out."""
     rows = []
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").split("\n"):
             try:
                 row = json.loads(line)
             except ValueError:

@@ -70,3 +70,19 @@ def test_reading_input_needs_no_torch() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout == "False\n"
     )
+
+
+def test_characters_that_end_lines_elsewhere_are_content(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"prompt": "one\u2028line"}\n', encoding="utf-8")
+    assert [row.messages[0]["content"] for row in read_prompts(path)] == ["one\u2028line"]
+
+
+def test_the_questions_are_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "questions.txt"
+    path.write_text("first\n", encoding="utf-8")
+    for output, words in ((path, "is the same file as `INPUT`"), (tmp_path / "none" / "a.jsonl", "cannot be written")):
+        command = [sys.executable, "-m", "sft_play", "infer", "RUN=any", f"INPUT={path}", f"OUTPUT={output}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2 and words in done.stderr
+    assert path.read_text(encoding="utf-8") == "first\n"
