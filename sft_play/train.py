@@ -6,6 +6,7 @@ Reads only the JSON of its run folder and decides nothing: what to do stands in 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
@@ -24,13 +25,14 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
 from sft_play.training.console import quiet_libraries, redirect
+from sft_play.training.memory_errors import Activity, describe, ran_out_of_memory
 from sft_play.training.world import check_launch, check_world, launched_world, leave, prepare_state
 
 if TYPE_CHECKING:
     from sft_play.training.guards import Holdings, StopOnRequest
     from sft_play.training.trainer import SftTrainer
 
-STOPPED = 143
+STOPPED, LOST = 143, 75
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,21 +44,16 @@ def main(arguments: list[str] | None = None) -> int:
     run = RunFolder(options.run)
     rank, _ = launched_world()
     console = redirect(run.rank_log(rank), rank)
-    code, error = 1, ""
+    doing = Activity()
+    record: dict[str, Any] = {"code": 1, "error": ""}
     try:
-        code = work(run, options.resume, console)
-    except UserError as problem:
-        code, error = problem.exit_code, problem.render()
-        print(error, file=sys.stderr)
-    except OSError as problem:
-        code, error = 3, f"error: {problem.filename or run.path}: {problem.strerror or problem}"
-        print(error, file=sys.stderr)
-        traceback.print_exc()
-    except Exception as problem:  # noqa: BLE001 - the last stop of a worker: our own bug, with its traceback in the log
-        error = f"{type(problem).__name__}: {problem}"
-        traceback.print_exc()
+        record["code"] = work(run, options.resume, console, doing)
+    except Exception as problem:  # noqa: BLE001 - the last stop of a worker
+        record = verdict(problem, run, doing)
+        say(problem, record)
     finally:
-        write_json(run.rank_exit(rank), {"code": code, "error": error, "time": time.time()})
+        write_json(run.rank_exit(rank), record | {"time": time.time()})
+    code: int = record["code"]
     if code in (0, STOPPED):
         leave()
     sys.stdout.flush()
@@ -64,13 +61,39 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def work(run: RunFolder, checkpoint: Path | None, console: TextIO | None) -> int:
+def verdict(problem: Exception, run: RunFolder, doing: Activity) -> dict[str, Any]:
+    """Returns what the launcher is told of an error: exit code, message, and for want of memory its cause and where."""
+    if isinstance(problem, UserError):
+        return {"code": problem.exit_code, "error": problem.render()}
+    if ran_out_of_memory(problem):
+        return {"code": LOST, "error": describe(problem, doing), "cause": "out_of_memory", "doing": doing.facts()}
+    if isinstance(problem, OSError):
+        return {"code": 3, "error": f"error: {problem.filename or run.path}: {problem.strerror or problem}"}
+    return {"code": 1, "error": f"{type(problem).__name__}: {problem}"}
+
+
+def say(problem: Exception, record: dict[str, Any]) -> None:
+    """Writes an error down: a user's mistake in one line, everything else with its traceback; what the launcher may still recover
+    from goes to the rank's log alone, and not to the console."""
+    with contextlib.suppress(MemoryError):  # the record counts, and is written even when there is no room to say more
+        if "cause" in record:
+            with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace") as log:
+                traceback.print_exception(problem, file=log)
+                print(record["error"], file=log)
+            return
+        if not isinstance(problem, UserError):
+            traceback.print_exception(problem)
+        if record["code"] != 1:
+            print(record["error"], file=sys.stderr)
+
+
+def work(run: RunFolder, checkpoint: Path | None, console: TextIO | None, doing: Activity) -> int:
     """The whole road of a worker, top to bottom."""
     quiet_libraries()
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
     check_launch(plan)
     stamp = settle_stamp(run, config, plan, prepared, checkpoint)
-    trainer, stop, holdings = build(run, config, plan, prepared, stamp, console)
+    trainer, stop, holdings = build(run, config, plan, prepared, stamp, console, doing)
     check_world(plan, trainer.accelerator)
     stop.listen()
     if trainer.is_world_process_zero():
@@ -101,7 +124,7 @@ def settle_stamp(run: RunFolder, config: Config, plan: Plan, prepared: Prepared,
 
 
 def build(
-    run: RunFolder, config: Config, plan: Plan, prepared: Prepared, stamp: Stamp, console: TextIO | None
+    run: RunFolder, config: Config, plan: Plan, prepared: Prepared, stamp: Stamp, console: TextIO | None, doing: Activity
 ) -> tuple[SftTrainer, StopOnRequest, Holdings]:
     """Returns the trainer with model, rows and callbacks. The order matters: arguments first, since ZeRO-3 shards on load."""
     import datasets
@@ -122,6 +145,7 @@ def build(
         plan=plan,
         run=run,
         stamp=stamp,
+        doing=doing,
         tokenizer=tokenizer,
         model=model,
         args=args,
@@ -218,6 +242,7 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
         "training_seconds": spent,
         "peak_memory_bytes": peak_memory_bytes(),
         "forecast": planned(trainer.plan, trainer.args.process_index, resumed=resumed),
+        "recoveries": [dict(recovery) for recovery in trainer.plan.recoveries],
         "best_step": trainer.state.best_global_step,
         "best_metric": finite(trainer.state.best_metric),
         **{key: finite(value) for key, value in (scores[-1] if scores else {}).items() if key.startswith("eval_")},

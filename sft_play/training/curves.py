@@ -28,7 +28,7 @@ class Curves(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(self.folder), purge_step=state.global_step + 1 if state.global_step else None)
+        self.writer = SummaryWriter(str(self.folder), purge_step=state.global_step + 1 if state.global_step else 0)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if self.writer is None or not logs:

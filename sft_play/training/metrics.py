@@ -44,7 +44,8 @@ class MetricsFile(TrainerCallback):
         self.path = path
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        rows = rows_until(self.path, state.global_step)
+        # From the start again nothing is kept, not even an evaluation before the first step.
+        rows = rows_until(self.path, state.global_step) if state.global_step else []
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:

@@ -35,6 +35,7 @@ from sft_play.training.flops import operations_per_token, peak_operations
 from sft_play.training.generation import decide, score_by_generation, write_evaluation
 from sft_play.training.guards import require_finite
 from sft_play.training.loss import all_sum, label_tokens, token_loss_sum
+from sft_play.training.memory_errors import Activity
 from sft_play.training.shares import choose_rows, share_batches
 
 SHARDED = ("zero3", "fsdp2")
@@ -46,7 +47,10 @@ class SftTrainer(Trainer):
 
     control: Any
 
-    def __init__(self, *, config: Config, plan: Plan, run: RunFolder, stamp: Stamp, tokenizer: Any, **arguments: Any) -> None:
+    def __init__(
+        self, *, config: Config, plan: Plan, run: RunFolder, stamp: Stamp, tokenizer: Any, doing: Activity, **arguments: Any
+    ) -> None:
+        self.doing = doing
         self.config, self.plan, self.run, self.stamp = config, plan, run, stamp
         self.collator = Collator(plan.layout, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
         self.rows_trained: list[int] = []
@@ -96,6 +100,7 @@ class SftTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Tensor:
         """Returns the label tokens of the whole global batch, over all ranks."""
+        self.doing.enter("training", step=self.state.global_step + 1)
         self._step_rows = [row for batch in batch_samples for row in batch["rows"]]
         self.rows_trained += self._step_rows
         counts = [label_tokens(batch) for batch in batch_samples]
@@ -108,6 +113,7 @@ class SftTrainer(Trainer):
     ) -> Tensor:
         """Returns `world_size * sum / N`, so that the average over ranks is the exact mean over N label tokens."""
         assert num_items_in_batch is not None and not return_outputs
+        self.doing.next_batch(inputs["rows"])
         total = token_loss_sum(model, inputs)
         if self.is_deepspeed_enabled:  # it makes the update inside the backward pass
             self._require_finite("loss", total.detach())
@@ -122,6 +128,7 @@ class SftTrainer(Trainer):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Stops before the update when loss or gradients are no numbers (DeepSpeed has made it by now: before the next one)."""
+        self.doing.enter("updating", step=self.state.global_step + 1)
         self._require_finite("loss", self._window[0])
         norm = super()._get_grad_norm(model, grad_norm)
         if not self.args.fp16:  # there the loss scaler expects infinities, and leaves such updates out
@@ -175,6 +182,7 @@ class SftTrainer(Trainer):
     ) -> dict[str, float]:
         """Returns token-weighted loss and perplexity over all validation rows, and ROUGE of answers when asked for."""
         started = time.perf_counter()
+        self.doing.enter("evaluating", step=self.state.global_step)
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         loss, count = self._held_out_loss(rows)
         metrics = {
@@ -208,6 +216,7 @@ class SftTrainer(Trainer):
             for turn in range(rounds):
                 batch = self._prepare_inputs(self.collator([rows[i] for i in mine[turn]] if turn < len(mine) else []))
                 scored += batch["rows"]
+                self.doing.next_batch(batch["rows"])
                 with self.compute_loss_context_manager():
                     total = token_loss_sum(model, batch)
                 sums += torch.stack([total.double(), label_tokens(batch).double()])
@@ -249,6 +258,7 @@ class SftTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes aside on all ranks; rank 0 then lists, verifies and publishes by rename."""
         step = self.state.global_step
+        self.doing.enter("saving", step=step)
         partial = partial_folder(self.run, step)
         if self.is_world_process_zero():
             shutil.rmtree(partial, ignore_errors=True)

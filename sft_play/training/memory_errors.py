@@ -1,0 +1,78 @@
+"""Out of memory in a worker: telling it from other errors, and what the worker was doing. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+TEXTS = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|not enough memory: you tried to allocate"  # torch on a CPU
+    r"|(CUDA|HIP|XPU|MPS backend)( error:)? out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"  # torch, CUDA
+    r"|(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|CUFFT)_STATUS_(INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED|ALLOC_FAILED)"
+    r"|NCCL[\s\S]*(Failed to CUDA (host )?(c|m)alloc|Cuda failure[^\n]*out of memory|Cuda failure 2\b)"
+    r"|std::bad_alloc|could not create a memory|Cannot allocate memory|unable to (m)?map \d+ bytes"
+)
+"""What torch, CUDA's libraries, NCCL, C++ and the system say when an allocation fails."""
+
+Phase = Literal["loading", "training", "updating", "evaluating", "saving"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Activity:
+    """What a worker is doing; kept up to date by the trainer, so that an error can say it."""
+
+    phase: Phase = "loading"
+    step: int | None = None
+    """Optimizer step, counted from 1."""
+    micro_step: int | None = None
+    """Micro-step within it, counted from 1."""
+    rows: list[int] = field(default_factory=list)
+    """Row ids of the micro-batch."""
+
+    def enter(self, phase: Phase, *, step: int | None = None) -> None:
+        """Begins another phase."""
+        self.phase, self.step, self.micro_step, self.rows = phase, step, None, []
+
+    def next_batch(self, rows: list[int]) -> None:
+        """Takes up the next micro-batch."""
+        self.micro_step, self.rows = (self.micro_step or 0) + 1, list(rows)
+
+    def __str__(self) -> str:
+        words = {
+            "loading": "while the model was loaded",
+            "training": f"in step {self.step}",
+            "updating": f"in the update of step {self.step}",
+            "evaluating": f"in the evaluation after step {self.step}",
+            "saving": f"while the checkpoint of step {self.step} was written",
+        }[self.phase]
+        if self.micro_step is not None:
+            rows = ", ".join(map(str, self.rows[:16])) + (", ..." if len(self.rows) > 16 else "")
+            words += f", micro-batch {self.micro_step}" + (f" (row{'s' if len(self.rows) > 1 else ''} {rows})" if rows else "")
+        return words
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the fields as plain data."""
+        return asdict(self)
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, says that an allocation failed on a device or in the machine's memory."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, MemoryError) or (isinstance(link, OSError) and link.errno == errno.ENOMEM):
+            return True
+        if isinstance(link, RuntimeError) and (type(link).__name__ == "OutOfMemoryError" or TEXTS.search(str(link))):
+            return True
+        link = link.__cause__
+    return False
+
+
+def describe(error: BaseException, doing: Activity) -> str:
+    """Returns the message of a worker that ran out of memory: where, and the allocator's own first words."""
+    words = str(error).strip().splitlines()
+    said = f": {words[0][:400]}" if words else ""
+    return f"error: memory ran out {doing} ({type(error).__name__}{said})"
