@@ -122,6 +122,17 @@ def test_bf16_and_autocast_agree_to_their_precision(way: str, folders: dict[str,
     assert_same(tuned(folders["untied"], way, dtype=torch.bfloat16), batch, tolerance=0.02)
 
 
+def test_what_becomes_of_the_models_output_does_not_matter(folders: dict[str, Path]) -> None:
+    """FSDP2 rounds outputs to the computation's type: a loss of thousands would lose its digits, and so would its gradient's factor."""
+    batch, model = Collator("flattened", 3)(ROWS), tuned(folders["untied"], "full")
+    total, wanted = outcome(model, batch)
+    chunk_head(model, CHUNK)
+    model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, output: output.bfloat16() * 3)
+    mine, found = outcome(model, batch)
+    assert float(mine) == pytest.approx(float(total), rel=1e-6)
+    assert all(float((found[name] - wanted[name]).norm()) <= 1e-5 * float(wanted[name].norm()) for name in wanted)
+
+
 def test_fp16_keeps_small_gradients(folders: dict[str, Path]) -> None:
     """Compared with fp32, at a gradient whose loss scaling keeps the whole computation right."""
     batch = Collator("flattened", 3)(ROWS)

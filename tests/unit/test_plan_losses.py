@@ -1,0 +1,82 @@
+"""When the plan computes head and loss in chunks, and what it says about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import LoraSettings
+from sft_play.plan.layouts import CHUNKED_HEAD_MODEL_TYPES
+from sft_play.plan.plan import Plan
+from tests.unit.test_plan_make import LLAMA, QWEN, SMALL, plan_of
+
+
+def reason(plan: Plan) -> str:
+    return next((text for text in plan.reasons if text.startswith("head and loss")), "")
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "length", "chunk"),
+    [
+        (SMALL, "lora", 1024, 448),  # 256 MiB / (12 B x 49,152 words), whole 64s
+        (LLAMA, "lora", 1024, 128),  # 174 would be
+        (QWEN, "qlora", 1024, 128),  # 147 would be
+        (LLAMA, "full", 8192, 1024),  # h/4: each chunk adds a gradient of the head's size
+    ],
+)  # fmt: skip
+def test_chunks_take_256_mib_but_are_no_smaller_than_is_fast(name: str, mode: Any, length: int, chunk: int) -> None:
+    plan = plan_of(
+        "8xH200", name=name, mode=mode, max_seq_len=length, batch_size=8, command_strategy="ddp" if mode != "full" else "fsdp2"
+    )
+    assert plan.loss_chunk == chunk
+    assert reason(plan).startswith(f"head and loss in chunks of {chunk} label positions: ")
+    assert all(rank.memory_bytes["logits"] < 5 * 2**30 for rank in plan.ranks)
+
+
+def test_a_micro_batch_with_fewer_labels_than_a_chunk_is_left_whole() -> None:
+    plan = plan_of("H200", mode="lora", max_seq_len=448, batch_size=1)
+    assert plan.loss_chunk == 0 and not reason(plan)
+    assert plan_of("H200", mode="lora", max_seq_len=896, batch_size=1).loss_chunk == 448
+
+
+def test_few_labels_among_many_tokens_are_left_whole() -> None:
+    """20 of 60 tokens are labels, half as much again for an unlucky micro-batch: 100 tokens x 8 rows x 0.5 = 400."""
+    assert plan_of("H200", mode="lora", rows=64, batch_size=8).loss_chunk == 0
+    assert plan_of("H200", mode="lora", rows=64, batch_size=16).loss_chunk == 448
+
+
+def test_a_trained_head_is_chunked_only_where_that_saves_more_than_its_gradients_take() -> None:
+    case: dict[str, Any] = {"name": LLAMA, "mode": "full", "command_strategy": "fsdp2"}
+    whole = plan_of("8xH200", max_seq_len=2048, batch_size=1, **case)
+    assert whole.loss_chunk == 0 and not reason(whole)
+    assert plan_of("8xH200", max_seq_len=8192, batch_size=1, **case).loss_chunk == 1024
+
+
+def test_what_cannot_be_chunked_says_why() -> None:
+    on_head = LoraSettings(target_modules=["q_proj", "lm_head"])
+    case: dict[str, Any] = {"name": QWEN, "mode": "lora", "max_seq_len": 1024, "batch_size": 4, "lora": on_head}
+    plan = plan_of("2xH200", command_strategy="zero", zero_stage=3, **case)
+    assert plan.loss_chunk == 0
+    assert (
+        reason(plan)
+        == "head and loss at all 4096 label positions at once, 7.0 GiB: ZeRO-3 gathers the head's adapters one by one"
+    )
+    assert plan_of("2xH200", command_strategy="zero", zero_stage=2, **case).loss_chunk == 128
+    unsloth = plan_of("H200", mode="qlora", backend="unsloth", max_seq_len=1024, batch_size=4)
+    assert unsloth.loss_chunk == 0 and reason(unsloth).endswith("unsloth has a loss of its own")
+
+
+def test_a_family_that_was_not_tried_is_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "llama" in CHUNKED_HEAD_MODEL_TYPES and "mamba" not in CHUNKED_HEAD_MODEL_TYPES
+    monkeypatch.setattr("sft_play.plan.losses.CHUNKED_HEAD_MODEL_TYPES", frozenset({"gpt2"}))
+    plan = plan_of("H200", mode="lora", max_seq_len=1024, batch_size=4)
+    assert plan.loss_chunk == 0 and "what `llama` does to its logits was not tried" in reason(plan)
+
+
+def test_rows_that_fit_only_in_chunks_are_planned() -> None:
+    """Whole, the logits of 16 rows would need 24 GiB alone."""
+    plan = plan_of("24GB", name=LLAMA, mode="qlora", max_seq_len=1024, batch_size=16)
+    assert plan.ranks[0].micro_batch == 16 and plan.loss_chunk == 128
+    assert plan.ranks[0].memory_bytes["logits"] < 2**30
+    assert plan.most_rows >= 16
