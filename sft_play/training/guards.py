@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from sft_play.errors import DataError
 from sft_play.files import write_json
-from sft_play.training.holdings import gradients_held, optimizer_held, parameters_held
+from sft_play.training.holdings import bytes_held, gradients_held, optimizer_held, parameters_held
 from sft_play.training.loss import all_sum
 
 
@@ -90,6 +90,7 @@ class Holdings(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **references: Any) -> None:
         if "optimizer" not in self.counts:
             self.counts["optimizer"] = optimizer_held(references["optimizer"])
+            self.counts["bytes"] = bytes_held(references["model"], references["optimizer"])
 
     def save(self, path: Path, *, rows_trained: list[int], rows_scored: list[int]) -> None:
         """Writes the counts with the ids of the rows that this rank trained and scored."""

@@ -41,3 +41,33 @@ def gradients_held(model: Any, optimizer: Any) -> int:
     if averaged:  # ZeRO keeps this rank's share of the reduced gradients here
         return sum(int(g.numel()) for group in averaged.values() if group for g in group if g is not None)
     return sum(local_elements(p.grad) for p in model.parameters() if p.grad is not None)
+
+
+def bytes_held(model: Any, optimizer: Any) -> dict[str, int]:
+    """Returns the bytes of distinct storages on this rank: weights, and what the optimizer keeps (states, fp32 masters).
+
+    Gradients are counted where they exist, by `gradients_held`.
+    """
+    engine = getattr(optimizer, "optimizer", optimizer)
+    inner = getattr(engine, "optimizer", engine)
+    weights = [_local(parameter) for parameter in model.parameters()]
+    mine = {_identity(tensor) for tensor in weights}
+    kept = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+    kept += [parameter for group in inner.param_groups for parameter in group["params"]]
+    kept += getattr(engine, "fp32_partitioned_groups_flat", [])  # ZeRO-3's masters
+    others = [tensor for tensor in map(_local, kept) if _identity(tensor) not in mine]
+    return {"weights": _storage_bytes(weights), "optimizer": _storage_bytes(others)}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    partition = getattr(tensor, "ds_tensor", None)
+    local: Tensor = getattr(tensor, "_local_tensor", tensor) if partition is None else partition
+    return local
+
+
+def _identity(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _storage_bytes(tensors: list[Tensor]) -> int:
+    return sum({_identity(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

@@ -97,5 +97,10 @@ def check_holdings(run: Path, baseline: Path, way: str) -> None:
         total = whole["parameters"][part] if part == "trainable" else whole[part]
         assert total <= sum(counts) <= total * 1.01 + 64, (part, counts, total)  # shards are padded to equal sizes
         assert max(counts) <= 0.6 * total, (part, counts, total)
+    for rank, planned in zip(ranks, json.loads((run / "plan.json").read_text())["ranks"], strict=True):
+        parts, held = planned["memory_bytes"], rank["bytes"]
+        states = sum(parts.get(name, 0) for name in ("frozen", "trained", "adapters", "gradients", "optimizer"))
+        found = held["weights"] + held["optimizer"] + 4 * rank["gradients"]
+        assert found == pytest.approx(states, rel=0.02), (held, parts)
     if way == "ddp2":
         assert all(rank["optimizer"] == whole["optimizer"] for rank in ranks)
