@@ -14,7 +14,7 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import write_json, write_text
-from sft_play.launch import tensorboard
+from sft_play.launch import recovery, tensorboard
 from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
 from sft_play.launch.deepspeed_resolve import resolve
 from sft_play.launch.disk import require_disk_space
@@ -34,13 +34,14 @@ from sft_play.launch.resume import (
     restored_on_error,
 )
 from sft_play.launch.run_folder import choose_name, ended_by_signals, find_run, held, is_finished, record_event, reserved
-from sft_play.launch.supervise import Outcome, supervise
+from sft_play.launch.supervise import OUT_OF_MEMORY, Outcome, supervise
 from sft_play.plan.calibration import load_calibration
 from sft_play.plan.detect import detect
 from sft_play.plan.fit import Memory
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.plan import Plan
+from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape, shape_of
 from sft_play.plan.show import show_plan
 from sft_play.plan.show_speed import beside_forecast
@@ -108,6 +109,13 @@ class Job:
 
         source = parse_source(self.call.options.get("SOURCE"), "auto")
         return planned(make, config, self.shape, prepared, source if prepared else "formula")
+
+    def again(self, request: LaunchRequest) -> Job:
+        """Returns the job of another attempt on the same hardware."""
+        options = recovery.without_batch_numbers(replace(self.options, request=request))
+        another_port = request.num_nodes == 1 and options.master_port is None
+        node = replace(self.node, master_port=free_port()) if another_port else self.node
+        return replace(self, options=options, node=node)
 
 
 def start(call: Call, command: CommandStrategy) -> int:
@@ -209,24 +217,46 @@ def prepare(run: RunFolder) -> None:
 
 
 def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
-    """Writes the run's files, shows plan and command, starts the workers and waits for them."""
-    plan = job.plan(Prepared.load(run.prepared))
+    """Starts the workers and waits for them; starts them again with a smaller micro-batch when they run out of memory."""
+    prepared = Prepared.load(run.prepared)
+    plan = replace(job.plan(prepared), recoveries=recovery.recoveries(run))
     require_disk_space(plan, job.loaded.config, run)
+    outcome = _attempt(job, plan, run, event=event, checkpoint=checkpoint)
+    retries = 0
+    while outcome.cause == OUT_OF_MEMORY:
+        found = recovery.remedy(job.loaded.config, job.shape, plan, job.options.request, outcome, retries)
+        if isinstance(found, recovery.Refusal):
+            outcome = recovery.refused(outcome, found)
+            break
+        retries += 1
+        job, before = job.again(found), plan
+        checkpoint, _ = newest_valid(run)
+        plan = job.plan(prepared)
+        changed = recovery.facts(before, plan, outcome, checkpoint)
+        plan = replace(plan, recoveries=(*before.recoveries, changed))
+        print("\n" + recovery.announcement(job.loaded.config, before, plan, outcome, checkpoint, retries), file=sys.stderr)
+        record_event(run, recovery.EVENT, node_rank=job.node.rank, launch=launch_facts(job.options), **changed)
+        outcome = _attempt(job, plan, run, event=None, checkpoint=checkpoint)
+    ended = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed")
+    record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None)
+    return outcome
+
+
+def _attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpoint: Path | None) -> Outcome:
+    """Writes the run's files and runs the workers to their end. With an `event`, which is recorded, plan and command are shown."""
     notices = write_launch_files(job, plan, run)
     environment = worker_environment(plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads)
     arguments = worker_arguments(run, job.node, checkpoint=checkpoint)
     console = sys.stderr if job.call.json else sys.stdout
-    print(show_plan(plan), file=console)
-    print(show_launch(arguments, replace(environment, notes=(*job.options.notices, *notices, *environment.notes))), file=console)
-    print(f"run {run.path}\n", file=console, flush=True)
-    record_event(run, event, node_rank=job.node.rank, world_size=plan.world_size, strategy=plan.strategy,
-                 checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
+    if event:
+        notes = (*job.options.notices, *notices, *environment.notes)
+        print(f"{show_plan(plan)}\n{show_launch(arguments, replace(environment, notes=notes))}", file=console)
+        print(f"run {run.path}\n", file=console, flush=True)
+        record_event(run, event, node_rank=job.node.rank, world_size=plan.world_size, strategy=plan.strategy,
+                     checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
     local = plan.world_size // plan.num_nodes
     ranks = range(job.node.rank * local, (job.node.rank + 1) * local)
-    outcome = supervise(arguments, environment.variables, run, ranks, console=console.fileno())
-    ended = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed")
-    record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None)
-    return outcome
+    return supervise(arguments, environment.variables, run, ranks, console=console.fileno())
 
 
 def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:

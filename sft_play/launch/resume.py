@@ -16,6 +16,7 @@ from sft_play.files import write_bytes
 from sft_play.launch.deepspeed_json import UserDeepSpeed
 from sft_play.launch.json_with_comments import JsonDocument
 from sft_play.launch.options import LaunchOptions
+from sft_play.launch.recovery import remedies_so_far, without_batch_numbers
 from sft_play.launch.run_folder import read_events
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
@@ -32,6 +33,8 @@ def launch_facts(options: LaunchOptions) -> dict[str, Any]:
         "command": request.command_strategy,
         "num_gpus": request.num_gpus,
         "num_nodes": request.num_nodes,
+        "halvings": request.halvings,
+        "force_checkpointing": request.force_checkpointing,
         "deepspeed": dict(options.deepspeed.settings) if options.deepspeed else None,
         "fsdp": dict(options.fsdp),
     }
@@ -52,7 +55,10 @@ def options_of_run(call: Call, run: RunFolder, world_per_node: int) -> LaunchOpt
         raise UserError("a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`")
     deepspeed = _deepspeed_again(run, facts["deepspeed"]) if facts["deepspeed"] else None
     command, planned = facts["command"], Plan.load(run.plan).strategy
-    return LaunchOptions(
+    halvings, force_checkpointing = remedies_so_far(run)
+    if any(o.key in ("train.batch_size", "train.grad_accum") for o in call.overrides):
+        halvings = 0  # what is typed now is what memory is to be tried with
+    options = LaunchOptions(
         request=LaunchRequest(
             # What `auto` turned to stays, even if another strategy fits better now: states are laid out for it.
             command_strategy=planned if command == "auto" and planned in ("ddp", "fsdp2") else command,
@@ -62,12 +68,15 @@ def options_of_run(call: Call, run: RunFolder, world_per_node: int) -> LaunchOpt
             zero_stage=deepspeed.stage if deepspeed else None,
             offload_optimizer=deepspeed is not None and deepspeed.offloads("optimizer"),
             offload_parameters=deepspeed is not None and deepspeed.stage == 3 and deepspeed.offloads("param"),
+            halvings=halvings,
+            force_checkpointing=force_checkpointing,
         ),
         master_address=address,
         master_port=call.integer("MASTER_PORT", minimum=1),
         deepspeed=deepspeed,
         fsdp=facts["fsdp"],
     )
+    return without_batch_numbers(options) if halvings else options
 
 
 def _deepspeed_again(run: RunFolder, settings: Mapping[str, Any]) -> UserDeepSpeed:
@@ -101,7 +110,8 @@ def choose_checkpoint(run: RunFolder) -> Path | None:
 CHANGEABLE = frozenset({
     "train.max_steps", "train.epochs", "train.save_strategy", "train.save_steps", "train.save_total_limit",
     "train.logging_steps", "train.eval_strategy", "train.eval_steps", "train.dataloader_num_workers",
-    "train.dataloader_pin_memory", "launch.timeout_seconds",
+    "train.dataloader_pin_memory", "train.batch_size", "train.grad_accum", "train.gradient_checkpointing", "eval.batch_size",
+    "launch.timeout_seconds", "launch.max_oom_retries",
 })  # fmt: skip
 """Keys that a resumed run may change: none of them changes an update that has been made."""
 STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size", "launch.strategy")

@@ -1,0 +1,163 @@
+"""What follows when memory runs out (contract B10): half the micro-batch and twice the accumulation, else recomputation, else an answer.
+
+Deciding is pure; `commands.launch` stops, plans anew and starts again. The rows of each step stay the same, so the losses do too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.schema import Config
+from sft_play.launch.deepspeed_json import BATCH_KEYS
+from sft_play.launch.options import LaunchOptions
+from sft_play.launch.run_folder import read_events
+from sft_play.launch.supervise import OUT_OF_MEMORY, Outcome
+from sft_play.plan.fit import Fit
+from sft_play.plan.plan import Plan
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.shape import ModelShape
+from sft_play.plan.sources import setup_of
+from sft_play.runs.folder import RunFolder
+
+EVENT = "recovered"
+KEPT = ("rank", "cause", "doing", "before", "after", "checkpoint")
+"""Fields of the event that plan, stamp and `training_metrics.json` keep."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why a run does not go on by itself, and what to choose from."""
+
+    why: str
+    hint: str
+
+
+def remedy(config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, outcome: Outcome, retries: int) -> LaunchRequest | Refusal:  # fmt: skip
+    """Returns the launch to try next after `retries` of them, or why there is none."""
+    assert outcome.cause == OUT_OF_MEMORY
+    micro = rows_of(plan, outcome)
+    if request.num_nodes > 1:
+        return Refusal(why="a run on several machines does not start again by itself", hint=_on_every_node(config, plan))
+    if retries >= config.launch.max_oom_retries:
+        times = f"{retries} of {config.launch.max_oom_retries} retries are used up (`launch.max_oom_retries`)"
+        never = "`launch.max_oom_retries` is 0"
+        return Refusal(why=times if retries else never, hint=_ways_out(config, shape, plan, outcome))
+    if outcome.doing.get("phase") == "loading":
+        return Refusal(
+            why="the model alone does not fit: a smaller batch would not help", hint=_ways_out(config, shape, plan, outcome)
+        )
+    if micro > 1:
+        return replace(request, halvings=request.halvings + 1)
+    if config.train.gradient_checkpointing == "auto" and not plan.gradient_checkpointing:
+        return replace(request, force_checkpointing=True)
+    state = "on already" if plan.gradient_checkpointing else "off as configured"
+    return Refusal(
+        why=f"the micro-batch is 1 already and gradient checkpointing is {state}", hint=_ways_out(config, shape, plan, outcome)
+    )
+
+
+def rows_of(plan: Plan, outcome: Outcome) -> int:
+    """Returns the rows that the rank which failed had at a time: of its micro-batch, or of evaluation."""
+    if outcome.doing.get("phase") == "evaluating":
+        return plan.eval_batch_size
+    known = outcome.rank is not None and outcome.rank < len(plan.ranks)
+    return plan.ranks[outcome.rank].micro_batch if known and outcome.rank is not None else max(r.micro_batch for r in plan.ranks)
+
+
+def _ways_out(config: Config, shape: ModelShape, plan: Plan, outcome: Outcome) -> str:
+    rank = plan.ranks[outcome.rank or 0]
+    found = Fit(config=config, shape=shape).remedies(setup_of(plan), rank.micro_batch, rank.capacity_bytes)
+    return "choose one: " + "; ".join(map(str, found)) if found else "use a smaller model, or more memory"
+
+
+def _on_every_node(config: Config, plan: Plan) -> str:
+    micro, accumulation = max(rank.micro_batch for rank in plan.ranks), plan.ranks[0].accumulation
+    if micro == 1:
+        return "on every node: make resume with TRAIN_GRADIENT_CHECKPOINTING=true, if it is off"
+    words = f"TRAIN_BATCH_SIZE={-(-micro // 2)}"
+    words += "" if config.train.grad_accum == "auto" else f" TRAIN_GRAD_ACCUM={2 * accumulation}"
+    return f"on every node: make resume with {words}"
+
+
+def division(plan: Plan) -> dict[str, Any]:
+    """Returns how a plan divides the work, as events and stamps keep it."""
+    return {
+        "micro_batches": [rank.micro_batch for rank in plan.ranks],
+        "accumulation": plan.ranks[0].accumulation,
+        "gradient_checkpointing": plan.gradient_checkpointing,
+        "eval_batch_size": plan.eval_batch_size,
+    }
+
+
+def facts(before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:
+    """Returns the event's fields."""
+    return {
+        "rank": outcome.rank,
+        "cause": outcome.cause,
+        "doing": dict(outcome.doing),
+        "before": division(before),
+        "after": division(after),
+        "checkpoint": checkpoint.name if checkpoint else None,
+    }
+
+
+def announcement(config: Config, before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None, retry: int) -> str:
+    """Returns the one line that says what happened, what changes and where it goes on."""
+    what = outcome.message.strip().splitlines()[0].removeprefix("error: ").removesuffix("; all other ranks were stopped")
+    where = f"rank {outcome.rank}: " if outcome.rank is not None and not what.startswith("rank ") else ""
+    old, new = before.ranks[0], after.ranks[0]
+    changes = []
+    if new.accumulation != old.accumulation:
+        changes.append(
+            f"micro-batch {_micros(before)} x accumulation {old.accumulation} -> {_micros(after)} x {new.accumulation} on every rank"
+            + _although_typed(config)
+        )
+    elif after.eval_batch_size != before.eval_batch_size:
+        changes.append(f"rows evaluated together {before.eval_batch_size} -> {after.eval_batch_size}")
+    if after.gradient_checkpointing and not before.gradient_checkpointing:
+        changes.append("gradient checkpointing off -> on")
+    source = checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"
+    return (
+        f"recovering: {where}{what}: {', '.join(changes)}, global batch {after.global_batch_size} as before; going on from {source} "
+        f"(retry {retry} of {config.launch.max_oom_retries})"
+    )
+
+
+def _micros(plan: Plan) -> str:
+    return ", ".join(map(str, dict.fromkeys(rank.micro_batch for rank in plan.ranks)))
+
+
+def _although_typed(config: Config) -> str:
+    typed = [f"`train.{key}`" for key in ("batch_size", "grad_accum") if getattr(config.train, key) != "auto"]
+    return f" (although {' and '.join(typed)} {'was' if len(typed) == 1 else 'were'} given)" if typed else ""
+
+
+def refused(outcome: Outcome, refusal: Refusal) -> Outcome:
+    """Returns the outcome with the reason why the run ends, and the hint."""
+    return replace(outcome, message=f"{outcome.message}\n\n{refusal.why}\n\nhint: {refusal.hint}")
+
+
+def recoveries(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
+    """Returns what was changed in a run because memory ran out, oldest first, from its events."""
+    events = [event for event in read_events(run) if event.get("event") == EVENT]
+    return tuple({key: event[key] for key in KEPT if key in event} for event in events)
+
+
+def remedies_so_far(run: RunFolder) -> tuple[int, bool]:
+    """Returns the halvings, and whether recomputation was forced, that the run's last launch had."""
+    last: Mapping[str, Any] = {}
+    for event in read_events(run):
+        last = event.get("launch") or last
+    return int(last.get("halvings", 0)), bool(last.get("force_checkpointing", False))
+
+
+def without_batch_numbers(options: LaunchOptions) -> LaunchOptions:
+    """Returns the options with the batch numbers of a user's DeepSpeed JSON left to the plan, which no longer keeps them."""
+    user = options.deepspeed
+    if user is None:
+        return options
+    settings = {key: "auto" if key in BATCH_KEYS else value for key, value in user.settings.items()}
+    return replace(options, deepspeed=replace(user, settings=settings))
