@@ -1,0 +1,107 @@
+"""The trace at real sizes: presets by formula and by trace, few layers for all, and the time it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.load import load_config
+from sft_play.plan.architecture import from_shape
+from sft_play.plan.command import plan_for
+from sft_play.plan.hardware import parse_hardware
+from sft_play.plan.make import make_plan
+from sft_play.plan.memory import rank_memory
+from sft_play.plan.plan import Plan
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.shape import shape_of
+from sft_play.plan.sources import setup_of
+from sft_play.plan.trace_case import case_of
+from sft_play.plan.traced import TracedMemory, Tracer
+from sft_play.trace.build import settings_of
+from sft_play.trace.run import observe, trace
+from tests.conftest import ROOT, Program
+
+PRESETS = {
+    "quickstart": "cpu", "run_bnb": "24GB", "rtx4090_sli": "2xRTX4090", "a100_pair": "2xA100", "h100_pair": "2xH100", "h200_pair": "2xH200",
+    "h200_quad": "4xH200", "l40s_single": "L40S", "l40s_pair": "2xL40S", "home_lan": "12GB+8GB+8GB@1Gbit", "smoke": "8GB",
+}  # fmt: skip
+NOT_ALLOCATED = ("context", "fragmentation", "free")
+
+
+@pytest.fixture(scope="module")
+def tracer() -> Iterator[Tracer]:
+    tracer = Tracer()
+    yield tracer
+    tracer.close()
+
+
+def allocated(parts: dict[str, int]) -> int:
+    return sum(size for name, size in parts.items() if name not in NOT_ALLOCATED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_formula_is_within_5_percent_of_the_trace_on_every_preset(name: str, tracer: Tracer, tmp_path: Path) -> None:
+    loaded, hardware = load_config(ROOT / "configs" / f"{name}.yaml", (), {}), parse_hardware(PRESETS[name])
+    shape = shape_of(loaded.config.model)
+    request = LaunchRequest(command_strategy="auto" if len(hardware.devices) > 1 else "single")
+    plan = make_plan(loaded.config, loaded.typed, hardware, shape, launch=request, prepared=None)
+    memory = TracedMemory(config=loaded.config, architecture=from_shape(shape), cache_folder=tmp_path, tracer=tracer)
+    setup, rows = setup_of(plan), plan.ranks[0].micro_batch
+    assert memory.observe(shape, setup, [rows]), memory.error
+    exact = allocated(memory(loaded.config, shape, setup, rows))
+    assert allocated(rank_memory(loaded.config, shape, setup, rows)) == pytest.approx(exact, rel=0.05)
+
+
+@pytest.mark.slow
+def test_a_model_of_70_billion_is_traced_within_15_seconds_and_known_within_2(program: Program, tmp_path: Path) -> None:
+    words = ["plan", "CONFIG=configs/h200_quad.yaml", "HARDWARE=4xH200", "JSON=1"]
+    env = {"SFT_PLAY_CACHE": str(tmp_path)}
+    started = time.monotonic()
+    first = program(*words, "SOURCE=trace", env=env)
+    seconds = time.monotonic() - started
+    assert first.code == 0 and first.json["source"] == "trace" and seconds < 15, (first.err, seconds)
+    started = time.monotonic()
+    again = program(*words, env=env)
+    assert time.monotonic() - started < 2
+    assert again.json["ranks"] == first.json["ranks"] and again.json["source"] == "trace"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["quickstart", "smoke", "l40s_single", "run_bnb", "home_lan_13b"])
+def test_few_layers_stand_for_all_of_a_real_model(name: str) -> None:
+    config = load_config(ROOT / "configs" / f"{name}.yaml", (), {}).config
+    shape = shape_of(config.model)
+    plan = _plan(name)
+    case = case_of(config, from_shape(shape), setup_of(plan), plan.ranks[0].micro_batch)
+    whole = max(peak.total for peak in observe(case, settings_of(case))[0].values())
+    few = max(sum(parts.values()) for parts in trace(case)["moments"].values())
+    assert few == pytest.approx(whole, rel=0.001)
+
+
+def _plan(name: str) -> Plan:
+    loaded = load_config(ROOT / "configs" / f"{name}.yaml", (), {})
+    hardware = parse_hardware("H200" if name != "quickstart" else "cpu")
+    return plan_for(loaded, hardware, LaunchRequest(command_strategy="single"), source="formula")
+
+
+def test_an_architecture_that_cannot_be_traced_is_planned_by_formula(program: Program, tmp_path: Path) -> None:
+    folder = tmp_path / "strange"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        '{"model_type": "nobody_knows_it", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}'
+    )
+    words = ["plan", f"MODEL_NAME={folder}", "CONFIG=configs/quickstart.yaml", "SOURCE=trace", "JSON=1"]
+    done = program(*words, env={"SFT_PLAY_CACHE": str(tmp_path)})
+    assert done.code == 0 and done.json["source"] == "formula"
+    assert any(
+        "the trace cannot run this architecture" in reason and "nobody_knows_it" in reason for reason in done.json["reasons"]
+    )
+
+
+def test_a_mistyped_source_is_refused(program: Program) -> None:
+    done = program("plan", "CONFIG=configs/quickstart.yaml", "SOURCE=guess")
+    assert done.code == 2 and "`SOURCE` is `guess`; expected `formula`, `trace` or `probe`" in done.err
