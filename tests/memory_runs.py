@@ -10,7 +10,7 @@ from sft_play.data.batches import GlobalBatchSampler
 from tests.tiny_models import build_tiny_llama
 
 GLOBAL_BATCH, STEPS, HEAVY_STEP = 8, 3, 2
-HEADS, LONGEST = 8, 1200
+HEADS, LONGEST = 8, 1400
 SEED = 42
 
 
@@ -38,7 +38,7 @@ def heavy_config(folder: Path, *, train: str = "", model: Path | None = None) ->
     config.write_text(
         f"model: {{name: {base}, max_seq_len: {LONGEST}, attn_implementation: eager}}\n"
         "tuning: {mode: lora, lora: {r: 4}}\n"
-        f"data: {{train_path: {path}, overlong: truncate}}\n"
+        f"data: {{train_path: {path}}}\n"
         f"train: {{global_batch_size: {GLOBAL_BATCH}, max_steps: {STEPS}, save_steps: 1, seed: {SEED}, learning_rate: 5.0e-3{train}}}\n",
         encoding="utf-8",
     )

@@ -5,6 +5,7 @@ Deciding is pure; `commands.launch` stops, plans anew and starts again. The rows
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +36,9 @@ class Refusal:
     hint: str
 
 
-def remedy(config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, outcome: Outcome, retries: int) -> LaunchRequest | Refusal:  # fmt: skip
+def remedy(
+    config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, outcome: Outcome, retries: int
+) -> LaunchRequest | Refusal:
     """Returns the launch to try next after `retries` of them, or why there is none."""
     assert outcome.cause == OUT_OF_MEMORY
     micro = rows_of(plan, outcome)
@@ -107,6 +110,7 @@ def facts(before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None) 
 def announcement(config: Config, before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None, retry: int) -> str:
     """Returns the one line that says what happened, what changes and where it goes on."""
     what = outcome.message.strip().splitlines()[0].removeprefix("error: ").removesuffix("; all other ranks were stopped")
+    what = re.sub(r" \(\w*Error: .*$", "", what)  # the allocator's own words stand in the rank's log
     where = f"rank {outcome.rank}: " if outcome.rank is not None and not what.startswith("rank ") else ""
     old, new = before.ranks[0], after.ranks[0]
     changes = []
