@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 TEXTS = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|not enough memory: you tried to allocate"  # torch on a CPU
-    r"|(CUDA|HIP|XPU|MPS backend)( error:)? out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"  # torch, CUDA
+    r"|(CUDA|HIP|XPU|MPS backend)( driver)?( error:)? out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"  # torch, CUDA
     r"|(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|CUFFT)_STATUS_(INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED|ALLOC_FAILED)"
     r"|NCCL[\s\S]*(Failed to CUDA (host )?(c|m)alloc|Cuda failure[^\n]*out of memory|Cuda failure 2\b)"
     r"|std::bad_alloc|could not create a memory|Cannot allocate memory|unable to (m)?map \d+ bytes"

@@ -1,0 +1,379 @@
+"""What is want of memory and what is not, and what is done about it: decided without processes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import Config, DataConfig, EvalConfig, LaunchConfig, ModelConfig, TrainConfig
+from sft_play.launch import recovery
+from sft_play.launch.deepspeed_json import read_user_json
+from sft_play.launch.memory_kills import MemoryKills, counters_of
+from sft_play.launch.options import LaunchOptions
+from sft_play.launch.recovery import Refusal
+from sft_play.launch.run_folder import record_event
+from sft_play.launch.supervise import OUT_OF_MEMORY, Outcome, judge
+from sft_play.plan.batch import Batch, choose_batch, halve, halved
+from sft_play.plan.hardware import parse_hardware
+from sft_play.plan.make import make_plan
+from sft_play.plan.plan import Plan
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.shape import shape_of
+from sft_play.runs.folder import RunFolder
+from sft_play.training.memory_errors import Activity, describe, ran_out_of_memory
+
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.28.9\nLast error:\nFailed to CUDA calloc 6291456 bytes"
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's own, which needs no torch here."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        MemoryError("std::bad_alloc"),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:83] data. DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError(CUBLAS),
+        RuntimeError(NCCL),
+        RuntimeError("std::bad_alloc"),
+    ],
+)  # fmt: skip
+def test_what_is_want_of_memory(error: Exception) -> None:
+    assert ran_out_of_memory(error)
+    wrapped = RuntimeError("the step failed")
+    wrapped.__cause__ = error
+    assert ran_out_of_memory(wrapped)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        ValueError("CUDA out of memory"),
+        RuntimeError("NCCL error: unhandled system error\nLast error:\nsocketStartConnect: Connect to 10.0.0.1 failed : Connection refused"),
+    ],
+)  # fmt: skip
+def test_what_is_not(error: Exception) -> None:
+    assert not ran_out_of_memory(error)
+
+
+def test_the_real_errors_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    assert ran_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert ran_out_of_memory(caught.value)
+
+
+def test_a_worker_says_what_it_was_doing() -> None:
+    doing = Activity()
+    assert str(doing) == "while the model was loaded"
+    doing.enter("training", step=3)
+    doing.next_batch([5])
+    doing.next_batch([9, 1])
+    message = describe(RuntimeError("can't allocate\nmore"), doing)
+    assert message == "error: memory ran out in step 3, micro-batch 2 (rows 9, 1) (RuntimeError: can't allocate)"
+    assert doing.facts() == {"phase": "training", "step": 3, "micro_step": 2, "rows": [9, 1]}
+    doing.enter("evaluating", step=3)
+    assert str(doing) == "in the evaluation after step 3"
+
+
+# ---- What the launcher makes of it
+
+
+def run_with(tmp_path: Path, records: dict[int, dict[str, Any]]) -> RunFolder:
+    run = RunFolder(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    for rank, record in records.items():
+        run.rank_exit(rank).write_text(json.dumps(record))
+    return run
+
+
+def summary(rank: int, code: int) -> str:
+    return f"[0]:\n  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 7)\n"
+
+
+SHORT = {"code": 75, "time": 2.0, "error": "error: memory ran out in step 3", "cause": OUT_OF_MEMORY, "doing": {"step": 3}}
+GONE = {"code": 1, "time": 2.5, "error": "RuntimeError: Connection closed by peer"}
+
+
+def test_the_rank_that_ran_out_is_named_and_not_its_peers(tmp_path: Path) -> None:
+    outcome = judge(run_with(tmp_path, {0: GONE, 1: SHORT}), range(2), agent_code=1, agent_log=summary(0, -9))
+    assert (outcome.code, outcome.rank, outcome.cause, outcome.doing) == (75, 1, OUT_OF_MEMORY, {"step": 3})
+    assert "rank 1 ran out of memory" in outcome.message
+
+
+def test_an_error_for_good_before_it_counts_first(tmp_path: Path) -> None:
+    bad = {"code": 4, "time": 1.0, "error": "error: bad row"}
+    outcome = judge(run_with(tmp_path, {0: bad, 1: SHORT}), range(2), agent_code=1, agent_log="")
+    assert (outcome.code, outcome.rank, outcome.cause) == (4, 0, None)
+
+
+def test_sigkill_is_want_of_memory_only_with_evidence(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {0: GONE})
+    by_hand = judge(run, range(2), agent_code=1, agent_log=summary(1, -9))
+    assert (by_hand.code, by_hand.rank, by_hand.cause) == (75, 1, None)
+    assert "nothing shows that memory was short" in by_hand.message
+    kernel = judge(run, range(2), agent_code=1, agent_log=summary(1, -9), memory_kill="`x` counts 1 kill for memory")
+    assert (kernel.code, kernel.rank, kernel.cause) == (75, 1, OUT_OF_MEMORY)
+    assert "for want of memory (`x` counts 1 kill for memory)" in kernel.message
+
+
+def test_a_killed_helper_that_loads_data_counts_for_its_rank(tmp_path: Path) -> None:
+    record = {"code": 1, "time": 1.0, "error": "RuntimeError: DataLoader worker (pid 12) is killed by signal: Killed. "}
+    run = run_with(tmp_path, {0: record})
+    assert judge(run, range(1), agent_code=1, agent_log=summary(0, 1)).cause is None
+    assert judge(run, range(1), agent_code=1, agent_log=summary(0, 1), memory_kill="seen").cause == OUT_OF_MEMORY
+
+
+def test_an_abort_after_bad_alloc(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {})
+    run.rank_log(0).write_text("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
+    assert judge(run, range(1), agent_code=1, agent_log=summary(0, -6)).cause == OUT_OF_MEMORY
+    run.rank_log(0).write_text("assertion failed\n")
+    assert judge(run, range(1), agent_code=1, agent_log=summary(0, -6)).cause is None
+
+
+def test_a_stop_on_request_is_never_recovered(tmp_path: Path) -> None:
+    outcome = judge(run_with(tmp_path, {0: SHORT}), range(1), agent_code=1, agent_log="", signals=(signal.SIGTERM,))
+    assert (outcome.code, outcome.cause) == (143, None)
+
+
+# ---- The kernel's counters
+
+
+def test_counters_of_both_versions_with_their_parents(tmp_path: Path) -> None:
+    second, first = tmp_path / "unified", tmp_path / "memory"
+    for folder in (second / "a" / "b", first / "docker" / "x"):
+        folder.mkdir(parents=True)
+    (second / "a" / "b" / "memory.events").touch()
+    (second / "a" / "memory.events").touch()
+    (first / "docker" / "x" / "memory.oom_control").touch()
+    (first / "memory.oom_control").touch()
+    for name in ("self", "7"):
+        (tmp_path / "proc" / name).mkdir(parents=True)
+    (tmp_path / "proc" / "7" / "cgroup").write_text("4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n0::/a/b\n")
+    mounts = f"30 25 0:26 / {first} rw - cgroup cgroup rw,memory\n31 25 0:27 / {tmp_path}/cpu rw - cgroup cgroup rw,cpu\n"
+    (tmp_path / "proc" / "self" / "mountinfo").write_text(f"{mounts}32 25 0:28 / {second} rw shared:4 - cgroup2 cgroup2 rw\n")
+    found = counters_of(7, tmp_path / "proc")
+    assert found == [
+        first / "docker" / "x" / "memory.oom_control", first / "memory.oom_control", second / "a" / "b" / "memory.events",
+        second / "a" / "memory.events",
+    ]  # fmt: skip
+
+
+def test_a_container_sees_its_own_part_of_the_tree(tmp_path: Path) -> None:
+    mount = tmp_path / "cgroup"
+    (mount / "inner").mkdir(parents=True)
+    (mount / "inner" / "memory.events").touch()
+    for name in ("self", "7"):
+        (tmp_path / "proc" / name).mkdir(parents=True)
+    (tmp_path / "proc" / "7" / "cgroup").write_text("0::/pod/box/inner\n")
+    (tmp_path / "proc" / "self" / "mountinfo").write_text(f"32 25 0:28 /pod/box {mount} rw - cgroup2 cgroup2 rw\n")
+    assert counters_of(7, tmp_path / "proc") == [mount / "inner" / "memory.events"]
+    assert counters_of(8, tmp_path / "proc") == []
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    counters = counters_of(os.getpid())
+    if not counters:
+        pytest.skip("this process is in no memory cgroup")
+    folder = counters[0].parent / f"sft-play-unit-{os.getpid()}"
+    try:
+        folder.mkdir()
+        limit = folder / "memory.max" if (folder / "memory.max").is_file() else folder / "memory.limit_in_bytes"
+        limit.write_text(str(100 * 2**20))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"no cgroup can be made: {error}")
+    yield folder
+    folder.rmdir()
+
+
+@pytest.mark.parametrize("moved_first", [True, False])
+def test_a_real_kill_for_memory_is_seen_and_one_by_hand_is_not(cgroup: Path, moved_first: bool) -> None:
+    kills = MemoryKills.begin()
+    waiting = "import sys; sys.stdin.read(1); x = bytearray(500 * 2**20)"
+    for by_hand in (True, False):
+        child = subprocess.Popen([sys.executable, "-c", waiting], stdin=subprocess.PIPE)
+        assert child.stdin is not None
+        if not moved_first:
+            kills.follow(child.pid)  # a worker that is moved to another cgroup later
+        (cgroup / "cgroup.procs").write_text(str(child.pid))
+        kills.follow(child.pid)
+        if by_hand:
+            child.kill()
+        else:
+            child.stdin.write(b"x")
+            child.stdin.flush()
+        assert child.wait(timeout=30) == -signal.SIGKILL
+        child.stdin.close()
+        assert (kills.evidence() is None) is by_hand
+    kills.close()
+
+
+# ---- What is tried next
+
+
+def config(**train: Any) -> Config:
+    launch = LaunchConfig(max_oom_retries=train.pop("retries", 3))
+    return Config(
+        model=ModelConfig(name="Qwen/Qwen2.5-7B-Instruct", max_seq_len=512), data=DataConfig(), train=TrainConfig(**train), launch=launch,
+        eval=EvalConfig(),
+    )  # fmt: skip
+
+
+def plan(settings: Config, request: LaunchRequest, hardware: str = "2x80GB") -> Plan:
+    return make_plan(settings, lambda _: True, parse_hardware(hardware), shape_of(settings.model), launch=request, prepared=None)
+
+
+REQUEST = LaunchRequest(command_strategy="auto")
+LOST_MEMORY = Outcome(
+    code=75,
+    rank=0,
+    cause=OUT_OF_MEMORY,
+    message="error: memory ran out in step 3 (RuntimeError: x)",
+    doing={"phase": "training"},
+)
+
+
+def next_after(
+    settings: Config, request: LaunchRequest, outcome: Outcome = LOST_MEMORY, retries: int = 0
+) -> LaunchRequest | Refusal:
+    return recovery.remedy(settings, shape_of(settings.model), plan(settings, request), request, outcome, retries)
+
+
+@pytest.mark.parametrize("typed", [{}, {"batch_size": 8}, {"grad_accum": 2}, {"batch_size": 8, "grad_accum": 2}])
+def test_halving_down_to_one_row_then_recomputation_then_an_answer(typed: dict[str, int]) -> None:
+    settings, request = config(retries=99, global_batch_size=32, **typed), REQUEST
+    first, found = plan(settings, request), request
+    for halvings in range(1, 10):
+        answer = next_after(settings, request)
+        assert isinstance(answer, LaunchRequest)
+        found = answer
+        if found.force_checkpointing:
+            break
+        before, after = plan(settings, request), plan(settings, found)
+        assert after.global_batch_size == first.global_batch_size == 32
+        for old, new in zip(before.ranks, after.ranks, strict=True):
+            assert (new.micro_batch, new.accumulation) == (-(-old.micro_batch // 2), 2 * old.accumulation)
+        assert after.learning_rate == first.learning_rate
+        assert found.halvings == halvings
+        request = found
+    assert [rank.micro_batch for rank in plan(settings, request).ranks] == [1, 1]
+    last = plan(settings, found)
+    assert last.gradient_checkpointing
+    assert not plan(settings, request).gradient_checkpointing
+    assert [rank.micro_batch for rank in last.ranks] == [1, 1], "what recomputation saves is not spent on more rows"
+    refusal = next_after(settings, found)
+    assert isinstance(refusal, Refusal)
+    assert "the micro-batch is 1 already and gradient checkpointing is on already" in refusal.why
+    assert "MODEL_MAX_SEQ_LEN=256" in refusal.hint
+
+
+def test_a_typed_false_is_kept_and_proposed() -> None:
+    settings = config(batch_size=1, gradient_checkpointing=False)
+    refusal = next_after(settings, REQUEST)
+    assert isinstance(refusal, Refusal)
+    assert "off as configured" in refusal.why
+    assert "TRAIN_GRADIENT_CHECKPOINTING=true" in refusal.hint
+
+
+@pytest.mark.parametrize(
+    ("settings", "outcome", "retries", "words"),
+    [
+        (config(retries=0), LOST_MEMORY, 0, "`launch.max_oom_retries` is 0"),
+        (config(retries=2), LOST_MEMORY, 2, "2 of 2 retries are used up (`launch.max_oom_retries`)"),
+        (config(), replace(LOST_MEMORY, doing={"phase": "loading"}), 0, "the model alone does not fit"),
+    ],
+)
+def test_when_it_does_not_go_on_by_itself(settings: Config, outcome: Outcome, retries: int, words: str) -> None:
+    refusal = next_after(settings, REQUEST, outcome, retries)
+    assert isinstance(refusal, Refusal)
+    assert words in refusal.why
+    assert words in recovery.refused(outcome, refusal).message
+    assert "choose one: " in refusal.hint
+
+
+def test_several_machines_are_told_what_to_type_on_each() -> None:
+    request = replace(REQUEST, num_nodes=2)
+    refusal = next_after(config(batch_size=4, grad_accum=2, global_batch_size=32), request)
+    assert isinstance(refusal, Refusal)
+    assert refusal.hint == "on every node: make resume with TRAIN_BATCH_SIZE=2 TRAIN_GRAD_ACCUM=4"
+
+
+def test_evaluation_is_halved_too() -> None:
+    settings = config(batch_size=1, gradient_checkpointing=False)
+    outcome = replace(LOST_MEMORY, doing={"phase": "evaluating"})
+    found = next_after(settings, REQUEST, outcome)
+    assert isinstance(found, LaunchRequest)
+    before, after = plan(settings, REQUEST), plan(settings, found)
+    assert after.eval_batch_size == -(-before.eval_batch_size // 2)
+    line = recovery.announcement(settings, before, after, outcome, None, 1)
+    assert f"rows evaluated together {before.eval_batch_size} -> {after.eval_batch_size}" in line
+
+
+def test_mixed_cards_keep_their_global_batch() -> None:
+    batch = Batch(micro_batches=(5, 2, 1), accumulation=4, global_batch=32, reasons=())
+    once = halved(batch, 1, "process")
+    assert (once.micro_batches, once.accumulation, once.global_batch) == ((3, 1, 1), 8, 32)
+    assert once.reasons == (
+        "memory ran out: micro-batch 5, 2, 1 x accumulation 4 became 3, 1, 1 x 8 on every process, the global batch 32 as before",
+    )
+    often = halved(batch, 9)
+    assert (often.micro_batches, often.accumulation) == ((1, 1, 1), 32)
+    assert halved(replace(batch, micro_batches=(1, 1, 1)), 2).accumulation == 4
+    assert [halve(rows, 1) for rows in (1, 2, 3, 8)] == [1, 1, 2, 4]
+    assert choose_batch(TrainConfig(), (4,), 4).micro_batches == halved(choose_batch(TrainConfig(), (4,), 4), 0).micro_batches
+
+
+def test_batch_numbers_of_a_deepspeed_json_follow(tmp_path: Path) -> None:
+    path = tmp_path / "my.json"
+    path.write_text('{"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}')
+    options = LaunchOptions(request=REQUEST, deepspeed=read_user_json(path))
+    left = recovery.without_batch_numbers(options).deepspeed
+    assert left is not None
+    assert left.settings["train_micro_batch_size_per_gpu"] == "auto"
+    assert left.settings["gradient_clipping"] == 1.0
+    assert recovery.without_batch_numbers(LaunchOptions(request=REQUEST)).deepspeed is None
+
+
+def test_events_remember_what_was_tried(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert recovery.remedies_so_far(run) == (0, False)
+    record_event(run, "started", launch={"halvings": 0, "force_checkpointing": False})
+    settings = config(batch_size=8, global_batch_size=32)
+    before, after = plan(settings, REQUEST), plan(settings, replace(REQUEST, halvings=1))
+    facts = recovery.facts(before, after, LOST_MEMORY, tmp_path / "step-000004")
+    record_event(run, recovery.EVENT, launch={"halvings": 1, "force_checkpointing": True}, **facts)
+    record_event(run, "failed", code=75)
+    assert recovery.remedies_so_far(run) == (1, True)
+    assert recovery.recoveries(run) == (facts,)
+    line = recovery.announcement(settings, before, after, LOST_MEMORY, tmp_path / "step-000004", 1)
+    assert line == (
+        "recovering: rank 0: memory ran out in step 3: micro-batch 8 x accumulation 2 -> 4 x 4 on every rank "
+        "(although `train.batch_size` was given), global batch 32 as before; going on from step-000004 (retry 1 of 3)"
+    )
