@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
 
 STOPPED, LOST = 143, 75
+Program = Callable[[RunFolder, "Path | None", "TextIO | None", Activity], int]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Trains this rank's share and returns the exit code, which is recorded for the launcher too."""
+def main(arguments: list[str] | None = None, program: Program | None = None) -> int:
+    """Trains this rank's share (or runs another `program` of a worker) and returns the exit code, recorded for the launcher too."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder of the run")
     parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
@@ -47,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     doing = Activity()
     record: dict[str, Any] = {"code": 1, "error": ""}
     try:
-        record["code"] = work(run, options.resume, console, doing)
+        record["code"] = (program or work)(run, options.resume, console, doing)
     except Exception as problem:  # noqa: BLE001 - the last stop of a worker
         record = verdict(problem, run, doing)
         say(problem, record)

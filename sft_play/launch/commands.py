@@ -14,7 +14,7 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import write_json, write_text
-from sft_play.launch import recovery, tensorboard
+from sft_play.launch import probing, recovery, tensorboard
 from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
 from sft_play.launch.deepspeed_resolve import resolve
 from sft_play.launch.disk import require_disk_space
@@ -45,7 +45,7 @@ from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape, shape_of
 from sft_play.plan.show import show_plan
 from sft_play.plan.show_speed import beside_forecast
-from sft_play.plan.sources import parse_source, planned
+from sft_play.plan.sources import memory_of, parse_source, planned
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
@@ -132,7 +132,7 @@ def start_run(
     """
     loaded = call.load_config()
     options, loaded = read_options(call, loaded, command)
-    job = _job(call, loaded, options)
+    job = job_of(call, loaded, options)
     job.plan(None)  # refuses what cannot work before anything is downloaded
     name = choose_name(options.run_name, loaded.path)
     with ended_by_signals(), reserved(name, node_rank=job.node.rank) as run, held(run, node_rank=job.node.rank):
@@ -170,7 +170,7 @@ def _resume(call: Call, run: RunFolder) -> int:
     checkpoint = choose_checkpoint(run)
     if checkpoint:
         compare_early(checkpoint, loaded.config)
-    job = _job(call, loaded, options)
+    job = job_of(call, loaded, options)
     job.plan(None)
     with restored_on_error(run.prepared):
         prepare(run)
@@ -180,7 +180,8 @@ def _resume(call: Call, run: RunFolder) -> int:
     return finish(call, run, launch(job, run, event="resumed", checkpoint=checkpoint))
 
 
-def _job(call: Call, loaded: LoadedConfig, options: LaunchOptions) -> Job:
+def job_of(call: Call, loaded: LoadedConfig, options: LaunchOptions) -> Job:
+    """Returns what a call asks for, on this machine."""
     return Job(
         call=call, loaded=loaded, options=options, hardware=detect(), shape=shape_of(loaded.config.model), node=_node(options)
     )
@@ -219,6 +220,8 @@ def prepare(run: RunFolder) -> None:
 def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
     """Starts the workers and waits for them; starts them again with a smaller micro-batch when they run out of memory."""
     prepared = Prepared.load(run.prepared)
+    if job.call.options.get("SOURCE") == "probe":
+        probe(job, run, prepared)
     plan = replace(job.plan(prepared), recoveries=recovery.recoveries(run))
     require_disk_space(plan, job.loaded.config, run)
     outcome = _attempt(job, plan, run, event=event, checkpoint=checkpoint)
@@ -240,6 +243,28 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     ended = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed")
     record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None)
     return outcome
+
+
+def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
+    """Runs probes of this job in a folder inside the run's, until its plan is one that was probed."""
+    folder = RunFolder(run.path / "probe")
+    folder.path.mkdir(exist_ok=True)
+    prepared.save(folder.prepared)
+    quiet = replace(job, loaded=replace(job.loaded, config=probing.quiet(job.loaded.config)))
+
+    def attempt(plan: Plan) -> Outcome:
+        write_launch_files(quiet, plan, folder)
+        environment = worker_environment(plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads)
+        arguments = worker_arguments(folder, job.node, module="sft_play.probe")
+        local = plan.world_size // plan.num_nodes
+        ranks = range(job.node.rank * local, (job.node.rank + 1) * local)
+        with Path(os.devnull).open("wb") as nowhere:
+            return supervise(arguments, environment.variables, folder, ranks, console=nowhere.fileno())
+
+    config = job.loaded.config
+    probing.probe_until_settled(
+        lambda: job.plan(prepared), lambda plan: memory_of(config, prepared).probe_path(plan), attempt, folder
+    )  # fmt: skip
 
 
 def _attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpoint: Path | None) -> Outcome:

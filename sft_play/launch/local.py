@@ -11,13 +11,15 @@ from sft_play.launch.environment import Node, WorkerEnvironment
 from sft_play.runs.folder import RunFolder
 
 
-def worker_arguments(run: RunFolder, node: Node, *, checkpoint: Path | None = None) -> list[str]:
+def worker_arguments(
+    run: RunFolder, node: Node, *, checkpoint: Path | None = None, module: str = "sft_play.train"
+) -> list[str]:
     """Returns argv: `accelerate launch` by this Python (so that it is this environment's) with the run's own config file."""
     arguments = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
     if node.count > 1:
         # Every node has the same accelerate.yaml, perhaps on one network disk; only its own rank differs.
         arguments += ["--machine_rank", str(node.rank)]
-    arguments += ["--monitor_interval", "0.5", "--max_restarts", "0", "-m", "sft_play.train", "--run", str(run.path)]
+    arguments += ["--monitor_interval", "0.5", "--max_restarts", "0", "-m", module, "--run", str(run.path)]
     return arguments + (["--resume", str(checkpoint)] if checkpoint else [])
 
 

@@ -20,7 +20,7 @@ from sft_play.plan.fit import Fit
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.sources import setup_of
+from sft_play.plan.trace_case import setup_of
 from sft_play.runs.folder import RunFolder
 
 EVENT = "recovered"

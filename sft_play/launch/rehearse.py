@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 from sft_play.config.call import Call
-from sft_play.config.load import LoadedConfig
-from sft_play.launch.options import CommandStrategy, read_options
-from sft_play.launch.run_folder import find_run
+from sft_play.config.load import LoadedConfig, save_config
+from sft_play.errors import UserError
+from sft_play.launch.options import CommandStrategy, LaunchOptions, read_options
+from sft_play.launch.run_folder import ended_by_signals, find_run
 from sft_play.plan.command import hardware_of, needs_several, plan_for
 from sft_play.plan.fit import DoesNotFitError
+from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scaling import parse_price, parse_scale, scale_json, scale_table, show_scale, with_cost
 from sft_play.plan.show import misfit_json, show_misfit, show_plan
 from sft_play.plan.sources import parse_source
+from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
 
 
@@ -45,6 +50,8 @@ def _rehearse(call: Call) -> int:
     price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
     prepared = _prepared(call)
     source = parse_source(call.options.get("SOURCE"), "known")
+    if source == "probe":
+        _probe(call, loaded, replace(options, request=request), hardware)
     plan = with_cost(plan_for(loaded, hardware, request, prepared, source), hardware, price)
     rows = scale_table(
         lambda case, launch: plan_for(loaded, case, launch, prepared), hardware, request, counts, price
@@ -60,6 +67,23 @@ def _rehearse(call: Call) -> int:
     if not hardware.described:
         print(f"\n  to run it: {_command(call, plan, loaded)}")
     return 0
+
+
+def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> None:
+    """Prepares model and data, and probes the plan on this machine; what is measured stays in the cache. Raises `UserError`."""
+    from sft_play.launch import commands
+
+    if hardware.described or options.request.num_nodes > 1:
+        raise UserError(
+            "`SOURCE=probe` measures on this machine, and the plan is for other hardware",
+            hint="SOURCE=trace plans for what is not here",
+        )
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="probe-", dir=cache_folder()) as folder:
+        run = RunFolder(Path(folder) / "run")
+        save_config(loaded, run.config)
+        commands.prepare(run)
+        commands.probe(commands.job_of(call, loaded, options), run, Prepared.load(run.prepared))
 
 
 def _as_the_run_was(call: Call, request: LaunchRequest) -> LaunchRequest:

@@ -41,7 +41,7 @@ POLL_SECONDS = 0.1
 LOOK_SECONDS = 0.5
 GRACE_SECONDS = 15.0
 """How long the other ranks may take to leave once one has failed."""
-WORKER_MODULE = "sft_play.train"
+WORKER_MODULES = frozenset({"sft_play.train", "sft_play.probe"})
 MARK = "SFT_PLAY_LAUNCH"
 """Variable with an id of its own for each launch: every descendant inherits it, whatever session or parent it gets."""
 
@@ -129,7 +129,7 @@ class Watch:
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.agent).children():
                 with contextlib.suppress(psutil.Error):
-                    if child not in self.workers and WORKER_MODULE in child.cmdline():
+                    if child not in self.workers and not WORKER_MODULES.isdisjoint(child.cmdline()):
                         self.workers[child] = int(child.environ().get("RANK", self.first_rank))
         for worker in self.workers:
             self.kills.follow(worker.pid)

@@ -57,6 +57,10 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+MOST_CHANGE = 3.0
+"""A share beyond which two figures speak for themselves."""
+
+
 def beside_forecast(run: RunFolder) -> str:
     """Returns lines with speed, time and memory of a finished run beside what its plan had said; none where nothing was kept."""
     try:
@@ -77,4 +81,5 @@ def beside_forecast(run: RunFolder) -> str:
 def _pair(measured: float, forecast: float | None, write: Any) -> str:
     if not forecast:
         return str(write(measured))
-    return f"{write(measured)}, forecast {write(forecast)} ({measured / forecast - 1:+.0%})"
+    change = f" ({measured / forecast - 1:+.0%})" if abs(measured / forecast - 1) < MOST_CHANGE else ""
+    return f"{write(measured)}, forecast {write(forecast)}{change}"

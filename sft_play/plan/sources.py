@@ -13,17 +13,20 @@ from sft_play.config.schema import Config
 from sft_play.errors import DataError, UserError
 from sft_play.plan.architecture import architecture_of
 from sft_play.plan.fit import DoesNotFitError, Memory
-from sft_play.plan.memory import Setup, rank_memory
+from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import Plan
+from sft_play.plan.probed import load
 from sft_play.plan.shape import ModelShape
+from sft_play.plan.trace_case import setup_of
 from sft_play.plan.traced import TracedMemory, Tracer
 from sft_play.plan.words import peak_in_words
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import Prepared
 
-Source = Literal["formula", "trace", "known", "auto"]
+Source = Literal["formula", "trace", "probe", "known", "auto"]
 """`known`: a trace where an earlier one is in the cache, else the formula; never starts one. `auto`, for training: `known`, and a
-new trace where the formula comes near the limit."""
+new trace where the formula comes near the limit. `probe`: a trace, corrected by what `launch.probing` measured; measurements of
+earlier probes correct every plan but one by `formula`."""
 ROUNDS = 5
 WORTH_A_TRACE = 0.5
 """Share of the memory above which training looks closer than the formulas do."""
@@ -31,23 +34,12 @@ WORTH_A_TRACE = 0.5
 
 def parse_source(text: str | None, default: Source) -> Source:
     """Returns what `SOURCE` asks for. Raises `UserError`."""
-    known: dict[str | None, Source] = {None: default, "formula": "formula", "trace": "trace"}
+    known: dict[str | None, Source] = {None: default, "formula": "formula", "trace": "trace", "probe": "probe"}
     if text not in known:
         raise UserError(
             f"`SOURCE` is `{text}`; expected `formula`, `trace` or `probe`", hint="leave it away for the best that is at hand"
         )
     return known[text]
-
-
-def setup_of(plan: Plan) -> Setup:
-    """Returns what the memory of a plan's ranks depends on."""
-    return Setup(
-        device=plan.device, strategy=plan.strategy, world_size=plan.world_size, precision=plan.precision, weights_dtype=plan.weights_dtype,
-        optim=plan.optim, gradient_checkpointing=plan.gradient_checkpointing, layout=plan.layout, attention=plan.attn_implementation,
-        label_share=plan.label_share, row_tokens=plan.row_tokens, loss_chunk=plan.loss_chunk,
-        accumulates=plan.ranks[0].accumulation > 1, offload_optimizer=plan.offload_optimizer,
-        offload_parameters=plan.offload_parameters,
-    )  # fmt: skip
 
 
 def planned(
@@ -65,16 +57,21 @@ def planned(
     if source == "auto":
         source = "trace" if _is_near(make) else "known"
     try:
-        architecture = architecture_of(config.model, prepared)
+        memory = memory_of(config, prepared)
     except (DataError, OSError, ValueError):
         return make(rank_memory)  # the plan itself says what is wrong with the model
-    tracer = Tracer() if source == "trace" else None
-    memory = TracedMemory(config=config, architecture=architecture, cache_folder=cache_folder() / "traces", tracer=tracer)
+    tracer = memory.tracer = Tracer() if source in ("trace", "probe") else None
     try:
         return _by_trace(make, memory, shape)
     finally:
         if tracer:
             tracer.close()
+
+
+def memory_of(config: Config, prepared: Prepared | None) -> TracedMemory:
+    """Returns the memory of a model as traces in the cache know it. Raises `DataError`, `OSError` or `ValueError`."""
+    architecture = architecture_of(config.model, prepared)
+    return TracedMemory(config=config, architecture=architecture, cache_folder=cache_folder() / "traces")
 
 
 def _is_near(make: Callable[[Memory], Plan]) -> bool:
@@ -97,6 +94,10 @@ def _by_trace(make: Callable[[Memory], Plan], memory: TracedMemory, shape: Model
         setup = setup_of(plan)
         if not memory.observe(shape, setup, [rank.micro_batch for rank in plan.ranks]):
             break
+    plan, probed = _by_probe(make, memory, shape, plan)
+    if probed:
+        return plan
+    setup = setup_of(plan)
     if memory.error:
         return _with_reason(make(rank_memory), f"memory by formula: the trace cannot run this architecture ({memory.error})")
     seen = [memory.found.get((setup, rank.micro_batch)) for rank in plan.ranks]
@@ -107,6 +108,29 @@ def _by_trace(make: Callable[[Memory], Plan], memory: TracedMemory, shape: Model
     return replace(
         _with_reason(plan, f"memory by trace of the very step that trains: its peak is {words}"), source="trace", peak_at=words
     )
+
+
+def _by_probe(
+    make: Callable[[Memory], Plan], memory: TracedMemory, shape: ModelShape, plan: Plan
+) -> tuple[Plan, bool]:  # fmt: skip
+    """Returns the plan as probes of it correct it, and whether the last one was probed itself."""
+    for _ in range(ROUNDS):
+        found = load(memory.probe_path(plan))
+        if not found:
+            return plan, False
+        memory.correct(shape, plan, found)
+        before, plan = plan, make(memory)
+        if [rank.micro_batch for rank in plan.ranks] == [rank.micro_batch for rank in before.ranks] and setup_of(
+            plan
+        ) == setup_of(before):
+            margin = min(1 - rank.peak_bytes / rank.capacity_bytes for rank in plan.ranks)
+            reason = (
+                f"memory by a probe: two steps of the worst batch on these devices; {margin:.0%} of what may be used stays free"
+            )
+            return replace(_with_reason(plan, reason), source="probe"), True
+        memory.observe(shape, setup_of(plan), [rank.micro_batch for rank in plan.ranks])
+        plan = make(memory)
+    return plan, False
 
 
 def _with_reason(plan: Plan, reason: str) -> Plan:

@@ -11,6 +11,7 @@ from sft_play.config.schema import Config
 from sft_play.files import text_sha256
 from sft_play.plan.backends import fuses_adapters
 from sft_play.plan.memory import Setup, trained_bytes
+from sft_play.plan.plan import Plan
 
 TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
@@ -60,6 +61,17 @@ class Case:
     def read(line: str) -> list[Case]:
         """Returns the cases of a line of JSON."""
         return [Case(**value) for value in json.loads(line)]
+
+
+def setup_of(plan: Plan) -> Setup:
+    """Returns what the memory of a plan's ranks depends on."""
+    return Setup(
+        device=plan.device, strategy=plan.strategy, world_size=plan.world_size, precision=plan.precision, weights_dtype=plan.weights_dtype,
+        optim=plan.optim, gradient_checkpointing=plan.gradient_checkpointing, layout=plan.layout, attention=plan.attn_implementation,
+        label_share=plan.label_share, row_tokens=plan.row_tokens, loss_chunk=plan.loss_chunk,
+        accumulates=plan.ranks[0].accumulation > 1, offload_optimizer=plan.offload_optimizer,
+        offload_parameters=plan.offload_parameters,
+    )  # fmt: skip
 
 
 def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_batch: int) -> Case:

@@ -17,8 +17,10 @@ from typing import Any
 from sft_play.config.schema import Config
 from sft_play.files import read_json, write_json
 from sft_play.plan.memory import WORKSPACE_BYTES, Setup, rank_memory
+from sft_play.plan.plan import Plan
+from sft_play.plan.probed import Probed, corrected, probe_path
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.trace_case import TRACED_OPTIMIZERS, Case, case_of
+from sft_play.plan.trace_case import TRACED_OPTIMIZERS, Case, case_of, setup_of
 
 TRACE_SECONDS = 300
 """A trace takes seconds; one that takes minutes hangs."""
@@ -61,6 +63,23 @@ class TracedMemory:
         (other, rows), observed = near
         formula = rank_memory(config, shape, other, rows)
         return {name: _scaled(size, formula.get(name, 0), observed.parts.get(name, 0)) for name, size in parts.items()}
+
+    def probe_path(self, plan: Plan) -> Path:
+        """Returns where a probe of this plan keeps what it measured."""
+        setup = setup_of(plan)
+        cases = [case_of(self.config, self.architecture, setup, rank.micro_batch) for rank in plan.ranks]
+        return probe_path(self.cache_folder.parent / "probes", cases, plan, versions())
+
+    def correct(self, shape: ModelShape, plan: Plan, probes: Sequence[Probed]) -> None:
+        """Takes over what a probe of this plan measured."""
+        setup = setup_of(plan)
+        for rank, probe in zip(plan.ranks, probes, strict=True):
+            key = setup, rank.micro_batch
+            known = self.found.get(key)
+            parts = dict(known.parts) if known else rank_memory(self.config, shape, setup, rank.micro_batch)
+            moment, operation = (known.moment, known.operation) if known else ("", "")
+            fixed = corrected(parts, probe, rank.capacity_bytes)
+            self.found[key] = Observation(parts=fixed, moment=moment, operation=operation)
 
     def _nearest(self, setup: Setup, micro_batch: int) -> tuple[tuple[Setup, int], Observation] | None:
         """Returns the observation with the same setup but for its rows, with most nearly as many tokens."""

@@ -17,8 +17,7 @@ from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import shape_of
-from sft_play.plan.sources import setup_of
-from sft_play.plan.trace_case import case_of
+from sft_play.plan.trace_case import case_of, setup_of
 from sft_play.plan.traced import TracedMemory, Tracer
 from sft_play.trace.build import settings_of
 from sft_play.trace.run import observe, trace

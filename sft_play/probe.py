@@ -1,0 +1,85 @@
+"""The worker of a probe: `accelerate launch -m sft_play.probe --run FOLDER`: two steps of the worst batch, and what they needed.
+
+It is the training worker with other rows: the same model, trainer and strategy, no evaluation and no checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from sft_play.config.load import read_config
+from sft_play.files import write_json
+from sft_play.plan.plan import Plan
+from sft_play.plan.probed import Probed
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import Prepared
+from sft_play.train import STOPPED, build, main, settle_stamp
+from sft_play.training.console import quiet_libraries
+from sft_play.training.memory_errors import Activity
+from sft_play.training.world import check_launch, check_world, launched_world
+
+STEPS = 2
+
+
+def worst_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Returns rows for all steps: each as long as the longest, with as many labels as the worst micro-batch has."""
+    length = max(2, plan.row_tokens)
+    labels = min(length - 1, max(1, round(length * plan.label_share)))
+    row = {"input_ids": [1] * length, "labels": [-100] * (length - labels) + [1] * labels}
+    return [row | {"row": number} for number in range(STEPS * plan.global_batch_size)]
+
+
+def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity) -> int:
+    """Trains two steps and writes what this rank needed."""
+    import datasets
+    import torch
+
+    quiet_libraries()
+    datasets.disable_progress_bars()
+    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
+    check_launch(plan)
+    stamp = settle_stamp(run, config, plan, prepared, None)
+    rank, _world = launched_world()
+    rows = run.logs / f"probe-rows-rank{rank}"
+    datasets.Dataset.from_list(worst_rows(plan)).save_to_disk(rows)
+    assert prepared.train is not None
+    worst = replace(prepared, train=replace(prepared.train, path=str(rows)), validation=None)
+    trainer, _stop, _holdings = build(run, config, plan, worst, stamp, None, doing)
+    check_world(plan, trainer.accelerator)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    trainer.train()
+    seconds = (time.perf_counter() - started) / STEPS
+    write_json(run.logs / f"probe-rank{rank}.json", asdict(measured(rank, plan.ranks[rank].micro_batch, seconds)))
+    return 0
+
+
+def measured(rank: int, micro_batch: int, seconds: float) -> Probed:
+    """Returns the peaks of this process."""
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return Probed(
+            rank=rank, micro_batch=micro_batch, allocated_bytes=torch.cuda.max_memory_allocated(),
+            reserved_bytes=torch.cuda.max_memory_reserved(), device_bytes=total - free, seconds_per_step=seconds,
+        )  # fmt: skip
+    import resource
+
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Probed(
+        rank=rank, micro_batch=micro_batch, allocated_bytes=0, reserved_bytes=0, device_bytes=resident, seconds_per_step=seconds
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    code = main(program=work)
+    if code not in (0, STOPPED):
+        os._exit(code)
+    sys.exit(code)

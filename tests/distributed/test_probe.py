@@ -1,0 +1,52 @@
+"""`SOURCE=probe`: two steps of the worst batch by real workers; what they needed corrects every later plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sft_play.plan.probed import Probed, corrected
+from tests.conftest import ROOT, Program
+
+PARTS = {"frozen": 100, "activations": 50, "logits": 30, "context": 10, "fragmentation": 5}
+
+
+@pytest.mark.slow
+def test_a_probe_runs_the_longest_rows_and_is_remembered(program: Program, tiny: Path, tmp_path: Path) -> None:
+    words = [
+        "CONFIG=configs/quickstart.yaml", f"MODEL_NAME={tiny}", "MODEL_MAX_SEQ_LEN=128", "DATA_SOURCES=[]", "DATA_VALIDATION=",
+        f"DATA_TRAIN_PATH={ROOT}/examples/02_your_jsonl/train.jsonl", "NUM_GPUS=2", "JSON=1",
+    ]  # fmt: skip
+    env = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    probed = program("plan", *words, "SOURCE=probe", env=env)
+    assert probed.code == 0 and probed.json["source"] == "probe", probed.err
+    assert "probe: 2 steps with the longest rows, micro-batch 4 ..." in probed.err
+    assert any("memory by a probe" in reason for reason in probed.json["reasons"])
+    assert all(200e6 < rank["peak_bytes"] < 2e9 for rank in probed.json["ranks"])
+    later = program("plan", *words, env=env)
+    assert later.json["source"] == "probe" and later.json["ranks"][0]["micro_batch"] == 4
+    assert "probe:" not in later.err
+    assert not (tmp_path / "runs").exists() and not list((tmp_path / "cache").glob("probe-*"))
+    other = program("plan", *words, "SOURCE=formula", env=env)
+    assert other.json["source"] == "formula"
+
+
+def test_hardware_that_is_not_here_cannot_be_probed(program: Program) -> None:
+    done = program("plan", "CONFIG=configs/quickstart.yaml", "HARDWARE=24GB", "SOURCE=probe")
+    assert done.code == 2 and "measures on this machine" in done.err and "SOURCE=trace" in done.err
+
+
+def measured(**values: int | bool) -> Probed:
+    return Probed(**({
+        "rank": 0, "micro_batch": 1, "allocated_bytes": 0, "reserved_bytes": 0, "device_bytes": 0, "seconds_per_step": 1.0,
+    } | values))  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_parts_add_up_to_what_was_measured() -> None:
+    on_gpu = corrected(PARTS, measured(allocated_bytes=200, reserved_bytes=220, device_bytes=250), 1000)
+    assert on_gpu == PARTS | {"activations": 70, "context": 30, "fragmentation": 20} and sum(on_gpu.values()) == 250
+    on_cpu = corrected(PARTS, measured(device_bytes=205), 1000)
+    assert on_cpu == PARTS | {"fragmentation": 15} and sum(on_cpu.values()) == 205
+    short = corrected(PARTS, measured(failed=True), 1000)
+    assert sum(short.values()) == 1001
