@@ -14,16 +14,14 @@ HEADS, LONGEST = 8, 1400
 SEED = 42
 
 
-def heavy_config(folder: Path, *, train: str = "", model: Path | None = None) -> Path:
+def heavy_config(folder: Path) -> Path:
     """Writes model, rows and configuration. All rows of step 2 have about 1,150 tokens, all others about 20.
 
     With eager attention a long row keeps 8 heads x 1,150^2 scores per layer, several times: eight of them 2 GB, four 1 GB.
     """
     from pydoc_data.topics import topics
 
-    base = model or build_tiny_llama(
-        folder / "model", max_position_embeddings=2048, num_attention_heads=HEADS, num_key_value_heads=HEADS
-    )
+    base = build_tiny_llama(folder / "model", max_position_embeddings=2048, num_attention_heads=HEADS, num_key_value_heads=HEADS)
     order = GlobalBatchSampler(rows=GLOBAL_BATCH * STEPS, global_batch=GLOBAL_BATCH, ranks=[(8, 1)], rank=0, seed=SEED).order()
     heavy = set(order[GLOBAL_BATCH * (HEAVY_STEP - 1) : GLOBAL_BATCH * HEAVY_STEP])
     words = " ".join(list(topics.values())[:30]).split()
@@ -39,7 +37,7 @@ def heavy_config(folder: Path, *, train: str = "", model: Path | None = None) ->
         f"model: {{name: {base}, max_seq_len: {LONGEST}, attn_implementation: eager}}\n"
         "tuning: {mode: lora, lora: {r: 4}}\n"
         f"data: {{train_path: {path}}}\n"
-        f"train: {{global_batch_size: {GLOBAL_BATCH}, max_steps: {STEPS}, save_steps: 1, seed: {SEED}, learning_rate: 5.0e-3{train}}}\n",
+        f"train: {{global_batch_size: {GLOBAL_BATCH}, max_steps: {STEPS}, save_steps: 1, seed: {SEED}, learning_rate: 5.0e-3, report_to: none}}\n",
         encoding="utf-8",
     )
     return config

@@ -192,6 +192,27 @@ def test_without_a_remedy_the_ways_out_are_named(config: Path, variables: dict[s
     assert [event["event"] for event in events(tmp_path / "end")] == ["started", "failed"]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["train-deepspeed", "train-fsdp"])
+def test_shards_go_on_from_their_checkpoint(
+    command: str, config: Path, variables: dict[str, str], undisturbed: tuple[Path, int]
+) -> None:
+    run = undisturbed[0].parent / command
+    process = start([command, f"CONFIG={config}", f"RUN_NAME={command}", "NUM_GPUS=2"], variables)
+
+    def limit_rank_1(found: dict[int, int]) -> None:
+        room = status(found[1], "VmSize") + 550 * MIB  # four long rows take 750, two 380
+        resource.prlimit(found[1], resource.RLIMIT_AS, (room, room))
+
+    after_first_step(process, run, limit_rank_1)
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, out + err
+    (line,) = [line for line in err.splitlines() if line.startswith("recovering: ")]
+    assert "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank" in line
+    assert "going on from step-000001" in line
+    require_same(run, undisturbed[0])
+
+
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A memory cgroup of our own beside this process's, v2 or v1."""
