@@ -7,6 +7,7 @@ from pathlib import Path
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError
 from sft_play.files import file_sha256, text_sha256
+from sft_play.model.digests import weights_sha256
 from sft_play.model.embedded import LABEL, embedded_folder, is_embedded
 from sft_play.model.folder import check_folder, weight_files
 from sft_play.plan.hub import hub_reachable
@@ -149,8 +150,7 @@ def _describe(name: str, folder: Path, source: str, revision: str | None) -> Res
     weights = weight_files(folder)
     sizes = "\n".join(f"{path.name} {path.stat().st_size}" for path in weights)
     described = [file_sha256(path) for path in (folder / "config.json", *sorted(folder.glob("*.index.json"))) if path.is_file()]
-    if source == "folder":  # sizes alone would not tell two tunings of one model apart
-        described += [_ends_sha256(path) for path in weights]
+    described += weights_sha256(weights)  # sizes alone would not tell two tunings of one model apart
     tokenizer = "\n".join(f"{n} {file_sha256(folder / n)}" for n in TOKENIZER_FILES if (folder / n).is_file())
     return ResolvedModel(
         name=name,
@@ -160,12 +160,3 @@ def _describe(name: str, folder: Path, source: str, revision: str | None) -> Res
         fingerprint=text_sha256("\n".join([revision or "", sizes, *described])),
         tokenizer_fingerprint=text_sha256(tokenizer),
     )
-
-
-def _ends_sha256(path: Path, window: int = 1 << 20) -> str:
-    """Returns a hash over a weight file's first and last megabyte: cheap, and different for any retrained model."""
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        first = stream.read(window)
-        stream.seek(max(0, size - window))
-        return text_sha256(f"{size} {first.hex()} {stream.read().hex()}")

@@ -22,7 +22,7 @@ class ResolvedModel:
     revision: str | None
     """The hub's commit; `None` for a folder."""
     fingerprint: str
-    """sha256 over the names and contents of config, tokenizer and weight index (weights by name and size, or the hub's commit)."""
+    """sha256 over the hub's commit, the contents of config and weight index, and every weight file's checksum (`model.digests`)."""
     tokenizer_fingerprint: str
     """sha256 over the tokenizer's files and the rendered chat template."""
 
@@ -46,6 +46,8 @@ class PreparedSplit:
     """Tokens of the median row."""
     fingerprint: str
     """sha256 over the content of the prepared rows."""
+    most_labels: int = 0
+    """Label tokens of the row that has most; 0 where an earlier version prepared it."""
     truncated: int = 0
     """Rows cut to `model.max_seq_len`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError
+from sft_play.files import file_sha256
+from sft_play.model.digests import weights_sha256
 from sft_play.model.resolve import hub_reachable, resolve_model, says
 from tests.conftest import ROOT, environment
 from tests.tiny_models import build_tiny_llama
@@ -49,6 +52,44 @@ def test_the_fingerprint_tells_weights_and_tokenizers_apart(model: Path, tmp_pat
     changed = resolve_model(ModelConfig(name=str(model)))
     assert changed.fingerprint == first.fingerprint
     assert changed.tokenizer_fingerprint != first.tokenizer_fingerprint
+
+
+def test_one_changed_weight_in_the_middle_changes_the_fingerprint(model: Path) -> None:
+    first = resolve_model(ModelConfig(name=str(model)))
+    weights = model / "model.safetensors"
+    times = weights.stat()
+    with weights.open("r+b") as stream:
+        stream.seek(times.st_size // 2)
+        old = stream.read(1)
+        stream.seek(times.st_size // 2)
+        stream.write(bytes([old[0] ^ 1]))
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a copy that keeps times
+    changed = resolve_model(ModelConfig(name=str(model)))
+    assert weights.stat().st_size == times.st_size
+    assert changed.fingerprint != first.fingerprint
+
+
+def test_the_checksum_of_an_unchanged_weight_file_comes_from_the_cache(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    weights = [model / "model.safetensors"]
+    assert weights_sha256(weights) == [file_sha256(weights[0])]
+    [record] = (tmp_path / "cache" / "digests").iterdir()
+    kept = json.loads(record.read_text())
+    record.write_text(json.dumps(kept | {"sha256": "kept"}))  # would be overruled by reading the content
+    assert weights_sha256(weights) == ["kept"]
+    record.write_text("{}")
+    assert weights_sha256(weights) == [kept["sha256"]]
+
+
+def test_a_file_of_the_hubs_cache_has_its_blobs_name_for_a_checksum(tmp_path: Path) -> None:
+    blob, link = tmp_path / "blobs" / ("ab" * 32), tmp_path / "snapshots" / "model.safetensors"
+    for path in (blob, link):
+        path.parent.mkdir()
+    blob.write_bytes(b"weights")
+    link.symlink_to(blob)
+    assert weights_sha256([link]) == [blob.name]
 
 
 def test_an_adapter_folder_names_what_to_set(model: Path) -> None:
