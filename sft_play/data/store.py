@@ -50,6 +50,8 @@ class RowTable:
         self.reference: list[str] = []
         self.label_tokens = 0
         """Tokens that a loss is computed for: the first one of a row follows nothing, and never is."""
+        self.most_labels = 0
+        """Of the row that has most."""
 
     def __len__(self) -> int:
         return len(self.row)
@@ -60,7 +62,9 @@ class RowTable:
         self.prompt_ids.append(encoded.prompt_ids)
         self.row.append(index)
         self.reference.append(encoded.reference)
-        self.label_tokens += sum(label != IGNORED for label in encoded.labels[1:])
+        labels = sum(label != IGNORED for label in encoded.labels[1:])
+        self.label_tokens += labels
+        self.most_labels = max(self.most_labels, labels)
 
     def fingerprint(self) -> str:
         """Returns a sha256 over the tokens and labels of all rows, in order."""
@@ -76,6 +80,7 @@ class RowTable:
             "rows": len(lengths),
             "tokens": sum(lengths),
             "label_tokens": self.label_tokens,
+            "most_labels": self.most_labels,
             "longest": max(lengths),
             "median": int(statistics.median(lengths)),
             "fingerprint": self.fingerprint(),

@@ -11,9 +11,7 @@ from sft_play.launch.environment import Node, WorkerEnvironment
 from sft_play.runs.folder import RunFolder
 
 
-def worker_arguments(
-    run: RunFolder, node: Node, *, checkpoint: Path | None = None, module: str = "sft_play.train"
-) -> list[str]:
+def worker_arguments(run: RunFolder, node: Node, *, checkpoint: Path | None = None, module: str = "sft_play.train") -> list[str]:
     """Returns argv: `accelerate launch` by this Python (so that it is this environment's) with the run's own config file."""
     arguments = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
     if node.count > 1:

@@ -155,9 +155,11 @@ def _check_length(config: Config, shape: ModelShape) -> None:
 
 
 def _label_share(prepared: Prepared | None) -> float:
+    """Returns labels beside tokens of a micro-batch that is worse than any: its rows are the longest, and have most labels."""
     split = prepared.train if prepared else None
-    # The worst micro-batch holds more than the average share; half as much again, and never more than all.
-    return min(1.0, 1.5 * split.label_tokens / split.tokens) if split and split.tokens else 1.0
+    if split is None or not split.longest:
+        return 1.0
+    return min(1.0, (split.most_labels or split.longest) / split.longest)
 
 
 def _data(prepared: Prepared | None, setup: Setup) -> Data:

@@ -41,7 +41,7 @@ def test_a_micro_batch_with_fewer_labels_than_a_chunk_is_left_whole() -> None:
 
 
 def test_few_labels_among_many_tokens_are_left_whole() -> None:
-    """20 of 60 tokens are labels, half as much again for an unlucky micro-batch: 100 tokens x 8 rows x 0.5 = 400."""
+    """The row with most labels has 50, the longest 100 tokens: 8 rows have 400 at most."""
     assert plan_of("H200", mode="lora", rows=64, batch_size=8).loss_chunk == 0
     assert plan_of("H200", mode="lora", rows=64, batch_size=16).loss_chunk == 448
 

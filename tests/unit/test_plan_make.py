@@ -53,7 +53,8 @@ def plan_of(
 
 def prepared(rows: int, *, longest: int = 100, tokens: int = 60, labels: int = 20) -> Prepared:
     split = PreparedSplit(
-        path="train", rows=rows, dropped=0, tokens=rows * tokens, label_tokens=rows * labels, longest=longest, median=tokens, fingerprint="f"
+        path="train", rows=rows, dropped=0, tokens=rows * tokens, label_tokens=rows * labels, most_labels=longest // 2, longest=longest,
+        median=tokens, fingerprint="f",
     )  # fmt: skip
     model = ResolvedModel(name="m", path="m", source="folder", revision=None, fingerprint="f", tokenizer_fingerprint="t")
     return Prepared(model=model, train=split, validation=None)
