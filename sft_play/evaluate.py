@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.errors import UserError
 from sft_play.files import file_sha256, read_json
 from sft_play.launch.run_folder import find_run
+from sft_play.model.folder import check_trained
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
@@ -79,7 +80,8 @@ def find_weights(run: RunFolder, wanted: str | None) -> Weights:
     if wanted == BASE:
         return Weights(label=BASE, folder=None, step=0, content=Prepared.load(run.prepared).model.fingerprint)
     folder = weights_folder(run, wanted)
-    step = int(read_json(folder / "stamp.json")["step"]) if folder == run.model else int(folder.name.removeprefix("step-"))
+    check_trained(folder)
+    step = Stamp.load(folder).step if folder == run.model else int(folder.name.removeprefix("step-"))
     return Weights(label=label_of(run, folder), folder=folder, step=step, content=_content(folder))
 
 

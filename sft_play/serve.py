@@ -20,6 +20,7 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.files import file_sha256, text_sha256
 from sft_play.launch.network import port_is_free
 from sft_play.launch.run_folder import find_run
+from sft_play.model.folder import check_trained
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.weights import kind_of, label_of, weights_folder
 
@@ -80,6 +81,7 @@ def servable(run: RunFolder, weights: Path) -> Path:
 
     The cache is keyed by the adapter's content, so that training on makes a new copy.
     """
+    check_trained(weights)
     if kind_of(weights) == "full":
         return weights
     content = "".join(file_sha256(p) for p in sorted(weights.glob("adapter_*")))

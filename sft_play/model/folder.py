@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from sft_play.errors import DataError
+from sft_play.errors import CheckpointError, DataError
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -25,6 +25,14 @@ def check_folder(folder: Path, place: str) -> None:
     _check_weights(folder, place)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise DataError("the model has no tokenizer", place=place, hint="it needs `tokenizer.json`")
+
+
+def check_trained(folder: Path) -> None:
+    """Raises `CheckpointError` for a weight file of a run's model or adapter that is cut short or no safetensors file."""
+    for path in sorted(folder.glob("*.safetensors")):
+        problem = _damage(path)
+        if problem:
+            raise CheckpointError(problem[0], place=str(path), hint="CHECKPOINT=last takes the last checkpoint instead")
 
 
 def _check_config(folder: Path, place: str) -> None:

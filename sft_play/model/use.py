@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.model import quantise
+from sft_play.model.folder import check_trained
 from sft_play.model.read import first_lines, read_model, tell
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
@@ -61,6 +63,7 @@ def checked_base(folder: Path, config: Config, plan: Plan, prepared: Prepared, p
     if kind is None:
         hint = "the run has not published any, or they were removed"
         raise CheckpointError("there are no weights here", place=str(folder), hint=hint)
+    check_trained(folder)
     base = current_base(config, prepared) if kind == "adapter" else prepared.model
     now = make_stamp(config, plan, dataclasses.replace(prepared, model=base))
     tell(*refuse(compare(Stamp.load(folder), now, purpose), f"`{folder.name}`"))
@@ -110,7 +113,7 @@ def add_trained_adapter(base: Any, folder: Path) -> Any:
             warnings.filterwarnings("error", message=".*missing adapter keys.*")
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)  # peft 0.21's own
             return PeftModel.from_pretrained(base, str(folder), is_trainable=False, autocast_adapter_dtype=False)
-    except (RuntimeError, ValueError, UserWarning, OSError) as error:
+    except (RuntimeError, ValueError, UserWarning, OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the adapter does not fit the base model: {first_lines(error)[:400]}", place=str(folder)
         ) from error

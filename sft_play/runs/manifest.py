@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ def write_manifest(folder: Path) -> None:
         sync_folder(inner)
 
 
-def verify(folder: Path) -> str | None:
-    """Returns why a checkpoint cannot be trusted, or `None` when every file is there and unchanged."""
+def verify(folder: Path, *, needed: Callable[[str], bool] | None = None) -> str | None:
+    """Returns why a checkpoint cannot be trusted, or `None` when every file is there and unchanged.
+
+    `needed` says by its name (relative to `folder`) whether a file is looked at; without it every file is.
+    """
     if not folder.is_dir():
         return "it is not there"
     try:
@@ -38,6 +42,8 @@ def verify(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest cannot be read: {error}"
     for name, facts in listed:
+        if needed and not needed(name):
+            continue
         path = folder / name
         try:
             size = path.stat().st_size

@@ -8,6 +8,7 @@ from typing import Literal
 
 from sft_play.errors import CheckpointError
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import verify
 
 Kind = Literal["adapter", "full"]
 
@@ -17,8 +18,8 @@ STEP_NAME = re.compile(r"step-\d+")
 def weights_folder(run: RunFolder, wanted: str | None) -> Path:
     """Returns the folder that `CHECKPOINT=` names (`best`, `last`, `step-000040`), links followed.
 
-    Without a name it is the final model, or the last checkpoint of a run that has not finished. Raises `CheckpointError` with
-    what exists.
+    Without a name it is the final model, or the last checkpoint of a run that has not finished. A checkpoint's weights are
+    compared with its manifest first. Raises `CheckpointError` with what exists, or with the file that is damaged.
     """
     if wanted is None and kind_of(run.model):
         return run.model
@@ -26,6 +27,10 @@ def weights_folder(run: RunFolder, wanted: str | None) -> Path:
     folder = (run.checkpoints / name).resolve()
     plain = Path(name).name == name and (STEP_NAME.fullmatch(name) or name in ("best", "last"))
     if plain and STEP_NAME.fullmatch(folder.name) and folder.is_dir():
+        damage = verify(folder, needed=_is_for_use)
+        if damage:
+            hint = "CHECKPOINT= takes another one, and `make resume` goes on from the newest that is whole"
+            raise CheckpointError(f"the checkpoint is damaged: {damage}", place=str(folder), hint=hint)
         return folder
     known = sorted(p.name for p in run.checkpoints.glob("step-*")) if run.checkpoints.is_dir() else []
     what = f"no checkpoint `{wanted}`" if wanted else "neither a final model nor a checkpoint yet"
@@ -33,6 +38,11 @@ def weights_folder(run: RunFolder, wanted: str | None) -> Path:
         f"the run `{run.name}` has {what}",
         hint=f"CHECKPOINT= takes best, last, {', '.join(known)}" if known else "wait for its first checkpoint, or train it again",
     )
+
+
+def _is_for_use(name: str) -> bool:
+    """Whether a checkpoint's file is read to answer; states of optimizer and random numbers, far larger, are for resuming."""
+    return "/" not in name and Path(name).suffix not in (".pt", ".pth", ".bin")
 
 
 def kind_of(folder: Path) -> Kind | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +121,23 @@ def test_wrong_calls_of_infer(place: Place, words: tuple[str, ...], code: int, m
     assert done.returncode == code, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["infer", "merge", "eval", "serve"])
+@pytest.mark.parametrize("folder", ["checkpoints/last", "model"])
+def test_damaged_weights_are_named(place: Place, command: str, folder: str) -> None:
+    run = place.folder / "runs" / "damaged"
+    shutil.copytree(place.folder / "runs" / "demo", run, symlinks=True)
+    try:
+        (run / folder / "adapter_model.safetensors").write_bytes(b"")
+        words = ["PROMPT=Why?"] if command == "infer" else []
+        done = place.run(command, "RUN=damaged", *words, *(["CHECKPOINT=last"] if "last" in folder else []))
+        assert done.returncode == 5, done.stderr
+        assert "adapter_model.safetensors" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (run / "merged").exists()
+    finally:
+        shutil.rmtree(run)
 
 
 def test_a_conversation_over_a_pipe_keeps_its_history(place: Place, why: str) -> None:
