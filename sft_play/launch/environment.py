@@ -55,6 +55,9 @@ def worker_environment(plan: Plan, node: Node, ambient: Mapping[str, str], *, cp
     local_world = plan.world_size // plan.num_nodes
     chosen = _always(local_world, kept, cpu_threads) | (_for_cpu(plan) if plan.device == "cpu" else {})
     notes = []
+    if plan.device == "cpu" and plan.gradient_checkpointing:
+        chosen["MALLOC_MMAP_THRESHOLD_"] = "1048576"
+        notes.append("MALLOC_MMAP_THRESHOLD_: tensors get mappings of their own, or the heap's gaps would take what recomputing saves")
     if plan.device == "cuda":
         if "PYTORCH_CUDA_ALLOC_CONF" not in kept:  # the older name, over which torch prefers the new one
             chosen["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -82,7 +85,7 @@ def worker_environment(plan: Plan, node: Node, ambient: Mapping[str, str], *, cp
 
 USER_DECIDES = frozenset({
     "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
-    "TOKENIZERS_PARALLELISM", "PET_SHUTDOWN_TIMEOUT",
+    "TOKENIZERS_PARALLELISM", "PET_SHUTDOWN_TIMEOUT", "MALLOC_MMAP_THRESHOLD_",
 })  # fmt: skip
 """Our values for these are only defaults: the user's own win."""
 

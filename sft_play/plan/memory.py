@@ -26,7 +26,9 @@ WORKSPACE_BYTES = {"cuda": 32 * MIB, "cpu": 0}
 """cuBLAS: 8 MiB before Hopper, 32 MiB since."""
 FRAGMENTATION = {"cuda": 0.06, "cpu": 0.42}
 """Share of what comes and goes within a step that an allocator loses. On a CPU glibc's heap keeps the gaps that it cannot fill: 0.33 to
-0.48 were measured (docs/planning.md); mappings of their own would lose nothing, and cost a quarter more time."""
+0.48 were measured (docs/memory.md)."""
+MAPPED_FRAGMENTATION = 0.05
+"""With recomputation on a CPU the heap would lose several times what is in use (docs/planning.md), so tensors are mapped one by one."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_BYTES = {
     "adamw_bnb_8bit": 2.03, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03, "ademamix_8bit": 3.05, "paged_ademamix_8bit": 3.05,
@@ -117,7 +119,8 @@ def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: in
     moving = parts["activations"] + parts["recompute"] + parts["logits"] + parts.get("casts", 0)
     parts["workspace"] = WORKSPACE_BYTES[setup.device] + max(0, _optimizer_step_bytes(config, shape, setup) - moving)
     parts["context"] = CONTEXT_BYTES[setup.device] + (NCCL_BYTES if setup.device == "cuda" and setup.world_size > 1 else 0)
-    parts["fragmentation"] = FRAGMENTATION[setup.device] * moving
+    mapped = setup.device == "cpu" and setup.gradient_checkpointing
+    parts["fragmentation"] = (MAPPED_FRAGMENTATION if mapped else FRAGMENTATION[setup.device]) * moving
     return {name: int(size) for name, size in parts.items()}
 
 

@@ -158,3 +158,13 @@ def test_yaml_quotes_what_yaml_would_misread() -> None:
         to_yaml({"mixed_precision": "no", "a": {"b": True, "c": 1}}, "# h")
         == '# h\nmixed_precision: "no"\na:\n  b: true\n  c: 1\n'
     )
+
+
+def test_recomputation_on_a_cpu_maps_tensors_one_by_one() -> None:
+    plain = worker_environment(make_plan(strategy="single", world_size=1), Node(), {}, cpu_threads=2)
+    assert "MALLOC_MMAP_THRESHOLD_" not in plain.variables
+    saving = make_plan(strategy="single", world_size=1, gradient_checkpointing=True)
+    chosen = worker_environment(saving, Node(), {}, cpu_threads=2)
+    assert chosen.variables["MALLOC_MMAP_THRESHOLD_"] == "1048576" and any("heap" in note for note in chosen.notes)
+    mine = worker_environment(saving, Node(), {"MALLOC_MMAP_THRESHOLD_": "4096"}, cpu_threads=2)
+    assert mine.variables["MALLOC_MMAP_THRESHOLD_"] == "4096"
