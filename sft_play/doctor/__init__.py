@@ -40,6 +40,7 @@ def report(findings: list[Finding], *, as_json: bool) -> int:
     else:
         for finding in findings:
             print(f"{MARKS[finding.severity]}  {finding.id}: {finding.text}\n       remedy: {finding.remedy}")
-        print(f"{len(CHECKS)} checks: {counts['error']} errors, {counts['warning']} warnings, {counts['note']} notes")
+        told = ", ".join(f"{counts[kind]} {kind}{'' if counts[kind] == 1 else 's'}" for kind in ("error", "warning", "note"))
+        print(f"{len(CHECKS)} checks: {told}")
     sys.stdout.flush()
     return 3 if counts["error"] else 0

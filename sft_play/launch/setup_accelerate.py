@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
+from sft_play.config.yaml_source import read_plain_yaml
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import write_text
 from sft_play.launch.environment import Node
@@ -37,8 +39,9 @@ class Choices:
 
 def main(call: Call) -> int:
     """Writes the file; prints the choices, or JSON."""
-    choices = choose(call, detect())
     path = Path(call.options.get("OUT") or DEFAULT_OUT)
+    require_replaceable(path)
+    choices = choose(call, detect())
     content = settings(choices)
     write_text(path, to_yaml(content, HEADER))
     if call.json:
@@ -54,6 +57,19 @@ def main(call: Call) -> int:
     return 0
 
 
+def require_replaceable(path: Path) -> None:
+    """Raises `UserError` where `path` holds anything but an accelerate configuration, which may be written again."""
+    if not path.exists():
+        return
+    try:
+        found = read_plain_yaml(path) if path.is_file() else None
+    except UserError:
+        found = None
+    if not isinstance(found, Mapping) or "compute_environment" not in found:
+        message = "this is no accelerate configuration, so it is not replaced"
+        raise UserError(message, place=str(path), hint="name a file that does not exist with OUT=, or move this one away")
+
+
 def choose(call: Call, hardware: Hardware) -> Choices:
     """Returns the choices for `hardware`; typed answers win. Raises `UserError` and `HardwareError`."""
     reasons = []
@@ -64,9 +80,11 @@ def choose(call: Call, hardware: Hardware) -> Choices:
     if typed and hardware.kind == "cuda" and typed > available:
         raise HardwareError(f"`NUM_GPUS` is {typed}, but this machine has {available}: {what}", hint=f"NUM_GPUS=1 to {available}")
     num_gpus = typed or (available if hardware.kind == "cuda" else min(2, available))
-    kind = "GPUs" if hardware.kind == "cuda" else "processes on the CPU"
-    reasons.append(f"{num_gpus} {kind}: {'NUM_GPUS' if typed else f'this machine has {what}'}")
-    reasons.append(f"{num_nodes} machines: {'NUM_NODES' if 'NUM_NODES' in call.options else 'none other was named'}")
+    kind = ("GPU", "GPUs") if hardware.kind == "cuda" else ("process on the CPU", "processes on the CPU")
+    reasons.append(f"{num_gpus} {kind[num_gpus > 1]}: {'NUM_GPUS' if typed else f'this machine has {what}'}")
+    reasons.append(
+        f"{num_nodes} machine{'s' if num_nodes > 1 else ''}: {'NUM_NODES' if 'NUM_NODES' in call.options else 'none other was named'}"
+    )
     precision = _precision(call.options.get("MIXED_PRECISION"), hardware, reasons)
     strategy = _strategy(call.options.get("STRATEGY"), num_gpus * num_nodes, reasons)
     return Choices(

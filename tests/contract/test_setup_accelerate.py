@@ -28,6 +28,7 @@ def test_it_chooses_and_says_why(tmp_path: Path) -> None:
     assert outcome.returncode == 0, outcome.stderr
     assert "wrote accelerate_configs/local.yaml" in outcome.stdout
     assert "mixed precision no: " in outcome.stdout
+    assert "  1 machine: none other was named" in outcome.stdout
     assert "ACCELERATE_CONFIG=accelerate_configs/local.yaml" in outcome.stdout
     choices = read_accelerate_config(tmp_path / "accelerate_configs" / "local.yaml")
     assert choices.num_gpus in (1, 2)
@@ -71,3 +72,16 @@ def test_refusals(tmp_path: Path, arguments: tuple[str, ...], code: int, word: s
     assert outcome.returncode == code, outcome.stderr
     assert word in outcome.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_an_accelerate_configuration_is_replaced(tmp_path: Path) -> None:
+    for name, content in (("notes.txt", "buy: milk\n"), ("broken.yaml", "a: [\n"), ("list.yaml", "- compute_environment\n")):
+        (tmp_path / name).write_text(content)
+        outcome = setup(tmp_path, f"OUT={name}")
+        assert outcome.returncode == 2
+        assert f"error: {name}: this is no accelerate configuration" in outcome.stderr
+        assert (tmp_path / name).read_text() == content
+    (tmp_path / "mine.yaml").write_text("compute_environment: LOCAL_MACHINE\n")
+    assert setup(tmp_path, "OUT=mine.yaml").returncode == 0
+    assert setup(tmp_path, "OUT=mine.yaml").returncode == 0
+    assert "num_processes" in (tmp_path / "mine.yaml").read_text()
