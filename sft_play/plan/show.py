@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from sft_play.plan.batch import count
 from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.hardware import GIB
 from sft_play.plan.plan import Plan, RankPlan
@@ -57,7 +58,7 @@ def _steps(plan: Plan) -> str:
 def _room(plan: Plan) -> str:
     """Returns the largest batch and the longest rows that would fit, and where in a step the peak stands."""
     first = plan.ranks[0]
-    text = f"up to {plan.most_rows} rows of {plan.row_tokens:,} tokens, or {first.micro_batch} of {plan.longest_row:,}, would fit"
+    text = f"up to {count(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {first.micro_batch} of {plan.longest_row:,}, would fit"
     return text + (f"; the peak stands {plan.peak_at}" if plan.peak_at else "")
 
 
