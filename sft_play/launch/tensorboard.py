@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +42,11 @@ class Server:
     folder: str
 
     @property
+    def port(self) -> int:
+        """Where it listens."""
+        return urllib.parse.urlsplit(self.url).port or DEFAULT_PORT
+
+    @property
     def process(self) -> psutil.Process | None:
         """The living process, or `None` when it has ended or the pid is another's."""
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -56,24 +62,42 @@ def pid_file() -> Path:
 
 
 def start(call: Call) -> int:
-    """Starts TensorBoard, prints its URL once it answers. A second start says that it is already there."""
+    """Starts TensorBoard, prints its URL once it answers. One that runs already stays, unless another port or folder is asked for."""
     wanted = call.integer("TENSORBOARD_PORT", minimum=1)
     name = call.options.get("RUN")
     folder = (find_run(name).tensorboard if name else runs_folder()).resolve()
     server = remembered()
+    taken = wanted is not None and not port_is_free(wanted, HOST)
+    if server is not None and server.folder == str(folder) and (wanted in (None, server.port) or taken):
+        note = f"port {wanted} is taken; " if wanted not in (None, server.port) else ""
+        return _say(call, server, f"{note}already runs; `make tensorboard-stop` ends it")
+    note = f"the one on {server.url}, of {server.folder}, has ended; " if server is not None else ""
     if server is not None:
-        return _say(call, server, "already runs; `make tensorboard-stop` ends it")
+        _end(server)
+        wanted = wanted or server.port
     folder.mkdir(parents=True, exist_ok=True)
     port = next_free_port(wanted or DEFAULT_PORT)
     server = _spawn(folder, port)
-    note = f"port {wanted or DEFAULT_PORT} is taken; " if port != (wanted or DEFAULT_PORT) else ""
+    note += f"port {wanted or DEFAULT_PORT} is taken; " if port != (wanted or DEFAULT_PORT) else ""
     return _say(call, server, f"{note}`make tensorboard-stop` ends it")
 
 
 def stop(call: Call) -> int:
     """Ends the TensorBoard that this project started, and no other process."""
     server = remembered()
-    if server is not None and (process := server.process) is not None:
+    if server is not None:
+        _end(server)
+    pid_file().unlink(missing_ok=True)
+    if call.json:
+        print(json.dumps({"stopped": server is not None, "pid": server.pid if server else None}))
+    else:
+        print(f"TensorBoard (pid {server.pid}) has ended" if server else "no TensorBoard of this project runs")
+    return 0
+
+
+def _end(server: Server) -> None:
+    """Ends the server and waits for it, so that its port is free again."""
+    if (process := server.process) is not None:
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(STOP_SECONDS)
@@ -81,11 +105,6 @@ def stop(call: Call) -> int:
             process.kill()
             process.wait(STOP_SECONDS)
     pid_file().unlink(missing_ok=True)
-    if call.json:
-        print(json.dumps({"stopped": server is not None, "pid": server.pid if server else None}))
-    else:
-        print(f"TensorBoard (pid {server.pid}) has ended" if server else "no TensorBoard of this project runs")
-    return 0
 
 
 def remembered() -> Server | None:

@@ -66,6 +66,25 @@ def test_start_again_and_stop(tensorboard: TensorBoard) -> None:
     assert "no TensorBoard" in tensorboard.command("tensorboard-stop").stdout
 
 
+def test_another_port_or_run_replaces_the_one_that_runs(tensorboard: TensorBoard) -> None:
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        ports = [s.getsockname()[1] for s in (one, two)]
+    first = json.loads(tensorboard.command("tensorboard", f"TENSORBOARD_PORT={ports[0]}", "JSON=1").stdout)
+    second = json.loads(tensorboard.command("tensorboard", f"TENSORBOARD_PORT={ports[1]}", "JSON=1").stdout)
+    assert not psutil.pid_exists(first["pid"]) or psutil.Process(first["pid"]).status() == psutil.STATUS_ZOMBIE
+    assert second["url"].endswith(f":{ports[1]}/") and first["url"] in second["note"]
+
+    (tensorboard.runs / "q").mkdir()
+    (tensorboard.runs / "q" / "config.json").write_text("{}")
+    of_run = json.loads(tensorboard.command("tensorboard", "RUN=q", "JSON=1").stdout)
+    assert of_run["url"] == second["url"] and of_run["pid"] != second["pid"]
+    assert of_run["folder"] == str(tensorboard.runs.resolve() / "q" / "tb")
+    again = json.loads(tensorboard.command("tensorboard", "RUN=q", f"TENSORBOARD_PORT={ports[1]}", "JSON=1").stdout)
+    assert again["pid"] == of_run["pid"] and "already runs" in again["note"]
+
+
 def test_stop_spares_a_process_that_got_the_same_pid(tensorboard: TensorBoard) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         tensorboard.runs.mkdir()
