@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from dataclasses import dataclass
@@ -107,10 +108,12 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         from sft_play.config.call import parse_call
+        from sft_play.launch.console import console_may_go
 
         call = parse_call(arguments or ["help"], COMMANDS)
         module, function = COMMANDS[call.command].target.split(":")
-        return int(getattr(importlib.import_module(module), function)(call))
+        with console_may_go() if "RUN_NAME" in COMMANDS[call.command].options else contextlib.nullcontext():  # a training
+            return int(getattr(importlib.import_module(module), function)(call))
     except UserError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code

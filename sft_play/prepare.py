@@ -17,6 +17,7 @@ from pathlib import Path
 from sft_play.config.load import read_config
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
+from sft_play.launch.console import console_may_go
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared, PreparedSplit
 from sft_play.runs.prepared_index import remember
@@ -28,7 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True, help="folder of the run, with config.json")
     run = RunFolder(parser.parse_args(arguments).run)
     try:
-        prepare_run(run)
+        with console_may_go():
+            prepare_run(run)
     except UserError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code

@@ -26,6 +26,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
 from sft_play.training.console import quiet_libraries, redirect
+from sft_play.training.exit_record import describe_full_disk, leave_record, ran_out_of_disk, reserve
 from sft_play.training.memory_errors import Activity, describe, ran_out_of_memory
 from sft_play.training.world import check_launch, check_world, launched_world, leave, prepare_state
 
@@ -49,12 +50,13 @@ def main(arguments: list[str] | None = None, program: Program | None = None) -> 
     doing = Activity()
     record: dict[str, Any] = {"code": 1, "error": ""}
     try:
+        reserve(run, rank)
         record["code"] = (program or work)(run, options.resume, console, doing)
     except Exception as problem:  # noqa: BLE001 - the last stop of a worker
         record = verdict(problem, run, doing)
         say(problem, record)
     finally:
-        write_json(run.rank_exit(rank), record | {"time": time.time()})
+        leave_record(run, rank, record)
     code: int = record["code"]
     if code in (0, STOPPED):
         leave()
@@ -67,6 +69,8 @@ def verdict(problem: Exception, run: RunFolder, doing: Activity) -> dict[str, An
     """Returns what the launcher is told of an error: exit code, message, and for want of memory its cause and where."""
     if isinstance(problem, UserError):
         return {"code": problem.exit_code, "error": problem.render()}
+    if ran_out_of_disk(problem, run):
+        return {"code": 3, "error": describe_full_disk(problem, run), "cause": "disk_full"}
     if ran_out_of_memory(problem):
         return {"code": LOST, "error": describe(problem, doing), "cause": "out_of_memory", "doing": doing.facts()}
     if isinstance(problem, OSError):
@@ -75,9 +79,9 @@ def verdict(problem: Exception, run: RunFolder, doing: Activity) -> dict[str, An
 
 
 def say(problem: Exception, record: dict[str, Any]) -> None:
-    """Writes an error down: a user's mistake in one line, everything else with its traceback; what the launcher may still recover
-    from goes to the rank's log alone, and not to the console."""
-    with contextlib.suppress(MemoryError):  # the record counts, and is written even when there is no room to say more
+    """Writes an error down: a user's mistake in one line, everything else with its traceback; what the launcher itself
+    explains (memory, a full disk) goes to the rank's log alone, and not to the console."""
+    with contextlib.suppress(MemoryError, OSError):  # the record counts, and is written even when there is no room to say more
         if "cause" in record:
             with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace") as log:
                 traceback.print_exception(problem, file=log)

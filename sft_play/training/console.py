@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
+
+from sft_play.launch.console import Console
 
 
 class Tee:
-    """A text stream that writes to a log file and, on rank 0, to the console too."""
+    """A text stream that writes to a log file and, on rank 0, to the console too.
+
+    Neither ends a run: on a full disk the log stays short, and a console that is closed (`| head`) is written to no more.
+    """
 
     def __init__(self, log: TextIO, console: TextIO | None) -> None:
         self.log = log
@@ -20,15 +26,17 @@ class Tee:
         self.errors = "replace"
 
     def write(self, text: str) -> int:
-        self.log.write(text)
-        self.log.flush()
+        with contextlib.suppress(OSError):
+            self.log.write(text)
+            self.log.flush()
         if self.console is not None:
             self.console.write(text)
             self.console.flush()
         return len(text)
 
     def flush(self) -> None:
-        self.log.flush()
+        with contextlib.suppress(OSError):
+            self.log.flush()
 
     def isatty(self) -> bool:
         return False
@@ -45,7 +53,9 @@ def redirect(log: Path, rank: int) -> TextIO | None:
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     file = log.open("a", encoding="utf-8", buffering=1)
-    console = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace") if rank == 0 else None
+    console: TextIO | None = None
+    if rank == 0:
+        console = cast(TextIO, Console(os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")))
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(file.fileno(), 1)

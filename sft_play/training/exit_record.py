@@ -1,0 +1,70 @@
+"""What a worker leaves for its launcher: its exit code and error, also when the disk is full. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sft_play.files import write_json
+from sft_play.runs.folder import RunFolder
+
+RESERVED_BYTES = 64 * 2**10
+"""Room for the record and for the launcher's event."""
+FULL_BYTES = 2**20
+"""A disk with less is full, when a library says of a failed write only that it failed."""
+FULL = re.compile(r"os error (28|122)\b")
+"""What safetensors says: ENOSPC, EDQUOT."""
+WRITE_FAILED = re.compile(
+    r"No space left on device|PytorchStreamWriter failed|inline_container|file write failed|unexpected pos \d+"
+)
+"""What torch says, of whatever kept it from writing, shared memory included."""
+
+
+def reserve(run: RunFolder, rank: int) -> None:
+    """Takes the space that the record will need. Raises `OSError` where there is none."""
+    path = _reserved(run, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\1" * RESERVED_BYTES)
+
+
+def leave_record(run: RunFolder, rank: int, record: Mapping[str, Any]) -> None:
+    """Writes `exit-rank{N}.json` with the time, on a full disk in the place of what was reserved."""
+    value = {**record, "time": time.time()}
+    try:
+        write_json(run.rank_exit(rank), value)
+        _reserved(run, rank).unlink(missing_ok=True)
+    except OSError:
+        with contextlib.suppress(OSError):  # the launcher looks at the disk when a rank says nothing
+            _reserved(run, rank).unlink(missing_ok=True)
+            write_json(run.rank_exit(rank), value)
+
+
+def ran_out_of_disk(error: BaseException, run: RunFolder) -> bool:
+    """Whether an error, or what it came from, is a write for which the disk had no space."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if FULL.search(str(link)) or (WRITE_FAILED.search(str(link)) and shutil.disk_usage(run.path).free < FULL_BYTES):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def describe_full_disk(error: BaseException, run: RunFolder) -> str:
+    """Returns what the user reads."""
+    place = (error.filename if isinstance(error, OSError) else None) or run.path
+    hint = f"the last checkpoint is as it was; free some space, then: make resume RUN={run.name}"
+    return f"error: {place}: no space is left on the disk\n\nhint: {hint}"
+
+
+def _reserved(run: RunFolder, rank: int) -> Path:
+    return run.rank_exit(rank).with_suffix(".reserved")
