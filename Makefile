@@ -1,24 +1,36 @@
 # One target = one `python -m sft_play COMMAND`. Python reads the variables that you typed out of MAKEFLAGS, letter for letter:
-# neither make nor a shell ever expands their values. `make help` lists every target.
+# neither make nor a shell ever expands their values. `make help` lists every target. Under `make -e` GNU make 4.3 hands no variable over:
+# the commands refuse that.
 MAKEFLAGS += --no-builtin-rules --no-print-directory
-SHELL := /bin/bash
+override SHELL := /bin/bash
 .DEFAULT_GOAL := help
+
+# Names of what was typed on the command line, before `override` hides it.
+override typed := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $(v))),$(v)))
 
 PYTHON ?= python3
 VENV := .venv
-# Lower-case names are this file's own: a variable that you type, such as RUN, must never change a recipe.
-bin := $(VENV)/bin
-program := @$(bin)/python -m sft_play
+# Lower-case names are this file's own, and `override` keeps them so: a variable that you type must never change a recipe.
+override bin := $(VENV)/bin
+override program := @$(bin)/python -m sft_play
 # Where `make test` looks: a folder, a file or a node id.
 TESTS ?= tests
 
 # Variables typed on the command line are exported to recipes, and expanded by that; this stops both.
-$(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $(v))),$(eval unexport $(v))))
+$(foreach v,$(typed),$(eval unexport $(v)))
 
-commands := quickstart config plan gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
+override commands := quickstart config plan gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
 	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval infer merge serve bench tensorboard \
 	tensorboard-stop help
 .PHONY: $(commands) install test check test-all test-gpu bench-training format render
+
+# A command refuses the variables that it does not know; without one, nobody would.
+ifneq ($(MAKECMDGOALS),)
+ifeq ($(filter $(commands),$(MAKECMDGOALS)),)
+override unknown := $(filter-out PYTHON VENV $(if $(filter test test-all test-gpu,$(MAKECMDGOALS)),TESTS),$(typed))
+$(if $(unknown),$(error `make $(MAKECMDGOALS)` takes no $(unknown)))
+endif
+endif
 
 $(commands): $(VENV)/.runtime
 	$(program) $@ --from-make

@@ -128,11 +128,16 @@ def parse_call(arguments: Sequence[str], commands: Mapping[str, CommandRow], env
 
 
 def make_variables(flags: str) -> Iterator[tuple[str, str]]:
-    """Yields the variables typed to GNU make, from the `MAKEFLAGS` that a recipe sees: after ` -- `, `$` doubled, blanks escaped."""
+    """Yields the variables typed to GNU make, from the `MAKEFLAGS` that a recipe sees: after ` -- `, `$` doubled, blanks escaped.
+
+    Raises `UserError` for the `MAKEFLAGS` of `make -e`, in which GNU make 4.3 leaves a reference instead of the variables.
+    """
     escaped = _split(flags)
     if "--" not in escaped:
         return
     for word in escaped[escaped.index("--") + 1 :]:
+        if word == "$(MAKEOVERRIDES)":
+            raise UserError("`make -e` hides the variables that you typed", hint="leave `-e` away")
         name, equals, text = re.sub(r"\\(.)", r"\1", word, flags=re.DOTALL).replace("$$", "$").partition("=")
         if equals:
             yield name.rstrip(":"), text

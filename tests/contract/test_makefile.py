@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,13 +10,14 @@ import sys
 import pytest
 
 from sft_play.__main__ import COMMANDS
+from tests.conftest import NOT_INHERITED
 from tests.documents import ROOT, documented_commands, documents
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def makefile_commands() -> set[str]:
-    listed = re.search(r"^commands := ((?:.*\\\n)*.*)$", MAKEFILE, re.M)
+    listed = re.search(r"^override commands := ((?:.*\\\n)*.*)$", MAKEFILE, re.M)
     assert listed
     return set(listed.group(1).replace("\\\n", " ").split())
 
@@ -40,6 +42,43 @@ def test_help_has_one_line_for_each_command() -> None:
 def test_documents_name_only_targets_that_exist(document) -> None:
     named = set(re.findall(r"(?:^|`|&& )make ([a-z][a-z0-9-]+)", document.read_text(encoding="utf-8"), re.M))
     assert named <= makefile_targets()
+
+
+def dry(*words: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    return subprocess.run(
+        ["make", "-n", "-o", ".venv/.runtime", "-o", ".venv/.dev", "-o", ".venv/.bench", *words],
+        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["test", "FOO=2", "TRAIN_X=1"], ("FOO", "TRAIN_X")),
+        (["check", "TESTS=tests/unit"], ("TESTS",)),
+        (["install", "bin=/x"], ("bin",)),
+        (["format", "render", "RUN=x"], ("RUN",)),
+        (["bench-training", "CONFIG=$(shell false)"], ("CONFIG",)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_targets_that_are_no_commands_refuse_variables_too(words: list[str], named: tuple[str, ...]) -> None:
+    done = dry(*words)
+    assert done.returncode == 2 and "takes no " in done.stderr
+    assert all(name in done.stderr.partition("takes no ")[2] for name in named)
+
+
+@pytest.mark.parametrize(
+    "words", [["test", "TESTS=tests/unit", "PYTHON=python3.12"], ["check"], ["install", "config", "CONFIG=x"]]
+)
+def test_known_variables_are_taken(words: list[str]) -> None:
+    assert dry(*words).returncode == 0
+
+
+@pytest.mark.parametrize("typed", ["bin=/x", "program=echo", "commands=z", "typed=z", "v=z", "SHELL=/x", "unknown=z"])
+def test_no_variable_changes_a_recipe(typed: str) -> None:
+    assert dry("config", typed).stdout == dry("config").stdout == ".venv/bin/python -m sft_play config --from-make\n"
 
 
 def test_documented_commands_call_make_or_scripts_that_exist() -> None:

@@ -128,6 +128,11 @@ def test_what_is_not_understood_is_refused_with_the_right_name(words: list[str],
     assert expected in refused(*words)
 
 
+def test_make_e_is_refused_where_something_was_typed() -> None:
+    assert "leave `-e` away" in refused("config", "--from-make", environ={"MAKEFLAGS": "e -- $(MAKEOVERRIDES)"})
+    assert call("config", "--from-make", environ={"MAKEFLAGS": "e"}).options == {}
+
+
 def test_a_key_typed_as_a_make_variable_gets_its_variable() -> None:
     shown = refused("train", "--from-make", environ=given_to_make({"train.batch_size": "4", "BATCH_SIZE": "4", "CONFIG": "x"}))
     assert shown.count("did you mean `TRAIN_BATCH_SIZE=4`?") == 2 and "unknown variable `train.batch_size`" in shown
