@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -241,7 +242,8 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
         record_event(run, recovery.EVENT, node_rank=job.node.rank, launch=launch_facts(job.options), **changed)
         outcome = _attempt(job, plan, run, event=None, checkpoint=checkpoint)
     ended = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed")
-    record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None)
+    with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
+        record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None)
     return outcome
 
 

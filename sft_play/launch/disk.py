@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
@@ -11,6 +12,8 @@ from sft_play.runs.folder import RunFolder
 
 SPARE_BYTES = 64 * 2**20
 """Logs, TensorBoard, tokenizer and JSON files of a run."""
+FULL_BYTES = 2**20
+"""A disk with less free is full: a write that failed, or a rank that left no record, is explained by it."""
 
 
 def checkpoint_bytes(plan: Plan) -> int:
@@ -33,6 +36,14 @@ def needed_bytes(plan: Plan, config: Config) -> int:
     limit = config.train.save_total_limit
     kept = 0 if config.train.save_strategy == "no" else (3 if limit is None else limit) + 2
     return SPARE_BYTES + one * (kept + 1)
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk of `folder` has less than `FULL_BYTES` left; not for a folder that is gone."""
+    try:
+        return shutil.disk_usage(folder).free < FULL_BYTES
+    except OSError:
+        return False
 
 
 def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from sft_play.launch.disk import is_full
 from sft_play.launch.memory_kills import MemoryKills
 from sft_play.launch.run_folder import exit_records
 from sft_play.runs.folder import RunFolder
@@ -316,7 +317,10 @@ def _out_of_memory(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcom
 
 
 def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> Outcome:
-    """A rank that left no record. Without evidence it counts as lost, whatever the signal."""
+    """A rank that left no record. Without evidence it counts as lost, whatever the signal; a full disk is evidence."""
+    if memory_kill is None and is_full(run.path):
+        text = f"error: {run.path}: no space is left on the disk; rank {rank} {how}\n\nhint: free some space, then: make resume RUN={run.name}"
+        return Outcome(code=3, rank=rank, message=text)
     why = " (nothing shows that memory was short; see `dmesg`)" if "SIGKILL" in how else ""
     why = f" for want of memory ({memory_kill})" if memory_kill else why
     text = f"error: rank {rank} {how}{why}; all other ranks were stopped\n\nhint: its log: {run.rank_log(rank)}"

@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sft_play.files import write_json
+from sft_play.launch.disk import is_full
 from sft_play.runs.folder import RunFolder
 
 RESERVED_BYTES = 64 * 2**10
 """Room for the record and for the launcher's event."""
-FULL_BYTES = 2**20
-"""A disk with less is full, when a library says of a failed write only that it failed."""
 FULL = re.compile(r"os error (28|122)\b")
 """What safetensors says: ENOSPC, EDQUOT."""
 WRITE_FAILED = re.compile(
@@ -53,7 +51,7 @@ def ran_out_of_disk(error: BaseException, run: RunFolder) -> bool:
         seen.add(id(link))
         if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
-        if FULL.search(str(link)) or (WRITE_FAILED.search(str(link)) and shutil.disk_usage(run.path).free < FULL_BYTES):
+        if FULL.search(str(link)) or (WRITE_FAILED.search(str(link)) and is_full(run.path)):
             return True
         link = link.__cause__ or link.__context__
     return False

@@ -15,8 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
+from sft_play.launch.run_folder import exit_records
 from sft_play.launch.supervise import judge
 from sft_play.runs.folder import RunFolder
+from sft_play.training.exit_record import describe_full_disk, leave_record, ran_out_of_disk, reserve
 
 
 def run_with(tmp_path: Path, records: dict[int, dict[str, Any]]) -> RunFolder:
@@ -83,6 +85,40 @@ def test_a_rank_that_torchrun_ended_is_not_to_blame(tmp_path: Path) -> None:
 def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Path, error: str) -> None:
     run = run_with(tmp_path, {0: record(1, 1.0, error)})
     assert judge(run, range(1), agent_code=1, agent_log=summary({0: 1})).code == 75
+
+
+def test_a_silent_rank_on_a_full_disk(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        outcome = judge(run_with(tmp_path, {}), range(1), agent_code=1, agent_log=summary({0: -7}))
+        assert (outcome.code, outcome.rank, outcome.cause) == (3, 0, None)
+        assert f"{place}: no space is left on the disk" in outcome.message
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_what_a_write_to_a_full_device_says(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {})
+    with pytest.raises(OSError, match="No space") as caught, Path("/dev/full").open("wb", buffering=0) as full:
+        full.write(b"x")
+    assert ran_out_of_disk(caught.value, run)
+    wrapped = RuntimeError("unexpected pos 64 vs 0")
+    assert not ran_out_of_disk(wrapped, run), "this disk has space"
+    wrapped.__context__ = caught.value
+    assert ran_out_of_disk(wrapped, run)
+    assert f"{run.path}: no space is left on the disk" in describe_full_disk(caught.value, run)
+
+
+def test_the_record_takes_the_place_of_what_was_reserved(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {})
+    reserve(run, 0)
+    leave_record(run, 0, {"code": 3, "error": "full"})
+    assert exit_records(run, range(1))[0]["code"] == 3
+    assert [path.name for path in run.logs.iterdir()] == ["exit-rank0.json"]
 
 
 def test_workers_that_never_began_show_the_agents_last_words(tmp_path: Path) -> None:
