@@ -231,6 +231,9 @@ def _option(
 
 
 def _unknown(one: _Given, known: frozenset[str]) -> UserError:
+    if meant := names.settings(one.name, one.text):
+        typed = " ".join(f"{variable_name(key)}={value}" for key, value in meant.items())
+        return UserError(f"unknown variable `{one.name}`", hint=f"here that is `{typed}`")
     better = names.suggest(one.name, options=known)
     section = one.name.lower().partition("_")[0].partition(".")[0].lstrip("-")
     if better:

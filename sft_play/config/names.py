@@ -75,6 +75,18 @@ IN_SECTION: Mapping[str, str] = {
 }  # fmt: skip
 """Names that mean something only in their section."""
 
+NF4, INT8 = ({"tuning.mode": "qlora", "tuning.quantization": kind} for kind in ("nf4", "int8"))
+LORA = {"tuning.mode": "lora"}
+SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
+    "load_in_4bit": {"true": NF4, "false": LORA}, "load_in_8bit": {"true": INT8, "false": LORA},
+    "quantization_bit": {"4": NF4, "8": INT8},
+    "use_qlora": {"true": NF4}, "use_lora": {"true": LORA}, "use_peft": {"true": LORA},
+    "use_flash_attention_2": {"true": {"model.attn_implementation": "flash_attention_2"}},
+    "flash_attention": {"true": {"model.attn_implementation": "flash_attention_2"}},
+    "mixed_precision": {"bf16": {"train.bf16": "true"}, "fp16": {"train.fp16": "true"}},
+}  # fmt: skip
+"""Settings elsewhere whose value is another one here: name -> value -> key -> value here."""
+
 OPTIONS: tuple[str, ...] = (
     "CONFIG", "RUN", "JSON", "RUN_NAME", "NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_CONFIG",
     "DEEPSPEED_CONFIG", "TENSORBOARD_PORT", "HARDWARE", "CHECKPOINT", "PROMPT", "INPUT", "OUTPUT", "OUT", "PORT", "MIXED_PRECISION",
@@ -110,6 +122,13 @@ def suggest(name: str, section: str = "", options: Iterable[str] = OPTIONS) -> s
         if found and (found in known or not found.isupper()):
             return found
     return _names().get(flat) or _leaves().get(flat) or _leaves().get(rest) or _by_likeness(flat, rest, section, known)
+
+
+def settings(name: str, text: str) -> Mapping[str, str]:
+    """Returns what `name: text` of another tool is here, key -> value; empty where the value stays as it is or is not known."""
+    word = name.strip().lstrip("-").replace("-", "_").lower().rpartition(".")[2]
+    value = {"1": "true", "yes": "true", "": "true", "0": "false", "no": "false"}.get(text.strip().lower(), text.strip().lower())
+    return SETTINGS.get(word, {}).get(value, {})
 
 
 def _section_of(flat: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from sft_play.config import names
@@ -106,6 +106,12 @@ def _unknown_key(key: str, place: str, node: Node) -> UserError:
     section, _, leaf = key.rpartition(".")
     if leaf == "<<":
         return UserError("YAML 1.2 has no merge key `<<`", place=place, hint="`extends:` takes the keys of another file")
+    if meant := names.settings(leaf, node.text if node.text is not None else str(node.value)):
+        return UserError(f"unknown key `{key}`", place=place, hint=f"here that is {_listed(meant)}")
     better = names.suggest(leaf, section)
     hint = f"did you mean `{better}`?" if better else "docs/configuration.md lists every key"
     return UserError(f"unknown key `{key}`", place=place, hint=hint)
+
+
+def _listed(meant: Mapping[str, str]) -> str:
+    return " and ".join(f"`{key}: {value}`" for key, value in meant.items())

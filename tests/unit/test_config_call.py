@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.call import Call, make_variables, parse_call
+from sft_play.config.call import Call, Override, make_variables, parse_call
 from sft_play.config.keys import find_key, schema_keys, table, variable_name, variables
-from sft_play.config.names import ALIASES, IN_SECTION, OPTIONS, suggest
+from sft_play.config.load import load_config
+from sft_play.config.names import ALIASES, IN_SECTION, OPTIONS, SETTINGS, suggest
 from sft_play.config.ranges import RANGES, REFUSED
 from sft_play.errors import UserError
 
@@ -95,7 +97,11 @@ def test_no_two_keys_share_a_variable() -> None:
         (["train", "--rank", "0"], "`NODE_RANK=0`"),
         (["train", "--world-size", "2"], "`NUM_GPUS=2`"),
         (["train", "--nproc_per_node=2"], "`NUM_GPUS=2`"),
-        (["train", "--load_in_4bit"], "`TUNING_QUANTIZATION=...`"),
+        (["train", "--load_in_4bit"], "`TUNING_MODE=qlora TUNING_QUANTIZATION=nf4`"),
+        (["train", "load_in_4bit=true"], "`TUNING_MODE=qlora TUNING_QUANTIZATION=nf4`"),
+        (["train", "LOAD_IN_8BIT=True"], "`TUNING_MODE=qlora TUNING_QUANTIZATION=int8`"),
+        (["train", "load_in_8bit=false"], "`TUNING_MODE=lora`"),
+        (["train", "--mixed-precision", "bf16"], "`TRAIN_BF16=true`"),
         (["train", "LORA_R=2"], "`TUNING_LORA_R=2`"),
         (["train", "TUNING_RANK=2"], "`TUNING_LORA_R=2`"),
         (["train", "TRAIN_BACH_SIZE=2"], "`TRAIN_BATCH_SIZE=2`"),
@@ -175,6 +181,15 @@ def test_every_name_from_other_tools_leads_to_one_that_exists() -> None:
         assert name in options or name in schema_keys(), name
     for name in ALIASES:
         assert suggest(name) is not None, name
+
+
+def test_every_setting_from_other_tools_is_one_that_loads(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("model: {name: a}\ndata: {train_path: a}\n")
+    for values in SETTINGS.values():
+        for meant in values.values():
+            overrides = [Override(key=key, text=text, origin="x") for key, text in meant.items()]
+            assert load_config(path, overrides, environ={}).config
 
 
 def test_every_field_of_training_arguments_is_owned_accepted_or_refused_with_a_name_that_exists() -> None:
