@@ -131,6 +131,7 @@ def show_help(_: object) -> int:
     print("make TARGET NAME=value ...\n")
     for name, command in COMMANDS.items():
         print(f"  {name:<{width}}{command.help}")
+    print("\ndocs/launching.md lists the variables of each command")
     return 0
 
 

@@ -110,7 +110,7 @@ def parse_call(arguments: Sequence[str], commands: Mapping[str, CommandRow], env
         elif one.name in known:
             _option(one, command, commands, options, problems)
         elif key is None:
-            problems.append(_unknown(one, known))
+            problems.append(_unknown(one, known, command, commands[command]))
         elif not commands[command].overrides:
             takers = "it takes " + _listed(commands[command].options) if commands[command].options else "it takes no variables"
             problems.append(UserError(f"`{one.origin}`: `{_shown(command, one)}` takes no configuration keys", hint=takers))
@@ -230,7 +230,7 @@ def _option(
         options[one.name] = one.text
 
 
-def _unknown(one: _Given, known: frozenset[str]) -> UserError:
+def _unknown(one: _Given, known: frozenset[str], command: str, row: CommandRow) -> UserError:
     if meant := names.settings(one.name, one.text):
         typed = " ".join(f"{variable_name(key)}={value}" for key, value in meant.items())
         return UserError(f"unknown variable `{one.name}`", hint=f"here that is `{typed}`")
@@ -242,7 +242,9 @@ def _unknown(one: _Given, known: frozenset[str]) -> UserError:
     elif section in sections():
         hint = f"`docs/configuration.md` lists the keys of `{section}`"
     else:
-        hint = "variables are `SECTION_KEY` for each key in `docs/configuration.md`, and what docs/launching.md lists"
+        takes = [_listed(row.options)] if row.options else []
+        takes += ["`SECTION_KEY` for each key in `docs/configuration.md`"] if row.overrides else []
+        hint = f"`{_shown(command, one)}` takes {', and '.join(takes) or 'no variables'}"
     return UserError(f"unknown variable `{one.name}`", hint=hint)
 
 

@@ -38,6 +38,22 @@ def test_help_has_one_line_for_each_command() -> None:
         assert len(re.findall(rf"^  {re.escape(name)} +{re.escape(command.help)}$", shown, re.M)) == 1, name
 
 
+def test_the_table_of_variables_is_the_commands() -> None:
+    text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Variables\n")[2].partition("\n## ")[0]
+    by_command, meanings = section.partition("| name | meaning |")[::2]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in by_command.splitlines() if line.startswith("| `")]
+    listed = {name: right for left, right in rows for name in re.findall("`(.*?)`", left)}
+    assert set(listed) == set(COMMANDS)
+    for name, command in COMMANDS.items():
+        assert set(re.findall("`(.*?)`", listed[name])) == command.options, name
+        assert ("keys" in listed[name]) == command.overrides, name
+    explained = {
+        name for line in meanings.splitlines() for name in re.findall("`([A-Z_]+)`", line.partition("| ")[2].partition(" |")[0])
+    }
+    assert explained == {option for command in COMMANDS.values() for option in command.options}
+
+
 @pytest.mark.parametrize("document", documents(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_documents_name_only_targets_that_exist(document) -> None:
     named = set(re.findall(r"(?:^|`|&& )make ([a-z][a-z0-9-]+)", document.read_text(encoding="utf-8"), re.M))
