@@ -16,17 +16,26 @@ class Progress(TrainerCallback):
     def __init__(self, console: TextIO) -> None:
         self.console = console
         self.bar: Any = None
-        self.started = self.told = time.monotonic()
+        self.told = 0.0
         self.first_step = 0
+        """The step from which this process went on: 0, or the checkpoint's."""
+        self.counted: tuple[int, float] | None = None
+        """The first step that ended here, and when: what came before it, start-up and skipped rows, tells nothing of later steps."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.started = time.monotonic()
         self.told = 0.0
         self.first_step = state.global_step
+        self.counted = None
         if self.console.isatty():
             from tqdm import tqdm
 
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, file=self.console, unit="step", dynamic_ncols=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.counted is None:
+            self.counted = (state.global_step, time.monotonic())
+            if self.bar is not None:
+                self.bar.initial, self.bar.start_t = state.global_step, time.time()  # what tqdm reckons its rate from
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         logs = logs or {}
@@ -36,7 +45,7 @@ class Progress(TrainerCallback):
                 self.bar.n = state.global_step
                 self.bar.set_postfix_str(facts)
             elif self._due(state):
-                self._line(f"step {state.global_step}/{state.max_steps}: {facts}, {self._left(state)} left")
+                self._line(f"step {state.global_step}/{state.max_steps}: {facts}{self._left(state)}")
         elif "eval_loss" in logs:
             rouge = f", ROUGE-L {logs['eval_rougeL']:.3f}" if "eval_rougeL" in logs else ""
             self._line(f"step {state.global_step}/{state.max_steps}: held-out loss {logs['eval_loss']:.4f}{rouge}")
@@ -60,8 +69,11 @@ class Progress(TrainerCallback):
             self.console.flush()
 
     def _left(self, state: Any) -> str:
-        done = state.global_step - self.first_step
-        seconds = (time.monotonic() - self.started) / max(done, 1) * (state.max_steps - state.global_step)
+        """Returns `, 1:05 left`, or nothing before a second step has ended."""
+        if self.counted is None or state.global_step <= self.counted[0]:
+            return ""
+        step, when = self.counted
+        seconds = (time.monotonic() - when) / (state.global_step - step) * (state.max_steps - state.global_step)
         minutes, rest = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+        return f", {hours}:{minutes:02d}:{rest:02d} left" if hours else f", {minutes}:{rest:02d} left"
