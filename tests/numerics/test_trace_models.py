@@ -70,7 +70,7 @@ def test_a_model_of_70_billion_is_traced_within_15_seconds_and_known_within_2(pr
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["quickstart", "smoke", "l40s_single", "run_bnb", "home_lan_13b"])
+@pytest.mark.parametrize("name", ["quickstart", "smoke", "l40s_single", "run_bnb", "rtx4090_sli"])
 def test_few_layers_stand_for_all_of_a_real_model(name: str) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml", (), {}).config
     shape = shape_of(config.model)
@@ -83,8 +83,9 @@ def test_few_layers_stand_for_all_of_a_real_model(name: str) -> None:
 
 def _plan(name: str) -> Plan:
     loaded = load_config(ROOT / "configs" / f"{name}.yaml", (), {})
-    hardware = parse_hardware("H200" if name != "quickstart" else "cpu")
-    return plan_for(loaded, hardware, LaunchRequest(command_strategy="single"), source="formula")
+    hardware = parse_hardware({"quickstart": "cpu", "rtx4090_sli": "2xH200"}.get(name, "H200"))
+    request = LaunchRequest(command_strategy="auto" if len(hardware.devices) > 1 else "single")
+    return plan_for(loaded, hardware, request, source="formula")
 
 
 def test_an_architecture_that_cannot_be_traced_is_planned_by_formula(program: Program, tmp_path: Path) -> None:
