@@ -88,18 +88,26 @@ def recognise(row: Row) -> str:
         raise DataError(
             f"the columns fit more than one format: {', '.join(fitting)} (columns: {have})", hint="set `format` of the source"
         )
+    near = [name for name, (columns, _) in FORMATS.items() if any(row.get(column) is not None for column in columns)]
+    if len(near) == 1:
+        _require(row, near[0])
     known = "; ".join(f"{name}: {', '.join(sorted(columns))}" for name, (columns, _) in FORMATS.items())
     raise DataError(f"no format fits the columns {have}", hint=f"formats and their columns are {known}")
 
 
 def to_messages(row: Row, form: str) -> list[Message]:
     """Returns the conversation of `row` in the named format. Raises `DataError`."""
-    columns, convert = FORMATS[form]
+    _require(row, form)
+    return FORMATS[form][1](row)
+
+
+def _require(row: Row, form: str) -> None:
+    """Raises `DataError` with the columns of the format that `row` lacks, or has as null."""
+    columns = FORMATS[form][0]
     missing = sorted(column for column in columns if row.get(column) is None)
     if missing:
         have = ", ".join(f"`{name}`" for name in row) or "none"
         raise DataError(f"format `{form}` needs {', '.join(f'`{m}`' for m in missing)}; the columns are {have}")
-    return convert(row)
 
 
 def _text(value: Any, name: str) -> str:

@@ -18,7 +18,7 @@ from sft_play.data.formats import Message, recognise, to_messages
 from sft_play.data.read import BUILTIN, Placed, files_of, read_source
 from sft_play.data.store import RowTable, read_manifest, write_split
 from sft_play.data.template import IGNORED, Encoded, Renderer
-from sft_play.errors import DataError, Problems
+from sft_play.errors import DataError, raise_all
 from sft_play.files import file_sha256, text_sha256
 from sft_play.model.tokenizer import end_of_turn_ids
 from sft_play.runs.folder import cache_folder
@@ -123,9 +123,10 @@ def _content_key(config: Config, model: ResolvedModel, part: Part) -> str:
 
 
 def _read(sources: Sequence[DataSource]) -> list[Conversation]:
-    """Reads and understands every row; up to five problems are reported together."""
+    """Reads and understands every row; up to five different problems are reported together, each once with its number of rows."""
     rows: list[Conversation] = []
-    problems: list[DataError] = []
+    problems: dict[str, DataError] = {}
+    alike: Counter[str] = Counter()
     for source in sources:
         form: str | None = None if source.format == "auto" else source.format
         for placed in read_source(source):
@@ -135,14 +136,20 @@ def _read(sources: Sequence[DataSource]) -> list[Conversation]:
                 rows.append(row)
             except DataError as error:
                 error.place = error.place or placed[0]
-                problems.append(error)
-                if len(problems) == SHOWN_PROBLEMS:
-                    raise Problems(problems) from None
-    if problems:
-        raise Problems(problems) if len(problems) > 1 else problems[0]
+                if error.message in problems or len(problems) < SHOWN_PROBLEMS:  # a large file may hold a million different ones
+                    problems.setdefault(error.message, error)
+                    alike[error.message] += 1
+    raise_all([_counted(error, alike[message]) for message, error in problems.items()])
     if not rows:
         raise DataError("the sources hold no row", place=", ".join(source.path for source in sources))
     return rows
+
+
+def _counted(error: DataError, rows: int) -> DataError:
+    """Returns one error for `rows` rows that have the same problem, at the place of the first."""
+    if rows == 1:
+        return error
+    return DataError(f"{error.message} ({rows:,} such rows; the first is here)", place=error.place, hint=error.hint)
 
 
 def _understand(placed: Placed, form: str | None) -> Conversation:

@@ -78,6 +78,16 @@ def test_rows_without_an_answer_are_named_by_their_lines(start: Start, tmp_path:
     assert f"error: {data}:4: format `prompt_completion` needs `completion`" in done.err
 
 
+def test_rows_with_one_problem_are_told_once_with_their_number(start: Start, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "a.jsonl", [{"prompt": f"q{n}"} for n in range(1200)] + [{"prompt": "q", "completion": " "}])
+    done = start(data)
+    assert done.code == 4
+    assert done.err.count("error: ") == 2
+    missing = "format `prompt_completion` needs `completion`; the columns are `prompt`"
+    assert f"error: {data}:1: {missing} (1,200 such rows; the first is here)" in done.err
+    assert f"error: {data}:1201: `completion` is empty" in done.err
+
+
 def test_a_model_folder_without_weights_is_refused(start: Start, tiny: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(tiny, tmp_path / "model"))
     (model / "model.safetensors").unlink()

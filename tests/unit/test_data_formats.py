@@ -83,6 +83,20 @@ def test_no_format_lists_the_columns_found_and_those_wanted() -> None:
         assert columns in (error.hint or "")
 
 
+@pytest.mark.parametrize(
+    ("row", "needs"),
+    [
+        ({"prompt": "q"}, "format `prompt_completion` needs `completion`"),
+        ({"prompt": "q", "completion": None, "id": 1}, "format `prompt_completion` needs `completion`"),
+        ({"answer": "a"}, "format `question_answer` needs `question`"),
+        ({"instruction": "q", "input": "x"}, "format `instruction` needs `output`"),
+        ({"prompt": "q", "answer": "a"}, "no format fits the columns `prompt`, `answer`"),
+    ],
+)
+def test_a_row_that_comes_near_one_format_hears_what_it_lacks(row: Row, needs: str) -> None:
+    assert refused(row).message.startswith(needs)
+
+
 def test_a_missing_column_is_named_with_those_that_are_there() -> None:
     error = refused({"prompt": "q", "answer": "a"}, "question_answer")
     assert error.message == "format `question_answer` needs `question`; the columns are `prompt`, `answer`"
