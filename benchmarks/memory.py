@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def page(rows: Sequence[str]) -> str:
     ]
     columns = len(rows[0].split("|")) - 2
     head = ["| " + " | ".join(names[:columns]) + " |", "|---" * columns + "|"]
-    return "\n".join([INTRODUCTION, f"{describe_machine()}:", "", *head, *rows]) + "\n"
+    return "\n".join([INTRODUCTION, f"{time.strftime('%Y-%m-%d')}, {describe_machine()}:", "", *head, *rows]) + "\n"
 
 
 if __name__ == "__main__":
