@@ -57,7 +57,9 @@ def worker_environment(plan: Plan, node: Node, ambient: Mapping[str, str], *, cp
     notes = []
     if plan.device == "cpu" and plan.gradient_checkpointing:
         chosen["MALLOC_MMAP_THRESHOLD_"] = "1048576"
-        notes.append("MALLOC_MMAP_THRESHOLD_: tensors get mappings of their own, or the heap's gaps would take what recomputing saves")
+        notes.append(
+            "MALLOC_MMAP_THRESHOLD_: tensors get mappings of their own, or the heap's gaps would take what recomputing saves"
+        )
     if plan.device == "cuda":
         if "PYTORCH_CUDA_ALLOC_CONF" not in kept:  # the older name, over which torch prefers the new one
             chosen["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

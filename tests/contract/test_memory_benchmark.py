@@ -14,7 +14,10 @@ def test_growth_leaves_the_context_out_and_must_agree() -> None:
     assert compare("a", {"trace": planned, "probe": near}, on_gpu=False) == ("| a | 2.00 | 2.10 | -4.8% |", True)
     assert compare("a", {"trace": planned, "probe": far}, on_gpu=False)[1] is False
     more = near | {"activations": int(1.1 * GIB)}
-    assert compare("a", {"trace": planned, "probe": more}, on_gpu=True) == ("| a | 2.00 | 2.20 | -9.1% | 2.00 | 2.10 | -4.8% |", False)
+    assert compare("a", {"trace": planned, "probe": more}, on_gpu=True) == (
+        "| a | 2.00 | 2.20 | -9.1% | 2.00 | 2.10 | -4.8% |",
+        False,
+    )
 
 
 def test_the_published_page_is_what_the_command_writes_and_holds() -> None:

@@ -32,7 +32,12 @@ def test_two_launchers_cannot_have_one_run(tmp_path: Path) -> None:
 
 def test_a_signal_during_preparation_leaves_no_run_and_no_process(tmp_path: Path, tiny: Path) -> None:
     variables = environment(tmp_path / "cache", tmp_path / "runs")
-    words = [f"MODEL_NAME={tiny}", "MODEL_MAX_SEQ_LEN=64", f"DATA_TRAIN_PATH={ROOT}/examples/02_your_jsonl/train.jsonl", "DATA_SOURCES=[]"]
+    words = [
+        f"MODEL_NAME={tiny}",
+        "MODEL_MAX_SEQ_LEN=64",
+        f"DATA_TRAIN_PATH={ROOT}/examples/02_your_jsonl/train.jsonl",
+        "DATA_SOURCES=[]",
+    ]
     command = [sys.executable, "-m", "sft_play", "train", "CONFIG=configs/quickstart.yaml", "RUN_NAME=cut", *words]
     process = subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
