@@ -23,15 +23,13 @@ from sft_play.training.console import quiet_libraries
 from sft_play.training.memory_errors import Activity
 from sft_play.training.world import check_launch, check_world, launched_world
 
-STEPS = 2
-
 
 def worst_rows(plan: Plan) -> list[dict[str, Any]]:
     """Returns rows for all steps: each as long as the longest, with as many labels as the worst micro-batch has."""
     length = max(2, plan.row_tokens)
     labels = min(length - 1, max(1, round(length * plan.label_share)))
     row = {"input_ids": [1] * length, "labels": [-100] * (length - labels) + [1] * labels}
-    return [row | {"row": number} for number in range(STEPS * plan.global_batch_size)]
+    return [row | {"row": number} for number in range((plan.steps or 1) * plan.global_batch_size)]
 
 
 def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity) -> int:
@@ -55,7 +53,7 @@ def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity) -> 
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     trainer.train()
-    seconds = (time.perf_counter() - started) / STEPS
+    seconds = (time.perf_counter() - started) / trainer.state.global_step
     write_json(run.logs / f"probe-rank{rank}.json", asdict(measured(rank, plan.ranks[rank].micro_batch, seconds)))
     return 0
 

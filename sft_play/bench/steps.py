@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sft_play.config.call import Call, Override
 from sft_play.config.load import read_config
@@ -30,6 +30,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape, shape_of
 from sft_play.plan.throughput import attended_pairs, batch_flops
+from sft_play.plan.trace_case import setup_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 
@@ -166,7 +167,9 @@ def read_steps(run: RunFolder) -> Steps:
 
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
     assert prepared.train is not None
-    shape, setup = shape_of(config.model), setup_of(plan, prepared)
+    split = prepared.train
+    share = split.label_tokens / split.tokens  # the plan's own is that of the worst micro-batch
+    shape, setup = shape_of(config.model), replace(setup_of(plan), label_share=share, row_tokens=split.longest)
     rows = datasets.load_from_disk(prepared.train.path)
     sizes = [(len(row["input_ids"]), sum(label != -100 for label in row["labels"][1:])) for row in rows]
     metrics = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
@@ -209,19 +212,6 @@ def _flops(config: Config, shape: ModelShape, setup: Setup, rows: list[tuple[int
     return batch_flops(
         config, shape, tokens=computed, labels=sum(labels for _, labels in rows), pairs=attended_pairs(setup, lengths),
         recompute=setup.gradient_checkpointing,
-    )  # fmt: skip
-
-
-def setup_of(plan: Plan, prepared: Prepared) -> Setup:
-    """Returns what the forecast knows of a plan's work."""
-    assert prepared.train is not None
-    values: dict[str, Any] = {
-        name: getattr(plan, name)
-        for name in ("device", "strategy", "world_size", "precision", "weights_dtype", "optim", "layout")
-    }
-    return Setup(
-        **values, gradient_checkpointing=plan.gradient_checkpointing, attention=plan.attn_implementation,
-        label_share=prepared.train.label_tokens / prepared.train.tokens, row_tokens=prepared.train.longest,
     )  # fmt: skip
 
 

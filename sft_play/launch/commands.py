@@ -111,6 +111,11 @@ class Job:
         source = parse_source(self.call.options.get("SOURCE"), "auto")
         return planned(make, config, self.shape, prepared, source if prepared else "formula")
 
+    def ranks_here(self, plan: Plan) -> range:
+        """Returns the ranks that this node runs."""
+        local = plan.world_size // plan.num_nodes
+        return range(self.node.rank * local, (self.node.rank + 1) * local)
+
     def again(self, request: LaunchRequest) -> Job:
         """Returns the job of another attempt on the same hardware."""
         options = recovery.without_batch_numbers(replace(self.options, request=request))
@@ -258,10 +263,8 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
         write_launch_files(quiet, plan, folder)
         environment = worker_environment(plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads)
         arguments = worker_arguments(folder, job.node, module="sft_play.probe")
-        local = plan.world_size // plan.num_nodes
-        ranks = range(job.node.rank * local, (job.node.rank + 1) * local)
         with Path(os.devnull).open("wb") as nowhere:
-            return supervise(arguments, environment.variables, folder, ranks, console=nowhere.fileno())
+            return supervise(arguments, environment.variables, folder, job.ranks_here(plan), console=nowhere.fileno())
 
     config = job.loaded.config
     probing.probe_until_settled(
@@ -281,9 +284,7 @@ def _attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpo
         print(f"run {run.path}\n", file=console, flush=True)
         record_event(run, event, node_rank=job.node.rank, world_size=plan.world_size, strategy=plan.strategy,
                      checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
-    local = plan.world_size // plan.num_nodes
-    ranks = range(job.node.rank * local, (job.node.rank + 1) * local)
-    return supervise(arguments, environment.variables, run, ranks, console=console.fileno())
+    return supervise(arguments, environment.variables, run, job.ranks_here(plan), console=console.fileno())
 
 
 def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:

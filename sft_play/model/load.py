@@ -103,18 +103,13 @@ def check_vocabulary(model: Any, tokenizer: Any, name: str) -> None:
 
 
 def _free_text_part(model: Any) -> None:
-    """Lets the text model and its head train; a vision tower and its projector stay frozen."""
-    prefix = lora.text_prefix(model)
-    if not prefix:
-        model.requires_grad_(True)
-        return
-    model.requires_grad_(False)
-    model.get_submodule(prefix).requires_grad_(True)
-    head = model.get_output_embeddings()
-    if head is not None:
-        head.requires_grad_(True)
-    frozen = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if not p.requires_grad)  # ZeRO-3 keeps shards
-    tell(f"multimodal model: `{prefix}` and the head are tuned; {frozen:,} parameters of vision tower and projector are frozen")
+    """Lets the text model and its head train, and says what stays frozen."""
+    prefix = lora.free_text_part(model)
+    if prefix:
+        frozen = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if not p.requires_grad)  # ZeRO-3 keeps shards
+        tell(
+            f"multimodal model: `{prefix}` and the head are tuned; {frozen:,} parameters of vision tower and projector are frozen"
+        )
 
 
 def _placement(plan: Plan) -> str | None:

@@ -42,6 +42,18 @@ def text_prefix(model: nn.Module) -> str:
     return next((name for name, module in model.named_modules() if module is decoder), "")
 
 
+def free_text_part(model: Any) -> str:
+    """Lets the text model and its head train; a vision tower and its projector stay frozen. Returns `text_prefix`."""
+    prefix = text_prefix(model)
+    model.requires_grad_(not prefix)
+    if prefix:
+        model.get_submodule(prefix).requires_grad_(True)
+        head = model.get_output_embeddings()
+        if head is not None:
+            head.requires_grad_(True)
+    return prefix
+
+
 def _inside(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(prefix + ".")
 

@@ -73,7 +73,7 @@ def build(case: Case, settings: Any) -> nn.Module:
         if case.quantization != "none":
             quantise(model, case.quantization, dtype_of(case.precision))
         if case.mode == "full":
-            _free_text_part(model)
+            lora.free_text_part(model)
         else:
             model.requires_grad_(False)
             adapters = LoraSettings(
@@ -91,16 +91,6 @@ def build(case: Case, settings: Any) -> nn.Module:
         if case.mode != "full":
             model.enable_input_require_grads()
     return model
-
-
-def _free_text_part(model: Any) -> None:
-    prefix = lora.text_prefix(model)
-    model.requires_grad_(not prefix)
-    if prefix:
-        model.get_submodule(prefix).requires_grad_(True)
-        head = model.get_output_embeddings()
-        if head is not None:
-            head.requires_grad_(True)
 
 
 def under_autocast(model: Any, precision: str, device: str) -> None:
