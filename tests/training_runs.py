@@ -169,9 +169,15 @@ def logs(run: RunFolder) -> str:
     return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in sorted(run.logs.glob("rank*.log")))
 
 
-def exit_code(run: RunFolder, rank: int = 0) -> int:
-    """Returns the code that a worker recorded."""
-    return int(json.loads(run.rank_exit(rank).read_text())["code"])
+def ended_with(run: RunFolder) -> dict[str, Any]:
+    """Returns what the first worker that failed recorded: `code`, `error`, ...
+
+    torchrun ends the other ranks as soon as one has failed, so any one of them may have left no record.
+    """
+    records = [json.loads(path.read_text()) for path in run.logs.glob("exit-rank*.json")]
+    failed = [record for record in records if record["code"]]
+    assert failed, logs(run)
+    return min(failed, key=lambda record: float(record["time"]))
 
 
 def copy_run(run: RunFolder, path: Path) -> RunFolder:

@@ -12,7 +12,7 @@ import pytest
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import verify
 from tests.tiny_models import build_tiny_llama
-from tests.training_runs import Trial, column, command, copy_run, exit_code, logs, make_run, must_train, rows, train
+from tests.training_runs import Trial, column, command, copy_run, ended_with, logs, make_run, must_train, rows, train
 
 HALVES = ((2, 2), (2, 2))
 Trained = Callable[[Trial], RunFolder]
@@ -88,10 +88,11 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
     settings = ("train.save_steps: 2", "train.eval_strategy: no", "train.eval_steps: null")
     run = make_run(tmp_path / "run", tied, Trial(strategy=strategy, ranks=ranks, learning_rate=1e20, settings=settings))
     assert train(run).returncode != 0
-    assert exit_code(run) == 4
-    error = json.loads(run.rank_exit(0).read_text())["error"]
+    end = ended_with(run)
+    assert end["code"] == 4
+    error = end["error"]
     assert "of step 3 is " in error and "TRAIN_LEARNING_RATE" in error
-    named = json.loads((run.logs / "bad-rows-rank0.json").read_text())
+    named = json.loads(next(run.logs.glob("bad-rows-rank*.json")).read_text())
     assert named["step"] == 3 and named["rows"]
     assert [row["step"] for row in rows(run)] == [1, 2]
     assert verify(run.checkpoint(2)) is None, "the last good checkpoint is kept"
@@ -145,8 +146,9 @@ def test_another_strategy_than_planned_is_refused_before_the_first_batch(
         text = run.accelerate.read_text().replace('distributed_type: "FSDP"', 'distributed_type: "MULTI_GPU"')
         run.accelerate.write_text(text.partition("fsdp_config:")[0])
     subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=300, check=False)
-    assert exit_code(run) == 3, logs(run)
-    error = json.loads(run.rank_exit(0).read_text())["error"]
+    end = ended_with(run)
+    assert end["code"] == 3, logs(run)
+    error = end["error"]
     assert words in error, error
     assert not run.metrics.exists()
     assert not run.checkpoints.exists() or not list(run.checkpoints.iterdir())
@@ -164,4 +166,4 @@ def test_fewer_processes_than_planned_are_refused(tied: Path, tmp_path: Path) ->
     )  # fmt: skip
     assert done.returncode == 3
     assert "1 processes were started, but the plan is for 2" in done.stdout + done.stderr
-    assert exit_code(run) == 3
+    assert ended_with(run)["code"] == 3
