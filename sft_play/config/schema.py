@@ -30,6 +30,18 @@ class ModelConfig:
     """Attention kernel of transformers; `auto` is `flash_attention_2` when installed on a GPU, else `sdpa`."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Needs `model.revision` to be a commit."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` starts from scratch: a Llama of the shape below, or of `model.name`'s own shape, with random weights."""
+    tokenizer: str | None = None
+    """Folder or hub id of another tokenizer than the model's; `train` makes a byte-level BPE from the training data (from scratch only)."""
+    vocab_size: int | None = None
+    """From scratch: tokens of the vocabulary."""
+    hidden_size: int | None = None
+    """From scratch: width of the model."""
+    attention_heads: int | None = None
+    """From scratch: attention heads of each layer."""
+    layers: int | None = None
+    """From scratch: transformer layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +62,8 @@ class LoraSettings:
 class TuningConfig:
     """How the model is tuned."""
 
+    task: Literal["sft", "cpt", "mixed"] = "sft"
+    """`sft`: conversations; `cpt`: continued pretraining on documents and plain text, every token trained; `mixed`: both."""
     mode: Literal["qlora", "lora", "full"] = "lora"
     """`qlora`: adapters over a quantised base; `lora`: adapters over the base as it is; `full`: every weight."""
     backend: Literal["bnb", "unsloth"] = "bnb"
@@ -65,15 +79,43 @@ class DataSource:
     """One place that rows come from."""
 
     path: str
-    """File (json, jsonl, csv, parquet), glob, folder, or hub dataset id."""
-    format: Literal["auto", "messages", "prompt_completion", "instruction", "question_answer"] = "auto"
-    """How a row becomes a conversation; `auto` goes by the columns."""
+    """File (json, jsonl, csv, parquet, arrow, txt, md, html, docx, pdf; also compressed), glob, folder, or hub dataset id."""
+    name: str | None = None
+    """What the source is called in counts and scores; its path when not given."""
+    format: Literal["auto", "messages", "sharegpt", "prompt_completion", "instruction", "question_answer", "text", "tokens"] = (
+        "auto"
+    )
+    """How a row becomes a training example; `auto` goes by the columns."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Names of the file's columns where they are not the format's own: `{question: frage, answer: antwort}`."""
+    filter: str | None = None
+    """Keep only the rows for which this condition over columns holds: `lang == "en" and score >= 3`."""
+    weight: float | None = None
+    """Share of this source in what is trained, relative to the other sources' weights, in units of `data.mix_by`."""
+    rows: int | None = None
+    """Take so many rows, chosen by `train.seed`, and no more."""
     split: str | None = None
     """Split of a hub dataset (`train`, `test[:500]`)."""
     config: str | None = None
     """Configuration name of a hub dataset."""
     revision: str | None = None
     """Branch, tag or commit of a hub dataset."""
+    streaming: bool = False
+    """Read a hub dataset row by row instead of downloading all of it first; `rows` then takes the first ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StyleConfig:
+    """Text around every turn, in training, evaluation and `make infer` alike."""
+
+    system_prefix: str = ""
+    """Before every system turn."""
+    system_suffix: str = ""
+    """After every system turn."""
+    user_prefix: str = ""
+    """Before every user turn."""
+    user_suffix: str = ""
+    """After every user turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +130,27 @@ class DataConfig:
     """Short for a single entry of `data.sources`."""
     val_path: str | None = None
     """Short for a single entry of `data.validation`."""
-    overlong: Literal["error", "drop", "truncate"] = "error"
-    """Rows longer than `model.max_seq_len`: refuse, leave out (counted), or cut (never the last answer's start)."""
+    group_by: str | None = None
+    """Column by which rows belong together (a document, an author): a group is wholly training or wholly validation."""
+    duplicates: Literal["drop", "keep"] = "drop"
+    """Rows with exactly the same content as an earlier one of the split: leave out (counted), or keep."""
+    overlong: Literal["error", "drop", "truncate", "split"] = "error"
+    """Rows longer than `model.max_seq_len`: refuse, leave out (counted), cut (never an answer's start), or split into several rows
+    (a conversation between its turns, a document anywhere)."""
+    mix_by: Literal["tokens", "rows"] = "tokens"
+    """What the weights of sources count."""
+    exhausted: Literal["repeat", "stop"] = "repeat"
+    """With weights, when a source has no more rows: `repeat` begins it again until every source was seen once; `stop` ends the epoch
+    with the first source that runs dry."""
+    chat_template: str | None = None
+    """Another template than the tokenizer's: a name (`chatml`, `llama3`, `gemma`, `mistral`, `zephyr`, `phi3`, `alpaca`, ...) or a
+    Jinja file."""
+    system: str | None = None
+    """System turn for every conversation that has none."""
+    style: StyleConfig = field(default_factory=StyleConfig)
+    """Text around every turn."""
+    num_proc: int | Auto = "auto"
+    """Processes that prepare the data; `auto` is the processor's cores, and one for small data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +163,11 @@ class TrainConfig:
     """Micro-steps per optimizer step; `auto` is what reaches the global batch."""
     global_batch_size: int | Auto = "auto"
     """Rows per optimizer step over all devices. `auto` is 32, or the product where batch and accumulation are both given."""
+    packing: Literal["auto", "off", "on"] = "auto"
+    """Put the rows of each global batch into as few sequences of `model.max_seq_len` tokens as fit, without attention between rows; the
+    update stays the same. `auto` is on where it saves more than 10 % of the micro-steps."""
+    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    """Which tokens are learnt: every assistant turn, the last one only, or everything."""
     epochs: float = 3.0
     """Passes over the training rows."""
     max_steps: int = -1
@@ -167,6 +233,10 @@ class TrainConfig:
     """Publish the best checkpoint's weights in `model/`, not the last's."""
     metric_for_best_model: str = "eval_loss"
     """Which metric is best: `eval_loss` (lower), `eval_rougeL` (higher), ..."""
+    early_stopping_patience: int | None = None
+    """Stop after so many evaluations in a row without a better `train.metric_for_best_model`."""
+    early_stopping_threshold: float = 0.0
+    """How much better counts as better, for early stopping."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further `TrainingArguments`, checked against the table of the pinned release. Written directly under `train.`."""
 
@@ -175,6 +245,11 @@ class TrainConfig:
 class EvalConfig:
     """How answers are generated and scored."""
 
+    metrics: list[str] = field(default_factory=lambda: ["rouge1", "rouge2", "rougeL"])
+    """Scores of generated answers: `rouge1`, `rouge2`, `rougeL`, `bleu`, `chrf`, `exact_match`, `f1`; `evaluate:NAME` takes one of the
+    `evaluate` library, from the hub or a local path."""
+    max_seconds: float | None = None
+    """Time for generating answers at one evaluation; what was not reached is said (`scored 180 of 500`)."""
     samples: int = 200
     """Validation rows that are answered and scored, chosen by seed; loss always uses all rows."""
     batch_size: int | Auto = "auto"

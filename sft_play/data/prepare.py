@@ -80,7 +80,7 @@ def _split(config: Config, model: ResolvedModel, tokenizer: Callable[[], Any], p
     manifest = read_manifest(folder)
     if manifest is None:
         manifest = _make(config, tokenizer(), part, folder)
-    return PreparedSplit(**{**manifest["split"], "path": str(folder.resolve())})
+    return PreparedSplit.from_json({**manifest["split"], "path": str(folder.resolve())})
 
 
 def _make(config: Config, tokenizer: Any, part: Part, folder: Path) -> dict[str, Any]:

@@ -28,12 +28,25 @@ class ResolvedModel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFacts:
+    """What one source gave to a split."""
+
+    name: str
+    """`data.sources[].name`, else its path."""
+    rows: int
+    tokens: int
+    label_tokens: int
+    weight: float | None = None
+    """As configured; `None` where the source's rows are all taken once an epoch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedSplit:
     """Facts of one prepared split."""
 
     path: str
-    """Folder for `datasets.load_from_disk`, columns `input_ids`, `labels` (-100 where not trained), `row`; validation also has
-    `prompt_ids` and `reference`."""
+    """Folder for `datasets.load_from_disk`, columns `input_ids`, `labels` (-100 where not trained), `row`, `source` (index into
+    `sources`), `prompt_ids` and `reference` (both empty where a row has no answer to generate)."""
     rows: int
     dropped: int
     """Rows left out, each with its reason in the manifest."""
@@ -50,6 +63,13 @@ class PreparedSplit:
     """Label tokens of the row that has most; 0 where an earlier version prepared it."""
     truncated: int = 0
     """Rows cut to `model.max_seq_len`."""
+    sources: tuple[SourceFacts, ...] = ()
+    """In the order of `data.sources`."""
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> PreparedSplit:
+        sources = tuple(SourceFacts(**source) for source in value.get("sources", ()))
+        return PreparedSplit(**{**value, "sources": sources})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +90,7 @@ class Prepared:
     @staticmethod
     def from_json(value: dict[str, Any]) -> Prepared:
         def split(part: dict[str, Any] | None) -> PreparedSplit | None:
-            return PreparedSplit(**part) if part else None
+            return PreparedSplit.from_json(part) if part else None
 
         return Prepared(
             model=ResolvedModel(**value["model"]),
