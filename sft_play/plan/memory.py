@@ -101,7 +101,8 @@ def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: in
     logits = logit_bytes(config, shape, setup, tokens * setup.label_share)
     if setup.gradient_checkpointing:
         residual = 4 if setup.autocast else setup.width
-        parts["activations"] = residual * shape.hidden_size * shape.layers * tokens
+        kept = residual * shape.hidden_size + _int8_inputs(config, shape, setup)
+        parts["activations"] = kept * shape.layers * tokens
         # The logits are gone when the first layer is computed again; its gradients come beside what it saved.
         parts["recompute"] = max(0.0, saved + _returning_bytes(config, shape, setup) * tokens - logits)
     else:
@@ -210,7 +211,7 @@ def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 def _frozen(config: Config, shape: ModelShape, weight: int) -> tuple[float, float]:
     """Returns bytes of the frozen base and of its quantisation state. Fused experts stay as they are."""
-    bits = shape.quantized_bits or {"nf4": 4, "int8": 8}[config.tuning.quantization] if _quantises(config, shape) else 0
+    bits = _bits(config, shape) if _quantises(config, shape) else 0
     if not bits:
         return float(shape.parameters * weight), 0.0
     quantised = shape.linear_parameters - shape.expert_parameters + shape.vision_parameters
@@ -219,6 +220,11 @@ def _frozen(config: Config, shape: ModelShape, weight: int) -> tuple[float, floa
         scales = 4 * shape.layers * sum(outside for _, outside in shape.linear_maps().values())
         return rest + quantised * INT8_BYTES, float(scales)
     return rest + quantised * 0.5, quantised * (NF4_BYTES - 0.5)
+
+
+def _bits(config: Config, shape: ModelShape) -> int:
+    """Returns the bits of a quantised weight."""
+    return shape.quantized_bits or {"nf4": 4, "int8": 8}[config.tuning.quantization]
 
 
 def _quantises(config: Config, shape: ModelShape) -> bool:
@@ -270,6 +276,18 @@ def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
         read = {shared.get(name, name): maps[name][0] for name in names if name != "o_proj"}  # o_proj reads what attention keeps
         return w * sum(read.values()) + ranks + masks
     return (2 if setup.precision != "fp32" else 4) * per_target + ranks + masks
+
+
+def _int8_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
+    """Returns the bytes per token and layer of what bitsandbytes' int8 layers read and recomputation cannot let go of.
+
+    Its autograd function keeps the input as an attribute, which checkpointing's hooks do not see (bitsandbytes 0.50, traced).
+    """
+    if not _quantises(config, shape) or _bits(config, shape) != 8:
+        return 0.0
+    maps = shape.linear_maps()
+    shared = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+    return float(setup.width * sum(inside for name, (inside, _) in maps.items() if shared.get(name) not in maps))
 
 
 def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:

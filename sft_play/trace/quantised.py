@@ -2,7 +2,7 @@
 
 Sizes follow bitsandbytes 0.50: nf4 packs two weights to a byte, one 8-bit scale for 64 weights, one fp32 scale for 256 of
 those; both passes expand one whole weight to the computation's type. int8 keeps a byte a weight and one fp32 scale a row, and
-its autograd function keeps its input.
+its autograd function keeps its input, and not as a saved tensor: recomputation cannot let go of it.
 """
 
 from __future__ import annotations
@@ -83,13 +83,17 @@ class Int8Linear(nn.Linear):
 class _Int8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, scales)
+        ctx.kept = (
+            x,
+            weight,
+            scales,
+        )  # bitsandbytes sets attributes too, past the hooks by which checkpointing frees saved tensors
         return functional.linear(x, _rescaled(weight, scales, x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        x, weight, scales = ctx.saved_tensors
+        x, weight, scales = ctx.kept
         expanded = _rescaled(weight, scales, x.dtype)
         return (grad.to(x.dtype) @ expanded if ctx.needs_input_grad[0] else None), None, None, None
 

@@ -1,0 +1,89 @@
+"""The trace's stand-ins for quantised layers against bitsandbytes' own layers: a real step on a CPU, through the same tracker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from sft_play.config.schema import LoraSettings
+from sft_play.model import lora
+from sft_play.plan.trace_case import Case
+from sft_play.trace.build import BASE, decoder_layers, dtype_of, settings_of, under_autocast
+from sft_play.trace.run import observe
+from sft_play.trace.step import StepTrace, batch_of, real_branches
+from sft_play.trace.tracker import Peak, StorageTracker
+from tests.numerics.test_trace import ARCHITECTURES, BF16, MODES, PLAIN
+
+WIDE = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 64}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_bitsandbytes_holds_what_its_stand_in_does(
+    quantization: str, precision: dict[str, Any], checkpointing: bool, tmp_path: Path
+) -> None:
+    case = replace(
+        PLAIN, architecture=ARCHITECTURES["llama"] | WIDE, gradient_checkpointing=checkpointing, **(MODES[quantization] | precision)
+    )  # fmt: skip
+    traced, real = (_highest(peaks) for peaks in (observe(case, settings_of(case))[0], _real_step(case, tmp_path)))
+    for part in ("frozen", "quant_state", "adapters", "gradients", "optimizer"):
+        assert traced.parts[part] == real.parts[part], part
+    assert traced.total == pytest.approx(real.total, rel=0.01)
+    if not (quantization == "nf4" and checkpointing):  # there a clone is freed some operations earlier
+        assert traced.total == real.total
+
+
+def _highest(peaks: dict[str, Peak]) -> Peak:
+    return max(peaks.values(), key=lambda peak: peak.total)
+
+
+def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
+    """Returns the peaks of two steps of a model that transformers and bitsandbytes quantised."""
+    settings = settings_of(case)
+    dtype = dtype_of(case.weights_dtype)
+    AutoModelForCausalLM.from_config(settings, dtype=dtype).save_pretrained(folder)
+    if case.quantization == "int8":
+        quantised = BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        quantised = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype_of(case.precision)
+        )  # fmt: skip
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=quantised, dtype=dtype, attn_implementation=case.attention
+    )
+    model.requires_grad_(False)
+    adapters = LoraSettings(r=case.lora_r, alpha=2.0 * case.lora_r)
+    model, _ = lora.add_adapters(model, adapters, BASE, dtype_of(case.adapter_dtype))
+    model.train()
+    model.config.get_text_config().use_cache = False
+    if case.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    if case.autocast:
+        under_autocast(model, case.precision, "cpu")
+    tracker = StorageTracker(device="cpu", logit_width=settings.vocab_size)
+    for parameter in model.parameters():
+        tracker.hold(parameter.data, "adapters" if parameter.requires_grad else "frozen")
+        for tensor in _quantisation_state(parameter):
+            tracker.hold(tensor, "quant_state")
+    for buffer in model.buffers():
+        tracker.hold(buffer, "frozen")
+    steps = StepTrace(model, decoder_layers(model, settings.num_hidden_layers), case, tracker)
+    batch = batch_of(case, "cpu")
+    with tracker, real_branches(case):
+        steps.run(batch)
+    return tracker.peaks
+
+
+def _quantisation_state(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        scales = getattr(parameter, "SCB", None)
+        return [] if scales is None else [scales]
+    return [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
