@@ -125,18 +125,22 @@ def _html(data: bytes, place: str) -> _Read:
     import logging
 
     import trafilatura
+    from lxml import html  # type: ignore[import-untyped]  # it has no annotations
+    from lxml.etree import LxmlError
 
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # it logs every page in which it finds nothing
-    tree = trafilatura.load_html(data)
-    if tree is None:
-        if data.lstrip()[:1] == b"<" or b"</" in data:
-            return _Read(text="")
-        raise DataError("is not HTML", place=place)
-    found = tree.find(".//title")
+    try:
+        tree = html.document_fromstring(data)
+    except (LxmlError, ValueError) as error:
+        raise DataError(f"is not HTML: {str(error).splitlines()[0]}", place=place) from None
+    found, pictures = tree.find(".//title"), tree.find(".//img") is not None
     title = found.text_content() if found is not None else None
-    pictures = tree.find(".//img") is not None
-    text = trafilatura.extract(trafilatura.load_html(data), include_comments=False, include_tables=True)
-    return _Read(text=text or trafilatura.html2txt(data) or "", title=title, pictures=pictures)
+    text = trafilatura.extract(data, include_comments=False, include_tables=True) or trafilatura.html2txt(data)
+    if not text:  # too short for trafilatura to look at
+        for hidden in tree.xpath("//head | //script | //style | //noscript | //template"):
+            hidden.drop_tree()
+        text = tree.text_content()
+    return _Read(text=text, title=title, pictures=pictures)
 
 
 def _docx(data: bytes, place: str) -> _Read:
