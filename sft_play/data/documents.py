@@ -125,7 +125,7 @@ def _html(data: bytes, place: str) -> _Read:
     import logging
 
     import trafilatura
-    from lxml import html  # type: ignore[import-untyped]  # it has no annotations
+    from lxml import html
     from lxml.etree import LxmlError
 
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # it logs every page in which it finds nothing
@@ -149,7 +149,7 @@ def _docx(data: bytes, place: str) -> _Read:
 
     import docx
     from docx.opc.exceptions import OpcError
-    from lxml.etree import LxmlError  # type: ignore[import-untyped]  # it has no annotations
+    from lxml.etree import LxmlError
 
     if data.startswith(OLE):
         raise DataError("is encrypted, or of Word before 2007", place=place, hint="save it without a password, as docx")
