@@ -19,6 +19,7 @@ from sft_play.launch.network import free_port, loopback_interface
 from sft_play.plan.calibration import Calibration, Link, StepFit, fit_line, read_calibration, spread
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import Device, Hardware
+from sft_play.plan.scratch import label
 from sft_play.plan.throughput import (
     CPU_BANDWIDTH,
     Data,
@@ -194,7 +195,7 @@ def fit_steps(steps: Steps, hardware: Hardware, calibration: Calibration) -> Ste
         config, shape, int(steps.row_tokens), recompute=setup.gradient_checkpointing, label_share=steps.label_share
     )  # fmt: skip
     return StepFit(
-        work=describe_work(config, shape, setup), model=config.model.name, seconds_per_micro_step=line[0], flops_per_second=line[1],
+        work=describe_work(config, shape, setup), model=label(config.model), seconds_per_micro_step=line[0], flops_per_second=line[1],
         threads=hardware.cpu_threads / plan.world_size if hardware.kind == "cpu" else 1.0, layers=shape.layers,
         flops_per_token=per_token, points=len(points), spread=spread(points, line), measured=today(),
     )  # fmt: skip
@@ -262,7 +263,7 @@ def as_text(result: Result, steps: Steps, seconds: float) -> str:
     fit = result.fit
     assert fit is not None
     lines.append(
-        f"a micro-step of {steps.config.model.name} costs {1e3 * fit.seconds_per_micro_step:.3g} ms + FLOPs / "
+        f"a micro-step of {label(steps.config.model)} costs {1e3 * fit.seconds_per_micro_step:.3g} ms + FLOPs / "
         f"{fit.flops_per_second / 1e9:,.4g} GFLOP/s a rank ({fit.points} steps, {fit.spread:.0%} off the line at the median)"
     )
     lines += [f"note: {note}" for note in result.notes]

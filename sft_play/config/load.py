@@ -204,13 +204,9 @@ def _finish(found: Values, path: Path | None) -> LoadedConfig:
             values[key] = converted
     for known in schema_keys().values():
         if known.default is REQUIRED and known.name not in found.values:
-            found.problems.append(
-                UserError(
-                    f"`{known.name}` is missing",
-                    place=str(path) if path else None,
-                    hint=f"set {known.variable}, or write it in the file",
-                )
-            )
+            found.problems.append(_missing(known.name, path))
+    if "model.name" not in found.values and values.get("model.init") != "random":
+        found.problems.append(_missing("model.name", path))
     raise_all(found.problems)
     origins = {key: found.values[key].origin if key in found.values else DEFAULT for key in schema_keys()}
     origins |= {key: value.origin for key, value in found.values.items() if key in extra_keys()}
@@ -220,6 +216,11 @@ def _finish(found: Values, path: Path | None) -> LoadedConfig:
     config = _with_paths(_build(values))
     raise_all(check_rules(config, origins))
     return LoadedConfig(config=config, origins=MappingProxyType(origins), path=path, notices=tuple(found.notices))
+
+
+def _missing(key: str, path: Path | None) -> UserError:
+    place = str(path) if path else None
+    return UserError(f"`{key}` is missing", place=place, hint=f"set {variable_name(key)}, or write it in the file")
 
 
 def _as_error(mismatch: Mismatch, value: Value, path: Path | None) -> UserError:

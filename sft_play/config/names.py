@@ -16,6 +16,12 @@ ALIASES: Mapping[str, str] = {
     "model_revision": "model.revision", "model_name": "model.name", "model_path": "model.name", "torch_dtype": "model.dtype",
     "max_seq_length": "model.max_seq_len", "max_length": "model.max_seq_len", "seq_len": "model.max_seq_len",
     "sequence_length": "model.max_seq_len", "max_sequence_length": "model.max_seq_len", "model_max_length": "model.max_seq_len",
+    "num_layers": "model.layers", "num_hidden_layers": "model.layers", "n_layer": "model.layers", "n_layers": "model.layers",
+    "num_attention_heads": "model.attention_heads", "num_heads": "model.attention_heads", "n_head": "model.attention_heads",
+    "n_heads": "model.attention_heads", "d_model": "model.hidden_size", "n_embd": "model.hidden_size", "block_size": "model.max_seq_len",
+    "context_length": "model.max_seq_len", "tokenizer_name": "model.tokenizer", "tokenizer_path": "model.tokenizer",
+    "tokenizer_name_or_path": "model.tokenizer", "num_words": "model.vocab_size", "vocabulary_size": "model.vocab_size",
+    "from_scratch": "model.init", "stage": "tuning.task", "task": "tuning.task",
     "attention_implementation": "model.attn_implementation", "use_flash_attention_2": "model.attn_implementation",
     "load_in_4bit": "tuning.quantization", "load_in_8bit": "tuning.quantization", "bnb_4bit_quant_type": "tuning.quantization",
     "use_peft": "tuning.mode", "use_lora": "tuning.mode", "use_qlora": "tuning.mode", "peft_type": "tuning.mode",
@@ -65,7 +71,7 @@ ALIASES: Mapping[str, str] = {
 IN_SECTION: Mapping[str, str] = {
     "tuning.rank": "tuning.lora.r", "tuning.lora.rank": "tuning.lora.r", "tuning.method": "tuning.mode", "tuning.type": "tuning.mode",
     "tuning.bits": "tuning.quantization", "tuning.dropout": "tuning.lora.dropout", "tuning.lora.modules": "tuning.lora.target_modules",
-    "model.path": "model.name", "model.id": "model.name", "model.tokenizer": "model.name", "model.length": "model.max_seq_len",
+    "model.path": "model.name", "model.id": "model.name", "model.length": "model.max_seq_len",
     "data.path": "data.train_path", "data.train": "data.train_path", "data.file": "data.train_path", "data.test": "data.val_path",
     "data.val": "data.val_path", "data.valid": "data.val_path", "data.eval": "data.val_path", "data.validation_path": "data.val_path",
     "data.files": "data.sources", "data.train_files": "data.sources", "launch.timeout": "launch.timeout_seconds",
@@ -90,7 +96,7 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 OPTIONS: tuple[str, ...] = (
     "CONFIG", "RUN", "JSON", "RUN_NAME", "NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_CONFIG",
     "DEEPSPEED_CONFIG", "TENSORBOARD_PORT", "HARDWARE", "CHECKPOINT", "PROMPT", "INPUT", "OUTPUT", "OUT", "PORT", "MIXED_PRECISION",
-    "STRATEGY", "SOURCE", "SCALE", "PRICE_PER_HOUR",
+    "STRATEGY", "SOURCE", "SCALE", "PRICE_PER_HOUR", "MODEL", "DATA", "BENCHMARKS", "BENCHMARK_LIMIT", "RUNS", "METRIC", "ROWS",
 )  # fmt: skip
 
 

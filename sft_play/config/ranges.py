@@ -12,6 +12,10 @@ SHARE = Range(minimum=0, below=1)
 
 RANGES: Mapping[str, Range] = {
     "model.max_seq_len": Range(minimum=8),
+    "model.vocab_size": POSITIVE,
+    "model.hidden_size": POSITIVE,
+    "model.attention_heads": POSITIVE,
+    "model.layers": POSITIVE,
     "tuning.lora.r": POSITIVE,
     "tuning.lora.alpha": Range(above=0),
     "tuning.lora.dropout": SHARE,

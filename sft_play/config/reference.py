@@ -15,8 +15,9 @@ from sft_play.config.yaml_source import scalar_text
 RENDERED = "<!-- Rendered by `make render`; edit `sft_play/config/schema.py`. -->"
 INTRODUCTION = """# Configuration
 
-One YAML file describes a run. Every key has a default but `model.name`; an unknown key, a wrong type or a value out of range stops the
-command with its place, and all problems are shown at once. `make config CONFIG=file.yaml` prints every key with where its value came from.
+One YAML file describes a run. Every key has a default but `model.name` ([which a model from scratch does not need](pretraining.md));
+an unknown key, a wrong type or a value out of range stops the command with its place, and all problems are shown at once. `make config
+CONFIG=file.yaml` prints every key with where its value came from.
 
 ```bash
 make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from sft_play.config import task_rules
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 
@@ -47,7 +48,7 @@ def _names(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
     said = {"model.name": config.model.name, "model.revision": config.model.revision, "data.train_path": config.data.train_path,
             "data.val_path": config.data.val_path}  # fmt: skip
     for key, text in said.items():
-        if text is not None and not text.strip():
+        if text is not None and not text.strip() and not (key == "model.name" and config.model.init == "random"):
             yield _problem(origins, key, f"`{key}` is empty")
     if isinstance(config.data.validation, list):
         for index, source in enumerate(config.data.validation):
@@ -143,4 +144,4 @@ def _warmup(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
         )
 
 
-RULES: tuple[Rule, ...] = (_names, _precision, _data, _evaluation, _best, _launch, _code, _warmup)
+RULES: tuple[Rule, ...] = (_names, _precision, _data, _evaluation, _best, _launch, _code, _warmup, *task_rules.RULES)

@@ -18,8 +18,9 @@ Auto = Literal["auto"]
 class ModelConfig:
     """Which model is tuned."""
 
-    name: str
-    """Hub id (`Qwen/Qwen2.5-7B-Instruct`) or folder with `config.json`, weights and tokenizer."""
+    name: str = ""
+    """Hub id (`Qwen/Qwen2.5-7B-Instruct`) or folder with `config.json`, weights and tokenizer. Required, unless `model.init: random`
+    has a shape."""
     revision: str | None = None
     """Hub branch, tag or commit; the commit that was used is kept in the stamp."""
     max_seq_len: int = 2048
@@ -31,13 +32,15 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Needs `model.revision` to be a commit."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """`random` starts from scratch: a Llama of the shape below, or of `model.name`'s own shape, with random weights."""
+    """`random` starts from scratch: a Llama of the shape below (`vocab_size`, `hidden_size`, `attention_heads`, `layers`), or a model of
+    `model.name`'s own shape, with random weights made from `train.seed`. Needs `tuning.mode: full`."""
     tokenizer: str | None = None
-    """Folder or hub id of another tokenizer than the model's; `train` makes a byte-level BPE from the training data (from scratch only)."""
+    """Folder or hub id of another tokenizer than the model's; `train` makes a byte-level BPE from the training data (from scratch
+    only, and the default there where `model.name` is not given)."""
     vocab_size: int | None = None
-    """From scratch: tokens of the vocabulary."""
+    """From scratch: tokens of the vocabulary, the rows of the embedding."""
     hidden_size: int | None = None
-    """From scratch: width of the model."""
+    """From scratch: width of the model, a multiple of `model.attention_heads`."""
     attention_heads: int | None = None
     """From scratch: attention heads of each layer."""
     layers: int | None = None
@@ -173,7 +176,7 @@ class TrainConfig:
     max_steps: int = -1
     """Optimizer steps; -1 goes by `train.epochs`."""
     learning_rate: float | Auto = "auto"
-    """Peak learning rate; `auto` is 2e-4 for adapters and 2e-5 for `full`."""
+    """Peak learning rate; `auto` is 2e-4 for adapters, 2e-5 for `full`, and 6e-4 from scratch."""
     learning_rate_scaling: Literal["none", "sqrt", "linear"] = "none"
     """How the learning rate, typed or `auto`, follows the global batch. Rates are taken as quoted for 32 rows, the default: with
     G rows a step `sqrt` multiplies by the square root of G / 32 (the rule for Adam), `linear` by G / 32 (for SGD)."""

@@ -23,7 +23,7 @@ MARKS = {"error": "ERROR", "warning": "WARN ", "note": "note "}
 def main(call: Call) -> int:
     """Runs every check; returns 3 when one found an error, else 0."""
     config = call.load_config().config if "CONFIG" in call.options else None
-    return report(examine(Context(model_name=config.model.name if config else None)), as_json=call.json)
+    return report(examine(Context(model_name=(config.model.name or None) if config else None)), as_json=call.json)
 
 
 def examine(context: Context) -> list[Finding]:

@@ -20,6 +20,7 @@ from sft_play.launch.recovery import remedies_so_far, without_batch_numbers
 from sft_play.launch.run_folder import read_events
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
+from sft_play.plan.scratch import label
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
@@ -146,7 +147,7 @@ def compare_early(checkpoint: Path, config: Config) -> None:
         backend=tuning.backend,
         mode=tuning.mode,
         quantization=tuning.quantization if tuning.mode == "qlora" else "none",
-        base_model=config.model.name,
+        base_model=label(config.model),
         lora=None if tuning.mode == "full" else shape,
         max_seq_len=config.model.max_seq_len,
         seed=config.train.seed,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import ModelConfig
+from sft_play.plan.scratch import is_scratch, scratch_architecture
 from sft_play.plan.shape import ModelShape, config_file, shape_of
 from sft_play.runs.prepared import Prepared
 
@@ -21,6 +22,8 @@ def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dic
     """Returns the parsed `config.json`. Raises `DataError` where neither file nor table nor hub has it."""
     if prepared is not None:
         path: Path | None = Path(prepared.model.path) / "config.json"
+    elif is_scratch(model):
+        return scratch_architecture(model)
     else:
         path = config_file(model)
     if path is not None and path.is_file():

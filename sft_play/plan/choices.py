@@ -25,7 +25,7 @@ GPU_ONLY_OPTIMIZERS = {
     "rmsprop_bnb_32bit": "rmsprop",
 }  # fmt: skip
 """Optimizers that need a GPU -> the nearest one that runs on a CPU."""
-ADAPTER_RATE, FULL_RATE = 2e-4, 2e-5
+ADAPTER_RATE, FULL_RATE, SCRATCH_RATE = 2e-4, 2e-5, 6e-4
 
 Reasons = list[str]
 
@@ -237,6 +237,9 @@ def choose_learning_rate(config: Config, reasons: Reasons) -> float:
     """Returns the peak learning rate."""
     if config.train.learning_rate != "auto":
         return config.train.learning_rate
+    if config.model.init == "random":
+        reasons.append(f"learning rate {SCRATCH_RATE:g}: the usual one for small models from scratch")
+        return SCRATCH_RATE
     full = config.tuning.mode == "full"
     chosen = FULL_RATE if full else ADAPTER_RATE
     reasons.append(f"learning rate {chosen:g}: the usual one for {'full tuning' if full else 'adapters'}")

@@ -19,6 +19,7 @@ from sft_play.plan.memory import Setup, host_bytes, rank_memory
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.power import energy_kwh
 from sft_play.plan.request import LaunchRequest
+from sft_play.plan.scratch import label
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import Data, exchange_seconds, forecast
 from sft_play.runs.prepared import Prepared
@@ -149,7 +150,7 @@ def _on_the_host(
 def _check_length(config: Config, shape: ModelShape) -> None:
     if config.model.max_seq_len > shape.max_positions:
         raise UserError(
-            f"`model.max_seq_len` is {config.model.max_seq_len}, but `{config.model.name}` knows {shape.max_positions} positions",
+            f"`model.max_seq_len` is {config.model.max_seq_len}, but `{label(config.model)}` knows {shape.max_positions} positions",
             hint=f"MODEL_MAX_SEQ_LEN={shape.max_positions} at most",
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError
 from sft_play.plan.hub import hub_reachable
+from sft_play.plan.scratch import is_scratch, scratch_architecture
 
 TABLE = Path(__file__).with_name("shapes.json")
 UNGATED = frozenset({
@@ -125,6 +126,8 @@ class ModelShape:
 
 def shape_of(model: ModelConfig) -> ModelShape:
     """Returns the shape of the configured model. Raises `DataError` where its numbers cannot be had."""
+    if is_scratch(model):
+        return shape_from_config(scratch_architecture(model))
     if found := config_file(model):
         return shape_from_file(found)
     if model.name in _table():

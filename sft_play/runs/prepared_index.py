@@ -40,10 +40,16 @@ def _path(config: Config) -> Path:
         "data": asdict(data),
         "files": [_state(source) for source in sources],
         # A model folder that was written again may have another tokenizer; a hub id has no files here.
-        "model_files": _stats(Path(config.model.name).expanduser().glob("*")),
+        "model_files": _stats(_folder_files(config.model.name)) + _stats(_folder_files(config.model.tokenizer)),
+        "seed": config.train.seed if config.model.init == "random" else None,  # of the weights
         "python": platform.python_version(),
     }
     return cache_folder() / "prepared" / f"{text_sha256(json.dumps(key, sort_keys=True))[:24]}.json"
+
+
+def _folder_files(name: str | None) -> Iterable[Path]:
+    """Returns the files of a model's or tokenizer's folder; nothing for a hub id, or where none is named."""
+    return Path(name).expanduser().glob("*") if name else ()
 
 
 def _state(source: DataSource) -> list[list[object]]:
