@@ -73,9 +73,12 @@ def beside_forecast(run: RunFolder) -> str:
         ("time", "training_seconds", duration),
         ("memory", "peak_memory_bytes", lambda value: f"{value / GIB:.2f} GiB"),
     ]
-    return "".join(
-        f"  {label:<9}{_pair(measured.get(key), forecast.get(key), write)}\n" for label, key, write in rows if measured.get(key)
-    )
+    lines = [
+        f"  {label:<9}{_pair(measured.get(key), forecast.get(key), write)}" for label, key, write in rows if measured.get(key)
+    ]
+    if lines and measured.get("peak_memory_bytes") and forecast.get("peak_memory_bytes"):
+        lines[-1] += " for a micro-batch of the longest rows"
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _pair(measured: float, forecast: float | None, write: Any) -> str:
