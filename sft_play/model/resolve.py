@@ -15,6 +15,16 @@ from sft_play.runs.prepared import ResolvedModel
 
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """Files of a hub repository that are fetched; `.bin` weights only where there are no safetensors."""
+SMALL = [
+    "config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "vocab.json",
+    "merges.txt",
+]
+"""Files that tell a model's shape and tokenizer."""
 UNWANTED = ["original/*", "consolidated*", "onnx/*", "gguf/*"]
 """Copies of the same weights for other programs."""
 TOKENIZER_FILES = (
@@ -34,7 +44,7 @@ def resolve_model(model: ModelConfig) -> ResolvedModel:
     """Returns where the model is, downloading it when it must. Raises `DataError` with what to do."""
     folder = Path(model.name).expanduser()
     if folder.is_dir():
-        return _describe(model.name, _checked(folder, model.name), "folder", None)
+        return describe(model.name, _checked(folder, model.name), "folder", None)
     if folder.suffix == ".gguf":
         hint = "take the model that the file was made from, by its hub id or as a folder"
         raise DataError("GGUF files cannot be trained", place=model.name, hint=hint)
@@ -45,9 +55,27 @@ def resolve_model(model: ModelConfig) -> ResolvedModel:
         raise DataError("there is no such model folder", place=model.name, hint=hint)
     cached = _cached(model)
     if cached is None and is_embedded(model.name) and not hub_reachable():
-        return _describe(model.name, embedded_folder(), "embedded", None)
+        return describe(model.name, embedded_folder(), "embedded", None)
     path = cached or _download(model)
-    return _describe(model.name, _checked(path, model.name), "hub", path.name)
+    return describe(model.name, _checked(path, model.name), "hub", path.name)
+
+
+def small_files(name: str, revision: str | None) -> Path:
+    """Returns a folder with the config and tokenizer of a folder or hub id; no weights are fetched. Raises `DataError`."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.is_file():
+        raise DataError("there is no such folder", place=name, hint="paths count from the folder in which you typed make")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, FileNotFoundError, HFValidationError, ValueError):
+        if is_embedded(name) and not hub_reachable():
+            return embedded_folder()
+    return _download(ModelConfig(name=name, revision=revision), SMALL)
 
 
 def says(model: ResolvedModel) -> str:
@@ -74,7 +102,8 @@ def _cached(model: ModelConfig) -> Path | None:
     return path
 
 
-def _download(model: ModelConfig) -> Path:
+def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
+    """Fetches a model, or `only` the files of these patterns. Raises `DataError`."""
     from huggingface_hub import HfApi, get_token, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -91,7 +120,7 @@ def _download(model: ModelConfig) -> Path:
     try:
         info = HfApi().model_info(model.name, revision=model.revision, timeout=20)
         names = {item.rfilename for item in info.siblings or []}
-        patterns = WANTED if any(name.endswith(".safetensors") for name in names) else [*WANTED, "*.bin"]
+        patterns = only or (WANTED if any(name.endswith(".safetensors") for name in names) else [*WANTED, "*.bin"])
         # By the branch's name, not the commit's: only then does the cache remember which commit the branch is, for offline use.
         return Path(snapshot_download(model.name, revision=model.revision, allow_patterns=patterns, ignore_patterns=UNWANTED))
     except GatedRepoError as error:
@@ -146,7 +175,8 @@ def _checked(folder: Path, place: str) -> Path:
     return folder
 
 
-def _describe(name: str, folder: Path, source: str, revision: str | None) -> ResolvedModel:
+def describe(name: str, folder: Path, source: str, revision: str | None) -> ResolvedModel:
+    """Returns what a run keeps of the model in `folder`: where it is, and checksums of all that matters."""
     weights = weight_files(folder)
     sizes = "\n".join(f"{path.name} {path.stat().st_size}" for path in weights)
     described = [file_sha256(path) for path in (folder / "config.json", *sorted(folder.glob("*.index.json"))) if path.is_file()]

@@ -18,7 +18,7 @@ class ResolvedModel:
     path: str
     """Folder with `config.json`, weights and tokenizer."""
     source: str
-    """`folder`, `hub` or `embedded`."""
+    """`folder`, `hub`, `embedded`, or `scratch` for random weights that were made here."""
     revision: str | None
     """The hub's commit; `None` for a folder."""
     fingerprint: str

@@ -1,0 +1,177 @@
+"""Models that are not taken as they are: random weights (`model.init: random`), or another tokenizer (`model.tokenizer`).
+
+Both become an ordinary folder in the cache, once, named by all that it is made from. Every rank, strategy and resumed run reads that
+folder as it would read any model, so random weights are the same everywhere, and the stamp covers them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.schema import Config
+from sft_play.errors import DataError
+from sft_play.files import file_sha256, read_json, sync_folder, text_sha256, write_json
+from sft_play.model.folder import weight_files
+from sft_play.model.resolve import TOKENIZER_FILES, describe, resolve_model, small_files
+from sft_play.model.tokenizer import load_tokenizer
+from sft_play.model.train_tokenizer import trained_tokenizer
+from sft_play.plan.scratch import is_scratch, label, scratch_architecture, trains_tokenizer
+from sft_play.runs.folder import cache_folder
+from sft_play.runs.prepared import ResolvedModel
+
+FORMAT = "1"
+"""Raised when the same settings would give another folder."""
+
+
+def resolve(config: Config) -> ResolvedModel:
+    """Returns where the configured model is; made, fetched or downloaded when it must. Raises `DataError` with what to do."""
+    if config.model.init == "random":
+        return _random(config)
+    model = resolve_model(config.model)
+    return model if config.model.tokenizer is None else _with_tokenizer(config, model)
+
+
+def says(config: Config, model: ResolvedModel) -> str:
+    """Returns one line for the user about a model that was made here: its shape, its seed, its tokenizer."""
+    weights = sum(path.stat().st_size for path in weight_files(Path(model.path))) // 4
+    if trains_tokenizer(config.model):
+        tokenizer = "a tokenizer trained on the training data"
+    else:
+        tokenizer = f"the tokenizer of {config.model.tokenizer or config.model.name}"
+    return f"model: {model.name}, {weights:,} random weights from train.seed {config.train.seed}, {tokenizer}"
+
+
+def _random(config: Config) -> ResolvedModel:
+    """Returns a folder with random weights, made on first use."""
+    settings = config.model
+    architecture = scratch_architecture(settings) if is_scratch(settings) else _architecture_of_name(config)
+    rows = int((architecture.get("text_config") or architecture)["vocab_size"])
+    source = trained_tokenizer(config.data.sources, rows) if trains_tokenizer(settings) else _tokenizer_folder(config)
+    tokenizer = load_tokenizer(source)
+    if len(tokenizer) > rows:
+        key = "`model.vocab_size`" if settings.vocab_size else f"the vocabulary of `{settings.name}`"
+        raise DataError(
+            f"{key} is {rows}, but the tokenizer has {len(tokenizer)} tokens", place=str(settings.tokenizer or settings.name),
+            hint=f"MODEL_VOCAB_SIZE={len(tokenizer)} or more" if settings.vocab_size else "take a tokenizer that fits",
+        )  # fmt: skip
+    parts = [FORMAT, architecture, config.train.seed, _content(source), *(version(name) for name in ("torch", "transformers"))]
+
+    def make(folder: Path) -> None:
+        print(f"making the random weights of {label(settings)}, this once", file=sys.stderr, flush=True)
+        tokenizer.save_pretrained(str(folder))
+        _write_weights(folder, architecture, tokenizer, config.train.seed)
+
+    folder = _made("scratch", parts, make)
+    return describe(label(settings), folder, "scratch", None)
+
+
+def _write_weights(folder: Path, architecture: dict[str, Any], tokenizer: Any, seed: int) -> None:
+    """Writes config and float32 weights as transformers initialises them on a CPU after `torch.manual_seed(seed)`."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    values = dict(architecture)
+    family = values.pop("model_type")
+    for own in ("quantization_config", "auto_map", "torch_dtype", "dtype"):
+        values.pop(own, None)
+    if family not in CONFIG_MAPPING:
+        raise DataError(
+            f"transformers knows no `model_type: {family}`", hint="random weights need an architecture of transformers"
+        )
+    settings = CONFIG_MAPPING[family].from_dict(values)
+    text = settings.get_text_config()
+    for each in {id(settings): settings, id(text): text}.values():
+        each.bos_token_id, each.eos_token_id, each.pad_token_id = (
+            tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id,
+        )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    model.save_pretrained(str(folder))
+
+
+def _architecture_of_name(config: Config) -> dict[str, Any]:
+    """Returns the `config.json` of `model.name`, whose shape random weights take."""
+    return dict(read_json(small_files(config.model.name, config.model.revision) / "config.json"))
+
+
+def _tokenizer_folder(config: Config) -> Path:
+    """Returns the folder of the tokenizer that was named, or of the model's own."""
+    name = config.model.tokenizer
+    return small_files(name, None) if name else small_files(config.model.name, config.model.revision)
+
+
+def _with_tokenizer(config: Config, model: ResolvedModel) -> ResolvedModel:
+    """Returns the model with another tokenizer's files beside links to its weights. Raises `DataError` where it does not fit.
+
+    An embedding's row was learnt for the token that had its number, so every token that both know must have the same one; new
+    ones may only take numbers that the model has rows for and its own tokenizer leaves free.
+    """
+    assert config.model.tokenizer is not None
+    source = small_files(config.model.tokenizer, None)
+    own, other = load_tokenizer(model.path), load_tokenizer(source)
+    _check_fit(config, Path(model.path), own.get_vocab(), other.get_vocab())
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        for path in Path(model.path).iterdir():
+            if path.is_file() and path.name not in TOKENIZER_FILES:
+                (folder / path.name).symlink_to(path.resolve())
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+
+    folder = _made("tokenizer", [FORMAT, model.path, model.fingerprint, _content(source)], make)
+    return describe(model.name, folder, model.source, model.revision)
+
+
+def _check_fit(config: Config, folder: Path, own: dict[str, int], other: dict[str, int]) -> None:
+    architecture = read_json(folder / "config.json")
+    rows = int((architecture.get("text_config") or architecture)["vocab_size"])
+    taken = {index: token for token, index in own.items()}
+    beyond = sum(index >= rows for index in other.values())
+    moved = sum(taken.get(index, token) != token for token, index in other.items())
+    hint = "leave `model.tokenizer` out for the model's own; a new vocabulary needs `model.init: random`"
+    if beyond:
+        raise DataError(
+            f"{beyond} of the tokenizer's {len(other)} tokens have no row in the embedding of `{config.model.name}`, which has {rows}",
+            place=config.model.tokenizer, hint=hint,
+        )  # fmt: skip
+    if moved:
+        raise DataError(
+            f"{moved} of the tokenizer's {len(other)} tokens have the number of another token of `{config.model.name}`, whose embedding "
+            "was learnt for that one",
+            place=config.model.tokenizer, hint=hint,
+        )  # fmt: skip
+
+
+def _content(folder: Path) -> list[str]:
+    """Returns the checksums of a tokenizer's files."""
+    return [f"{name} {file_sha256(folder / name)}" for name in TOKENIZER_FILES if (folder / name).is_file()]
+
+
+def _made(kind: str, parts: list[Any], make: Callable[[Path], None]) -> Path:
+    """Returns the folder in the cache that `make` fills, which appears complete or not at all."""
+    key = text_sha256(json.dumps(parts, ensure_ascii=False, sort_keys=True))[:24]
+    target = cache_folder() / "models" / f"{kind}-{key}"
+    if (target / "made.json").is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".making.", dir=target.parent) as aside:
+        made = Path(aside) / "model"
+        make(made)
+        write_json(made / "made.json", {"from": parts})
+        try:
+            made.rename(target)
+        except OSError:  # another process was first; its folder is the same
+            if not (target / "made.json").is_file():
+                raise
+        sync_folder(target.parent)
+    return target
