@@ -62,11 +62,11 @@ def prepare_run(run: RunFolder) -> Prepared:
     _quiet()
     _offline_when_unreachable(config)
     from sft_play.data.prepare import prepare_data
-    from sft_play.model.resolve import resolve_model, says
+    from sft_play.model.scratch import resolve, says
     from sft_play.model.tokenizer import load_tokenizer
 
-    model = resolve_model(config.model)
-    _tell(says(model))
+    model = resolve(config)
+    _tell(says(config, model))
     train, validation = prepare_data(config, model, functools.cache(lambda: load_tokenizer(model.path)))
     _tell(_summary("training data", train))
     if validation:
@@ -86,7 +86,8 @@ def _offline_when_unreachable(config: Config) -> None:
     from sft_play.plan.hub import hub_reachable
 
     sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
-    wanted = not Path(config.model.name).expanduser().is_dir() or any(is_hub(source) for source in sources)
+    names = [name for name in (config.model.name, config.model.tokenizer) if name and name != "train"]
+    wanted = any(not Path(name).expanduser().is_dir() for name in names) or any(is_hub(source) for source in sources)
     if wanted and not hub_reachable():
         os.environ["HF_HUB_OFFLINE"] = "1"
 

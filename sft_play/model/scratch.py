@@ -20,6 +20,7 @@ from sft_play.errors import DataError
 from sft_play.files import file_sha256, read_json, sync_folder, text_sha256, write_json
 from sft_play.model.folder import weight_files
 from sft_play.model.resolve import TOKENIZER_FILES, describe, resolve_model, small_files
+from sft_play.model.resolve import says as says_where
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.model.train_tokenizer import trained_tokenizer
 from sft_play.plan.scratch import is_scratch, label, scratch_architecture, trains_tokenizer
@@ -39,7 +40,9 @@ def resolve(config: Config) -> ResolvedModel:
 
 
 def says(config: Config, model: ResolvedModel) -> str:
-    """Returns one line for the user about a model that was made here: its shape, its seed, its tokenizer."""
+    """Returns one line for the user: which model, from where; of random weights their number, seed and tokenizer."""
+    if model.source != "scratch":
+        return says_where(model)
     weights = sum(path.stat().st_size for path in weight_files(Path(model.path))) // 4
     if trains_tokenizer(config.model):
         tokenizer = "a tokenizer trained on the training data"
@@ -54,22 +57,28 @@ def _random(config: Config) -> ResolvedModel:
     architecture = scratch_architecture(settings) if is_scratch(settings) else _architecture_of_name(config)
     rows = int((architecture.get("text_config") or architecture)["vocab_size"])
     source = trained_tokenizer(config.data.sources, rows) if trains_tokenizer(settings) else _tokenizer_folder(config)
-    tokenizer = load_tokenizer(source)
-    if len(tokenizer) > rows:
-        key = "`model.vocab_size`" if settings.vocab_size else f"the vocabulary of `{settings.name}`"
-        raise DataError(
-            f"{key} is {rows}, but the tokenizer has {len(tokenizer)} tokens", place=str(settings.tokenizer or settings.name),
-            hint=f"MODEL_VOCAB_SIZE={len(tokenizer)} or more" if settings.vocab_size else "take a tokenizer that fits",
-        )  # fmt: skip
     parts = [FORMAT, architecture, config.train.seed, _content(source), *(version(name) for name in ("torch", "transformers"))]
 
     def make(folder: Path) -> None:
+        tokenizer = load_tokenizer(source)
+        _check_room(config, len(tokenizer), rows)
         print(f"making the random weights of {label(settings)}, this once", file=sys.stderr, flush=True)
         tokenizer.save_pretrained(str(folder))
         _write_weights(folder, architecture, tokenizer, config.train.seed)
 
-    folder = _made("scratch", parts, make)
-    return describe(label(settings), folder, "scratch", None)
+    return describe(label(settings), _made("scratch", parts, make), "scratch", None)
+
+
+def _check_room(config: Config, tokens: int, rows: int) -> None:
+    """Raises `DataError` for a tokenizer with more tokens than the embedding has rows."""
+    settings = config.model
+    if tokens > rows:
+        key = "`model.vocab_size`" if settings.vocab_size else f"the vocabulary of `{settings.name}`"
+        raise DataError(
+            f"{key} is {rows}, but the tokenizer has {tokens} tokens",
+            place=str(settings.tokenizer or settings.name),
+            hint=f"MODEL_VOCAB_SIZE={tokens} or more" if settings.vocab_size else "take a tokenizer that fits",
+        )
 
 
 def _write_weights(folder: Path, architecture: dict[str, Any], tokenizer: Any, seed: int) -> None:
