@@ -20,9 +20,9 @@ TESTS ?= tests
 $(foreach v,$(typed),$(eval unexport $(v)))
 
 override commands := quickstart config plan gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
-	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval infer merge serve bench tensorboard \
+	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve bench tensorboard \
 	tensorboard-stop help
-.PHONY: $(commands) install test check test-all test-gpu bench-training format render
+.PHONY: $(commands) install test check test-all test-gpu bench-training bench-evaluation format render
 
 # A command refuses the variables that it does not know; without one, nobody would.
 ifneq ($(MAKECMDGOALS),)
@@ -66,6 +66,10 @@ test-gpu: $(VENV)/.dev
 # Training speed and memory beside a plain transformers Trainer and TRL's SFTTrainer, as ratios of medians.
 bench-training: $(VENV)/.bench
 	@$(bin)/python -m benchmarks.training
+
+# Answers a second beside one-by-one and batched `generate`, as ratios of medians.
+bench-evaluation: $(VENV)/.dev
+	@$(bin)/python -m benchmarks.evaluation
 
 # Writes every rendered file again: docs/configuration.md, configs/schema.json, accelerate_configs/, deepspeed/,
 # the figures of docs/presets.md.

@@ -80,7 +80,17 @@ COMMANDS: dict[str, Command] = {
     "resume": Command(
         "sft_play.launch.commands:resume", "go on from a run's newest valid checkpoint", (LAUNCH | {"RUN"}) - {"CONFIG"}
     ),
-    "eval": Command("sft_play.evaluate:main", "score a run's model", RUN | {"CHECKPOINT"}),
+    "eval": Command(
+        "sft_play.evaluate:main",
+        "score a run, a checkpoint or a plain MODEL, on its own rows or on DATA; BENCHMARKS= for standard ones",
+        RUN | {"CHECKPOINT", "MODEL", "CONFIG", "DATA", "BENCHMARKS", "BENCHMARK_LIMIT"},
+    ),
+    "compare": Command(
+        "sft_play.compare:main",
+        "RUNS side by side: configuration, speed, scores with paired intervals, where they differ most",
+        frozenset({"RUNS", "METRIC", "ROWS", "DATA", "JSON"}),
+        overrides=False,
+    ),
     "infer": Command(
         "sft_play.infer:main",
         "chat; PROMPT= for one answer, INPUT= and OUTPUT= for files",

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 FOR_MAKE = frozenset({"PYTHON", "VENV"})
 """Variables that make itself uses."""
+STANDS_FOR = {"MODEL": "MODEL_NAME", "DATA": "DATA_TRAIN_PATH"}
+"""Variables of `eval` that elsewhere mean a key."""
 TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"})
 
 
@@ -219,6 +221,8 @@ def _option(
     if one.name not in commands[command].options:
         takers = [name for name, row in commands.items() if one.name in row.options]
         where = "it is for " + ", ".join(f"`{_prefix(one)}{name}`" for name in takers)
+        if one.name in STANDS_FOR and commands[command].overrides:
+            where = f"did you mean `{STANDS_FOR[one.name]}={one.text}`?"
         problems.append(UserError(f"`{_shown(command, one)}` takes no `{one.name}`", hint=where))
     elif options.get(one.name, one.text) != one.text:
         problems.append(UserError(f"`{one.name}` is given twice: `{options[one.name]}` and `{one.text}`", hint="give it once"))

@@ -111,5 +111,6 @@ class RunFolder:
         """The final (or best) weights with tokenizer, template and stamp."""
         return self.path / "model"
 
-    def evaluation(self, step: int) -> Path:
-        return self.path / "eval" / f"step-{step:06d}"
+    def evaluation(self, step: int, data: str | None = None) -> Path:
+        """Where scores and answers are; `data` names rows that are not the run's own validation rows."""
+        return self.path / "eval" / (f"step-{step:06d}" + (f"-{data}" if data else ""))

@@ -152,17 +152,19 @@ def write_evaluation(
     label_tokens: int,
     result: GenerationResult | None,
     settings: Mapping[str, Any],
+    facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Publishes `predictions.jsonl` and then `scores.json` in `folder`, on one rank only; returns the content of `scores.json`.
 
-    `settings` says how the answers were made (rows, batch, beams, ...) and identifies model and data. A folder without
-    `scores.json` is an evaluation that was never finished.
+    `settings` says how the answers were made (rows, batch, beams, ...) and identifies model and data; `facts` is
+    what else is known (loss per source, speed). A folder without `scores.json` is an evaluation that was never finished.
     """
     scores: dict[str, Any] = {
         "step": step,
         "loss": loss,
         "perplexity": perplexity(loss),
         "label_tokens": label_tokens,
+        **(facts or {}),
         **({name: result.scores[name].to_json() for name in METRICS} if result else {}),
         "answers": len(result.predictions) if result else 0,
         "settings": {**settings, "use_stemmer": USE_STEMMER, "bootstrap": {"resamples": RESAMPLES, "confidence": CONFIDENCE}},
