@@ -1,7 +1,8 @@
-"""`builtin:docstrings`: functions of Python's standard library and the first sentence of their docstrings.
+"""Data that Python itself brings: `builtin:docstrings`, functions and the first sentence of their docstrings, as conversations, and
+`builtin:code`, the modules of the standard library and of transformers, as documents.
 
-Nothing is downloaded: the text stands in the interpreter that runs this (PSF licence). Modules, never rows, are split into
-training and validation, so that near-copies within a module stay on one side.
+Nothing is downloaded: the text stands in the interpreter that runs this (PSF licence), and in a package that this project needs
+(Apache-2.0). Modules, never rows, are split into training and validation, so that near-copies within a module stay on one side.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.util
 import random
 import sys
 import sysconfig
@@ -32,11 +34,36 @@ VALIDATION_SHARE = 10
 
 
 def read_builtin(name: str, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields rows with `messages`, shuffled by a fixed seed. Raises `DataError` for unknown names and splits."""
-    if name != "docstrings":
-        raise DataError(f"there is no built-in set `{name}`", hint="`builtin:docstrings` is the only one")
+    """Yields the rows of a built-in set, each with its place. Raises `DataError` for unknown names and splits."""
+    readers = {"docstrings": _docstrings, "code": _code}
+    if name not in readers:
+        raise DataError(
+            f"there is no built-in set `{name}`", hint=f"there are {', '.join(f'`builtin:{known}`' for known in readers)}"
+        )
     if split not in PER_MODULE:
-        raise DataError(f"`builtin:docstrings` has no split `{split}`", hint="its splits are `train` and `validation`")
+        raise DataError(f"`builtin:{name}` has no split `{split}`", hint="its splits are `train` and `validation`")
+    yield from readers[name](split)
+
+
+def _code(split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields modules as documents with `text` and `path`, those of the library first, each in the order of their names."""
+    found = list(_modules(Path(sysconfig.get_paths()["stdlib"])))
+    package = importlib.util.find_spec("transformers")
+    for root in (package.submodule_search_locations or [])[:1] if package else []:
+        found += [(f"transformers/{name}", text) for name, text in _modules(Path(root)) if not _repeats(name)]
+    for module, text in found:
+        if text.strip() and _held_out(module) == (split == "validation"):
+            yield module, {"text": text, "path": module}
+
+
+def _repeats(module: str) -> bool:
+    """Whether a module of transformers is mostly what stands in others too: the code of its several hundred models."""
+    kept = ("configuration_", "tokenization_")
+    return module.startswith("models/") and not module.rpartition("/")[2].startswith(kept)
+
+
+def _docstrings(split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields rows with `messages`, shuffled by a fixed seed."""
     counts: Counter[str] = Counter()
     limit = VALIDATION_ROWS if split == "validation" else sys.maxsize
     pairs = list(_pairs_of(Path(sysconfig.get_paths()["stdlib"])))
@@ -68,17 +95,25 @@ def _pairs_of(root: Path) -> tuple[tuple[str, str, str, str], ...]:
     return tuple(_pairs(root))
 
 
-def _pairs(root: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Yields (module file, function, source without its docstring, docstring's first paragraph), each sentence once."""
-    seen: set[str] = set()
+def _modules(root: Path) -> Iterator[tuple[str, str]]:
+    """Yields (module file, its text), tests left out."""
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if any(part in LEFT_OUT or part.startswith("test_") for part in relative.parts):
             continue
         try:
-            text = path.read_text(encoding="utf-8")
+            yield relative.as_posix(), path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):  # the library keeps a few broken files for its own tests
+            continue
+
+
+def _pairs(root: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Yields (module file, function, source without its docstring, docstring's first paragraph), each sentence once."""
+    seen: set[str] = set()
+    for module, text in _modules(root):
+        try:
             tree = ast.parse(text)
-        except (SyntaxError, UnicodeDecodeError, OSError):  # the library keeps a few broken files for its own tests
+        except SyntaxError:
             continue
         lines = text.splitlines()
         for node in ast.walk(tree):
@@ -86,7 +121,7 @@ def _pairs(root: Path) -> Iterator[tuple[str, str, str, str]]:
                 pair = _pair(node, lines)
                 if pair and pair[1] not in seen:
                     seen.add(pair[1])
-                    yield relative.as_posix(), node.name, *pair
+                    yield module, node.name, *pair
 
 
 def _pair(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> tuple[str, str] | None:
