@@ -23,7 +23,9 @@ from typing import Any
 from sft_play.errors import DataError
 
 PROMPT = "Say in one sentence what this Python function does.\n\n{code}"
-LEFT_OUT = frozenset({"test", "tests", "site-packages", "idlelib", "lib2to3", "__pycache__", "pydoc_data", "turtledemo"})
+TESTS = frozenset({"test", "tests", "site-packages", "__pycache__"})
+"""Not every Python has its own tests."""
+LEFT_OUT = TESTS | {"idlelib", "lib2to3", "pydoc_data", "turtledemo"}
 SENTENCE_CHARACTERS = (20, 160)
 CODE_CHARACTERS = (60, 600)
 PER_MODULE = {"train": 60, "validation": 12}
@@ -47,10 +49,10 @@ def read_builtin(name: str, split: str) -> Iterator[tuple[str, Mapping[str, Any]
 
 def _code(split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields modules as documents with `text` and `path`, those of the library first, each in the order of their names."""
-    found = list(_modules(Path(sysconfig.get_paths()["stdlib"])))
+    found = list(_modules(Path(sysconfig.get_paths()["stdlib"]), TESTS))
     package = importlib.util.find_spec("transformers")
     for root in (package.submodule_search_locations or [])[:1] if package else []:
-        found += [(f"transformers/{name}", text) for name, text in _modules(Path(root)) if not _repeats(name)]
+        found += [(f"transformers/{name}", text) for name, text in _modules(Path(root), TESTS) if not _repeats(name)]
     for module, text in found:
         if text.strip() and _held_out(module) == (split == "validation"):
             yield module, {"text": text, "path": module}
@@ -95,11 +97,11 @@ def _pairs_of(root: Path) -> tuple[tuple[str, str, str, str], ...]:
     return tuple(_pairs(root))
 
 
-def _modules(root: Path) -> Iterator[tuple[str, str]]:
-    """Yields (module file, its text), tests left out."""
+def _modules(root: Path, left_out: frozenset[str] = LEFT_OUT) -> Iterator[tuple[str, str]]:
+    """Yields (module file, its text), without the folders `left_out`."""
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if any(part in LEFT_OUT or part.startswith("test_") for part in relative.parts):
+        if any(part in left_out or part.startswith("test_") for part in relative.parts):
             continue
         try:
             yield relative.as_posix(), path.read_text(encoding="utf-8")
