@@ -56,7 +56,7 @@ def test_what_follows_the_last_answer_is_left_out() -> None:
 
 
 def test_other_columns_and_keys_do_no_harm() -> None:
-    row = {"id": 7, "messages": [{**message, "name": "x"} for message in MESSAGES]}
+    row = {"id": 7, "messages": [{**message, "id": "x"} for message in MESSAGES]}
     assert to_messages(row, recognise(row)) == MESSAGES
 
 
@@ -68,7 +68,8 @@ def test_columns_that_are_null_do_not_make_a_format() -> None:
 def test_columns_that_fit_two_formats_are_refused_with_both_names() -> None:
     error = refused({**ROWS["prompt_completion"], **ROWS["question_answer"]})
     assert "prompt_completion, question_answer" in error.message
-    assert error.hint == "set `format` of the source"
+    assert (error.hint or "").startswith("set `format` of the source; the row is {")
+    assert '"completion": "a"' in (error.hint or "")
 
 
 def test_an_ambiguous_row_is_taken_once_the_format_is_said() -> None:
@@ -77,8 +78,8 @@ def test_an_ambiguous_row_is_taken_once_the_format_is_said() -> None:
 
 
 def test_no_format_lists_the_columns_found_and_those_wanted() -> None:
-    error = refused({"text": "hello", "label": 1})
-    assert "`text`, `label`" in error.message
+    error = refused({"body": "hello", "label": 1})
+    assert "`body`, `label`" in error.message
     for columns in ("completion, prompt", "instruction, output", "answer, question", "messages: messages"):
         assert columns in (error.hint or "")
 
@@ -115,7 +116,7 @@ def test_a_missing_column_is_named_with_those_that_are_there() -> None:
         ({"messages": [{"role": "human", "content": "q"}]}, "`messages[0].role` is `human`"),
         ({"messages": [{"role": ["user"], "content": "q"}]}, "`messages[0].role`"),
         ({"messages": [{"role": "user", "content": None}]}, "`messages[0].content` is empty"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "`messages[0].content` is a list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "`messages[0].content[0]` is a part of type `image`"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_named_with_what_it_is(row: Row, named: str) -> None:

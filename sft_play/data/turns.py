@@ -1,0 +1,226 @@
+"""The turns of a conversation as files write them, made uniform: roles, text, tool calls, what is not learnt. Pure functions.
+
+A turn comes out as chat templates take it: `role` and `content`, and where given `train`, `tool_calls`, `tool_call_id`, `name`
+and `reasoning_content`. Arguments of tool calls are mappings, as the templates of models expect them, and never JSON in a string.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sft_play.data.example import Message
+from sft_play.data.values import kind_of, text_of
+from sft_play.errors import DataError
+
+ROLES = ("system", "user", "assistant", "tool")
+ALSO_CALLED = {"developer": "system", "function": "tool"}
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "function_call",
+}
+FOLLOWERS: Mapping[str | None, tuple[str, ...]] = {
+    None: ("system", "user", "assistant"),
+    "system": ("user", "assistant"),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+"""Role -> the roles that may come next; `None` begins."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names under which data sets keep what was thought before an answer."""
+
+
+def chat_turns(found: Any, name: str) -> list[Message]:
+    """Returns a list of `role` and `content` mappings made uniform. Raises `DataError`."""
+    return [chat_turn(message, f"{name}[{index}]") for index, message in enumerate(_list(found, name))]
+
+
+def chat_turn(message: Any, name: str) -> Message:
+    """Returns one `role` and `content` mapping made uniform. Raises `DataError`."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise DataError(f"`{name}` is not a mapping with `role` and `content`")
+    role = message["role"]
+    if role not in ROLES:
+        role = ALSO_CALLED.get(role) if isinstance(role, str) else None
+        if role is None:
+            raise DataError(f"`{name}.role` is `{message['role']}`", hint=f"roles are {', '.join(ROLES)}")
+    if len(message) == 2 and "content" in message:  # the usual turn, without the look-ups for what is rare
+        turn: Message = {"role": role, "content": content_of(message["content"], f"{name}.content")}
+    else:
+        turn = _full_turn(message, role, name)
+    if role == "assistant" and not turn["content"].strip() and not turn.get("tool_calls") and turn.get("train") is not False:
+        raise DataError(f"`{name}.content` is empty, so there is nothing to learn")
+    return turn
+
+
+def _full_turn(message: Mapping[str, Any], role: str, name: str) -> Message:
+    calls = tool_calls(message, name) if role == "assistant" else []
+    content = message.get("content")
+    if content is None and not calls:
+        if "content" not in message:
+            raise DataError(f"`{name}` is not a mapping with `role` and `content`")
+        raise DataError(f"`{name}.content` is empty; expected text")
+    turn: Message = {"role": role, "content": "" if content is None else content_of(content, f"{name}.content")}
+    train = _train(message, name)
+    if train is not None:
+        turn["train"] = train
+    if calls:
+        turn["tool_calls"] = calls
+    for key in ("name", "tool_call_id"):
+        if message.get(key) is not None:
+            turn[key] = text_of(message[key], f"{name}.{key}")
+    for key in REASONING:
+        if message.get(key) is not None and role == "assistant":
+            turn["reasoning_content"] = text_of(message[key], f"{name}.{key}")
+            break
+    return turn
+
+
+def _train(message: Mapping[str, Any], name: str) -> bool | None:
+    """Returns `train`, or what `weight` (0 or 1, as OpenAI's files write it) says; `None` where the turn says nothing."""
+    train, weight = message.get("train"), message.get("weight")
+    if train is not None:
+        if not isinstance(train, bool):
+            raise DataError(f"`{name}.train` is {kind_of(train)}; expected true or false")
+        return train
+    if weight is None:
+        return None
+    if weight not in (0, 1):
+        raise DataError(f"`{name}.weight` is `{weight}`", hint="0 leaves the turn out of training, 1 trains it; nothing between")
+    return bool(weight)
+
+
+def content_of(content: Any, name: str) -> str:
+    """Returns the text of a turn: text, or a list of text parts, which are put together. Raises `DataError`."""
+    if isinstance(content, str) or not isinstance(content, Sequence) or isinstance(content, bytes):
+        return text_of(content, name)
+    texts = []
+    for index, part in enumerate(content):
+        if isinstance(part, Mapping) and part.get("type", "text") != "text":
+            raise DataError(f"`{name}[{index}]` is a part of type `{part.get('type')}`; only text is trained")
+        texts.append(text_of(part.get("text") if isinstance(part, Mapping) else part, f"{name}[{index}].text"))
+    return "".join(texts)
+
+
+def tool_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Returns the calls of an assistant turn, from `tool_calls` or the older `function_call`. Raises `DataError`."""
+    calls, single = message.get("tool_calls"), message.get("function_call")
+    if single:
+        return [_call(single, f"{name}.function_call")]
+    if not calls:
+        return []
+    return [_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(_list(calls, f"{name}.tool_calls", "calls"))]
+
+
+def _call(call: Any, name: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"`{name}` is not a call: a mapping with `function`, which has `name` and `arguments`")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = parsed(arguments, f"{name}.arguments") if arguments.strip() else {}
+    if not isinstance(arguments, Mapping) and arguments is not None:
+        raise DataError(f"`{name}.arguments` is {kind_of(arguments)}; expected a mapping")
+    made: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+    if call.get("id") is not None:
+        made["id"] = text_of(call["id"], f"{name}.id")
+    return made
+
+
+def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """Returns the functions that a row's conversation may call: a list, or JSON of one in a string. Raises `DataError`."""
+    found = row.get("tools")
+    if isinstance(found, str) and found.strip():
+        found = parsed(found, "tools")
+    if not found:
+        return None
+    tools = list(_list(found, "tools", "functions"))
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise DataError(f"`tools[{index}]` is {kind_of(tool)}; expected the description of a function")
+    return tools
+
+
+def parsed(text: str, name: str) -> Any:
+    """Returns what JSON in a string says. Raises `DataError`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"`{name}` is text that is not JSON: {error.msg} at character {error.pos + 1}") from None
+    except RecursionError:
+        raise DataError(f"`{name}` is JSON nested too deep") from None
+
+
+def sharegpt_turns(found: Any, name: str) -> list[Message]:
+    """Returns ShareGPT's `from` and `value` turns made uniform; `role` and `content` are taken too. Raises `DataError`.
+
+    Calls that follow the answer they belong to, or one another, become one turn, as chat templates take them.
+    """
+    turns: list[Message] = []
+    for index, message in enumerate(_list(found, name)):
+        turn = _sharegpt_turn(message, f"{name}[{index}]")
+        before = turns[-1] if turns else {}
+        mergeable = before.get("role") == "assistant" and "train" not in turn and "train" not in before
+        if turn.get("tool_calls") and not turn["content"] and mergeable:
+            before["tool_calls"] = [*before.get("tool_calls", []), *turn["tool_calls"]]
+        else:
+            turns.append(turn)
+    return turns
+
+
+def _sharegpt_turn(message: Any, name: str) -> Message:
+    if not isinstance(message, Mapping) or not ("from" in message or "role" in message):
+        raise DataError(f"`{name}` is not a mapping with `from` and `value`")
+    if message.get("from") is None:
+        return chat_turn(message, name)
+    said = message["from"]
+    role = SHAREGPT_ROLES.get(said) if isinstance(said, str) else None
+    if role is None:
+        raise DataError(f"`{name}.from` is `{said}`", hint=f"known are {', '.join(SHAREGPT_ROLES)}")
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    if role != "function_call":
+        return chat_turn({**rest, "role": role, "content": message.get("value")}, name)
+    calls = parsed(text_of(message.get("value"), f"{name}.value"), f"{name}.value")
+    return chat_turn(
+        {**rest, "role": "assistant", "content": None, "tool_calls": [calls] if isinstance(calls, dict) else calls}, name
+    )
+
+
+def finished(turns: list[Message]) -> list[Message]:
+    """Returns the turns up to the last answer, in an order that a conversation can have. Raises `DataError`."""
+    before: str | None = None
+    for index, turn in enumerate(turns):
+        role = turn["role"]
+        if role not in FOLLOWERS[before]:
+            order = ", ".join(t["role"] for t in turns[: index + 3]) + (", ..." if len(turns) > index + 3 else "")
+            after = f"after {before}" if before else "at the start"
+            raise DataError(
+                f"the roles are out of order: {role} {after} (turn {index + 1}); they come as {order}",
+                hint=f"{'after ' + before if before else 'at the start'} comes {' or '.join(FOLLOWERS[before])}; "
+                "put two turns of one role together, or leave one out",
+            )
+        before = role
+    if not any(turn["role"] == "assistant" for turn in turns):
+        raise DataError("the row has no assistant message, so there is nothing to learn")
+    while turns[-1]["role"] != "assistant":  # what follows the last answer is never seen
+        turns.pop()
+    return turns
+
+
+def _list(found: Any, name: str, of: str = "messages") -> Sequence[Any]:
+    if not isinstance(found, Sequence) or isinstance(found, (str, bytes)):
+        raise DataError(f"`{name}` is {kind_of(found)}; expected a list of {of}")
+    return found
