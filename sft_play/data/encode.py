@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.config.schema import Config
+from sft_play.config.task_rules import refused_format
 from sft_play.data.example import Example
 from sft_play.data.template import IGNORED, Encoded, Renderer
 from sft_play.data.text import TOO_LONG, encode_texts
@@ -38,12 +39,17 @@ class Encoder:
         self.tokenizer = tokenizer
         self.renderer = Renderer(tokenizer, end_of_turn_ids(tokenizer))
         self.vocabulary = len(tokenizer)
+        self.task = config.tuning.task
 
     def encode(self, examples: Sequence[Example]) -> list[Outcome]:
         """Returns one outcome per example, in order. Raises nothing for a bad example: its outcome tells."""
         return [self._one(example) for example in examples]
 
     def _one(self, example: Example) -> Outcome:
+        if refused := refused_format(self.task, example.form):
+            return Outcome(
+                rows=[], error=DataError(f"the row is `{example.form}`, but {refused[0]}", place=example.place, hint=refused[1])
+            )
         try:
             if example.text is not None:
                 found = encode_texts([example.text], self.tokenizer, limit=self.limit, overlong=self.policy)[0]

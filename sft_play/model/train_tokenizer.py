@@ -60,7 +60,8 @@ def _content_key(sources: Sequence[DataSource], vocab_size: int) -> str:
         if files := files_of(source):
             parts.append([[path.name, file_sha256(path)] for path in files])
         elif source.path.startswith(BUILTIN):
-            parts.append(platform.python_version())  # the rows are the interpreter's own library
+            # The rows are the interpreter's own library, and transformers' own code.
+            parts.append([platform.python_version(), version("transformers")])
     return text_sha256(json.dumps(parts, ensure_ascii=False, sort_keys=True))[:24]
 
 

@@ -52,6 +52,7 @@ TABLE = {
     "home_lan": Row("meta-llama/Llama-2-7b-hf", 2048, "qlora", hardware=LAN, quoted=(1, 8)),
     "home_lan_13b": Row("meta-llama/Llama-2-13b-hf", 1024, "qlora", hardware=LAN, quoted=(1, 12)),
     "smoke": Row("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 512, "lora"),
+    "from_scratch": Row("", 2048, "full"),
 }
 
 
@@ -82,6 +83,11 @@ def test_model_length_and_method_are_those_of_the_table(name: str) -> None:
         assert (config.train.epochs, config.train.learning_rate) == (4, 5e-5)
     if name == "home_lan":
         assert (config.tuning.lora.r, config.tuning.lora.target_modules) == (16, ["q_proj", "v_proj"])
+    if name == "from_scratch":
+        model = config.model
+        assert (model.init, model.hidden_size, model.attention_heads, model.layers) == ("random", 1024, 16, 12)
+        assert (model.vocab_size, config.train.global_batch_size) == (50_000, 32)
+        assert f"{shape_of(model).parameters // 10**6} million parameters" in path.read_text(encoding="utf-8")
     if name == "smoke":
         assert (config.train.batch_size, config.train.epochs) == (1, 1)
 
@@ -114,6 +120,7 @@ MACHINES = [
     ("h200_pair", "2x141GB"), ("h200_pair", "2xH200NVL"), ("h200_quad", "4x141GB"), ("l40s_single", "48GB"), ("l40s_pair", "2x48GB@10Gbit"),
     ("home_lan", "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop@1Gbit"), ("home_lan_13b", "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop@1Gbit"),
     ("smoke", "8GB+8GB@1Gbit"), ("smoke", "RTX4060"), ("smoke", "cpu"), ("quickstart", "cpu"), ("quickstart", "8GB"),
+    ("from_scratch", "8GB"), ("from_scratch", "2x24GB"), ("from_scratch", "cpu"),
 ]  # fmt: skip
 
 
