@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from sft_play.config import task_rules
+from sft_play.config import metric_rules, task_rules
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
-
-SCORES = ("eval_rouge1", "eval_rouge2", "eval_rougeL")
-METRICS = ("eval_loss", "eval_perplexity", *SCORES)
 
 Rule = Callable[[Config, Mapping[str, str]], Iterator[UserError]]
 
@@ -88,35 +85,6 @@ def _evaluation(config: Config, origins: Mapping[str, str]) -> Iterator[UserErro
         )  # fmt: skip
 
 
-def _best(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
-    train = config.train
-    name = train.metric_for_best_model
-    full = name if name.startswith("eval_") else f"eval_{name}"
-    if full not in METRICS:
-        import difflib
-
-        close = difflib.get_close_matches(full, METRICS, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"one of {', '.join(METRICS)}"
-        yield _problem(
-            origins, "train.metric_for_best_model", f"`train.metric_for_best_model` is `{name}`, which nothing measures", hint
-        )
-    elif full in SCORES and train.predict_with_generate is not True:
-        yield _problem(
-            origins, "train.metric_for_best_model", f"`train.metric_for_best_model` is `{name}`, but no answers are generated while training",
-            "set `train.predict_with_generate: true`",
-        )  # fmt: skip
-    if train.load_best_model_at_end and (config.data.validation in (None, 0.0) or train.eval_strategy == "no"):
-        yield _problem(
-            origins, "train.load_best_model_at_end", "`train.load_best_model_at_end` is `true`, but nothing is evaluated while training",
-            "give validation data, and `train.eval_strategy: steps` or `epoch`",
-        )  # fmt: skip
-    if train.load_best_model_at_end and train.save_strategy == "no":
-        yield _problem(
-            origins, "train.load_best_model_at_end", "`train.load_best_model_at_end` is `true`, but `train.save_strategy` is `no`",
-            "set `train.save_strategy: steps`",
-        )  # fmt: skip
-
-
 def _launch(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
     if config.launch.backend == "mpi":
         yield _problem(
@@ -144,4 +112,6 @@ def _warmup(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
         )
 
 
-RULES: tuple[Rule, ...] = (_names, _precision, _data, _evaluation, _best, _launch, _code, _warmup, *task_rules.RULES)
+RULES: tuple[Rule, ...] = (
+    _names, _precision, _data, _evaluation, _launch, _code, _warmup, *metric_rules.RULES, *task_rules.RULES,
+)  # fmt: skip
