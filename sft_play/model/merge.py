@@ -95,7 +95,7 @@ def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
     for path in weights.iterdir():
         if path.is_file() and not path.name.startswith((*LEFT_BEHIND, "manifest")):
             shutil.copy2(path, partial / path.name)
-    tokenizer = load_tokenizer(partial if has_tokenizer(partial) else prepared.model.path)
+    tokenizer = load_tokenizer(partial) if has_tokenizer(partial) else load_tokenizer(prepared.model.path, prepared.model.chat)
     if not has_tokenizer(partial):
         tokenizer.save_pretrained(partial)
     config = read_json(partial / "config.json")
@@ -119,7 +119,7 @@ def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> di
     base = checked_base(weights, config, plan, prepared, "merge")
     assert base is not None
     folder = Path(base.path)
-    tokenizer = load_tokenizer(weights if has_tokenizer(weights) else folder)
+    tokenizer = load_tokenizer(weights) if has_tokenizer(weights) else load_tokenizer(folder, base.chat)
     prompts = [_ids(tokenizer, prompt) for prompt in PROMPTS]
     model = add_trained_adapter(_full_precision_base(config, folder, partial, say), weights).eval()
     wanted = _logits(model, prompts)

@@ -5,14 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sft_play.data.templates import adds_bos, fitted, quoted, styled
 from sft_play.errors import DataError
+from sft_play.runs.prepared import ChatFormat
 
 MARKER = "\u2402answer\u2403"
 """Stands for an answer when a template is rendered to see where it stands and what follows it."""
 
 
-def load_tokenizer(folder: Path | str) -> Any:
-    """Returns the fast tokenizer of `folder` with a padding token and a chat template. No network. Raises `DataError`."""
+def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None) -> Any:
+    """Returns the fast tokenizer of `folder` with a padding token and a chat template. No network. Raises `DataError`.
+
+    `chat` is what the configuration says about writing conversations (`ResolvedModel.chat`), `None` for a folder that a run
+    published: its template holds that already.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -29,8 +35,13 @@ def load_tokenizer(folder: Path | str) -> Any:
     if tokenizer.pad_token_id is None:
         # Labels are masked by length and never by the padding token, so eos can stand in without being unlearnt.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if chat is not None and chat.template is not None:
+        tokenizer.chat_template = fitted(chat.template, chat.name, tokenizer) if chat.name else chat.template
     if tokenizer.chat_template is None:
         tokenizer.chat_template = default_template(tokenizer)
+    if chat is not None:
+        own = tokenizer.chat_template
+        tokenizer.chat_template = {n: styled(t, chat) for n, t in own.items()} if isinstance(own, dict) else styled(own, chat)
     return tokenizer
 
 
@@ -45,12 +56,10 @@ def default_template(tokenizer: Any) -> str:
         raise DataError(
             "the tokenizer has no end-of-sequence token, so no answer could end", hint="set `eos_token` in its config"
         )
-    first = tokenizer("a")["input_ids"][:1]
-    bos = tokenizer.bos_token if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else ""
     return (
-        (f"{{{{ {bos!r} }}}}" if bos else "")
+        (f"{{{{ {quoted(tokenizer.bos_token)} }}}}" if adds_bos(tokenizer) else "")
         + "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
-        + repr(end)
+        + quoted(end)
         + " + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
 

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from sft_play.config.schema import Config
+from sft_play.data.templates import with_chat
 from sft_play.errors import CheckpointError
 from sft_play.model import quantise
 from sft_play.model.folder import check_trained
@@ -47,7 +48,7 @@ def load_for_use(
         model = read_model(folder, config.model, dtype=use_dtype(plan, device), attention=use_attention(plan, device))
     else:
         model = add_trained_adapter(read_base(config, plan, base, device), folder)
-    tokenizer = load_tokenizer(folder if has_tokenizer(folder) else Path(prepared.model.path))
+    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else load_tokenizer(prepared.model.path, prepared.model.chat)
     model = model.to(device) if not quantised(model) else model
     model.config.get_text_config().use_cache = True
     return model.eval(), tokenizer
@@ -84,7 +85,7 @@ def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
     name = prepared.model.path if source == "folder" else prepared.model.name
     revision = prepared.model.revision or config.model.revision
     again = resolve_model(dataclasses.replace(config.model, name=name, revision=revision))
-    return dataclasses.replace(again, name=prepared.model.name)
+    return with_chat(dataclasses.replace(again, name=prepared.model.name), prepared.model.chat)
 
 
 def read_base(config: Config, plan: Plan, base: ResolvedModel, device: str) -> Any:

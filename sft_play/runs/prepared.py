@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sft_play.files import read_json, write_json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatFormat:
+    """How conversations are written, where it is not the tokenizer's own way (`data.templates.chat_format`)."""
+
+    name: str | None = None
+    """Of a template of this package; `None` where the template is a file's or the tokenizer's own."""
+    template: str | None = None
+    """Text of the chosen template, so that a run does not depend on the file it came from; `None` is the tokenizer's own."""
+    system: str | None = None
+    """System turn for conversations without one."""
+    style: Mapping[str, str] = field(default_factory=dict)
+    """What `data.style` says, without what is empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +39,14 @@ class ResolvedModel:
     fingerprint: str
     """sha256 over the hub's commit, the contents of config and weight index, and every weight file's checksum (`model.digests`)."""
     tokenizer_fingerprint: str
-    """sha256 over the tokenizer's files and the rendered chat template."""
+    """sha256 over the tokenizer's files, the chat template and what `data.system` and `data.style` add to it."""
+    chat: ChatFormat | None = None
+    """How conversations are written; `None` is the tokenizer's own template."""
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> ResolvedModel:
+        chat = value.get("chat")
+        return ResolvedModel(**{**value, "chat": ChatFormat(**chat) if chat else None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +115,7 @@ class Prepared:
             return PreparedSplit.from_json(part) if part else None
 
         return Prepared(
-            model=ResolvedModel(**value["model"]),
+            model=ResolvedModel.from_json(value["model"]),
             train=split(value["train"]),
             validation=split(value["validation"]),
         )

@@ -99,7 +99,7 @@ def load_weights(run: RunFolder, weights: Path | None, config: Config, device: s
         return load_for_use(run, weights, device)
     base = current_base(config, Prepared.load(run.prepared))
     model = read_base(config, Plan.load(run.plan), base, device)
-    return (model if quantised(model) else model.to(device)).eval(), load_tokenizer(Path(base.path))
+    return (model if quantised(model) else model.to(device)).eval(), load_tokenizer(base.path, base.chat)
 
 
 def _sources(by_source: dict[int, tuple[float, int]], split: PreparedSplit) -> dict[str, Any]:

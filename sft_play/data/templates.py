@@ -1,0 +1,186 @@
+"""Which chat template is used, and what `data.system` and `data.style` add to it.
+
+Both are written into the template itself. So training, evaluation, `make infer`, `make serve` and every program that loads the
+published folder write conversations in the same way, and the stamp's fingerprint covers it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.schema import DataConfig
+from sft_play.errors import DataError
+from sft_play.files import text_sha256
+from sft_play.runs.prepared import ChatFormat, ResolvedModel
+
+FOLDER = Path(__file__).parent / "chat_templates"
+SUFFIXES = (".jinja", ".jinja2", ".j2")
+
+
+def template_names() -> list[str]:
+    """Returns the names that `data.chat_template` takes."""
+    return sorted(path.stem for path in FOLDER.glob("*.jinja"))
+
+
+def chat_format(data: DataConfig) -> ChatFormat | None:
+    """Returns what the configuration says about writing conversations; `None` where it leaves it to the tokenizer.
+
+    Raises `DataError` for an unknown name, a file that is missing or no text, and a template with a syntax error.
+    """
+    style = {key: value for key, value in asdict(data.style).items() if value}
+    if data.chat_template is None and data.system is None and not style:
+        return None
+    name, text = _chosen(data.chat_template) if data.chat_template is not None else (None, None)
+    return ChatFormat(name=name, template=text, system=data.system, style=style)
+
+
+def _chosen(value: str) -> tuple[str | None, str]:
+    """Returns the name (`None` for a file) and the text of `data.chat_template`."""
+    if value in template_names():
+        return value, (FOLDER / f"{value}.jinja").read_text(encoding="utf-8")
+    path = Path(value).expanduser()
+    if not path.is_file() and not value.endswith(SUFFIXES) and "/" not in value:
+        close = get_close_matches(value.lower(), template_names(), n=1, cutoff=0.5)
+        known = f"names are {', '.join(template_names())}; anything else is the path of a Jinja file"
+        raise DataError(
+            f"`data.chat_template` is `{value}`, which is no template's name and no file",
+            hint=f"did you mean `{close[0]}`? {known}" if close else known,
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"the chat template is not UTF-8 text (byte {error.start + 1})", place=str(path)) from None
+    except OSError as error:
+        hint = f"paths count from the folder in which you typed make; names are {', '.join(template_names())}"
+        raise DataError(f"the chat template cannot be read: {error.strerror}", place=str(path), hint=hint) from None
+    if not text.strip():
+        raise DataError("the chat template is empty", place=str(path))
+    check_syntax(text, str(path))
+    return None, text
+
+
+def check_syntax(text: str, place: str) -> None:
+    """Raises `DataError` with the line of a template that is not Jinja."""
+    import jinja2
+    import jinja2.ext
+
+    class Generation(jinja2.ext.Extension):
+        """The tag that transformers adds: it marks what the assistant writes. Importing transformers would take seconds."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2's own way
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        jinja2.Environment(extensions=[Generation, jinja2.ext.loopcontrols]).parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        lines = text.splitlines()
+        line = lines[error.lineno - 1].strip() if 0 < error.lineno <= len(lines) else ""
+        raise DataError(
+            f"the chat template has a syntax error: {error.message}: `{line}`",
+            place=f"{place}:{error.lineno}",
+            hint="`{% for %}` and `{% if %}` need their `{% endfor %}` and `{% endif %}`; `{{ }}` writes a value",
+        ) from None
+
+
+def fitted(text: str, name: str, tokenizer: Any) -> str:
+    """Returns a named template for a tokenizer: with its end-of-turn token, and BOS where the tokenizer puts one before a text.
+
+    The first comment of a template says which tokens it needs and which one ends a turn. Raises `DataError` where the vocabulary
+    lacks them.
+    """
+    vocabulary, eos = tokenizer.get_vocab(), tokenizer.eos_token
+    needs, end, or_eos = _header(text)
+    lacking = [token for token in (*needs, *([end] if end and not or_eos else [])) if token not in vocabulary]
+    if lacking:
+        fitting = [other for other in template_names() if not _lacking(other, vocabulary, eos)]
+        raise DataError(
+            f"the chat template `{name}` needs tokens that the vocabulary lacks: {', '.join(f'`{t}`' for t in lacking)}",
+            hint=f"leave `data.chat_template` out for the model's own template, or take one of {', '.join(fitting) or 'none'}",
+        )
+    if eos is None and (end is None or end not in vocabulary):
+        raise DataError(
+            f"the chat template `{name}` ends turns with the end-of-sequence token, and the tokenizer has none",
+            hint="set `eos_token` in its config",
+        )
+    if end is not None and end not in vocabulary:
+        text = text.replace(f"set end = '{end}'", f"set end = {quoted(eos)}")
+    if "bos_token" not in text and adds_bos(tokenizer):
+        text = "{{- bos_token -}}" + text
+    return text
+
+
+def end_note(name: str, tokenizer: Any) -> str | None:
+    """Returns what to tell a user whose named template ends turns with another token than usual; else `None`."""
+    _, end, or_eos = _header((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))
+    if end is None or not or_eos or end in tokenizer.get_vocab():
+        return None
+    return f"chat template `{name}`: the vocabulary has no `{end}`, so turns end with `{tokenizer.eos_token}`"
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts the beginning-of-sequence token before a text."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+
+
+def _lacking(name: str, vocabulary: Mapping[str, int], eos: str | None) -> bool:
+    needs, end, or_eos = _header((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))
+    ends = (end is not None and end in vocabulary) or ((end is None or or_eos) and eos is not None)
+    return not ends or any(token not in vocabulary for token in needs)
+
+
+def _header(text: str) -> tuple[list[str], str | None, bool]:
+    """Returns the tokens that a named template needs, the one that ends a turn (`None`: eos), and whether eos can stand in."""
+    needs = re.search(r"^ *needs: (.+)$", text, re.MULTILINE)
+    end = re.search(r"^ *end: (\S+)( or eos)?$", text, re.MULTILINE)
+    token = end.group(1) if end else "eos"
+    return needs.group(1).split() if needs else [], None if token == "eos" else token, bool(end and end.group(2))
+
+
+def styled(template: str, chat: ChatFormat) -> str:
+    """Returns a template that first gives every conversation `data.system` and `data.style`."""
+    if chat.system is None and not chat.style:
+        return template
+    around = {role: (chat.style.get(f"{role}_prefix", ""), chat.style.get(f"{role}_suffix", "")) for role in ("system", "user")}
+    lines = ["{%- set styled = namespace(turns=[]) -%}"]
+    if chat.system is not None:
+        lines.append(
+            "{%- if not messages or messages[0]['role'] not in ['system', 'developer'] -%}"
+            f"{{%- set messages = [{{'role': 'system', 'content': {quoted(chat.system)}}}] + messages -%}}"
+            "{%- endif -%}"
+        )
+    turn = "message"
+    lines.append("{%- for message in messages -%}")
+    for role, (before, after) in around.items():
+        if before or after:
+            text = f"{quoted(before)} + message['content'] + {quoted(after)}"
+            lines.append(
+                f"{{%- if message['role'] == '{role}' and message['content'] is string -%}}"
+                f"{{%- set message = dict(message, content={text}) -%}}"
+                "{%- endif -%}"
+            )
+    lines += [f"{{%- set styled.turns = styled.turns + [{turn}] -%}}", "{%- endfor -%}", "{%- set messages = styled.turns -%}"]
+    return "".join(lines) + template
+
+
+def quoted(text: str) -> str:
+    """Returns `text` as a literal of Jinja, which reads Python's escapes."""
+    escaped = text.encode("unicode_escape").decode("ascii").replace("'", "\\'").replace("{", "\\x7b").replace("}", "\\x7d")
+    return f"'{escaped.replace('%', chr(92) + 'x25').replace('#', chr(92) + 'x23')}'"
+
+
+def with_chat(model: ResolvedModel, chat: ChatFormat | None) -> ResolvedModel:
+    """Returns a model that writes conversations as `chat` says; its tokenizer's fingerprint tells."""
+    if chat is None:
+        return model
+    said = json.dumps(asdict(chat), sort_keys=True)
+    return replace(model, chat=chat, tokenizer_fingerprint=text_sha256(f"{model.tokenizer_fingerprint}\n{said}"))
