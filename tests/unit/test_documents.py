@@ -1,0 +1,114 @@
+"""Documents become clean text, or say why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sft_play.data.documents import SCANNED, Document, Skipped, clean, is_document, read_document
+from sft_play.data.pdf import join_pages, without_hyphens
+from sft_play.errors import DataError
+from tests.sample_documents import PAGE, write_docx, write_pdf
+
+
+def read(path: Path) -> Document:
+    found = read_document(path)
+    assert isinstance(found, Document), found
+    return found
+
+
+def test_plain_text_keeps_indentation_and_loses_what_is_invisible(tmp_path: Path) -> None:
+    path = tmp_path / "a.md"
+    path.write_bytes("\ufeff# Title\r\n\r\n\r\n\r\n    code()  \r\ne\u0301\u00a0x\u200by\x07\x00z\ttab\f\n\n".encode())
+    found = read(path)
+    assert found.text == "# Title\n\n    code()\né xyz\ttab" and found.path == str(path) and found.row()["text"] == found.text
+    assert clean("\u0928\u094d\u200d\u0928") == "\u0928\u094d\u200d\u0928"  # a joiner that Devanagari needs
+
+
+def test_text_that_is_not_utf8_is_named_by_line_and_byte(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"good\nbad \xff here")
+    with pytest.raises(DataError, match="byte 5 of the line") as error:
+        read_document(path)
+    assert error.value.place == f"{path}:2"
+
+
+def test_html_gives_its_content_and_title_without_navigation(tmp_path: Path) -> None:
+    path = tmp_path / "a.html"
+    path.write_text(PAGE, encoding="utf-8")
+    found = read(path)
+    assert found.title == "Valves & more" and "A valve stops water" in found.text and "ball valve" in found.text
+    assert all(word not in found.text for word in ("Home", "Products", "All rights", "var x"))
+
+
+def test_html_without_main_content_falls_back_to_all_its_text(tmp_path: Path) -> None:
+    path = tmp_path / "short.htm"
+    path.write_text("<style>p {}</style><p>Hello <b>there</b></p>", encoding="utf-8")
+    assert read(path).text == "Hello there"
+    path.write_bytes("<meta charset='latin-1'><p>Käse</p>".encode("latin-1"))
+    assert read(path).text == "Käse"
+
+
+def test_docx_gives_paragraphs_and_tables_in_order(tmp_path: Path) -> None:
+    found = read(write_docx(tmp_path / "a.docx"))
+    assert found.title == "Pump handbook"
+    assert found.text == "Pumps\n\nA pump moves water.\n\nboth | r0c2\nr1c0 | r1c1 | r1c2\n\nAfter the table."
+
+
+def test_pdf_joins_pages_and_undoes_hyphens(tmp_path: Path) -> None:
+    pages = [["The docu-", "ment of the well-known", "maker is"], ["complete. A well-", "known one. Franco-", "Prussian."]]
+    found = read(write_pdf(tmp_path / "a.pdf", pages))
+    assert (
+        found.text == "The document of the well-known\nmaker is\ncomplete. A well-known one. Franco-Prussian." and not found.note
+    )
+
+
+def test_headers_footers_and_page_numbers_go() -> None:
+    pages = [f"Manual 7\nText of page {word}.\nPage {number} of 4" for number, word in enumerate("abcd", 1)]
+    assert join_pages(pages) == "Text of page a.\n\nText of page b.\n\nText of page c.\n\nText of page d."
+    assert join_pages(pages[:2]).startswith("Manual 7")  # two pages are too few to tell
+
+
+def test_hyphens_that_end_no_word_stay() -> None:
+    assert without_hyphens("a list:\n- one\n-\n--\n") == "a list:\n- one\n-\n--\n"
+    assert without_hyphens("pages 3-\n5, e-\nmail") == "pages 3-\n5, e-\nmail"
+
+
+def test_what_is_scanned_or_empty_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    scanned = read_document(write_pdf(tmp_path / "scan.pdf", [[], []], picture=True))
+    assert scanned == Skipped(reason=SCANNED, place=str(tmp_path / "scan.pdf"))
+    partly = read(write_pdf(tmp_path / "partly.pdf", [["Words."], []], picture=True))
+    assert partly.text == "Words." and partly.note == "1 of 2 pages are pictures without text"
+    (tmp_path / "empty.txt").write_text(" \n\x00")
+    (tmp_path / "empty.html").write_text("<html><body></body></html>")
+    for name in ("empty.txt", "empty.html"):
+        assert read_document(tmp_path / name) == Skipped(reason="no text", place=str(tmp_path / name))
+    assert read_document(write_pdf(tmp_path / "blank.pdf", [[]])) == Skipped(reason="no text", place=str(tmp_path / "blank.pdf"))
+
+
+@pytest.mark.parametrize("name", ["a.docx", "a.pdf"])
+@pytest.mark.parametrize("keep", [40, 0.5])
+def test_damaged_files_are_errors_with_their_place(tmp_path: Path, name: str, keep: float) -> None:
+    path = tmp_path / name
+    whole = (write_docx(path) if name == "a.docx" else write_pdf(path, [["Words."]])).read_bytes()
+    path.write_bytes(whole[: int(keep if keep > 1 else keep * len(whole))])
+    with pytest.raises(DataError) as error:
+        read_document(path)
+    assert error.value.place == str(path) and error.value.hint
+
+
+def test_encrypted_files_are_errors_but_an_empty_password_opens(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="encrypted") as error:
+        read_document(write_pdf(tmp_path / "a.pdf", [["Secret."]], password="key"))
+    assert "without a password" in (error.value.hint or "")
+    assert read(write_pdf(tmp_path / "b.pdf", [["Open."]], password="")).text == "Open."
+    (tmp_path / "a.docx").write_bytes(b"\xd0\xcf\x11\xe0" + b"\0" * 600)
+    with pytest.raises(DataError, match="encrypted, or of Word before 2007"):
+        read_document(tmp_path / "a.docx")
+
+
+def test_the_kind_goes_by_the_ending_also_of_unpacked_content() -> None:
+    assert is_document("x/A.PDF") and not is_document("a.jsonl")
+    found = read_document(Path("corpus/a.txt"), b"words")
+    assert isinstance(found, Document) and (found.text, found.path) == ("words", "corpus/a.txt")
