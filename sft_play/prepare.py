@@ -1,6 +1,7 @@
-"""`python -m sft_play.prepare --run runs/NAME`: finds the model and prepares the data, once, before any process group exists.
+"""Finds the model and prepares the data, once, before any process group exists. Prints what it took and what it left out.
 
-Writes `prepared.json` into the run's folder. Prints what it took and what it left out.
+`make data` does only this, on a machine without a GPU too; `python -m sft_play.prepare --run runs/NAME`, which the launcher
+starts, writes `prepared.json` into the run's folder.
 """
 
 from __future__ import annotations
@@ -8,18 +9,26 @@ from __future__ import annotations
 import argparse
 import errno
 import functools
+import json
 import logging
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from sft_play.config.call import Call
 from sft_play.config.load import read_config
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.console import console_may_go
+from sft_play.launch.run_folder import ended_by_signals
 from sft_play.runs.folder import RunFolder, cache_folder
-from sft_play.runs.prepared import Prepared, PreparedSplit
+from sft_play.runs.prepared import Prepared, ResolvedModel
 from sft_play.runs.prepared_index import remember
 
 
@@ -29,20 +38,48 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True, help="folder of the run, with config.json")
     run = RunFolder(parser.parse_args(arguments).run)
     try:
-        with console_may_go():
+        with console_may_go(), _stopped_in_order():
             prepare_run(run)
     except UserError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def data(call: Call) -> int:
+    """`make data`: prepares what a configuration, or the one of `RUN`, asks for; `JSON=1` prints the manifests."""
+    config = call.load_config().config
+    with _stopped_in_order():
+        prepared, manifests = prepare(config)
+    if call.json:
+        found = {"model": asdict(prepared.model), "train": manifests["train"], "validation": manifests.get("validation")}
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(f"{name}: {manifest['split']['path']}" for name, manifest in manifests.items()))
+    return 0
+
+
+@contextmanager
+def _stopped_in_order() -> Iterator[None]:
+    """Signals end the preparation so that its processes end and nothing half-written stays; a disk's error is told in one line."""
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python lets nobody handle signals
+            stack.enter_context(ended_by_signals())
+        stack.enter_context(_disk_errors_told())
+        yield
+
+
+@contextmanager
+def _disk_errors_told() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         refused = _disk_problem(error)
         if refused is None:
             raise
-        print(refused.render(), file=sys.stderr)
-        return refused.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        raise refused from error
 
 
 def _disk_problem(error: OSError) -> HardwareError | None:
@@ -58,23 +95,43 @@ def _disk_problem(error: OSError) -> HardwareError | None:
 
 def prepare_run(run: RunFolder) -> Prepared:
     """Resolves the model, prepares the data, writes `prepared.json` and returns it. Raises `DataError`."""
-    config = read_config(run.config).config
+    prepared, _ = prepare(read_config(run.config).config)
+    prepared.save(run.prepared)
+    return prepared
+
+
+def prepare(config: Config) -> tuple[Prepared, Mapping[str, Mapping[str, Any]]]:
+    """Resolves the model and prepares the data; returns the facts, and the manifest of each split. Raises `DataError`.
+
+    `make plan` and `lookup` know it from then on.
+    """
     _quiet()
     _offline_when_unreachable(config)
+    from sft_play.data.manifest import summary
     from sft_play.data.prepare import prepare_data
+    from sft_play.data.templates import chat_format, with_chat
     from sft_play.model.scratch import resolve, says
+
+    model = with_chat(resolve(config), chat_format(config.data))
+    _tell(says(config, model))
+    found = prepare_data(config, model, functools.cache(lambda: _tokenizer(model)))
+    for name, manifest in found.manifests.items():
+        _tell(summary("training" if name == "train" else name, manifest))
+    prepared = Prepared(model=model, train=found.train, validation=found.validation)
+    remember(config, prepared)
+    return prepared, found.manifests
+
+
+def _tokenizer(model: ResolvedModel) -> Any:
+    """Returns the model's tokenizer; says where a named template had to be fitted to it."""
+    from sft_play.data.templates import end_note
     from sft_play.model.tokenizer import load_tokenizer
 
-    model = resolve(config)
-    _tell(says(config, model))
-    train, validation = prepare_data(config, model, functools.cache(lambda: load_tokenizer(model.path)))
-    _tell(_summary("training data", train))
-    if validation:
-        _tell(_summary("validation data", validation))
-    prepared = Prepared(model=model, train=train, validation=validation)
-    prepared.save(run.prepared)
-    remember(config, prepared)
-    return prepared
+    tokenizer = load_tokenizer(model.path, model.chat)
+    note = end_note(model.chat.name, tokenizer) if model.chat and model.chat.name else None
+    if note:
+        _tell(note)
+    return tokenizer
 
 
 def _offline_when_unreachable(config: Config) -> None:
@@ -90,16 +147,6 @@ def _offline_when_unreachable(config: Config) -> None:
     wanted = any(not Path(name).expanduser().is_dir() for name in names) or any(is_hub(source) for source in sources)
     if wanted and not hub_reachable():
         os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-def _summary(name: str, split: PreparedSplit) -> str:
-    share = split.label_tokens / split.tokens
-    dropped = f"; {split.dropped} rows left out (longer than model.max_seq_len)" if split.dropped else ""
-    dropped += f"; {split.truncated} rows cut to model.max_seq_len" if split.truncated else ""
-    return (
-        f"{name}: {split.rows:,} rows, {split.tokens:,} tokens, {share:.0%} of them trained, "
-        f"median row {split.median}, longest {split.longest}{dropped}"
-    )
 
 
 def _tell(text: str) -> None:

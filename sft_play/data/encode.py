@@ -8,7 +8,7 @@ from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.config.task_rules import refused_format
-from sft_play.data.example import Example
+from sft_play.data.example import Example, Message
 from sft_play.data.template import IGNORED, Encoded, Renderer
 from sft_play.data.text import TOO_LONG, encode_texts
 from sft_play.errors import DataError
@@ -63,9 +63,29 @@ class Encoder:
         if length <= self.limit:
             return Outcome(rows=[row])
         if self.policy == "error":
-            error = DataError(f"the row has {length} tokens; `model.max_seq_len` is {self.limit}", place=example.place)
-            return Outcome(rows=[], error=error, overlong=length)
+            refusal = DataError(f"the row has {length} tokens; `model.max_seq_len` is {self.limit}", place=example.place)
+            return Outcome(rows=[], error=refusal, overlong=length)
+        if self.policy == "truncate" and (cut := self._truncated(example.messages or [], row)) is not None:
+            return Outcome(rows=[cut], cut=True, overlong=length)
         return Outcome(rows=[], dropped=TOO_LONG, overlong=length)
+
+    def _truncated(self, messages: Sequence[Message], encoded: Encoded) -> Encoded | None:
+        """Cuts a row at the limit; `None` where nothing of an answer would be left.
+
+        Turns after the last answer that begins before the limit go first, so that prompt and reference belong to an answer that is
+        trained.
+        """
+        while len(encoded.prompt_ids) >= self.limit:
+            messages = messages[:-1]
+            while messages and messages[-1]["role"] != "assistant":
+                messages = messages[:-1]
+            if not messages:
+                return None
+            encoded = without_tail(self.renderer.encode(messages))
+        labels = encoded.labels[: self.limit]
+        if all(label == IGNORED for label in labels[1:]):  # the first token follows nothing, so it is never a target
+            return None
+        return Encoded(encoded.input_ids[: self.limit], labels, encoded.prompt_ids, encoded.reference)
 
     def _tokens(self, example: Example) -> Encoded:
         ids = example.input_ids or []

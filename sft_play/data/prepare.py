@@ -1,243 +1,115 @@
-"""Prepares the training and validation rows once, before any process group, cached by the content of all that matters."""
+"""Prepares the training and validation rows once, before any process group, cached by the content of all that matters.
+
+Nothing here imports a heavy package until something must be made: from the cache, preparation takes a fraction of a second.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
-import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config, DataSource
-from sft_play.data.formats import Message, recognise, to_messages
-from sft_play.data.read import BUILTIN, Placed, files_of, read_source
-from sft_play.data.store import RowTable, read_manifest, write_split
-from sft_play.data.template import IGNORED, Encoded, Renderer
-from sft_play.errors import DataError, raise_all
-from sft_play.files import file_sha256, text_sha256
-from sft_play.model.tokenizer import end_of_turn_ids
+from sft_play.data.contents import files_sha256
+from sft_play.data.manifest import read_manifest
+from sft_play.data.read import BUILTIN, files_of
+from sft_play.errors import DataError
+from sft_play.files import text_sha256
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import PreparedSplit, ResolvedModel
-
-VERSION = "5"
-"""Raised when the same input would give other rows, so that older caches are not used."""
-SHOWN_PROBLEMS = 5
-PROGRESS_SECONDS = 10
+from sft_play.runs.prepared_index import preparation_code, settings_that_matter
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """One row, read and understood but not yet in tokens."""
-
-    place: str
-    form: str
-    messages: list[Message]
-
-    @property
-    def key(self) -> str:
-        """A hash of the content."""
-        return text_sha256(json.dumps(self.messages, ensure_ascii=False, sort_keys=True))
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     """One split that is to be prepared."""
 
     name: str
     """`train` or `validation`."""
     sources: Sequence[DataSource]
+    contents: Sequence[str | None]
+    """A checksum of each source's files; `None` for what is not a file."""
     fraction: float
     """Share of the rows that belongs to the validation split, where both come from the same sources; else 0."""
+    folder: Path
+    """Where it is published, by the content of everything that matters."""
 
 
-def prepare_data(
-    config: Config, model: ResolvedModel, tokenizer: Callable[[], Any]
-) -> tuple[PreparedSplit, PreparedSplit | None]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedData:
+    """Both splits, with what their manifests say."""
+
+    train: PreparedSplit
+    validation: PreparedSplit | None
+    manifests: Mapping[str, Mapping[str, Any]]
+    """By split."""
+
+
+def prepare_data(config: Config, model: ResolvedModel, tokenizer: Callable[[], Any]) -> PreparedData:
     """Returns the prepared splits, from the cache when nothing that matters has changed. Raises `DataError`.
 
     `tokenizer` is called only when something must be prepared: loading one means importing transformers, for seconds.
     """
-    sources, validation = config.data.sources, config.data.validation
-    if not sources:
+    if not config.data.sources:
         raise DataError("no training data was given", hint="set `data.train_path`, or `data.sources`")
+    parts = parts_of(config, model)
+    manifests = {part.name: read_manifest(part.folder) for part in parts}
+    if None in manifests.values():
+        from sft_play.data.make import make_parts
+
+        make_parts(config, tokenizer(), [part for part in parts if manifests[part.name] is None], parts[0])
+        manifests = {part.name: read_manifest(part.folder) for part in parts}
+    named = {part.name: _named(manifests[part.name], part) for part in parts}
+    splits = [PreparedSplit.from_json(named[part.name]["split"]) for part in parts]
+    return PreparedData(train=splits[0], validation=splits[1] if len(splits) > 1 else None, manifests=named)
+
+
+def parts_of(config: Config, model: ResolvedModel) -> list[Part]:
+    """Returns the splits that a configuration asks for, training first."""
+    sources, validation = config.data.sources, config.data.validation
+    fraction = 0.0 if isinstance(validation, list) else float(validation or 0.0)
+    train = _part("train", sources, fraction, [*_common(config, model)])
     if isinstance(validation, list):
-        parts = [Part("train", sources, 0.0), Part("validation", validation, 0.0)]
-    elif validation:
-        parts = [Part("train", sources, validation), Part("validation", sources, validation)]
-    else:
-        parts = [Part("train", sources, 0.0)]
-    splits = [_split(config, model, tokenizer, part) for part in parts]
-    return splits[0], splits[1] if len(splits) > 1 else None
+        # The training rows are in the key, since the manifest says how many rows of the validation data are among them.
+        return [train, _part("validation", validation, 0.0, [*_common(config, model), train.folder.name])]
+    if fraction:
+        return [train, _part("validation", sources, fraction, [*_common(config, model)])]
+    return [train]
 
 
-def _split(config: Config, model: ResolvedModel, tokenizer: Callable[[], Any], part: Part) -> PreparedSplit:
-    folder = cache_folder() / "data" / f"{part.name}-{_content_key(config, model, part)}"
-    manifest = read_manifest(folder)
-    if manifest is None:
-        manifest = _make(config, tokenizer(), part, folder)
-    return PreparedSplit.from_json({**manifest["split"], "path": str(folder.resolve())})
+def _common(config: Config, model: ResolvedModel) -> list[Any]:
+    """What the rows of both splits depend on, beside their sources."""
+    versions = [version(package) for package in ("transformers", "tokenizers")]
+    return [settings_that_matter(config), model.tokenizer_fingerprint, preparation_code(), *versions]
 
 
-def _make(config: Config, tokenizer: Any, part: Part, folder: Path) -> dict[str, Any]:
-    """Reads, encodes and publishes one split; returns its manifest."""
-    rows = _read(part.sources)
-    if part.fraction:
-        rows = [row for row in rows if _held_out(row, part.fraction) == (part.name == "validation")]
-        if not rows:
-            message = f"`data.validation: {part.fraction}` leaves no row for {part.name}"
-            raise DataError(message, hint="give more rows, or another fraction")
-    encoded = _encode(config, tokenizer, rows, part.name)
-    split = PreparedSplit(path="", dropped=sum(encoded.dropped.values()), truncated=encoded.truncated, **encoded.rows.facts())
-    manifest = {
-        "split": asdict(split),
-        "rows_read": len(rows),
-        "dropped": dict(encoded.dropped),
-        "formats": dict(Counter(row.form for row in rows)),
-        "length_quantiles": encoded.rows.quantiles(),
-    }
-    write_split(folder, encoded.rows, manifest)
-    return manifest
-
-
-def _held_out(row: Conversation, fraction: float) -> bool:
-    """Whether a row is validation: by a hash of its content, so the same row falls on the same side for ever."""
-    return int(row.key[:12], 16) / 16**12 < fraction
-
-
-def _content_key(config: Config, model: ResolvedModel, part: Part) -> str:
-    parts: list[Any] = [VERSION, part.name, part.fraction, config.model.max_seq_len, config.data.overlong]
-    parts += [model.tokenizer_fingerprint, *(version(package) for package in ("transformers", "tokenizers"))]
-    for source in part.sources:
-        files = files_of(source)
-        parts.append(asdict(source))
-        if files:
-            parts.append([[path.name, file_sha256(path)] for path in files])
-        elif source.path.startswith(BUILTIN):
-            parts.append(platform.python_version())  # the rows are the interpreter's own library
-    return text_sha256(json.dumps(parts, ensure_ascii=False, sort_keys=True))[:24]
-
-
-def _read(sources: Sequence[DataSource]) -> list[Conversation]:
-    """Reads and understands every row; up to five different problems are reported together, each once with its number of rows."""
-    rows: list[Conversation] = []
-    problems: dict[str, DataError] = {}
-    alike: Counter[str] = Counter()
+def _part(name: str, sources: Sequence[DataSource], fraction: float, common: list[Any]) -> Part:
+    key, contents = [*common, name, fraction], []
     for source in sources:
-        form: str | None = None if source.format == "auto" else source.format
-        for placed in read_source(source):
-            try:
-                row = _understand(placed, form)
-                form = form or row.form  # `auto` goes by the first row; another format later is an error of that row
-                rows.append(row)
-            except DataError as error:
-                error.place = error.place or placed[0]
-                if error.message in problems or len(problems) < SHOWN_PROBLEMS:  # a large file may hold a million different ones
-                    problems.setdefault(error.message, error)
-                    alike[error.message] += 1
-    raise_all([_counted(error, alike[message]) for message, error in problems.items()])
-    if not rows:
-        raise DataError("the sources hold no row", place=", ".join(source.path for source in sources))
-    return rows
+        files = files_of(source)
+        content = files_sha256(files) if files else None
+        contents.append(content)
+        key += [asdict(replace(source, name=None, weight=None)), content]  # neither changes a row
+        if source.path.startswith(BUILTIN):
+            key.append(platform.python_version())  # the rows are the interpreter's own library
+    digest = text_sha256(json.dumps(key, ensure_ascii=False, sort_keys=True))[:24]
+    return Part(
+        name=name, sources=sources, contents=contents, fraction=fraction, folder=cache_folder() / "data" / f"{name}-{digest}"
+    )
 
 
-def _counted(error: DataError, rows: int) -> DataError:
-    """Returns one error for `rows` rows that have the same problem, at the place of the first."""
-    if rows == 1:
-        return error
-    return DataError(f"{error.message} ({rows:,} such rows; the first is here)", place=error.place, hint=error.hint)
-
-
-def _understand(placed: Placed, form: str | None) -> Conversation:
-    place, row = placed
-    if isinstance(row, DataError):
-        raise row
-    form = form or recognise(row)
-    return Conversation(place, form, to_messages(row, form))
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    rows: RowTable
-    dropped: Counter[str]
-    truncated: int
-
-
-def _encode(config: Config, tokenizer: Any, rows: Sequence[Conversation], part: str) -> _Encoded:
-    """Encodes all rows, applies `data.overlong`, and refuses what would train nothing."""
-    renderer = Renderer(tokenizer, end_of_turn_ids(tokenizer))
-    limit, policy = config.model.max_seq_len, config.data.overlong
-    kept = RowTable()
-    dropped: Counter[str] = Counter()
-    overlong: list[tuple[str, int]] = []
-    truncated, shown = 0, time.monotonic()
-    for index, row in enumerate(rows):
-        try:
-            encoded = _without_tail(renderer.encode(row.messages))
-        except DataError as error:
-            error.place = error.place or row.place
-            raise
-        if len(encoded.input_ids) > limit:
-            overlong.append((row.place, len(encoded.input_ids)))
-            cut = _truncate(renderer, row.messages, encoded, limit) if policy == "truncate" else None
-            if cut is None:
-                dropped["too long"] += 1
-                continue
-            encoded = cut
-            truncated += 1
-        kept.append(index, encoded)
-        shown = _tell_progress(part, index + 1, len(rows), shown)
-    if overlong and policy == "error":
-        place, longest = max(overlong, key=lambda item: item[1])
-        raise DataError(
-            f"{len(overlong)} of {len(rows)} {part} rows are longer than `model.max_seq_len` {limit}; the longest has {longest} tokens",
-            place=place,
-            hint=f"raise MODEL_MAX_SEQ_LEN to {longest}, or set DATA_OVERLONG=drop to leave them out, or truncate to cut them",
-        )
-    if not len(kept):
-        raise DataError(
-            f"no {part} row is left: all {len(rows)} are longer than `model.max_seq_len` {limit}"
-            + (" before their answer begins" if policy == "truncate" else ""),
-            hint=f"raise MODEL_MAX_SEQ_LEN; the longest row has {max(length for _, length in overlong)} tokens",
-        )
-    return _Encoded(kept, dropped, truncated)
-
-
-def _tell_progress(part: str, done: int, count: int, shown: float) -> float:
-    """Says how far it is every ten seconds, so that millions of rows do not look like a hang. Returns when it last did."""
-    now = time.monotonic()
-    if now - shown < PROGRESS_SECONDS:
-        return shown
-    print(f"preparing {part} rows: {done:,} of {count:,}", file=sys.stderr, flush=True)
-    return now
-
-
-def _without_tail(encoded: Encoded) -> Encoded:
-    """Leaves out what follows the last trained token (a newline, with some templates a new header): nothing depends on it."""
-    end = len(encoded.labels)
-    while encoded.labels[end - 1] == IGNORED:  # a conversation ends with an answer, so there is a trained token
-        end -= 1
-    return replace(encoded, input_ids=encoded.input_ids[:end], labels=encoded.labels[:end])
-
-
-def _truncate(renderer: Renderer, messages: Sequence[Message], encoded: Encoded, limit: int) -> Encoded | None:
-    """Cuts a row at `limit` tokens; `None` where nothing of an answer would be left.
-
-    Turns after the last answer that begins before the limit go first, so that prompt and reference belong to an answer that is
-    trained.
-    """
-    while len(encoded.prompt_ids) >= limit:
-        messages = messages[:-1]
-        while messages and messages[-1]["role"] != "assistant":
-            messages = messages[:-1]
-        if not messages:
-            return None
-        encoded = _without_tail(renderer.encode(messages))
-    labels = encoded.labels[:limit]
-    if all(label == IGNORED for label in labels[1:]):  # the first token follows nothing, so it is never a target
-        return None
-    return Encoded(encoded.input_ids[:limit], labels, encoded.prompt_ids, encoded.reference)
+def _named(manifest: dict[str, Any] | None, part: Part) -> dict[str, Any]:
+    """Returns a manifest with this configuration's names and weights, which the cache does not go by."""
+    assert manifest is not None, f"{part.folder} was published a moment ago"
+    names = [{"name": source.name or source.path} for source in part.sources]
+    facts = [
+        fact | name | {"weight": source.weight}
+        for fact, name, source in zip(manifest["split"]["sources"], names, part.sources, strict=True)
+    ]
+    sources = [found | name for found, name in zip(manifest["sources"], names, strict=True)]
+    split = manifest["split"] | {"path": str(part.folder.resolve()), "sources": facts}
+    return manifest | {"split": split, "sources": sources}

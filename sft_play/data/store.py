@@ -1,136 +1,176 @@
-"""Prepared rows on their way to the disk: gathered in four bytes a token, written aside as Arrow, published by rename."""
+"""Prepared rows on their way to the disk: written aside as Arrow while they come, published by rename."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import shutil
-import statistics
+import socket
 import tempfile
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from sft_play.data.template import IGNORED, Encoded
-from sft_play.files import read_json, sync_folder, write_json
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
-MANIFEST = "manifest.json"
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+from sft_play.data.chunks import Chunk, Integers
+from sft_play.data.manifest import MANIFEST
+from sft_play.files import sync_folder, write_bytes, write_json
 
-
-class TokenColumn:
-    """Lists of tokens, one after another. Python's own lists would take ten times the memory."""
-
-    def __init__(self) -> None:
-        self.values = array("i")
-        self.ends = array("i", [0])
-
-    def append(self, tokens: Sequence[int]) -> None:
-        self.values.extend(tokens)
-        self.ends.append(len(self.values))
-
-    def lengths(self) -> list[int]:
-        """Returns the tokens of each row."""
-        return [end - start for start, end in zip(self.ends[:-1], self.ends[1:], strict=True)]
-
-    def arrow(self) -> Any:
-        """Returns a `pyarrow.ListArray` of int32."""
-        import numpy as np
-        import pyarrow as pa
-
-        return pa.ListArray.from_arrays(np.asarray(self.ends, np.int32), np.asarray(self.values, np.int32))
+ARROW = "data-00000-of-00001.arrow"
+LENGTHS, SOURCES, KEYS = "lengths.i32", "sources.i32", "keys.bin"
+BATCH_ROWS, BATCH_TOKENS = 8192, 2**22
+"""An Arrow record batch ends with either; it is what is held in memory."""
+TOKENS = pa.list_(pa.int32())
+SCHEMA = pa.schema(
+    [
+        ("input_ids", TOKENS), ("labels", TOKENS), ("row", pa.int64()), ("source", pa.int32()),
+        ("prompt_ids", TOKENS), ("reference", pa.string()),
+    ]
+)  # fmt: skip
 
 
-class RowTable:
-    """The rows of one split: `input_ids`, `labels`, `row` (where it stood among those read), `prompt_ids`, `reference`."""
+class SplitWriter:
+    """Writes one split into a folder aside. A context manager: what was not published is gone when it is left."""
 
-    def __init__(self) -> None:
-        self.input_ids, self.labels, self.prompt_ids = TokenColumn(), TokenColumn(), TokenColumn()
-        self.row: list[int] = []
-        self.reference: list[str] = []
-        self.label_tokens = 0
-        """Tokens that a loss is computed for: the first one of a row follows nothing, and never is."""
-        self.most_labels = 0
-        """Of the row that has most."""
+    def __init__(self, folder: Path) -> None:
+        """`folder` is where the split is published; its neighbours that a killed process left half-written are removed."""
+        self.folder = folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder.parent)
+        self._scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.{socket.gethostname()}.{os.getpid()}.", dir=folder.parent))
+        self._stream = pa.OSFile(str(self._scratch / ARROW), "wb")
+        self._writer = pa.ipc.new_stream(self._stream, SCHEMA)
+        self._batches: list[Any] = []
+        self._rows_waiting = self._tokens_waiting = 0
+        self._digests = tuple(hashlib.sha256() for _ in range(3))
+        self.lengths, self.sources, self.trained = array("i"), array("i"), array("i")
+        """By row: tokens, index of the source, tokens that a loss is computed for."""
+        self.keys = bytearray()
+        """`split.KEY_BYTES` for each example that gave a row."""
 
-    def __len__(self) -> int:
-        return len(self.row)
+    def __enter__(self) -> SplitWriter:
+        return self
 
-    def append(self, index: int, encoded: Encoded) -> None:
-        self.input_ids.append(encoded.input_ids)
-        self.labels.append(encoded.labels)
-        self.prompt_ids.append(encoded.prompt_ids)
-        self.row.append(index)
-        self.reference.append(encoded.reference)
-        labels = sum(label != IGNORED for label in encoded.labels[1:])
-        self.label_tokens += labels
-        self.most_labels = max(self.most_labels, labels)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with contextlib.suppress(OSError):  # a full disk was told already
+            self._stream.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def append(self, chunk: Chunk, examples: NDArray[np.bool_], numbers: NDArray[np.int64]) -> None:
+        """Adds the rows of those examples of `chunk` that `examples` chooses; `numbers` is each example's `row`."""
+        if not examples.all():
+            chunk_rows = np.repeat(examples, chunk.rows_of)
+            columns = _chosen(chunk, chunk_rows)
+        else:
+            chunk_rows = None
+            columns = (chunk.lengths, chunk.input_ids, chunk.labels, chunk.prompt_lengths, chunk.prompt_ids, chunk.trained)
+        lengths, ids, labels, prompt_lengths, prompts, trained = columns
+        if not len(lengths):
+            return
+        references = chunk.references if chunk_rows is None else [chunk.references[int(i)] for i in np.flatnonzero(chunk_rows)]
+        for digest, part in zip(self._digests, (lengths, ids, labels), strict=True):
+            digest.update(part.tobytes())
+        self.lengths.frombytes(lengths.tobytes())
+        self.trained.frombytes(trained.tobytes())
+        self.sources.extend([chunk.source] * len(lengths))
+        numbers_of_rows = np.repeat(numbers[examples], chunk.rows_of[examples])
+        source = np.full(len(lengths), chunk.source, np.int32)
+        self._wait(
+            [_lists(lengths, ids), _lists(lengths, labels), pa.array(numbers_of_rows), pa.array(source),
+             _lists(prompt_lengths, prompts), pa.array(references, pa.string())]
+        )  # fmt: skip
+        for example in np.flatnonzero(examples & (chunk.rows_of > 0)):
+            self.keys += chunk.key(int(example))
+
+    def _wait(self, columns: list[Any]) -> None:
+        """Gathers small batches into a large one, which a reader finds its rows in faster."""
+        self._batches.append(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+        self._rows_waiting += len(columns[0])
+        self._tokens_waiting += len(columns[0].values)
+        if self._rows_waiting >= BATCH_ROWS or self._tokens_waiting >= BATCH_TOKENS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._batches:
+            self._writer.write_table(pa.Table.from_batches(self._batches).combine_chunks())
+        self._batches, self._rows_waiting, self._tokens_waiting = [], 0, 0
 
     def fingerprint(self) -> str:
-        """Returns a sha256 over the tokens and labels of all rows, in order."""
-        digest = hashlib.sha256()
-        for part in (self.input_ids.ends, self.input_ids.values, self.labels.values):
-            digest.update(part.tobytes())
-        return digest.hexdigest()
+        """Returns a sha256 over lengths, tokens and labels of all rows, in order."""
+        return hashlib.sha256("".join(digest.hexdigest() for digest in self._digests).encode()).hexdigest()
 
-    def facts(self) -> dict[str, Any]:
-        """Returns the counts of `runs.prepared.PreparedSplit` that the rows themselves tell."""
-        lengths = self.input_ids.lengths()
-        return {
-            "rows": len(lengths),
-            "tokens": sum(lengths),
-            "label_tokens": self.label_tokens,
-            "most_labels": self.most_labels,
-            "longest": max(lengths),
-            "median": int(statistics.median(lengths)),
-            "fingerprint": self.fingerprint(),
+    def publish(self, manifest: Mapping[str, Any]) -> None:
+        """Writes what is left and makes the folder visible; of two processes that race, one publishes."""
+        self._flush()
+        self._writer.close()
+        self._stream.close()
+        _sync(self._scratch / ARROW)
+        for name, content in ((LENGTHS, self.lengths), (SOURCES, self.sources)):
+            write_bytes(self._scratch / name, _little_endian(content))
+        write_bytes(self._scratch / KEYS, bytes(self.keys))
+        state: dict[str, Any] = {
+            "_data_files": [{"filename": ARROW}],
+            "_fingerprint": self.fingerprint()[:16],
+            "_format_columns": None,
         }
-
-    def quantiles(self) -> dict[str, int]:
-        """Returns lengths in tokens that the given shares of rows do not exceed."""
-        lengths = sorted(self.input_ids.lengths())
-        return {f"{share:.0%}": lengths[min(len(lengths) - 1, int(share * len(lengths)))] for share in QUANTILES}
-
-    def dataset(self) -> Any:
-        """Returns a `datasets.Dataset`."""
-        import datasets
-        import pyarrow as pa
-
-        tokens = {"input_ids": self.input_ids.arrow(), "labels": self.labels.arrow()}
-        rest = {"row": pa.array(self.row, pa.int64()), "prompt_ids": self.prompt_ids.arrow()}
-        return datasets.Dataset(pa.table(tokens | rest | {"reference": pa.array(self.reference, pa.string())}))
-
-
-def write_split(folder: Path, rows: RowTable, manifest: Mapping[str, Any]) -> None:
-    """Writes `rows` and `manifest` aside and publishes them as `folder`; of two processes that race, one publishes."""
-    import datasets
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        datasets.disable_progress_bars()
-        rows.dataset().save_to_disk(str(scratch))
-        sizes = {path.name: path.stat().st_size for path in scratch.iterdir()}
-        write_json(scratch / MANIFEST, {**manifest, "files": sizes})
-        scratch.chmod(0o755)
+        state |= {"_format_kwargs": {}, "_format_type": None, "_output_all_columns": False, "_split": None}
+        write_json(self._scratch / "state.json", state)  # what `datasets.load_from_disk` looks for
+        write_json(self._scratch / "dataset_info.json", {"citation": "", "description": "", "homepage": "", "license": ""})
+        sizes = {path.name: path.stat().st_size for path in self._scratch.iterdir()}
+        write_json(self._scratch / MANIFEST, {**manifest, "files": sizes})
+        self._scratch.chmod(0o755)
         try:
-            scratch.rename(folder)
+            self._scratch.rename(self.folder)
         except OSError:  # another process was first; its rows are the same
-            if not (folder / MANIFEST).is_file():
+            if not (self.folder / MANIFEST).is_file():
                 raise
-        sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        sync_folder(self.folder.parent)
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Returns the manifest of a split that is there as it was written; removes what is damaged and returns `None`."""
+def _chosen(chunk: Chunk, rows: NDArray[np.bool_]) -> tuple[Integers, ...]:
+    """Returns the chunk's columns without the rows that are not chosen."""
+    tokens, prompts = np.repeat(rows, chunk.lengths), np.repeat(rows, chunk.prompt_lengths)
+    return (
+        chunk.lengths[rows], chunk.input_ids[tokens], chunk.labels[tokens],
+        chunk.prompt_lengths[rows], chunk.prompt_ids[prompts], chunk.trained[rows],
+    )  # fmt: skip
+
+
+def _lists(lengths: Integers, values: Integers) -> Any:
+    """Returns a `pyarrow.ListArray` of int32 whose lists stand one after another in `values`."""
+    ends = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=ends[1:])
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(values))
+
+
+def _little_endian(values: array[int]) -> bytes:
+    return np.asarray(values, np.int32).astype("<i4").tobytes()
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes what processes of this machine that live no more have left half-written."""
+    for path in folder.glob(f".*.{socket.gethostname()}.*.*"):
+        owner = path.name.rsplit(".", 2)[1]
+        if owner.isdigit() and not _lives(int(owner)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _lives(process: int) -> bool:
     try:
-        manifest: dict[str, Any] = read_json(folder / MANIFEST)
-        if all((folder / name).stat().st_size == size for name, size in manifest["files"].items()):
-            return manifest
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    if folder.exists():
-        shutil.rmtree(folder)
-    return None
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.schema import Config, DataSource
-from sft_play.files import text_sha256
+from sft_play.files import file_sha256, text_sha256
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import Prepared
+
+NO_MATTER = ("sources", "validation", "train_path", "val_path", "num_proc", "mix_by", "exhausted")
+"""Keys of `data` that change no row, or are looked at source by source."""
 
 
 def lookup(config: Config) -> Prepared | None:
@@ -32,24 +37,52 @@ def remember(config: Config, prepared: Prepared) -> None:
     prepared.save(_path(config))
 
 
+def settings_that_matter(config: Config) -> dict[str, Any]:
+    """Returns every setting, beside model and sources, that changes a prepared row."""
+    data = {name: value for name, value in asdict(config.data).items() if name not in NO_MATTER}
+    template = Path(config.data.chat_template or "").expanduser()
+    sources = sources_of(config)
+    return {
+        "data": data,
+        "template": file_sha256(template) if template.is_file() else None,
+        "max_seq_len": config.model.max_seq_len,
+        "task": config.tuning.task,
+        "loss_on": config.train.loss_on,
+        "seed": config.train.seed if any(source.rows is not None for source in sources) else None,
+    }
+
+
+@functools.cache
+def preparation_code() -> str:
+    """Returns a sha256 over the source of all that makes rows: another version of it is another cache entry."""
+    package = Path(__file__).resolve().parent.parent
+    files = [*sorted((package / "data").glob("*.py")), package / "model" / "tokenizer.py"]
+    return text_sha256("\n".join(file_sha256(path) for path in files))
+
+
+def sources_of(config: Config) -> list[DataSource]:
+    """Returns the sources of training and validation."""
+    return [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
+
+
 def _path(config: Config) -> Path:
-    data = config.data
-    sources = [*data.sources, *(data.validation if isinstance(data.validation, list) else [])]
+    validation = config.data.validation
     key = {
         "model": asdict(config.model),
-        "data": asdict(data),
-        "files": [_state(source) for source in sources],
+        "settings": settings_that_matter(config),
+        "sources": [asdict(source) for source in config.data.sources],
+        "validation": [asdict(source) for source in validation] if isinstance(validation, list) else validation,
+        "files": [_state(source) for source in sources_of(config)],
         # A model folder that was written again may have another tokenizer; a hub id has no files here.
-        "model_files": _stats(_folder_files(config.model.name)) + _stats(_folder_files(config.model.tokenizer)),
-        "seed": config.train.seed if config.model.init == "random" else None,  # of the weights
+        "model_files": [_folder_state(name) for name in (config.model.name, config.model.tokenizer) if name],
         "python": platform.python_version(),
+        "code": preparation_code(),
     }
     return cache_folder() / "prepared" / f"{text_sha256(json.dumps(key, sort_keys=True))[:24]}.json"
 
 
-def _folder_files(name: str | None) -> Iterable[Path]:
-    """Returns the files of a model's or tokenizer's folder; nothing for a hub id, or where none is named."""
-    return Path(name).expanduser().glob("*") if name else ()
+def _folder_state(name: str) -> list[list[object]]:
+    return _stats(Path(name).expanduser().glob("*"))
 
 
 def _state(source: DataSource) -> list[list[object]]:

@@ -121,10 +121,13 @@ def test_the_program_writes_what_the_run_needs(tmp_path: Path, tiny: Path) -> No
     shown = [line for line in told[1] if line]
     assert shown[0] == f"model: {tiny}, from the folder {tiny.resolve()}"
     assert shown[1].startswith(f"training data: {prepared.train.rows} rows, {prepared.train.tokens:,} tokens, ")
-    assert shown[2].startswith(f"validation data: {prepared.validation.rows} rows, ")
-    assert len(shown) == 3
+    train, held = prepared.train.rows, prepared.validation.rows
+    assert shown[2].startswith(f"  {data}: {train} read as prompt_completion, {train} kept; {prepared.train.tokens:,} tokens, ")
+    assert shown[3].startswith(f"validation data: {held} rows, ")
+    assert shown[4].startswith(f"  {data}: {held} read as prompt_completion, {held} kept; ")
+    assert len(shown) == 5
     rows = rows_of(prepared.train.path)
-    assert rows.column_names == ["input_ids", "labels", "row", "prompt_ids", "reference"]
+    assert rows.column_names == ["input_ids", "labels", "row", "source", "prompt_ids", "reference"]
     assert prepared.train.tokens == sum(map(len, rows["input_ids"]))
     assert prepared.train.label_tokens == sum(label != -100 for labels in rows["labels"] for label in labels[1:])
     assert prepared.train.longest == max(map(len, rows["input_ids"]))
@@ -169,7 +172,7 @@ def test_a_split_of_a_file_is_refused(prepared_by: Prepare, tmp_path: Path) -> N
 def test_without_validation_there_is_none(prepared_by: Prepare, tmp_path: Path) -> None:
     outcome = prepared_by(f"data.train_path: {write_rows(tmp_path / 'train.jsonl', pairs(5))}")
     assert outcome.prepared.validation is None
-    assert "validation" not in outcome.told
+    assert "validation data:" not in outcome.told
 
 
 @pytest.mark.parametrize("change", ["content", "length", "overlong", "template"])
@@ -274,7 +277,7 @@ def test_overlong_rows_are_dropped_and_counted(prepared_by: Prepare, tmp_path: P
     outcome = prepared_by(f"data.train_path: {data}", "data.overlong: drop")
     assert outcome.prepared.train
     assert (outcome.prepared.train.rows, outcome.prepared.train.dropped, outcome.prepared.train.truncated) == (3, 1, 0)
-    assert "1 rows left out (longer than model.max_seq_len)" in outcome.told
+    assert "4 read as prompt_completion, 3 kept, 1 left out (longer than model.max_seq_len); " in outcome.told
 
 
 def test_overlong_rows_are_cut_where_an_answer_has_begun(prepared_by: Prepare, tmp_path: Path) -> None:
@@ -299,10 +302,10 @@ def test_overlong_rows_are_cut_where_an_answer_has_begun(prepared_by: Prepare, t
 
 @pytest.mark.parametrize("policy", ["drop", "truncate"])
 def test_when_no_row_is_left_the_run_is_refused(policy: str, prepared_by: Prepare, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", [LONG_PROMPT, LONG_PROMPT])
+    data = write_rows(tmp_path / "rows.jsonl", [LONG_PROMPT, LONG_PROMPT | {"completion": "no"}, LONG_PROMPT])
     outcome = prepared_by(f"data.train_path: {data}", f"data.overlong: {policy}")
     assert outcome.code == 4
-    assert "no train row is left: all 2 are longer than `model.max_seq_len` 64" in outcome.told
+    assert "no train row is left of 3: 1 duplicate, 2 longer than model.max_seq_len" in outcome.told
     assert "raise MODEL_MAX_SEQ_LEN" in outcome.told
 
 

@@ -1,0 +1,185 @@
+"""What goes to the processes that prepare the data, and what comes back: rows by the chunk, tokens as arrays of 32-bit integers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sft_play.data.encode import Outcome
+from sft_play.data.example import Example
+from sft_play.data.formats import understand
+from sft_play.data.read import Placed
+from sft_play.data.split import KEY_BYTES, is_held_out
+from sft_play.data.template import IGNORED
+from sft_play.errors import DataError
+
+Integers = NDArray[np.int32]
+CHUNK_ROWS = 256
+CHUNK_CHARACTERS = 1_000_000
+"""A chunk ends with either, so that neither short rows cost a message each, nor long documents the memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Rows of one source, as they were read."""
+
+    source: int
+    """Index into the split's sources."""
+    form: str | None
+    """The source's format; `None` where it is not known yet."""
+    rows: Sequence[Placed]
+    encode: bool = True
+    """False once a row was found that cannot be read: the rest is only checked, so that all problems are told at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """A row that cannot be prepared."""
+
+    place: str
+    message: str
+    hint: str | None
+    reading: bool
+    """Whether the row itself is wrong; else its tokens are."""
+
+    @property
+    def error(self) -> DataError:
+        return DataError(self.message, place=self.place, hint=self.hint)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """What became of the rows of one `Work`, in order. Examples are what was read; each gives no row, one, or several."""
+
+    source: int
+    forms: Mapping[str, int]
+    refused: Sequence[Refusal]
+    keys: bytes
+    """A hash of each example's content, `KEY_BYTES` each."""
+    held_out: NDArray[np.bool_]
+    """By example."""
+    rows_of: Integers
+    """Rows that each example gave."""
+    dropped: Mapping[int, str]
+    """Why an example gave none."""
+    overlong: Mapping[int, tuple[str, int]]
+    """Place and tokens of the examples that are longer than `model.max_seq_len`, whatever became of them."""
+    cut: frozenset[int]
+    """Examples that lost tokens."""
+    lengths: Integers
+    """By row."""
+    trained: Integers
+    """Tokens that a loss is computed for, by row: the first one follows nothing, and never is."""
+    prompt_lengths: Integers
+    """By row."""
+    input_ids: Integers
+    """Of all rows, one after another; as are `labels` and `prompt_ids`."""
+    labels: Integers
+    prompt_ids: Integers
+    references: Sequence[str]
+
+    @property
+    def examples(self) -> int:
+        return len(self.rows_of)
+
+    def key(self, example: int) -> bytes:
+        return self.keys[example * KEY_BYTES : (example + 1) * KEY_BYTES]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Read:
+    examples: list[Example] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+
+
+def make_chunk(work: Work, encoder: Any, *, group_by: str | None, fraction: float) -> Chunk:
+    """Understands and encodes the rows of `work`. `encoder` is an `encode.Encoder`; what is wrong with a row is in `refused`."""
+    read = _read(work, group_by)
+    examples = read.examples
+    outcomes: Sequence[Outcome] = encoder.encode(examples) if work.encode and examples else ()
+    refused = [*read.refused]
+    for example, outcome in zip(examples, outcomes, strict=False):
+        if outcome.error is not None and not outcome.overlong:  # what is too long is counted and told once
+            refused.append(_refusal(outcome.error, example.place, reading=False))
+    return _chunk(work.source, examples, outcomes, refused, fraction)
+
+
+def _read(work: Work, group_by: str | None) -> _Read:
+    read = _Read()
+    for placed in work.rows:
+        try:
+            read.examples.append(understand(placed, work.source, work.form, group_by=group_by))
+        except DataError as error:
+            read.refused.append(_refusal(error, placed[0], reading=True))
+    return read
+
+
+def _refusal(error: DataError, place: str, *, reading: bool) -> Refusal:
+    return Refusal(place=error.place or place, message=error.message, hint=error.hint, reading=reading)
+
+
+def _chunk(
+    source: int, examples: Sequence[Example], outcomes: Sequence[Outcome], refused: Sequence[Refusal], fraction: float
+) -> Chunk:
+    rows = [row for outcome in outcomes for row in outcome.rows]
+    lengths = _integers(len(row.input_ids) for row in rows)
+    labels = _joined(row.labels for row in rows)
+    keys = [example.key for example in examples]
+    return Chunk(
+        source=source,
+        forms=Counter(example.form for example in examples),
+        refused=refused,
+        keys=b"".join(bytes.fromhex(key[: 2 * KEY_BYTES]) for key in keys),
+        held_out=np.fromiter(
+            (bool(fraction) and is_held_out(key, example.group, fraction) for key, example in zip(keys, examples, strict=True)),
+            np.bool_, len(keys),
+        ),
+        rows_of=_integers(len(outcome.rows) for outcome in outcomes) if outcomes else np.zeros(len(examples), np.int32),
+        dropped={index: outcome.dropped for index, outcome in enumerate(outcomes) if outcome.dropped is not None},
+        overlong={i: (examples[i].place, outcome.overlong) for i, outcome in enumerate(outcomes) if outcome.overlong},
+        cut=frozenset(index for index, outcome in enumerate(outcomes) if outcome.cut),
+        lengths=lengths,
+        trained=trained_tokens(lengths, labels),
+        prompt_lengths=_integers(len(row.prompt_ids) for row in rows),
+        input_ids=_joined(row.input_ids for row in rows),
+        labels=labels,
+        prompt_ids=_joined(row.prompt_ids for row in rows),
+        references=[row.reference for row in rows],
+    )  # fmt: skip
+
+
+def trained_tokens(lengths: Integers, labels: Integers) -> Integers:
+    """Returns the trained tokens of each row, after the shift by one. `labels` holds the rows one after another; none is empty."""
+    if not len(lengths):
+        return lengths
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    trained = (labels != IGNORED).astype(np.int32)
+    trained[starts] = 0
+    return np.add.reduceat(trained, starts, dtype=np.int32)
+
+
+def _integers(values: Iterable[int]) -> Integers:
+    return np.fromiter(values, np.int32)
+
+
+def _joined(parts: Iterable[Sequence[int]]) -> Integers:
+    arrays = [np.asarray(part, np.int32) for part in parts]
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
+
+
+def size_of(row: Mapping[str, Any] | DataError) -> int:
+    """Returns about how many characters a row holds: its texts, one level deep."""
+    if isinstance(row, DataError):
+        return len(row.message)
+    size = 0
+    for value in row.values():
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, (list, tuple)):
+            size += sum(len(part.get("content") or part.get("value") or "") if isinstance(part, dict) else 8 for part in value)
+    return size

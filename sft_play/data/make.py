@@ -1,0 +1,192 @@
+"""Reads, encodes and publishes splits that the cache does not have."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from sft_play.config.schema import Config, DataSource
+from sft_play.data.chunks import CHUNK_CHARACTERS, CHUNK_ROWS, Chunk, Work, size_of
+from sft_play.data.engine import Engine
+from sft_play.data.formats import recognise
+from sft_play.data.manifest import DUPLICATE, SourceTally, split_manifest
+from sft_play.data.prepare import Part
+from sft_play.data.problems import RowProblems
+from sft_play.data.read import Placed, read_source
+from sft_play.data.split import Seen, overlap
+from sft_play.data.store import KEYS, SplitWriter
+from sft_play.errors import DataError
+
+PROGRESS_SECONDS = 10
+
+
+class Gatherer:
+    """Takes the rows of one split out of chunks: counts them, leaves out copies, hands the rest to the writer."""
+
+    def __init__(self, config: Config, part: Part, writer: SplitWriter) -> None:
+        self.config, self.part, self.writer = config, part, writer
+        self.tallies = [SourceTally() for _ in part.sources]
+        self.overlong = 0
+        self.longest = ("", 0)
+        """Place and tokens of the longest of them."""
+        self._seen = Seen()
+        self._examples = 0
+
+    def take(self, chunk: Chunk) -> None:
+        """Adds what belongs to this split."""
+        mine = chunk.held_out == (self.part.name == "validation") if self.part.fraction else np.ones(chunk.examples, np.bool_)
+        numbers = self._examples + np.cumsum(mine) - 1
+        count = int(mine.sum())
+        self._examples += count
+        tally = self.tallies[chunk.source]
+        tally.rows_read += count
+        for form in chunk.forms if count else ():  # a source has one
+            tally.formats[form] += count
+        kept = self._without_copies(chunk, mine, tally)
+        for example, reason in chunk.dropped.items():
+            if kept[example]:
+                tally.dropped[reason] += 1
+        for example, (place, tokens) in chunk.overlong.items():
+            if kept[example]:
+                self.overlong += 1
+                self.longest = max(self.longest, (place, tokens), key=lambda item: item[1])
+        tally.cut += sum(bool(kept[example]) for example in chunk.cut)
+        tally.split += int((chunk.rows_of[kept] > 1).sum())
+        tally.kept += int((chunk.rows_of[kept] > 0).sum())
+        self.writer.append(chunk, kept, numbers)
+
+    def _without_copies(self, chunk: Chunk, mine: Any, tally: SourceTally) -> Any:
+        if self.config.data.duplicates == "keep":
+            return mine
+        kept = mine.copy()
+        for example in np.flatnonzero(mine):
+            if self._seen.is_copy(chunk.key(int(example))):
+                kept[example] = False
+                tally.dropped[DUPLICATE] += 1
+        return kept
+
+    def refuse_what_cannot_be_trained(self) -> None:
+        """Raises `DataError` for rows that are too long, and for a split without any row."""
+        part, limit = self.part, self.config.model.max_seq_len
+        place, tokens = self.longest
+        if self.overlong and self.config.data.overlong == "error":
+            raise DataError(
+                f"{self.overlong:,} of {self._examples:,} {part.name} rows are longer than `model.max_seq_len` {limit}; "
+                f"the longest has {tokens} tokens",
+                place=place,
+                hint=f"raise MODEL_MAX_SEQ_LEN to {tokens}, or set DATA_OVERLONG=drop to leave them out, truncate to cut them, "
+                "or split to make several rows of each",
+            )
+        if not self._examples:
+            if part.fraction:
+                message = f"`data.validation: {part.fraction}` leaves no row for {part.name}"
+                raise DataError(message, hint="give more rows, or another fraction, or fewer rows to a group")
+            raise DataError("the sources hold no row", place=", ".join(source.path for source in part.sources))
+        if not len(self.writer.lengths):
+            reasons = sum((tally.dropped for tally in self.tallies), Counter[str]())
+            told = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
+            hint = f"raise MODEL_MAX_SEQ_LEN; the longest row has {tokens} tokens" if self.overlong else None
+            raise DataError(f"no {part.name} row is left of {self._examples:,}: {told}", place=place or None, hint=hint)
+
+    def manifest(self) -> dict[str, Any]:
+        writer = self.writer
+        return split_manifest(
+            self.part.sources, self.tallies, lengths=writer.lengths, of_source=writer.sources, trained=writer.trained,
+            contents=self.part.contents, fingerprint=writer.fingerprint(),
+        )  # fmt: skip
+
+
+def make_parts(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part) -> None:
+    """Makes and publishes `parts`, those of one fraction in one pass over their rows; `train` is published already or among them.
+
+    Raises `DataError` with all problems of rows together, and `HardwareError` when a process was killed.
+    """
+    together = [list(parts)] if all(part.fraction for part in parts) else [[part] for part in parts]
+    with Engine(config, tokenizer) as engine:
+        for some in together:
+            _pass(config, engine, some, train)
+
+
+def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part) -> None:
+    problems, progress = RowProblems(), _Progress(" and ".join(part.name for part in parts))
+    with ExitStack() as stack:
+        gatherers = [Gatherer(config, part, stack.enter_context(SplitWriter(part.folder))) for part in parts]
+        for chunk in engine.run(works_of(parts[0].sources, problems), fraction=parts[0].fraction):
+            for refusal in chunk.refused:
+                problems.add(refusal)
+            if not problems.unreadable:
+                for gatherer in gatherers:
+                    gatherer.take(chunk)
+            progress.count(chunk.examples)
+        problems.raise_all()
+        for gatherer in gatherers:
+            gatherer.refuse_what_cannot_be_trained()
+        for gatherer in gatherers:
+            manifest = gatherer.manifest()
+            if gatherer.part.name == "validation":
+                keys = (train.folder / KEYS).read_bytes()
+                shared = overlap(keys, bytes(gatherer.writer.keys))
+                manifest["overlap"] = {"with": "train", "rows": shared}
+            gatherer.writer.publish(manifest)
+
+
+def works_of(sources: Sequence[DataSource], problems: RowProblems) -> Iterator[Work]:
+    """Yields the rows of all sources by the chunk; what ends the reading of a source goes to `problems`."""
+    for index, source in enumerate(sources):
+        form: str | None = None if source.format == "auto" else source.format
+        try:
+            for rows in _chunks(read_source(source)):
+                form = form or _first_form(rows)  # `auto` goes by the first row; another format later is an error of that row
+                yield Work(source=index, form=form, rows=rows, encode=not problems.unreadable)
+        except DataError as error:
+            problems.add_error(error, source.path)
+
+
+def _chunks(rows: Iterator[Placed]) -> Iterator[list[Placed]]:
+    gathered: list[Placed] = []
+    size = 0
+    try:
+        for placed in rows:
+            gathered.append(placed)
+            size += size_of(placed[1])
+            if len(gathered) == CHUNK_ROWS or size >= CHUNK_CHARACTERS:
+                yield gathered
+                gathered, size = [], 0
+    except DataError:  # what stands before the place that cannot be read may have problems of its own
+        if gathered:
+            yield gathered
+        raise
+    if gathered:
+        yield gathered
+
+
+def _first_form(rows: Sequence[Placed]) -> str | None:
+    for _, row in rows:
+        if not isinstance(row, DataError):
+            try:
+                return recognise(row)
+            except DataError:  # told when the row is understood
+                continue
+    return None
+
+
+class _Progress:
+    """Says how far it is every ten seconds, so that millions of rows do not look like a hang."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.rows, self.shown = name, 0, time.monotonic()
+        self.began = self.shown
+
+    def count(self, rows: int) -> None:
+        self.rows += rows
+        now = time.monotonic()
+        if now - self.shown >= PROGRESS_SECONDS:
+            self.shown = now
+            speed = self.rows / (now - self.began)
+            print(f"preparing {self.name}: {self.rows:,} rows, {speed:,.0f} a second", file=sys.stderr, flush=True)

@@ -1,0 +1,144 @@
+"""What the manifest of a prepared split says: for each source what was read, kept and left out, and why. No heavy package."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.schema import DataSource
+from sft_play.files import read_json
+
+MANIFEST = "manifest.json"
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+DUPLICATE = "duplicate"
+
+
+@dataclass(kw_only=True, slots=True)
+class SourceTally:
+    """Counts of one source, in rows as they were read (an example), unless it says tokens or prepared rows."""
+
+    rows_read: int = 0
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Left out, by reason."""
+    cut: int = 0
+    """Kept, but shortened (`data.overlong: truncate`)."""
+    split: int = 0
+    """Made into several rows (`data.overlong: split`, long documents)."""
+    formats: Counter[str] = field(default_factory=Counter)
+
+
+def source_manifest(
+    source: DataSource, tally: SourceTally, lengths: Sequence[int], trained: int, content: str | None
+) -> dict[str, Any]:
+    """Returns what is said of one source. `lengths`: tokens of its prepared rows; `content`: a hash of its files."""
+    return {
+        "name": source.name or source.path,
+        "path": source.path,
+        "format": max(tally.formats, key=lambda form: tally.formats[form], default=None),
+        "rows_read": tally.rows_read,
+        "kept": tally.kept,
+        "dropped": dict(sorted((reason, n) for reason, n in tally.dropped.items() if reason != DUPLICATE)),
+        "duplicates": tally.dropped[DUPLICATE],
+        "cut": tally.cut,
+        "split": tally.split,
+        "rows": len(lengths),
+        "tokens": sum(lengths),
+        "trained_tokens": trained,
+        "length_quantiles": quantiles(lengths),
+        "content_sha256": content,
+    }
+
+
+def split_manifest(
+    sources: Sequence[DataSource],
+    tallies: Sequence[SourceTally],
+    *,
+    lengths: array[int],
+    of_source: array[int],
+    trained: array[int],
+    contents: Sequence[str | None],
+    fingerprint: str,
+) -> dict[str, Any]:
+    """Returns the manifest of a split. `lengths`, `of_source` (index of the source) and `trained` (tokens) are by prepared row."""
+    described = []
+    for index, (source, tally, content) in enumerate(zip(sources, tallies, contents, strict=True)):
+        chosen = [number == index for number in of_source] if len(sources) > 1 else [True] * len(lengths)
+        described.append(source_manifest(source, tally, list(compress(lengths, chosen)), sum(compress(trained, chosen)), content))
+    dropped = sum((tally.dropped for tally in tallies), Counter[str]())
+    facts = [
+        {"name": d["name"], "rows": d["rows"], "tokens": d["tokens"], "label_tokens": d["trained_tokens"], "weight": s.weight}
+        for s, d in zip(sources, described, strict=True)
+    ]
+    split = {
+        "path": "",
+        "rows": len(lengths),
+        "dropped": dropped.total(),
+        "tokens": sum(lengths),
+        "label_tokens": sum(trained),
+        "longest": max(lengths),
+        "median": int(statistics.median(lengths)),
+        "fingerprint": fingerprint,
+        "most_labels": max(trained),
+        "truncated": sum(tally.cut for tally in tallies),
+        "sources": facts,
+    }
+    return {
+        "split": split,
+        "rows_read": sum(tally.rows_read for tally in tallies),
+        "dropped": dict(sorted((reason, n) for reason, n in dropped.items() if reason != DUPLICATE)),
+        "duplicates": dropped[DUPLICATE],
+        "formats": dict(sum((tally.formats for tally in tallies), Counter[str]())),
+        "length_quantiles": quantiles(lengths),
+        "sources": described,
+    }
+
+
+def quantiles(lengths: Sequence[int]) -> dict[str, int]:
+    """Returns lengths in tokens that the given shares of rows do not exceed; empty for no row."""
+    found = sorted(lengths)
+    return {f"{share:.0%}": found[min(len(found) - 1, int(share * len(found)))] for share in QUANTILES if found}
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Returns the manifest of a split that is there as it was written; removes what is damaged and returns `None`."""
+    try:
+        manifest: dict[str, Any] = read_json(folder / MANIFEST)
+        if all((folder / name).stat().st_size == size for name, size in manifest["files"].items()):
+            return manifest
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    if folder.exists():
+        shutil.rmtree(folder)
+    return None
+
+
+def summary(name: str, manifest: Mapping[str, Any]) -> str:
+    """Returns what is printed about a split: one line, and with several sources one more for each."""
+    split = manifest["split"]
+    share = split["label_tokens"] / split["tokens"]
+    first = (
+        f"{name} data: {split['rows']:,} rows, {split['tokens']:,} tokens, {share:.0%} of them trained, "
+        f"median row {split['median']}, longest {split['longest']}"
+    )
+    lines = [first, *(_source_line(source) for source in manifest["sources"])]
+    shared = manifest.get("overlap")
+    if shared and shared["rows"]:
+        lines.append(f"  {shared['rows']:,} of its rows are in the training data too: scores on them say little")
+    return "\n".join(lines)
+
+
+def _source_line(source: Mapping[str, Any]) -> str:
+    left_out = {**source["dropped"], **({DUPLICATE: source["duplicates"]} if source["duplicates"] else {})}
+    parts = [f"{source['rows_read']:,} read as {source['format']}", f"{source['kept']:,} kept"]
+    parts += [f"{count:,} left out ({reason})" for reason, count in left_out.items()]
+    parts += [f"{source['cut']:,} cut to model.max_seq_len"] if source["cut"] else []
+    parts += [f"{source['split']:,} split" + (f" into {source['rows']:,} rows in all")] if source["split"] else []
+    return f"  {source['name']}: {', '.join(parts)}; {source['tokens']:,} tokens, {source['trained_tokens']:,} trained"
