@@ -1,0 +1,202 @@
+"""A model from scratch: its rules, its shape, its weights and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sft_play.config import names
+from sft_play.config.call import Override
+from sft_play.config.load import load_config
+from sft_play.config.schema import Config, DataConfig, DataSource, ModelConfig, TrainConfig, TuningConfig
+from sft_play.errors import DataError, UserError
+from sft_play.files import read_json
+from sft_play.model.scratch import resolve, says
+from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
+from sft_play.plan.architecture import architecture_of
+from sft_play.plan.scratch import intermediate_size, label
+from sft_play.plan.shape import shape_of
+from tests.conftest import ROOT
+from tests.tiny_models import build_tiny_llama, build_tokenizer
+
+DATA = str(ROOT / "examples" / "02_your_jsonl" / "train.jsonl")
+SHAPE = {"MODEL_VOCAB_SIZE": "600", "MODEL_HIDDEN_SIZE": "64", "MODEL_ATTENTION_HEADS": "4", "MODEL_LAYERS": "2"}
+
+
+def refused(**variables: str) -> str:
+    """Returns the message of a configuration that starts from scratch with these variables on top."""
+    from sft_play.config.keys import variables as keys
+
+    given = {"MODEL_INIT": "random", "TUNING_MODE": "full", **SHAPE, **variables}
+    overrides = [
+        Override(key=keys()[name], text=text, origin=f"make {name}={text}") for name, text in given.items() if text != "-"
+    ]
+    with pytest.raises(UserError) as error:
+        load_config(None, overrides, {})
+    return error.value.render()
+
+
+def test_missing_shape_keys_are_named_at_once() -> None:
+    text = refused(MODEL_HIDDEN_SIZE="-", MODEL_LAYERS="-")
+    assert text.startswith(
+        "error: make MODEL_INIT=random: `model.init` is `random`, but `model.hidden_size`, `model.layers` are missing"
+    )
+    assert "MODEL_HIDDEN_SIZE=... MODEL_LAYERS=..." in text
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"MODEL_HIDDEN_SIZE": "66"}, "`model.hidden_size` 66 cannot be divided by `model.attention_heads` 4\n\nhint: for example 64"),
+        ({"MODEL_HIDDEN_SIZE": "12"}, "a head is 12 / 4 = 3 wide, but rotary positions need an even number"),
+        ({"TUNING_MODE": "-"}, "`tuning.mode` is `lora`: adapters over random weights learn little\n\nhint: set `tuning.mode: full`"),
+        ({"TUNING_BACKEND": "unsloth"}, "`tuning.backend: unsloth` tunes pretrained models"),
+        ({"MODEL_VOCAB_SIZE": "100"}, "`model.vocab_size` is 100, but a byte-level tokenizer has at least 260 tokens"),
+        ({"MODEL_VOCAB_SIZE": "-", "MODEL_TOKENIZER": "train"}, "`model.vocab_size` is missing"),
+        ({"MODEL_VOCAB_SIZE": "0"}, "expected an integer >= 1 or null"),
+        ({"MODEL_NAME": "a/b"}, "`model.name` and `model.vocab_size`, `model.hidden_size`, `model.attention_heads`, `model.layers` are both"),
+        ({"MODEL_REVISION": "main"}, "there is no `model.name` that it could belong to"),
+        ({"MODEL_INIT": "pretrained", "MODEL_NAME": "a/b"}, "`model.layers` is 2, but a pretrained model has a shape of its own"),
+        ({"MODEL_INIT": "-"}, "`model.name` is missing"),
+        ({"MODEL_INIT": "-", "MODEL_NAME": "a/b", "MODEL_TOKENIZER": "train"}, "a pretrained model's embeddings were learnt for its own"),
+        ({"TUNING_TASK": "cpt", "DATA_SOURCES": "[{path: a.jsonl, format: messages}]"}, "hint: set `tuning.task: mixed`"),
+        ({"DATA_SOURCES": "[{path: a.jsonl}, {path: b, format: text}]"}, "`data.sources[1].format` is `text`, but `tuning.task: sft` learns answers"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused_with_a_hint(variables: dict[str, str], said: str) -> None:
+    assert said in refused(**variables)
+
+
+@pytest.mark.parametrize(
+    ("flag", "key"),
+    [
+        ("--vocab-size", "model.vocab_size"), ("--hidden-size", "model.hidden_size"), ("--attention-heads", "model.attention_heads"),
+        ("--num-attention-heads", "model.attention_heads"), ("--layers", "model.layers"), ("--num-hidden-layers", "model.layers"),
+        ("--max-seq-len", "model.max_seq_len"), ("n_embd", "model.hidden_size"), ("block_size", "model.max_seq_len"),
+        ("--tokenizer-name", "model.tokenizer"), ("stage", "tuning.task"),
+    ],
+)  # fmt: skip
+def test_flags_of_other_programs_get_the_right_name(flag: str, key: str) -> None:
+    assert names.suggest(flag) == key
+
+
+def scratch(**model: object) -> Config:
+    values: dict[str, object] = {
+        "init": "random", "vocab_size": 600, "hidden_size": 64, "attention_heads": 4, "layers": 2, "max_seq_len": 64, **model,
+    }  # fmt: skip
+    return Config(
+        model=ModelConfig(**values), tuning=TuningConfig(mode="full"), data=DataConfig(sources=[DataSource(path=DATA)]),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_the_shape_is_known_without_hub_or_torch() -> None:
+    model = scratch(vocab_size=50_000, hidden_size=1024, attention_heads=16, layers=12, max_seq_len=2048).model
+    shape, architecture = shape_of(model), architecture_of(model)
+    assert (shape.hidden_size, shape.heads, shape.kv_heads, shape.head_dim, shape.layers) == (1024, 16, 16, 64, 12)
+    assert shape.ffn_size == intermediate_size(1024) == 2816 and intermediate_size(64) == 192 and shape.tied
+    layer = 4 * 1024**2 + 3 * 1024 * 2816 + 2 * 1024
+    assert shape.parameters == 12 * layer + 50_000 * 1024 + 1024 == 205_366_272
+    assert architecture["rope_parameters"]["rope_theta"] == 10_000
+    assert architecture_of(scratch(max_seq_len=8192).model)["rope_parameters"]["rope_theta"] == 500_000
+
+
+def test_weights_are_made_once_and_by_the_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dataclasses import replace
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "one"))
+    config = scratch()
+    first = resolve(config)
+    assert "training a tokenizer of 600 tokens" in capsys.readouterr().err
+    assert resolve(config) == first and not capsys.readouterr().err
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "two"))
+    again = resolve(config)
+    assert again.fingerprint == first.fingerprint and again.tokenizer_fingerprint == first.tokenizer_fingerprint
+    other = resolve(replace(config, train=TrainConfig(seed=1)))
+    assert other.fingerprint != first.fingerprint and other.tokenizer_fingerprint == first.tokenizer_fingerprint
+    model = AutoModelForCausalLM.from_pretrained(first.path)
+    assert sum(p.numel() for p in model.parameters()) == shape_of(config.model).parameters
+    assert model.lm_head.weight is model.model.embed_tokens.weight and model.dtype == torch.float32
+    assert model.model.layers[0].mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    written, planned = read_json(Path(first.path) / "config.json"), architecture_of(config.model)
+    assert all(written[key] == value for key, value in planned.items()), written
+    assert first.source == "scratch" and first.name == label(config.model)
+    assert "random weights from train.seed 42, a tokenizer trained on the training data" in says(config, first)
+
+
+def test_a_trained_tokenizer_writes_any_text_and_chatml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    tokenizer = load_tokenizer(resolve(scratch()).path)
+    assert len(tokenizer) == 600 and (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|pad|>")
+    text = "größer 2026 \U0001f600\n\tx"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.convert_ids_to_tokens(tokenizer("2026")["input_ids"]) == list("2026")
+    turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert end_of_turn_ids(tokenizer) == [turn, tokenizer.eos_token_id]
+
+
+def test_too_little_text_says_what_was_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    with pytest.raises(DataError, match=r"too little text for `model.vocab_size` 9000: they give (\d+) tokens") as error:
+        resolve(scratch(vocab_size=9000))
+    assert "MODEL_VOCAB_SIZE=" in (error.value.hint or "")
+
+
+def test_a_given_tokenizer_must_fit_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    build_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(DataError, match=r"`model\.vocab_size` is 600, but the tokenizer has 1024 tokens") as error:
+        resolve(scratch(tokenizer=str(tmp_path / "tokenizer")))
+    assert "MODEL_VOCAB_SIZE=1024 or more" in (error.value.hint or "")
+    found = resolve(scratch(tokenizer=str(tmp_path / "tokenizer"), vocab_size=1100))
+    assert read_json(Path(found.path) / "config.json")["vocab_size"] == 1100 and len(load_tokenizer(found.path)) == 1024
+    with pytest.raises(DataError, match="no such folder"):
+        resolve(scratch(tokenizer="./nowhere"))
+
+
+def test_the_shape_of_another_model_with_random_weights(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import load_file
+
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    config = scratch(name=str(tiny), vocab_size=None, hidden_size=None, attention_heads=None, layers=None)
+    found = resolve(config)
+    own, made = read_json(tiny / "config.json"), read_json(Path(found.path) / "config.json")
+    assert all(own[key] == made[key] for key in ("hidden_size", "vocab_size", "num_key_value_heads", "intermediate_size"))
+    old, new = load_file(tiny / "model.safetensors"), load_file(Path(found.path) / "model.safetensors")
+    assert old.keys() == new.keys() and not old["model.embed_tokens.weight"].equal(new["model.embed_tokens.weight"])
+    assert shape_of(config.model).layers == 2 and found.name == f"{tiny} (random weights)"
+
+
+def test_another_tokenizer_is_taken_only_where_its_tokens_are_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    model = build_tiny_llama(tmp_path / "model", vocab=1024)
+    same, other, larger = tmp_path / "same", tmp_path / "other", tmp_path / "larger"
+    build_tokenizer(same)
+    settings = json.loads((same / "tokenizer_config.json").read_text())
+    (same / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 77}))
+    for folder, vocab in ((other, 700), (larger, 1500)):
+        build_tokenizer(folder, vocab=vocab)
+    parts = json.loads((other / "tokenizer.json").read_text())
+    words = parts["model"]["vocab"]
+    moved = [word for word, index in words.items() if index in (600, 601)]
+    words[moved[0]], words[moved[1]] = words[moved[1]], words[moved[0]]
+    (other / "tokenizer.json").write_text(json.dumps(parts))
+    plain = Config(model=ModelConfig(name=str(model)))
+    before = resolve(plain)
+
+    def with_tokenizer(folder: Path) -> Config:
+        return Config(model=ModelConfig(name=str(model), tokenizer=str(folder)))
+
+    found = resolve(with_tokenizer(same))
+    assert found.fingerprint == before.fingerprint and found.tokenizer_fingerprint != before.tokenizer_fingerprint
+    assert load_tokenizer(found.path).model_max_length == 77 and (Path(found.path) / "model.safetensors").is_file()
+    with pytest.raises(DataError, match="2 of the tokenizer's 700 tokens have the number of another token"):
+        resolve(with_tokenizer(other))
+    with pytest.raises(DataError, match="476 of the tokenizer's 1500 tokens have no row in the embedding"):
+        resolve(with_tokenizer(larger))
