@@ -55,6 +55,9 @@ COMMANDS: dict[str, Command] = {
             "SOURCE",
         },
     ),
+    "data": Command(
+        "sft_play.prepare:data", "read, check and cache the data as tokens; JSON=1 gives the manifests", COMMON | {"RUN"}
+    ),
     "gpu-info": Command("sft_play.plan.gpu_info:main", "the GPUs of this machine", frozenset({"JSON"}), overrides=False),
     "memory-check": Command(
         "sft_play.plan.memory_check:main", "memory in use, and what CONFIG would need beside what is free", COMMON | {"RUN"}
