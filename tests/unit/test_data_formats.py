@@ -270,7 +270,7 @@ def test_json_nested_beyond_reason_is_an_error_of_the_data(tmp_path: Path) -> No
     assert "nested too deep" in unreadable(write(tmp_path / "a.jsonl", "[" * 100_000)).message
 
 
-@pytest.mark.parametrize(("content", "kind"), [("[1]", "list"), ("3", "int"), ('"text"', "str"), ("null", "NoneType")])
+@pytest.mark.parametrize(("content", "kind"), [("[1]", "list"), ("3", "a number"), ('"text"', "text"), ("null", "empty")])
 def test_a_line_that_is_no_object_is_named(content: str, kind: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", content)
     error = unreadable(path)
@@ -297,7 +297,7 @@ def test_a_ragged_csv_row_is_named(row: str, tmp_path: Path) -> None:
     assert "number of columns" in error.message
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.log", "a", "a.jsonl.zip"])
 def test_an_unknown_ending_is_named_with_those_that_are_read(name: str, tmp_path: Path) -> None:
     error = unreadable(write(tmp_path / name, "x"))
     assert Path(name).suffix in error.message

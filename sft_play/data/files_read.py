@@ -1,0 +1,169 @@
+"""Reads the rows of one file by its ending, row by row and in bounded memory; only a `.json` list and a document are loaded whole."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sft_play.data.arrow_read import read_arrow, read_parquet
+from sft_play.data.left import LeftOut
+from sft_play.data.unpack import COMPRESSED, damage_told, is_compressed, kind, open_bytes, plain_name
+from sft_play.data.values import kind_of
+from sft_play.errors import DataError
+
+Placed = tuple[str, Mapping[str, Any] | DataError]
+"""A row and where it stands: `file:line`, or `file, row n`. A line that is no row is its error, so that later ones are read too."""
+
+TABLES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+DOCUMENTS = (".txt", ".text", ".md", ".markdown", ".rst", ".html", ".htm", ".xhtml", ".docx", ".pdf")
+"""Files that are one document each, read by `data.documents`."""
+ENDINGS = "json, jsonl, csv, parquet, arrow, txt, md, html, docx or pdf"
+
+
+def read_file(path: Path, left: LeftOut | None = None) -> Iterator[Placed]:
+    """Yields the rows of one file. Raises `DataError`; a document without text is added to `left`."""
+    readers: dict[str, Callable[[Path], Iterator[Placed]]] = {
+        ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": read_parquet, ".arrow": read_arrow,
+    }  # fmt: skip
+    ending = kind(path)
+    reader = readers.get(ending)
+    if ending in DOCUMENTS:
+        reader = _document_reader(left if left is not None else LeftOut())
+    if reader is None:
+        raise DataError(
+            f"files ending in `{path.suffix}` are not read", place=str(path),
+            hint=f"one of {', '.join((*TABLES, *DOCUMENTS))}; each may be compressed ({', '.join(COMPRESSED)})",
+        )  # fmt: skip
+    with damage_told(path):
+        try:
+            yield from reader(path)
+        except UnicodeDecodeError as error:
+            line, byte = _undecodable(path)
+            place = f"{path}:{line}" if line else str(path)
+            raise DataError(f"is not UTF-8 text: byte {byte} of the line", place=place) from error
+
+
+def _undecodable(path: Path) -> tuple[int, int]:
+    """Returns the line and byte, from 1, of the first byte that is not UTF-8; a decoder that reads in pieces tells neither."""
+    with open_bytes(path) as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return number, error.start + 1
+    return 0, 0
+
+
+def _read_jsonl(path: Path) -> Iterator[Placed]:
+    with open_bytes(path) as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                text = line.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8")
+                yield _object(_parse(text, path, number), place)
+            except UnicodeDecodeError as error:
+                yield place, DataError(f"is not UTF-8 text: byte {error.start + 1} of the line", place=place)
+            except DataError as error:
+                yield place, error
+
+
+def _read_json(path: Path) -> Iterator[Placed]:
+    with open_bytes(path) as stream:
+        first = next((line.removeprefix(b"\xef\xbb\xbf").strip() for line in stream if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
+    if not first:
+        return
+    if first == b"{":
+        raise DataError("is one JSON object over several lines; expected a list of rows, or one object a line", place=str(path))
+    if first.startswith(b"{"):  # JSON lines under the name .json
+        yield from _read_jsonl(path)
+        return
+    with open_bytes(path) as stream:
+        rows = _parse(stream.read().decode("utf-8-sig"), path, 1)
+    if not isinstance(rows, list):
+        raise DataError("is neither a list of rows nor one JSON object a line", place=str(path))
+    for index, row in enumerate(rows):
+        place = f"{path}, row {index + 1}"
+        try:
+            yield _object(row, place)
+        except DataError as error:
+            yield place, error
+
+
+def _parse(text: str, path: Path, line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"is not JSON: {error.msg}",
+            place=f"{path}:{line + error.lineno - 1}:{error.colno}",
+            hint=f"the line reads: {text.strip()[:100]}",
+        ) from None
+    except RecursionError:
+        raise DataError("is not JSON that can be read: nested too deep", place=f"{path}:{line}") from None
+    except ValueError as error:  # a number of more digits than Python converts
+        raise DataError(f"is not JSON that can be read: {str(error).split(';')[0]}", place=f"{path}:{line}") from None
+
+
+def _object(row: Any, place: str) -> Placed:
+    if not isinstance(row, dict):
+        raise DataError(f"the row is {kind_of(row)}; expected an object with named columns", place=place)
+    return place, row
+
+
+def _read_csv(path: Path) -> Iterator[Placed]:
+    csv.field_size_limit(2**31 - 1)
+    with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as stream:
+        reader = csv.DictReader(stream)
+        try:
+            header = reader.fieldnames or []
+            twice = sorted({name for name in header if header.count(name) > 1})
+            if twice:
+                raise DataError(f"the header names `{twice[0]}` more than once", place=f"{path}:{reader.line_num}")
+            for row in reader:
+                last = reader.line_num
+                if None in row or None in row.values():
+                    place, have = f"{path}:{last}", _values(row)
+                    problem = f"the row has another number of columns than the header: {have} and not {len(header)}"
+                    yield place, DataError(problem, place=place)
+                    continue
+                # A quoted value may span lines; the row is looked for where it begins.
+                yield f"{path}:{last - sum(_line_ends(value) for value in row.values())}", row
+        except csv.Error as error:
+            raise DataError(f"is not CSV: {error}", place=f"{path}:{reader.line_num}") from None
+
+
+def _values(row: Mapping[Any, Any]) -> int:
+    """Returns how many values a row of a `DictReader` had: surplus ones are a list under `None`, missing ones are `None`."""
+    return len(row.get(None) or []) + sum(value is not None for name, value in row.items() if name is not None)
+
+
+def _line_ends(value: str) -> int:
+    return value.count("\r") + value.count("\n") - value.count("\r\n")
+
+
+def _document_reader(left: LeftOut) -> Callable[[Path], Iterator[Placed]]:
+    def read(path: Path) -> Iterator[Placed]:
+        from sft_play.data.documents import Skipped, read_document
+
+        data = None
+        if is_compressed(path):
+            with open_bytes(path) as stream:
+                data = stream.read()
+        try:
+            document = read_document(plain_name(path), data)
+        except DataError as error:
+            if is_compressed(path) and error.place:
+                error.place = error.place.replace(str(plain_name(path)), str(path), 1)
+            raise
+        if isinstance(document, Skipped):
+            left.add(document.reason, str(path))
+        else:
+            yield str(path), document.row()
+
+    return read

@@ -1,0 +1,48 @@
+"""Rows of a dataset of the hub: downloaded, or streamed row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sft_play.config.schema import DataSource
+from sft_play.data.arrow_read import without_nulls
+from sft_play.data.files_read import Placed
+from sft_play.errors import DataError
+from sft_play.plan.hub import hub_reachable
+
+DEFAULT_SPLIT = "train"
+
+
+def read_hub(source: DataSource, hint: str) -> Iterator[Placed]:
+    """Yields the rows of a hub dataset. Raises `DataError`; `hint` says how paths of files are meant."""
+    import datasets
+    import httpx2
+    from huggingface_hub.errors import HfHubHTTPError
+
+    split = source.split or DEFAULT_SPLIT
+    number = 0
+    try:
+        loaded: Any = datasets.load_dataset(
+            source.path, source.config, split=split, revision=source.revision, streaming=source.streaming
+        )
+        for number, row in enumerate(loaded, 1):
+            yield f"{source.path} ({split}), row {number}", {name: without_nulls(value) for name, value in row.items()}
+    except (OSError, ValueError, RuntimeError, HfHubHTTPError, httpx2.HTTPError, datasets.exceptions.DatasetsError) as error:
+        raise _problem(source, error, number, hint) from error
+
+
+def _problem(source: DataSource, error: Exception, rows: int, hint: str) -> DataError:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if rows:
+        return DataError(f"reading broke off after row {rows:,}: {first}", place=source.path, hint="try again")
+    if not hub_reachable():
+        return DataError(
+            "there is no such file, and the hub cannot be reached", place=source.path,
+            hint=f"check the network, or HF_HOME with a cached copy; {hint}",
+        )  # fmt: skip
+    return DataError(
+        f"neither a file nor a hub dataset that can be loaded: {first}", place=source.path,
+        hint="streaming takes whole splits: `rows` limits them" if source.streaming and "[" in (source.split or "")
+        else "check the name, `config`, `split`, `revision` and the network; a private dataset needs HF_TOKEN",
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""`columns`, `filter` and `rows` of a source: which of its rows are taken, and what their columns are called."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sft_play.config.schema import DataSource
+from sft_play.data.files_read import Placed
+from sft_play.data.filters import Condition
+from sft_play.data.left import LeftOut
+from sft_play.data.values import names_of
+from sft_play.errors import DataError
+
+FILTERED = "not in the filter"
+NOT_CHOSEN = "not chosen by `rows`"
+
+
+def select(rows: Iterator[Placed], source: DataSource, *, seed: int, left: LeftOut) -> Iterator[Placed]:
+    """Yields the rows that the source takes, in their order, with its columns renamed; counts the others in `left`.
+
+    Raises `DataError` for a condition that cannot be read; what cannot be applied to a row is that row's error.
+    """
+    if source.columns or source.filter is not None:
+        rows = _fitting(rows, source, left)
+    if source.rows is None:
+        yield from rows
+    elif source.streaming:
+        yield from _first(rows, source.rows)
+    else:
+        yield from _chosen(rows, source.rows, seed, left)
+
+
+def _fitting(rows: Iterator[Placed], source: DataSource, left: LeftOut) -> Iterator[Placed]:
+    condition = Condition(source.filter) if source.filter is not None else None
+    read = kept = 0
+    for place, row in rows:
+        read += 1
+        if isinstance(row, DataError):
+            kept += 1
+            yield place, row
+            continue
+        try:
+            renamed = rename(row, source.columns) if source.columns else row
+            # Both names work, so that a filter may be written with the file open or with the formats in mind.
+            keep = condition is None or condition({**row, **renamed} if source.columns else row)
+        except DataError as error:
+            error.place = error.place or place
+            kept += 1
+            yield place, error
+            continue
+        if keep:
+            kept += 1
+            yield place, renamed
+        else:
+            left.add(FILTERED, place)
+    if read and not kept:
+        raise DataError(f"`filter: {source.filter}` keeps none of the {read:,} rows", place=source.path)
+
+
+def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """Returns a row under new names: `columns` is new name -> the file's. Raises `DataError` for a column that is not there."""
+    missing = sorted({name for name in columns.values() if name not in row})
+    if missing:
+        raise DataError(
+            f"`columns` names {', '.join(f'`{name}`' for name in missing)}, which the row lacks; its columns are {names_of(row)}",
+            hint="`columns` is written `{question: name in the file}`",
+        )
+    used = set(columns.values())
+    kept = {name: value for name, value in row.items() if name not in used}
+    return kept | {new: row[name] for new, name in columns.items()}
+
+
+def _first(rows: Iterator[Placed], count: int) -> Iterator[Placed]:
+    for number, placed in enumerate(rows, 1):
+        yield placed
+        if number == count:
+            return
+
+
+def _chosen(rows: Iterator[Placed], count: int, seed: int, left: LeftOut) -> Iterator[Placed]:
+    """Yields `count` rows: those with the smallest of as many random numbers as there are rows, one for each in order.
+
+    A row's number depends on the seed and its position alone, so a larger `count` takes the same rows and more. Only the chosen rows
+    are in memory. A row that cannot be read is yielded at once, as its error.
+    """
+    draw = random.Random(seed).random
+    heap: list[tuple[float, int, Placed]] = []  # the largest number first, as its negative; no two share an index
+    for index, placed in enumerate(rows):
+        number = draw()
+        if isinstance(placed[1], DataError):
+            yield placed
+        elif len(heap) < count:
+            heapq.heappush(heap, (-number, index, placed))
+        else:
+            out = heapq.heappushpop(heap, (-number, index, placed))
+            left.add(NOT_CHOSEN, out[2][0])
+    for _, _, placed in sorted(heap, key=lambda entry: entry[1]):
+        yield placed

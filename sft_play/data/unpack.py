@@ -1,0 +1,89 @@
+"""Opens files as streams of bytes, compressed ones too, without unpacking them to the disk."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+from sft_play.errors import DataError
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+"""Endings of compressed files, after the ending of what is in them: `rows.jsonl.gz`."""
+
+
+def kind(path: Path) -> str:
+    """Returns the ending of a file in small letters, without that of its compression: `.jsonl` for `rows.JSONL.gz`."""
+    return plain_name(path).suffix.lower()
+
+
+def plain_name(path: Path) -> Path:
+    """Returns a path without the ending of its compression."""
+    return path.with_suffix("") if is_compressed(path) else path
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file is compressed, by its ending."""
+    return path.suffix.lower() in COMPRESSED
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """Opens a file for reading its uncompressed bytes from the first to the last. Raises `OSError`."""
+    ending = path.suffix.lower()
+    if ending == ".gz":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    if ending == ".bz2":
+        return cast(IO[bytes], bz2.open(path, "rb"))
+    if ending == ".xz":
+        return cast(IO[bytes], lzma.open(path, "rb"))
+    if ending == ".zst":
+        return _open_zstd(path)
+    return path.open("rb")
+
+
+def _open_zstd(path: Path) -> IO[bytes]:
+    import io
+
+    import pyarrow
+
+    return io.BufferedReader(cast(Any, pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")), 1 << 16)
+
+
+@contextmanager
+def seekable(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file that is read back and forth; a compressed one is unpacked into a temporary file first."""
+    if not is_compressed(path):
+        with path.open("rb") as stream:
+            yield stream
+        return
+    with open_bytes(path) as packed, tempfile.TemporaryFile() as unpacked:
+        shutil.copyfileobj(packed, unpacked, 1 << 20)
+        unpacked.seek(0)
+        yield unpacked
+
+
+@contextmanager
+def damage_told(path: Path) -> Iterator[None]:
+    """Turns what the libraries raise for a file that cannot be opened or unpacked into `DataError`."""
+    try:
+        yield
+    except EOFError:
+        raise DataError("breaks off before the end of its compressed data", place=str(path), hint="copy the file again") from None
+    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise DataError(f"is not what its ending `{path.suffix}` says, or is damaged: {error}", place=str(path)) from None
+    except OSError as error:
+        if error.errno is None and is_compressed(path):
+            said = str(error).splitlines()[0]
+            if "truncated" in said.lower():
+                raise DataError(
+                    "breaks off before the end of its compressed data", place=str(path), hint="copy the file again"
+                ) from None
+            raise DataError(f"is not what its ending `{path.suffix}` says, or is damaged: {said}", place=str(path)) from None
+        raise DataError(f"cannot be read: {error.strerror or error}", place=str(path)) from None
