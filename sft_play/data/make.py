@@ -18,7 +18,7 @@ from sft_play.data.formats import recognise
 from sft_play.data.manifest import DUPLICATE, SourceTally, split_manifest
 from sft_play.data.prepare import Part
 from sft_play.data.problems import RowProblems
-from sft_play.data.read import Placed, read_source
+from sft_play.data.read import LeftOut, Placed, read_source
 from sft_play.data.split import Seen, overlap
 from sft_play.data.store import KEYS, SplitWriter
 from sft_play.errors import DataError
@@ -71,6 +71,14 @@ class Gatherer:
                 tally.dropped[DUPLICATE] += 1
         return kept
 
+    def take_left_out(self, left: Sequence[LeftOut]) -> None:
+        """Counts what readers left out; where a fraction is validation it belongs to no side, and is counted once, with training."""
+        if self.part.fraction and self.part.name == "validation":
+            return
+        for tally, out in zip(self.tallies, left, strict=True):
+            tally.rows_read += out.counts.total()
+            tally.dropped += out.counts
+
     def refuse_what_cannot_be_trained(self) -> None:
         """Raises `DataError` for rows that are too long, and for a split without any row."""
         part, limit = self.part, self.config.model.max_seq_len
@@ -115,9 +123,10 @@ def make_parts(config: Config, tokenizer: Any, parts: Sequence[Part], train: Par
 
 def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part) -> None:
     problems, progress = RowProblems(), _Progress(" and ".join(part.name for part in parts))
+    left = [LeftOut() for _ in parts[0].sources]
     with ExitStack() as stack:
         gatherers = [Gatherer(config, part, stack.enter_context(SplitWriter(part.folder))) for part in parts]
-        for chunk in engine.run(works_of(parts[0].sources, problems), fraction=parts[0].fraction):
+        for chunk in engine.run(works_of(parts[0].sources, problems, config.train.seed, left), fraction=parts[0].fraction):
             for refusal in chunk.refused:
                 problems.add(refusal)
             if not problems.unreadable:
@@ -126,6 +135,7 @@ def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part) ->
             progress.count(chunk.examples)
         problems.raise_all()
         for gatherer in gatherers:
+            gatherer.take_left_out(left)
             gatherer.refuse_what_cannot_be_trained()
         for gatherer in gatherers:
             manifest = gatherer.manifest()
@@ -136,12 +146,15 @@ def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part) ->
             gatherer.writer.publish(manifest)
 
 
-def works_of(sources: Sequence[DataSource], problems: RowProblems) -> Iterator[Work]:
-    """Yields the rows of all sources by the chunk; what ends the reading of a source goes to `problems`."""
+def works_of(sources: Sequence[DataSource], problems: RowProblems, seed: int, left: Sequence[LeftOut]) -> Iterator[Work]:
+    """Yields the rows of all sources by the chunk; what ends the reading of a source goes to `problems`.
+
+    `seed` chooses where a source takes only some `rows`; what readers leave out is counted in `left`, by source.
+    """
     for index, source in enumerate(sources):
         form: str | None = None if source.format == "auto" else source.format
         try:
-            for rows in _chunks(read_source(source)):
+            for rows in _chunks(read_source(source, seed=seed, left=left[index])):
                 form = form or _first_form(rows)  # `auto` goes by the first row; another format later is an error of that row
                 yield Work(source=index, form=form, rows=rows, encode=not problems.unreadable)
         except DataError as error:
@@ -171,8 +184,8 @@ def _first_form(rows: Sequence[Placed]) -> str | None:
         if not isinstance(row, DataError):
             try:
                 return recognise(row)
-            except DataError:  # told when the row is understood
-                continue
+            except DataError:  # told when the row is understood; a later row's format must not settle what this one leaves open
+                return None
     return None
 
 
