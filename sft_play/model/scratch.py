@@ -56,7 +56,11 @@ def _random(config: Config) -> ResolvedModel:
     settings = config.model
     architecture = scratch_architecture(settings) if is_scratch(settings) else _architecture_of_name(config)
     rows = int((architecture.get("text_config") or architecture)["vocab_size"])
-    source = trained_tokenizer(config.data.sources, rows) if trains_tokenizer(settings) else _tokenizer_folder(config)
+    source = (
+        trained_tokenizer(config.data.sources, rows, config.train.seed)
+        if trains_tokenizer(settings)
+        else _tokenizer_folder(config)
+    )
     parts = [FORMAT, architecture, config.train.seed, _content(source), *(version(name) for name in ("torch", "transformers"))]
 
     def make(folder: Path) -> None:
@@ -85,7 +89,9 @@ def _write_weights(folder: Path, architecture: dict[str, Any], tokenizer: Any, s
     """Writes config and float32 weights as transformers initialises them on a CPU after `torch.manual_seed(seed)`."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     values = dict(architecture)
     family = values.pop("model_type")
     for own in ("quantization_config", "auto_map", "torch_dtype", "dtype"):

@@ -12,7 +12,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,18 +32,18 @@ MOST_CHARACTERS = 10**9
 READY = "tokenizer.json"
 
 
-def trained_tokenizer(sources: Sequence[DataSource], vocab_size: int) -> Path:
+def trained_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 0) -> Path:
     """Returns the folder of the tokenizer for this data, from the cache where it was made before.
 
-    Raises `DataError` for data that cannot be read, or that is too little for `vocab_size` tokens.
+    `seed` chooses the rows of a source that has `rows`, as it does when the data are prepared. Raises `DataError` for data that cannot be read, or that is too little for `vocab_size` tokens.
     """
-    folder = cache_folder() / "tokenizers" / _content_key(sources, vocab_size)
+    folder = cache_folder() / "tokenizers" / _content_key(sources, vocab_size, seed)
     if not (folder / READY).is_file():
         print(f"training a tokenizer of {vocab_size:,} tokens on the training data, this once", file=sys.stderr, flush=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tokenizer.", dir=folder.parent) as scratch:
             made = Path(scratch) / "tokenizer"
-            _train(sources, vocab_size, made)
+            _train(sources, vocab_size, seed, made)
             try:
                 made.rename(folder)
             except OSError:  # another process was first; its folder is the same
@@ -53,10 +53,10 @@ def trained_tokenizer(sources: Sequence[DataSource], vocab_size: int) -> Path:
     return folder
 
 
-def _content_key(sources: Sequence[DataSource], vocab_size: int) -> str:
+def _content_key(sources: Sequence[DataSource], vocab_size: int, seed: int) -> str:
     parts: list[object] = [VERSION, vocab_size, version("tokenizers")]
     for source in sources:
-        parts.append(asdict(source))
+        parts.append([asdict(replace(source, name=None, weight=None)), seed if source.rows is not None else None])
         if files := files_of(source):
             parts.append([[path.name, file_sha256(path)] for path in files])
         elif source.path.startswith(BUILTIN):
@@ -65,7 +65,7 @@ def _content_key(sources: Sequence[DataSource], vocab_size: int) -> str:
     return text_sha256(json.dumps(parts, ensure_ascii=False, sort_keys=True))[:24]
 
 
-def texts_of(sources: Sequence[DataSource]) -> Iterator[str]:
+def texts_of(sources: Sequence[DataSource], seed: int = 0) -> Iterator[str]:
     """Yields the texts and turns of all rows, up to `MOST_CHARACTERS`; a faulty row is left to preparation, which reports it.
 
     Raises `DataError` for a file that cannot be read, and for rows of tokens, which hold no text.
@@ -73,8 +73,8 @@ def texts_of(sources: Sequence[DataSource]) -> Iterator[str]:
     left = MOST_CHARACTERS
     for source in sources:
         form: str | None = None if source.format == "auto" else source.format
-        for place, row in read_source(source):
-            if not isinstance(row, dict):
+        for place, row in read_source(source, seed=seed):
+            if isinstance(row, DataError):
                 continue
             try:
                 form = form or recognise(row)
@@ -94,7 +94,7 @@ def texts_of(sources: Sequence[DataSource]) -> Iterator[str]:
                 return
 
 
-def _train(sources: Sequence[DataSource], vocab_size: int, folder: Path) -> None:
+def _train(sources: Sequence[DataSource], vocab_size: int, seed: int, folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -110,7 +110,7 @@ def _train(sources: Sequence[DataSource], vocab_size: int, folder: Path) -> None
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts_of(sources), trainer)
+    tokenizer.train_from_iterator(texts_of(sources, seed), trainer)
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size:
         raise DataError(
