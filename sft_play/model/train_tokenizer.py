@@ -35,7 +35,8 @@ READY = "tokenizer.json"
 def trained_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 0) -> Path:
     """Returns the folder of the tokenizer for this data, from the cache where it was made before.
 
-    `seed` chooses the rows of a source that has `rows`, as it does when the data are prepared. Raises `DataError` for data that cannot be read, or that is too little for `vocab_size` tokens.
+    `seed` chooses the rows of a source that has `rows`, as it does when the data are prepared. Raises `DataError` for data that
+    cannot be read, or that are too little for `vocab_size` tokens.
     """
     folder = cache_folder() / "tokenizers" / _content_key(sources, vocab_size, seed)
     if not (folder / READY).is_file():
