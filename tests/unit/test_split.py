@@ -1,0 +1,66 @@
+"""Sides of a split, copies and overlap: the same row on the same side for ever, and groups that never straddle."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft_play.data.example import Example
+from sft_play.data.split import KEY_BYTES, Seen, is_held_out, overlap, position
+from sft_play.files import text_sha256
+
+TEXTS = st.text(max_size=30)
+FRACTIONS = st.floats(0.0, 0.99)
+GOLDEN_ROWS, GOLDEN_GROUPS = [1, 2, 4, 5, 7, 8, 11], [1, 4, 7]
+
+
+def example(text: str, **more: str) -> Example:
+    return Example(place=more.pop("place", "a:1"), form=more.pop("form", "text"), source=0, text=text)
+
+
+@given(TEXTS, FRACTIONS)
+def test_a_rows_side_depends_on_its_content_alone(text: str, fraction: float) -> None:
+    first, moved = example(text), example(text, place="b, row 9", form="tokens")
+    assert is_held_out(first.key, None, fraction) == is_held_out(moved.key, None, fraction)
+
+
+@given(TEXTS, FRACTIONS, FRACTIONS)
+def test_a_larger_fraction_only_adds_rows_to_validation(text: str, one: float, other: float) -> None:
+    key = example(text).key
+    assert is_held_out(key, None, min(one, other)) <= is_held_out(key, None, max(one, other))
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=20), TEXTS, FRACTIONS)
+def test_a_group_never_straddles(texts: list[str], group: str, fraction: float) -> None:
+    assert len({is_held_out(example(text).key, group, fraction) for text in texts}) == 1
+
+
+def test_sides_that_were_published_never_change() -> None:
+    """Golden: another hash would move rows of existing validation data into training."""
+    rows = [example(f"row {i}").key for i in range(12)]
+    assert [i for i, key in enumerate(rows) if is_held_out(key, None, 0.4)] == GOLDEN_ROWS
+    assert [i for i in range(12) if is_held_out(rows[0], f"group {i}", 0.4)] == GOLDEN_GROUPS
+
+
+def test_the_fraction_is_met() -> None:
+    held = sum(is_held_out(text_sha256(str(i)), None, 0.05) for i in range(20_000))
+    assert 900 < held < 1100  # 1000 expected, standard deviation 31
+    assert all(0 <= position(str(i)) < 1 for i in range(1000))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 30)))
+def test_copies_are_what_was_seen_before(numbers: list[int]) -> None:
+    seen, keys = Seen(), [number.to_bytes(KEY_BYTES, "big") for number in numbers]
+    copies = [seen.is_copy(key) for key in keys]
+    assert copies.count(False) == len(set(numbers)) == len(seen)
+    assert copies == [number in numbers[:i] for i, number in enumerate(numbers)]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 30)), st.lists(st.integers(0, 30)))
+def test_overlap_counts_rows_of_validation(train: list[int], validation: list[int]) -> None:
+    def keys(numbers: list[int]) -> bytes:
+        return b"".join(number.to_bytes(KEY_BYTES, "big") for number in numbers)
+
+    assert overlap(keys(train), keys(validation)) == sum(number in train for number in validation)
