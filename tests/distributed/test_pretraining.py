@@ -1,0 +1,126 @@
+"""Documents beside conversations in one run, and models from scratch, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Done, Program, environment, metrics, ragged_rows, run_program
+from tests.sample_documents import PAGE, write_docx, write_pdf
+
+SMALL = ["MODEL_LAYERS=2", "MODEL_HIDDEN_SIZE=64", "MODEL_ATTENTION_HEADS=4", "MODEL_VOCAB_SIZE=400", "MODEL_MAX_SEQ_LEN=64"]
+FEW = ["TRAIN_GLOBAL_BATCH_SIZE=8", "TRAIN_MAX_STEPS=3"]
+TEXT = str(ROOT / "examples" / "07_continued_pretraining" / "corpus")
+
+
+def corpus(folder: Path) -> Path:
+    """Writes one document of each kind, and a scanned one."""
+    folder.mkdir()
+    (folder / "a.txt").write_text("A pump moves water through the house. " * 40, encoding="utf-8")
+    (folder / "b.html").write_text(PAGE, encoding="utf-8")
+    write_docx(folder / "c.docx")
+    write_pdf(folder / "d.pdf", [["A docu-", "ment of one page."]])
+    write_pdf(folder / "scan.pdf", [[]], picture=True)
+    return folder
+
+
+@pytest.mark.slow
+def test_documents_and_conversations_in_one_run(tiny: Path, program: Program, tmp_path: Path) -> None:
+    chat = ragged_rows(tmp_path / "chat.jsonl", 40)
+    config = tmp_path / "mixed.yaml"
+    config.write_text(
+        json.dumps({
+            "model": {"name": str(tiny), "max_seq_len": 64},
+            "tuning": {"task": "mixed", "mode": "full"},
+            "data": {
+                "sources": [
+                    {"path": str(corpus(tmp_path / "corpus")), "name": "documents", "weight": 8},
+                    {"path": str(chat), "name": "chat", "weight": 2},
+                ],
+                "validation": [{"path": str(tmp_path / "corpus" / "a.txt"), "name": "documents"}],
+                "overlong": "split",
+            },
+            "train": {"global_batch_size": 8, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 3},
+        }),
+        encoding="utf-8",
+    )  # fmt: skip
+    done = program("train", f"CONFIG={config}", "RUN_NAME=mixed")
+    assert done.code == 0, done.err
+    run = tmp_path / "runs" / "mixed"
+    sources = {source["name"]: source for source in json.loads((run / "prepared.json").read_text())["train"]["sources"]}
+    assert set(sources) == {"documents", "chat"} and sources["documents"]["weight"] == 8
+    # Every token of a document is a target but the first one of each row; of a conversation only the answer is.
+    documents, chats = sources["documents"], sources["chat"]
+    assert documents["label_tokens"] == documents["tokens"] - documents["rows"] and documents["rows"] > 5
+    assert chats["label_tokens"] < chats["tokens"] - chats["rows"]
+    assert "pictures without text" in done.err
+    assert len(metrics(run)) == 3 and metrics(run, "eval")[-1]["eval_loss"] > 0
+
+
+@pytest.mark.slow
+def test_the_task_refuses_rows_that_it_does_not_learn(tiny: Path, program: Program, tmp_path: Path) -> None:
+    chat, folder = ragged_rows(tmp_path / "chat.jsonl", 8), corpus(tmp_path / "corpus")
+
+    def refused(task: str, path: Path) -> Done:
+        config = tmp_path / f"{task}.yaml"
+        config.write_text(f"model: {{name: {tiny}}}\ntuning: {{task: {task}}}\ndata: {{train_path: {path}}}\n", encoding="utf-8")
+        done = program("train", f"CONFIG={config}", f"RUN_NAME={task}")
+        assert done.code == 4 and "Traceback" not in done.err and not (tmp_path / "runs" / task).exists(), done.err
+        return done
+
+    assert "`tuning.task: cpt` learns documents and plain text" in refused("cpt", chat).err
+    text = refused("sft", folder).err
+    assert "the row is `text`, but `tuning.task: sft` learns answers" in text and "hint: set `tuning.task: cpt`" in text
+
+
+@pytest.mark.slow
+def test_the_preset_runs_small_and_its_model_is_an_ordinary_folder(program: Program, tmp_path: Path) -> None:
+    small = [*SMALL, *FEW, f"DATA_SOURCES=[{{path: {TEXT}}}]", "DATA_VALIDATION=null"]
+    done = program("train", "CONFIG=configs/from_scratch.yaml", *small, "RUN_NAME=scratch")
+    assert done.code == 0, done.err
+    assert "random weights from train.seed 42, a tokenizer trained on the training data" in done.err
+    run = tmp_path / "runs" / "scratch"
+    losses = [row["loss"] for row in metrics(run)]
+    assert losses[0] == pytest.approx(6.0, abs=0.15) and losses[-1] < losses[0]  # ln 400: it knows nothing
+    stamp = json.loads((run / "model" / "stamp.json").read_text())
+    assert stamp["base_model"] == "from scratch (2 x 64, 4 heads, 400 tokens)" and stamp["mode"] == "full"
+    answered = program("infer", "RUN=scratch", "PROMPT=A pump")
+    assert answered.code == 0, answered.err
+    merged = program("merge", "RUN=scratch", f"OUT={tmp_path / 'merged'}")
+    assert merged.code == 0 and (tmp_path / "merged" / "model.safetensors").is_file(), merged.err
+    flag = program("train", "CONFIG=configs/from_scratch.yaml", "--vocab-size", "400")
+    assert flag.code == 2 and "MODEL_VOCAB_SIZE" in flag.err
+
+
+@pytest.mark.slow
+def test_every_rank_and_a_resumed_run_begin_with_the_same_weights(cache: Path, tmp_path: Path) -> None:
+    words = ["CONFIG=configs/from_scratch.yaml", *SMALL, *FEW, f"DATA_SOURCES=[{{path: {TEXT}}}]", "DATA_VALIDATION=null"]
+    env = environment(cache, tmp_path / "runs")
+    for command, name in ((["train"], "one"), (["train-distributed", "NUM_GPUS=2"], "two")):
+        done = run_program([*command, *words, f"RUN_NAME={name}"], env)
+        assert done.code == 0, done.err
+    one, two = (metrics(tmp_path / "runs" / name) for name in ("one", "two"))
+    assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-5)
+    resumed = run_program(["resume", "RUN=one", "TRAIN_MAX_STEPS=4"], env)
+    assert resumed.code == 0 and len(metrics(tmp_path / "runs" / "one")) == 4, resumed.err
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("command", [["train-fsdp", "NUM_GPUS=2"], ["train-deepspeed", "NUM_GPUS=2", "LAUNCH_STRATEGY=zero3"]])
+def test_sharding_strategies_read_the_same_random_weights(command: list[str], program: Program, tmp_path: Path) -> None:
+    small = [*SMALL, *FEW, f"DATA_SOURCES=[{{path: {TEXT}}}]", "DATA_VALIDATION=null"]
+    done = program(*command, "CONFIG=configs/from_scratch.yaml", *small, "RUN_NAME=sharded")
+    assert done.code == 0, done.err
+    assert metrics(tmp_path / "runs" / "sharded")[0]["loss"] == pytest.approx(6.0, abs=0.15)
+
+
+@pytest.mark.parametrize("source", ["formula", "trace"])
+def test_the_preset_is_planned_by_formula_and_by_trace(source: str, program: Program) -> None:
+    done = program("plan", "CONFIG=configs/from_scratch.yaml", "HARDWARE=24GB", f"SOURCE={source}", "JSON=1")
+    assert done.code == 0, done.err
+    plan = done.json
+    assert (plan["source"], plan["global_batch_size"]) == (source, 32)
+    assert plan["ranks"][0]["memory_bytes"]["trained"] == pytest.approx(4 * 205_366_272, rel=1e-3)
