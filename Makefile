@@ -19,7 +19,7 @@ TESTS ?= tests
 # Variables typed on the command line are exported to recipes, and expanded by that; this stops both.
 $(foreach v,$(typed),$(eval unexport $(v)))
 
-override commands := quickstart config plan data gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
+override commands := quickstart config plan data inspect gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
 	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve bench tensorboard \
 	tensorboard-stop help
 .PHONY: $(commands) install test check test-all test-gpu bench-training bench-evaluation format render

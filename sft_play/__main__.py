@@ -94,6 +94,11 @@ COMMANDS: dict[str, Command] = {
         frozenset({"RUNS", "METRIC", "ROWS", "DATA", "JSON"}),
         overrides=False,
     ),
+    "inspect": Command(
+        "sft_play.inspection.command:main",
+        "samples of the prepared data with the loss mask visible; HTML=1 for a page with statistics and search",
+        COMMON | {"RUN", "SPLIT", "ROWS", "SEARCH", "HTML", "OUT"},
+    ),
     "infer": Command(
         "sft_play.infer:main",
         "chat; PROMPT= for one answer, INPUT= and OUTPUT= for files",

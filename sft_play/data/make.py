@@ -51,7 +51,7 @@ class Gatherer:
         kept = self._without_copies(chunk, mine, tally)
         for example, reason in chunk.dropped.items():
             if kept[example]:
-                tally.dropped[reason] += 1
+                tally.leave_out(reason, chunk.overlong.get(example, ("", 0))[0])
         for example, (place, tokens) in chunk.overlong.items():
             if kept[example]:
                 self.overlong += 1

@@ -18,6 +18,8 @@ from sft_play.files import read_json
 MANIFEST = "manifest.json"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 DUPLICATE = "duplicate"
+SHOWN_PLACES = 20
+"""Of the rows that were left out for one reason."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,6 +35,14 @@ class SourceTally:
     split: int = 0
     """Made into several rows (`data.overlong: split`, long documents)."""
     formats: Counter[str] = field(default_factory=Counter)
+    left_out: list[dict[str, str]] = field(default_factory=list)
+    """`reason` and `place` of the first that were left out."""
+
+    def leave_out(self, reason: str, place: str) -> None:
+        """Counts a row that is left out; the first ones are kept by their place, where that is known."""
+        self.dropped[reason] += 1
+        if place and self.dropped[reason] <= SHOWN_PLACES:
+            self.left_out.append({"reason": reason, "place": place})
 
 
 def source_manifest(
@@ -47,6 +57,7 @@ def source_manifest(
         "kept": tally.kept,
         "dropped": dict(sorted((reason, n) for reason, n in tally.dropped.items() if reason != DUPLICATE)),
         "duplicates": tally.dropped[DUPLICATE],
+        "left_out": tally.left_out,
         "cut": tally.cut,
         "split": tally.split,
         "rows": len(lengths),

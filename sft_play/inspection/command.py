@@ -1,0 +1,104 @@
+"""`make inspect`: prepares the data if needed, then shows rows with the loss mask visible; `HTML=1` writes a page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.call import Call
+from sft_play.config.schema import Config
+from sft_play.errors import UserError
+from sft_play.files import write_text
+from sft_play.inspection import page, terminal
+from sft_play.inspection.samples import Sample, chosen, holding, sample_of
+from sft_play.prepare import prepare
+
+IN_TERMINAL, IN_PAGE = 3, 200
+"""Rows that are shown unless `ROWS` says how many."""
+SPLITS = ("train", "validation")
+
+
+def main(call: Call) -> int:
+    """Shows samples and statistics of one split, or of both in a page."""
+    config = call.load_config().config
+    split = call.options.get("SPLIT", "train")
+    if split not in SPLITS:
+        raise UserError(f"`SPLIT` is `{split}`; expected {' or '.join(f'`{name}`' for name in SPLITS)}")
+    html = call.options.get("HTML", "0")
+    if html not in ("0", "1"):
+        raise UserError(f"`HTML` is `{html}`; expected `1` or `0`")
+    if "OUT" in call.options and html != "1":
+        raise UserError("`OUT` is where the page goes, and no page is written", hint="add HTML=1")
+    count = call.integer("ROWS", 1) or (IN_PAGE if html == "1" else IN_TERMINAL)
+    prepared, manifests = prepare(config)
+    if split not in manifests:
+        raise UserError("there is no validation data to inspect", hint="set `data.validation`, or leave SPLIT out")
+    words = call.options.get("SEARCH")
+    found = {
+        name: samples_of(config, prepared.model.path, manifest, count, words)
+        for name, manifest in manifests.items()
+        if html == "1" or name == split
+    }
+    if html == "1":
+        path = Path(call.options.get("OUT") or f"inspect-{_name(call)}.html")
+        shares = {name: _lengths_and_trained(manifest) for name, manifest in manifests.items()}
+        write_text(path, page.render(_name(call), config.model.max_seq_len, manifests, found, shares))
+        print(json.dumps({"page": str(path)}) if call.json else f"page: {path}")
+    elif call.json:
+        shown = {"split": split, "manifest": manifests[split], "samples": [asdict(sample) for sample in found[split]]}
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
+    else:
+        terminal.show(split, manifests[split], found[split], words)
+    return 0
+
+
+def samples_of(config: Config, model: str, manifest: Mapping[str, Any], count: int, words: str | None) -> list[Sample]:
+    """Returns rows of a prepared split: those that hold `words`, else some of each source, chosen by `train.seed`."""
+    import datasets
+
+    from sft_play.model.tokenizer import load_tokenizer
+
+    rows = datasets.load_from_disk(manifest["split"]["path"])
+    tokenizer = load_tokenizer(Path(model))
+    special = frozenset(tokenizer.all_special_ids) | {
+        number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    names = [source["name"] for source in manifest["sources"]]
+    if words:
+        decode = tokenizer.batch_decode
+        indices: Sequence[int] = list(islice(holding(rows, words, decode), count))
+        if not indices:
+            print(f"no row holds `{words}`", file=sys.stderr)
+    else:
+        indices = chosen(rows, count, config.train.seed, rows["source"])
+    return [sample_of(index, rows[index], names, tokenizer, special) for index in indices]
+
+
+def _lengths_and_trained(manifest: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Returns the tokens and the trained tokens of every row of a split."""
+    import datasets
+    import numpy as np
+
+    from sft_play.data.template import IGNORED
+
+    lengths: list[int] = []
+    trained: list[int] = []
+    for batch in datasets.load_from_disk(manifest["split"]["path"]).with_format("arrow").iter(batch_size=10_000):
+        labels = batch["labels"].combine_chunks()
+        ends = np.asarray(labels.offsets)
+        learnt = np.asarray(labels.values) != IGNORED
+        sums = np.concatenate([[0], np.cumsum(learnt)])
+        starts = ends[:-1]
+        first = np.asarray([bool(learnt[start]) for start in starts])  # nothing predicts the first token of a row
+        lengths += (ends[1:] - starts).tolist()
+        trained += (sums[ends[1:]] - sums[starts] - first).tolist()
+    return lengths, trained
+
+
+def _name(call: Call) -> str:
+    return Path(call.options.get("CONFIG") or call.options.get("RUN") or "data").stem

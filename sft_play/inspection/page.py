@@ -1,0 +1,142 @@
+"""One self-contained HTML page: samples with the mask visible, histograms, the mixture, and a search. No script from elsewhere."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sft_play.inspection.samples import Piece, Sample
+from sft_play.inspection.terminal import left_out
+
+BINS = 20
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5d6773; --line: #d8dee4; --paper: #ffffff; --panel: #f6f8fa;
+  --trained: #d3f4dc; --trained-ink: #0b5a24; --special: #8250df; --bar: #3b82c4; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9aa5b1; --line: #30363d; --paper: #0d1117; --panel: #161b22;
+  --trained: #12361f; --trained-ink: #7ee2a0; --special: #c297ff; --bar: #58a6ff; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 70rem; padding: 1.5rem; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; }
+p.lead { color: var(--soft); margin: .2rem 0 1rem; }
+table { border-collapse: collapse; width: 100%; } th { text-align: left; color: var(--soft); font-weight: 500; }
+th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+.scroll { overflow-x: auto; margin-bottom: 1rem; } .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1rem; }
+figure { margin: 0; padding: .8rem; background: var(--panel); border: 1px solid var(--line); border-radius: 8px; }
+figcaption { font-size: .9rem; color: var(--soft); margin-bottom: .4rem; } svg { width: 100%; height: auto; display: block; }
+svg rect { fill: var(--bar); } svg text { fill: var(--soft); font: 11px system-ui, sans-serif; }
+.share { height: .7rem; background: var(--bar); border-radius: 3px; min-width: 1px; }
+.tools { display: flex; flex-wrap: wrap; gap: .6rem; align-items: center; position: sticky; top: 0; background: var(--paper); padding: .6rem 0; }
+input, select { font: inherit; padding: .35rem .6rem; border: 1px solid var(--line); border-radius: 6px; background: var(--panel); color: inherit; }
+input { flex: 1 1 16rem; } #count { color: var(--soft); }
+article { border: 1px solid var(--line); border-radius: 8px; margin: .8rem 0; overflow: hidden; }
+article header { background: var(--panel); padding: .3rem .8rem; color: var(--soft); font-size: .9rem; }
+pre { margin: 0; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.55 ui-monospace, monospace; }
+.t { background: var(--trained); color: var(--trained-ink); } .s { color: var(--special); font-weight: 600; } .t.s { text-decoration: underline; }
+"""
+SCRIPT = """
+const rows = [...document.querySelectorAll('article')], words = document.getElementById('words'), which = document.getElementById('which');
+function filter() {
+  const wanted = words.value.toLowerCase(); let shown = 0;
+  for (const row of rows) {
+    const fits = (!which.value || row.dataset.of === which.value) && row.textContent.toLowerCase().includes(wanted);
+    row.hidden = !fits; shown += fits;
+  }
+  document.getElementById('count').textContent = shown + ' of ' + rows.length + ' samples';
+}
+words.addEventListener('input', filter); which.addEventListener('change', filter); filter();
+"""
+
+Shares = Mapping[str, tuple[Sequence[int], Sequence[int]]]
+"""For each split the tokens and the trained tokens of every row."""
+
+
+def render(
+    name: str, limit: int, manifests: Mapping[str, Mapping[str, Any]], samples: Mapping[str, Sequence[Sample]], shares: Shares
+) -> str:
+    """Returns the page. `limit` is `model.max_seq_len`; `shares` has for each split the lengths and trained tokens of all rows."""
+    title = f"Data of {html.escape(name)}"
+    parts = [
+        "<!doctype html>", f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">', f"<style>{STYLE}</style></head><body>", f"<h1>{title}</h1>",
+        '<p class="lead">What training will see, token by token. <span class="t">Green is learnt</span>, the rest is only read; '
+        '<span class="s">violet</span> is a special token.</p>',
+    ]  # fmt: skip
+    for split, manifest in manifests.items():
+        parts += [f"<h2>{split.capitalize()}</h2>", _sources(manifest), _charts(limit, *shares[split])]
+        parts += [f'<p class="lead">{html.escape(line)}</p>' for line in left_out(manifest)]
+    parts += ["<h2>Samples</h2>", _tools(samples)]
+    parts += [_sample(split, sample) for split, some in samples.items() for sample in some]
+    parts += [f"<script>{SCRIPT}</script></body></html>"]
+    return "\n".join(parts) + "\n"
+
+
+def _sources(manifest: Mapping[str, Any]) -> str:
+    total = max(1, sum(source["trained_tokens"] for source in manifest["sources"]))
+    heads = ("source", "format", "read", "kept", "left out", "rows", "tokens", "trained", "share of what is trained")
+    words = ("source", "format", heads[-1])
+    row = "".join(f"<th>{head}</th>" if head in words else f'<th class="n">{head}</th>' for head in heads)
+    lines = [f'<div class="scroll"><table><tr>{row}</tr>']
+    for source in manifest["sources"]:
+        share = source["trained_tokens"] / total
+        numbers = (source["rows_read"], source["kept"], sum(source["dropped"].values()) + source["duplicates"], source["rows"],
+                   source["tokens"], source["trained_tokens"])  # fmt: skip
+        cells = "".join(f'<td class="n">{number:,}</td>' for number in numbers)
+        lines.append(
+            f"<tr><td>{html.escape(source['name'])}</td><td>{html.escape(str(source['format']))}</td>{cells}"
+            f'<td><div class="share" style="width:{share:.1%}"></div>{share:.1%}</td></tr>'
+        )
+    return "".join(lines) + "</table></div>"
+
+
+def _charts(limit: int, lengths: Sequence[int], trained: Sequence[int]) -> str:
+    shares = [count / length for count, length in zip(trained, lengths, strict=True)]
+    longest = f"tokens of a row (at most {limit:,})"
+    return (
+        f'<div class="charts">{_histogram(longest, lengths, max(lengths))}'
+        f"{_histogram('share of a row that is trained', [100 * share for share in shares], 100, unit=' %')}</div>"
+    )
+
+
+def _histogram(caption: str, values: Sequence[float], most: float, unit: str = "") -> str:
+    """Returns a figure with equal bins from 0 to `most`."""
+    counts = [0] * BINS
+    for value in values:
+        counts[min(BINS - 1, int(value * BINS / max(most, 1)))] += 1
+    highest = max(counts)
+    bars = "".join(
+        f'<rect x="{index * 20 + 1}" y="{110 - 100 * count / highest:.1f}" width="18" height="{100 * count / highest:.1f}">'
+        f"<title>{most * index / BINS:,.0f} to {most * (index + 1) / BINS:,.0f}{unit}: {count:,} rows</title></rect>"
+        for index, count in enumerate(counts)
+    )
+    marks = "".join(
+        f'<text x="{x}" y="126" text-anchor="{anchor}">{value:,.0f}{unit}</text>'
+        for x, anchor, value in ((0, "start", 0), (200, "middle", most / 2), (400, "end", most))
+    )
+    top = f'<text x="400" y="10" text-anchor="end">highest bar: {highest:,} rows</text>'
+    return f'<figure><figcaption>{caption}</figcaption><svg viewBox="0 0 400 130" role="img">{bars}{marks}{top}</svg></figure>'
+
+
+def _tools(samples: Mapping[str, Sequence[Sample]]) -> str:
+    kinds = list(dict.fromkeys(f"{split}: {sample.source}" for split, some in samples.items() for sample in some))
+    options = "".join(f"<option>{html.escape(kind)}</option>" for kind in kinds)
+    return (
+        '<div class="tools"><input id="words" type="search" placeholder="search in the samples" aria-label="search">'
+        f'<select id="which" aria-label="source"><option value="">all sources</option>{options}</select><span id="count"></span></div>'
+    )
+
+
+def _sample(split: str, sample: Sample) -> str:
+    kind = html.escape(f"{split}: {sample.source}", quote=True)
+    head = f"{split} row {sample.index} of {html.escape(sample.source)}: {sample.tokens:,} tokens, {sample.trained:,} trained"
+    body = "".join(_piece(piece) for piece in sample.pieces)
+    return f'<article data-of="{kind}"><header>{head}</header><pre>{body}</pre></article>'
+
+
+def _piece(piece: Piece) -> str:
+    kinds = " ".join(mark for mark, given in (("t", piece.trained), ("s", piece.special)) if given)
+    text = html.escape(piece.text)
+    if piece.trained:  # a trained line end must be seen
+        text = text.replace("\n", "↵\n")
+    return f'<span class="{kinds}">{text}</span>' if kinds else text

@@ -1,0 +1,96 @@
+"""`make inspect` as a user sees it: the mask in the terminal, reasons, and one page."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Program
+
+pytestmark = pytest.mark.slow
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"What is {n} plus {n}?"}, {"role": "assistant", "content": f"It is {2 * n}, <b>sure</b>."}]}
+    for n in range(12)
+]  # fmt: skip
+LONG = {"question": "What?", "answer": "word " * 400}
+
+
+@pytest.fixture
+def arguments(tiny: Path, tmp_path: Path) -> list[str]:
+    chat, pairs = tmp_path / "chat.jsonl", tmp_path / "pairs.jsonl"
+    chat.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, ROWS[0]]))
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in [{"question": "Who?", "answer": "Nobody."}, LONG]))
+    config = tmp_path / "small.yaml"
+    config.write_text(
+        f"model: {{name: {tiny}, max_seq_len: 96}}\n"
+        f"data:\n  sources:\n    - {{path: {chat}, name: chat}}\n    - {{path: {pairs}, name: pairs}}\n"
+        "  validation: 0.2\n  overlong: drop\n"
+    )
+    return ["inspect", f"CONFIG={config}"]
+
+
+def test_the_terminal_shows_what_is_trained_and_what_was_left_out(program: Program, arguments: list[str]) -> None:
+    done = program(*arguments, "ROWS=20")
+    assert done.code == 0, done.err
+    for shown in re.findall(r"^«.*$", done.out.partition("──")[2], re.MULTILINE):
+        assert re.fullmatch(r"«(It is \d+, <b>sure</b>\.|Nobody\.)<\|im_end\|>»", shown), shown
+    assert done.out.count("<|im_start|>user") == done.out.count("train row ") > 5
+    assert "left out of chat: 1 duplicate" in done.out
+    assert re.search(r"left out of pairs: 1 longer than model\.max_seq_len: \S+pairs\.jsonl:2", done.out)
+
+
+def test_samples_are_found_by_their_words(program: Program, arguments: list[str]) -> None:
+    done = program(*arguments, "SEARCH=NOBODY", "JSON=1")
+    found = [sample for split in (done.json,) for sample in split["samples"]]
+    assert [sample["source"] for sample in found] == ["pairs"]
+    pieces = found[0]["pieces"]
+    assert "".join(piece["text"] for piece in pieces if piece["trained"]) == "Nobody.<|im_end|>"
+    assert sum(piece["tokens"] for piece in pieces) == found[0]["tokens"]
+    assert sum(piece["tokens"] for piece in pieces if piece["trained"]) == found[0]["trained"]
+    assert "no row holds `zebra`" in program(*arguments, "SEARCH=zebra").err
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_holds_both_splits_and_needs_nothing_else(program: Program, arguments: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    done = program(*arguments, "HTML=1", f"OUT={path}")
+    assert done.code == 0, done.err
+    assert str(path) in done.out
+    page = _Page()
+    page.feed(path.read_text(encoding="utf-8"))
+    assert not [tag for tag, attributes in page.tags if {"src", "href"} & set(attributes)], "nothing is loaded from elsewhere"
+    assert sum(tag == "article" for tag, _ in page.tags) == 12 + 1, "every row of both splits"
+    assert sum(tag == "svg" for tag, _ in page.tags) == 4
+    assert "<b>sure</b>" in page.text and not [tag for tag, _ in page.tags if tag == "b"], "text of rows is never markup"
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("SPLIT=test", "`SPLIT` is `test`; expected `train` or `validation`"),
+        ("HTML=yes", "`HTML` is `yes`"),
+        ("OUT=x.html", "no page is written"),
+        ("ROWS=0", "`ROWS`"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(program: Program, arguments: list[str], typed: str, words: str) -> None:
+    done = program(*arguments, typed)
+    assert done.code == 2
+    assert words in done.err
