@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from sft_play.config import metric_rules, task_rules
+from sft_play.config import metric_rules, source_rules, task_rules
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 
@@ -113,5 +113,5 @@ def _warmup(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
 
 
 RULES: tuple[Rule, ...] = (
-    _names, _precision, _data, _evaluation, _launch, _code, _warmup, *metric_rules.RULES, *task_rules.RULES,
+    _names, _precision, _data, _evaluation, _launch, _code, _warmup, *metric_rules.RULES, *source_rules.RULES, *task_rules.RULES,
 )  # fmt: skip

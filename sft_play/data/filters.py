@@ -18,8 +18,10 @@ from sft_play.errors import DataError
 Row = Mapping[str, Any]
 Value = Callable[[Row], Any]
 
-LONGEST = 10_000
+LONGEST = 2_000
 """Characters of an expression: the parser's memory grows with it."""
+DEEPEST = 60
+"""Levels of an expression: each is a call for every row."""
 SYNTAX = 'conditions look like `lang == "en" and score >= 3`, `source in ["a", "b"]`, `not blank(text)`, `len(answer) < 2000`'
 COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
@@ -36,8 +38,10 @@ class Condition:
         source = expression.strip()
         try:
             if len(source) > LONGEST:
-                raise DataError(f"`filter` has {len(source)} characters; the most is {LONGEST}")
+                raise DataError(f"`filter` has {len(source)} characters; the most is {LONGEST}", hint=SYNTAX)
             tree = ast.parse(source, mode="eval")
+            if _depth(tree.body) > DEEPEST:
+                raise DataError("`filter` is nested too deep", hint=SYNTAX)
             self._holds = self._truth(tree.body)
         except SyntaxError as error:
             raise self._problem(error.msg or "invalid syntax", max((error.offset or 1) - 1, 0)) from None
@@ -167,6 +171,14 @@ class Condition:
         else:
             raise self._refused(argument, "`has` takes a column")
         return lambda row: row.get(column) is not None
+
+
+def _depth(node: ast.AST) -> int:
+    level, depth = [node], 0
+    while level:
+        depth += 1
+        level = [child for parent in level for child in ast.iter_child_nodes(parent)]
+    return depth
 
 
 def _length(value: Any) -> int:

@@ -1,0 +1,111 @@
+"""The conditions of `filter`: what they say of a row, and what is refused before any row is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft_play.data.filters import Condition
+from sft_play.errors import DataError
+
+ROW = {"lang": "en", "score": 4, "text": "a long text", "tags": ["x", "y"], "none": None, "ok": True, "n": "12.5", "my name": 1}
+
+
+@pytest.mark.parametrize(
+    ("expression", "wanted"),
+    [
+        ('lang == "en" and score >= 3', True),
+        ('lang == "de" or score < 3', False),
+        ("not score == 4", False),
+        ("1 <= score < 4", False),
+        ('lang in ["de", "en"]', True),
+        ("lang not in ('de', 'fr')", True),
+        ('"long" in text', True),
+        ('"x" in tags', True),
+        ("none is None and score is not None", True),
+        ("none == None", True),
+        ("len(text) == 11 and len(tags) == 2", True),
+        ("blank(none) and not blank(text)", True),
+        ('has(lang) and not has(none) and not has(elsewhere) and not has("my name x")', True),
+        ("number(n) > 12", True),
+        ('column("my name") == 1', True),
+        ("ok", True),
+        ("not ok", False),
+        ("score > -1.5", True),
+        ("has(elsewhere) and elsewhere > 3", False),
+        ("\n  lang == 'en'\n", True),
+    ],
+)
+def test_a_condition_holds_or_not(expression: str, wanted: bool) -> None:
+    assert Condition(expression)(ROW) is wanted
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("lang ==", "at character"),
+        ("lang == 'en", "at character 9"),
+        ("__import__('os').system('x')", "is not a function"),
+        ("text.strip() == ''", "`text.strip` is not a function; there are len, blank"),
+        ("lang.upper == 1", "`lang.upper` is not part of the language at character 1"),
+        ("score + 1 == 2", "`score + 1` is not part of the language"),
+        ("score ** 9 ** 9 > 1", "is not part of the language"),
+        ("[x for x in tags]", "is not part of the language"),
+        ("(lambda: 1)()", "is not a function"),
+        ("len(text, 2) > 1", "`len` takes one value at character 1"),
+        ("score is 4", "`is` is for `None` alone"),
+        ("ä == 1 and score + 1 == 2", "at character 12"),
+        ("score > 1 if ok else 2", "is not part of the language"),
+        ("f'{score}' == 'a'", "is not part of the language"),
+        ("(" * 900 + "ok" + ")" * 900, "`filter` "),
+        ("not " * 480 + "ok", "`filter` is nested too deep"),
+        ("ok or " * 3000 + "ok", "`filter` has 18002 characters"),
+        ("ok\0", "`filter` cannot be "),
+        ("a := 3", "`filter` cannot be used"),
+    ],
+)
+def test_what_is_not_in_the_language_is_refused_with_its_place(expression: str, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        Condition(expression)
+    assert said in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("missing == 1", "the column `missing`, which is missing; the columns are `lang`, `score`"),
+        ("lang == en", "the column `en`, which is missing"),
+        ("none > 3", "empty and a number cannot be compared"),
+        ("lang > 3", "text and a number cannot be compared so at character 1"),
+        ("score", "this is a number, and neither true nor false"),
+        ("lang and ok", "this is text, and neither true nor false"),
+        ("len(score) > 1", "`len` of a number"),
+        ("number(lang) > 1", "`number` of text: `en`"),
+    ],
+)
+def test_what_a_row_does_not_allow_is_an_error_of_the_row(expression: str, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        Condition(expression)(ROW)
+    assert said in caught.value.message
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=40))
+def test_no_text_at_all_breaks_the_parser(expression: str) -> None:
+    try:
+        Condition(expression)(ROW)
+    except DataError as error:
+        assert error.message
+
+
+VALUES = st.one_of(st.integers(-9, 9), st.text(st.characters(codec="utf-8"), max_size=3), st.none())
+
+
+@settings(max_examples=150, deadline=None)
+@given(VALUES, VALUES)
+def test_equality_is_that_of_values(left: Any, right: Any) -> None:
+    assert Condition(f"x == {right!r}")({"x": left}) is (left == right)
