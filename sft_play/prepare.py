@@ -23,6 +23,7 @@ from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.load import read_config
+from sft_play.config.metrics import LIBRARY
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.console import console_may_go
@@ -36,10 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Prepares one run and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder of the run, with config.json")
-    run = RunFolder(parser.parse_args(arguments).run)
+    parser.add_argument("--scored", action="store_true", help="the rows are for an evaluation, not for training")
+    options = parser.parse_args(arguments)
     try:
         with console_may_go(), _stopped_in_order():
-            prepare_run(run)
+            prepare_run(RunFolder(options.run), scored=options.scored)
     except UserError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
@@ -93,15 +95,17 @@ def _disk_problem(error: OSError) -> HardwareError | None:
     )
 
 
-def prepare_run(run: RunFolder) -> Prepared:
+def prepare_run(run: RunFolder, *, scored: bool = False) -> Prepared:
     """Resolves the model, prepares the data, writes `prepared.json` and returns it. Raises `DataError`."""
-    prepared, _ = prepare(read_config(run.config).config)
+    prepared, _ = prepare(read_config(run.config).config, scored=scored)
     prepared.save(run.prepared)
     return prepared
 
 
-def prepare(config: Config) -> tuple[Prepared, Mapping[str, Mapping[str, Any]]]:
+def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[str, Mapping[str, Any]]]:
     """Resolves the model and prepares the data; returns the facts, and the manifest of each split. Raises `DataError`.
+
+    `scored` says that the configuration's sources are for an evaluation: they are called so.
 
     `make plan` and `lookup` know it from then on.
     """
@@ -116,7 +120,7 @@ def prepare(config: Config) -> tuple[Prepared, Mapping[str, Mapping[str, Any]]]:
     _tell(says(config, model))
     found = prepare_data(config, model, functools.cache(lambda: _tokenizer(model)))
     for name, manifest in found.manifests.items():
-        _tell(summary("training" if name == "train" else name, manifest))
+        _tell(summary(("evaluation" if scored else "training") if name == "train" else name, manifest))
     prepared = Prepared(model=model, train=found.train, validation=found.validation)
     remember(config, prepared)
     return prepared, found.manifests

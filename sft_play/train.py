@@ -96,6 +96,8 @@ def say(problem: Exception, record: dict[str, Any]) -> None:
 def work(run: RunFolder, checkpoint: Path | None, console: TextIO | None, doing: Activity) -> int:
     """The whole road of a worker, top to bottom."""
     quiet_libraries()
+    from sft_play.training.held_out import require_best
+
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
     check_launch(plan)
     stamp = settle_stamp(run, config, plan, prepared, checkpoint)
@@ -105,6 +107,7 @@ def work(run: RunFolder, checkpoint: Path | None, console: TextIO | None, doing:
     if trainer.is_world_process_zero():
         remove_leftovers(run)
     trainer.accelerator.wait_for_everyone()
+    require_best(trainer)
     started = time.time()
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     save_holdings(run, trainer, holdings)
@@ -138,6 +141,7 @@ def build(
     from sft_play.model.load import load_for_training
     from sft_play.training.arguments import training_arguments
     from sft_play.training.guards import Holdings, SaveAtEnd, StopOnRequest
+    from sft_play.training.stopping import Patience
     from sft_play.training.trainer import SftTrainer
 
     datasets.disable_progress_bars()
@@ -157,7 +161,12 @@ def build(
         args=args,
         train_dataset=datasets.load_from_disk(prepared.train.path).select_columns(["input_ids", "labels", "row"]),
         eval_dataset=datasets.load_from_disk(prepared.validation.path) if prepared.validation else None,
-        callbacks=[SaveAtEnd(), stop, holdings],
+        callbacks=[
+            SaveAtEnd(),
+            stop,
+            holdings,
+            Patience(run, config.train.early_stopping_patience, config.train.early_stopping_threshold),
+        ],
     )
     quiet_callbacks(trainer)
     add_reporters(trainer, run, config, console)
@@ -249,6 +258,7 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
         "peak_memory_bytes": peak_memory_bytes(),
         "forecast": planned(trainer.plan, trainer.args.process_index, resumed=resumed),
         "recoveries": [dict(recovery) for recovery in trainer.plan.recoveries],
+        "stopped_early": trainer.stopped_early(),
         "best_step": trainer.state.best_global_step,
         "best_metric": finite(trainer.state.best_metric),
         **{key: finite(value) for key, value in (scores[-1] if scores else {}).items() if key.startswith("eval_")},

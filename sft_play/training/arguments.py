@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments, get_scheduler
 
+from sft_play.config.metrics import higher_is_better
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.plan import Plan
@@ -89,7 +90,7 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "save_steps": train.save_steps,
         "save_total_limit": None,  # rotation is `runs.checkpoints.rotate`: only after a newer one is whole
         "metric_for_best_model": train.metric_for_best_model if has_validation else None,
-        "greater_is_better": not train.metric_for_best_model.endswith(("loss", "perplexity")),
+        "greater_is_better": higher_is_better(train.metric_for_best_model) is not False,
         "report_to": _trackers(config),
         "disable_tqdm": True,
         "remove_unused_columns": False,

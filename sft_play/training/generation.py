@@ -1,4 +1,4 @@
-"""Answers to held-out prompts, shared out over the ranks, and their ROUGE.
+"""Answers to held-out prompts, shared out over the ranks, and their scores.
 
 Batches are formed before they are shared out, so a prompt meets the same companions on any number of ranks and the scores
 are the same. Ranks that have fewer batches run dummies where every forward pass is a collective (ZeRO-3, FSDP2).
@@ -18,21 +18,15 @@ import torch
 from torch import distributed
 from torch.distributed.fsdp import FSDPModule
 
+from sft_play.config.metrics import short_name
 from sft_play.config.schema import Config
+from sft_play.errors import UserError
 from sft_play.files import write_json, write_text
 from sft_play.training.answering import Answer, AnswerSettings, answer_batch, use_our_settings
-from sft_play.training.scores import (
-    CONFIDENCE,
-    METRICS,
-    RESAMPLES,
-    USE_STEMMER,
-    Interval,
-    mean_scores,
-    perplexity,
-    rouge,
-    without_words,
-)
+from sft_play.training.intervals import Interval
+from sft_play.training.scores import DEFAULT_METRICS, Scored, how_scored, metrics_for, perplexity, score_answers
 from sft_play.training.shares import share_batches
+from sft_play.training.text_metrics import ROUGE, without_words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,28 +52,70 @@ class GenerationResult:
 
     predictions: tuple[Prediction, ...]
     scores: Mapping[str, Interval]
-    """`rouge1`, `rouge2`, `rougeL`: mean F-measure (0 to 1) with its bootstrap interval."""
+    """Metric -> score of all answers with its bootstrap interval."""
+    asked: int
+    """Rows that were to be answered; more than there are `predictions` where the time was over first."""
     answered_here: int
     """Prompts that this rank answered, dummies left out."""
     seconds: float
+    """Of generating alone, until the last rank was ready; scoring takes `scoring_seconds`."""
+    scoring_seconds: float
     warnings: tuple[str, ...]
 
+    @property
+    def complete(self) -> bool:
+        """Whether every row was answered."""
+        return len(self.predictions) == self.asked
+
     def metrics(self) -> dict[str, float]:
-        """Returns `eval_rouge1`, `eval_rouge2`, `eval_rougeL` and what describes the answers, for `metrics.jsonl`."""
+        """Returns `eval_NAME` of every metric and what describes the answers, for `metrics.jsonl`."""
         count = len(self.predictions)
         return {
-            **{f"eval_{name}": self.scores[name].mean for name in METRICS},
+            **{f"eval_{name}": interval.mean for name, interval in self.scores.items()},
             "eval_answers": count,
+            "eval_answers_asked": self.asked,
             "eval_answer_tokens": sum(p.tokens for p in self.predictions) / count,
             "eval_stopped": sum(p.stopped for p in self.predictions) / count,
-            "eval_generation_seconds": self.seconds,
+            **{f"eval_{name}": value for name, value in self.speed().items()},
+        }
+
+    def speed(self) -> dict[str, float]:
+        """Returns how long generating took, over all ranks, and how much came of it."""
+        return {
+            "generation_seconds": self.seconds,
+            "answers_per_second": len(self.predictions) / self.seconds,
+            "answer_tokens_per_second": sum(p.tokens for p in self.predictions) / self.seconds,
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """Time for generating; rank 0's clock counts."""
+
+    seconds: float | None = None
+    seed: int = 0
+    """Chooses the order in which batches are answered when there is a limit."""
+    clock: Callable[[], float] = time.perf_counter
+
+    def over(self, started: float, turns: int, world_size: int) -> bool:
+        """Returns whether another round would probably end past the limit: the same on every rank. The first is always run."""
+        if self.seconds is None or turns == 0:
+            return False
+        elapsed = self.clock() - started
+        return _of_rank_0(elapsed + elapsed / turns > self.seconds, world_size)
+
+
 def decide(
-    config: Config, *, purpose: Literal["train", "eval"] = "train", validation_rows: int | None = None
+    config: Config,
+    *,
+    purpose: Literal["train", "eval"] = "train",
+    validation_rows: int | None = None,
+    answerable_rows: int | None = None,
 ) -> tuple[bool, str]:
-    """Returns whether answers are generated and scored, and why, as a sentence for the user."""
+    """Returns whether answers are generated and scored, and why, as a sentence for the user.
+
+    `answerable_rows`: how many of the validation rows ask for an answer, where that is known.
+    """
     asked = config.train.predict_with_generate
     if validation_rows == 0:
         return False, "loss only: there are no validation rows (`data.validation`)"
@@ -87,11 +123,27 @@ def decide(
         return False, "loss only: `train.predict_with_generate` is `false`"
     if config.eval.samples == 0:
         return False, "loss only: `eval.samples` is 0"
+    if not config.eval.metrics:
+        return False, "loss only: `eval.metrics` is empty"
     if asked == "auto" and purpose == "train":
         return False, "loss only while training: `train.predict_with_generate` is `auto`; `make eval` scores answers as well"
-    rows = config.eval.samples if validation_rows is None else min(config.eval.samples, validation_rows)
+    if answerable_rows == 0:
+        return False, "loss only: no validation row asks for an answer (documents, plain text and tokens have no reference)"
+    known = validation_rows if answerable_rows is None else answerable_rows
+    rows = config.eval.samples if known is None else min(config.eval.samples, known)
     how = "greedy" if config.train.generation_num_beams == 1 else f"{config.train.generation_num_beams} beams"
-    return True, f"ROUGE of {rows} answers, {how}, at most {config.train.generation_max_new_tokens} new tokens"
+    said = f"{_names(config.eval.metrics)} of {rows} answers, {how}, at most {config.train.generation_max_new_tokens} new tokens"
+    if config.eval.max_seconds is not None:
+        said += f", about {config.eval.max_seconds:g} s"
+    if validation_rows is not None and answerable_rows is not None and answerable_rows < validation_rows:
+        said += f"; {validation_rows - answerable_rows} of {validation_rows} validation rows have no reference and count for loss only"
+    return True, said
+
+
+def _names(metrics: Sequence[str]) -> str:
+    """Returns the metrics in words; all of ROUGE by one."""
+    others = [short_name(metric) for metric in metrics if metric not in ROUGE]
+    return ", ".join((["ROUGE"] if len(others) < len(metrics) else []) + others)
 
 
 def score_by_generation(
@@ -102,46 +154,76 @@ def score_by_generation(
     batch_size: int,
     max_new_tokens: int,
     num_beams: int = 1,
+    metrics: Sequence[str] = DEFAULT_METRICS,
+    budget: Budget | None = None,
     rank: int = 0,
     world_size: int = 1,
     synced: bool = False,
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> GenerationResult:
-    """Answers every row's `prompt_ids` and scores the answers against its `reference`.
+    """Answers every row's `prompt_ids` and scores the answers against its `reference` by `metrics` (`eval.metrics`).
 
     `rows` hold `row` (an id, unique), `prompt_ids` and `reference`, the same on every rank. `synced` says that a forward pass
     is a collective operation (ZeRO-3, FSDP2). `progress(done, all)` is told the batches of this rank. All ranks must call this
-    together and get the same result. Raises `ValueError` when there are no rows.
+    together and get the same result. Raises `ValueError` when there are no rows, `DataError` when a metric fails.
     """
     if not rows:
         raise ValueError("no rows to answer")
-    started = time.perf_counter()
+    budget = budget or Budget()
     prompts = [list(row["prompt_ids"]) for row in rows]
-    mine, rounds = share_batches([len(prompt) for prompt in prompts], batch_size, rank, world_size)
+    spread_by = None if budget.seconds is None else budget.seed
+    mine, rounds = share_batches([len(prompt) for prompt in prompts], batch_size, rank, world_size, spread_by=spread_by)
     settings = AnswerSettings(max_new_tokens=max_new_tokens, num_beams=num_beams, batch_size=batch_size)
     answers: list[tuple[int, Answer]] = []
+    started = budget.clock()
     with _ready_to_generate(model, synced=synced) as ready:
-        for turn in range(rounds if synced else len(mine)):
+        for turn in range(rounds):
+            if budget.over(started, turn, world_size):
+                break
             batch = mine[turn] if turn < len(mine) else []
+            if not batch and not synced:
+                continue
             # Ranks that have run out of batches keep the others company: every forward pass is a collective.
             asked = [prompts[index] for index in batch] or [prompts[0][:1]]
             given = answer_batch(ready, tokenizer, asked, settings, device=device, synced=synced and world_size > 1)
             answers += zip(batch, given[: len(batch)], strict=True)
             if progress:
                 progress(turn + 1, rounds)
-    everywhere = _gather(answers, world_size)
+    everywhere = sorted(_gather(answers, world_size), key=lambda part: part[0])
+    generated = budget.clock()
+    assert len({index for index, _ in everywhere}) == len(everywhere), "no row is answered twice"
+    assert budget.seconds is not None or len(everywhere) == len(rows), "every row is answered"
+    references, texts = [rows[index]["reference"] for index, _ in everywhere], [answer.text for _, answer in everywhere]
+    scored = _scored(metrics, references, texts, rank=rank, world_size=world_size)
     predictions = tuple(
-        _prediction(tokenizer, rows[index], answer) for index, answer in sorted(everywhere, key=lambda part: part[0])
+        _prediction(tokenizer, rows[index], answer, scores)
+        for (index, answer), scores in zip(everywhere, scored.each, strict=True)
     )
-    assert len(predictions) == len(rows), "every row is answered once"
     return GenerationResult(
         predictions=predictions,
-        scores=mean_scores([p.scores for p in predictions]),
+        scores=scored.intervals,
+        asked=len(rows),
         answered_here=len(answers),
-        seconds=time.perf_counter() - started,
-        warnings=_warnings(predictions),
+        seconds=max(generated - started, 1e-9),
+        scoring_seconds=budget.clock() - generated,
+        warnings=_warnings(predictions, list(scored.intervals), asked=len(rows), seconds=budget.seconds),
     )
+
+
+def _scored(metrics: Sequence[str], references: Sequence[str], texts: Sequence[str], *, rank: int, world_size: int) -> Scored:
+    """Returns the scores, computed once, on rank 0: metrics of strangers may be slow, or differ from one time to the next."""
+    found: Scored | UserError | None = None
+    if rank == 0:
+        try:
+            found = score_answers(metrics_for(metrics), references, texts)
+        except UserError as problem:  # the others wait for it
+            found = problem
+    found = _of_rank_0(found, world_size)
+    if isinstance(found, UserError):
+        raise found
+    assert found is not None
+    return found
 
 
 def write_evaluation(
@@ -165,9 +247,11 @@ def write_evaluation(
         "perplexity": perplexity(loss),
         "label_tokens": label_tokens,
         **(facts or {}),
-        **({name: result.scores[name].to_json() for name in METRICS} if result else {}),
+        **({name: interval.to_json() for name, interval in result.scores.items()} if result else {}),
         "answers": len(result.predictions) if result else 0,
-        "settings": {**settings, "use_stemmer": USE_STEMMER, "bootstrap": {"resamples": RESAMPLES, "confidence": CONFIDENCE}},
+        "answers_asked": result.asked if result else 0,
+        "complete": result.complete if result else True,
+        "settings": {**settings, **(how_scored(list(result.scores)) if result else {})},
     }
     if result:
         write_predictions(folder / "predictions.jsonl", result.predictions)
@@ -180,7 +264,7 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     write_text(path, "".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in predictions))
 
 
-def _prediction(tokenizer: Any, row: Mapping[str, Any], answer: Answer) -> Prediction:
+def _prediction(tokenizer: Any, row: Mapping[str, Any], answer: Answer, scores: Mapping[str, float]) -> Prediction:
     return Prediction(
         row=int(row["row"]),
         prompt=tokenizer.decode(list(row["prompt_ids"]), skip_special_tokens=False),
@@ -188,20 +272,31 @@ def _prediction(tokenizer: Any, row: Mapping[str, Any], answer: Answer) -> Predi
         answer=answer.text,
         tokens=answer.tokens,
         stopped=answer.stopped,
-        scores=rouge(row["reference"], answer.text),
+        scores=scores,
     )
 
 
-def _warnings(predictions: Sequence[Prediction]) -> tuple[str, ...]:
+def _warnings(predictions: Sequence[Prediction], metrics: Sequence[str], *, asked: int, seconds: float | None) -> tuple[str, ...]:
     count = len(predictions)
-    wordless = without_words([p.reference for p in predictions])
+    wordless = without_words([p.reference for p in predictions]) if set(metrics) & set(ROUGE) else 0
     cut = sum(not p.stopped for p in predictions)
     found = []
+    if count < asked:
+        found.append(f"scored {count} of {asked}: `eval.max_seconds` is {seconds:g}; they are spread over all lengths")
     if wordless:
         found.append(f"{wordless} of {count} references have no word of a-z or 0-9; ROUGE counts them as 0")
     if cut > count // 2:
         found.append(f"{cut} of {count} answers reached `train.generation_max_new_tokens` before the model ended its turn")
     return tuple(found)
+
+
+def _of_rank_0(value: Any, world_size: int) -> Any:
+    """Returns rank 0's `value` on every rank."""
+    if world_size == 1:
+        return value
+    shared = [value]
+    distributed.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 def _gather(answers: list[Any], world_size: int) -> list[Any]:

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from transformers import TrainerCallback
 
+from sft_play.runs.evaluations import label_of_metric
+
 SECONDS_BETWEEN_LINES = 10.0
+NOT_OF_ANSWERS = ("loss", "perplexity", "label_tokens", "loss_rows_per_second")
+
+
+def evaluation_line(logs: Mapping[str, Any]) -> str:
+    """Returns an evaluation in one line: loss, loss of each source, every score of answers, how many were answered."""
+    parts = [f"held-out loss {logs['eval_loss']:.4f}"]
+    parts += [f"{name.removeprefix('eval_loss/')} {value:.4f}" for name, value in logs.items() if name.startswith("eval_loss/")]
+    scores = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
+    if "answers" in scores:
+        names = list(scores)[: list(scores).index("answers")]  # the scores of answers come right before their number
+        names = [name for name in names if name.partition("/")[0] not in NOT_OF_ANSWERS]
+        parts += [f"{label_of_metric(name)} {scores[name]:.3f}" for name in names]
+        if scores["answers"] < scores["answers_asked"]:
+            parts.append(f"scored {scores['answers']} of {scores['answers_asked']}")
+    return ", ".join(parts)
 
 
 class Progress(TrainerCallback):
@@ -47,8 +65,7 @@ class Progress(TrainerCallback):
             elif self._due(state):
                 self._line(f"step {state.global_step}/{state.max_steps}: {facts}{self._left(state)}")
         elif "eval_loss" in logs:
-            rouge = f", ROUGE-L {logs['eval_rougeL']:.3f}" if "eval_rougeL" in logs else ""
-            self._line(f"step {state.global_step}/{state.max_steps}: held-out loss {logs['eval_loss']:.4f}{rouge}")
+            self._line(f"step {state.global_step}/{state.max_steps}: {evaluation_line(logs)}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.bar is not None:

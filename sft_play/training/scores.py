@@ -1,80 +1,82 @@
-"""ROUGE of single answers, the bootstrap interval of their mean, and perplexity."""
+"""Scores of answers by the metrics of `eval.metrics`, each with its bootstrap interval, and perplexity. No torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
-from rouge_score.rouge_scorer import RougeScorer
+from sft_play.config.metrics import LIBRARY, OF_ANSWERS, short_name
+from sft_play.training.intervals import CONFIDENCE, RESAMPLES, Interval
+from sft_play.training.text_metrics import USE_STEMMER, CorpusMetric, MeanMetric, signature
 
-METRICS = ("rouge1", "rouge2", "rougeL")
-USE_STEMMER = True
-"""Words longer than three letters are compared by their Porter stem, as in transformers' own summarisation examples."""
-RESAMPLES = 1000
-CONFIDENCE = 0.95
+DEFAULT_METRICS = ("rouge1", "rouge2", "rougeL")
+CORPUS = ("bleu", "chrf")
+
+
+class Metric(Protocol):
+    """One entry of `eval.metrics`. Its numbers depend on references and answers alone, in the order of the rows."""
+
+    name: str
+    """What files call it."""
+
+    def each(self, references: Sequence[str], answers: Sequence[str]) -> Sequence[float] | None:
+        """Returns a score for each answer alone; `None` where a single answer has none."""
+        ...
+
+    def whole(self, references: Sequence[str], answers: Sequence[str], each: Sequence[float] | None) -> Interval:
+        """Returns the score of all answers with its interval; `each` is what `each` returned."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """A mean over `n` answers with its percentile bootstrap interval (95 %)."""
+class Scored:
+    """What all metrics say of all answers."""
 
-    mean: float
-    low: float
-    high: float
-    n: int
-
-    def to_json(self) -> dict[str, float | int]:
-        return asdict(self)
-
-    def beyond(self, other: Interval) -> bool:
-        """Whether this interval lies wholly above `other`'s."""
-        return self.low > other.high
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+    each: tuple[Mapping[str, float], ...]
+    """For each answer: metric -> its score; a metric that has none for a single answer is left out."""
+    intervals: Mapping[str, Interval]
+    """Metric -> score of all answers."""
 
 
-def rouge(reference: str, answer: str) -> dict[str, float]:
-    """Returns the F-measures (0 to 1) of one answer, exactly as `rouge_score` computes them.
+def metrics_for(names: Sequence[str]) -> list[Metric]:
+    """Returns the metrics that `eval.metrics` names. Raises `DataError` for one that the `evaluate` library cannot load."""
+    found: list[Metric] = []
+    for name in names:
+        if name.startswith(LIBRARY):
+            from sft_play.training.library_metrics import LibraryMetric
 
-    Its words are runs of a-z and 0-9, so a text in another script scores 0, and the numbers cannot be compared with ROUGE
-    over other tokenizers (jieba, for one).
-    """
-    scores = _scorer().score(reference, answer)
-    return {name: float(scores[name].fmeasure) for name in METRICS}
-
-
-def without_words(references: Sequence[str]) -> int:
-    """Returns how many references have no word that `rouge_score` knows; their score is 0 whatever the answer."""
-    tokenize = _scorer()._tokenizer.tokenize
-    return sum(not tokenize(reference) for reference in references)
+            found.append(LibraryMetric(name))
+        else:
+            assert name in OF_ANSWERS, "the rules of the configuration know every metric"
+            found.append(CorpusMetric(name) if name in CORPUS else MeanMetric(name))
+    return found
 
 
-def mean_scores(scores: Sequence[Mapping[str, float]], *, seed: int = 0) -> dict[str, Interval]:
-    """Returns for each metric the mean over answers with its bootstrap interval. Raises `ValueError` for no answers."""
-    return {name: bootstrap([row[name] for row in scores], seed=seed) for name in METRICS}
+def score_answers(metrics: Sequence[Metric], references: Sequence[str], answers: Sequence[str]) -> Scored:
+    """Returns what `metrics` say of `answers`. Raises `ValueError` for no answers."""
+    if not answers:
+        raise ValueError("no answers to score")
+    each: list[dict[str, float]] = [{} for _ in answers]
+    intervals: dict[str, Interval] = {}
+    for metric in metrics:
+        single = metric.each(references, answers)
+        for row, score in zip(each, single or (), strict=single is not None):
+            row[metric.name] = score
+        intervals[metric.name] = metric.whole(references, answers, single)
+    return Scored(each=tuple(each), intervals=intervals)
 
 
-def bootstrap(values: Sequence[float], *, seed: int = 0) -> Interval:
-    """Returns the mean of `values` and the percentile interval of the means of 1,000 resamples with replacement."""
-    if not values:
-        raise ValueError("an interval needs at least one value")
-    array = np.asarray(values, dtype=np.float64)
-    picks = np.random.default_rng(seed).integers(0, len(array), size=(RESAMPLES, len(array)))
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(array[picks].mean(axis=1), [tail, 100 - tail])
-    return Interval(mean=float(array.mean()), low=float(low), high=float(high), n=len(array))
+def how_scored(names: Sequence[str]) -> dict[str, object]:
+    """Returns what must be known to compute the scores again, for `scores.json`."""
+    known: dict[str, object] = {"bootstrap": {"resamples": RESAMPLES, "confidence": CONFIDENCE}}
+    if any(name.startswith("rouge") for name in names):
+        known["use_stemmer"] = USE_STEMMER
+    signatures = {name: signature(name) for name in map(short_name, names) if name in CORPUS}
+    return known | ({"sacrebleu": signatures} if signatures else {})
 
 
 def perplexity(loss: float) -> float:
     """Returns exp of a token-weighted loss in nats; the largest float where that overflows."""
     return math.exp(min(loss, 709.0))
-
-
-@cache
-def _scorer() -> Any:
-    return RougeScorer(list(METRICS), use_stemmer=USE_STEMMER)

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import time
@@ -32,14 +31,11 @@ from sft_play.runs.checkpoints import link, partial_folder, publish, rotate
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import Stamp
 from sft_play.training.flops import operations_per_token, peak_operations
-from sft_play.training.generation import decide, score_by_generation, write_evaluation
 from sft_play.training.guards import require_finite
+from sft_play.training.held_out import evaluate
 from sft_play.training.loss import all_sum, label_tokens, token_loss_sum
 from sft_play.training.memory_errors import Activity
-from sft_play.training.shares import choose_rows, share_batches
-
-SHARDED = ("zero3", "fsdp2")
-"""Strategies under which every forward pass is a collective operation."""
+from sft_play.training.stopping import Patience, is_better, value_of
 
 
 class SftTrainer(Trainer):
@@ -55,6 +51,7 @@ class SftTrainer(Trainer):
         self.collator = Collator(plan.layout, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
         self.rows_trained: list[int] = []
         self.rows_scored: list[int] = []
+        self.said_how_evaluated = False
         self.tokens_trained = 0
         self.peak_flops = peak_operations(plan.device) if os.environ.get("RANK", "0") == "0" else None
         self._operations: int | None = None
@@ -180,78 +177,15 @@ class SftTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Returns token-weighted loss and perplexity over all validation rows, and ROUGE of answers when asked for."""
+        """Returns token-weighted loss and perplexity of the validation rows, in all and per source, and scores of answers."""
         started = time.perf_counter()
         self.doing.enter("evaluating", step=self.state.global_step)
-        rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        loss, count = self._held_out_loss(rows)
-        metrics = {
-            f"{metric_key_prefix}_loss": loss,
-            f"{metric_key_prefix}_perplexity": math.exp(min(loss, 700.0)),
-            f"{metric_key_prefix}_label_tokens": count,
-        }
-        generate, reason = decide(self.config, purpose="train", validation_rows=len(rows))
-        if self.state.global_step and not getattr(self, "_said", False):
-            self._said = True
-            if self.is_world_process_zero():
-                print(f"evaluation: {reason}", flush=True)
-        if generate:
-            metrics |= self._answers(rows, loss, count)
+        metrics = evaluate(self, self.eval_dataset if eval_dataset is None else eval_dataset, metric_key_prefix)
         metrics[f"{metric_key_prefix}_seconds"] = time.perf_counter() - started
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self._begun = time.perf_counter()
         return metrics
-
-    def _held_out_loss(self, rows: Any) -> tuple[float, int]:
-        """Batches are formed before they are shared out, so the figure is the same on any number of ranks."""
-        rank, world = self.args.process_index, self.plan.world_size
-        lengths = [len(ids) for ids in rows["input_ids"]]
-        mine, rounds = share_batches(lengths, self.args.per_device_eval_batch_size, rank, world)
-        sums = torch.zeros(2, dtype=torch.float64, device=self._sums_on())
-        model = self.model_wrapped
-        model.eval()
-        scored: list[int] = []
-        with torch.no_grad():
-            for turn in range(rounds):
-                batch = self._prepare_inputs(self.collator([rows[i] for i in mine[turn]] if turn < len(mine) else []))
-                scored += batch["rows"]
-                self.doing.next_batch(batch["rows"])
-                with self.compute_loss_context_manager():
-                    total = token_loss_sum(model, batch)
-                sums += torch.stack([total.double(), label_tokens(batch).double()])
-        model.train()
-        self.rows_scored = scored
-        total_loss, count = all_sum(sums).tolist()
-        return total_loss / max(count, 1), int(count)
-
-    def _answers(self, rows: Any, loss: float, count: int) -> dict[str, float]:
-        train = self.config.train
-        chosen = choose_rows(len(rows), self.config.eval.samples, train.seed)
-        result = score_by_generation(
-            self.accelerator.unwrap_model(self.model_wrapped),  # hooks of ZeRO-3 and FSDP2 sit in the model itself
-            self.processing_class,
-            [rows[index] for index in chosen],
-            batch_size=self.args.per_device_eval_batch_size,
-            max_new_tokens=train.generation_max_new_tokens,
-            num_beams=train.generation_num_beams,
-            rank=self.args.process_index,
-            world_size=self.plan.world_size,
-            synced=self.plan.strategy in SHARDED,
-            device=self.args.device,
-        )
-        if self.is_world_process_zero():
-            step = self.state.global_step
-            settings = {
-                "max_new_tokens": train.generation_max_new_tokens,
-                "num_beams": train.generation_num_beams,
-                "batch_size": self.args.per_device_eval_batch_size,
-                "during": "training",
-            }
-            write_evaluation(
-                self.run.evaluation(step), step=step, loss=loss, label_tokens=count, result=result, settings=settings
-            )
-        return dict(result.metrics())
 
     # ---- Checkpoints
 
@@ -290,9 +224,8 @@ class SftTrainer(Trainer):
         name = self.args.metric_for_best_model
         if name is None:
             return False
-        value = metrics[name if name.startswith("eval_") else f"eval_{name}"]
-        best = self.state.best_metric
-        if best is not None and not (value > best if self.args.greater_is_better else value < best):
+        value = value_of(metrics, name)
+        if not is_better(value, self.state.best_metric, greater=bool(self.args.greater_is_better)):
             return False
         self.state.best_metric = value
         self.state.best_global_step = self.state.global_step
@@ -314,6 +247,10 @@ class SftTrainer(Trainer):
             super().save_model(output_dir, _internal_call=True)
         if self.is_world_process_zero():
             (Path(output_dir) / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle; config.json says the same
+
+    def stopped_early(self) -> str | None:
+        """Returns why training ended before its last step (`train.early_stopping_patience`), if it did."""
+        return next((c.reason for c in self.callback_handler.callbacks if isinstance(c, Patience)), None)
 
     def training_seconds(self) -> float:
         """Seconds spent on optimizer steps, evaluation and saving left out."""

@@ -1,16 +1,26 @@
-"""ROUGE is rouge_score's own, intervals hold what they say, and batches are shared out without loss."""
+"""ROUGE is rouge_score's own, BLEU and chrF sacrebleu's, intervals hold what they say, and batches are shared out without loss."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
+from sacrebleu.metrics import BLEU, CHRF
 
-from sft_play.training.scores import METRICS, bootstrap, mean_scores, perplexity, rouge, without_words
-from sft_play.training.shares import choose_rows, share_batches
+from sft_play.config.metrics import OF_ANSWERS
+from sft_play.errors import DataError
+from sft_play.training.intervals import mean_interval as bootstrap
+from sft_play.training.intervals import resamples
+from sft_play.training.library_metrics import LibraryMetric, check_library_metrics
+from sft_play.training.scores import how_scored, metrics_for, perplexity, score_answers
+from sft_play.training.shares import choose_rows, share_batches, spread
+from sft_play.training.text_metrics import ROUGE as METRICS
+from sft_play.training.text_metrics import exact_match, normalised, rouge, token_f1, without_words
 
 PAIRS = [
     ("Return the sum of two numbers.", "Returns sums of the numbers"),
@@ -57,12 +67,121 @@ def test_no_answers_is_an_error() -> None:
         bootstrap([])
 
 
-def test_mean_scores_keep_metrics_apart() -> None:
-    rows = [rouge(reference, answer) for reference, answer in PAIRS]
-    means = mean_scores(rows)
-    assert set(means) == set(METRICS)
-    for name in METRICS:
-        assert means[name].mean == pytest.approx(sum(row[name] for row in rows) / len(rows))
+REFERENCES = [reference for reference, _ in PAIRS]
+ANSWERS = [answer for _, answer in PAIRS]
+
+
+def test_every_metric_has_a_score_for_each_answer_and_an_interval() -> None:
+    scored = score_answers(metrics_for(OF_ANSWERS), REFERENCES, ANSWERS)
+    assert list(scored.intervals) == list(OF_ANSWERS)
+    assert all(set(row) == set(OF_ANSWERS) for row in scored.each)
+    for name, interval in scored.intervals.items():
+        assert interval.n == len(PAIRS)
+        assert interval.low <= interval.mean <= interval.high
+        if name not in ("bleu", "chrf"):
+            assert interval.mean == pytest.approx(sum(row[name] for row in scored.each) / len(PAIRS))
+    assert score_answers(metrics_for(OF_ANSWERS), REFERENCES, ANSWERS) == scored, "the same digits every time"
+    with pytest.raises(ValueError, match="no answers"):
+        score_answers(metrics_for(OF_ANSWERS), [], [])
+
+
+@pytest.mark.parametrize("name", ["bleu", "chrf"])
+def test_bleu_and_chrf_are_sacrebleus_own(name: str) -> None:
+    scorer = BLEU(force=True) if name == "bleu" else CHRF()
+    sentences = BLEU(effective_order=True, force=True) if name == "bleu" else CHRF()
+    references, answers = REFERENCES * 5, ANSWERS * 4 + REFERENCES
+    scored = score_answers(metrics_for([name]), references, answers)
+    interval = scored.intervals[name]
+    own = scorer.corpus_score(answers, [references], n_bootstrap=1000)
+    assert interval.mean == pytest.approx(own.score, abs=1e-12)
+    # sacrebleu draws with a generator of its own, and gives half the width of its interval.
+    assert (interval.high - interval.low) / 2 == pytest.approx(own._ci, rel=0.15)
+    picks = next(iter(resamples(len(answers))))
+    again = scorer.corpus_score([answers[i] for i in picks], [[references[i] for i in picks]]).score
+    assert interval.low - 5 < again < interval.high + 5
+    for row, answer, reference in zip(scored.each, answers, references, strict=True):
+        assert row[name] == pytest.approx(sentences.sentence_score(answer, [reference]).score, abs=1e-12)
+    assert how_scored([name])["sacrebleu"] == {name: str(_with_one_reference(scorer).get_signature())}
+
+
+def _with_one_reference(scorer: Any) -> Any:
+    fresh = type(scorer)(force=True) if isinstance(scorer, BLEU) else type(scorer)()
+    fresh.corpus_score(["a"], [["a"]])
+    return fresh
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "match", "f1"),
+    [
+        ("The cat sat.", "cat sat", 1, 1),  # articles, case and punctuation do not count
+        ("the cat", "cat a dog", 0, 2 / 3),
+        ("cat cat dog", "cat", 0, 1 / 2),  # a word counts as often as it stands there
+        ("an apple", "pear", 0, 0),
+        ("the", "a", 1, 1),  # both are empty once normalised
+        ("the", "apple", 0, 0),
+        ("", "", 1, 1),
+        ("1,000", "1000", 1, 1),
+        ("theory", "ory", 0, 0),  # only whole words are articles
+        ("U.S.A", "usa", 1, 1),
+    ],
+)
+def test_exact_match_and_f1_are_those_of_squad(reference: str, answer: str, match: int, f1: float) -> None:
+    assert exact_match(reference, answer) == match
+    assert token_f1(reference, answer) == pytest.approx(f1)
+    assert normalised(normalised(answer)) == normalised(answer)
+
+
+SCRIPT = """import datasets
+import evaluate
+
+
+class Share(evaluate.Metric):
+    def _info(self):
+        text = datasets.Value("string")
+        features = datasets.Features({"predictions": text, "references": text})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        each = [float(p == r) for p, r in zip(predictions, references)]
+        lengths = sum(map(len, predictions)) / max(1, sum(map(len, references)))
+        return RETURNED
+"""
+
+
+def library_metric(folder: Path, name: str, returned: str) -> str:
+    (folder / name).mkdir()
+    (folder / name / f"{name}.py").write_text(SCRIPT.replace("RETURNED", returned))
+    return f"evaluate:{folder / name}"
+
+
+def test_metrics_of_the_evaluate_library_from_a_local_folder(tmp_path: Path) -> None:
+    share = library_metric(tmp_path, "my_share", '{"my_share": sum(each) / len(each)}')
+    length = library_metric(tmp_path, "my_length", '{"ratio": lengths, "total": len(each)}') + ":ratio"
+    check_library_metrics([share, length])
+    scored = score_answers(metrics_for([share, length]), REFERENCES, ANSWERS)
+    assert set(scored.intervals) == {"my_share", "my_length_ratio"}
+    equal = [float(reference == answer) for reference, answer in PAIRS]
+    assert scored.intervals["my_share"] == bootstrap(equal)
+    assert [row["my_share"] for row in scored.each] == equal
+    ratio = scored.intervals["my_length_ratio"]
+    assert ratio.mean == pytest.approx(sum(map(len, ANSWERS)) / sum(map(len, REFERENCES)))
+    assert ratio.low < ratio.mean < ratio.high
+    assert all("my_length_ratio" not in row for row in scored.each), "no mean of single scores, so none has one"
+
+
+def test_library_metrics_that_cannot_be_had_or_give_no_number_are_refused(tmp_path: Path) -> None:
+    several = library_metric(tmp_path, "several", '{"one": 1.0, "two": 2.0}')
+    no_number = library_metric(tmp_path, "no_number", '{"said": "well"}')
+    broken = library_metric(tmp_path, "broken", "1 / 0")
+    for metric, words in (
+        (several, "has several scores"),
+        (f"{several}:three", "has no score `three`"),
+        (no_number, "returns no number"),
+        (broken, "cannot score texts: division by zero"),
+        (f"evaluate:{tmp_path}/nothing_here", "no folder or script"),
+    ):
+        with pytest.raises(DataError, match=words):
+            LibraryMetric(metric).check()
 
 
 def test_perplexity() -> None:
@@ -89,3 +208,28 @@ def test_chosen_rows_depend_on_the_seed_only() -> None:
     assert chosen == choose_rows(1000, 20, 7) == sorted(set(chosen))
     assert len(chosen) == 20
     assert chosen != choose_rows(1000, 20, 8)
+
+
+@given(st.integers(1, 300), st.integers(0, 2**32))
+def test_any_first_part_is_spread_over_the_whole(count: int, seed: int) -> None:
+    order = spread(count, seed)
+    assert sorted(order) == list(range(count))
+    for part in (count // 4, count // 2):
+        if part >= 2:
+            ordered = sorted(order[:part])
+            gaps = [b - a for a, b in zip(ordered, [*ordered[1:], ordered[0] + count], strict=True)]
+            assert max(gaps) <= 4 * count / part
+
+
+def test_every_batch_is_as_likely_as_any_other_to_be_in_a_part() -> None:
+    firsts = [spread(10, seed)[0] for seed in range(2000)]
+    assert all(abs(firsts.count(place) - 200) < 60 for place in range(10))
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 4))
+def test_batches_of_one_source_each_hold_every_row_once(rows: list[tuple[int, int]], batch_size: int, world: int) -> None:
+    lengths, sources = [length for length, _ in rows], [source for _, source in rows]
+    shared = [share_batches(lengths, batch_size, rank, world, groups=sources) for rank in range(world)]
+    batches = [batch for mine, _ in shared for batch in mine]
+    assert sorted(index for batch in batches for index in batch) == list(range(len(rows)))
+    assert all(len({sources[index] for index in batch}) == 1 for batch in batches)
