@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.config.schema import Config
-from sft_play.config.task_rules import refused_format
 from sft_play.data.example import Example, Message
-from sft_play.data.template import IGNORED, Encoded, Renderer
+from sft_play.data.overlong import chunks, cut_tokens, split, truncated
+from sft_play.data.template import IGNORED, Encoded, Renderer, RowText
 from sft_play.data.text import TOO_LONG, encode_texts
+from sft_play.data.tokens import RowTokens
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import end_of_turn_ids
 
@@ -32,72 +33,122 @@ class Outcome:
 
 
 class Encoder:
-    """Encodes examples as a configuration asks: system, style, what is learnt, and what happens to rows that are too long."""
+    """Encodes examples as a configuration asks: what is learnt, and what happens to rows that are too long.
+
+    `data.system` and `data.style` are part of the tokenizer's template already (`model.tokenizer.load_tokenizer`).
+    """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        self.limit, self.policy = config.model.max_seq_len, config.data.overlong
+        self.limit, self.policy, self.loss_on = config.model.max_seq_len, config.data.overlong, config.train.loss_on
         self.tokenizer = tokenizer
-        self.renderer = Renderer(tokenizer, end_of_turn_ids(tokenizer))
         self.vocabulary = len(tokenizer)
-        self.task = config.tuning.task
+        stops = end_of_turn_ids(tokenizer)
+        self.renderer = Renderer(tokenizer, stops)
+        self.tokens = RowTokens(tokenizer, stops)
 
     def encode(self, examples: Sequence[Example]) -> list[Outcome]:
         """Returns one outcome per example, in order. Raises nothing for a bad example: its outcome tells."""
-        return [self._one(example) for example in examples]
+        outcomes: list[Outcome | None] = [None] * len(examples)
+        chats: list[int] = []
+        texts: list[int] = []
+        groups: list[list[RowText]] = []
+        for index, example in enumerate(examples):
+            try:
+                if example.text is not None:
+                    texts.append(index)
+                    continue
+                if example.messages is None:
+                    outcomes[index] = self._given(example)
+                    continue
+                groups.append(self.renderer.rows(example.messages, example.tools, self.loss_on))
+                chats.append(index)
+            except DataError as error:
+                outcomes[index] = _failed(error, example)
+        for index, found in zip(chats, self.tokens.rows(groups), strict=True):
+            outcomes[index] = self._chat(examples[index], found)
+        for index, outcome in zip(texts, self._texts([examples[index] for index in texts]), strict=True):
+            outcomes[index] = outcome
+        return [outcome for outcome in outcomes if outcome is not None]
 
-    def _one(self, example: Example) -> Outcome:
-        if refused := refused_format(self.task, example.form):
-            return Outcome(
-                rows=[], error=DataError(f"the row is `{example.form}`, but {refused[0]}", place=example.place, hint=refused[1])
-            )
-        try:
-            if example.text is not None:
-                found = encode_texts([example.text], self.tokenizer, limit=self.limit, overlong=self.policy)[0]
-                return Outcome(rows=found.rows, dropped=found.dropped, cut=found.cut)
-            row = self._tokens(example) if example.input_ids is not None else self.renderer.encode(example.messages or [])
-        except DataError as error:
-            error.place = error.place or example.place
-            return Outcome(rows=[], error=error)
-        row = without_tail(row)
-        length = len(row.input_ids)
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Encoded]:
+        """Returns the rows of one conversation, however long. Raises `DataError`."""
+        found = self.tokens.rows([self.renderer.rows(messages, tools, self.loss_on)])[0]
+        if isinstance(found, DataError):
+            raise found
+        return found
+
+    def _chat(self, example: Example, found: list[Encoded] | DataError) -> Outcome:
+        if isinstance(found, DataError):
+            return _failed(found, example)
+        rows = [without_tail(row) for row in found]
+        length = max(len(row.input_ids) for row in rows)
         if length <= self.limit:
-            return Outcome(rows=[row])
+            return Outcome(rows=rows)
         if self.policy == "error":
-            refusal = DataError(f"the row has {length} tokens; `model.max_seq_len` is {self.limit}", place=example.place)
-            return Outcome(rows=[], error=refusal, overlong=length)
-        if self.policy == "truncate" and (cut := self._truncated(example.messages or [], row)) is not None:
-            return Outcome(rows=[cut], cut=True, overlong=length)
-        return Outcome(rows=[], dropped=TOO_LONG, overlong=length)
+            return self._too_long(example, length)
+        if self.policy == "drop":
+            kept = [row for row in rows if len(row.input_ids) <= self.limit]
+            return Outcome(rows=kept, dropped=None if kept else TOO_LONG, cut=bool(kept), overlong=length)
 
-    def _truncated(self, messages: Sequence[Message], encoded: Encoded) -> Encoded | None:
-        """Cuts a row at the limit; `None` where nothing of an answer would be left.
+        def encode(messages: Sequence[Message]) -> list[Encoded]:
+            return [without_tail(row) for row in self.conversation(messages, example.tools)]
 
-        Turns after the last answer that begins before the limit go first, so that prompt and reference belong to an answer that is
-        trained.
-        """
-        while len(encoded.prompt_ids) >= self.limit:
-            messages = messages[:-1]
-            while messages and messages[-1]["role"] != "assistant":
-                messages = messages[:-1]
-            if not messages:
-                return None
-            encoded = without_tail(self.renderer.encode(messages))
-        labels = encoded.labels[: self.limit]
-        if all(label == IGNORED for label in labels[1:]):  # the first token follows nothing, so it is never a target
-            return None
-        return Encoded(encoded.input_ids[: self.limit], labels, encoded.prompt_ids, encoded.reference)
+        try:
+            if self.policy == "split" and self.loss_on != "last":
+                rows, cut = split(example.messages or [], self.limit, encode, self._count)
+            else:
+                rows, cut = truncated(example.messages or [], self.limit, encode, self._count), True
+        except DataError as error:
+            return _failed(error, example)
+        return Outcome(rows=rows, cut=cut, overlong=length)
 
-    def _tokens(self, example: Example) -> Encoded:
+    def _texts(self, examples: Sequence[Example]) -> list[Outcome]:
+        try:
+            found = encode_texts([e.text or "" for e in examples], self.tokenizer, limit=self.limit, overlong=self.policy)
+        except DataError as error:
+            return [Outcome(rows=[], error=DataError(error.message, place=e.place, hint=error.hint)) for e in examples]
+        return [Outcome(rows=text.rows, dropped=text.dropped, cut=text.cut) for text in found]
+
+    def _given(self, example: Example) -> Outcome:
+        """Returns what became of an example that is tokens already."""
         ids = example.input_ids or []
         largest = max(ids, default=0)
         if largest >= self.vocabulary:
-            raise DataError(f"`input_ids` holds {largest}, but the tokenizer has {self.vocabulary} tokens")
-        return Encoded(ids, ids if example.labels is None else example.labels, [], "")
+            raise DataError(
+                f"`input_ids` holds {largest}, but the tokenizer has {self.vocabulary} tokens",
+                hint="were the rows made with another tokenizer?",
+            )
+        row = without_tail(Encoded(ids, ids if example.labels is None else example.labels, [], ""))
+        length = len(row.input_ids)
+        if length < 2:
+            raise DataError("the row has fewer than two tokens, so there is nothing to learn")
+        if length <= self.limit:
+            return Outcome(rows=[row])
+        if self.policy == "error":
+            return self._too_long(example, length)
+        if self.policy == "drop":
+            return Outcome(rows=[], dropped=TOO_LONG, overlong=length)
+        rows = chunks(row, self.limit) if self.policy == "split" else [cut_tokens(row, self.limit)]
+        return Outcome(rows=rows, cut=self.policy == "truncate", overlong=length)
+
+    def _count(self, text: str) -> int:
+        return max(1, len(self.tokens.batch([text])[0]))
+
+    def _too_long(self, example: Example, length: int) -> Outcome:
+        problem = DataError(f"the row has {length} tokens; `model.max_seq_len` is {self.limit}", place=example.place)
+        return Outcome(rows=[], error=problem, overlong=length)
+
+
+def _failed(error: DataError, example: Example) -> Outcome:
+    error.place = error.place or example.place
+    return Outcome(rows=[], error=error)
 
 
 def without_tail(encoded: Encoded) -> Encoded:
-    """Leaves out what follows the last trained token (a newline, with some templates a new header): nothing depends on it."""
+    """Leaves out what follows the last trained token: nothing depends on it."""
+    if encoded.labels and encoded.labels[-1] != IGNORED:
+        return encoded
     end = len(encoded.labels)
     while end and encoded.labels[end - 1] == IGNORED:
         end -= 1
-    return Encoded(encoded.input_ids[:end], encoded.labels[:end], encoded.prompt_ids, encoded.reference)
+    return replace(encoded, input_ids=encoded.input_ids[:end], labels=encoded.labels[:end])

@@ -1,122 +1,273 @@
-"""From a conversation to tokens and an exact label mask, by rendering the model's own chat template.
+"""From a conversation to the texts of its training rows, by rendering the chat template, with what is learnt of each.
 
-The whole conversation is rendered and tokenised once. An answer begins where the conversation before it ends, rendered with the
-generation prompt (which is what the model sees when it answers), and ends with the first end-of-turn token after its text. Both
-are found in the text of the whole conversation, so the mask is exact also for templates that write an answer differently once
-later turns follow (Qwen3 leaves out earlier thoughts).
+An answer is what the model would have to write at inference: its prompt is the conversation before it, rendered with the generation
+prompt, and the answer is what the template writes after that prompt, up to and including the token that ends the turn. A row is a
+prompt and its answer. Earlier answers are learnt in the same row where it shows them exactly as inference would; where a template
+writes them otherwise once later turns follow (Qwen3 leaves out earlier thoughts) each gets a row of its own.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.formats import Message
+from sft_play.data.example import Message
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import MARKER
 
 IGNORED = -100
-
-Span = tuple[int, int]
-"""First character, and the one after the last."""
+KNOWN_TAILS = 8
+_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_ENDED_THOUGHT = re.compile(r"\s*(<think>)?.*</think>\s*", re.DOTALL)
+_NOT_EXACT = "so the mask cannot be exact"
+_BY_ANSWER = "split the conversation into rows that end at each answer, or take another template: `data.chat_template`"
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A conversation in tokens."""
+    """One row in tokens."""
 
     input_ids: list[int]
     labels: list[int]
     """The token where it is trained, else -100; same length as `input_ids`."""
     prompt_ids: list[int]
-    """What the model is given when it writes the last answer."""
+    """What the model is given when it writes the last answer; `input_ids` begins with it."""
     reference: str
     """The last answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a row's text."""
+
+    start: int
+    """Character."""
+    end: int
+    """The character after its last."""
+    reference: str
+    """The answer that it is; empty for other turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowText:
+    """The text of one row, and what is learnt of it."""
+
+    prompt: str
+    answer: str
+    """With the token that ends the turn."""
+    reference: str
+    """The answer's own words."""
+    earlier: tuple[Span, ...] = ()
+    """Answers within the prompt that are learnt too."""
+    everything: bool = False
+    """Every token is learnt (`train.loss_on: all`) but `untrained`."""
+    untrained: tuple[Span, ...] = ()
+
+
 class Renderer:
-    """Encodes conversations with one tokenizer and its template."""
+    """Renders conversations with one tokenizer's template."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[int]) -> None:
         """`stops`: the tokens that end a turn (`model.tokenizer.end_of_turn_ids`)."""
         self.tokenizer = tokenizer
-        self.stops = frozenset(stops)
+        self.stops = [str(token) for token in tokenizer.convert_ids_to_tokens(list(stops))]
+        self._tails: list[tuple[str, int]] = []
+        """What the template writes after an answer's words, and where in it the end of the turn ends: the same for most answers."""
+        self._special = dict(tokenizer.special_tokens_map)
+        self._compiled = self._compile()
 
-    def encode(self, messages: Sequence[Message]) -> Encoded:
-        """Returns the tokens of a conversation that ends with an answer. Raises `DataError` where a mask cannot be exact."""
-        text = self._render(messages)
-        answers = [self._span(messages, i, text) for i, message in enumerate(messages) if message["role"] == "assistant"]
-        ids, offsets = self._tokens(text, [start for start, _ in answers])
-        self._check_bos(ids)
-        labels = [IGNORED] * len(ids)
-        for answer in answers:
-            self._train(text, ids, offsets, labels, answer)
-        prompt, _ = self._tokens(self._render(messages[:-1], prompt=True), [])
-        return Encoded(ids, labels, prompt, messages[-1]["content"])
+    def rows(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, loss_on: str = "assistant") -> list[RowText]:
+        """Returns the rows of a conversation that ends with an answer. Raises `DataError` where a mask cannot be exact."""
+        if loss_on == "all":
+            return [self._everything(messages, tools)]
+        wanted = learnt(messages, loss_on)
+        prompt, answer = self.answer(messages, wanted[-1], tools)
+        earlier, alone = [], []
+        for index in wanted[:-1]:
+            before, said = self.answer(messages, index, tools)
+            words = messages[index]["content"]
+            if prompt.startswith(before + said):
+                earlier.append(Span(len(before), len(before) + len(said), words))
+            else:
+                self._check_change(messages, index, wanted[-1], tools)
+                alone.append(RowText(before, said, words))
+        return [*alone, RowText(prompt, answer, messages[wanted[-1]]["content"], tuple(earlier))]
 
-    def _span(self, messages: Sequence[Message], index: int, text: str) -> Span:
-        """Returns where in `text` the answer of message `index` begins and where its words end."""
-        marked = self._render([*messages[:index], {**messages[index], "content": MARKER}, *messages[index + 1 :]])
+    def answer(self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None = None) -> tuple[str, str]:
+        """Returns the prompt of message `index` and what the model writes then, with the end of its turn. Raises `DataError`."""
+        message = messages[index]
+        prompt = self.render(messages[:index], tools, prompt=True)
+        full = self.render(messages[: index + 1], tools)
+        if "tool_calls" not in message and full.startswith(prompt):
+            rest, words = full[len(prompt) :], message["content"]
+            for tail, end in self._tails:
+                if rest.endswith(tail):
+                    body = rest[: len(rest) - len(tail)]
+                    if body in (words, words.strip()):  # proven on the row itself: prompt, words, end of turn
+                        return prompt, body + tail[:end]
+        return self._located(messages, index, tools, prompt, full)
+
+    def _located(
+        self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None, prompt: str, full: str
+    ) -> tuple[str, str]:
+        """Returns what `answer` does, for an answer whose place is found by putting a marker there."""
+        message, number = messages[index], index + 1
+        if message.get("tool_calls"):
+            if not full.startswith(prompt):
+                raise DataError(f"the chat template does not write turn {number} after its prompt, {_NOT_EXACT}", hint=_BY_ANSWER)
+            return prompt, full[len(prompt) : len(prompt) + self._end(full[len(prompt) :], blank=False)]
+        marked = self.render([*messages[:index], {**message, "content": MARKER}], tools)
         head, found, tail = marked.partition(MARKER)
-        if not found or MARKER in tail or not (text.startswith(head) and text.endswith(tail)):
+        if not found or MARKER in tail or not full.endswith(tail):
             raise DataError(
-                f"the chat template does not write the answer of message {index + 1} in one place, so its mask cannot be exact",
-                hint="split the conversation into rows that end at each answer",
+                f"the chat template does not write the answer of turn {number} in one place, {_NOT_EXACT}", hint=_BY_ANSWER
             )
-        before = self._render(messages[:index], prompt=True)
-        # What a template writes between the prompt and the words (an empty thought) is the model's to write, so it is trained.
-        start = len(before) if head.startswith(before) else len(head)
-        return start, len(text) - len(tail)
+        end = self._end(tail, blank=True)
+        start = len(prompt) if full.startswith(prompt) else _after_prompt(prompt, head, full, number)
+        body = full[start : len(full) - len(tail)]
+        if not _holds(body, message["content"], head[len(prompt) :] if head.startswith(prompt) else ""):
+            raise DataError(
+                f"the chat template changes the answer of turn {number}, or writes what depends on it, {_NOT_EXACT}",
+                hint=_BY_ANSWER,
+            )
+        if (tail, end) not in self._tails and len(self._tails) < KNOWN_TAILS:
+            self._tails.append((tail, end))
+        return prompt, body + tail[:end]
 
-    def _tokens(self, text: str, starts: Sequence[int]) -> tuple[list[int], list[Span]]:
-        """Returns tokens and their characters, split at an answer's start wherever the prompt alone gives other tokens.
-
-        Byte-level BPE merges what stands on both sides of the start, and splits line ends by what follows them.
-        """
-        encoding = self._encode(text)
-        ids, offsets = list(encoding["input_ids"]), list(encoding["offset_mapping"])
-        cuts = [at for at in starts if not _begins(ids, self._encode(text[:at])["input_ids"])]
-        if not cuts:
-            return ids, offsets
-        ids, offsets = [], []
-        for low, high in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            piece = self._encode(text[low:high])
-            ids += piece["input_ids"]
-            offsets += [(first + low, last + low) for first, last in piece["offset_mapping"]]
-        return ids, offsets
-
-    def _encode(self, text: str) -> Any:
-        # The template writes its own special tokens; the tokenizer must not add a second BOS.
-        return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-
-    def _train(self, text: str, ids: list[int], offsets: Sequence[Span], labels: list[int], answer: Span) -> None:
-        """Labels the tokens from the answer's start up to and including the token that ends its turn."""
-        start, words_end = answer
-        # `high > start`: a token of spaces only may have an empty span at their end (byte-level BPE with `trim_offsets`).
-        first = next((i for i, (low, high) in enumerate(offsets) if low >= start and high > start), len(ids))
-        stop = next((i for i in range(first, len(ids)) if offsets[i][0] >= words_end and ids[i] in self.stops), None)
-        if stop is None or text[words_end : offsets[stop][0]].strip():
+    def _end(self, text: str, *, blank: bool) -> int:
+        """Returns where in `text` the first end of a turn ends; `blank`: only white space may stand before it."""
+        places = [(text.find(stop), stop) for stop in self.stops if stop in text]
+        first, stop = min(places, default=(-1, ""))
+        if first < 0 or (blank and text[:first].strip()):
             raise DataError(
                 "the chat template writes no end-of-turn token after an answer, so the model would never learn to stop",
-                hint="use a template that ends each answer with the tokenizer's eos token",
+                hint="use a template that ends each answer with the tokenizer's eos token, or name one: `data.chat_template`",
             )
-        labels[first : stop + 1] = ids[first : stop + 1]
+        return first + len(stop)
 
-    def _render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+    def _check_change(self, messages: Sequence[Message], index: int, last: int, tools: Sequence[Any] | None) -> None:
+        """Raises `DataError` where the last prompt shows an earlier answer otherwise than by leaving out thoughts or moving tools."""
+        prompt = self.render(messages[:last], None, prompt=True) if tools else self.render(messages[:last], prompt=True)
+        before, said = self.answer(messages, index)
+        if not _THOUGHT.sub("", prompt).startswith(_THOUGHT.sub("", before + said)):
+            raise DataError(
+                f"the chat template changes earlier turns when later ones are added (turn {index + 1}), {_NOT_EXACT}",
+                hint=_BY_ANSWER,
+            )
+
+    def _everything(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> RowText:
+        """Returns the row of `train.loss_on: all`: every token but those of turns with `train: false`."""
+        if all(message.get("train") is False for message in messages):
+            raise DataError("every turn has `train: false`, so there is nothing to learn")
+        last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+        prompt, answer = self.answer(messages, last, tools)
+        untrained = []
+        for index, message in enumerate(messages[: last + 1]):
+            if message.get("train") is not False:
+                continue
+            if message["role"] == "assistant":
+                before, said = self.answer(messages, index, tools)
+                start, end = len(before), len(before) + len(said)
+            else:
+                start, end = self._words(messages, index, last, tools, prompt)
+                before, said = prompt[:start], prompt[start:end]
+            if not (prompt + answer).startswith(before + said):
+                raise DataError(
+                    f"the chat template changes earlier turns when later ones are added, {_NOT_EXACT}", hint=_BY_ANSWER
+                )
+            untrained.append(Span(start, end, ""))
+        return RowText(prompt, answer, messages[last]["content"], everything=True, untrained=tuple(untrained))
+
+    def _words(
+        self, messages: Sequence[Message], index: int, last: int, tools: Sequence[Any] | None, prompt: str
+    ) -> tuple[int, int]:
+        """Returns where in the prompt of message `last` the words of another message stand."""
+        marked = [{**message, "content": MARKER} if at == index else message for at, message in enumerate(messages[:last])]
+        head, found, tail = self.render(marked, tools, prompt=True).partition(MARKER)
+        if not found or MARKER in tail or not (prompt.startswith(head) and prompt.endswith(tail)):
+            raise DataError(f"the chat template does not write turn {index + 1} in one place, {_NOT_EXACT}")
+        return len(head), len(prompt) - len(tail)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = False) -> str:
+        """Returns the text of a conversation, with the generation prompt if `prompt`. Raises `DataError`."""
         import jinja2
 
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
-        except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError) as error:
+            if self._compiled is not None and not tools and all(len(message) == 2 for message in messages):
+                return str(
+                    self._compiled.render(
+                        messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **self._special
+                    )
+                )
+            return self._render_slowly(messages, tools, prompt)
+        except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
             roles = ", ".join(m["role"] for m in messages)
-            raise DataError(f"the chat template does not take this conversation ({roles}): {error}") from error
+            raise DataError(
+                f"the chat template does not take this conversation ({roles}): {error}",
+                hint="`data.chat_template` chooses another template",
+            ) from error
 
-    def _check_bos(self, ids: Sequence[int]) -> None:
-        bos = self.tokenizer.bos_token_id
-        if bos is not None and bos not in self.stops and list(ids[:2]) == [bos, bos]:
-            raise DataError("the chat template writes the beginning-of-sequence token twice")
+    def _render_slowly(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool) -> str:
+        turns = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt, **options))
+
+    def _compile(self) -> Any:
+        """Returns the compiled template where it writes a plain conversation as `apply_chat_template` does; else `None`.
+
+        That function copies and checks each conversation first, which takes longer than the rendering.
+        """
+        import jinja2
+
+        probe: list[Message] = [{"role": "user", "content": "a"}]
+        try:
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+
+            compiled = _compile_jinja_template(self.tokenizer.get_chat_template())
+            text = compiled.render(messages=probe, tools=None, documents=None, add_generation_prompt=True, **self._special)
+            return compiled if text == self._render_slowly(probe, None, True) else None
+        except (ImportError, jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError):
+            return None  # a template that wants more than one question; every conversation says itself what is wrong
 
 
-def _begins(ids: Sequence[int], first: Sequence[int]) -> bool:
-    return list(ids[: len(first)]) == list(first)
+def learnt(messages: Sequence[Message], loss_on: str) -> list[int]:
+    """Returns the indices of the answers that are learnt (`train.loss_on: assistant` or `last`). Raises `DataError` for none."""
+    for index, message in enumerate(messages):
+        if message.get("train") is True and message["role"] != "assistant":
+            raise DataError(
+                f"turn {index + 1} ({message['role']}) has `train: true`, but only answers are learnt",
+                hint="`train.loss_on: all` learns every turn but those with `train: false`",
+            )
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    chosen = [index for index in (answers[-1:] if loss_on == "last" else answers) if messages[index].get("train") is not False]
+    if not chosen:
+        which = "the last answer has" if loss_on == "last" and answers else "every answer has"
+        raise DataError(f"{which} `train: false`, so there is nothing to learn" if answers else "there is no answer to learn")
+    return chosen
+
+
+def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:
+    """Returns where the answer begins in `full`, where the template writes something else there than the generation prompt.
+
+    A generation prompt may say more than the finished turn (a closed, empty thought): then the words follow the prompt.
+    """
+    more = prompt[len(head) :]
+    if not (prompt.startswith(head) and full.startswith(head)) or more.count("<think>") > more.count("</think>"):
+        raise DataError(
+            f"the chat template does not begin turn {number} with its own generation prompt, {_NOT_EXACT}",
+            hint="the model would be trained on other text than it sees when it answers; take another template: `data.chat_template`",
+        )
+    return len(head)
+
+
+def _holds(body: str, words: str, lead: str) -> bool:
+    """Whether `body` is an answer's words, after what the template writes before every answer, or after a thought."""
+    own = words.rpartition("</think>")[2]
+    for text in (words, words.strip(), words.lstrip(), words.rstrip(), own, own.strip(), own.lstrip(), own.rstrip()):
+        if text and body.endswith(text):
+            before = body[: len(body) - len(text)]
+            if before == lead or _ENDED_THOUGHT.fullmatch(before):
+                return True
+    return False

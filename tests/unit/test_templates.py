@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from sft_play.config.schema import Config, ModelConfig
+from sft_play.data.encode import Encoder
 from sft_play.data.formats import Message
-from sft_play.data.template import IGNORED, Encoded, Renderer
+from sft_play.data.template import IGNORED, Encoded
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import default_template, end_of_turn_ids, load_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE, build_tokenizer
@@ -63,18 +65,24 @@ def tokenizer_of(
 
 
 def encode(tokenizer: Any, messages: Sequence[Message]) -> Encoded:
-    return Renderer(tokenizer, end_of_turn_ids(tokenizer)).encode(messages)
+    return rows_of(tokenizer, messages)[-1]
 
 
-def trained(tokenizer: Any, encoded: Encoded) -> list[str]:
+def rows_of(tokenizer: Any, messages: Sequence[Message]) -> list[Encoded]:
+    return Encoder(Config(model=ModelConfig(name="tiny")), tokenizer).conversation(messages)
+
+
+def trained(tokenizer: Any, *rows: Encoded) -> list[str]:
     """Returns the text of each unbroken run of trained tokens."""
-    runs: list[list[int]] = [[]]
-    for token, label in zip(encoded.input_ids, encoded.labels, strict=True):
-        if label == IGNORED:
-            runs.append([])
-        else:
-            assert label == token
-            runs[-1].append(token)
+    runs: list[list[int]] = []
+    for encoded in rows:
+        runs.append([])
+        for token, label in zip(encoded.input_ids, encoded.labels, strict=True):
+            if label == IGNORED:
+                runs.append([])
+            else:
+                assert label == token
+                runs[-1].append(token)
     return [tokenizer.decode(run) for run in runs if run]
 
 
@@ -124,22 +132,22 @@ def test_a_chatml_mask_written_by_hand(families: dict[str, Family]) -> None:
     question = [start, *ids("user\nHow are you?"), end, *ids("\n"), start, *ids("assistant\n")]
     answer = [*ids("Fine, thanks."), end]
     encoded = encode(tokenizer, SINGLE)
-    assert encoded.input_ids == [*question, *answer, *ids("\n")]
-    assert encoded.labels == [IGNORED] * len(question) + answer + [IGNORED] * len(ids("\n"))
+    assert encoded.input_ids == [*question, *answer]
+    assert encoded.labels == [IGNORED] * len(question) + answer
     assert encoded.prompt_ids == question
     assert encoded.reference == "Fine, thanks."
 
 
 def test_every_answer_is_trained_with_its_end_and_nothing_else(family: Family) -> None:
     _, tokenizer, _, end = family
-    assert trained(tokenizer, encode(tokenizer, CONVERSATION)) == [f"Fine, thanks.{end}", f"The same:\n\n  still fine.{end}"]
+    assert trained(tokenizer, *rows_of(tokenizer, CONVERSATION)) == [f"Fine, thanks.{end}", f"The same:\n\n  still fine.{end}"]
 
 
 def test_what_is_not_trained_is_the_rest_of_the_rendered_text(family: Family) -> None:
     _, tokenizer, before, end = family
     encoded = encode(tokenizer, SINGLE)
     text = tokenizer.decode(encoded.input_ids)
-    assert text == tokenizer.apply_chat_template(SINGLE, tokenize=False)
+    assert tokenizer.apply_chat_template(SINGLE, tokenize=False).rstrip("\n") == text
     at = next(i for i, label in enumerate(encoded.labels) if label != IGNORED)
     assert tokenizer.decode(encoded.input_ids[:at]).endswith(before)
     after = len(encoded.labels) - next(i for i, label in enumerate(reversed(encoded.labels)) if label != IGNORED)
@@ -154,10 +162,8 @@ def test_the_prompt_is_where_the_row_begins(family: Family) -> None:
         first = tokenizer.decode(encoded.prompt_ids)
         assert first.endswith(before)
         assert tokenizer.decode(encoded.input_ids).startswith(first + messages[-1]["content"])
-    # Later prompts may differ in tokens: GPT-2's pattern splits two line ends once an answer follows them.
-    single = encode(tokenizer, SINGLE)
-    assert single.input_ids[: len(single.prompt_ids)] == single.prompt_ids
-    assert single.labels[len(single.prompt_ids)] != IGNORED
+        assert encoded.input_ids[: len(encoded.prompt_ids)] == encoded.prompt_ids
+        assert encoded.labels[len(encoded.prompt_ids)] != IGNORED
 
 
 def test_the_end_of_a_turn_comes_first_among_the_stops(family: Family) -> None:
@@ -231,7 +237,7 @@ def test_a_system_message_is_never_trained(families: dict[str, Family]) -> None:
 
 
 def test_a_conversation_that_the_template_refuses_names_its_roles(families: dict[str, Family]) -> None:
-    with pytest.raises(DataError, match=r"system, user, assistant.*System role not supported"):
+    with pytest.raises(DataError, match=r"system, user.*System role not supported"):
         encode(families["gemma"][1], [{"role": "system", "content": "Be brief."}, *SINGLE])
 
 
@@ -261,10 +267,14 @@ def test_a_template_that_changes_turns_is_refused(template: str, tmp_path: Path)
         encode(tokenizer_of(tmp_path, template), CONVERSATION)
 
 
-def test_a_thought_that_only_the_last_answer_has_is_trained_with_it(tmp_path: Path) -> None:
+def test_answers_that_lose_their_thought_later_get_rows_of_their_own(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, QWEN3)
-    found = trained(tokenizer, encode(tokenizer, CONVERSATION))
-    assert found == ["Fine, thanks.<|im_end|>", "<think>\n\n</think>\n\nThe same:\n\n  still fine.<|im_end|>"]
+    found = trained(tokenizer, *rows_of(tokenizer, CONVERSATION))
+    thought = "<think>\n\n</think>\n\n"  # what inference writes after the generation prompt
+    assert found == [f"{thought}Fine, thanks.<|im_end|>", f"{thought}The same:\n\n  still fine.<|im_end|>"]
+    first, second = rows_of(tokenizer, CONVERSATION)
+    assert tokenizer.decode(first.prompt_ids) == "<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n"
+    assert "<think>" not in tokenizer.decode(second.prompt_ids)
 
 
 def test_spaces_within_an_answer_are_trained_where_offsets_are_trimmed(tmp_path: Path) -> None:
@@ -289,9 +299,10 @@ def test_any_text_is_trained_exactly(data: st.DataObject, families: dict[str, Fa
         for answer in answers
         for message in ({"role": "user", "content": data.draw(text)}, {"role": "assistant", "content": answer})
     ]
-    encoded = encode(tokenizer, messages)
-    assert trained(tokenizer, encoded) == [answer + end for answer in answers]
-    assert len(encoded.labels) == len(encoded.input_ids)
+    rows = rows_of(tokenizer, messages)
+    assert sorted(trained(tokenizer, *rows)) == sorted(answer + end for answer in answers)
+    for row in rows:
+        assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
