@@ -124,6 +124,8 @@ def table(name: str, weights: Weights, scores: Mapping[str, Any], folder: Path) 
     for metric, value in metrics_of(scores).items():
         interval = f"95 % interval {value['low']:.4f} to {value['high']:.4f}"
         lines.append(f"{label_of_metric(metric):<12} {value['mean']:.4f}   {interval}, n = {value['n']}")
+    if scores.get("complete") is False:
+        lines.append(f"answered     {scores['answers']} of {scores['answers_asked']}: the time budget ended (`eval.max_seconds`)")
     if speed := scores.get("speed"):
         lines.append(f"speed        {_speed(speed)}")
     lines += benchmark_lines(read_benchmarks(folder) or {})

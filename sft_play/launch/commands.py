@@ -213,12 +213,13 @@ def _node(options: LaunchOptions) -> Node:
     )
 
 
-def prepare(run: RunFolder) -> None:
+def prepare(run: RunFolder, *words: str) -> None:
     """Resolves the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours."""
     environment = {k: v for k, v in os.environ.items() if k not in DROPPED}
     process = subprocess.run(
-        [sys.executable, "-m", "sft_play.prepare", "--run", str(run.path)], env=environment, stdout=sys.stderr, check=False
-    )
+        [sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *words],
+        env=environment, stdout=sys.stderr, check=False,
+    )  # fmt: skip
     if process.returncode:
         raise SystemExit(process.returncode if process.returncode > 0 else 128 - process.returncode)
 

@@ -73,9 +73,10 @@ def find_model(config: Config) -> ResolvedModel:
 
     if not Path(config.model.name).expanduser().is_dir() and not hub_reachable():
         os.environ["HF_HUB_OFFLINE"] = "1"  # before the libraries are imported: they would retry for half a minute
-    from sft_play.model.resolve import resolve_model
+    from sft_play.data.templates import chat_format, with_chat
+    from sft_play.model.scratch import resolve
 
-    return resolve_model(config.model)
+    return with_chat(resolve(config), chat_format(config.data))
 
 
 def run_benchmarks(run: RunFolder, weights: Weights, folder: Path, request: Request, config: Config) -> dict[str, Any]:

@@ -146,7 +146,17 @@ def read_settings(call: Call) -> LoadedConfig:
     if any(o.key in ("data.val_path", "data.validation") for o in overrides):
         bare = replace(loaded.config.data, val_path=None, validation=None)
         loaded = replace(loaded, config=replace(loaded.config, data=bare))
-    return override_config(loaded, overrides)
+    loaded = override_config(loaded, overrides)
+    return loaded if "RUN" in call.options or loaded.typed("model.max_seq_len") else _within_context(loaded)
+
+
+def _within_context(loaded: LoadedConfig) -> LoadedConfig:
+    """Lowers the default of `model.max_seq_len` to what a plain model knows, since nobody typed it."""
+    from sft_play.plan.shape import shape_of
+
+    model = loaded.config.model
+    length = min(model.max_seq_len, shape_of(model).max_positions or model.max_seq_len)
+    return replace(loaded, config=replace(loaded.config, model=replace(model, max_seq_len=length)))
 
 
 def find_rows(call: Call, loaded: LoadedConfig, run: RunFolder | None) -> Rows | None:
@@ -159,7 +169,7 @@ def find_rows(call: Call, loaded: LoadedConfig, run: RunFolder | None) -> Rows |
     if run is not None and not _gives_rows(call):
         return _own_rows(run)
     if isinstance(given, list):
-        prepared = _prepare(replace(loaded, config=only_rows(config, given)))
+        prepared = _prepare(replace(loaded, config=only_rows(config, given, run)), "--scored")
         split, path = prepared.train, ", ".join(source.path for source in given)
     elif given and run is not None:
         raise UserError(
@@ -190,16 +200,22 @@ def _own_rows(run: RunFolder) -> Rows | None:
     return Rows(split=split)
 
 
-def only_rows(config: Config, sources: list[DataSource]) -> Config:
+def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) -> Config:
     """Returns the configuration that prepares `sources` as the run prepares its rows: same model, template, masks and style."""
-    from sft_play.config.schema import EvalConfig, TrainConfig
+    from sft_play.config.schema import EvalConfig, ModelConfig, TrainConfig, TuningConfig
 
+    model = config.model
+    if run is not None and (model.init == "random" or model.tokenizer is not None):
+        # The run made its model or tokenizer, perhaps of its training data: here they must be those, not made again.
+        made = Path(Prepared.load(run.prepared).model.path)
+        name = str(made if made.is_dir() else run.model)
+        model = ModelConfig(name=name, max_seq_len=model.max_seq_len, trust_remote_code=model.trust_remote_code)
     train = TrainConfig(seed=config.train.seed, loss_on=config.train.loss_on)
     data = replace(config.data, sources=sources, validation=None, train_path=None, val_path=None, group_by=None)
-    return replace(config, data=data, train=train, eval=EvalConfig())
+    return replace(config, model=model, tuning=TuningConfig(task=config.tuning.task), data=data, train=train, eval=EvalConfig())
 
 
-def _prepare(loaded: LoadedConfig) -> Prepared:
+def _prepare(loaded: LoadedConfig, *words: str) -> Prepared:
     """Returns what preparation finds for a configuration, from the cache's index (no torch) or by a process of its own."""
     from sft_play.config.load import save_config
     from sft_play.launch.commands import prepare
@@ -212,7 +228,7 @@ def _prepare(loaded: LoadedConfig) -> Prepared:
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="evaluate-", dir=cache_folder()) as folder:
         run = RunFolder(Path(folder) / "run")
         save_config(loaded, run.config)
-        prepare(run)
+        prepare(run, *words)
         return Prepared.load(run.prepared)
 
 
@@ -230,9 +246,11 @@ def plain_run(loaded: LoadedConfig, model: ResolvedModel) -> RunFolder:
     # Nothing is trained: the smallest training there is stands for what the plan must find room for.
     train = TrainConfig(batch_size=1, global_batch_size=1, gradient_checkpointing=True)
     tuning = replace(loaded.config.tuning, mode="qlora" if loaded.config.tuning.mode == "qlora" else "lora")
-    config = replace(loaded.config, data=DataConfig(), train=train, eval=EvalConfig(), tuning=tuning)
+    said = loaded.config.data
+    data = DataConfig(chat_template=said.chat_template, system=said.system, style=said.style)
+    config = replace(loaded.config, data=data, train=train, eval=EvalConfig(), tuning=tuning)
     leaf = Path(config.model.name.rstrip("/")).name or "model"
-    shaped = hashlib.sha256(repr([config.model, tuning]).encode()).hexdigest()
+    shaped = hashlib.sha256(repr([config.model, tuning, data]).encode()).hexdigest()
     run = RunFolder(runs_folder() / f"model-{leaf}-{shaped[:8]}")
     prepared = Prepared(model=model, train=None, validation=None)
     if run.plan.is_file() and Prepared.load(run.prepared) == prepared:
