@@ -1,0 +1,225 @@
+"""Conversations, texts and tokens as data sets write them, and what is said of those that cannot be learnt from."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft_play.data.example import Example
+from sft_play.data.formats import FORMATS, recognise, to_example, understand
+from sft_play.data.turns import FOLLOWERS
+from sft_play.errors import DataError
+
+Row = dict[str, Any]
+
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def read(row: Row, form: str | None = None, **options: Any) -> Example:
+    return understand(("f.jsonl:3", row), 0, form, **options)
+
+
+def refused(row: Row, form: str | None = None, **options: Any) -> DataError:
+    with pytest.raises(DataError) as caught:
+        read(row, form, **options)
+    assert caught.value.place == "f.jsonl:3"
+    return caught.value
+
+
+def turns(*roles: str) -> Row:
+    return {"messages": [{"role": role, "content": role} for role in roles]}
+
+
+# ---- Conversations
+
+
+def test_tool_calls_tools_and_results_are_kept_in_one_shape() -> None:
+    asks = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+    }
+    gives = {"role": "tool", "content": "2", "tool_call_id": "1", "name": "add"}
+    example = read({"messages": [USER, asks, gives, ANSWER], "tools": json.dumps([{"name": "add"}])})
+    assert example.messages == [USER, {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "1"}]}, gives, ANSWER]
+    assert example.tools == [{"name": "add"}]
+
+
+@pytest.mark.parametrize("message", [{"function_call": {"name": "add", "arguments": '{"a": 1}'}}, {"tool_calls": [CALL]}])
+def test_older_function_calls_become_tool_calls(message: Row) -> None:
+    example = read({"messages": [USER, {"role": "assistant", "content": None, **message}]})
+    assert example.messages is not None
+    assert example.messages[-1]["tool_calls"] == [CALL]
+
+
+@pytest.mark.parametrize(
+    ("given", "train"), [({"train": False}, False), ({"weight": 0}, False), ({"weight": 1}, True), ({}, None)]
+)
+def test_a_turn_says_whether_it_is_learnt(given: Row, train: bool | None) -> None:
+    example = read({"messages": [USER, {**ANSWER, **given}, USER, ANSWER]})
+    assert example.messages is not None
+    assert example.messages[1].get("train") is train
+
+
+def test_text_parts_names_and_thoughts_are_read() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    rows = {"messages": [{"role": "developer", "content": parts}, USER, {**ANSWER, "reasoning": "hm", "name": None}]}
+    assert read(rows).messages == [{"role": "system", "content": "ab"}, USER, {**ANSWER, "reasoning_content": "hm"}]
+
+
+def test_sharegpt_turns_are_read_with_their_calls() -> None:
+    said = [
+        {"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "let me see"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'}, {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "a"},
+    ]  # fmt: skip
+    row = {"conversations": said}
+    assert recognise(row) == "sharegpt"
+    assert read(row).messages == [
+        {"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "let me see", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2"}, ANSWER,
+    ]  # fmt: skip
+
+
+def test_sharegpt_takes_role_and_content_and_a_system_column() -> None:
+    assert read({"conversations": [USER, ANSWER], "system": "s"}).messages == [{"role": "system", "content": "s"}, USER, ANSWER]
+
+
+def test_message_lists_in_prompt_and_completion_train_the_completion_alone() -> None:
+    example = read({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]})
+    assert example.messages == [USER, {**ANSWER, "train": False}, USER, ANSWER]
+
+
+def test_alpaca_history_comes_before_the_question() -> None:
+    example = read({"instruction": "q2", "output": "a2", "history": [["q", "a"]], "system": "s"})
+    assert [turn["content"] for turn in example.messages or ()] == ["s", "q", "a", "q2", "a2"]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (turns("user", "user", "assistant"), "user after user (turn 2); they come as user, user, assistant"),
+        (turns("system", "system", "user", "assistant"), "system after system (turn 2)"),
+        (turns("user", "system", "assistant"), "system after user (turn 2)"),
+        (turns("tool", "assistant"), "tool at the start (turn 1)"),
+        (turns("user", "assistant", "assistant"), "assistant after assistant (turn 3)"),
+        (turns("user", "assistant", "tool", "user", "assistant"), "user after tool (turn 4)"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "human", "value": "b"}]}, "user after user"),
+        ({"conversations": [{"from": "alien", "value": "a"}]}, "`conversations[0].from` is `alien`"),
+        ({"conversations": [{"value": "a"}]}, "`conversations[0]` is not a mapping with `from` and `value`"),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": ""}]}, "nothing to learn"),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "add()"}]}, "is text that is not JSON"),
+        ({"messages": [USER, {**ANSWER, "train": "no"}]}, "`messages[1].train` is text; expected true or false"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "`messages[1].weight` is `0.5`"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": [{"id": 1}]}]}, "`messages[1].tool_calls[0]` is not a call"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": "add"}]}, "`messages[1].tool_calls` is text; expected a list of calls"),
+        ({"messages": [USER, {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}]}, "is text that is not JSON"),
+        ({"messages": [USER, ANSWER], "tools": "{"}, "`tools` is text that is not JSON"),
+        ({"messages": [USER, ANSWER], "tools": ["add"]}, "`tools[0]` is text"),
+        ({"prompt": [USER], "completion": "a"}, "`prompt` is a list and `completion` is text"),
+        ({"prompt": [USER], "completion": [USER]}, "`completion` has no assistant message"),
+        ({"instruction": "q", "output": "a", "history": [["q"]]}, "`history[0]` is not a pair"),
+        ({"instruction": "q", "output": "a", "history": "q"}, "`history` is text; expected a list of pairs"),
+        ({"text": " \n"}, "`text` is empty"),
+        ({"text": 3}, "`text` is a number"),
+        ({"input_ids": []}, "`input_ids` is empty"),
+        ({"input_ids": "1 2"}, "`input_ids` is text; expected a list of integers"),
+        ({"input_ids": [1, 2.0]}, "`input_ids[1]` is a number; expected an integer"),
+        ({"input_ids": [1, True]}, "`input_ids[1]` is true or false"),
+        ({"input_ids": [1, -5]}, "`input_ids` holds -5"),
+        ({"input_ids": [1, 2], "labels": [1]}, "`labels` has 1 entries and `input_ids` 2"),
+        ({"input_ids": [1, 2], "labels": [1, -100]}, "`labels` is -100 everywhere"),
+        ({"input_ids": [1, 2], "labels": [-1, 2]}, "a negative number other than -100"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "is 0 between tokens"),
+    ],
+)  # fmt: skip
+def test_a_row_that_cannot_be_learnt_from_says_why(row: Row, said: str) -> None:
+    assert said in refused(row).message
+
+
+def test_an_assistant_may_begin() -> None:
+    assert len(read(turns("assistant", "user", "assistant")).messages or ()) == 3
+
+
+# ---- Text, tokens, groups
+
+
+def test_plain_text_is_one_example() -> None:
+    assert read({"text": "a\nb"}).text == "a\nb"
+
+
+@pytest.mark.parametrize("mask", [None, [0, 1, 1, 1, 0]])
+def test_tokens_are_taken_without_their_padding(mask: list[int] | None) -> None:
+    example = read({"input_ids": [0, 1, 2, 3, 0], "labels": [-100, -100, 2, 3, -100], "attention_mask": mask})
+    assert (example.input_ids, example.labels) == (
+        ([0, 1, 2, 3, 0], [-100, -100, 2, 3, -100]) if mask is None else ([1, 2, 3], [-100, 2, 3])
+    )
+
+
+def test_a_row_of_another_format_is_named_with_what_it_looks_like() -> None:
+    error = refused({"question": "q", "answer": "a"}, "messages")
+    assert error.message.startswith("format `messages` needs `messages`; the columns are `question`, `answer`")
+    assert "looks like question_answer" in (error.hint or "")
+
+
+def test_an_ambiguous_row_is_shown_shortened() -> None:
+    error = refused({"text": "x" * 500, "question": "q", "answer": ["a", {"b": 1}]})
+    assert "question_answer, text" in error.message
+    assert f'"text": "{"x" * 57}..."' in (error.hint or "")
+    assert len(error.hint or "") < 300
+
+
+@pytest.mark.parametrize(("value", "group"), [("a", "a"), (3, "3")])
+def test_the_group_is_read_from_its_column(value: object, group: str) -> None:
+    assert read({"text": "t", "author": value}, group_by="author").group == group
+
+
+@pytest.mark.parametrize(("row", "said"), [({}, "is missing"), ({"author": None}, "is empty"), ({"author": ["a"]}, "is a list")])
+def test_a_row_without_a_group_is_refused(row: Row, said: str) -> None:
+    assert said in refused({"text": "t", **row}, group_by="author").message
+
+
+# ---- Properties
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1, max_size=7))
+def test_only_orders_that_templates_can_write_are_taken(roles: list[str]) -> None:
+    fits = all(role in FOLLOWERS[before] for before, role in zip([None, *roles], roles, strict=False)) and "assistant" in roles
+    try:
+        example = read(turns(*roles))
+    except DataError as error:
+        assert not fits
+        assert "roles are out of order" in error.message or "no assistant message" in error.message
+    else:
+        assert fits
+        assert [turn["role"] for turn in example.messages or ()] == roles[: len(roles) - roles[::-1].index("assistant")]
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.text(max_size=3), st.floats(allow_nan=False)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "tool_calls", "function", "name", "type", "text"]), inner
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(sorted({c for cs, _ in FORMATS.values() for c in cs} | {"tools", "system", "history"})), JSON)
+)
+def test_any_json_is_an_example_or_one_clear_error(row: Row) -> None:
+    for form in (None, *FORMATS):
+        try:
+            assert to_example(row, form or recognise(row), place="p", source=0)
+        except DataError as error:
+            assert error.message

@@ -1,0 +1,241 @@
+"""Compressed files, Arrow, documents, saved data sets, and which rows of a source are taken."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import ipc, parquet
+
+from sft_play.config.schema import DataSource
+from sft_play.data.read import LeftOut, files_of, read_file, read_source
+from sft_play.errors import DataError
+
+ROWS = [{"prompt": f"q{n}", "completion": "ä" * n} for n in range(1, 40)]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+def zstd(data: bytes) -> bytes:
+    return bytes(pyarrow.compress(data, "zstd", asbytes=True))
+
+
+PACK: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
+
+
+def rows_of(path: Path | str, **options: Any) -> list[Any]:
+    return [row for _, row in read_source(DataSource(path=str(path), **options))]
+
+
+def refused(path: Path | str, **options: Any) -> DataError:
+    with pytest.raises(DataError) as caught:
+        for row in rows_of(path, **options):
+            if isinstance(row, DataError):
+                raise row
+    return caught.value
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def table() -> Any:
+    return pyarrow.Table.from_pylist(ROWS)
+
+
+def arrow_bytes(kind: str) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    if kind == "parquet":
+        parquet.write_table(table(), sink)
+    else:
+        opener = ipc.new_file if kind == "file" else ipc.new_stream
+        with opener(sink, table().schema) as writer:
+            writer.write_table(table(), max_chunksize=10)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+# ---- Compressed, Arrow
+
+
+@pytest.mark.parametrize("ending", PACK)
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow"])
+def test_each_kind_is_read_through_each_compression(ending: str, kind: str, tmp_path: Path) -> None:
+    contents = {
+        "jsonl": LINES, "json": json.dumps(ROWS).encode(), "parquet": arrow_bytes("parquet"), "arrow": arrow_bytes("file"),
+        "csv": ("prompt,completion\n" + "".join(f"{r['prompt']},{r['completion']}\n" for r in ROWS)).encode(),
+    }  # fmt: skip
+    path = write(tmp_path / f"rows.{kind}.{ending}", PACK[ending](contents[kind]))
+    assert rows_of(path) == ROWS
+    assert [p for p, _ in read_file(path)][1] in (f"{path}:2", f"{path}:3", f"{path}, row 2")
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_arrow_files_and_streams_are_read(kind: str, tmp_path: Path) -> None:
+    assert rows_of(write(tmp_path / "rows.arrow", arrow_bytes(kind))) == ROWS
+
+
+@pytest.mark.parametrize("ending", PACK)
+@pytest.mark.parametrize("damage", ["cut", "no", "flipped"])
+def test_a_damaged_compressed_file_is_named(ending: str, damage: str, tmp_path: Path) -> None:
+    packed = bytearray(PACK[ending](LINES * 20))
+    if damage == "cut":
+        packed = packed[: len(packed) // 2]
+    elif damage == "no":
+        packed = bytearray(LINES)
+    else:
+        packed[len(packed) // 2] ^= 0xFF
+    path = write(tmp_path / f"rows.jsonl.{ending}", bytes(packed))
+    error = refused(path)
+    assert (error.place or "").startswith(str(path))
+
+
+def test_a_cut_gzip_file_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl.gz", gzip.compress(LINES)[:-20])
+    assert refused(path).message == "breaks off before the end of its compressed data"
+
+
+def test_a_byte_that_is_not_utf8_is_found_in_a_compressed_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv.gz", gzip.compress(b"prompt,completion\na,b\nab\xff,c\n"))
+    error = refused(path)
+    assert (error.place, error.message) == (f"{path}:3", "is not UTF-8 text: byte 3 of the line")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_a_cut_table_is_named(kind: str, share: float, tmp_path: Path) -> None:
+    content = arrow_bytes(kind)
+    path = write(tmp_path / f"rows.{'parquet' if kind == 'parquet' else 'arrow'}", content[: int(len(content) * share)])
+    error = refused(path)
+    assert error.place == str(path)
+    assert "is damaged" in error.message
+
+
+def test_a_parquet_row_that_is_not_utf8_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    bad = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"ok", b"a\xff"], pyarrow.binary()).buffers())
+    parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
+    first, second = rows_of(tmp_path / "a.parquet")
+    assert first == {"text": "ok"}
+    assert "byte 2" in second.message
+    assert second.place == f"{tmp_path / 'a.parquet'}, row 2"
+
+
+def test_keys_that_arrow_added_to_mappings_are_left_out(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "train": False}]
+    parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns}]), tmp_path / "a.parquet")
+    assert rows_of(tmp_path / "a.parquet") == [{"messages": turns}]
+
+
+def test_several_bad_rows_of_a_csv_are_all_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", b"a,b\n1\n1,2\n1,2,3\n")
+    errors = [row for row in rows_of(path) if isinstance(row, DataError)]
+    assert [error.place for error in errors] == [f"{path}:2", f"{path}:4"]
+    assert "3 and not 2" in errors[1].message
+
+
+def test_a_header_that_names_a_column_twice_is_refused(tmp_path: Path) -> None:
+    assert "names `a` more than once" in refused(write(tmp_path / "a.csv", b"a,a\n1,2\n")).message
+
+
+def test_one_object_over_several_lines_is_no_list(tmp_path: Path) -> None:
+    assert "one JSON object over several lines" in refused(write(tmp_path / "a.json", b'{\n "a": 1\n}\n')).message
+
+
+# ---- Folders
+
+
+def test_a_saved_data_set_is_read_by_its_own_list(tmp_path: Path) -> None:
+    import datasets
+
+    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:2])})
+    saved.save_to_disk(str(tmp_path / "both"))
+    saved["test"].save_to_disk(str(tmp_path / "one"))
+    write(tmp_path / "one" / "stray.jsonl", b'{"prompt": "x"}\n')
+    assert rows_of(tmp_path / "both", split="train") == ROWS
+    assert rows_of(tmp_path / "one") == ROWS[:2]
+    assert "the data set has splits: `train`, `test`" in refused(tmp_path / "both").message
+    assert "there is no split `val`: `train`, `test`" in refused(tmp_path / "both", split="val").message
+    assert "has no splits" in refused(tmp_path / "one", split="train").message
+
+
+def test_a_saved_data_set_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    write(tmp_path / "secret.arrow", arrow_bytes("stream"))
+    write(tmp_path / "a" / "dataset_info.json", b"{}")
+    state = write(tmp_path / "a" / "state.json", json.dumps({"_data_files": [{"filename": "../secret.arrow"}]}).encode())
+    assert refused(tmp_path / "a").message == "names `../secret.arrow`, which is not in the folder"
+    state.write_text("[]")
+    assert "lists no `_data_files`" in refused(tmp_path / "a").message
+
+
+def test_a_folder_gives_its_tables_else_its_documents(tmp_path: Path) -> None:
+    write(tmp_path / "README.md", b"# about")
+    write(tmp_path / ".cache" / "a.jsonl", LINES)
+    write(tmp_path / "deep" / "b.txt", b"two")
+    assert files_of(DataSource(path=str(tmp_path))) == [tmp_path / "README.md", tmp_path / "deep" / "b.txt"]
+    write(tmp_path / "deep" / "c.jsonl.gz", gzip.compress(LINES))
+    assert rows_of(tmp_path) == ROWS
+
+
+def test_a_text_file_is_one_document_and_an_empty_one_is_counted(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt.xz", lzma.compress("ä\nb".encode()))
+    write(tmp_path / "b.txt", b"\n")
+    left = LeftOut()
+    rows = [row for _, row in read_source(DataSource(path=str(tmp_path)), left=left)]
+    assert [row["text"] for row in rows if not isinstance(row, DataError)] == ["ä\nb"]
+    assert left.counts == {"no text": 1}
+    assert left.first == {"no text": str(tmp_path / "b.txt")}
+
+
+# ---- Columns, filter, rows
+
+
+def test_columns_are_renamed_also_crosswise(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"frage": "q", "answer": "x", "antwort": "a"}\n')
+    assert rows_of(path, columns={"question": "frage", "answer": "antwort"}) == [{"question": "q", "answer": "a"}]
+    swapped = write(tmp_path / "b.jsonl", b'{"question": "a", "answer": "q"}\n')
+    assert rows_of(swapped, columns={"question": "answer", "answer": "question"}) == [{"question": "q", "answer": "a"}]
+
+
+def test_a_named_column_that_is_missing_lists_the_found_ones(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"frage": "q"}\n')
+    error = refused(path, columns={"question": "question"})
+    assert error.place == f"{path}:1"
+    assert error.message == "`columns` names `question`, which the row lacks; its columns are `frage`"
+
+
+def test_a_filter_takes_either_name_and_counts_what_it_leaves_out(tmp_path: Path) -> None:
+    path, left = write(tmp_path / "a.jsonl", LINES), LeftOut()
+    source = DataSource(path=str(path), columns={"question": "prompt"}, filter='question == "q3" or prompt == "q5"')
+    assert [row["question"] for _, row in read_source(source, left=left) if not isinstance(row, DataError)] == ["q3", "q5"]
+    assert left.counts == {"not in the filter": len(ROWS) - 2}
+    assert f"keeps none of the {len(ROWS)} rows" in refused(path, filter='prompt == "x"').message
+    assert refused(path, filter="prompt ==").place == str(path)
+    assert refused(path, filter="nothing == 1").place == f"{path}:1"
+
+
+def test_rows_are_chosen_by_the_seed_in_their_order(tmp_path: Path) -> None:
+    path, left = write(tmp_path / "a.jsonl", LINES), LeftOut()
+
+    def chosen(count: int, seed: int) -> list[int]:
+        rows = read_source(DataSource(path=str(path), rows=count), seed=seed, left=left)
+        return [ROWS.index(dict(row)) for _, row in rows if not isinstance(row, DataError)]
+
+    ten = chosen(10, 1)
+    assert left.counts == {"not chosen by `rows`": len(ROWS) - 10}
+    assert len(ten) == 10
+    assert ten == sorted(ten) == chosen(10, 1)
+    assert set(ten) < set(chosen(20, 1))
+    assert ten != chosen(10, 2)
+    assert chosen(1000, 1) == list(range(len(ROWS)))
+
+
+@pytest.mark.parametrize("option", [{"streaming": True}, {"split": "train"}, {"config": "x"}, {"revision": "main"}])
+def test_what_only_a_hub_dataset_has_is_refused_for_a_file(option: dict[str, Any], tmp_path: Path) -> None:
+    assert "but only a hub dataset" in refused(write(tmp_path / "a.jsonl", LINES), **option).message
