@@ -45,7 +45,15 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 def chat_turns(found: Any, name: str) -> list[Message]:
     """Returns a list of `role` and `content` mappings made uniform. Raises `DataError`."""
-    return [chat_turn(message, f"{name}[{index}]") for index, message in enumerate(_list(found, name))]
+    turns: list[Message] = []
+    for index, message in enumerate(_list(found, name)):
+        if type(message) is dict and len(message) == 2:  # nearly all turns of nearly all data: no names are put together for them
+            role, content = message.get("role"), message.get("content")
+            if type(content) is str and role in ROLES and content.isascii() and content and not content.isspace():
+                turns.append({"role": role, "content": content})
+                continue
+        turns.append(chat_turn(message, f"{name}[{index}]"))
+    return turns
 
 
 def chat_turn(message: Any, name: str) -> Message:
