@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.config.schema import Config
+from sft_play.config.task_rules import refused_format
 from sft_play.data.example import Example, Message
 from sft_play.data.overlong import chunks, cut_tokens, split, truncated
 from sft_play.data.template import IGNORED, Encoded, Renderer, RowText
@@ -40,7 +41,7 @@ class Encoder:
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.limit, self.policy, self.loss_on = config.model.max_seq_len, config.data.overlong, config.train.loss_on
-        self.tokenizer = tokenizer
+        self.task, self.tokenizer = config.tuning.task, tokenizer
         self.vocabulary = len(tokenizer)
         stops = end_of_turn_ids(tokenizer)
         self.renderer = Renderer(tokenizer, stops)
@@ -54,6 +55,7 @@ class Encoder:
         groups: list[list[RowText]] = []
         for index, example in enumerate(examples):
             try:
+                self._check_task(example)
                 if example.text is not None:
                     texts.append(index)
                     continue
@@ -69,6 +71,11 @@ class Encoder:
         for index, outcome in zip(texts, self._texts([examples[index] for index in texts]), strict=True):
             outcomes[index] = outcome
         return [outcome for outcome in outcomes if outcome is not None]
+
+    def _check_task(self, example: Example) -> None:
+        """Raises `DataError` for a row that `tuning.task` does not learn."""
+        if refused := refused_format(self.task, example.form):
+            raise DataError(f"the row is `{example.form}`, but {refused[0]}", hint=refused[1])
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Encoded]:
         """Returns the rows of one conversation, however long. Raises `DataError`."""

@@ -7,6 +7,7 @@ folder as it would read any model, so random weights are the same everywhere, an
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import tempfile
@@ -43,12 +44,19 @@ def says(config: Config, model: ResolvedModel) -> str:
     """Returns one line for the user: which model, from where; of random weights their number, seed and tokenizer."""
     if model.source != "scratch":
         return says_where(model)
-    weights = sum(path.stat().st_size for path in weight_files(Path(model.path))) // 4
+    weights = sum(map(_numbers, weight_files(Path(model.path))))
     if trains_tokenizer(config.model):
         tokenizer = "a tokenizer trained on the training data"
     else:
         tokenizer = f"the tokenizer of {config.model.tokenizer or config.model.name}"
     return f"model: {model.name}, {weights:,} random weights from train.seed {config.train.seed}, {tokenizer}"
+
+
+def _numbers(path: Path) -> int:
+    """Returns how many numbers a safetensors file of one type holds, from its header."""
+    with path.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
 def _random(config: Config) -> ResolvedModel:

@@ -65,7 +65,7 @@ def test_the_task_refuses_rows_that_it_does_not_learn(tiny: Path, program: Progr
 
     def refused(task: str, path: Path) -> Done:
         config = tmp_path / f"{task}.yaml"
-        config.write_text(f"model: {{name: {tiny}}}\ntuning: {{task: {task}}}\ndata: {{train_path: {path}}}\n", encoding="utf-8")
+        config.write_text(f"model: {{name: {tiny}, max_seq_len: 512}}\ntuning: {{task: {task}}}\ndata: {{train_path: {path}}}\n", encoding="utf-8")
         done = program("train", f"CONFIG={config}", f"RUN_NAME={task}")
         assert done.code == 4 and "Traceback" not in done.err and not (tmp_path / "runs" / task).exists(), done.err
         return done
