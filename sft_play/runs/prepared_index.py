@@ -75,6 +75,7 @@ def _path(config: Config) -> Path:
         "files": [_state(source) for source in sources_of(config)],
         # A model folder that was written again may have another tokenizer; a hub id has no files here.
         "model_files": [_folder_state(name) for name in (config.model.name, config.model.tokenizer) if name],
+        "weights_seed": config.train.seed if config.model.init == "random" else None,
         "python": platform.python_version(),
         "code": preparation_code(),
     }
