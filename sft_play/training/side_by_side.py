@@ -7,16 +7,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import CheckpointError, DataError, UserError
 from sft_play.files import read_json
-from sft_play.launch.run_folder import find_run
+from sft_play.launch.run_folder import find_run, has_started
 from sft_play.plan.plan import Plan
 from sft_play.runs.evaluations import metrics_of, read_benchmarks, read_predictions, read_scores
 from sft_play.runs.folder import RunFolder, run_path
 from sft_play.runs.prepared import Prepared
 from sft_play.training.subject import Weights, find_weights
+
+if TYPE_CHECKING:
+    from sft_play.config.schema import Config
 
 NOT_SETTINGS = ("data.train_path", "data.val_path")
 """Keys that only stand for others."""
@@ -95,7 +98,7 @@ def _side(name: str, data: str | None) -> Side:
         folder=folder,
         scores=scores,
         answers={int(line["row"]): line for line in read_predictions(folder)},
-        settings=_flat(dataclasses.asdict(dataclasses.replace(config, train=dataclasses.replace(config.train, extra={})))),
+        settings=_settings(config, trained=has_started(run)),
         tokenizer=Prepared.load(run.prepared).model.tokenizer_fingerprint,
     )
 
@@ -126,6 +129,16 @@ def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -
     return chosen
 
 
+def _settings(config: Config, *, trained: bool) -> dict[str, Any]:
+    """Returns key -> value; of a plain model without what is about training, which it never had."""
+    plain = dataclasses.replace(config, train=dataclasses.replace(config.train, extra=dict(config.train.extra)))
+    found = _flat(dataclasses.asdict(plain))
+    for key in ("data.sources", "data.validation"):
+        if isinstance(found[key], list):
+            found[key] = [{k: v for k, v in source.items() if v not in (None, False, "auto", {})} for source in found[key]]
+    return {key: value for key, value in found.items() if trained or key.partition(".")[0] in ("model", "tuning")}
+
+
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, Mapping) and (value or not prefix):
         parts = [_flat(inner, f"{prefix}.{key}" if prefix else str(key)) for key, inner in value.items()]
@@ -134,10 +147,14 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def changed_settings(sides: Sequence[Side]) -> dict[str, list[Any]]:
-    """Returns the keys in which the configurations differ, each with one value a side."""
+    """Returns the keys in which the configurations differ, each with one value a side; `None` where a side has no such key."""
     keys = dict.fromkeys(key for side in sides for key in side.settings if key not in NOT_SETTINGS)
-    found = {key: [side.settings.get(key) for side in sides] for key in keys}
-    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
+    found: dict[str, list[Any]] = {}
+    for key in keys:
+        known = [side.settings[key] for side in sides if key in side.settings]
+        if any(value != known[0] for value in known):
+            found[key] = [side.settings.get(key) for side in sides]
+    return found
 
 
 def shared_metrics(sides: Sequence[Side]) -> list[str]:
@@ -149,7 +166,7 @@ def shared_benchmarks(sides: Sequence[Side]) -> dict[str, list[float]]:
     """Returns standard benchmarks that every side has: `task metric` -> one value a side."""
     each = []
     for side in sides:
-        tasks = (read_benchmarks(side.folder) or {}).get("tasks", {})
+        tasks = (read_benchmarks(side.run.evaluation(side.weights.step)) or {}).get("tasks", {})
         each.append({f"{t} {m}": v["value"] for t, part in tasks.items() for m, v in part["metrics"].items()})
     return {name: [found[name] for found in each] for name in each[0] if all(name in found for found in each)}
 
@@ -178,6 +195,10 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
             notes.append(f"{left} of {len(side.answers)} answers of `{side.name}` are left out: not every side has that row")
     if len({side.scores["settings"].get("rows_sha256") for side in sides} - {None}) > 1 and not template:
         notes.append("the validation rows are not all the same: losses are of different rows, answers of the common ones")
+    for key in ("max_new_tokens", "num_beams"):
+        made = [side.scores["settings"].get(key) for side in sides if side.answers]
+        if len({value for value in made if value is not None}) > 1:
+            notes.append(f"the answers were made differently: {key} {', '.join(map(str, made))}")
     for side in sides:
         if side.scores.get("complete") is False:
             notes.append(f"`{side.name}` was scored in part only: its time budget ended (`eval.max_seconds`)")
