@@ -151,7 +151,7 @@ class Renderer:
         """Raises `DataError` where the last prompt shows an earlier answer otherwise than by leaving out thoughts or moving tools."""
         prompt = self.render(messages[:last], None, prompt=True) if tools else self.render(messages[:last], prompt=True)
         before, said = self.answer(messages, index)
-        if not _THOUGHT.sub("", prompt).startswith(_THOUGHT.sub("", before + said)):
+        if not _said_in(prompt).startswith(_said_in(before + said)):
             raise DataError(
                 f"the chat template changes earlier turns when later ones are added (turn {index + 1}), {_NOT_EXACT}",
                 hint=_BY_ANSWER,
@@ -246,6 +246,11 @@ def learnt(messages: Sequence[Message], loss_on: str) -> list[int]:
         which = "the last answer has" if loss_on == "last" and answers else "every answer has"
         raise DataError(f"{which} `train: false`, so there is nothing to learn" if answers else "there is no answer to learn")
     return chosen
+
+
+def _said_in(text: str) -> str:
+    """Returns a text without thoughts and white space."""
+    return "".join(_THOUGHT.sub("", text).split())
 
 
 def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:

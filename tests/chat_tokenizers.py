@@ -1,0 +1,77 @@
+"""Small tokenizers that split text as those of model families do, with the families' own special tokens. Built in a second."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["gpt2", "llama3", "gemma", "llama2"]
+
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Of Llama 3's tokenizer.json; Qwen's differs in the numbers only."""
+
+
+@functools.cache
+def _raw(kind: Kind) -> str:
+    from pydoc_data.topics import topics
+
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    texts = list(topics.values())[:30]
+    if kind in ("gpt2", "llama3"):
+        raw = Tokenizer(models.BPE())
+        parts: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "gpt2")]
+        if kind == "llama3":
+            parts.insert(0, pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"))
+        raw.pre_tokenizer = pre_tokenizers.Sequence(parts)
+        raw.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=800, special_tokens=["<unk>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        )
+        raw.train_from_iterator(texts, trainer)
+        return raw.to_str()
+    # As converted from SentencePiece: spaces are marks, Llama 2 and Mistral put one before every text, bytes stand for the unknown.
+    spaces: list[Any] = [normalizers.Replace(" ", "\u2581")]
+    if kind == "llama2":
+        spaces.insert(0, normalizers.Prepend("\u2581"))
+    raw = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    trainer = trainers.BpeTrainer(
+        vocab_size=800, special_tokens=["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))], show_progress=False
+    )
+    raw.train_from_iterator([text.replace("\n", " ") for text in texts], trainer)
+    raw.normalizer = normalizers.Sequence(spaces)
+    raw.pre_tokenizer = None
+    steps: list[Any] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    raw.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if kind == "llama2" else steps)
+    return raw.to_str()
+
+
+def save_tokenizer(
+    folder: Path,
+    kind: Kind,
+    *,
+    special: Sequence[str] = (),
+    bos: str | None = None,
+    eos: str | None = None,
+    adds_bos: bool = False,
+    rstrip: bool = False,
+    template: str | None = None,
+) -> Path:
+    """Writes a tokenizer's folder. `rstrip`: special tokens swallow the white space after them, as Phi-3's do."""
+    from tokenizers import AddedToken, Tokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer.from_str(_raw(kind))
+    named = [token for token in (bos, eos) if token]
+    raw.add_special_tokens([AddedToken(token, normalized=False, rstrip=rstrip) for token in dict.fromkeys([*special, *named])])
+    if adds_bos and bos:
+        raw.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, raw.token_to_id(bos))])
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=eos, unk_token="<unk>")
+    made.chat_template = template
+    made.save_pretrained(folder)
+    return folder

@@ -1,0 +1,235 @@
+"""The templates that are chosen by name, against rows written by hand, with tokenizers that split text as the families' do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from sft_play.data.encode import Encoder
+from sft_play.data.example import Message
+from sft_play.data.template import IGNORED, Encoded
+from sft_play.data.templates import chat_format, template_names
+from sft_play.errors import DataError
+from sft_play.model.tokenizer import load_tokenizer
+from tests.chat_tokenizers import Kind, save_tokenizer
+
+CHAT: list[Message] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "Four."},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "Five,\n\n  of course."},
+]
+ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A template, a tokenizer that it is made for, and the rows that `CHAT` must give: `[` and `]` enclose what is learnt."""
+
+    name: str
+    kind: Kind
+    rows: Sequence[str]
+    special: Sequence[str] = ()
+    bos: str | None = None
+    eos: str | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+FAMILIES = [
+    Family(
+        "chatml", "gpt2",
+        ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n\u2039Four.<|im_end|>\u203a\n"
+         "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n\u2039Five,\n\n  of course.<|im_end|>\u203a"],
+        special=["<|im_start|>", "<|im_end|>"], eos="<|im_end|>",
+    ),
+    Family(
+        "llama3", "llama3",
+        ["<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+         "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+         "<|start_header_id|>assistant<|end_header_id|>\n\n\u2039Four.<|eot_id|>\u203a"
+         "<|start_header_id|>user<|end_header_id|>\n\nAnd then?<|eot_id|>"
+         "<|start_header_id|>assistant<|end_header_id|>\n\n\u2039Five,\n\n  of course.<|eot_id|>\u203a"],
+        special=["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], bos="<|begin_of_text|>", eos="<|end_of_text|>",
+        more={"adds_bos": True},
+    ),
+    Family(
+        "gemma", "gemma",
+        ["<bos><start_of_turn>user\nBe brief.\n\n2+2?<end_of_turn>\n<start_of_turn>model\n\u2039Four.<end_of_turn>\u203a\n"
+         "<start_of_turn>user\nAnd then?<end_of_turn>\n<start_of_turn>model\n\u2039Five,\n\n  of course.<end_of_turn>\u203a"],
+        special=["<start_of_turn>", "<end_of_turn>"], bos="<bos>", eos="<eos>", more={"adds_bos": True},
+    ),
+    Family(
+        "mistral", "llama2",
+        ["<s>[INST] Be brief.\n\n2+2?[/INST]\u2039 Four.</s>\u203a[INST] And then?[/INST]\u2039 Five,\n\n  of course.</s>\u203a"],
+        special=["[INST]", "[/INST]"], bos="<s>", eos="</s>", more={"adds_bos": True},
+    ),
+    Family(
+        "qwen3", "llama3",
+        ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
+         "<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFour.<|im_end|>\u203a",
+         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n"
+         "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFive,\n\n  of course.<|im_end|>\u203a"],
+        special=["<|im_start|>", "<|im_end|>"], eos="<|im_end|>",
+    ),
+    Family(
+        "phi3", "llama2",
+        ["<|system|>\nBe brief.<|end|>\n<|user|>\n2+2?<|end|>\n<|assistant|>\n\u2039Four.<|end|>\u203a\n"
+         "<|user|>\nAnd then?<|end|>\n<|assistant|>\n\u2039Five,\n\n  of course.<|end|>\u203a"],
+        special=["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], bos="<s>", eos="<|endoftext|>", more={"rstrip": True},
+    ),
+    Family(
+        "zephyr", "llama2",
+        ["<|system|>\nBe brief.</s>\n<|user|>\n2+2?</s>\n<|assistant|>\n\u2039Four.</s>\u203a\n"
+         "<|user|>\nAnd then?</s>\n<|assistant|>\n\u2039Five,\n\n  of course.</s>\u203a"],
+        bos="<s>", eos="</s>",
+    ),
+    Family(
+        "alpaca", "gpt2",
+        ["Be brief.\n\n### Instruction:\n2+2?\n\n### Response:\n\u2039Four.</s>\u203a\n\n"
+         "### Instruction:\nAnd then?\n\n### Response:\n\u2039Five,\n\n  of course.</s>\u203a"],
+        eos="</s>",
+    ),
+    Family(
+        "vicuna", "llama2",
+        ["<s>Be brief. USER: 2+2? ASSISTANT:\u2039 Four.</s>\u203aUSER: And then? ASSISTANT:\u2039 Five,\n\n  of course.</s>\u203a"],
+        bos="<s>", eos="</s>", more={"adds_bos": True},
+    ),
+]  # fmt: skip
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("families")
+    made = {}
+    for family in FAMILIES:
+        place = save_tokenizer(
+            folder / family.name, family.kind, special=family.special, bos=family.bos, eos=family.eos, **family.more
+        )
+        made[family.name] = load_tokenizer(place, chat_format(DataConfig(chat_template=family.name)))
+    return made
+
+
+def encoder(tokenizer: Any, **train: Any) -> Encoder:
+    return Encoder(Config(model=ModelConfig(name="tiny"), train=TrainConfig(**train)), tokenizer)
+
+
+def by_hand(tokenizer: Any, row: str) -> tuple[list[int], list[int]]:
+    """Returns tokens and labels of a row whose learnt parts stand between marks.
+
+    A part is tokenised behind all that comes before it, as it would be generated.
+    """
+    text, ids, labels = "", [], []
+    for number, part in enumerate(row.replace("\u203a", "\u2039").split("\u2039")):
+        text += part
+        found = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert found[: len(ids)] == ids, "the hand-made row must not depend on what follows"
+        labels += found[len(ids) :] if number % 2 else [IGNORED] * (len(found) - len(ids))
+        ids = found
+    return ids, labels
+
+
+def test_every_name_is_tried() -> None:
+    assert sorted(BY_NAME) == template_names()
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_the_mask_of_each_template_is_the_one_written_by_hand(name: str, tokenizers: dict[str, Any]) -> None:
+    tokenizer, family = tokenizers[name], BY_NAME[name]
+    rows = encoder(tokenizer).conversation(CHAT)
+    assert [(row.input_ids, row.labels) for row in rows] == [by_hand(tokenizer, row) for row in family.rows]
+    assert [row.reference for row in rows][-1] == "Five,\n\n  of course."
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_a_row_is_what_inference_sees_and_then_writes(name: str, tokenizers: dict[str, Any]) -> None:
+    """The prompt is what transformers' own function gives; the rest is learnt."""
+    tokenizer = tokenizers[name]
+    for row, asked in zip(encoder(tokenizer).conversation(CHAT)[-1:], [CHAT[:-1]], strict=True):
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert row.prompt_ids == list(prompt)
+        assert row.input_ids[: len(prompt)] == list(prompt)
+        assert row.labels[len(prompt) :] == row.input_ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_last_and_all(name: str, tokenizers: dict[str, Any]) -> None:
+    tokenizer = tokenizers[name]
+    (last,) = encoder(tokenizer, loss_on="last").conversation(CHAT)
+    assert last.labels == [IGNORED] * len(last.prompt_ids) + last.input_ids[len(last.prompt_ids) :]
+    (everything,) = encoder(tokenizer, loss_on="all").conversation(CHAT)
+    assert everything.labels == everything.input_ids == last.input_ids
+
+
+def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
+    """Returns what is learnt, turn by turn, cut after each end of a turn."""
+    runs: list[list[int]] = []
+    for row in rows:
+        runs.append([])
+        for label in row.labels:
+            if label == IGNORED:
+                runs.append([])
+            else:
+                runs[-1].append(label)
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "qwen3": "<|im_end|>", "phi3": "<|end|>"}
+TEXT = st.text(alphabet="ab \n\t.1\u00e9\u4e16\U0001f600'<>", min_size=1, max_size=12).filter(lambda value: bool(value.strip()))
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_conversation_learns_exactly_its_answers_and_ends(data: st.DataObject, tokenizers: dict[str, Any]) -> None:
+    name = data.draw(st.sampled_from(sorted(BY_NAME)))
+    tokenizer, end = tokenizers[name], ENDS.get(name, "</s>")
+    answers = data.draw(st.lists(TEXT, min_size=1, max_size=3))
+    messages: list[Message] = []
+    for answer in answers:
+        messages += [{"role": "user", "content": data.draw(TEXT)}, {"role": "assistant", "content": answer}]
+    rows = encoder(tokenizer).conversation(messages)
+    found = learnt(tokenizer, rows)
+    assert len(found) == len(answers)
+    for text, answer in zip(sorted(found), sorted(found), strict=True):
+        assert text.endswith(end) and answer == text
+    # White space around an answer is the template's and the decoder's matter, between its words it is not.
+    said = sorted(text.removesuffix(end).removeprefix("<think>\n\n</think>\n\n").strip() for text in found)
+    assert said == sorted(answer.strip() for answer in answers)
+    for row in rows:
+        assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
+        assert all(label in (IGNORED, token) for token, label in zip(row.input_ids, row.labels, strict=True))
+
+
+def test_a_vocabulary_without_the_end_mark_takes_eos(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path, "gpt2", eos="</s>")
+    tokenizer = load_tokenizer(folder, chat_format(DataConfig(chat_template="chatml")))
+    assert learnt(tokenizer, encoder(tokenizer).conversation(CHAT)) == ["Four.</s>", "Five,\n\n  of course.</s>"]
+
+
+def test_a_vocabulary_without_the_marks_is_refused_with_what_fits(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path, "gpt2", eos="</s>")
+    with pytest.raises(DataError, match=r"needs tokens.*start_header_id") as caught:
+        load_tokenizer(folder, chat_format(DataConfig(chat_template="llama3")))
+    assert caught.value.hint is not None and "chatml" in caught.value.hint and "gemma" not in caught.value.hint
+
+
+def test_a_tokenizer_that_puts_bos_before_a_text_gets_one_in_any_template(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path, "gpt2", bos="<s>", eos="</s>", adds_bos=True)
+    for name in ("chatml", "zephyr", "alpaca"):
+        tokenizer = load_tokenizer(folder, chat_format(DataConfig(chat_template=name)))
+        row = encoder(tokenizer).conversation(CHAT)[-1]
+        assert row.input_ids.count(tokenizer.bos_token_id) == 1 and row.input_ids[0] == tokenizer.bos_token_id
+
+
+def test_alpacas_own_sentence_stands_before_a_conversation_without_system(tokenizers: dict[str, Any]) -> None:
+    tokenizer = tokenizers["alpaca"]
+    row = encoder(tokenizer).conversation(CHAT[1:3])[0]
+    assert tokenizer.decode(row.input_ids) == f"{ALPACA}### Instruction:\n2+2?\n\n### Response:\nFour.</s>"
