@@ -1,0 +1,91 @@
+"""`python -m sft_play data` on data of many kinds: what was read as what, and one clear error for each thing that cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Done, environment, run_program
+
+pytestmark = pytest.mark.slow
+
+
+def prepare(folder: Path, model: Path, sources: list[dict[str, Any]], *words: str) -> Done:
+    config = folder / "x.yaml"
+    config.write_text(
+        f"model: {{name: {json.dumps(str(model))}, max_seq_len: 256}}\ndata: {{sources: {json.dumps(sources)}}}\n",
+        encoding="utf-8",
+    )
+    done = run_program(["data", f"CONFIG={config}", *words], environment(folder / "cache", folder / "runs"), timeout=120)
+    assert "Traceback" not in done.err, done.err
+    return done
+
+
+def write(path: Path, content: bytes | list[dict[str, Any]]) -> str:
+    path.write_bytes(content if isinstance(content, bytes) else "".join(json.dumps(row) + "\n" for row in content).encode())
+    return str(path)
+
+
+def test_each_bad_file_is_told_with_its_place_and_all_together(tiny: Path, tmp_path: Path) -> None:
+    good = {"question": "q", "answer": "a"}
+    cut = write(tmp_path / "cut.jsonl.gz", gzip.compress(json.dumps(good).encode() * 50)[:-12])
+    mixed = write(tmp_path / "mixed.jsonl", [good, {"prompt": "q", "completion": "a"}])
+    order = write(tmp_path / "order.jsonl", [{"messages": [{"role": "user", "content": "q"}] * 2}])
+    ragged = write(tmp_path / "ragged.csv", b"question,answer\na,b,c\n")
+    latin = write(tmp_path / "latin.jsonl", b'{"question": "caf\xe9", "answer": "a"}\n')
+    done = prepare(tmp_path, tiny, [{"path": path} for path in (mixed, cut, order, ragged, latin)])
+    assert done.code == 4
+    assert f"error: {cut}: breaks off before the end of its compressed data" in done.err
+    assert (
+        f"error: {mixed}:2: format `question_answer` needs `answer`, `question`; the columns are `prompt`, `completion`"
+        in done.err
+    )
+    assert "this row looks like prompt_completion, but a source has one format" in done.err
+    assert f"error: {order}:1: the roles are out of order: user after user (turn 2)" in done.err
+    assert f"error: {ragged}:2: the row has another number of columns than the header: 3 and not 2" in done.err
+    assert f"error: {latin}:1: is not UTF-8 text: byte 18 of the line" in done.err
+    assert done.err.count("error: ") == 5
+
+
+def test_columns_filters_and_ambiguity_are_told_with_the_row(tiny: Path, tmp_path: Path) -> None:
+    rows = write(tmp_path / "a.jsonl", [{"frage": "q", "answer": "a"}])
+    both = write(tmp_path / "b.jsonl", [{"question": "q", "answer": "a", "text": "t"}])
+    sources: list[dict[str, Any]] = [
+        {"path": rows, "columns": {"question": "question"}},
+        {"path": rows, "columns": {"question": "frage"}, "filter": "score > 3"},
+        {"path": rows, "filter": "len(frage) >"},
+        {"path": both},
+    ]
+    done = prepare(tmp_path, tiny, sources)
+    assert done.code == 4
+    assert f"error: {rows}:1: `columns` names `question`, which the row lacks; its columns are `frage`, `answer`" in done.err
+    assert "`filter: score > 3` names the column `score`, which is missing; the columns are `frage`, `answer`" in done.err
+    assert f"error: {rows}: `filter` cannot be used: " in done.err
+    assert f"error: {both}:1: the columns fit more than one format: question_answer, text" in done.err
+    assert 'the row is {"question": "q", "answer": "a", "text": "t"}' in done.err
+
+
+def test_each_source_says_its_format_and_what_it_left_out(tiny: Path, tmp_path: Path) -> None:
+    chat = [{"conversations": [{"from": "human", "value": f"q{n}"}, {"from": "gpt", "value": "a"}], "n": n} for n in range(20)]
+    ids = [{"input_ids": [5, 6, 7 + n], "labels": [-100, 6, 7 + n]} for n in range(3)]
+    (tmp_path / "docs").mkdir()
+    write(tmp_path / "docs" / "a.md", b"# Title\n\nSome text.\n")
+    write(tmp_path / "docs" / "b.txt", b"\n")
+    sources: list[dict[str, Any]] = [
+        {"path": write(tmp_path / "a.jsonl.gz", gzip.compress("".join(json.dumps(row) + "\n" for row in chat).encode())),
+         "filter": "n < 12", "rows": 5, "name": "chat"},
+        {"path": write(tmp_path / "ids.jsonl", ids)},
+        {"path": str(tmp_path / "docs")},
+    ]  # fmt: skip
+    done = prepare(tmp_path, tiny, sources, "JSON=1", "TUNING_TASK=mixed")
+    assert done.code == 0, done.err
+    found = done.json["train"]["sources"]
+    assert [source["format"] for source in found] == ["sharegpt", "tokens", "text"]
+    assert [source["kept"] for source in found] == [5, 3, 1]
+    assert found[0]["dropped"] == {"not chosen by `rows`": 7, "not in the filter": 8}
+    assert found[2]["dropped"] == {"no text": 1}
+    assert [source["rows_read"] for source in found] == [20, 3, 2]
