@@ -38,12 +38,24 @@ def rows(count: int = 13) -> list[dict[str, Any]]:
     ]
 
 
+class Ticks:
+    """A clock that goes on by so many seconds whenever it is read."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
 def main() -> None:
     """Joins the group that the environment describes and writes what this rank got."""
     from torch import distributed
     from torch.distributed.fsdp import fully_shard
 
-    from sft_play.training.generation import score_by_generation
+    from sft_play.config.metrics import OF_ANSWERS
+    from sft_play.training.generation import Budget, score_by_generation
 
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -61,7 +73,27 @@ def main() -> None:
         _step(model)
         model.train()
         result = score_by_generation(
-            model, tokenizer, rows(), batch_size=4, max_new_tokens=10, rank=rank, world_size=world, synced=kind == "fsdp2"
+            model,
+            tokenizer,
+            rows(),
+            batch_size=4,
+            max_new_tokens=10,
+            metrics=OF_ANSWERS,
+            rank=rank,
+            world_size=world,
+            synced=kind == "fsdp2",
+        )
+        # Every rank's own clock would stop at another round; rank 0's counts.
+        part = score_by_generation(
+            model,
+            tokenizer,
+            rows(),
+            batch_size=2,
+            max_new_tokens=4,
+            budget=Budget(seconds=2.5, seed=3, clock=Ticks(1.0 if rank == 0 else 100.0 * (rank - 1))),
+            rank=rank,
+            world_size=world,
+            synced=kind == "fsdp2",
         )
         assert model.training, "the model trains on after answering"
         _step(model)
@@ -69,6 +101,9 @@ def main() -> None:
             "answers": [(p.row, p.answer) for p in result.predictions],
             "scores": {name: interval.to_json() for name, interval in result.scores.items()},
             "answered_here": result.answered_here,
+            "part": [(p.row, p.answer) for p in part.predictions],
+            "part_here": part.answered_here,
+            "part_warning": part.warnings[0],
             "elements": sum(_local(p).numel() for p in inner.parameters()),
         }
     (out / f"rank{rank}.json").write_text(json.dumps(results))

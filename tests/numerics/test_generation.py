@@ -16,10 +16,13 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM
 
+from sft_play.config.metrics import OF_ANSWERS
 from sft_play.config.schema import Config, EvalConfig, ModelConfig, TrainConfig
 from sft_play.model.tokenizer import load_tokenizer
-from sft_play.training.generation import decide, score_by_generation, write_evaluation
-from tests.numerics.generation_ranks import load, rows
+from sft_play.training import answering
+from sft_play.training.answering import AnswerSettings, answer_batch
+from sft_play.training.generation import Budget, decide, score_by_generation, write_evaluation
+from tests.numerics.generation_ranks import Ticks, load, rows
 from tests.tiny_models import build_tiny_llama
 
 
@@ -30,12 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Any:
-    return score_by_generation(*load(folder), rows(), batch_size=4, max_new_tokens=10)
+    return score_by_generation(*load(folder), rows(), batch_size=4, max_new_tokens=10, metrics=OF_ANSWERS)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 13, 50])
 def test_greedy_answers_do_not_depend_on_the_batch_size(folder: Path, alone: Any, batch_size: int) -> None:
-    other = score_by_generation(*load(folder), rows(), batch_size=batch_size, max_new_tokens=10)
+    other = score_by_generation(*load(folder), rows(), batch_size=batch_size, max_new_tokens=10, metrics=OF_ANSWERS)
     assert [(p.row, p.answer, p.tokens) for p in other.predictions] == [(p.row, p.answer, p.tokens) for p in alone.predictions]
     assert other.scores == alone.scores
     assert len({p.answer for p in alone.predictions}) > 5, "a model that says the same everywhere would prove nothing"
@@ -77,6 +80,11 @@ def test_scores_are_the_same_on_any_number_of_ranks_under_ddp_and_fsdp2(
             assert part[kind]["answers"] == [[p.row, p.answer] for p in alone.predictions]
             assert part[kind]["scores"] == {name: interval.to_json() for name, interval in alone.scores.items()}
         assert sum(part[kind]["answered_here"] for part in parts) == len(rows())
+        part_rows = [row for row, _ in parts[0][kind]["part"]]
+        assert len(set(part_rows)) == len(part_rows) == sum(part[kind]["part_here"] for part in parts)
+        assert len(part_rows) in (4 * world, 4 * world - 1), "two rounds of two rows a rank; one batch holds only the 13th"
+        assert all(part[kind]["part"] == parts[0][kind]["part"] for part in parts), "every rank stops at the same round"
+        assert parts[0][kind]["part_warning"].startswith(f"scored {len(part_rows)} of 13: `eval.max_seconds` is 2.5")
         assert min(part[kind]["answered_here"] for part in parts) > 0
     whole = parts[0]["ddp"]["elements"]
     assert all(part["fsdp2"]["elements"] < 0.6 * whole for part in parts), "the shards stay shards after answering"
@@ -134,6 +142,49 @@ def test_files_are_enough_to_compute_the_scores_again(alone: Any, tmp_path: Path
     assert alone.scores["rouge1"].mean > 0, "scores of 0 would prove nothing"
 
 
+def test_a_time_budget_answers_a_part_that_is_spread_over_lengths_and_says_so(folder: Path, tmp_path: Path) -> None:
+    def scored(seconds: float | None, seed: int = 0) -> Any:
+        budget = Budget(seconds=seconds, seed=seed, clock=Ticks(1.0))
+        return score_by_generation(*load(folder), rows(40), batch_size=4, max_new_tokens=4, budget=budget)
+
+    part, whole = scored(3.0), scored(None)
+    assert (len(part.predictions), part.asked, part.complete) == (12, 40, False)
+    assert part.warnings[0] == "scored 12 of 40: `eval.max_seconds` is 3; they are spread over all lengths"
+    answers = {p.row: p.answer for p in whole.predictions}
+    assert all(p.answer == answers[p.row] for p in part.predictions), "the same batches, in another order"
+    assert part.metrics()["eval_answers_asked"] == 40
+    assert part.scores["rougeL"].n == 12
+    assert {p.row for p in part.predictions} == {p.row for p in scored(3.0).predictions}
+    assert {p.row for p in part.predictions} != {p.row for p in scored(3.0, seed=5).predictions}
+    lengths = sorted((len(row["prompt_ids"]), row["row"]) for row in rows(40))
+    thirds = [{row for _, row in lengths[start : start + 13]} for start in (0, 13, 26)]
+    assert all(third & {p.row for p in part.predictions} for third in thirds)
+    assert len(scored(1e-9).predictions) == 4, "one round is always made"
+    assert scored(1e9).complete
+    scores = write_evaluation(tmp_path / "eval", step=1, loss=1.0, label_tokens=1, result=part, settings={})
+    assert (scores["complete"], scores["answers"], scores["answers_asked"]) == (False, 12, 40)
+
+
+def test_answers_that_have_ended_leave_the_batch_and_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = load(folder)
+    answering.use_our_settings(model.eval())
+    monkeypatch.setattr(answering, "end_of_turn_ids", lambda _: tuple(range(300, 600)))  # so that answers end all the time
+    sizes: list[int] = []
+    forward = model.get_base_model().model.forward
+    monkeypatch.setattr(
+        model.get_base_model().model, "forward", lambda *a, **k: sizes.append(len(k["input_ids"])) or forward(*a, **k)
+    )
+    prompts = [row["prompt_ids"] for row in rows(16)]
+    settings = AnswerSettings(max_new_tokens=40)
+    shrinking = answer_batch(model, tokenizer, prompts, settings)
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 2
+    monkeypatch.setattr(answering, "SHARE_STOPPED", 2.0)
+    assert answer_batch(model, tokenizer, prompts, settings) == shrinking
+    alone = [answer_batch(model, tokenizer, [prompt], settings)[0] for prompt in prompts]
+    assert alone == shrinking
+    assert len({answer.tokens for answer in alone}) > 4
+
+
 def test_beams_are_used_when_asked_for(folder: Path, alone: Any) -> None:
     beams = score_by_generation(*load(folder), rows(), batch_size=4, max_new_tokens=10, num_beams=3)
     assert [p.answer for p in beams.predictions] != [p.answer for p in alone.predictions]
@@ -151,9 +202,22 @@ def test_decision_names_its_reason() -> None:
     for reason, wrong, count in (
         ("`train.predict_with_generate` is `false`", replace(config, train=TrainConfig(predict_with_generate=False)), 30),
         ("`eval.samples` is 0", replace(config, eval=EvalConfig(samples=0)), 30),
+        ("`eval.metrics` is empty", replace(config, eval=EvalConfig(metrics=[])), 30),
         ("no validation rows", asked, 0),
     ):
         for purpose in ("train", "eval"):
             generate, why = decide(wrong, purpose=purpose, validation_rows=count)  # type: ignore[arg-type]
             assert not generate
             assert reason in why
+
+
+def test_rows_without_a_reference_count_for_loss_only() -> None:
+    config = Config(model=ModelConfig(name="x"), eval=EvalConfig(metrics=["rougeL", "bleu"], max_seconds=30))
+    assert decide(config, purpose="eval", validation_rows=30, answerable_rows=12) == (
+        True,
+        "ROUGE, bleu of 12 answers, greedy, at most 128 new tokens, about 30 s; "
+        "18 of 30 validation rows have no reference and count for loss only",
+    )
+    generate, reason = decide(config, purpose="eval", validation_rows=30, answerable_rows=0)
+    assert not generate
+    assert reason == "loss only: no validation row asks for an answer (documents, plain text and tokens have no reference)"
