@@ -54,6 +54,8 @@ def remedy(
         )
     if micro > 1:
         return replace(request, halvings=request.halvings + 1)
+    if plan.pack_tokens and config.train.packing == "auto":
+        return replace(request, unpack=True)
     if config.train.gradient_checkpointing == "auto" and not plan.gradient_checkpointing:
         return replace(request, force_checkpointing=True)
     state = "on already" if plan.gradient_checkpointing else "off as configured"
@@ -90,6 +92,7 @@ def division(plan: Plan) -> dict[str, Any]:
     return {
         "micro_batches": [rank.micro_batch for rank in plan.ranks],
         "accumulation": plan.ranks[0].accumulation,
+        "packing": plan.pack_tokens > 0,
         "gradient_checkpointing": plan.gradient_checkpointing,
         "eval_batch_size": plan.eval_batch_size,
     }
@@ -121,6 +124,8 @@ def announcement(config: Config, before: Plan, after: Plan, outcome: Outcome, ch
         )
     elif after.eval_batch_size != before.eval_batch_size:
         changes.append(f"rows evaluated together {before.eval_batch_size} -> {after.eval_batch_size}")
+    if before.pack_tokens and not after.pack_tokens:
+        changes.append("packing on -> off")
     if after.gradient_checkpointing and not before.gradient_checkpointing:
         changes.append("gradient checkpointing off -> on")
     source = checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"

@@ -10,18 +10,20 @@ from typing import Any, cast
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 from sft_play.plan import choices, strategies
-from sft_play.plan.batch import choose_batch, count, halve, halved
+from sft_play.plan.batch import Batch, choose_batch, count, halve, halved
 from sft_play.plan.calibration import Calibration
 from sft_play.plan.fit import Fit, Memory, wanted_rows
 from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.losses import settle_chunks, with_chunks
 from sft_play.plan.memory import Setup, host_bytes, rank_memory
+from sft_play.plan.mixture import mixture_of, rows_per_epoch
+from sft_play.plan.packed_batch import Division, choose_packing, insisted
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.power import energy_kwh
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scratch import label
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.throughput import Data, exchange_seconds, forecast
+from sft_play.plan.throughput import Data, Forecast, exchange_seconds, forecast
 from sft_play.runs.prepared import Prepared
 
 CPU_MICRO_BATCH = 4
@@ -69,7 +71,8 @@ def make_plan(
         gradient_checkpointing=False, layout="padded", attention=attention, label_share=_label_share(prepared),
         row_tokens=_row_tokens(config, prepared), offload_optimizer=launch.offload_optimizer, offload_parameters=launch.offload_parameters,
     )  # fmt: skip
-    setup = with_chunks(config, shape, setup)
+    train_split = prepared.train if prepared else None
+    setup = with_chunks(config, shape, insisted(fit, setup, train_split))
     room = [_capacity(device, kind, len(local)) for device in devices]
     setup, fitting = _checkpointing(fit, setup, room, reasons, forced=launch.force_checkpointing)
 
@@ -82,9 +85,23 @@ def make_plan(
     setup, fitting = settled
     unit = "device" if kind == "cuda" else "process"
     fitting = tuple(max(1, rows) for rows in fitting)
-    batch = choose_batch(config.train, fitting, CPU_MICRO_BATCH if kind == "cpu" else MOST_MICRO_BATCH, unit)
-    batch = halved(batch, launch.halvings, unit)
-    reasons += batch.reasons
+    most = CPU_MICRO_BATCH if kind == "cpu" else MOST_MICRO_BATCH
+    rows_fit = fitting if config.train.packing != "on" else (2**20,) * world  # what fits there are packs
+    batch = choose_batch(config.train, rows_fit, most, unit)
+
+    def speed_of(division: Division) -> Forecast:
+        return forecast(
+            config, shape, division.setup, hardware, devices, rows=division.rows, micro_batches=division.batch.micro_batches,
+            accumulation=division.micro_steps, data=division.data(_data(config, prepared, setup)), nodes=launch.num_nodes,
+            calibration=calibration,
+        )  # fmt: skip
+
+    division = choose_packing(
+        fit, setup, batch, room, train_split, most=most, unit=unit, gave_up=launch.unpack, reasons=reasons,
+        seconds=lambda division: speed_of(division).seconds_per_step,
+    )  # fmt: skip
+    division, batch = _halved(division, launch.halvings, unit, reasons)
+    setup = division.setup
     rate = choices.scale_learning_rate(config, rate, batch.global_batch, reasons)
     reasons += _exchange(config, shape, setup, hardware, world, batch.accumulation)
     setup = _with_layout(fit, setup, batch.micro_batches, room, reasons)
@@ -96,17 +113,14 @@ def make_plan(
     remedies = _tight(ranks, fit, setup, reasons)
     remedies += _on_the_host(config, shape, setup, hardware, len(local), reasons)
     steps, per_epoch = _steps(config, prepared, batch.global_batch, reasons)
-    speed = forecast(
-        config, shape, setup, hardware, devices, rows=batch.global_batch, micro_batches=batch.micro_batches,
-        accumulation=batch.accumulation, data=_data(prepared, setup), nodes=launch.num_nodes, calibration=calibration,
-    )  # fmt: skip
+    speed = speed_of(replace(division, setup=setup))
     per_step = speed.seconds_per_step
     total = per_step * steps if per_step and steps else None
     return Plan(
         world_size=world, num_nodes=launch.num_nodes, device=kind, backend=cast(Any, backend), strategy=strategy, source="formula",
         precision=precision, weights_dtype=dtype, attn_implementation=attention, layout=cast(Any, setup.layout),
         most_rows=min(fitting), longest_row=_longest_row(fit, setup, ranks, shape), row_tokens=setup.row_tokens,
-        label_share=setup.label_share, loss_chunk=setup.loss_chunk,
+        label_share=setup.label_share, loss_chunk=setup.loss_chunk, pack_tokens=division.pack_tokens,
         gradient_checkpointing=setup.gradient_checkpointing, optim=setup.optim, learning_rate=rate, ranks=ranks,
         offload_optimizer=setup.offload_optimizer, offload_parameters=setup.offload_parameters,
         global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch, warmup_steps=choices.warmup(config, steps),
@@ -120,6 +134,8 @@ def make_plan(
 
 def _with_layout(fit: Fit, setup: Setup, micro_batches: tuple[int, ...], room: list[int], reasons: list[str]) -> Setup:
     """Returns the setup with the layout of its rows: padded where the mask of flattened ones is what does not fit."""
+    if setup.packed:
+        return setup
     rows = max(micro_batches)
     layout = choices.choose_layout(fit.config, fit.shape, setup.device, setup.attention, rows, setup.row_tokens, reasons)
     chosen = replace(setup, layout=layout)
@@ -163,12 +179,27 @@ def _label_share(prepared: Prepared | None) -> float:
     return min(1.0, (split.most_labels or split.longest) / split.longest)
 
 
-def _data(prepared: Prepared | None, setup: Setup) -> Data:
+def _halved(division: Division, halvings: int, unit: str, reasons: list[str]) -> tuple[Division, Batch]:
+    """Returns the division after memory ran out `halvings` times."""
+    before = division.batch
+    batch = halved(before, halvings, unit)
+    reasons += batch.reasons[len(before.reasons) :]
+    return replace(division, batch=batch), batch
+
+
+def _data(config: Config, prepared: Prepared | None, setup: Setup) -> Data:
     """Returns what the average row is like; memory is planned for the worst instead."""
     split = prepared.train if prepared else None
     if not split or not split.rows or not split.tokens:
         return Data(row_tokens=setup.row_tokens, longest=setup.row_tokens, label_share=1.0)
-    return Data(row_tokens=split.tokens / split.rows, longest=split.longest, label_share=split.label_tokens / split.tokens)
+    mixture = mixture_of(config.data, split.sources)
+    rows, tokens, labels = float(split.rows), float(split.tokens), float(split.label_tokens)
+    if mixture := mixture_of(config.data, split.sources):
+        taken = [(count / source.rows, source) for count, source in zip(mixture.epoch_rows, split.sources, strict=True) if count]
+        rows = float(sum(mixture.epoch_rows))
+        tokens = sum(times * source.tokens for times, source in taken)
+        labels = sum(times * source.label_tokens for times, source in taken)
+    return Data(row_tokens=tokens / rows, longest=split.longest, label_share=labels / tokens)
 
 
 def _row_tokens(config: Config, prepared: Prepared | None) -> int:
@@ -247,7 +278,10 @@ def _tight(ranks: tuple[RankPlan, ...], fit: Fit, setup: Setup, reasons: list[st
 
 
 def _steps(config: Config, prepared: Prepared | None, global_batch: int, reasons: list[str]) -> tuple[int | None, int | None]:
-    rows = prepared.train.rows if prepared and prepared.train else None
+    split = prepared.train if prepared else None
+    rows = rows_per_epoch(config.data, split) if split else None
+    mixture = mixture_of(config.data, split.sources) if split else None
+    reasons += [f"mixture: {line}" for line in (mixture.describe() if mixture else [])]
     per_epoch = math.ceil(rows / global_batch) if rows else None
     if config.train.max_steps > 0:
         reasons.append(

@@ -64,6 +64,8 @@ class Setup:
     """Whether DeepSpeed keeps optimizer states and gradients in the machine's memory."""
     offload_parameters: bool = False
     """Whether ZeRO-3 keeps the weights there too."""
+    packed: bool = False
+    """Whether what is counted as a row of `row_tokens` is a pack of several, told apart by a mask."""
 
     @property
     def autocast(self) -> bool:
@@ -299,7 +301,7 @@ def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
     length = tokens if setup.layout == "flattened" else setup.row_tokens
     if setup.attention == "eager":
         return (6.0 if setup.width == 2 else 4.0) * length * shape.heads  # fp32 softmax, and its copy in a narrow type
-    if setup.attention != "sdpa" or tokens <= setup.row_tokens:
+    if setup.attention != "sdpa" or (tokens <= setup.row_tokens and not setup.packed):
         return 0.0
     return setup.width * (length + 2 * shape.head_dim * (shape.heads - shape.kv_heads))
 

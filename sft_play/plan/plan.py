@@ -22,9 +22,9 @@ class RankPlan:
     """`cpu` or `cuda:LOCAL_INDEX`."""
     device_name: str
     micro_batch: int
-    """Rows per micro-step."""
+    """Rows per micro-step; packs where rows are packed."""
     accumulation: int
-    """Micro-steps per optimizer step."""
+    """Micro-steps per optimizer step; with packing the most there can be, and empty ones are skipped."""
     memory_bytes: Mapping[str, int]
     """Parts: frozen, quant_state, adapters, gradients, optimizer, buffers, activations, recompute, logits, context, ..."""
     peak_bytes: int
@@ -90,6 +90,8 @@ class Plan:
     """Tokens of a row of the worst micro-batch."""
     label_share: float = 1.0
     """Share of its tokens that a loss is computed for."""
+    pack_tokens: int = 0
+    """The most tokens of the sequences that rows are packed into, which micro-batches then count; 0 without packing."""
     peak_at: str | None = None
     """Where in a step the peak stands, in words; `None` by formula."""
     recoveries: tuple[Mapping[str, Any], ...] = ()

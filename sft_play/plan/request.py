@@ -28,3 +28,5 @@ class LaunchRequest:
     """How often the micro-batch was halved because memory ran out."""
     force_checkpointing: bool = False
     """Whether activations are recomputed because memory ran out at a micro-batch of 1; a typed `false` still counts."""
+    unpack: bool = False
+    """Whether rows stay unpacked because memory ran out with one pack; a typed `on` still counts."""

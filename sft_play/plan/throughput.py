@@ -51,6 +51,8 @@ class Data:
     longest: float
     label_share: float
     """Share of tokens that a loss is computed for."""
+    inside: float = 0.0
+    """With packing, where the above are of packs: tokens of the row that the average token is in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,13 +83,16 @@ def batch_flops(
     return linear + attention + adapters
 
 
-def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool | None = None) -> float:
+def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool | None = None, inside: float = 0.0) -> float:
     """Returns the pairs of tokens whose scores are computed for a micro-batch of rows of these lengths.
 
     Kernels skip the half above the diagonal when no mask is given: always under flash-attention, else for a single row or for
     padded rows of one length (unless `ragged` says that real ones differ). Rows in one line under a mask are scored against each
     other too, and the result thrown away.
     """
+    if setup.packed:  # a mask even for one, unless the kernel takes the rows' own lengths
+        near = inside or max(lengths, default=0.0)
+        return sum(lengths) * (near / 2 if setup.attention == "flash_attention_2" else sum(lengths))
     uneven = len(set(lengths)) > 1 if ragged is None else ragged and len(lengths) > 1
     masked = len(lengths) > 1 and (setup.layout == "flattened" or uneven)
     if setup.attention == "flash_attention_2" or (setup.attention == "sdpa" and not masked):
@@ -238,7 +243,8 @@ def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accum
     lengths = [length] * whole + ([length * (micro - whole)] if micro > whole else [])
     flops = batch_flops(
         config, shape, tokens=micro * length, labels=micro * data.row_tokens * data.label_share,
-        pairs=attended_pairs(setup, lengths, ragged=data.longest > data.row_tokens), recompute=setup.gradient_checkpointing,
+        pairs=attended_pairs(setup, lengths, ragged=data.longest > data.row_tokens, inside=data.inside),
+        recompute=setup.gradient_checkpointing,
     )  # fmt: skip
     return flops * accumulation
 

@@ -52,6 +52,8 @@ class Case:
     """Whether gradients of an earlier micro-step are held while this one runs."""
     clips: bool
     """Whether gradients are clipped by their norm."""
+    packed: bool = False
+    """Whether each of the `rows` is a pack of several, told apart by a mask."""
 
     def key(self, versions: str) -> str:
         """Returns a name for the case's result, by everything that it depends on."""
@@ -70,7 +72,7 @@ def setup_of(plan: Plan) -> Setup:
         optim=plan.optim, gradient_checkpointing=plan.gradient_checkpointing, layout=plan.layout, attention=plan.attn_implementation,
         label_share=plan.label_share, row_tokens=plan.row_tokens, loss_chunk=plan.loss_chunk,
         accumulates=plan.ranks[0].accumulation > 1, offload_optimizer=plan.offload_optimizer,
-        offload_parameters=plan.offload_parameters,
+        offload_parameters=plan.offload_parameters, packed=plan.pack_tokens > 0,
     )  # fmt: skip
 
 
@@ -109,4 +111,5 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         labels=max(1, math.ceil(micro_batch * setup.row_tokens * setup.label_share)),
         accumulates=setup.accumulates,
         clips=config.train.max_grad_norm > 0 and not sharding,
+        packed=setup.packed,
     )

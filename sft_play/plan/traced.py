@@ -86,7 +86,7 @@ class TracedMemory:
         tokens = micro_batch * setup.row_tokens
 
         def alike(other: Setup) -> bool:
-            same: dict[str, Any] = {"row_tokens": 0, "layout": "", "accumulates": True, "label_share": 0.0, "loss_chunk": 0}
+            same: dict[str, Any] = {"row_tokens": 0, "layout": "", "accumulates": True, "label_share": 0.0, "loss_chunk": 0, "packed": False}
             return replace(other, **same) == replace(setup, **same)
 
         candidates = [(key, value) for key, value in self.found.items() if alike(key[0])]

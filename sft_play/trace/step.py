@@ -26,7 +26,8 @@ def batch_of(case: Case, device: str) -> Batch:
     """Returns the worst micro-batch: `rows` rows of `row_tokens` tokens, `labels` positions with a target."""
     if case.layout == "flattened":
         length = case.rows * case.row_tokens
-        positions = torch.arange(case.row_tokens, device=device).repeat(case.rows)[None]
+        row = case.row_tokens // 2 if case.packed else case.row_tokens  # of a pack's two rows
+        positions = (torch.arange(length, device=device) % max(1, row))[None]
         ids = torch.zeros((1, length), dtype=torch.long, device=device)
         keep, targets = _kept(min(case.labels, length), length, 1, device)
         return {"input_ids": ids, "position_ids": positions, "logits_to_keep": keep, "targets": targets[0]}
@@ -48,7 +49,7 @@ def _kept(count: int, length: int, rows: int, device: str) -> tuple[Tensor, Tens
 @contextlib.contextmanager
 def real_branches(case: Case) -> Iterator[None]:
     """Makes transformers' mask code take the branches that real data take; for fake tensors it takes those of a compiler."""
-    packed, padded = case.layout == "flattened" and case.rows > 1, case.layout == "padded" and case.rows > 1
+    packed, padded = case.layout == "flattened" and (case.rows > 1 or case.packed), case.layout == "padded" and case.rows > 1
     find, ignore = masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa
 
     def found(position_ids: Tensor) -> Tensor | None:

@@ -1,0 +1,160 @@
+"""Which rows an epoch has, and in which order: every row once, or sources mixed by weights. Pure; the same on every world size.
+
+An epoch of a mixture. Source s has R rows, T tokens and weight w; its size is T (`data.mix_by: tokens`) or R (`rows`). An epoch of
+size E takes E * w / sum(w) of each source. `data.exhausted: repeat` chooses the E at which the last source has been seen once, so
+smaller ones (for their weight) begin again; `stop` the E at which the first source runs dry, so none is seen twice. In rows: the
+source that decides gives exactly R, the others E * w / sum(w) divided by their tokens per row, rounded, 1 at least.
+
+Each source is an endless sequence of permutations of its rows, made from seed, source and pass; epoch e takes its next rows. So a
+source that gives half of its rows per epoch has given all after two, and none twice before each was given once. Within an epoch
+the next row comes from the source that has given least for its weight, so every prefix is near the weights, by a row.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from sft_play.config.schema import DataConfig
+from sft_play.errors import DataError
+from sft_play.runs.prepared import PreparedSplit, SourceFacts
+from sft_play.runs.prepared_rows import row_integers
+
+
+def permutation(rows: int, seed: int, epoch: int) -> list[int]:
+    """Returns an epoch's order of all rows."""
+    order = list(range(rows))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Sources with weights."""
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+    """Of each source."""
+    tokens: tuple[int, ...]
+    weights: tuple[float, ...]
+    """Shares, which add up to 1."""
+    by: Literal["tokens", "rows"]
+    exhausted: Literal["repeat", "stop"]
+
+    @cached_property
+    def epoch_rows(self) -> tuple[int, ...]:
+        """Rows that each source gives to an epoch."""
+        sizes = self.tokens if self.by == "tokens" else self.rows
+        shares = [(size / share, index) for index, (size, share) in enumerate(zip(sizes, self.weights, strict=True)) if share]
+        epoch, decides = max(shares) if self.exhausted == "repeat" else min(shares)
+        found = []
+        for index, (rows, size, share) in enumerate(zip(self.rows, sizes, self.weights, strict=True)):
+            wanted = max(1, round(epoch * share * rows / size)) if share else 0
+            wanted = min(wanted, rows) if self.exhausted == "stop" else wanted
+            found.append(rows if index == decides else wanted)
+        return tuple(found)
+
+    def order(self, source_of_row: Sequence[int], lengths: Sequence[int], seed: int, epoch: int) -> list[int]:
+        """Returns the row indices of an epoch."""
+        members: list[list[int]] = [[] for _ in self.rows]
+        for row, source in enumerate(source_of_row):
+            members[source].append(row)
+        streams = [self._stream(members[s], count, seed, epoch, s) for s, count in enumerate(self.epoch_rows)]
+        # (what the source has given for its weight, source): the least comes next.
+        heap = [(0.0, s) for s, count in enumerate(self.epoch_rows) if count]
+        order: list[int] = []
+        while heap:
+            given, source = heapq.heappop(heap)
+            row = next(streams[source], -1)
+            if row < 0:
+                continue
+            order.append(row)
+            heapq.heappush(heap, (given + (lengths[row] if self.by == "tokens" else 1) / self.weights[source], source))
+        return order
+
+    def _stream(self, members: list[int], count: int, seed: int, epoch: int, source: int) -> Iterator[int]:
+        """Yields the rows that epoch `epoch` takes of a source's endless sequence of permutations."""
+        at, end = epoch * count, (epoch + 1) * count
+        while at < end:
+            turn, start = divmod(at, len(members))
+            rows = list(members)
+            random.Random(f"{seed}/{source}/{turn}").shuffle(rows)
+            taken = rows[start : start + end - at]
+            yield from taken
+            at += len(taken)
+
+    def describe(self) -> list[str]:
+        """Returns an epoch of each source in words."""
+        given = [rows * size / max(1, whole) for rows, size, whole in zip(self.epoch_rows, self.tokens, self.rows, strict=True)]
+        found = []
+        for name, rows, whole, tokens in zip(self.names, self.epoch_rows, self.rows, given, strict=True):
+            share = tokens / max(1.0, sum(given)) if self.by == "tokens" else rows / max(1, sum(self.epoch_rows))
+            found.append(
+                f"{name}: {rows:,} rows an epoch, about {tokens:,.0f} tokens, {share:.1%} of the {self.by}, each of its {whole:,} rows "
+                f"{rows / max(1, whole):.3g} times"
+            )  # fmt: skip
+        return found
+
+
+def mixture_of(data: DataConfig, sources: Sequence[SourceFacts]) -> Mixture | None:
+    """Returns how the sources are mixed, `None` where they have no weights. Raises `DataError` for an empty source with a weight."""
+    weights = [source.weight for source in sources]
+    if not weights or any(weight is None for weight in weights):
+        return None
+    shares = [float(weight or 0) for weight in weights]
+    total = sum(shares)
+    for source in sources:
+        if source.weight and not (source.tokens and source.rows):
+            raise DataError(
+                f"source `{source.name}` has the weight {source.weight:g}, but gave no rows",
+                hint="`make inspect` shows why its rows were dropped; leave the source out, or give it the weight 0",
+            )
+    if total <= 0:
+        raise DataError("all weights of `data.sources` are 0, so nothing would be trained", hint="leave them out")
+    return Mixture(
+        names=tuple(source.name for source in sources), rows=tuple(source.rows for source in sources),
+        tokens=tuple(source.tokens for source in sources), weights=tuple(share / total for share in shares),
+        by=data.mix_by, exhausted=data.exhausted,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOrder:
+    """The rows of every epoch, from seed and epoch alone."""
+
+    rows: int
+    """Rows an epoch takes, those that come again counted again."""
+    seed: int
+    mixture: Mixture | None = None
+    source_of_row: Sequence[int] = ()
+    lengths: Sequence[int] = ()
+
+    def __call__(self, epoch: int) -> list[int]:
+        """Returns row indices."""
+        if self.mixture is None:
+            return permutation(self.rows, self.seed, epoch)
+        return self.mixture.order(self.source_of_row, self.lengths, self.seed, epoch)
+
+
+def rows_per_epoch(data: DataConfig, split: PreparedSplit) -> int:
+    """Returns the rows that an epoch takes. Raises `DataError` as `mixture_of`."""
+    mixture = mixture_of(data, split.sources)
+    return sum(mixture.epoch_rows) if mixture else split.rows
+
+
+def row_order(data: DataConfig, split: PreparedSplit, seed: int) -> RowOrder:
+    """Returns the order of a prepared split. Raises `DataError` for a mixture whose rows do not say where they are from."""
+    mixture = mixture_of(data, split.sources)
+    if mixture is None:
+        return RowOrder(rows=split.rows, seed=seed)
+    sources, lengths = row_integers(split, "sources.i32"), row_integers(split, "lengths.i32")
+    if sources is None or lengths is None:
+        raise DataError(
+            "sources have weights, but these rows were prepared by a version that did not keep where each is from",
+            place=split.path, hint="remove this folder, so that they are prepared again",
+        )  # fmt: skip
+    return RowOrder(rows=sum(mixture.epoch_rows), seed=seed, mixture=mixture, source_of_row=sources, lengths=lengths)
