@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,10 +18,11 @@ from sft_play.launch import probing, recovery, tensorboard
 from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
 from sft_play.launch.deepspeed_resolve import resolve
 from sft_play.launch.disk import require_disk_space
-from sft_play.launch.environment import DROPPED, Node, worker_environment
+from sft_play.launch.environment import Node, worker_environment
 from sft_play.launch.local import show_launch, worker_arguments
 from sft_play.launch.network import address_towards, free_port, interface_of, loopback_interface, require_free_port
 from sft_play.launch.options import CommandStrategy, LaunchOptions, read_options
+from sft_play.launch.preparation import run_preparation
 from sft_play.launch.render import accelerate_yaml
 from sft_play.launch.resume import (
     check_overrides,
@@ -215,13 +215,7 @@ def _node(options: LaunchOptions) -> Node:
 
 def prepare(run: RunFolder, *words: str) -> None:
     """Resolves the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours."""
-    environment = {k: v for k, v in os.environ.items() if k not in DROPPED}
-    process = subprocess.run(
-        [sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *words],
-        env=environment, stdout=sys.stderr, check=False,
-    )  # fmt: skip
-    if process.returncode:
-        raise SystemExit(process.returncode if process.returncode > 0 else 128 - process.returncode)
+    run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *words])
 
 
 def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:

@@ -1,0 +1,38 @@
+"""Runs the preparation in a process of its own, and gives it time to clear up when it is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from sft_play.launch.environment import DROPPED
+
+END_SECONDS = 10.0
+
+
+def run_preparation(words: Sequence[str]) -> None:
+    """Runs a command to its end; raises `SystemExit` with its code where that is not 0.
+
+    Whatever stops us stops it too: it ends the processes that it started and removes what is half-written, for which it has a while.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in DROPPED}
+    with subprocess.Popen(words, env=environment, stdout=sys.stderr) as process:
+        try:
+            code = process.wait()
+        except BaseException as error:
+            _stop(process, told=isinstance(error, KeyboardInterrupt))
+            raise
+    if code:
+        raise SystemExit(code if code > 0 else 128 - code)
+
+
+def _stop(process: subprocess.Popen[bytes], *, told: bool) -> None:
+    """Ends the preparation. `told`: Ctrl-C reached it too, and a second signal would only disturb its clearing up."""
+    for ask in (*(() if told else (process.terminate,)), process.poll, process.terminate, process.kill):
+        ask()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+            return

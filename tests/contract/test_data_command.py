@@ -1,0 +1,229 @@
+"""`make data`: prepares and caches, nothing else; the same rows for any number of processes; nothing half-made when it is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sft_play.__main__ import main
+from sft_play.config.load import load_config
+from sft_play.runs.prepared_index import lookup
+from tests.conftest import ROOT, Done, environment, run_program
+from tests.training_runs import nested_yaml
+
+pytestmark = pytest.mark.slow
+
+Data = Callable[..., Done]
+
+
+def pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"Question {i}?", "completion": f"Answer {i}.", "author": f"a{i % 7}"} for i in range(start, start + count)
+    ]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def variables(tmp_path: Path) -> Mapping[str, str]:
+    return environment(tmp_path / "cache", tmp_path / "runs", {"CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.fixture
+def data(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Data]:
+    """Runs `make data JSON=1` on `key: value` lines, in this process."""
+    for name, value in (("RUNS_DIR", tmp_path / "runs"), ("SFT_PLAY_CACHE", tmp_path / "cache"), ("HF_HUB_OFFLINE", 1)):
+        monkeypatch.setenv(name, str(value))
+
+    def run(*lines: str, words: tuple[str, ...] = ("JSON=1",), cache: str = "cache") -> Done:
+        monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / cache))
+        document = configured(tmp_path, tiny, lines)
+        capfd.readouterr()
+        code = main(["data", f"CONFIG={document}", *words])
+        told = capfd.readouterr()
+        return Done(code, told.out, told.err)
+
+    yield run
+    assert not (tmp_path / "runs").exists(), "no run is made"
+
+
+def configured(folder: Path, model: Path, lines: Sequence[str]) -> Path:
+    document = folder / "x.yaml"
+    document.write_text(nested_yaml([f"model.name: {model}", "model.max_seq_len: 64", *lines]), encoding="utf-8")
+    return document
+
+
+def test_it_prepares_counts_and_tells_the_plan(data: Data, tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", [*pairs(30), *pairs(4)])
+    more = write_rows(tmp_path / "more.jsonl", [{"question": f"q{i}", "answer": "a"} for i in range(5)])
+    held = write_rows(tmp_path / "held.jsonl", [*pairs(3, start=28), {"prompt": "long", "completion": "word " * 100}])
+    lines = [
+        f'data.sources: [{{"path": "{train}", "weight": 3}}, {{"path": "{more}", "name": "more", "weight": 2}}]',
+        f'data.validation: [{{"path": "{held}"}}]', "data.overlong: drop",
+    ]  # fmt: skip
+    done = data(*lines)
+    assert done.code == 0, done.err
+    found = done.json
+    first, second = found["train"]["sources"]
+    assert (first["name"], first["format"], first["rows_read"], first["kept"]) == (str(train), "prompt_completion", 34, 30)
+    assert (first["duplicates"], first["dropped"]) == (4, {})
+    assert (second["name"], second["format"], second["kept"]) == ("more", "question_answer", 5)
+    assert first["tokens"] + second["tokens"] == found["train"]["split"]["tokens"]
+    assert first["trained_tokens"] + second["trained_tokens"] == found["train"]["split"]["label_tokens"]
+    assert first["length_quantiles"].keys() == {"5%", "25%", "50%", "75%", "95%"}
+    assert len(first["content_sha256"]) == 64
+    assert found["validation"]["overlap"] == {"with": "train", "rows": 2}
+    assert found["validation"]["dropped"] == {"longer than model.max_seq_len": 1}
+    assert f"  {train}: 34 read as prompt_completion, 30 kept, 4 left out (duplicate); " in done.err
+    assert "2 of its rows are in the training data too" in done.err
+    folder = Path(found["train"]["split"]["path"])
+    assert check_columns(folder) == [30, 5]
+    prepared = lookup(load_config(tmp_path / "x.yaml", environ={}).config)
+    assert prepared and prepared.train and [fact.weight for fact in prepared.train.sources] == [3, 2]
+    words = data(*lines, words=())
+    assert words.out.splitlines() == [f"train: {folder}", f"validation: {found['validation']['split']['path']}"]
+    kept = data(*lines, "data.duplicates: keep").json
+    assert kept["train"]["sources"][0]["kept"] == 34
+
+
+def check_columns(folder: Path) -> list[int]:
+    """Compares the side files with the rows; returns the rows of each source."""
+    import datasets
+
+    rows = datasets.load_from_disk(str(folder))
+    lengths, sources = array("i"), array("i")
+    lengths.frombytes((folder / "lengths.i32").read_bytes())
+    sources.frombytes((folder / "sources.i32").read_bytes())
+    assert list(lengths) == [len(ids) for ids in rows["input_ids"]]
+    assert list(sources) == rows["source"][:]
+    return [sources.count(index) for index in sorted(set(sources))]
+
+
+def test_the_same_rows_for_every_number_of_processes(data: Data, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [*pairs(1500), *pairs(20)])
+    found = []
+    for number in (1, 2):
+        lines = [f"data.train_path: {file}", "data.validation: 0.1", f"data.num_proc: {number}"]
+        found.append(data(*lines, cache=f"cache-{number}").json)
+    for other in found[1:]:
+        for split in ("train", "validation"):
+            assert other[split]["split"].pop("path") != found[0][split]["split"].get("path")
+            assert {**other[split]["split"], "path": None} == {**found[0][split]["split"], "path": None}
+            assert other[split]["sources"] == found[0][split]["sources"]
+    assert found[0]["train"]["split"]["rows"] + found[0]["validation"]["split"]["rows"] == 1500
+    assert found[0]["train"]["duplicates"] + found[0]["validation"]["duplicates"] == 20
+
+
+def test_a_group_is_wholly_on_one_side(data: Data, tmp_path: Path) -> None:
+    import datasets
+
+    file = write_rows(tmp_path / "rows.jsonl", pairs(200))
+    done = data(f"data.train_path: {file}", "data.validation: 0.4", "data.group_by: author")
+    sides = [set(), set()]  # type: list[set[int]]
+    for side, split in zip(sides, ("train", "validation"), strict=True):
+        for answer in datasets.load_from_disk(done.json[split]["split"]["path"])["reference"]:
+            side.add(int(answer.removeprefix("Answer ").rstrip(".")) % 7)
+    assert sides[0] | sides[1] == set(range(7))
+    assert not sides[0] & sides[1]
+    missing = data(f"data.train_path: {file}", "data.validation: 0.4", "data.group_by: writer")
+    assert missing.code == 4
+    assert f"error: {file}:1: `data.group_by` names the column `writer`" in missing.err
+    assert "(200 such rows; the first is here)" in missing.err
+
+
+def test_the_second_time_is_quick_and_imports_nothing_heavy(tmp_path: Path, tiny: Path, variables: Mapping[str, str]) -> None:
+    lines = [f"data.train_path: {write_rows(tmp_path / 'rows.jsonl', pairs(300))}", "data.validation: 0.1"]
+    words = ["data", f"CONFIG={configured(tmp_path, tiny, lines)}", "JSON=1"]
+    first = run_program(words, variables)
+    began = time.monotonic()
+    second = run_program(words, {**variables, "PYTHONPROFILEIMPORTTIME": "1"})
+    seconds = time.monotonic() - began
+    imported = {line.rsplit("|", 1)[1].strip() for line in second.err.splitlines() if line.startswith("import time:")}
+    assert not imported & {"torch", "transformers", "datasets", "pyarrow", "tokenizers"}
+    assert seconds < 10  # less than 1 s on an idle machine; the benchmark holds it to 2 s
+    assert second.json == first.json
+
+
+def test_an_empty_split_and_unreadable_files_are_told(data: Data, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", pairs(3))
+    done = data(f"data.train_path: {file}", "data.validation: 0.0001")
+    assert done.code == 4
+    assert "error: `data.validation: 0.0001` leaves no row for validation" in done.err
+    absent = data(f"data.train_path: {tmp_path}/absent.jsonl")
+    assert absent.code == 4
+    assert "there is no such file" in absent.err
+    assert not list((tmp_path / "cache" / "data").glob(".*")), "nothing is left aside"
+
+
+class Running:
+    """`make data` on many rows, once its processes are at work."""
+
+    def __init__(self, document: Path, cache: Path, env: Mapping[str, str]) -> None:
+        self.cache = cache
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sft_play", "data", f"CONFIG={document}"], env=dict(env), cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )  # fmt: skip
+        deadline = time.monotonic() + 60
+        self.workers: list[psutil.Process] = []
+        while len(self.workers) < 2 and time.monotonic() < deadline:
+            assert self.process.poll() is None
+            self.workers = psutil.Process(self.process.pid).children(recursive=True)
+            time.sleep(0.02)
+        assert len(self.workers) == 2
+
+    def ended(self) -> tuple[int, str]:
+        """Waits for its end, and for that of its processes."""
+        err = self.process.communicate(timeout=60)[1]
+        assert not psutil.wait_procs(self.workers, timeout=10)[1], "its processes end with it"
+        return self.process.returncode, err
+
+    def left(self) -> list[Path]:
+        return [path for path in (self.cache / "data").iterdir() if path.name.startswith(".")]
+
+
+@pytest.fixture
+def running(tmp_path: Path, tiny: Path, variables: Mapping[str, str]) -> Callable[[], Running]:
+    file = write_rows(tmp_path / "many.jsonl", pairs(60_000))
+    document = configured(tmp_path, tiny, [f"data.train_path: {file}", "data.num_proc: 2"])
+    return lambda: Running(document, tmp_path / "cache", variables)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)])
+def test_a_signal_leaves_nothing(number: int, code: int, running: Callable[[], Running]) -> None:
+    started = running()
+    os.kill(started.process.pid, number)
+    assert started.ended()[0] == code
+    assert not list((started.cache / "data").iterdir())
+
+
+@pytest.mark.long
+def test_a_killed_process_is_told_and_a_killed_preparation_is_cleared(running: Callable[[], Running]) -> None:
+    started = running()
+    started.workers[1].kill()
+    code, err = started.ended()
+    assert code == 3
+    assert "error: a process that prepares the data was killed" in err
+    assert "DATA_NUM_PROC=1" in err
+    assert not started.left()
+    again = running()
+    again.process.kill()
+    again.ended()
+    assert len(again.left()) == 1, "a killed process cannot clear up"
+    last = running()
+    assert len(last.left()) == 1, "the next one does, and writes its own"
+    os.kill(last.process.pid, signal.SIGTERM)
+    assert last.ended()[0] == 143
