@@ -21,10 +21,10 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.evaluations import PREDICTIONS, SCORES
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, PreparedSplit
-from sft_play.training.generation import GenerationResult, decide, score_by_generation, write_evaluation
+from sft_play.training.generation import Budget, GenerationResult, decide, score_by_generation, write_evaluation
 from sft_play.training.loss import token_loss_sum
 from sft_play.training.scores import perplexity
-from sft_play.training.shares import choose_rows
+from sft_play.training.shares import answerable, choose_rows
 
 
 def score_run(
@@ -48,10 +48,10 @@ def score_run(
     seconds = time.perf_counter() - started
     loss_sum, label_tokens = (sum(part[i] for part in by_source.values()) for i in (0, 1))
     speed = {"loss_seconds": seconds, "loss_rows_per_second": len(rows) / seconds}
-    answerable = [index for index, prompt in enumerate(rows["prompt_ids"]) if prompt]
-    generate, reason = decide(config, purpose="eval", validation_rows=len(answerable))
+    ready = answerable(rows)
+    generate, reason = decide(config, purpose="eval", validation_rows=len(rows), answerable_rows=len(ready))
     print(reason, file=sys.stderr, flush=True)
-    chosen = [answerable[place] for place in choose_rows(len(answerable), config.eval.samples, config.train.seed)]
+    chosen = [ready[place] for place in choose_rows(len(ready), config.eval.samples, config.train.seed)]
     result = _answers(model, tokenizer, rows, chosen, config, batch_size=batch_size, device=device) if generate else None
     for warning in result.warnings if result else ():
         print(f"note: {warning}", file=sys.stderr)
@@ -64,7 +64,7 @@ def score_run(
         label_tokens=int(label_tokens),
         result=result,
         settings=settings,
-        facts={**_sources(by_source, split), "speed": speed | (_answer_speed(result) if result else {})},
+        facts={**_sources(by_source, split), "speed": speed | (result.speed() if result else {})},
     )
 
 
@@ -114,14 +114,6 @@ def _sources(by_source: dict[int, tuple[float, int]], split: PreparedSplit) -> d
     return {"sources": found}
 
 
-def _answer_speed(result: GenerationResult) -> dict[str, float]:
-    return {
-        "generation_seconds": result.seconds,
-        "answers_per_second": len(result.predictions) / result.seconds,
-        "answer_tokens_per_second": sum(p.tokens for p in result.predictions) / result.seconds,
-    }
-
-
 def _answers(
     model: Any, tokenizer: Any, rows: Any, chosen: Sequence[int], config: Config, *, batch_size: int, device: str
 ) -> GenerationResult:
@@ -132,6 +124,8 @@ def _answers(
         batch_size=batch_size,
         max_new_tokens=config.train.generation_max_new_tokens,
         num_beams=config.train.generation_num_beams,
+        metrics=config.eval.metrics,
+        budget=Budget(seconds=config.eval.max_seconds, seed=config.train.seed),
         device=device,
         progress=_progress if sys.stderr.isatty() else None,
     )

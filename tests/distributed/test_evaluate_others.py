@@ -1,0 +1,214 @@
+"""`eval` of other rows, plain models and standard benchmarks, and `compare`, as a user calls them on one small trained run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.test_evaluate import WORDS, Place
+from tests.tiny_models import build_tiny_llama
+
+
+def rows_of(start: int, count: int) -> str:
+    rows = [
+        {"prompt": f"What is {' '.join(WORDS[: i % 5 + 1])} {i}?", "completion": f"The {WORDS[i % 12]} is a {WORDS[i % 7]}."}
+        for i in range(start, start + count)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A run `one` of two steps, with the base and the model scored on its own rows."""
+    place = Place(tmp_path_factory.mktemp("others"))
+    model = build_tiny_llama(place.folder / "model")
+    for name, start, count in (("train", 0, 24), ("val", 100, 11), ("other", 200, 6)):
+        (place.folder / f"{name}.jsonl").write_text(rows_of(start, count))
+    place.config.write_text(
+        f"model: {{name: {model}, max_seq_len: 128}}\n"
+        f"data: {{train_path: {place.folder / 'train.jsonl'}, val_path: {place.folder / 'val.jsonl'}}}\n"
+        "train: {max_steps: 2, global_batch_size: 8, learning_rate: 0.02, generation_max_new_tokens: 8, eval_strategy: steps,\n"
+        "        eval_steps: 2, predict_with_generate: true}\neval: {samples: 7, batch_size: 4, metrics: [rougeL, chrf]}\n"
+    )
+    done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=one")
+    assert done.returncode == 0, done.stderr
+    place.scores("RUN=one", "CHECKPOINT=base")
+    return place
+
+
+def modules_of_second(place: Place, *words: str) -> str:
+    """Runs a command again and returns what Python says of every import."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "sft_play", *words],
+        env=place.environment, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "scored before" in done.stderr
+    return done.stderr
+
+
+def test_other_rows_of_a_run_and_a_plain_model_beside_it(place: Place) -> None:
+    other, own = place.folder / "other.jsonl", place.folder_of("one", 2) / "scores.json"
+    before = own.read_bytes()
+    found = place.scores("RUN=one", f"DATA={other}")
+    assert Path(found["folder"]).name.startswith("step-000002-other-")
+    assert found["chrf"]["n"] == 6
+    assert found["settings"]["data"] == str(other)
+    assert own.read_bytes() == before, "the run's own scores are left alone"
+    imported = modules_of_second(place, "eval", "RUN=one", f"DATA={other}")
+    assert re.search(r"\| +sft_play\.evaluate$", imported, re.M)
+    assert not re.findall(r"\| +(?:torch|transformers|datasets|numpy)$", imported, re.M), "kept scores need nothing heavy"
+
+    words = (
+        f"MODEL={place.folder / 'model'}",
+        f"DATA={other}",
+        "EVAL_METRICS=[rougeL,chrf]",
+        "TRAIN_GENERATION_MAX_NEW_TOKENS=8",
+    )
+    plain = place.scores(*words)
+    assert plain["weights"] == "base"
+    assert plain["loss"] > found["loss"], "two steps at a high rate lower the loss"
+    modules_of_second(place, "eval", *words)
+
+    done = place.run("compare", f"RUNS=one {plain['run']}", f"DATA={other}", "JSON=1")
+    assert done.returncode == 0, done.stderr
+    beside = json.loads(done.stdout)
+    assert beside["losses"]["loss"] == [found["loss"], plain["loss"]]
+    assert "train.max_steps" not in beside["settings"], "a plain model was never trained"
+    assert beside["differences"]["rougeL"][1]["n"] == 6
+
+
+def test_runs_side_by_side(place: Place) -> None:
+    done = place.run("compare", "RUNS=one@base one", "METRIC=chrf", "ROWS=3", "JSON=1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["settings"] == {}
+    assert found["facts"]["weights"][1].endswith("(step 2)")
+    lines = [
+        {
+            line["row"]: line
+            for line in map(json.loads, (place.folder_of("one", step) / "predictions.jsonl").read_text().splitlines())
+        }
+        for step in (0, 2)
+    ]
+    gaps = {row: lines[1][row]["scores"]["chrf"] - lines[0][row]["scores"]["chrf"] for row in lines[0]}
+    difference = found["differences"]["chrf"][1]
+    assert difference["n"] == 7
+    assert difference["mean"] == pytest.approx(sum(gaps.values()) / 7)
+    assert difference["low"] <= difference["mean"] <= difference["high"]
+    assert [part["gap"] for part in found["rows"]] == pytest.approx(sorted(map(abs, gaps.values()), reverse=True)[:3])
+    first = found["rows"][0]
+    assert [one["answer"] for one in first["answers"]] == [side[first["row"]]["answer"] for side in lines]
+
+    shown = place.run("compare", "RUNS=one@base,one")
+    assert shown.returncode == 0, shown.stderr
+    assert "paired difference" in shown.stdout
+    assert f"{found['losses']['loss'][0]:.4g}" in shown.stdout
+
+
+def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
+    runs = place.folder / "runs"
+    shutil.copytree(runs / "one", runs / "elsewhere", symlinks=True)
+    answers = runs / "elsewhere" / "eval" / "step-000002" / "predictions.jsonl"
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    answers.write_text("".join(json.dumps({**line, "reference": "another"}) + "\n" for line in lines))
+    done = place.run("compare", "RUNS=one elsewhere")
+    assert done.returncode == 4, done.stderr
+    assert "answered no row in common" in done.stderr
+
+    answers.write_text("".join(json.dumps({**line, "row": line["row"] + 1000 * (i < 2)}) + "\n" for i, line in enumerate(lines)))
+    done = place.run("compare", "RUNS=one elsewhere", "JSON=1")
+    assert done.returncode == 0, done.stderr
+    assert "2 of 7 answers of `elsewhere` are left out" in " ".join(json.loads(done.stdout)["notes"])
+    shutil.rmtree(runs / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("eval", "MODEL=somewhere"), 2, "`DATA` is missing"),
+        (("eval", "MODEL=./nowhere", "DATA=rows.jsonl"), 4, "no such model folder"),
+        (("eval", "RUN=one", "MODEL=x"), 2, "`RUN` and `MODEL` are both given"),
+        (("eval", "RUN=one", "CONFIG=quickstart"), 2, "`RUN` and `CONFIG` are both given"),
+        (("eval", "MODEL=x", "DATA=y", "CHECKPOINT=best"), 2, "`CHECKPOINT` is one of a run"),
+        (("eval", "RUN=one", "DATA=none.jsonl"), 4, "none.jsonl: there is no such file"),
+        (("eval", "RUN=one", "DATA=x.jsonl", "DATA_VAL_PATH=y.jsonl"), 2, "are both given"),
+        (("eval", "RUN=one", "DATA_VALIDATION=0.5"), 2, "a fraction of which data?"),
+        (("eval", "RUN=one", "DATA_OVERLONG=drop"), 2, "`data.overlong` would change how the run's own rows were made"),
+        (("eval", "RUN=one", "EVAL_METRICS=[rougel]"), 2, "did you mean `rougeL`?"),
+        (("eval", "RUN=one", "CHECKPOINT=step-000009"), 5, "CHECKPOINT= takes best, last, step-000002"),
+        (("eval", "RUN=one", "BENCHMARKS=none/task.yaml"), 2, "none/task.yaml: there is no such task file"),
+        (("train", "MODEL=x"), 2, "did you mean `MODEL_NAME=x`?"),
+        (("compare",), 2, "`RUNS` is missing"),
+        (("compare", "RUNS=one"), 2, "expected two or more"),
+        (("compare", "RUNS=one one"), 2, "names a run twice"),
+        (("compare", "RUNS=one none"), 5, "there is no run `none`"),
+        (("compare", "RUNS=one one@step-000009"), 5, "no checkpoint `step-000009`"),
+        (("compare", "RUNS=one one@base", "DATA=unscored.jsonl"), 5, "make eval RUN=one DATA=unscored.jsonl"),
+        (("compare", "RUNS=one one@base", "METRIC=rougel"), 2, "did you mean `METRIC=rougeL`?"),
+        (("compare", "RUNS=one one@base", "ROWS=x"), 2, "`ROWS` is `x`"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_wrong_calls(place: Place, words: tuple[str, ...], code: int, message: str) -> None:
+    done = place.run(*words)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+def test_data_of_a_wrong_kind(place: Place) -> None:
+    done = place.run("eval", "RUN=one", f"DATA={__file__}")
+    assert done.returncode == 4, done.stderr
+    assert "`.py`" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-evaluation-harness is installed")
+def test_benchmarks_without_their_package_name_the_command(place: Place) -> None:
+    done = place.run("eval", "RUN=one", "BENCHMARKS=arc_easy")
+    assert done.returncode == 3, done.stderr
+    assert "pip install '.[benchmarks]'" in done.stderr
+
+
+TASK = """task: tiny_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness (`.[benchmarks]`) is not installed"
+)
+def test_standard_benchmarks_of_a_run_and_a_plain_model(place: Place) -> None:
+    rows = place.folder / "choices.jsonl"
+    questions = [{"question": f"What is {i}?", "choices": ["a list", "a dict"], "answer": i % 2} for i in range(12)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in questions))
+    task = place.folder / "tiny.yaml"
+    task.write_text(TASK.format(rows=rows))
+    found = place.scores("RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8")
+    accuracy = found["tasks"]["tiny_choice"]
+    assert accuracy["n"] == 8
+    assert 0 <= accuracy["metrics"]["acc"]["value"] <= 1
+    again = place.run("eval", "RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8")
+    assert "measured before" in again.stderr
+    assert "tiny_choice" in place.run("eval", "RUN=one").stdout, "the table of scores shows them too"
+    plain = place.scores(f"MODEL={place.folder / 'model'}", f"BENCHMARKS={task}")
+    assert plain["tasks"]["tiny_choice"]["n"] == 12
+    unknown = place.run("eval", "RUN=one", "BENCHMARKS=tiny_choise")
+    assert unknown.returncode == 2, unknown.stderr
+    assert "has no task `tiny_choise`" in unknown.stderr
