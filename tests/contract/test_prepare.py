@@ -189,7 +189,7 @@ def test_what_matters_is_part_of_the_cache_key(change: str, prepared_by: Prepare
         lines.append("data.overlong: drop")
     else:
         template = model / "chat_template.jinja"
-        template.write_text(template.read_text().replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant \n'"))
+        template.write_text("{# another #}" + template.read_text())
     after = prepared_by(*lines).prepared
     assert before.train and after.train
     assert before.train.path != after.train.path
@@ -280,7 +280,7 @@ def test_overlong_rows_are_dropped_and_counted(prepared_by: Prepare, tmp_path: P
     assert "4 read as prompt_completion, 3 kept, 1 left out (longer than model.max_seq_len); " in outcome.told
 
 
-def test_overlong_rows_are_cut_where_an_answer_has_begun(prepared_by: Prepare, tmp_path: Path) -> None:
+def test_overlong_rows_are_cut_and_keep_their_answers(prepared_by: Prepare, tmp_path: Path) -> None:
     turns = [
         {"role": "user", "content": "Question?"},
         {"role": "assistant", "content": "the first answer"},
@@ -292,18 +292,19 @@ def test_overlong_rows_are_cut_where_an_answer_has_begun(prepared_by: Prepare, t
     data = write_rows(tmp_path / "rows.jsonl", [{"messages": m} for m in (turns, as_messages, no_answer)])
     train = prepared_by(f"data.train_path: {data}", "data.overlong: truncate").prepared.train
     assert train
-    assert (train.rows, train.dropped, train.truncated, train.longest) == (2, 1, 2, 64)
-    first, second = rows_of(train.path)
-    assert first["reference"] == "the first answer"
-    assert first["input_ids"][: len(first["prompt_ids"])] == first["prompt_ids"]
-    assert len(second["input_ids"]) == 64
-    assert second["labels"][-1] == second["input_ids"][-1]
+    assert (train.rows, train.dropped, train.truncated, train.longest) == (3, 0, 3, 64)
+    rows = rows_of(train.path)
+    end = 2  # <|im_end|>
+    assert [row["reference"] for row in rows] == ["the second answer", LONG["completion"], "yes"]
+    for row in rows:
+        assert row["input_ids"][: len(row["prompt_ids"])] == row["prompt_ids"]
+        assert row["labels"][len(row["prompt_ids"]) :] == row["input_ids"][len(row["prompt_ids"]) :]
+    assert [row["labels"][-1] == end for row in rows] == [True, False, True]  # a cut answer does not end
 
 
-@pytest.mark.parametrize("policy", ["drop", "truncate"])
-def test_when_no_row_is_left_the_run_is_refused(policy: str, prepared_by: Prepare, tmp_path: Path) -> None:
+def test_when_no_row_is_left_the_run_is_refused(prepared_by: Prepare, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [LONG_PROMPT, LONG_PROMPT | {"completion": "no"}, LONG_PROMPT])
-    outcome = prepared_by(f"data.train_path: {data}", f"data.overlong: {policy}")
+    outcome = prepared_by(f"data.train_path: {data}", "data.overlong: drop")
     assert outcome.code == 4
     assert "no train row is left of 3: 1 duplicate, 2 longer than model.max_seq_len" in outcome.told
     assert "raise MODEL_MAX_SEQ_LEN" in outcome.told
