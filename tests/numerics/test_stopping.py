@@ -1,0 +1,77 @@
+"""Early stopping stops where it should, says why, and counts on after a resume as if there had been none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from sft_play.errors import DataError
+from sft_play.runs.folder import RunFolder
+from sft_play.training.stopping import Patience, is_better, value_of
+
+LOSSES = [3.0, 2.5, 2.45, 2.6, 2.55, 2.0]
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    values = {"metric_for_best_model": "loss", "greater_is_better": False, "save_strategy": "steps", "use_cpu": True}
+    return TrainingArguments(output_dir=str(folder), report_to=[], **(values | changes))
+
+
+def evaluate(patience: Patience, args: TrainingArguments, state: TrainerState, losses: list[float], run: RunFolder) -> int | None:
+    """Evaluates as the trainer does: logged, then asked about, then compared. Returns the step that stopped it, if one did."""
+    for loss in losses:
+        state.global_step += 1
+        with run.metrics.open("a") as file:
+            file.write(json.dumps({"kind": "eval", "step": state.global_step, "eval_loss": loss}) + "\n")
+        control = TrainerControl()
+        patience.on_evaluate(args, state, control, {"eval_loss": loss})
+        if is_better(loss, state.best_metric, greater=False):
+            state.best_metric, state.best_global_step = loss, state.global_step
+        if control.should_training_stop:
+            assert control.should_save == (args.save_strategy != "no")
+            return state.global_step
+    return None
+
+
+@pytest.mark.parametrize(
+    ("patience", "threshold", "stops"), [(1, 0.0, 4), (2, 0.0, 5), (3, 0.0, None), (2, 0.1, 4), (None, 0.0, None)]
+)
+@pytest.mark.parametrize("resumed_at", [None, 1, 2, 3])
+def test_it_stops_at_the_same_step_when_resumed(
+    tmp_path: Path, patience: int | None, threshold: float, stops: int | None, resumed_at: int | None, capsys: Any
+) -> None:
+    run, args = RunFolder(tmp_path), arguments(tmp_path)
+    state = TrainerState(max_steps=9)
+    watch = Patience(run, patience, threshold)
+    watch.on_train_begin(args, state, TrainerControl())
+    if resumed_at:
+        assert evaluate(watch, args, state, LOSSES[:resumed_at], run) is None
+        # The checkpoint of an epoch's end knows nothing of the evaluation that follows it.
+        state = TrainerState(max_steps=9, global_step=resumed_at, best_metric=99.0, best_global_step=0)
+        watch = Patience(run, patience, threshold)
+        watch.on_train_begin(args, state, TrainerControl())
+        assert state.best_metric == min(LOSSES[:resumed_at])
+    assert evaluate(watch, args, state, LOSSES[resumed_at or 0 :], run) == stops
+    assert state.best_global_step == (6 if stops is None else 3)
+    if stops is None:
+        assert watch.reason is None
+        return
+    assert (
+        watch.reason is not None
+        and f"stopped early at step {stops} of 9" in watch.reason
+        and "best 2.4500 at step 3" in watch.reason
+    )
+    assert watch.reason in capsys.readouterr().out
+    event = json.loads(run.events.read_text())
+    assert (event["event"], event["step"], event["reason"]) == ("stopped_early", stops, watch.reason)
+
+
+def test_a_metric_that_was_not_measured_is_named_with_those_that_were() -> None:
+    assert value_of({"eval_rougeL": 0.5}, "rougeL") == value_of({"eval_rougeL": 0.5}, "eval_rougeL") == 0.5
+    with pytest.raises(DataError, match="not measured") as refused:
+        value_of({"eval_loss": 1.0}, "loss/docs")
+    assert "`eval_loss`" in refused.value.render()

@@ -1,0 +1,107 @@
+"""Metrics are checked before the launch: names, directions, and whether anything measures them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sft_play.config.metric_rules import RULES
+from sft_play.config.metrics import higher_is_better, library_parts, measured, short_name
+from sft_play.config.schema import Config, DataConfig, DataSource, EvalConfig, ModelConfig, TrainConfig
+
+TWO = [DataSource(path="chat.jsonl", name="chat"), DataSource(path="docs")]
+HELD_OUT = DataConfig(sources=TWO, validation=0.1)
+
+
+def config(*, data: DataConfig = HELD_OUT, metrics: list[str] | None = None, **train: Any) -> Config:
+    evaluation = EvalConfig() if metrics is None else EvalConfig(metrics=metrics)
+    return Config(model=ModelConfig(name="x"), data=data, train=TrainConfig(**train), eval=evaluation)
+
+
+def problems(checked: Config) -> list[str]:
+    return [problem.render() for rule in RULES for problem in rule(checked, {})]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        (["rougeL", "blue"], ["`eval.metrics[1]` is `blue`", "did you mean `bleu`?"]),
+        (["rouge-l"], ["did you mean `rougeL`?"]),
+        (["ROUGE_1"], ["did you mean `rouge1`?"]),
+        (["ChrF"], ["did you mean `chrf`?"]),
+        (["exact match"], ["did you mean `exact_match`?"]),
+        (["happiness"], ["is no metric", "one of rouge1, rouge2, rougeL, bleu, chrf, exact_match, f1, or evaluate:NAME"]),
+        (["loss"], ["is no score of answers"]),
+        (["evaluate:"], ["names no metric"]),
+        (["f1", "evaluate:my/f1"], ["2 entries that are called `f1`"]),
+        (["bleu", "bleu"], ["2 entries that are called `bleu`"]),
+    ],
+)
+def test_misspelt_and_repeated_metrics_are_refused(metrics: list[str], words: list[str]) -> None:
+    found = "\n".join(problems(config(metrics=metrics)))
+    assert all(word in found for word in words), found
+
+
+@pytest.mark.parametrize(
+    ("train", "metrics", "words"),
+    [
+        ({"metric_for_best_model": "eval_loss"}, None, []),
+        ({"metric_for_best_model": "perplexity"}, None, []),
+        ({"metric_for_best_model": "loss/chat"}, None, []),
+        ({"metric_for_best_model": "eval_perplexity/docs"}, None, []),
+        ({"metric_for_best_model": "loss/chats"}, None, ["did you mean `eval_loss/chat`?"]),
+        ({"metric_for_best_model": "rougel", "predict_with_generate": True}, None, ["did you mean `eval_rougeL`?"]),
+        ({"metric_for_best_model": "bleu", "predict_with_generate": True}, ["rougeL", "bleu"], []),
+        ({"metric_for_best_model": "bleu", "predict_with_generate": True}, ["rougeL"], ["nothing measures", "[rougeL, bleu]"]),
+        ({"metric_for_best_model": "rougeL"}, None, ["no answers are generated while training", "predict_with_generate: true"]),
+        (
+            {"metric_for_best_model": "wer", "predict_with_generate": True},
+            ["evaluate:wer"],
+            ["whether more of it is better is not known", "train.greater_is_better"],
+        ),
+        (
+            {"metric_for_best_model": "wer", "predict_with_generate": True, "extra": {"greater_is_better": False}},
+            ["evaluate:wer"],
+            [],
+        ),
+        (
+            {"metric_for_best_model": "rougeL", "predict_with_generate": True, "extra": {"greater_is_better": False}},
+            None,
+            ["`rougeL` is better when higher"],
+        ),
+        ({"metric_for_best_model": "perplexity", "eval_strategy": "no"}, None, ["nothing is evaluated", "eval_strategy"]),
+        ({"early_stopping_patience": 2, "eval_strategy": "no"}, None, ["`train.early_stopping_patience` is 2, but nothing"]),
+        ({"early_stopping_threshold": 0.1}, None, ["`train.early_stopping_patience` is not given"]),
+        ({"early_stopping_patience": 2, "early_stopping_threshold": 0.1}, None, []),
+        ({"load_best_model_at_end": True, "save_strategy": "no"}, None, ["`train.save_strategy` is `no`"]),
+        ({"predict_with_generate": True}, [], ["`eval.metrics` is empty"]),
+    ],
+)
+def test_the_best_models_metric_is_checked(train: dict[str, Any], metrics: list[str] | None, words: list[str]) -> None:
+    found = "\n".join(problems(config(metrics=metrics, **train)))
+    assert all(word in found for word in words), found
+    assert bool(found) == bool(words), found
+
+
+def test_nothing_is_measured_per_source_where_there_is_one() -> None:
+    one = config(data=DataConfig(sources=TWO, validation=TWO[:1]), metric_for_best_model="loss/chat")
+    assert "nothing measures" in problems(one)[0]
+    none = config(data=DataConfig(sources=TWO), load_best_model_at_end=True, early_stopping_patience=1)
+    assert len(problems(none)) == 2
+    assert not problems(config(data=DataConfig(sources=TWO)))
+
+
+def test_names_and_directions() -> None:
+    assert short_name("evaluate:my/folder/word_share.py") == "word_share"
+    assert short_name("evaluate:rouge:rougeLsum") == "rouge_rougeLsum"
+    assert short_name("evaluate:wer:wer") == "wer"
+    assert library_parts("evaluate:lvwerra/bary_score") == ("lvwerra/bary_score", None)
+    asked = config(metrics=["bleu", "evaluate:wer"])
+    assert measured(asked)[:4] == ("loss", "perplexity", "bleu", "wer")
+    assert measured(replace(asked, data=DataConfig(sources=TWO))) == ("loss", "perplexity", "bleu", "wer")
+    assert higher_is_better("eval_rougeL") is True
+    assert higher_is_better("loss/docs") is False
+    assert higher_is_better("eval_perplexity") is False
+    assert higher_is_better("wer") is None
