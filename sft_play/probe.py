@@ -27,9 +27,17 @@ from sft_play.training.world import check_launch, check_world, launched_world
 def worst_rows(plan: Plan) -> list[dict[str, Any]]:
     """Returns rows for all steps: each as long as the longest, with as many labels as the worst micro-batch has."""
     length = max(2, plan.row_tokens)
+    if plan.pack_tokens:  # several in each pack, so that there is a mask between them
+        length = max(2, length // _rows_of_a_pack(plan))
     labels = min(length - 1, max(1, round(length * plan.label_share)))
     row = {"input_ids": [1] * length, "labels": [-100] * (length - labels) + [1] * labels}
     return [row | {"row": number} for number in range((plan.steps or 1) * plan.global_batch_size)]
+
+
+def _rows_of_a_pack(plan: Plan) -> int:
+    """Returns how many rows each pack takes, so that a step's rows fill two micro-steps (where it has two), or nearly."""
+    slots = sum(rank.micro_batch * min(2, rank.accumulation) for rank in plan.ranks)
+    return max(2, -(-plan.global_batch_size // slots))
 
 
 def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity) -> int:
@@ -46,7 +54,8 @@ def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity) -> 
     rows = run.logs / f"probe-rows-rank{rank}"
     datasets.Dataset.from_list(worst_rows(plan)).save_to_disk(rows)
     assert prepared.train is not None
-    worst = replace(prepared, train=replace(prepared.train, path=str(rows)), validation=None)
+    train = replace(prepared.train, path=str(rows), rows=len(worst_rows(plan)), sources=())
+    worst = replace(prepared, train=train, validation=None)
     trainer, _stop, _holdings = build(run, config, plan, worst, stamp, None, doing)
     check_world(plan, trainer.accelerator)
     if torch.cuda.is_available():

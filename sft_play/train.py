@@ -155,6 +155,7 @@ def build(
         plan=plan,
         run=run,
         stamp=stamp,
+        split=prepared.train,
         doing=doing,
         tokenizer=tokenizer,
         model=model,

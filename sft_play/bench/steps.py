@@ -112,7 +112,7 @@ def _overrides(call: Call, command: CommandStrategy) -> tuple[Override, ...]:
     values = {
         "train.max_steps": str(2 + 2 * pairs), "train.global_batch_size": str(rows), "train.grad_accum": "auto",
         "train.save_strategy": "no", "train.eval_strategy": "no", "train.logging_steps": "1", "train.load_best_model_at_end": "false",
-        "train.report_to": "none",
+        "train.report_to": "none", "train.packing": "off",
     }  # fmt: skip
     return tuple(Override(key=key, text=text, origin="make bench") for key, text in values.items())
 
@@ -156,7 +156,7 @@ def _few_rows(job: Job, run: RunFolder) -> None:
     labels = sum(label != -100 for row in few for label in row["labels"][1:])
     split = replace(
         prepared.train, path=str(run.path / "rows"), rows=wanted, tokens=sum(lengths), label_tokens=labels, longest=lengths[-1],
-        median=lengths[wanted // 2],
+        median=lengths[wanted // 2], sources=(),  # each row once, whatever their weights
     )  # fmt: skip
     replace(prepared, train=split, validation=None).save(run.prepared)
 

@@ -23,7 +23,7 @@ from sft_play.data.manifest import MANIFEST
 from sft_play.files import sync_folder, write_bytes, write_json
 
 ARROW = "data-00000-of-00001.arrow"
-LENGTHS, SOURCES, KEYS = "lengths.i32", "sources.i32", "keys.bin"
+LENGTHS, SOURCES, LABELS, KEYS = "lengths.i32", "sources.i32", "labels.i32", "keys.bin"
 BATCH_ROWS, BATCH_TOKENS = 8192, 2**22
 """An Arrow record batch ends with either; it is what is held in memory."""
 TOKENS = pa.list_(pa.int32())
@@ -111,7 +111,7 @@ class SplitWriter:
         self._writer.close()
         self._stream.close()
         _sync(self._scratch / ARROW)
-        for name, content in ((LENGTHS, self.lengths), (SOURCES, self.sources)):
+        for name, content in ((LENGTHS, self.lengths), (SOURCES, self.sources), (LABELS, self.trained)):
             write_bytes(self._scratch / name, _little_endian(content))
         write_bytes(self._scratch / KEYS, bytes(self.keys))
         state: dict[str, Any] = {

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, distributed
 from transformers import Trainer
@@ -24,16 +23,17 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from sft_play.config.schema import Config
-from sft_play.data.batches import GlobalBatchSampler
 from sft_play.data.collate import Batch, Collator
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import link, partial_folder, publish, rotate
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import PreparedSplit
 from sft_play.runs.stamp import Stamp
+from sft_play.training.feeding import IDLE, sampler_of, step_totals, train_loader
 from sft_play.training.flops import operations_per_token, peak_operations
 from sft_play.training.guards import require_finite
 from sft_play.training.held_out import evaluate
-from sft_play.training.loss import all_sum, label_tokens, token_loss_sum
+from sft_play.training.loss import label_tokens, token_loss_sum
 from sft_play.training.memory_errors import Activity
 from sft_play.training.stopping import Patience, is_better, value_of
 
@@ -44,9 +44,11 @@ class SftTrainer(Trainer):
     control: Any
 
     def __init__(
-        self, *, config: Config, plan: Plan, run: RunFolder, stamp: Stamp, tokenizer: Any, doing: Activity, **arguments: Any
-    ) -> None:
-        self.doing = doing
+        self, *, config: Config, plan: Plan, run: RunFolder, stamp: Stamp, split: PreparedSplit, tokenizer: Any, doing: Activity,
+        **arguments: Any,
+    ) -> None:  # fmt: skip
+        """`split` says what the training rows are; the other arguments are those of the base class."""
+        self.doing, self.split = doing, split
         self.config, self.plan, self.run, self.stamp = config, plan, run, stamp
         self.collator = Collator(plan.layout, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
         self.rows_trained: list[int] = []
@@ -75,24 +77,8 @@ class SftTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """Returns this rank's micro-batches; accelerate must not share them out again."""
-        sampler = GlobalBatchSampler(
-            rows=len(self.train_dataset),
-            global_batch=self.plan.global_batch_size,
-            ranks=[(rank.micro_batch, rank.accumulation) for rank in self.plan.ranks],
-            rank=self.args.process_index,
-            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
-        )
-        loader = DataLoaderShard(
-            self.train_dataset,
-            device=self.args.device,
-            batch_sampler=sampler,
-            collate_fn=self.collator,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
-            persistent_workers=self.args.dataloader_persistent_workers,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-        )
-        loader._is_accelerate_prepared = True
+        sampler = sampler_of(self.config, self.plan, self.split, self.train_dataset, self.args.process_index)
+        loader = train_loader(sampler, self.train_dataset, self.collator, self.args)
         return self.accelerator.prepare_data_loader(loader)
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Tensor:
@@ -100,8 +86,14 @@ class SftTrainer(Trainer):
         self.doing.enter("training", step=self.state.global_step + 1)
         self._step_rows = [row for batch in batch_samples for row in batch["rows"]]
         self.rows_trained += self._step_rows
-        counts = [label_tokens(batch) for batch in batch_samples]
-        return all_sum(torch.stack(counts).sum().to(device)).clamp(min=1)
+        return step_totals(batch_samples, device)
+
+    def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Skips a micro-step that is empty on every rank: no pass, so nothing that accumulates gradients ever sees it."""
+        if inputs.pop(IDLE):
+            return torch.zeros((), device=self.args.device)
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        return loss
 
     # ---- Loss
 

@@ -1,0 +1,73 @@
+"""Training rows on their way to the model: this rank's micro-batches, and which of them no rank has anything in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderShard
+from torch import Tensor
+from transformers import TrainingArguments
+
+from sft_play.config.schema import Config
+from sft_play.data.batches import GlobalBatchSampler
+from sft_play.data.collate import Batch, Collator
+from sft_play.plan.mixture import row_order
+from sft_play.plan.plan import Plan
+from sft_play.runs.prepared import PreparedSplit
+from sft_play.runs.prepared_rows import row_integers
+from sft_play.training.loss import all_sum, label_tokens
+
+IDLE = "idle"
+"""Set in a batch that is empty on every rank: there is nothing to do, and no collective operation is missed."""
+
+
+def sampler_of(config: Config, plan: Plan, split: PreparedSplit, dataset: Any, rank: int) -> GlobalBatchSampler:
+    """Returns the order of this rank's micro-batches: mixed by weights where sources have them, packed where the plan says so."""
+    assert len(dataset) == split.rows, (len(dataset), split.rows)
+    order = row_order(config.data, split, config.train.seed)
+    lengths: Sequence[int] | None = None
+    if plan.pack_tokens:
+        lengths = row_integers(split, "lengths.i32")
+        if lengths is None:
+            lengths = [len(ids) for ids in dataset["input_ids"]]
+    return GlobalBatchSampler(
+        rows=order.rows,
+        global_batch=plan.global_batch_size,
+        ranks=[(share.micro_batch, share.accumulation) for share in plan.ranks],
+        rank=rank,
+        seed=config.train.seed,
+        order=order,
+        lengths=lengths or (),
+        pack_tokens=plan.pack_tokens,
+    )
+
+
+def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, args: TrainingArguments) -> DataLoaderShard:
+    """Returns this rank's micro-batches; accelerate must not share them out again."""
+    loader = DataLoaderShard(
+        dataset,
+        device=args.device,
+        batch_sampler=sampler,
+        collate_fn=collator,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+    )
+    loader._is_accelerate_prepared = True
+    return loader
+
+
+def step_totals(batches: list[Batch], device: torch.device) -> Tensor:
+    """Returns the label tokens of an optimizer step over all ranks, 1 at least, and marks the micro-batches empty on every rank.
+
+    One small collective operation: [label tokens, rows of micro-step 0, rows of micro-step 1, ...].
+    """
+    labels = torch.stack([label_tokens(batch) for batch in batches]).sum()
+    rows = torch.tensor([len(batch["rows"]) for batch in batches])
+    totals = all_sum(torch.cat([labels[None].to(device), rows.to(device)]))
+    for batch, count in zip(batches, totals[1:].tolist(), strict=True):
+        batch[IDLE] = count == 0
+    return totals[0].clamp(min=1)
