@@ -14,7 +14,11 @@ import pytest
 
 from tests.conftest import ROOT, environment, metrics
 
-EXAMPLES = ["02_your_jsonl", "03_two_processes", "04_zero", "05_fsdp2"]
+EXAMPLES = {
+    "02_your_jsonl": ("single", 8), "03_two_processes": ("ddp", 8), "04_zero": ("zero2", 8), "05_fsdp2": ("fsdp2", 8),
+    "07_continued_pretraining": ("single", 4), "08_from_scratch": ("single", 16),
+}  # fmt: skip
+"""Each with its strategy and the rows of a step."""
 
 
 def command_of(example: str) -> list[str]:
@@ -28,7 +32,7 @@ def command_of(example: str) -> list[str]:
 def test_an_example_runs_as_its_readme_says(example: str, tiny: Path, cache: Path, tmp_path: Path) -> None:
     make, *words = command_of(example)
     assert make == "make"
-    short = [f"MODEL_NAME={tiny}", "TRAIN_MAX_STEPS=2"]
+    short = ["TRAIN_MAX_STEPS=2", *([f"MODEL_NAME={tiny}"] if example != "08_from_scratch" else ["MODEL_LAYERS=1"])]
     done = subprocess.run(
         [sys.executable, "-m", "sft_play", *words, *short],
         cwd=ROOT, env=environment(cache, tmp_path), capture_output=True, text=True, timeout=300, check=False,
@@ -37,8 +41,7 @@ def test_an_example_runs_as_its_readme_says(example: str, tiny: Path, cache: Pat
     (run,) = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
     assert len(metrics(run)) == 2 and (run / "model" / "stamp.json").is_file()
     plan = json.loads((run / "plan.json").read_text())
-    strategies = {"02_your_jsonl": "single", "03_two_processes": "ddp", "04_zero": "zero2", "05_fsdp2": "fsdp2"}
-    assert plan["strategy"] == strategies[example] and plan["global_batch_size"] == 8
+    assert (plan["strategy"], plan["global_batch_size"]) == EXAMPLES[example]
 
 
 def test_stop_resume_ask_merge(tiny: Path, cache: Path, tmp_path: Path) -> None:

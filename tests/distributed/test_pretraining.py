@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Done, Program, environment, metrics, ragged_rows, run_program
+from tests.conftest import ROOT, Program, environment, metrics, ragged_rows, run_program
 from tests.sample_documents import PAGE, write_docx, write_pdf
 
 SMALL = ["MODEL_LAYERS=2", "MODEL_HIDDEN_SIZE=64", "MODEL_ATTENTION_HEADS=4", "MODEL_VOCAB_SIZE=400", "MODEL_MAX_SEQ_LEN=64"]
@@ -60,19 +60,12 @@ def test_documents_and_conversations_in_one_run(tiny: Path, program: Program, tm
 
 
 @pytest.mark.slow
-def test_the_task_refuses_rows_that_it_does_not_learn(tiny: Path, program: Program, tmp_path: Path) -> None:
-    chat, folder = ragged_rows(tmp_path / "chat.jsonl", 8), corpus(tmp_path / "corpus")
-
-    def refused(task: str, path: Path) -> Done:
-        config = tmp_path / f"{task}.yaml"
-        config.write_text(f"model: {{name: {tiny}, max_seq_len: 512}}\ntuning: {{task: {task}}}\ndata: {{train_path: {path}}}\n", encoding="utf-8")
-        done = program("train", f"CONFIG={config}", f"RUN_NAME={task}")
-        assert done.code == 4 and "Traceback" not in done.err and not (tmp_path / "runs" / task).exists(), done.err
-        return done
-
-    assert "`tuning.task: cpt` learns documents and plain text" in refused("cpt", chat).err
-    text = refused("sft", folder).err
-    assert "the row is `text`, but `tuning.task: sft` learns answers" in text and "hint: set `tuning.task: cpt`" in text
+def test_documents_under_sft_are_refused(tiny: Path, program: Program, tmp_path: Path) -> None:
+    config, folder = tmp_path / "sft.yaml", corpus(tmp_path / "corpus")
+    config.write_text(f"model: {{name: {tiny}, max_seq_len: 512}}\ndata: {{train_path: {folder}}}\n", encoding="utf-8")
+    done = program("train", f"CONFIG={config}", "RUN_NAME=sft")
+    assert done.code == 4 and "Traceback" not in done.err and not (tmp_path / "runs" / "sft").exists(), done.err
+    assert "the row is `text`, but `tuning.task: sft` learns answers" in done.err and "hint: set `tuning.task: cpt`" in done.err
 
 
 @pytest.mark.slow
@@ -95,6 +88,7 @@ def test_the_preset_runs_small_and_its_model_is_an_ordinary_folder(program: Prog
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_rank_and_a_resumed_run_begin_with_the_same_weights(cache: Path, tmp_path: Path) -> None:
     words = ["CONFIG=configs/from_scratch.yaml", *SMALL, *FEW, f"DATA_SOURCES=[{{path: {TEXT}}}]", "DATA_VALIDATION=null"]
     env = environment(cache, tmp_path / "runs")

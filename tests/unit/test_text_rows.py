@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sft_play.config.schema import Config, ModelConfig, TuningConfig
+from sft_play.data.encode import Encoder
+from sft_play.data.example import Example
 from sft_play.data.template import IGNORED, Encoded
 from sft_play.data.text import EMPTY, TOO_LONG, TextRows, encode_text, encode_texts
 from sft_play.errors import DataError
@@ -86,3 +89,22 @@ def test_a_real_tokenizer_gives_the_text_back(tmp_path: Path) -> None:
     rows = encode_text(text, tokenizer, limit=16)
     assert len(rows) > 1 and rows[-1].input_ids[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(rows[0].input_ids[:1] + targets(rows)[:-1]) == text
+
+
+@pytest.mark.parametrize(("task", "refused"), [("sft", "text"), ("cpt", "messages"), ("mixed", None)])
+def test_the_task_decides_which_rows_are_learnt(task: Any, refused: str | None, tmp_path: Path) -> None:
+    build_tokenizer(tmp_path)
+    config = Config(model=ModelConfig(name="x", max_seq_len=64), tuning=TuningConfig(task=task))
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    examples = [
+        Example(place="a:1", form="text", source=0, text="words"),
+        Example(place="b:1", form="messages", source=1, messages=turns),
+        Example(place="c:1", form="tokens", source=2, input_ids=[5, 6, 7]),
+    ]
+    outcomes = Encoder(config, load_tokenizer(tmp_path)).encode(examples)
+    for example, outcome in zip(examples, outcomes, strict=True):
+        if example.form == refused:
+            assert outcome.error and f"`tuning.task: {task}`" in outcome.error.message and outcome.error.place == example.place
+            assert "mixed`" in (outcome.error.hint or "")
+        else:
+            assert outcome.error is None and outcome.rows
