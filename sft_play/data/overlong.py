@@ -67,8 +67,11 @@ def exchanges_of(messages: Sequence[Message]) -> tuple[list[Message], list[list[
 
 
 def cut_tokens(row: Encoded, limit: int) -> Encoded:
-    """Returns a row of at most `limit` tokens that keeps what is learnt: its beginning goes first, then its end."""
-    first = next((index for index, label in enumerate(row.labels) if label != IGNORED), 0)
+    """Returns a row of at most `limit` tokens that keeps its last answer, or what is learnt of tokens that have none.
+
+    The beginning goes first; the end only where half a row of what is read before would not be left.
+    """
+    first = len(row.prompt_ids) or next((index for index, label in enumerate(row.labels) if label != IGNORED), 0)
     prompt = max(min(first, limit // 2), min(first, limit - (len(row.labels) - first)))
     start = first - prompt
     ids, labels = row.input_ids[start : start + limit], row.labels[start : start + limit]
@@ -91,9 +94,10 @@ def _shortened(messages: Sequence[Message], limit: int, encode: Encode, count: C
     rows = encode(turns)
     for _ in range(SHORTEN_TRIES):
         longest = max(rows, key=lambda row: len(row.input_ids))
-        excess = len(longest.input_ids) - limit
+        # Half a row of prompt is left to an answer that does not fit anyway.
+        excess = min(len(longest.input_ids) - limit, len(longest.prompt_ids) - limit // 2)
         if excess <= 0:
-            return rows
+            break
         read = [index for index, turn in enumerate(turns) if turn["role"] not in ("assistant", "system") and turn["content"]]
         if not read:
             if turns[0]["role"] != "system":
@@ -119,7 +123,7 @@ def _without_beginning(text: str, excess: int, tokens: int) -> str:
 
 
 def _last_learnt(exchanges: Sequence[list[Message]]) -> list[Message]:
-    return next(exchange for exchange in reversed(exchanges) if _learns(exchange))
+    return next((exchange for exchange in reversed(exchanges) if _learns(exchange)), exchanges[-1])
 
 
 def _learns(messages: Sequence[Message]) -> bool:

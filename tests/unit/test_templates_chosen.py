@@ -1,0 +1,175 @@
+"""`data.chat_template`, `data.system`, `data.style`, `train: false`: what is chosen is what every program then uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sft_play.config.schema import Config, DataConfig, ModelConfig, StyleConfig, TrainConfig
+from sft_play.data.encode import Encoder
+from sft_play.data.example import Example, Message
+from sft_play.data.template import IGNORED, Encoded
+from sft_play.data.templates import chat_format, quoted, with_chat
+from sft_play.errors import DataError
+from sft_play.model.tokenizer import load_tokenizer
+from sft_play.runs.prepared import Prepared, ResolvedModel
+from sft_play.training.answering import prompt_ids
+from tests.chat_tokenizers import save_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE
+
+END = "<|im_end|>"
+CHAT: list[Message] = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "Four."},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "Five."},
+]
+STYLE = StyleConfig(system_prefix="<<", system_suffix=">>", user_prefix="Q: '{{ \u00e9 }}'\n", user_suffix=" \\ #\U0001f600")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("tokenizer")
+    return save_tokenizer(place, "llama3", special=["<|im_start|>", END], eos=END, template=CHAT_TEMPLATE)
+
+
+def rows(tokenizer: Any, messages: list[Message], tools: list[Any] | None = None, **train: Any) -> list[Encoded]:
+    return Encoder(Config(model=ModelConfig(name="tiny"), train=TrainConfig(**train)), tokenizer).conversation(messages, tools)
+
+
+def learnt(tokenizer: Any, found: list[Encoded]) -> list[str]:
+    text = "".join(tokenizer.decode([label for label in row.labels if label != IGNORED]) for row in found)
+    return text.split(END)[:-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "message", "hint"),
+    [
+        ("chatlm", "is no template's name and no file", "did you mean `chatml`?"),
+        ("nothing-like-it", "is no template's name and no file", "names are alpaca, chatml, gemma"),
+        ("templates/absent.jinja", "cannot be read: No such file", "paths count from the folder"),
+    ],
+)
+def test_an_unknown_template_is_refused(value: str, message: str, hint: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        chat_format(DataConfig(chat_template=value))
+    assert caught.value.hint is not None and hint in caught.value.hint
+
+
+def test_a_syntax_error_names_the_line_and_shows_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("{% for m in messages %}\n{{ m['content'] }\n{% endfor %}")
+    with pytest.raises(DataError, match=r"syntax error: .*`\{\{ m\['content'\] \}`") as caught:
+        chat_format(DataConfig(chat_template=str(path)))
+    assert caught.value.place == f"{path}:2" and caught.value.hint
+
+
+@pytest.mark.parametrize(("content", "message"), [(b" \n", "is empty"), (b"{{ \xff }}", r"not UTF-8 text \(byte 4\)")])
+def test_a_file_that_is_no_template_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        chat_format(DataConfig(chat_template=str(path)))
+
+
+def test_transformers_own_tag_is_no_syntax_error(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text(
+        "{% for m in messages %}{% if not m %}{% break %}{% endif %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+    )
+    assert chat_format(DataConfig(chat_template=str(path))) is not None
+
+
+def test_a_file_is_used_and_kept_as_text(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text(
+        "{% for m in messages %}{{ m.role + ':\n' + m.content + eos_token }}{% endfor %}{{ 'assistant:\n' if add_generation_prompt }}"
+    )
+    chat = chat_format(DataConfig(chat_template=str(path)))
+    path.unlink()
+    tokenizer = load_tokenizer(folder, chat)
+    (row,) = rows(tokenizer, CHAT)
+    assert tokenizer.decode(row.input_ids) == f"user:\n2+2?{END}assistant:\nFour.{END}user:\nAnd then?{END}assistant:\nFive.{END}"
+    assert learnt(tokenizer, [row]) == ["Four.", "Five."]
+
+
+def test_system_and_style_are_the_same_in_training_and_inference(folder: Path, tmp_path: Path) -> None:
+    """Also from the folder that a run publishes, which needs no configuration."""
+    tokenizer = load_tokenizer(folder, chat_format(DataConfig(system="Be brief.", style=STYLE)))
+    (row,) = rows(tokenizer, CHAT)
+    expected = f"<|im_start|>system\n<<Be brief.>>{END}\n<|im_start|>user\nQ: '{{{{ \u00e9 }}}}'\n2+2? \\ #\U0001f600{END}\n"
+    assert tokenizer.decode(row.input_ids).startswith(expected)
+    assert prompt_ids(tokenizer, CHAT[:-1]) == row.prompt_ids == row.input_ids[: len(row.prompt_ids)]
+    tokenizer.save_pretrained(tmp_path)
+    assert prompt_ids(load_tokenizer(tmp_path), CHAT[:-1]) == row.prompt_ids
+    own = tokenizer.decode(rows(tokenizer, [{"role": "system", "content": "Mine."}, *CHAT])[0].input_ids)
+    assert "<<Mine.>>" in own and "Be brief." not in own
+
+
+@given(text=st.text(max_size=20).filter(lambda value: value.isascii() or not any(0xD800 <= ord(c) < 0xE000 for c in value)))
+def test_any_text_can_stand_in_a_template(text: str) -> None:
+    import jinja2
+
+    assert jinja2.Environment().from_string(f"{{{{ {quoted(text)} }}}}").render() == text
+
+
+def test_the_tokenizers_fingerprint_tells_of_template_and_style(tmp_path: Path) -> None:
+    model = ResolvedModel(name="m", path="p", source="folder", revision=None, fingerprint="f", tokenizer_fingerprint="t")
+    made = [
+        with_chat(model, chat_format(data))
+        for data in (DataConfig(), DataConfig(chat_template="chatml"), DataConfig(system="a"), DataConfig(style=STYLE))
+    ]
+    assert made[0] == model
+    assert len({one.tokenizer_fingerprint for one in made}) == 4
+    Prepared(model=made[3], train=None, validation=None).save(tmp_path / "prepared.json")
+    assert Prepared.load(tmp_path / "prepared.json").model == made[3]
+
+
+def flagged(*flags: bool | None) -> list[Message]:
+    return [turn if flag is None else {**turn, "train": flag} for turn, flag in zip(CHAT, flags, strict=True)]
+
+
+def test_turns_that_are_not_learnt(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    assert learnt(tokenizer, rows(tokenizer, flagged(None, False, None, None))) == ["Five."]
+    (row,) = rows(tokenizer, flagged(None, None, None, False))
+    assert learnt(tokenizer, [row]) == ["Four."] and row.reference == "Four."  # nothing depends on what follows
+    everything = rows(tokenizer, flagged(False, None, None, None), loss_on="all")
+    text = tokenizer.decode([label for row in everything for label in row.labels if label != IGNORED])
+    assert text.startswith(f"<|im_start|>user\n{END}\n<|im_start|>assistant\nFour.{END}")
+    everything = rows(tokenizer, flagged(None, False, None, None), loss_on="all")
+    assert "Four." not in tokenizer.decode([label for row in everything for label in row.labels if label != IGNORED])
+
+
+@pytest.mark.parametrize(
+    ("flags", "loss_on", "message"),
+    [
+        ((None, False, None, False), "assistant", "every answer has `train: false`"),
+        ((None, None, None, False), "last", "the last answer has `train: false`"),
+        ((False, False, False, False), "all", "every turn has `train: false`"),
+        ((True, None, None, None), "assistant", "only answers are learnt"),
+    ],
+)
+def test_flags_that_leave_nothing_are_refused(flags: Any, loss_on: str, message: str, folder: Path) -> None:
+    config = Config(model=ModelConfig(name="tiny"), train=TrainConfig(loss_on=loss_on))  # type: ignore[arg-type]
+    example = Example(place="rows.jsonl:3", form="messages", source=0, messages=flagged(*flags))
+    (found,) = Encoder(config, load_tokenizer(folder)).encode([example])
+    assert found.error is not None and message in found.error.message and found.error.place == "rows.jsonl:3"
+
+
+def test_a_template_that_counts_turns_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "counts.jinja"
+    path.write_text("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}" + CHAT_TEMPLATE)
+    with pytest.raises(DataError, match="changes earlier turns when later ones are added"):
+        rows(load_tokenizer(folder, chat_format(DataConfig(chat_template=str(path)))), CHAT)
+
+
+def test_a_generation_prompt_that_opens_a_thought_which_answers_lack_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "thinks.jinja"
+    path.write_text(CHAT_TEMPLATE.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'"))
+    with pytest.raises(DataError, match="does not begin turn 4 with its own generation prompt"):
+        rows(load_tokenizer(folder, chat_format(DataConfig(chat_template=str(path)))), CHAT)

@@ -1,0 +1,147 @@
+"""Rows that are too long: answers are never cut away, and with `split` each is learnt exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sft_play.config.schema import Config, DataConfig, ModelConfig
+from sft_play.data.encode import Encoder, Outcome
+from sft_play.data.example import Example, Message
+from sft_play.data.template import IGNORED, Encoded
+from sft_play.data.templates import chat_format
+from sft_play.model.tokenizer import load_tokenizer
+from tests.chat_tokenizers import save_tokenizer
+
+END = "<|im_end|>"
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tokenizer_of(tmp_path_factory.mktemp("chatml"), "chatml")
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tokenizer_of(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+def tokenizer_of(folder: Path, name: str) -> Any:
+    saved = save_tokenizer(folder, "llama3", special=["<|im_start|>", END], eos=END)
+    return load_tokenizer(saved, chat_format(DataConfig(chat_template=name)))
+
+
+def exchange(number: int, words: int = 3) -> list[Message]:
+    question = " ".join(["why"] * words) + f" {number}?"
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": f"answer {number}"}]
+
+
+def outcome_of(tokenizer: Any, policy: Any, limit: int, **example: Any) -> Outcome:
+    config = Config(model=ModelConfig(name="tiny", max_seq_len=limit), data=DataConfig(overlong=policy))
+    (found,) = Encoder(config, tokenizer).encode([Example(place="rows.jsonl:1", form="messages", source=0, **example)])
+    return found
+
+
+def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
+    """Returns each answer that is learnt, without its end, in order."""
+    found: list[str] = []
+    for row in rows:
+        text = tokenizer.decode([label for label in row.labels if label != IGNORED])
+        found += [part.removeprefix("<think>\n\n</think>\n\n") for part in text.split(END)[:-1]]
+    return found
+
+
+def test_a_row_that_fits_is_left_alone(chatml: Any) -> None:
+    for policy in ("error", "drop", "truncate", "split"):
+        found = outcome_of(chatml, policy, 512, messages=[SYSTEM, *exchange(1)])
+        assert (len(found.rows), found.dropped, found.cut, found.error, found.overlong) == (1, None, False, None, 0)
+
+
+def test_error_and_drop_tell_the_length(chatml: Any) -> None:
+    messages = [SYSTEM, *exchange(1, words=200)]
+    refused = outcome_of(chatml, "error", 64, messages=messages)
+    assert refused.error is not None and refused.error.place == "rows.jsonl:1"
+    assert f"has {refused.overlong} tokens; `model.max_seq_len` is 64" in refused.error.message
+    dropped = outcome_of(chatml, "drop", 64, messages=messages)
+    assert (dropped.rows, dropped.dropped, dropped.overlong) == ([], "longer than model.max_seq_len", refused.overlong)
+
+
+def test_truncate_drops_the_oldest_exchanges_and_keeps_the_system_turn(chatml: Any) -> None:
+    messages = [SYSTEM, *exchange(1, words=30), *exchange(2), *exchange(3)]
+    found = outcome_of(chatml, "truncate", 80, messages=messages)
+    assert found.cut and learnt(chatml, found.rows) == ["answer 2", "answer 3"]
+    text = chatml.decode(found.rows[0].input_ids)
+    assert text.startswith(f"<|im_start|>system\nBe brief.{END}\n<|im_start|>user\nwhy why why 2?")
+
+
+def test_truncate_cuts_the_beginning_of_a_long_question(chatml: Any) -> None:
+    found = outcome_of(chatml, "truncate", 64, messages=[SYSTEM, *exchange(1, words=300)])
+    (row,) = found.rows
+    text = chatml.decode(row.input_ids)
+    assert len(row.input_ids) <= 64 and learnt(chatml, [row]) == ["answer 1"]
+    assert "Be brief." in text and text.endswith(f"why 1?{END}\n<|im_start|>assistant\nanswer 1{END}")
+    assert len(row.input_ids) > 50, "no more than needed is cut"
+    assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
+
+
+def test_truncate_cuts_the_end_of_an_answer_that_never_fits_and_does_not_learn_to_stop_there(chatml: Any) -> None:
+    messages: list[Message] = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so " * 300}]
+    (row,) = outcome_of(chatml, "truncate", 64, messages=messages).rows
+    stop = chatml.convert_tokens_to_ids(END)
+    assert len(row.input_ids) == 64 and stop not in [label for label in row.labels if label != IGNORED]
+    assert chatml.decode(row.input_ids).startswith(f"<|im_start|>user\nwhy?{END}\n<|im_start|>assistant\nso so")
+
+
+def test_truncate_goes_on_where_the_system_turn_alone_is_too_long(chatml: Any) -> None:
+    messages = [{"role": "system", "content": "be good " * 100}, *exchange(1)]
+    (row,) = outcome_of(chatml, "truncate", 48, messages=messages).rows
+    assert learnt(chatml, [row]) == ["answer 1"] and len(row.input_ids) <= 48
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3"])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_split_learns_each_answer_exactly_once(name: str, data: st.DataObject, chatml: Any, qwen3: Any) -> None:
+    tokenizer = chatml if name == "chatml" else qwen3
+    sizes = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=7))
+    turns = [turn for number, words in enumerate(sizes) for turn in exchange(number, words)]
+    start = [SYSTEM] if data.draw(st.booleans()) else []
+    found = outcome_of(tokenizer, "split", 64, messages=[*start, *turns])
+    assert found.error is None
+    assert learnt(tokenizer, found.rows) == [f"answer {number}" for number in range(len(sizes))]
+    for row in found.rows:
+        assert len(row.input_ids) <= 64
+        assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
+        assert ("Be brief." in tokenizer.decode(row.input_ids)) == bool(start)
+
+
+def test_split_fills_rows(chatml: Any) -> None:
+    two = len(outcome_of(chatml, "error", 512, messages=[*exchange(1), *exchange(2)]).rows[0].input_ids)
+    found = outcome_of(chatml, "split", two, messages=[turn for n in range(6) for turn in exchange(n)])
+    assert [len(learnt(chatml, [row])) for row in found.rows] == [2, 2, 2] and not found.cut
+
+
+def test_tokens_keep_what_is_learnt(chatml: Any) -> None:
+    ids, labels = list(range(100)), [IGNORED] * 80 + list(range(80, 100))
+    (row,) = outcome_of(chatml, "truncate", 50, input_ids=ids, labels=labels).rows
+    assert (row.input_ids, row.labels[-20:]) == (ids[50:], labels[80:])
+    (row,) = outcome_of(chatml, "truncate", 50, input_ids=ids, labels=[IGNORED] * 30 + ids[30:]).rows
+    assert row.input_ids == ids[5:55]
+
+
+def test_tokens_are_split_and_each_is_learnt_once(chatml: Any) -> None:
+    ids = list(range(100))
+    found = outcome_of(chatml, "split", 40, input_ids=ids)
+    assert [label for row in found.rows for label in row.labels[1:]] == ids[1:]
+    assert all(len(row.input_ids) <= 40 for row in found.rows)
+
+
+def test_tokens_outside_the_vocabulary_are_refused(chatml: Any) -> None:
+    found = outcome_of(chatml, "error", 40, input_ids=[1, 10**6])
+    assert found.error is not None and "`input_ids` holds 1000000, but the tokenizer has" in found.error.message
