@@ -12,6 +12,8 @@ from sft_play.errors import DataError
 from sft_play.plan.hub import hub_reachable
 
 DEFAULT_SPLIT = "train"
+SECONDS = 30
+"""How long the hub may take to say which commit a revision is."""
 
 
 def read_hub(source: DataSource, hint: str) -> Iterator[Placed]:
@@ -24,12 +26,24 @@ def read_hub(source: DataSource, hint: str) -> Iterator[Placed]:
     number = 0
     try:
         loaded: Any = datasets.load_dataset(
-            source.path, source.config, split=split, revision=source.revision, streaming=source.streaming
+            source.path, source.config, split=split, revision=_commit(source), streaming=source.streaming
         )
         for number, row in enumerate(loaded, 1):
             yield f"{source.path} ({split}), row {number}", {name: without_nulls(value) for name, value in row.items()}
     except (OSError, ValueError, RuntimeError, HfHubHTTPError, httpx2.HTTPError, datasets.exceptions.DatasetsError) as error:
         raise _problem(source, error, number, hint) from error
+
+
+def _commit(source: DataSource) -> str | None:
+    """Returns the commit that the revision stands for. Raises what `huggingface_hub` raises where there is none.
+
+    The library itself takes whatever it has cached of the dataset when a revision is not found, and only logs that.
+    """
+    from huggingface_hub import HfApi
+
+    if not hub_reachable():
+        return source.revision
+    return str(HfApi().dataset_info(source.path, revision=source.revision, timeout=SECONDS).sha)
 
 
 def _problem(source: DataSource, error: Exception, rows: int, hint: str) -> DataError:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import Done, environment, run_program
+from tests.hub_server import COMMIT, serve_dataset
 
 pytestmark = pytest.mark.slow
 
 
-def prepare(folder: Path, model: Path, sources: list[dict[str, Any]], *words: str) -> Done:
+def prepare(folder: Path, model: Path, sources: list[dict[str, Any]], *words: str, env: Mapping[str, str] | None = None) -> Done:
     config = folder / "x.yaml"
     config.write_text(
         f"model: {{name: {json.dumps(str(model))}, max_seq_len: 256}}\ndata: {{sources: {json.dumps(sources)}}}\n",
         encoding="utf-8",
     )
-    done = run_program(["data", f"CONFIG={config}", *words], environment(folder / "cache", folder / "runs"), timeout=120)
+    done = run_program(["data", f"CONFIG={config}", *words], environment(folder / "cache", folder / "runs", env), timeout=120)
     assert "Traceback" not in done.err, done.err
     return done
 
@@ -89,3 +91,30 @@ def test_each_source_says_its_format_and_what_it_left_out(tiny: Path, tmp_path: 
     assert found[0]["dropped"] == {"not chosen by `rows`": 7, "not in the filter": 8}
     assert found[2]["dropped"] == {"no text": 1}
     assert [source["rows_read"] for source in found] == [20, 3, 2]
+
+
+@pytest.mark.long
+def test_a_hub_dataset_is_downloaded_or_streamed_and_its_faults_are_told(tiny: Path, tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"question": f"q{n}", "answer": "a", "n": n}) + "\n" for n in range(9)).encode()
+    hub = {"path": "nobody/small"}
+    with serve_dataset("nobody/small", {"data/train.jsonl": rows, "README.md": b"# Small\n"}) as address:
+        proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"), "")
+        env = {
+            "HF_ENDPOINT": address,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(tmp_path / "hf"),
+            **proxies,
+        }
+        sources: list[dict[str, Any]] = [
+            {**hub, "name": "a", "config": "default", "revision": COMMIT, "split": "train[:5]"},
+            {**hub, "name": "b", "streaming": True, "filter": "n >= 5", "rows": 2},
+        ]
+        done = prepare(tmp_path, tiny, sources, "JSON=1", env=env)
+        assert done.code == 0, done.err
+        assert [source["kept"] for source in done.json["train"]["sources"]] == [5, 2]
+        wrong = [{**hub, "revision": "nope"}, {**hub, "split": "nope"}, {**hub, "config": "nope"}]
+        done = prepare(tmp_path, tiny, wrong, env=env)
+    assert done.code == 4
+    for said in ("404", "Unknown split", "'nope' not found. Available: ['default']"):
+        assert said in done.err, done.err
