@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 Parts = dict[str, Any]
 """Fields of an `Example`."""
 
-__all__ = ["FORMATS", "ROLES", "Message", "Row", "recognise", "to_example", "to_messages", "understand"]
+__all__ = ["FORMATS", "ROLES", "Message", "Row", "recognise", "to_example", "understand"]
 
 
 def _messages(row: Row) -> Parts:
@@ -201,14 +201,6 @@ def group_of(row: Row, column: str) -> str:
     if isinstance(value, (str, int, float)):
         return str(value)
     raise DataError(f"`{column}`, which `data.group_by` names, is {kind_of(value)}; expected text or a number")
-
-
-def to_messages(row: Row, form: str) -> list[Message]:
-    """Returns the conversation of `row` in the named format. Raises `DataError`."""
-    found = to_example(row, form, place="", source=0).messages
-    if found is None:
-        raise DataError(f"format `{form}` is no conversation")
-    return found
 
 
 def _require(row: Row, form: str) -> None:
