@@ -1,0 +1,45 @@
+"""The evaluation benchmark's table says what was measured, and a missed goal is a failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.evaluation import BATCHED, OURS, SINGLE, Measurement, main, page, table
+
+
+def measured(**seconds: float) -> dict[str, list[Measurement]]:
+    found = {OURS: 10.0, SINGLE: 32.0, BATCHED: 16.0} | {{"single": SINGLE, "batched": BATCHED}[k]: v for k, v in seconds.items()}
+    return {
+        name: [Measurement(seconds=s, cpu_seconds=s, answers=("a", "b")) for s in (value, value, 99.0)]
+        for name, value in found.items()
+    }
+
+
+def test_ratios_are_of_medians_and_answers_are_compared() -> None:
+    found = measured()
+    found[BATCHED] = [Measurement(seconds=16.0, cpu_seconds=16.0, answers=("a", "c"))] * 3
+    text, good = table(found, 8, 64)
+    assert good
+    assert "| `generate`, one prompt at a time | 0.06 | 3.20 times as fast | 3 times | 3.20 times | 0 of 2 |" in text
+    assert "1.60 times as fast | 1.5 times | 1.60 times | 1 of 2 |" in text
+
+
+@pytest.mark.parametrize("found", [measured(single=29.0), measured(batched=14.0)], ids=["single", "batched"])
+def test_missed_goals_fail(found: dict[str, list[Measurement]]) -> None:
+    text, good = table(found, 8, 64)
+    assert not good
+    assert "NOT ALL GOALS" in text
+
+
+def test_published_page_is_what_the_command_writes() -> None:
+    published = Path("docs/benchmarks-evaluation.md").read_text(encoding="utf-8")
+    assert published.startswith(page("").rstrip() + "\n\n")
+    assert "interleaved measurements" in published or "Not measured yet" in published
+    assert "unverified" in published, "no GPU has been measured"
+
+
+def test_unknown_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pair=3"]) == 2
+    assert "pair" in capsys.readouterr().err
