@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,8 @@ def _document_reader(left: LeftOut) -> Callable[[Path], Iterator[Placed]]:
         if isinstance(document, Skipped):
             left.add(document.reason, str(path))
         else:
+            if document.note:
+                print(f"note: {path}: {document.note}", file=sys.stderr, flush=True)
             yield str(path), document.row()
 
     return read
