@@ -78,6 +78,7 @@ class Gatherer:
         for tally, out in zip(self.tallies, left, strict=True):
             tally.rows_read += out.counts.total()
             tally.dropped += out.counts
+            tally.left_out += [{"reason": reason, "place": place} for reason, place in out.first.items()]
 
     def refuse_what_cannot_be_trained(self) -> None:
         """Raises `DataError` for rows that are too long, and for a split without any row."""
