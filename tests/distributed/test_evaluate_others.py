@@ -62,7 +62,7 @@ def test_other_rows_of_a_run_and_a_plain_model_beside_it(place: Place) -> None:
     assert found["settings"]["data"] == str(other)
     assert own.read_bytes() == before, "the run's own scores are left alone"
     imported = modules_of_second(place, "eval", "RUN=one", f"DATA={other}")
-    assert re.search(r"\| +sft_play\.evaluate$", imported, re.M)
+    assert re.search(r"\| +sft_play\.training\.subject$", imported, re.M)
     assert not re.findall(r"\| +(?:torch|transformers|datasets|numpy)$", imported, re.M), "kept scores need nothing heavy"
 
     words = (
