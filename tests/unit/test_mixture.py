@@ -1,0 +1,120 @@
+"""Mixing: every prefix near the weights, no row twice before all were seen, and what an epoch is when a source runs dry."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft_play.config.schema import DataConfig
+from sft_play.errors import DataError
+from sft_play.plan.mixture import Mixture, RowOrder, mixture_of, permutation
+from sft_play.runs.prepared import SourceFacts
+
+
+def facts(name: str, rows: int, tokens: int, weight: float | None) -> SourceFacts:
+    return SourceFacts(name=name, rows=rows, tokens=tokens, label_tokens=tokens // 2, weight=weight)
+
+
+def mixture(rows: list[int], tokens: list[int], weights: list[float], **data: str) -> Mixture:
+    parts = [facts(f"s{i}", *part) for i, part in enumerate(zip(rows, tokens, weights, strict=True))]
+    found = mixture_of(DataConfig(**data), parts)  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def test_what_an_epoch_is() -> None:
+    # 3:1 in tokens. A has 10,000, B 10,000: until A was seen once, B gives a third of itself; until B was, A comes 3 times.
+    assert mixture([100, 50], [10_000, 10_000], [3, 1], exhausted="stop").epoch_rows == (100, 17)
+    assert mixture([100, 50], [10_000, 10_000], [3, 1]).epoch_rows == (300, 50)
+    assert mixture([100, 50], [10_000, 10_000], [3, 1], mix_by="rows").epoch_rows == (150, 50)
+    assert mixture([100, 50], [10_000, 10_000], [1, 0]).epoch_rows == (100, 0)
+    assert mixture([100, 50], [10_000, 20_000], [0.1, 0.2]).epoch_rows == (100, 50)
+    lines = mixture([100, 50], [10_000, 10_000], [3, 1]).describe()
+    assert lines[0] == "s0: 300 rows an epoch, about 30,000 tokens, 75.0% of the tokens, each of its 100 rows 3 times"
+
+
+def test_without_weights_the_order_is_the_permutation_of_before() -> None:
+    assert mixture_of(DataConfig(), [facts("a", 3, 30, None), facts("b", 4, 40, None)]) is None
+    order = list(range(50))
+    random.Random("7/2").shuffle(order)
+    assert permutation(50, 7, 2) == order == RowOrder(rows=50, seed=7)(2)
+
+
+def test_a_weighted_source_without_rows_is_an_error() -> None:
+    with pytest.raises(DataError, match="source `b` has the weight 2, but gave no rows"):
+        mixture_of(DataConfig(), [facts("a", 3, 30, 1), facts("b", 0, 0, 2)])
+    with pytest.raises(DataError, match="all weights"):
+        mixture_of(DataConfig(), [facts("a", 3, 30, 0)])
+
+
+@st.composite
+def sources(draw: st.DrawFn) -> tuple[Mixture, list[int], list[int]]:
+    """(mixture, source of each row, length of each row)"""
+    count = draw(st.integers(1, 4))
+    owner, lengths, parts = [], [], []
+    for source in range(count):
+        mine = draw(st.lists(st.integers(1, 60), min_size=1, max_size=30))
+        owner += [source] * len(mine)
+        lengths += mine
+        parts.append((len(mine), sum(mine), draw(st.integers(1, 8))))
+    by, exhausted = draw(st.sampled_from(["tokens", "rows"])), draw(st.sampled_from(["repeat", "stop"]))
+    rows, tokens, weights = (list(column) for column in zip(*parts, strict=True))
+    return mixture(rows, tokens, weights, mix_by=by, exhausted=exhausted), owner, lengths
+
+
+@settings(deadline=None)
+@given(sources(), st.integers(0, 4))
+def test_each_source_gives_all_its_rows_before_any_again(case: tuple[Mixture, list[int], list[int]], seed: int) -> None:
+    mixed, owner, lengths = case
+    order = RowOrder(rows=sum(mixed.epoch_rows), seed=seed, mixture=mixed, source_of_row=owner, lengths=lengths)
+    epochs = [order(epoch) for epoch in range(3)]
+    assert epochs == [order(epoch) for epoch in range(3)]
+    for source, count in enumerate(mixed.rows):
+        taken = [[row for row in epoch if owner[row] == source] for epoch in epochs]
+        assert [len(part) for part in taken] == [mixed.epoch_rows[source]] * 3
+        stream = [row for part in taken for row in part]
+        for start in range(0, len(stream), count):  # one pass after another, whatever the epochs
+            most = Counter(stream[start : start + count])
+            assert max(most.values()) == 1
+        times = Counter(row for part in taken for row in part)
+        assert mixed.exhausted == "repeat" or len(taken[0]) == len(set(taken[0]))
+        assert not times or max(times.values()) - min(times.get(r, 0) for r, o in enumerate(owner) if o == source) <= 1
+    if mixed.exhausted == "repeat":
+        assert set(epochs[0]) == set(range(len(owner)))
+
+
+@settings(deadline=None)
+@given(sources())
+def test_every_prefix_is_near_the_weights(case: tuple[Mixture, list[int], list[int]]) -> None:
+    mixed, owner, lengths = case
+    order = mixed.order(owner, lengths, 0, 0)
+    size = lengths if mixed.by == "tokens" else [1] * len(lengths)
+    given, left = [0.0] * len(mixed.rows), list(mixed.epoch_rows)
+    for row in order:
+        given[owner[row]] += size[row]
+        left[owner[row]] -= 1
+        if not all(left):  # from here on what is left comes
+            break
+        behind = [amount / weight for amount, weight in zip(given, mixed.weights, strict=True)]
+        steps = [max(size[r] for r, o in enumerate(owner) if o == s) / w for s, w in enumerate(mixed.weights)]
+        assert max(behind) - min(behind) <= max(steps) + 1e-6
+
+
+def test_three_to_one_in_tokens_within_two_percent() -> None:
+    chance = random.Random(1)
+    lengths = [chance.randint(20, 400) for _ in range(600)] + [chance.randint(5, 100) for _ in range(900)]
+    owner = [0] * 600 + [1] * 900
+    for exhausted in ("repeat", "stop"):
+        mixed = mixture([600, 900], [sum(lengths[:600]), sum(lengths[600:])], [3, 1], exhausted=exhausted)
+        for epoch in range(2):
+            tokens = Counter[int]()
+            for row in mixed.order(owner, lengths, 42, epoch):
+                tokens[owner[row]] += lengths[row]
+            assert tokens[0] / (tokens[0] + tokens[1]) == pytest.approx(0.75, rel=0.02)
+    starts = [mixed.order(owner, lengths, 42, epoch)[:20] for epoch in range(3)]
+    assert all(one != other for one, other in pairwise(starts))

@@ -1,0 +1,157 @@
+"""Packs: no token lost, none twice, none too long; the rows of each step stay; and when the plan packs."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from sft_play.data.batches import GlobalBatchSampler, Slots
+from sft_play.errors import UserError
+from sft_play.plan.hardware import GIB, Device, Hardware
+from sft_play.plan.make import make_plan
+from sft_play.plan.packing import best_fit, most_packs
+from sft_play.plan.plan import Plan
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.shape import ModelShape
+from sft_play.plan.trace_case import setup_of
+from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
+
+LIMIT = 64
+lengths_within = st.lists(st.integers(1, LIMIT), min_size=1, max_size=80)
+
+
+@settings(deadline=None)
+@given(lengths_within)
+def test_packs_hold_every_row_once_and_never_too_much(lengths: list[int]) -> None:
+    packs = best_fit(lengths, LIMIT)
+    assert sorted(row for pack in packs for row in pack) == list(range(len(lengths)))
+    assert all(pack and sum(lengths[row] for row in pack) <= LIMIT for pack in packs)
+    assert packs == best_fit(list(lengths), LIMIT)
+    assert -(-sum(lengths) // LIMIT) <= len(packs) <= most_packs(len(lengths), sum(lengths), LIMIT)
+
+
+def test_best_fit_decreasing_finds_what_first_come_does_not() -> None:
+    assert best_fit([30, 50, 20, 40, 60], 100) == [[4, 3], [1, 0, 2]]
+    with pytest.raises(ValueError, match="row 1 has 101 tokens, a pack 100"):
+        best_fit([5, 101], 100)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[int], int, list[Slots]]:
+    """(lengths, global batch, slots of unequal ranks) as the plan makes them: enough slots for the most packs there can be."""
+    lengths, batch = draw(lengths_within), draw(st.integers(1, 24))
+    micros = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    bound = most_packs(min(batch, len(lengths)), sum(sorted(lengths)[-batch:]), LIMIT)
+    return lengths, batch, [(micro, -(-bound // sum(micros))) for micro in micros]
+
+
+@settings(deadline=None)
+@given(worlds(), st.integers(0, 3))
+def test_packed_steps_have_the_rows_of_unpacked_ones(world: tuple[list[int], int, list[Slots]], epoch: int) -> None:
+    lengths, batch, slots = world
+    made = [
+        GlobalBatchSampler(len(lengths), batch, slots, rank, 0, lengths=lengths, pack_tokens=LIMIT) for rank in range(len(slots))
+    ]
+    for sampler in made:
+        sampler.set_epoch(epoch)
+    order, accumulation = made[0].order(), slots[0][1]
+    shares = [list(sampler) for sampler in made]
+    assert {len(share) for share in shares} == {len(made[0])} == {made[0].steps * accumulation}
+    for step in range(made[0].steps):
+        turns = list(zip(*(share[step * accumulation : (step + 1) * accumulation] for share in shares), strict=True))
+        rows = Counter(row for turn in turns for micro in turn for row in micro)
+        assert rows == Counter(order[step * batch : (step + 1) * batch])
+        busy = [any(turn) for turn in turns]
+        assert busy == sorted(busy) and busy[-1]  # what is empty on every rank comes first, the update last
+        for turn in turns:
+            for micro, (packs, _) in zip(turn, slots, strict=True):
+                assert len(best_fit([lengths[row] for row in micro], LIMIT)) <= packs
+        assert sum(busy) <= -(-len(best_fit([lengths[r] for r in rows], LIMIT)) // sum(m for m, _ in slots))
+
+
+SHAPE = ModelShape(
+    model_type="llama", hidden_size=256, layers=4, heads=4, kv_heads=4, head_dim=64, ffn_size=688, vocab_size=2048, tied=True,
+    max_positions=4096,
+)  # fmt: skip
+CPU = Hardware(
+    kind="cpu",
+    devices=(Device(name="CPU", memory_bytes=16 * GIB, free_bytes=16 * GIB, bf16=False),),
+    cpu_threads=2,
+    ram_bytes=16 * GIB,
+)
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Callable[..., Plan]:
+    """Plans a run over rows of these lengths."""
+
+    def made(lengths: list[int], request: LaunchRequest | None = None, shape: ModelShape = SHAPE, **train: Any) -> Plan:
+        (tmp_path / "lengths.i32").write_bytes(array("i", lengths).tobytes())
+        (tmp_path / "labels.i32").write_bytes(array("i", [length // 2 for length in lengths]).tobytes())
+        split = PreparedSplit(
+            path=str(tmp_path), rows=len(lengths), dropped=0, tokens=sum(lengths), label_tokens=sum(lengths) // 2, longest=max(lengths),
+            median=sorted(lengths)[len(lengths) // 2], fingerprint=str(hash(tuple(lengths))), most_labels=max(lengths) // 2,
+        )  # fmt: skip
+        model = ResolvedModel(name="m", path="m", source="folder", revision=None, fingerprint="", tokenizer_fingerprint="")
+        config = Config(model=ModelConfig(name="m", max_seq_len=512), data=DataConfig(), train=TrainConfig(**train))
+        return make_plan(
+            config, lambda _: False, CPU, shape, launch=request or LaunchRequest(), prepared=Prepared(model=model, train=split, validation=None)
+        )  # fmt: skip
+
+    return made
+
+
+def reasons(plan: Plan) -> str:
+    return "\n".join(plan.reasons)
+
+
+def test_auto_packs_where_it_saves_micro_steps(planned: Callable[..., Plan]) -> None:
+    plan = planned([100, 60] * 200, batch_size=1)
+    assert plan.pack_tokens == 512 and plan.layout == "flattened" and plan.row_tokens == 512 and plan.ranks[0].micro_batch == 1
+    assert setup_of(plan).packed and plan.label_share == 0.5
+    assert plan.global_batch_size == 32 and plan.steps_per_epoch == 13
+    # 16 x 100 + 16 x 60 = 2560 tokens on average; at most 32 x 100 in a step: 2 x 3200 / 512 - 1, rounded up.
+    assert plan.ranks[0].accumulation == 12
+    assert "packing on: 32 rows in " in reasons(plan) and "micro-steps instead of 32 = " in reasons(plan)
+    off = planned([100, 60] * 200, batch_size=1, packing="off")
+    assert off.pack_tokens == 0 and off.ranks[0].accumulation == 32 and "packing" not in reasons(off)
+    assert plan.ranks[0].peak_bytes > off.ranks[0].peak_bytes  # a pack is 512 tokens, a row 100
+
+
+def test_auto_leaves_what_is_one_micro_step_and_what_saves_little(planned: Callable[..., Plan]) -> None:
+    whole = planned([100, 60] * 200, batch_size=32)
+    assert whole.pack_tokens == 0 and "packing" not in reasons(whole)
+    long_rows = planned([400, 500] * 200, batch_size=1)
+    assert long_rows.pack_tokens == 0
+    assert "packing off: 32 rows in 32.0 packs of 512 tokens" in reasons(long_rows) and "not more than 10%" in reasons(long_rows)
+    bloom = planned([100, 60] * 200, shape=replace(SHAPE, model_type="bloom"), batch_size=1)
+    assert bloom.pack_tokens == 0 and "packing off: `bloom` is not among the families" in reasons(bloom)
+    gave_up = planned([100, 60] * 200, LaunchRequest(unpack=True), batch_size=1)
+    assert gave_up.pack_tokens == 0 and "packing off: memory ran out with it" in reasons(gave_up)
+
+
+def test_on_is_obeyed_or_refused(planned: Callable[..., Plan]) -> None:
+    plan = planned([400, 500] * 200, packing="on")
+    assert plan.pack_tokens == 512 and "as configured" in reasons(plan)
+    with pytest.raises(UserError, match=r"`train\.packing` is `on`, but `bloom`"):
+        planned([100], shape=replace(SHAPE, model_type="bloom"), packing="on")
+    typed = planned([100, 60] * 200, packing="on", batch_size=8, grad_accum=4)
+    assert typed.global_batch_size == 32 and typed.ranks[0].accumulation <= 4
+    given = planned([100, 60] * 200, packing="on", grad_accum=3)
+    assert given.ranks[0].accumulation == 3 and given.ranks[0].micro_batch == 4  # 12 packs at most / 3
+
+
+def test_memory_ran_out_with_packs(planned: Callable[..., Plan]) -> None:
+    before = planned([100, 60] * 200, packing="on", batch_size=4)
+    after = planned([100, 60] * 200, LaunchRequest(halvings=1), packing="on", batch_size=4)
+    assert (before.ranks[0].micro_batch, after.ranks[0].micro_batch) == (4, 2)
+    assert after.ranks[0].accumulation == 2 * before.ranks[0].accumulation and after.pack_tokens == 512
