@@ -89,7 +89,7 @@ def _disk_problem(error: OSError) -> HardwareError | None:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
         return None
     return HardwareError(
-        f"the model or the prepared data cannot be written: {error.strerror or error}",
+        f"the model or the prepared data cannot be written: {os.strerror(error.errno)}",
         place=str(error.filename or cache_folder()),
         hint=f"the cache is `{cache_folder()}`: free some space there, or set SFT_PLAY_CACHE to another folder",
     )
@@ -97,7 +97,12 @@ def _disk_problem(error: OSError) -> HardwareError | None:
 
 def prepare_run(run: RunFolder, *, scored: bool = False) -> Prepared:
     """Resolves the model, prepares the data, writes `prepared.json` and returns it. Raises `DataError`."""
-    prepared, _ = prepare(read_config(run.config).config, scored=scored)
+    config = read_config(run.config).config
+    if any(name.startswith(LIBRARY) for name in config.eval.metrics):
+        from sft_play.training.library_metrics import check_library_metrics
+
+        check_library_metrics(config.eval.metrics)  # a name that is wrong is said before anything is downloaded or trained
+    prepared, _ = prepare(config, scored=scored)
     prepared.save(run.prepared)
     return prepared
 

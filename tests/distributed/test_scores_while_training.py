@@ -1,0 +1,138 @@
+"""Scores while training, as a user asks for them: loss per source, every metric, early stopping; the same on one rank and on three."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_evaluate import WORDS, Place
+from tests.tiny_models import build_tiny_llama
+
+METRIC = """import datasets
+import evaluate
+
+
+class Share(evaluate.Metric):
+    def _info(self):
+        text = datasets.Value("string")
+        features = datasets.Features({"predictions": text, "references": text})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        return {"share": sum(len(set(p.split()) & set(r.split())) for p, r in zip(predictions, references)) / len(predictions)}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """One process that stops early: nothing is ever better by 100."""
+    place = Place(tmp_path_factory.mktemp("scores"))
+    model = build_tiny_llama(place.folder / "model")
+    for name, start, count in (("chat", 0, 20), ("chat-held", 100, 13), ("docs", 30, 12), ("docs-held", 5, 5)):
+        rows = [
+            {"text": f"The {WORDS[i % 12]} is a {WORDS[i % 7]} number {i}. " * (1 + i % 3)}
+            if name.startswith("docs")
+            else {
+                "prompt": f"What is {' '.join(WORDS[: i % 9 + 1])} {i}?",
+                "completion": f"The {WORDS[i % 12]} is a {WORDS[i % 7]}.",
+            }
+            for i in range(start, start + count)
+        ]
+        (place.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place.folder / "share").mkdir()
+    (place.folder / "share" / "share.py").write_text(METRIC)
+    settings: dict[str, Any] = {
+        "model": {"name": str(model), "max_seq_len": 128},
+        "tuning": {"mode": "lora", "task": "mixed"},
+        "data": {
+            "sources": [{"path": str(place.folder / f"{name}.jsonl"), "name": name} for name in ("chat", "docs")],
+            "validation": [{"path": str(place.folder / f"{name}-held.jsonl"), "name": name} for name in ("chat", "docs")],
+        },
+        "train": {
+            "max_steps": 9, "global_batch_size": 6, "learning_rate": 0.02, "generation_max_new_tokens": 8, "predict_with_generate": True,
+            "eval_strategy": "steps", "eval_steps": 2, "save_steps": 100, "load_best_model_at_end": True,
+            "metric_for_best_model": "loss/docs", "early_stopping_patience": 1, "early_stopping_threshold": 100,
+        },
+        "eval": {"samples": 9, "batch_size": 2, "metrics": ["rougeL", "bleu", "chrf", "f1", f"evaluate:{place.folder / 'share'}"]},
+    }  # fmt: skip
+    place.config.write_text(json.dumps(settings))
+    done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=one")
+    assert done.returncode == 0, done.stderr
+    assert "9 answers, greedy" in done.stdout + done.stderr
+    assert "5 of 18 validation rows have no reference and count for loss only" in done.stdout + done.stderr
+    assert "evaluation speed: loss " in done.stdout + done.stderr
+    return place
+
+
+def test_training_ends_early_and_says_why(place: Place) -> None:
+    run = place.folder / "runs" / "one"
+    measured = json.loads((run / "training_metrics.json").read_text())
+    assert measured["steps"] == 4
+    reason = "stopped early at step 4 of 9: 1 evaluation without a better `loss/docs` by more than 100"
+    assert measured["stopped_early"].startswith(reason)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["started", "stopped_early", "finished"]
+    assert (run / "checkpoints" / "last").resolve().name == "step-000004"
+    evaluations = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval"' in line]
+    assert measured["best_metric"] == min(row["eval_loss/docs"] for row in evaluations)
+    assert (run / "checkpoints" / "best").resolve().name == f"step-{measured['best_step']:06d}"
+    assert json.loads((run / "model" / "stamp.json").read_text())["step"] == measured["best_step"]
+
+
+def test_loss_and_perplexity_of_each_source_add_up(place: Place) -> None:
+    run = place.folder / "runs" / "one"
+    scores = json.loads((run / "eval" / "step-000004" / "scores.json").read_text())
+    parts = scores["sources"]
+    assert set(parts) == {"chat", "docs"}
+    tokens = sum(part["label_tokens"] for part in parts.values())
+    assert tokens == scores["label_tokens"]
+    assert sum(part["loss"] * part["label_tokens"] for part in parts.values()) / tokens == pytest.approx(scores["loss"])
+    row = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    assert row["eval_perplexity/docs"] == parts["docs"]["perplexity"]
+    assert row["eval_loss_rows_per_second"] > row["eval_answers_per_second"] > 0
+    assert row["eval_bleu"] == scores["bleu"]["mean"]
+    assert (scores["answers"], scores["answers_asked"], scores["complete"]) == (9, 9, True)
+    assert {"rougeL", "bleu", "chrf", "f1", "share"} < scores.keys()
+
+
+THREE = [
+    pytest.param("train-distributed", ("NUM_GPUS=3",), id="ddp-3"),
+    pytest.param("train-deepspeed", ("NUM_GPUS=2", "LAUNCH_STRATEGY=zero3"), id="zero3-2", marks=pytest.mark.long),
+    pytest.param("train-fsdp", ("NUM_GPUS=3",), id="fsdp2-3", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("command", "words"), THREE)
+def test_ranks_do_not_change_a_digit_of_the_scores(place: Place, command: str, words: tuple[str, ...]) -> None:
+    """13 rows of chat and 5 documents in batches of 2: the last round has fewer batches than ranks."""
+    name = f"{command}-again"
+    done = place.run(command, f"CONFIG={place.config}", f"RUN_NAME={name}", "TRAIN_LEARNING_RATE=0", *words, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    base = place.scores("RUN=one", "CHECKPOINT=base")
+    folder = place.folder_of(name, 4)
+    scores = json.loads((folder / "scores.json").read_text())
+    for metric in ("rougeL", "bleu", "chrf", "f1", "share"):
+        assert scores[metric] == base[metric], metric
+    assert scores["label_tokens"] == base["label_tokens"]
+    for source in ("chat", "docs"):
+        assert scores["sources"][source] == pytest.approx(base["sources"][source], rel=1e-5)
+    world = int(words[0].partition("=")[2])
+    logs = place.folder / "runs" / name / "logs"
+    parts = [json.loads((logs / f"holdings-rank{rank}.json").read_text())["rows_scored"] for rank in range(world)]
+    assert all(parts)
+    assert sum(map(len, parts)) == 18, "no row is scored twice, none is left out"
+
+
+def test_a_metric_that_cannot_be_had_is_an_error_before_anything_starts(place: Place) -> None:
+    for metric, code, words in (
+        ("[rouge1,blue]", 2, "did you mean `bleu`?"),
+        (f"[evaluate:{place.folder / 'nothing'}]", 4, "no folder or script"),
+    ):
+        done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=refused", f"EVAL_METRICS={metric}")
+        assert done.returncode == code, done.stderr
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not Path(place.folder / "runs" / "refused").exists()
