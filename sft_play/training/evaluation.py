@@ -22,6 +22,7 @@ from sft_play.runs.evaluations import PREDICTIONS, SCORES
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, PreparedSplit
 from sft_play.training.generation import Budget, GenerationResult, decide, score_by_generation, write_evaluation
+from sft_play.training.library_metrics import check_library_metrics
 from sft_play.training.loss import token_loss_sum
 from sft_play.training.scores import perplexity
 from sft_play.training.shares import answerable, choose_rows
@@ -36,6 +37,7 @@ def score_run(
     the user changed for this evaluation. Raises `CheckpointError` for weights that do not fit their stamp.
     """
     plan = Plan.load(run.plan)
+    check_library_metrics(config.eval.metrics)  # before minutes go into answers that nothing could score
     transformers_logging.disable_progress_bar()
     device = best_device()
     rows = datasets.load_from_disk(split.path)
