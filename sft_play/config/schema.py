@@ -138,18 +138,18 @@ class DataConfig:
     duplicates: Literal["drop", "keep"] = "drop"
     """Rows with exactly the same content as an earlier one of the split: leave out (counted), or keep."""
     overlong: Literal["error", "drop", "truncate", "split"] = "error"
-    """Rows longer than `model.max_seq_len`: refuse, leave out (counted), cut (never an answer's start), or split into several rows
-    (a conversation between its turns, a document anywhere)."""
+    """Rows longer than `model.max_seq_len`: refuse, leave out (counted), cut (the oldest turns first, the last answer never away),
+    or split into several rows (a conversation between its turns, a document anywhere)."""
     mix_by: Literal["tokens", "rows"] = "tokens"
     """What the weights of sources count."""
     exhausted: Literal["repeat", "stop"] = "repeat"
     """With weights, when a source has no more rows: `repeat` begins it again until every source was seen once; `stop` ends the epoch
     with the first source that runs dry."""
     chat_template: str | None = None
-    """Another template than the tokenizer's: a name (`chatml`, `llama3`, `gemma`, `mistral`, `zephyr`, `phi3`, `alpaca`, ...) or a
-    Jinja file."""
+    """Another template than the tokenizer's: a name (`chatml`, `llama3`, `gemma`, `mistral`, `qwen3`, `phi3`, `zephyr`, `vicuna`,
+    `alpaca`) or a Jinja file."""
     system: str | None = None
-    """System turn for every conversation that has none."""
+    """System turn for every conversation that has none, in training, evaluation and answers alike."""
     style: StyleConfig = field(default_factory=StyleConfig)
     """Text around every turn."""
     num_proc: int | Auto = "auto"
