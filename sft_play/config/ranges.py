@@ -20,6 +20,7 @@ RANGES: Mapping[str, Range] = {
     "tuning.lora.alpha": Range(above=0),
     "tuning.lora.dropout": SHARE,
     "data.validation": SHARE,
+    "data.num_proc": Range(minimum=1, maximum=1024),
     "train.batch_size": POSITIVE,
     "train.grad_accum": POSITIVE,
     "train.global_batch_size": POSITIVE,

@@ -18,6 +18,9 @@ import pytest
 
 from sft_play.__main__ import main
 from sft_play.config.load import load_config
+from sft_play.data.chunks import Work
+from sft_play.data.engine import WAITING, Engine
+from sft_play.model.tokenizer import load_tokenizer
 from sft_play.runs.prepared_index import lookup
 from tests.conftest import ROOT, Done, environment, run_program
 from tests.training_runs import nested_yaml
@@ -156,6 +159,38 @@ def test_the_second_time_is_quick_and_imports_nothing_heavy(tmp_path: Path, tiny
     assert not imported & {"torch", "transformers", "datasets", "pyarrow", "tokenizers"}
     assert seconds < 10  # less than 1 s on an idle machine; the benchmark holds it to 2 s
     assert second.json == first.json
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("data.num_proc: 0", "`data.num_proc` is `0`; expected an integer >= 1"),
+        ("data.group_by: author", "`data.validation` is no fraction"),
+    ],
+)
+def test_settings_that_can_mean_nothing_are_refused(line: str, said: str, data: Data) -> None:
+    done = data("data.train_path: x.jsonl", line)
+    assert done.code == 2
+    assert said in done.err
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_rows_are_read_as_they_are_needed(processes: int, tiny: Path, tmp_path: Path) -> None:
+    """Memory stays bounded: of a thousand chunks only a few are read before the first one is taken."""
+    config = load_config(configured(tmp_path, tiny, ["data.train_path: x", f"data.num_proc: {processes}"]), environ={}).config
+    read = 0
+
+    def works() -> Iterator[Work]:
+        nonlocal read
+        for read in range(1, 1001):
+            rows = [(f"x:{read}", {"prompt": "q", "completion": f"a{read}"})]
+            yield Work(source=0, form="prompt_completion", rows=rows)
+
+    with Engine(config, load_tokenizer(tiny)) as engine:
+        chunks = engine.run(works(), fraction=0.0)
+        for taken in range(1, 20):
+            assert next(chunks).examples == 1
+            assert read <= taken + WAITING * processes
 
 
 def test_an_empty_split_and_unreadable_files_are_told(data: Data, tmp_path: Path) -> None:
