@@ -55,6 +55,8 @@ class Gatherer:
         for example, (place, tokens) in chunk.overlong.items():
             if kept[example]:
                 self.overlong += 1
+                tally.overlong += 1
+                tally.overlong_tokens += tokens
                 self.longest = max(self.longest, (place, tokens), key=lambda item: item[1])
         tally.cut += sum(bool(kept[example]) for example in chunk.cut)
         tally.split += int((chunk.rows_of[kept] > 1).sum())

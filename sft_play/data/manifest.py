@@ -34,6 +34,10 @@ class SourceTally:
     """Kept, but shortened (`data.overlong: truncate`)."""
     split: int = 0
     """Made into several rows (`data.overlong: split`, long documents)."""
+    overlong: int = 0
+    """Conversations and token rows longer than `model.max_seq_len`, whatever became of them."""
+    overlong_tokens: int = 0
+    """Their tokens, before anything was left out."""
     formats: Counter[str] = field(default_factory=Counter)
     left_out: list[dict[str, str]] = field(default_factory=list)
     """`reason` and `place` of the first that were left out."""
@@ -60,6 +64,8 @@ def source_manifest(
         "left_out": tally.left_out,
         "cut": tally.cut,
         "split": tally.split,
+        "overlong": tally.overlong,
+        "overlong_tokens": tally.overlong_tokens,
         "rows": len(lengths),
         "tokens": sum(lengths),
         "trained_tokens": trained,
@@ -152,4 +158,5 @@ def _source_line(source: Mapping[str, Any]) -> str:
     parts += [f"{count:,} left out ({reason})" for reason, count in left_out.items()]
     parts += [f"{source['cut']:,} cut to model.max_seq_len"] if source["cut"] else []
     parts += [f"{source['split']:,} split" + (f" into {source['rows']:,} rows in all")] if source["split"] else []
-    return f"  {source['name']}: {', '.join(parts)}; {source['tokens']:,} tokens, {source['trained_tokens']:,} trained"
+    long = f"; {source['overlong']:,} were too long ({source['overlong_tokens']:,} tokens)" if source["overlong"] else ""
+    return f"  {source['name']}: {', '.join(parts)}; {source['tokens']:,} tokens, {source['trained_tokens']:,} trained{long}"

@@ -36,6 +36,8 @@ def chat_format(data: DataConfig) -> ChatFormat | None:
     style = {key: value for key, value in asdict(data.style).items() if value}
     if data.chat_template is None and data.system is None and not style:
         return None
+    if data.system is not None and not data.system.strip():
+        raise DataError("`data.system` is empty", hint="leave it out for no system turn")
     name, text = _chosen(data.chat_template) if data.chat_template is not None else (None, None)
     return ChatFormat(name=name, template=text, system=data.system, style=style)
 

@@ -80,10 +80,9 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
         text = ""
     after = text.rsplit(MARKER, 1)[1] if MARKER in text else ""
     special = set(tokenizer.all_special_ids) | {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for index in tokenizer(after, add_special_tokens=False)["input_ids"] if after.strip() else []:
-        if index in special:
-            found.append(index)
-            break
+    after_ids = tokenizer(after, add_special_tokens=False)["input_ids"] if after.strip() else []
+    for known in (special, set(tokenizer.added_tokens_decoder)):  # some folders forget to call the end of a turn special
+        found += [index for index in after_ids if index in known][: 0 if found else 1]
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in found:
         found.append(tokenizer.eos_token_id)
     if not found:

@@ -278,6 +278,7 @@ def test_overlong_rows_are_dropped_and_counted(prepared_by: Prepare, tmp_path: P
     assert outcome.prepared.train
     assert (outcome.prepared.train.rows, outcome.prepared.train.dropped, outcome.prepared.train.truncated) == (3, 1, 0)
     assert "4 read as prompt_completion, 3 kept, 1 left out (longer than model.max_seq_len); " in outcome.told
+    assert "; 1 were too long (" in outcome.told
 
 
 def test_overlong_rows_are_cut_and_keep_their_answers(prepared_by: Prepare, tmp_path: Path) -> None:

@@ -60,6 +60,23 @@ def test_an_unknown_template_is_refused(value: str, message: str, hint: str) -> 
     assert caught.value.hint is not None and hint in caught.value.hint
 
 
+def test_an_empty_system_turn_is_refused() -> None:
+    with pytest.raises(DataError, match=r"`data\.system` is empty"):
+        chat_format(DataConfig(system=" "))
+
+
+def test_an_end_that_the_folder_does_not_call_special_ends_turns(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    made = AutoTokenizer.from_pretrained(folder)
+    made.add_tokens(["<turn_end>"])
+    made.chat_template = CHAT_TEMPLATE.replace(END, "<turn_end>")
+    made.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    (row,) = rows(tokenizer, CHAT[:2])
+    assert tokenizer.decode([label for label in row.labels if label != IGNORED]) == "Four.<turn_end>"
+
+
 def test_a_syntax_error_names_the_line_and_shows_it(tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
     path.write_text("{% for m in messages %}\n{{ m['content'] }\n{% endfor %}")
