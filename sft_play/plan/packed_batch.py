@@ -132,8 +132,9 @@ def choose_packing(
     reasons.extend([*plain.reasons[:1], f"packing on: {arithmetic}" + (", as configured" if wish == "on" else "")])
     micro = str(micros[0]) if len(set(micros)) == 1 else ", ".join(map(str, micros))
     reasons.append(
-        f"micro-batch {micro} packs of up to {setup.row_tokens} tokens per {unit}: {count(min(fitting), 'pack')} fit; accumulation "
-        f"{accumulation} = at most {count(bound, 'pack')} / {sum(micros)}, empty micro-steps are skipped"
+        f"micro-batch {micro} {'pack' if micro == '1' else 'packs'} of up to {setup.row_tokens} tokens per {unit}: "
+        f"{count(min(fitting), 'pack')} would fit; accumulation {accumulation} = at most {count(bound, 'pack')} / {sum(micros)}, and "
+        "micro-steps without any are skipped"
     )
     return chosen
 

@@ -30,8 +30,7 @@ def show_plan(plan: Plan, *, details: bool = False) -> str:
     lines = [f"plan: {plan.strategy} on {where}, {plan.precision}, by {plan.source}"]
     micros = sorted({rank.micro_batch for rank in plan.ranks})
     batch = str(micros[0]) if len(micros) == 1 else f"{micros[0]} to {micros[-1]}"
-    lines.append(f"  batch    {plan.global_batch_size} rows a step = micro-batch {batch} x accumulation {first.accumulation} x {plan.world_size}"
-                 + (" (some slots empty)" if sum(r.micro_batch * r.accumulation for r in plan.ranks) > plan.global_batch_size else ""))  # fmt: skip
+    lines.append(f"  batch    {_batch(plan, batch)}")
     lines.append(f"  steps    {_steps(plan)}")
     tightest = max(plan.ranks, key=lambda rank: rank.peak_bytes / max(1, rank.capacity_bytes))
     lines.append(
@@ -48,6 +47,18 @@ def show_plan(plan: Plan, *, details: bool = False) -> str:
     return "\n".join(lines)
 
 
+def _batch(plan: Plan, micro: str) -> str:
+    """Returns how the rows of a step are divided; packs by the most micro-steps there can be."""
+    accumulation = plan.ranks[0].accumulation
+    if plan.pack_tokens:
+        where = f" on each of {plan.world_size} ranks" if plan.world_size > 1 else ""
+        packs = f"{micro} {'pack' if micro == '1' else 'packs'} of up to {plan.row_tokens:,} tokens"
+        return f"{plan.global_batch_size} rows a step, in at most {count(accumulation, 'micro-step')} of {packs}{where}"
+    empty = sum(rank.micro_batch * rank.accumulation for rank in plan.ranks) > plan.global_batch_size
+    whole = f"{plan.global_batch_size} rows a step = micro-batch {micro} x accumulation {accumulation} x {plan.world_size}"
+    return whole + (" (some slots empty)" if empty else "")
+
+
 def _steps(plan: Plan) -> str:
     if plan.steps is None:
         return "known when the data are prepared"
@@ -58,6 +69,8 @@ def _steps(plan: Plan) -> str:
 def _room(plan: Plan) -> str:
     """Returns the largest batch and the longest rows that would fit, and where in a step the peak stands."""
     first = plan.ranks[0]
+    if plan.pack_tokens:
+        return f"for packs of up to {plan.longest_row:,} tokens" + (f"; the peak stands {plan.peak_at}" if plan.peak_at else "")
     text = f"up to {count(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {first.micro_batch} of {plan.longest_row:,}, would fit"
     return text + (f"; the peak stands {plan.peak_at}" if plan.peak_at else "")
 

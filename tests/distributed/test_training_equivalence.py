@@ -22,7 +22,13 @@ WAYS = {
     "zero2": ("train-deepspeed", ["NUM_GPUS=2", "TRAIN_BATCH_SIZE=2"]),
     "zero3": ("train-deepspeed", ["NUM_GPUS=2", "LAUNCH_STRATEGY=zero3", "TRAIN_BATCH_SIZE=2"]),
     "fsdp2": ("train-fsdp", ["NUM_GPUS=2", "TRAIN_BATCH_SIZE=2"]),
+    "packed": ("train", ["TRAIN_BATCH_SIZE=1", "TRAIN_PACKING=on"]),
+    "packed-ddp2": ("train-distributed", ["NUM_GPUS=2", "TRAIN_BATCH_SIZE=1", "TRAIN_PACKING=auto"]),
+    "packed-zero2": ("train-deepspeed", ["NUM_GPUS=2", "TRAIN_BATCH_SIZE=1", "TRAIN_PACKING=on"]),
+    "packed-zero3": ("train-deepspeed", ["NUM_GPUS=2", "LAUNCH_STRATEGY=zero3", "TRAIN_BATCH_SIZE=1", "TRAIN_PACKING=on"]),
+    "packed-fsdp2": ("train-fsdp", ["NUM_GPUS=2", "TRAIN_BATCH_SIZE=1", "TRAIN_PACKING=on"]),
 }
+LONG = ("packed-zero2", "packed-zero3", "packed-fsdp2")
 SHARDS = {"ddp2": (), "zero1": ("optimizer",), "zero2": ("optimizer", "gradients"), "zero3": ("optimizer", "gradients", "trainable"),
           "fsdp2": ("optimizer", "gradients", "trainable")}  # fmt: skip
 """What each strategy must split over two ranks."""
@@ -42,7 +48,7 @@ def config(mode: str, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         f"model: {{name: {tiny}, max_seq_len: 256}}\n"
         f"tuning: {{mode: {mode}, lora: {{r: 4, alpha: 8}}}}\n"
         f"data: {{train_path: {train}, val_path: {held_out}}}\n"
-        f"train: {{global_batch_size: 8, max_steps: {STEPS}, learning_rate: 5.0e-3, save_strategy: 'no', warmup_steps: 1}}\n",
+        f"train: {{global_batch_size: 8, max_steps: {STEPS}, learning_rate: 5.0e-3, save_strategy: 'no', warmup_steps: 1, packing: 'off'}}\n",
         encoding="utf-8",
     )
     return path
@@ -61,7 +67,7 @@ def close(mine: list[float], other: list[float]) -> None:
     assert max(gaps) <= TOLERANCE and statistics.fmean(gaps) <= TOLERANCE / 2, gaps
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.long if way in LONG else ()) for way in WAYS])
 def test_every_split_and_strategy_gives_the_same_updates(
     way: str, mode: str, config: Path, baseline: Path, cache: Path, session_runs: Path
 ) -> None:
@@ -82,6 +88,7 @@ def test_every_split_and_strategy_gives_the_same_updates(
         assert whole == pytest.approx(row["loss"], abs=1e-5)
     plan = json.loads((run / "plan.json").read_text())
     assert plan["global_batch_size"] == 8 and len(found[0]["rank_tokens"]) == plan["world_size"]
+    assert (plan["pack_tokens"] == 256) == way.startswith("packed")
     check_holdings(run, baseline, way)
 
 
