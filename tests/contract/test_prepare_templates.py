@@ -1,0 +1,61 @@
+"""A run's chat template, system turn and style, from its configuration to what it prepares and answers with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import read_config
+from sft_play.errors import UserError
+from sft_play.model.tokenizer import load_tokenizer
+from sft_play.prepare import prepare_run
+from sft_play.runs.prepared import Prepared
+from sft_play.training.answering import prompt_ids
+from tests.contract.test_prepare import pairs, rows_of, write_rows, write_run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def prepare(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    data = write_rows(tmp_path / "rows.jsonl", pairs(3))
+
+    def run(name: str, *lines: str) -> Prepared:
+        folder = write_run(tmp_path / name, [f"model.name: {tiny}", "model.max_seq_len: 128", f"data.train_path: {data}", *lines])
+        assert read_config(folder.config).config.data.train_path == str(data)
+        return prepare_run(folder)
+
+    return run
+
+
+def test_what_is_prepared_is_what_the_run_answers_with(prepare: Any) -> None:
+    prepared = prepare("r", "data.chat_template: alpaca", "data.system: Be brief.", 'data.style.user_suffix: " /now"')
+    tokenizer = load_tokenizer(prepared.model.path, prepared.model.chat)
+    question = pairs(1)[0]["prompt"]
+    expected = f"Be brief.\n\n### Instruction:\n{question} /now\n\n### Response:\n"
+    row = rows_of(prepared.train.path)[0]
+    assert tokenizer.decode(row["prompt_ids"]) == expected
+    assert row["prompt_ids"] == prompt_ids(tokenizer, [{"role": "user", "content": question}])
+    assert row["input_ids"][: len(row["prompt_ids"])] == row["prompt_ids"]
+
+
+def test_template_system_style_and_loss_are_parts_of_the_key(prepare: Any) -> None:
+    made = [
+        prepare(f"r{number}", *lines)
+        for number, lines in enumerate(
+            [[], ["data.chat_template: zephyr"], ["data.system: a"], ["data.style.user_prefix: a"], ["train.loss_on: all"]]
+        )
+    ]
+    assert len({one.train.path for one in made}) == len({one.train.fingerprint for one in made}) == 5
+    assert len({one.model.tokenizer_fingerprint for one in made}) == 4
+
+
+def test_a_template_of_another_family_is_refused_before_anything_is_written(prepare: Any, tmp_path: Path) -> None:
+    for value, message in (("gemma", "needs tokens that the vocabulary lacks"), ("zephir", "is no template's name")):
+        with pytest.raises(UserError, match=message):
+            prepare(value, f"data.chat_template: {value}")
+        assert not (tmp_path / value / "prepared.json").exists()
