@@ -28,6 +28,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.console import console_may_go
 from sft_play.launch.run_folder import ended_by_signals
+from sft_play.plan.mixture import mixture_of
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared, ResolvedModel
 from sft_play.runs.prepared_index import remember
@@ -55,6 +56,9 @@ def data(call: Call) -> int:
     config = call.load_config().config
     with _stopped_in_order():
         prepared, manifests = prepare(config)
+    mixture = mixture_of(config.data, prepared.train.sources) if prepared.train else None
+    for line in mixture.describe() if mixture else []:
+        _tell(f"mixture: {line}")
     if call.json:
         found = {"model": asdict(prepared.model), "train": manifests["train"], "validation": manifests.get("validation")}
         print(json.dumps(found, indent=2, ensure_ascii=False))

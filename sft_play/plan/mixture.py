@@ -94,9 +94,9 @@ class Mixture:
         for name, rows, whole, tokens in zip(self.names, self.epoch_rows, self.rows, given, strict=True):
             share = tokens / max(1.0, sum(given)) if self.by == "tokens" else rows / max(1, sum(self.epoch_rows))
             found.append(
-                f"{name}: {rows:,} rows an epoch, about {tokens:,.0f} tokens, {share:.1%} of the {self.by}, each of its {whole:,} rows "
-                f"{rows / max(1, whole):.3g} times"
-            )  # fmt: skip
+                f"{name}: {rows:,} rows an epoch ({rows / max(1, whole):.3g} x its {whole:,}), about {tokens:,.0f} tokens, "
+                f"{share:.1%} of the {self.by}"
+            )
         return found
 
 

@@ -35,7 +35,7 @@ def test_what_an_epoch_is() -> None:
     assert mixture([100, 50], [10_000, 10_000], [1, 0]).epoch_rows == (100, 0)
     assert mixture([100, 50], [10_000, 20_000], [0.1, 0.2]).epoch_rows == (100, 50)
     lines = mixture([100, 50], [10_000, 10_000], [3, 1]).describe()
-    assert lines[0] == "s0: 300 rows an epoch, about 30,000 tokens, 75.0% of the tokens, each of its 100 rows 3 times"
+    assert lines[0] == "s0: 300 rows an epoch (3 x its 100), about 30,000 tokens, 75.0% of the tokens"
 
 
 def test_without_weights_the_order_is_the_permutation_of_before() -> None:

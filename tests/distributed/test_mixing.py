@@ -1,0 +1,67 @@
+"""Two sources with weights, packed: what is really trained is near the weights, and goes on after a crash as if there was none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import environment, metrics, ragged_rows, run_program
+
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_tokens")
+
+
+@pytest.fixture(scope="module")
+def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixing")
+    one, other = ragged_rows(folder / "one.jsonl", 160), ragged_rows(folder / "other.jsonl", 120, seed=3)
+    path = folder / "mixed.yaml"
+    path.write_text(
+        f"model: {{name: {tiny}, max_seq_len: 256}}\n"
+        "tuning: {mode: lora, lora: {r: 4, dropout: 0.1}}\n"
+        "data:\n"
+        "  sources:\n"
+        f"    - {{path: {one}, name: one, weight: 3}}\n"
+        f"    - {{path: {other}, name: other, weight: 1}}\n"
+        "  exhausted: stop\n"
+        "train: {global_batch_size: 40, batch_size: 1, packing: 'on', epochs: 2, learning_rate: 5.0e-3, save_steps: 3}\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+def test_weights_are_what_is_trained_and_resume_is_exact(config: Path, cache: Path, tmp_path: Path) -> None:
+    import datasets
+
+    env = environment(cache, tmp_path)
+    done = run_program(["train-distributed", "NUM_GPUS=2", f"CONFIG={config}", "RUN_NAME=run"], env)
+    assert done.code == 0, done.err + done.out
+    run = tmp_path / "run"
+    said = done.out + done.err
+    assert "mixture: one: 160 rows an epoch (1 x its 160), about 8,780 tokens, 74.8% of the tokens" in said
+    plan, prepared = (json.loads((run / name).read_text()) for name in ("plan.json", "prepared.json"))
+    rows = datasets.load_from_disk(prepared["train"]["path"])
+    facts = {row["row"]: (row["source"], len(row["input_ids"])) for row in rows}
+    assert len(facts) == len(rows) == 280
+    trained = [
+        r for rank in range(2) for r in json.loads((run / "logs" / f"holdings-rank{rank}.json").read_text())["rows_trained"]
+    ]
+    tokens, times = Counter[int](), Counter(trained)
+    for row in trained:
+        tokens[facts[row][0]] += facts[row][1]
+    assert tokens[0] / sum(tokens.values()) == pytest.approx(0.75, rel=0.02)
+    whole = metrics(run)
+    assert len(whole) == plan["steps"] == 2 * plan["steps_per_epoch"]
+    assert all(times[row] == 2 for row, (source, _) in facts.items() if source == 0)
+    assert all(times[row] <= 1 for row, (source, _) in facts.items() if source == 1)  # two epochs, other rows in each
+    assert sum(sum(row["rank_tokens"]) for row in whole) > 0 and plan["pack_tokens"] == 256
+
+    last = (run / "checkpoints" / "last").resolve()
+    shutil.rmtree(last)
+    shutil.rmtree(run / "model")
+    done = run_program(["resume", "RUN=run"], env)
+    assert done.code == 0, done.err + done.out
+    assert [[row[key] for key in EXACT] for row in metrics(run)] == [[row[key] for key in EXACT] for row in whole]
