@@ -97,6 +97,16 @@ class Renderer:
 
     def answer(self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None = None) -> tuple[str, str]:
         """Returns the prompt of message `index` and what the model writes then, with the end of its turn. Raises `DataError`."""
+        prompt, said = self._answer(messages, index, tools)
+        for stop in self.stops:
+            if 0 <= said.find(stop) < len(said) - len(stop):
+                raise DataError(
+                    f"the answer of turn {index + 1} holds `{stop}`, which ends a turn: inference would stop there",
+                    hint="take it out of the text (the template writes it), or leave such rows out with the source's `filter`",
+                )
+        return prompt, said
+
+    def _answer(self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None) -> tuple[str, str]:
         message = messages[index]
         prompt = self.render(messages[:index], tools, prompt=True)
         full = self.render(messages[: index + 1], tools)
@@ -203,6 +213,11 @@ class Renderer:
                 )
             return self._render_slowly(messages, tools, prompt)
         except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+            if not messages:
+                raise DataError(
+                    "the conversation begins with an answer, and the chat template writes no prompt for it",
+                    hint="`train: false` on that turn leaves it out of what is learnt; or put a question before it",
+                ) from error
             roles = ", ".join(m["role"] for m in messages)
             raise DataError(
                 f"the chat template does not take this conversation ({roles}): {error}",

@@ -178,6 +178,22 @@ def test_flags_that_leave_nothing_are_refused(flags: Any, loss_on: str, message:
     assert found.error is not None and message in found.error.message and found.error.place == "rows.jsonl:3"
 
 
+@pytest.mark.parametrize("words", [f"Four.{END}", f"Fo{END}ur"])
+def test_an_answer_that_ends_its_turn_itself_is_refused(words: str, folder: Path) -> None:
+    with pytest.raises(DataError, match=r"turn 2 holds `<\|im_end\|>`"):
+        rows(load_tokenizer(folder), [CHAT[0], {"role": "assistant", "content": words}])
+
+
+def test_a_conversation_that_begins_with_an_answer(folder: Path, tmp_path: Path) -> None:
+    greeting: Message = {"role": "assistant", "content": "Hello!"}
+    path = tmp_path / "first.jinja"
+    path.write_text("{% if messages[0]['role'] == 'tool' %}{% endif %}" + CHAT_TEMPLATE)
+    tokenizer = load_tokenizer(folder, chat_format(DataConfig(chat_template=str(path))))
+    with pytest.raises(DataError, match="begins with an answer"):
+        rows(tokenizer, [greeting, *CHAT])
+    assert learnt(tokenizer, rows(tokenizer, [{**greeting, "train": False}, *CHAT])) == ["Four.", "Five."]
+
+
 def test_a_template_that_counts_turns_is_refused(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "counts.jinja"
     path.write_text("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}" + CHAT_TEMPLATE)
