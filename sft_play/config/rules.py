@@ -39,7 +39,9 @@ def _data(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
         if not source.path.strip():
             yield _problem(origins, "data.sources", f"`data.sources[{index}].path` is empty")
     if data.group_by is not None and (isinstance(data.validation, list) or not data.validation):
-        message = "`data.group_by` says which rows stay together when a fraction is held out, and `data.validation` is no fraction"
+        message = (
+            "`data.group_by` says which rows stay together when a fraction is held out, and `data.validation` is no fraction"
+        )
         yield _problem(origins, "data.group_by", message, "set `data.validation: 0.05`, or leave `data.group_by` out")
 
 
