@@ -76,7 +76,8 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rows": 1}, {"rows": 1, "layout": "padded"}, {"lora_dropout": 0.1, "fused_adapters": False}, {"optim": "adamw_torch"},
+        {"rows": 1}, {"rows": 1, "packed": True}, {"packed": True, **BF16}, {"rows": 1, "layout": "padded"},
+        {"lora_dropout": 0.1, "fused_adapters": False}, {"optim": "adamw_torch"},
         {"optim": "none"}, {"accumulates": False}, {"clips": False}, {"attention": "eager", "layout": "padded"},
         {"target_modules": ["q_proj", "v_proj"]}, {"labels": 120}, {"labels": 120, "loss_chunk": 50},
         {"labels": 120, "loss_chunk": 50, "mode": "full"},

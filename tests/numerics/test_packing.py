@@ -1,0 +1,84 @@
+"""Rows packed as the sampler packs them give the logits, the loss and the gradients that each gives alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from sft_play.data.batches import GlobalBatchSampler
+from sft_play.data.collate import Collator
+from sft_play.training.loss import token_loss_sum
+from tests.numerics.test_layouts import VOCABULARY, random_model
+
+LIMIT, COUNT = 48, 14
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+# Families with and without sliding windows, learned positions, and soft-capped logits (no sdpa kernel: eager).
+CASES = [("llama", "sdpa"), ("qwen2", "sdpa"), ("qwen3", "sdpa"), ("gemma", "sdpa"), ("gemma2", "eager"), ("gemma3_text", "sdpa"),
+         ("mistral", "sdpa"), ("gpt2", "sdpa"), ("llama", "eager")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    """Rows of 1 to 40 tokens, learnt from their middle on."""
+    chance = random.Random(5)
+    lengths = [1, 2, 40, *(chance.randint(3, 36) for _ in range(COUNT - 3))]
+    made = [[chance.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
+    return [{"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :], "row": i} for i, ids in enumerate(made)]
+
+
+def packed(rows: list[dict[str, Any]], micro: int) -> list[list[dict[str, Any]]]:
+    """Returns the micro-batches of a step with all rows."""
+    lengths = [len(row["input_ids"]) for row in rows]
+    sampler = GlobalBatchSampler(COUNT, COUNT, [(micro, COUNT)], 0, 0, lengths=lengths, pack_tokens=LIMIT)
+    found = [[rows[index] for index in batch] for batch in sampler if batch]
+    assert sum(map(len, found)) == COUNT and len(found) < COUNT // 2
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("kind", "attention"), CASES)
+def test_logits_of_packed_rows_are_their_own(kind: str, attention: str, device: str, rows: list[dict[str, Any]]) -> None:
+    model = random_model(kind, attention).to(device)
+    collate = Collator("flattened", 0)
+
+    def logits(batch: list[dict[str, Any]]) -> torch.Tensor:
+        made = collate([{**row, "labels": row["input_ids"]} for row in batch])
+        inputs = {name: made[name].to(device) for name in ("input_ids", "position_ids")}
+        with torch.no_grad():
+            found: torch.Tensor = model(**inputs, use_cache=False).logits[0]
+        return found
+
+    for batch in packed(rows, 1) + packed(rows, 2):
+        found, start = logits(batch), 0
+        for row in batch:
+            alone = logits([row])
+            torch.testing.assert_close(found[start : start + len(alone)], alone, rtol=2e-5, atol=2e-6)
+            start += len(alone)
+        assert start == len(found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_packed_step_has_the_gradient_of_an_unpacked_one(kind: str, device: str, rows: list[dict[str, Any]]) -> None:
+    model = random_model(kind, "sdpa").to(device)
+    collate = Collator("flattened", 0)
+
+    def step(batches: list[list[dict[str, Any]]]) -> tuple[float, torch.Tensor]:
+        model.zero_grad()
+        total = 0.0
+        for batch in batches:
+            made = {name: value.to(device) if name != "rows" else value for name, value in collate(batch).items()}
+            loss = token_loss_sum(model, made)
+            loss.backward()
+            total += float(loss.detach())
+        return total, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    wanted, gradient = step([[row] for row in rows])
+    for micro in (1, 2):
+        total, found = step(packed(rows, micro))
+        assert total == pytest.approx(wanted, rel=1e-6)
+        torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
