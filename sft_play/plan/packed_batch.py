@@ -123,7 +123,7 @@ def choose_packing(
     arithmetic, saved = _arithmetic(chosen, plain)
     if wish == "auto":
         if saved <= WORTH:
-            return off(f"{arithmetic}, not more than {WORTH:.0%} of the micro-steps saved")
+            return off(f"{arithmetic}; worth it from {WORTH:.0%} fewer")
         before, after = seconds(unpacked), seconds(chosen)
         if before and after and after > SLOWER * before:
             return off(
@@ -191,7 +191,5 @@ def _arithmetic(chosen: Division, plain: Batch) -> tuple[str, float]:
         return f"how much it saves is known when the data are prepared; packs of up to {chosen.pack_tokens} tokens", 0.0
     before, after = plain.accumulation, packs.micro_steps(slots)
     saved = 1 - after / before
-    return (
-        f"{packs.rows} rows in {packs.mean:.1f} packs of {packs.limit} tokens, {packs.efficiency:.0%} full; {after:.1f} micro-steps "
-        f"instead of {before} = {saved:.0%} fewer"
-    ), saved  # fmt: skip
+    words = f"{packs.rows} rows in {packs.mean:.1f} packs of {packs.limit} tokens, {packs.efficiency:.0%} full; {after:.1f} micro-steps"
+    return f"{words} instead of {before}" + (f" = {saved:.0%} fewer" if saved > 0 else ""), saved
