@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig
 
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import end_of_turn_ids
+from sft_play.training.refill import generate_refilling
 
 Message = Mapping[str, str]
-SHARE_STOPPED = 0.25
-"""Share of a batch that must have ended its turn before the rest goes on without it: each change costs a copy of the cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,76 +106,47 @@ def answer_batch(
     device: torch.device | str | None = None,
     synced: bool = False,
 ) -> list[Answer]:
-    """Answers prompts together, padded on the left. `synced` keeps forward passes in step with other ranks (ZeRO-3, FSDP2)."""
+    """Answers prompts, padded on the left: `settings.batch_size` at once where `refills`, else all of them together.
+
+    `synced` keeps forward passes in step with other ranks (ZeRO-3, FSDP2).
+    """
     longest = max(map(len, prompts))
     generation = generation_settings(tokenizer, settings, room=context_length(model) - longest)
     device = device or model.device
+    with torch.no_grad():
+        if refills(model, settings, synced=synced):
+            output = generate_refilling(model, prompts, generation, at_once=max(1, settings.batch_size), device=device)
+        else:
+            output = _generate_together(model, prompts, generation, device=device, synced=synced)
+    stops = set(generation.eos_token_id)
+    return [_answer(tokenizer, tokens, stops) for tokens in output]
+
+
+def refills(model: Any, settings: AnswerSettings, *, synced: bool) -> bool:
+    """Whether prompts take the places of answers that have ended, and may therefore be given in more than a batch.
+
+    Not where ranks must take equally many steps, where beams need each other, nor with Unsloth's own `generate`.
+    """
+    return not synced and settings.num_beams == 1 and "generate" not in vars(model)
+
+
+def _generate_together(
+    model: Any, prompts: Sequence[Sequence[int]], generation: GenerationConfig, *, device: Any, synced: bool
+) -> list[list[int]]:
+    longest = max(map(len, prompts))
     input_ids = torch.full((len(prompts), longest), generation.pad_token_id, dtype=torch.long)
     attention_mask = torch.zeros_like(input_ids)
     for index, prompt in enumerate(prompts):
         input_ids[index, longest - len(prompt) :] = torch.tensor(list(prompt), dtype=torch.long)
         attention_mask[index, longest - len(prompt) :] = 1
-    with torch.no_grad():
-        inputs = input_ids.to(device), attention_mask.to(device)
-        if synced or settings.num_beams > 1 or len(prompts) == 1 or "generate" in vars(model):
-            # Ranks must take equally many steps, beams need each other, and Unsloth puts a generate of its own in the object.
-            output = model.generate(
-                input_ids=inputs[0], attention_mask=inputs[1], generation_config=generation, synced_gpus=synced
-            )[:, longest:].tolist()
-        else:
-            output = _generate_in_parts(model, *inputs, generation)
-    stops = set(generation.eos_token_id)
-    return [_answer(tokenizer, tokens, stops) for tokens in output]
-
-
-class _EnoughStopped(StoppingCriteria):
-    """Interrupts generation when `SHARE_STOPPED` of the batch has ended its turn."""
-
-    def __init__(self, stops: torch.Tensor, batch: int) -> None:
-        self.stops, self.stopped = stops, torch.zeros(batch, dtype=torch.bool, device=stops.device)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.stopped |= torch.isin(input_ids[:, -1], self.stops)
-        return (self.stopped.float().mean() >= SHARE_STOPPED).expand(len(self.stopped))
-
-
-def _generate_in_parts(
-    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, generation: GenerationConfig
-) -> list[list[int]]:
-    """Returns each prompt's new tokens [B, steps that it took], greedily.
-
-    transformers computes a batch to the end of its longest answer. Here answers that have ended leave it, with their part of the
-    cache, whenever they are `SHARE_STOPPED` of what is left; which ones do depends on the batch alone, so ranks do not matter.
-    """
-    stops = torch.tensor(generation.eos_token_id, device=input_ids.device)
-    found: list[list[int]] = [[] for _ in range(len(input_ids))]
-    live = torch.arange(len(input_ids), device=input_ids.device)
-    cache, selectable, left = None, True, generation.max_new_tokens
-    generation.return_dict_in_generate = True
-    while True:
-        generation.max_new_tokens = left
-        output = model.generate(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            generation_config=generation,
-            past_key_values=cache,
-            stopping_criteria=StoppingCriteriaList([_EnoughStopped(stops, len(live))] if selectable and len(live) > 1 else []),
-        )
-        new = output.sequences[:, input_ids.shape[1] :]
-        for place, tokens in zip(live.tolist(), new.tolist(), strict=True):
-            found[place] += tokens
-        left -= new.shape[1]
-        keep = (~torch.isin(new, stops).any(dim=1)).nonzero()[:, 0]
-        if left <= 0 or not len(keep):
-            return found
-        live, input_ids = live[keep], output.sequences[keep]
-        attention_mask = torch.cat([attention_mask, torch.ones_like(new)], dim=1)[keep]
-        cache = output.past_key_values
-        selectable = isinstance(cache, DynamicCache)  # others (recurrent states) are made again from the tokens, once
-        if isinstance(cache, DynamicCache):
-            cache.batch_select_indices(keep)
-        else:
-            cache = None
+    output = model.generate(
+        input_ids=input_ids.to(device),
+        attention_mask=attention_mask.to(device),
+        generation_config=generation,
+        synced_gpus=synced,
+    )
+    tokens: list[list[int]] = output[:, longest:].tolist()
+    return tokens
 
 
 def _answer(tokenizer: Any, tokens: Sequence[int], stops: set[int]) -> Answer:

@@ -22,10 +22,10 @@ from sft_play.config.metrics import short_name
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 from sft_play.files import write_json, write_text
-from sft_play.training.answering import Answer, AnswerSettings, answer_batch, use_our_settings
+from sft_play.training.answering import Answer, AnswerSettings, answer_batch, refills, use_our_settings
 from sft_play.training.intervals import Interval
 from sft_play.training.scores import DEFAULT_METRICS, Scored, how_scored, metrics_for, perplexity, score_answers
-from sft_play.training.shares import share_batches
+from sft_play.training.shares import share_batches, share_size
 from sft_play.training.text_metrics import ROUGE, without_words
 
 
@@ -173,11 +173,13 @@ def score_by_generation(
     budget = budget or Budget()
     prompts = [list(row["prompt_ids"]) for row in rows]
     spread_by = None if budget.seconds is None else budget.seed
-    mine, rounds = share_batches([len(prompt) for prompt in prompts], batch_size, rank, world_size, spread_by=spread_by)
     settings = AnswerSettings(max_new_tokens=max_new_tokens, num_beams=num_beams, batch_size=batch_size)
     answers: list[tuple[int, Answer]] = []
     started = budget.clock()
     with _ready_to_generate(model, synced=synced) as ready:
+        together = share_size(len(rows), batch_size) if refills(ready, settings, synced=synced) else batch_size
+        lengths = [len(prompt) for prompt in prompts]
+        mine, rounds = share_batches(lengths, together, rank, world_size, spread_by=spread_by)
         for turn in range(rounds):
             if budget.over(started, turn, world_size):
                 break

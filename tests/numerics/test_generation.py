@@ -22,6 +22,7 @@ from sft_play.model.tokenizer import load_tokenizer
 from sft_play.training import answering
 from sft_play.training.answering import AnswerSettings, answer_batch
 from sft_play.training.generation import Budget, decide, score_by_generation, write_evaluation
+from sft_play.training.shares import share_size
 from tests.numerics.generation_ranks import Ticks, load, rows
 from tests.tiny_models import build_tiny_llama
 
@@ -165,24 +166,43 @@ def test_a_time_budget_answers_a_part_that_is_spread_over_lengths_and_says_so(fo
     assert (scores["complete"], scores["answers"], scores["answers_asked"]) == (False, 12, 40)
 
 
-def test_answers_that_have_ended_leave_the_batch_and_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stops", [(), tuple(range(300, 600))], ids=["none ends", "most end early"])
+def test_prompts_that_wait_take_the_places_of_answers_that_have_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stops: tuple[int, ...]
+) -> None:
     model, tokenizer = load(folder)
     answering.use_our_settings(model.eval())
-    monkeypatch.setattr(answering, "end_of_turn_ids", lambda _: tuple(range(300, 600)))  # so that answers end all the time
-    sizes: list[int] = []
-    forward = model.get_base_model().model.forward
-    monkeypatch.setattr(
-        model.get_base_model().model, "forward", lambda *a, **k: sizes.append(len(k["input_ids"])) or forward(*a, **k)
-    )
-    prompts = [row["prompt_ids"] for row in rows(16)]
-    settings = AnswerSettings(max_new_tokens=40)
-    shrinking = answer_batch(model, tokenizer, prompts, settings)
-    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 2
-    monkeypatch.setattr(answering, "SHARE_STOPPED", 2.0)
-    assert answer_batch(model, tokenizer, prompts, settings) == shrinking
-    alone = [answer_batch(model, tokenizer, [prompt], settings)[0] for prompt in prompts]
-    assert alone == shrinking
-    assert len({answer.tokens for answer in alone}) > 4
+    if stops:
+        monkeypatch.setattr(answering, "end_of_turn_ids", lambda _: stops)
+    calls: list[tuple[int, int]] = []
+    inner = model.get_base_model().model
+    forward = inner.forward
+    monkeypatch.setattr(inner, "forward", lambda *a, **k: calls.append(tuple(k["input_ids"].shape)) or forward(*a, **k))
+    prompts = [row["prompt_ids"] for row in rows(30)] + [[400], [401, 402]]
+
+    def answered(batch_size: int, chosen: list[list[int]]) -> list[Any]:
+        calls.clear()
+        return answer_batch(model, tokenizer, chosen, AnswerSettings(max_new_tokens=40, batch_size=batch_size))
+
+    alone = [answered(1, [prompt])[0] for prompt in prompts]
+    steps_in_order = sum(max(a.tokens for a in alone[start : start + 8]) for start in range(0, len(alone), 8))
+    for batch_size in (3, 8, 32):
+        assert answered(batch_size, prompts) == alone
+        assert max(rows_ for rows_, _ in calls) <= batch_size
+    answered(8, prompts)
+    steps = [rows_ for rows_, width in calls if width == 1]
+    if stops:
+        assert len({answer.tokens for answer in alone}) > 4
+        assert len(steps) < steps_in_order, (
+            "fewer steps than by batches that wait for their longest answer, and fewer rows in them"
+        )
+        assert sum(steps) < 0.8 * 8 * steps_in_order
+    else:
+        assert {answer.tokens for answer in alone} == {40}
+
+
+def test_a_share_is_one_to_four_batches_and_leaves_shares_for_all_ranks() -> None:
+    assert [share_size(count, 8) for count in (1, 80, 128, 200, 500, 10_000)] == [8, 8, 16, 24, 32, 32]
 
 
 def test_beams_are_used_when_asked_for(folder: Path, alone: Any) -> None:
