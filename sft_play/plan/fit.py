@@ -17,6 +17,8 @@ Memory = Callable[[Config, ModelShape, Setup, int], dict[str, int]]
 """(configuration, shape, setup, micro-batch) -> bytes of every part of a rank at its worst moment."""
 SHORTEST_ROW = 8
 MOST_REMEDIES = 6
+MOST_ROWS = 2**20
+"""Where the search for the largest micro-batch ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,16 +82,22 @@ class Fit:
         return sum(self.parts(setup, micro_batch).values())
 
     def largest(self, setup: Setup, capacity: int) -> int:
-        """Returns how many rows fit; memory grows linearly with them, once there is one."""
-        one = self.need(setup, 1)
-        if one > capacity:
+        """Returns the most rows that fit: exactly, by bisection, for memory that grows with them in any way."""
+
+        def fits(rows: int) -> bool:
+            return self.need(setup, rows) <= capacity
+
+        if not fits(1):
             return 0
-        rows = 1 + (capacity - one) // max(1, self.need(setup, 2) - one)
-        while rows > 1 and self.need(setup, rows) > capacity:  # a mask grows faster
-            rows -= max(1, rows // 8)
-        while self.need(setup, rows + max(1, rows // 8)) <= capacity:  # chunked logits stop growing
-            rows += max(1, rows // 8)
-        return rows
+        # Memory is nearly linear: the answer is near where a line through one row and two arrives.
+        low, step = 1, max(1, (capacity - self.need(setup, 1)) // max(1, self.need(setup, 2) - self.need(setup, 1)))
+        while low < MOST_ROWS and fits(low + step):
+            low += step
+        high = min(low + step, MOST_ROWS + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
 
     def longest(self, setup: Setup, micro_batch: int, capacity: int, most: int) -> int:
         """Returns the tokens, at most `most`, of the longest rows of which `micro_batch` fit; 0 when none do."""

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sft_play.config.schema import TrainConfig
+from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.errors import UserError
 from sft_play.plan.batch import choose_batch
+from sft_play.plan.fit import Fit
+from sft_play.plan.memory import Setup
+from sft_play.plan.shape import ModelShape, shape_of
 
 
 def train(**values: Any) -> TrainConfig:
@@ -95,3 +98,27 @@ def test_the_global_batch_is_reached_on_any_world(fitting: tuple[int, ...], want
 def test_the_global_batch_does_not_depend_on_the_world(room: int, world: int, given_micro: int) -> None:
     assert choose_batch(train(), (room,) * world, 64).global_batch == choose_batch(train(), (room,), 64).global_batch == 32
     assert choose_batch(train(batch_size=given_micro), (room,) * world, 64).global_batch == 32
+
+
+# What fits, exactly.
+
+
+@given(one=st.integers(1, 2**34), row=st.integers(1, 2**31), bend=st.integers(0, 2**24), capacity=st.integers(1, 2**37))
+def test_the_largest_batch_is_exact(one: int, row: int, bend: int, capacity: int) -> None:
+    config = Config(model=ModelConfig(name="HuggingFaceTB/SmolLM2-135M-Instruct"))
+
+    def memory(_: Config, shape: ModelShape, setup: Setup, rows: int) -> dict[str, int]:
+        return {"base": one, "rows": row * rows, "mask": bend * rows**2 // 1024, "logits": min(row * rows, 2**30)}
+
+    fit = Fit(config=config, shape=shape_of(config.model), memory=memory)
+    setup = setup_for("cuda")
+    most = fit.largest(setup, capacity)
+    assert most == 0 or fit.need(setup, most) <= capacity
+    assert fit.need(setup, most + 1) > capacity or most >= 2**20
+
+
+def setup_for(device: str) -> Setup:
+    return Setup(
+        device=device, strategy="single", world_size=1, precision="bf16", weights_dtype="bfloat16", optim="adamw_torch_fused",
+        gradient_checkpointing=False, layout="padded", attention="sdpa", label_share=1.0, row_tokens=128,
+    )  # fmt: skip
