@@ -161,7 +161,7 @@ class TrainConfig:
     """The optimisation. Every other field of the pinned `transformers.TrainingArguments` is accepted here too."""
 
     batch_size: int | Auto = "auto"
-    """Rows per device and micro-step; `auto` is the largest that fits."""
+    """Rows (with packing: packs) per device and micro-step; `auto` is the largest that fits."""
     grad_accum: int | Auto = "auto"
     """Micro-steps per optimizer step; `auto` is what reaches the global batch."""
     global_batch_size: int | Auto = "auto"

@@ -54,7 +54,7 @@ def remedy(
         )
     if micro > 1:
         return replace(request, halvings=request.halvings + 1)
-    if plan.pack_tokens and config.train.packing == "auto":
+    if plan.pack_tokens and config.train.packing == "auto" and outcome.doing.get("phase") != "evaluating":
         return replace(request, unpack=True)
     if config.train.gradient_checkpointing == "auto" and not plan.gradient_checkpointing:
         return replace(request, force_checkpointing=True)

@@ -62,6 +62,8 @@ class Stamp:
     strategy: str
     world_size: int
     versions: Mapping[str, str]
+    mixture: Mapping[str, Any] | None = None
+    """Weights of the training sources and what they mean; `None` where every row comes once an epoch."""
     recoveries: Sequence[Mapping[str, Any]] = ()
     """What was changed because memory ran out, oldest first."""
     step: int = 0
@@ -112,8 +114,17 @@ def make_stamp(config: Config, plan: PlanFacts, prepared: Prepared) -> Stamp:
         strategy=plan.strategy,
         world_size=plan.world_size,
         versions=_versions(),
+        mixture=_mixture(config, prepared),
         recoveries=tuple(plan.recoveries),
     )
+
+
+def _mixture(config: Config, prepared: Prepared) -> dict[str, Any] | None:
+    sources = prepared.train.sources if prepared.train else ()
+    if not any(source.weight for source in sources):
+        return None
+    weights = [source.weight for source in sources]
+    return {"weights": weights, "mix_by": config.data.mix_by, "exhausted": config.data.exhausted}
 
 
 def _versions() -> dict[str, str]:
@@ -153,6 +164,9 @@ RULES: Mapping[str, Rule] = {
     "weights_dtype": Rule("warn", "allow", "allow", "allow", "losses will differ in the last digits"),
     "train_data": Rule("refuse", "allow", "allow", "allow", "the training rows have changed: restore them, or start a new run"),
     "validation_data": Rule("warn", "allow", "allow", "allow", "scores before and after do not compare"),
+    "mixture": Rule(
+        "refuse", "allow", "allow", "allow", "the row order would change: set weights, `data.mix_by` and `data.exhausted` back"
+    ),
     "seed": Rule("refuse", "allow", "allow", "allow", "the row order would change: set `train.seed` back"),
     "global_batch_size": Rule(
         "refuse", "allow", "allow", "allow", "every update would change: set `train.global_batch_size` back"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from sft_play.data.batches import GlobalBatchSampler, Slots
 from sft_play.errors import UserError
+from sft_play.launch.recovery import announcement, remedy
+from sft_play.launch.supervise import OUT_OF_MEMORY, Outcome
 from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.packing import best_fit, most_packs
@@ -132,7 +134,9 @@ def test_auto_leaves_what_is_one_micro_step_and_what_saves_little(planned: Calla
     assert whole.pack_tokens == 0 and "packing" not in reasons(whole)
     long_rows = planned([400, 500] * 200, batch_size=1)
     assert long_rows.pack_tokens == 0
-    assert "packing off: 32 rows in 32.0 packs of 512 tokens" in reasons(long_rows) and "worth it from 10% fewer" in reasons(long_rows)
+    assert "packing off: 32 rows in 32.0 packs of 512 tokens" in reasons(long_rows) and "worth it from 10% fewer" in reasons(
+        long_rows
+    )
     bloom = planned([100, 60] * 200, shape=replace(SHAPE, model_type="bloom"), batch_size=1)
     assert bloom.pack_tokens == 0 and "packing off: `bloom` is not among the families" in reasons(bloom)
     gave_up = planned([100, 60] * 200, LaunchRequest(unpack=True), batch_size=1)
@@ -155,3 +159,17 @@ def test_memory_ran_out_with_packs(planned: Callable[..., Plan]) -> None:
     after = planned([100, 60] * 200, LaunchRequest(halvings=1), packing="on", batch_size=4)
     assert (before.ranks[0].micro_batch, after.ranks[0].micro_batch) == (4, 2)
     assert after.ranks[0].accumulation == 2 * before.ranks[0].accumulation and after.pack_tokens == 512
+
+
+def test_one_pack_that_does_not_fit_is_taken_apart(planned: Callable[..., Plan]) -> None:
+    plan = planned([100, 60] * 200, batch_size=1)
+    outcome = Outcome(
+        code=75, rank=0, cause=OUT_OF_MEMORY, message="error: memory ran out in step 3", doing={"phase": "training"}
+    )
+    cases: list[tuple[Literal["auto", "on"], bool]] = [("auto", True), ("on", False)]
+    for packing, unpack in cases:
+        config = Config(model=ModelConfig(name="m", max_seq_len=512), data=DataConfig(), train=TrainConfig(packing=packing))
+        request = remedy(config, SHAPE, plan, LaunchRequest(), outcome, 0)
+        assert isinstance(request, LaunchRequest) and request.unpack is unpack and request.force_checkpointing is not unpack
+    after = planned([100, 60] * 200, LaunchRequest(unpack=True), batch_size=1)
+    assert "packing on -> off" in announcement(config, plan, after, outcome, None, 1)
