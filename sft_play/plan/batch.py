@@ -60,6 +60,13 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
     return Batch(micro_batches=micros, accumulation=steps, global_batch=wanted, reasons=tuple(reasons))
 
 
+def global_rows(train: TrainConfig, world: int) -> int:
+    """Returns the rows of an optimizer step, as `choose_batch` settles them."""
+    if train.batch_size != "auto" and train.grad_accum != "auto":
+        return train.batch_size * train.grad_accum * world
+    return DEFAULT_GLOBAL_BATCH if train.global_batch_size == "auto" else train.global_batch_size
+
+
 def halved(batch: Batch, halvings: int, unit: str = "device") -> Batch:
     """Returns the batch with half the micro-batch (rounded up) and twice the accumulation, `halvings` times over (contract B10).
 

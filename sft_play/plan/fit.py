@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
+from sft_play.plan.batch import count, global_rows
 from sft_play.plan.hardware import GIB
 from sft_play.plan.memory import Setup, rank_memory
 from sft_play.plan.shape import ModelShape
@@ -116,7 +118,7 @@ class Fit:
         `early`, before the data are known, one row counts as the shortest there can be: its length is not known yet.
         """
         rank = min(range(len(room)), key=lambda i: fitting[i])
-        wanted = wanted_rows(self.config)
+        wanted = wanted_rows(self.config, setup.world_size)
         if early:
             wanted, setup = 1, replace(setup, row_tokens=min(SHORTEST_ROW, setup.row_tokens))
             if self.largest(setup, room[rank]) >= 1:
@@ -126,8 +128,9 @@ class Fit:
         parts = self.parts(setup, wanted)
         listed = ", ".join(f"{n} {size / GIB:.1f}" for n, size in sorted(parts.items(), key=lambda p: -p[1]) if size > GIB / 20)
         rows = f"a micro-batch of {wanted} rows of" if wanted > 1 else "not even one row of"
+        asked = _asked(self.config, setup.world_size) if wanted > 1 else ""
         raise DoesNotFitError(
-            f"{rows} {setup.row_tokens} tokens {'does not fit' if wanted > 1 else 'fits'}: rank {rank} ({names[rank]}) needs "
+            f"{rows} {setup.row_tokens} tokens {'does not fit' if wanted > 1 else 'fits'}{asked}: rank {rank} ({names[rank]}) needs "
             f"{sum(parts.values()) / GIB:.1f} GiB of {room[rank] / GIB:.1f} GiB ({listed} GiB)",
             setup=setup,
             micro_batch=wanted,
@@ -161,8 +164,9 @@ class Fit:
         typed_off = " TRAIN_GRADIENT_CHECKPOINTING=true" if config.train.gradient_checkpointing is False else ""
         found: list[tuple[str, Config, Setup, int]] = []
         if rows > 1:
-            auto = "TRAIN_BATCH_SIZE=auto" if isinstance(config.train.batch_size, int) else f"TRAIN_BATCH_SIZE={rows // 2}"
-            found.append((auto, config, setup, 1 if auto.endswith("auto") else rows // 2))
+            typed = isinstance(config.train.batch_size, int), config.train.grad_accum != "auto"
+            auto = {(True, False): "TRAIN_BATCH_SIZE=auto", (False, True): "TRAIN_GRAD_ACCUM=auto"}.get(typed)
+            found.append((auto or f"TRAIN_BATCH_SIZE={rows // 2}", config, setup, 1 if auto else rows // 2))
         if not setup.gradient_checkpointing:
             found.append(("TRAIN_GRADIENT_CHECKPOINTING=true", config, saving, rows))
         if setup.row_tokens > SHORTEST_ROW:
@@ -198,6 +202,20 @@ def _price(remedy: Remedy) -> float:
     return 4.0 if "offload" in remedy.override else 1.3
 
 
-def wanted_rows(config: Config) -> int:
-    """Returns the rows that must fit: the micro-batch that was typed, else one."""
-    return config.train.batch_size if config.train.batch_size != "auto" else 1
+def wanted_rows(config: Config, world: int) -> int:
+    """Returns the rows per rank that must fit: the micro-batch that was typed, or that a typed accumulation needs; else one."""
+    train = config.train
+    if train.batch_size != "auto":
+        return train.batch_size
+    if train.grad_accum == "auto" or train.packing == "on":  # what fits there are packs, not known yet
+        return 1
+    return math.ceil(global_rows(train, world) / (train.grad_accum * world))
+
+
+def _asked(config: Config, world: int) -> str:
+    """Returns why so many rows must fit, for an error: the arithmetic of a typed accumulation."""
+    train = config.train
+    if train.batch_size != "auto" or train.grad_accum == "auto":
+        return ""
+    rows = global_rows(train, world)
+    return f" (`train.grad_accum` {train.grad_accum} needs it: {rows} global / ({train.grad_accum} x {count(world, 'rank')}))"

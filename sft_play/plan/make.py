@@ -86,7 +86,9 @@ def make_plan(
     unit = "device" if kind == "cuda" else "process"
     fitting = tuple(max(1, rows) for rows in fitting)
     most = CPU_MICRO_BATCH if kind == "cpu" else MOST_MICRO_BATCH
-    rows_fit = fitting if config.train.packing != "on" else (2**20,) * world  # what fits there are packs
+    # What fits under packing are packs; and before the data are known, rows of the greatest length must not refuse what was typed.
+    unknown = config.train.packing == "on" or (launch.early and config.train.grad_accum != "auto")
+    rows_fit = (2**20,) * world if unknown else fitting
     batch = choose_batch(config.train, rows_fit, most, unit)
 
     def speed_of(division: Division) -> Forecast:
@@ -220,7 +222,7 @@ def _checkpointing(
     plain = tuple(fit.largest(setup, capacity) for capacity in room)
     saving = replace(setup, gradient_checkpointing=True)
     smaller = tuple(fit.largest(saving, capacity) for capacity in room)
-    wanted = wanted_rows(fit.config)
+    wanted = wanted_rows(fit.config, setup.world_size)
     if asked == "auto" and forced and min(plain) >= wanted:
         reasons.append("gradient checkpointing on: memory ran out without it")
         return saving, plain  # what it saves is not for a larger micro-batch

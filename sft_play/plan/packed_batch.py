@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from sft_play.config.schema import TrainConfig
 from sft_play.errors import UserError
 from sft_play.plan import choices
-from sft_play.plan.batch import DEFAULT_GLOBAL_BATCH, Batch, count
+from sft_play.plan.batch import Batch, count, global_rows
 from sft_play.plan.fit import Fit
 from sft_play.plan.layouts import FLATTENED_TOKENS
 from sft_play.plan.memory import Setup
@@ -66,13 +65,6 @@ def insisted(fit: Fit, setup: Setup, split: PreparedSplit | None) -> Setup:
         )
     packs = packs_of(config, split, global_rows(config.train, setup.world_size))
     return packed_setup(setup, config.model.max_seq_len, packs)
-
-
-def global_rows(train: TrainConfig, world: int) -> int:
-    """Returns the rows of an optimizer step, as `batch.choose_batch` settles them."""
-    if train.batch_size != "auto" and train.grad_accum != "auto":
-        return train.batch_size * train.grad_accum * world
-    return DEFAULT_GLOBAL_BATCH if train.global_batch_size == "auto" else train.global_batch_size
 
 
 def packed_setup(setup: Setup, limit: int, packs: Packs | None) -> Setup:

@@ -173,7 +173,7 @@ def small_optimizer(
     fit: Fit, hardware: Hardware, launch: LaunchRequest, setup: Setup, room: list[int], fitting: tuple[int, ...], reasons: list[str]
 ) -> tuple[Setup, tuple[int, ...]]:  # fmt: skip
     """Returns setup and rows with 8-bit Adam where its states alone are what does not fit, and nobody chose an optimizer."""
-    wanted = wanted_rows(fit.config)
+    wanted = wanted_rows(fit.config, setup.world_size)
     replicas = setup.device == "cuda" and setup.strategy in ("single", "ddp") and setup.optim.startswith("adamw_torch")
     # Nodes plan by themselves: one with 8-bit states beside one with full ones would train different models.
     alone = launch.num_nodes == 1 and not slow_network(hardware, launch.num_nodes, setup.world_size)
@@ -260,12 +260,12 @@ def refusal(
 def _may_change(fit: Fit, hardware: Hardware, launch: LaunchRequest, setup: Setup, fitting: tuple[int, ...]) -> bool:
     """Whether `auto` came to replicas that do not fit, where another strategy may be taken unasked."""
     unasked = is_automatic(fit.config, launch) and setup.strategy == "ddp" and launch.num_nodes == 1
-    return unasked and min(fitting) < wanted_rows(fit.config) and not slow_network(hardware, 1, setup.world_size)
+    return unasked and min(fitting) < wanted_rows(fit.config, setup.world_size) and not slow_network(hardware, 1, setup.world_size)
 
 
 def _replica(fit: Fit, setup: Setup, room: list[int], fitting: tuple[int, ...]) -> str:
     rank = min(range(len(room)), key=lambda i: fitting[i])
-    need = fit.need(setup, wanted_rows(fit.config))
+    need = fit.need(setup, wanted_rows(fit.config, setup.world_size))
     return f"a whole replica on each needs {need / GIB:.1f} of {room[rank] / GIB:.1f} GiB"
 
 
@@ -276,7 +276,7 @@ def _quantised(fit: Fit, setup: Setup) -> int | None:
     config = replace(fit.config, tuning=replace(fit.config.tuning, mode="qlora"))
     frozen = "bfloat16" if setup.precision == "bf16" else "float16"
     case = replace(setup, weights_dtype=frozen, gradient_checkpointing=True)
-    return sum(fit.memory(config, fit.shape, case, wanted_rows(config)).values())
+    return sum(fit.memory(config, fit.shape, case, wanted_rows(config, setup.world_size)).values())
 
 
 def _renamed(make: Callable[[], Plan], strategy: str, why: str) -> Plan | None:

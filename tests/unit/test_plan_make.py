@@ -215,6 +215,17 @@ def test_checkpointing_only_when_it_must() -> None:
     assert not plan_of("H100", name=LLAMA, gradient_checkpointing=False).gradient_checkpointing
 
 
+def test_a_typed_accumulation_decides_how_many_rows_must_fit() -> None:
+    case: dict[str, Any] = {"name": LLAMA, "mode": "qlora", "max_seq_len": 2048, "grad_accum": 4}
+    plan = plan_of("24GB", **case)
+    assert plan.gradient_checkpointing and (plan.ranks[0].micro_batch, plan.ranks[0].accumulation) == (8, 4)
+    assert "gradient checkpointing on: 8 rows per device would not fit without it" in plan.reasons
+    text = message(HardwareError, "24GB", **case | {"grad_accum": 1})
+    assert "a micro-batch of 32 rows of 2048 tokens does not fit (`train.grad_accum` 1 needs it: 32 global / (1 x 1 rank))" in text
+    assert "TRAIN_GRAD_ACCUM=auto: " in text
+    assert plan_of("24GB", **case | {"grad_accum": 1}, early=True).ranks[0].micro_batch == 32  # the rows may be short
+
+
 # Strategies and their contradictions.
 
 
@@ -312,8 +323,8 @@ def test_auto_shards_what_does_not_fit_as_replicas() -> None:
     plan = plan_of("8xH100", **case)
     assert plan.strategy == "fsdp2" and plan.global_batch_size == 32
     (why,) = [reason for reason in plan.reasons if reason.startswith("strategy ")]
-    assert "a whole replica on each needs 156.2 of 74.4 GiB, so weights are shared out" in why
-    assert plan_of("8xB200", **case).strategy == "ddp"
+    assert "a whole replica on each needs 169.7 of 74.4 GiB, so weights are shared out" in why
+    assert plan_of("8x192GB", **case).strategy == "ddp"
     # int8 weights do not survive FSDP2.
     message(
         HardwareError,
