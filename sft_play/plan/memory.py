@@ -33,10 +33,15 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_BYTES = {
     "adamw_bnb_8bit": 2.03, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03, "ademamix_8bit": 3.05, "paged_ademamix_8bit": 3.05,
     "lion_8bit": 1.02, "paged_lion_8bit": 1.02, "lion_32bit": 4.0, "paged_lion_32bit": 4.0, "adafactor": 0.1, "sgd": 0.0,
-    "adagrad": 4.0, "rmsprop": 4.0, "rmsprop_bnb": 4.0, "rmsprop_bnb_32bit": 4.0, "rmsprop_bnb_8bit": 1.02,
+    "paged_adamw_32bit": 8.0, "ademamix": 12.0, "paged_ademamix_32bit": 12.0, "adagrad": 4.0,
+    "rmsprop": 4.0, "rmsprop_bnb": 4.0, "rmsprop_bnb_32bit": 4.0, "rmsprop_bnb_8bit": 1.02,
 }  # fmt: skip
-"""State per trained weight; everything else is taken for Adam: two moments in the type of the weights."""
+"""State per trained weight (bitsandbytes holds its 32-bit moments in fp32 whatever the weights are; AdEMAMix has three); everything
+else is taken for Adam: two moments in the type of the weights."""
 ADAM_MOMENTS = 2
+MICRO_STEP = ("activations", "recompute", "logits")
+FIRST_RETURNING = 2 / 3
+"""Of the gradients that a layer's backward pass holds at a time, those that exist before it lets go of what it saved (traced)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,34 +102,60 @@ def trainable_parameters(config: Config, shape: ModelShape) -> int:
 
 def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
     """Returns the bytes of every part on one rank at the worst moment of a step."""
-    parts = _states(config, shape, setup)
-    tokens = micro_batch * setup.row_tokens
-    saved = _saved_bytes_per_token(config, shape, setup, tokens) * tokens
-    logits = logit_bytes(config, shape, setup, tokens * setup.label_share)
-    if setup.gradient_checkpointing:
-        residual = 4 if setup.autocast else setup.width
-        kept = residual * shape.hidden_size + _int8_inputs(config, shape, setup)
-        parts["activations"] = kept * shape.layers * tokens
-        # The logits are gone when the first layer is computed again; its gradients come beside what it saved.
-        parts["recompute"] = max(0.0, saved + _returning_bytes(config, shape, setup) * tokens - logits)
-    else:
-        parts["activations"] = saved * shape.layers
-        parts["recompute"] = 0
-    parts["logits"] = logits
+    return max(rank_moments(config, shape, setup, micro_batch).values(), key=lambda parts: sum(parts.values()))
+
+
+def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, dict[str, int]]:
+    """Returns the bytes of every part on one rank at each moment where a peak can stand (named as in `plan.words`)."""
+    states, tokens = _states(config, shape, setup), micro_batch * setup.row_tokens
+    moving = _moving(config, shape, setup, tokens)
     if config.tuning.mode == "qlora" or shape.quantized_bits:
         # Both passes expand one weight at a time to the computation's type, nested scales to fp32.
         largest = max((inside * outside for inside, outside in shape.linear_maps().values()), default=0)
-        parts["dequantised"] = largest * (setup.width + 4 / 64)
-    if setup.autocast:
-        # Weights cast for a multiplication are kept until the backward pass has read them.
-        cast_layers = 1 if setup.gradient_checkpointing else shape.layers
-        parts["casts"] = 2 * (cast_layers * shape.layer_linear_parameters + shape.vocab_size * shape.hidden_size)
-    moving = parts["activations"] + parts["recompute"] + parts["logits"] + parts.get("casts", 0)
-    parts["workspace"] = WORKSPACE_BYTES[setup.device] + max(0, _optimizer_step_bytes(config, shape, setup) - moving)
-    parts["context"] = CONTEXT_BYTES[setup.device] + (NCCL_BYTES if setup.device == "cuda" and setup.world_size > 1 else 0)
+        moving = {moment: parts | {"dequantised": largest * (setup.width + 4 / 64)} for moment, parts in moving.items()}
+    # What a step of the optimizer needs for itself exists when activations do not.
+    moving["update"] = {**dict.fromkeys(MICRO_STEP, 0.0), "workspace": _optimizer_step_bytes(config, shape, setup)}
+    context = CONTEXT_BYTES[setup.device] + (NCCL_BYTES if setup.device == "cuda" and setup.world_size > 1 else 0)
     mapped = setup.device == "cpu" and setup.gradient_checkpointing
-    parts["fragmentation"] = (MAPPED_FRAGMENTATION if mapped else FRAGMENTATION[setup.device]) * moving
-    return {name: int(size) for name, size in parts.items()}
+    lost = MAPPED_FRAGMENTATION if mapped else FRAGMENTATION[setup.device]
+    moments: dict[str, dict[str, int]] = {}
+    for moment, parts in moving.items():
+        whole = states | parts | {"workspace": WORKSPACE_BYTES[setup.device] + parts.get("workspace", 0.0), "context": context}
+        whole["fragmentation"] = lost * sum(size for name, size in parts.items() if name != "dequantised")
+        if not setup.autocast:
+            whole.pop("casts", None)
+        moments[moment] = {name: int(size) for name, size in whole.items()}
+    return moments
+
+
+def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dict[str, dict[str, float]]:
+    """Returns what comes and goes within a micro-step, at each moment where it can be most."""
+    saved = _saved_bytes_per_token(config, shape, setup, tokens) * tokens
+    returning = _returning_bytes(config, shape, setup) * tokens
+    logits = logit_bytes(config, shape, setup, tokens * setup.label_share)
+    # Weights cast for a multiplication are kept until the backward pass has read them.
+    head = 2.0 * shape.vocab_size * shape.hidden_size if setup.autocast else 0.0
+    layer = 2.0 * shape.layer_linear_parameters if setup.autocast else 0.0
+    if not setup.gradient_checkpointing:
+        held = {"activations": saved * shape.layers, "recompute": 0.0, "logits": 0.0, "casts": head + layer * shape.layers}
+        return {"backward head": held | {"logits": logits}, "backward last": held | {"workspace": returning * FIRST_RETURNING}}
+    residual = 4 if setup.autocast else setup.width
+    kept = residual * shape.hidden_size + _int8_inputs(config, shape, setup)
+    held = {"activations": kept * shape.layers * tokens, "recompute": 0.0, "logits": 0.0, "casts": layer}
+    # Of weights that train autocast itself keeps the casts until the forward pass ends, those of recomputed layers too.
+    casts = layer * (shape.layers if config.tuning.mode == "full" else 1)
+    inner = setup.width * (3 if shape.gated else 2) * shape.ffn_size * max(1, shape.experts_per_token)
+    running = (inner + 2 * residual * shape.hidden_size) * tokens
+    moments = {
+        "forward last": held | {"activations": held["activations"] + running, "casts": casts},
+        # The logits are gone when the first layer is computed again; its gradients come beside what it saved.
+        "backward last": held | {"recompute": saved + returning},
+    }
+    if setup.loss_chunk:  # the loss is computed inside the forward pass, beside what the last norm keeps
+        normed = 3 * residual * shape.hidden_size * tokens if config.tuning.mode == "full" else 0
+        ends = {"activations": held["activations"] + normed, "logits": logits, "casts": head + casts}
+        return moments | {"forward head": held | ends}
+    return moments | {"backward head": held | {"logits": logits, "casts": head}}
 
 
 def _states(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]:
@@ -141,7 +172,7 @@ def _states(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]
     optimizer = trained * OPTIMIZER_BYTES.get(setup.optim, ADAM_MOMENTS * step_width)
     if setup.zero:
         optimizer += trained * 4
-    buffers = _buffers(shape, setup, trained, full, frozen + quant_state + (weights if full else 0))
+    buffers = _buffers(shape, setup, trained, width, full, frozen + quant_state + (weights if full else 0))
     if setup.strategy in ("zero1", "zero2", "zero3", "fsdp2"):
         optimizer /= shards
     if setup.strategy in ("zero2", "zero3", "fsdp2"):
@@ -181,13 +212,12 @@ def trained_bytes(config: Config, setup: Setup) -> int:
     return 2 if config.tuning.mode == "qlora" and setup.weights_dtype == "bfloat16" else 4
 
 
-def _buffers(shape: ModelShape, setup: Setup, trained: int, full: bool, weights: float) -> float:
-    """What a strategy copies into to send. `weights` is the size of the base as it is held, before it is sharded."""
+def _buffers(shape: ModelShape, setup: Setup, trained: int, width: int, full: bool, weights: float) -> float:
+    """What a strategy copies into to send. `width` is that of a gradient, `weights` the size of the base as it is held, before it is sharded."""
     if setup.strategy == "single":
         return 0.0
-    width = setup.weight_bytes
     if setup.strategy == "ddp":
-        return float(trained * (width if full else 4))  # buckets are copies of the gradients
+        return float(trained * width)  # buckets are copies of the gradients
     # We write reduce_bucket_size h^2 and prefetch 0.9 h^2 into the DeepSpeed JSON; overlapping needs two of each.
     bucket = min(shape.hidden_size**2, trained) * 2 * setup.width
     if setup.strategy in ("zero1", "zero2"):
@@ -307,8 +337,11 @@ def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
 
 
 def _optimizer_step_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Temporaries of the optimizer's step: `foreach` on a GPU makes one more copy of all weights; fused kernels none."""
-    if setup.device != "cuda" or setup.optim != "adamw_torch":
+    """Temporaries of the optimizer's step: `foreach` on a GPU makes one more copy of all weights; fused kernels none.
+
+    An offloaded optimizer is DeepSpeed's own, on the host.
+    """
+    if setup.device != "cuda" or setup.optim != "adamw_torch" or (setup.zero and setup.offload_optimizer):
         return 0.0
     shards = setup.world_size if setup.strategy not in ("single", "ddp") else 1
     return trainable_parameters(config, shape) * 4 / shards

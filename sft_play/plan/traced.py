@@ -61,8 +61,7 @@ class TracedMemory:
         if near is None:
             return parts
         (other, rows), observed = near
-        formula = rank_memory(config, shape, other, rows)
-        return {name: _scaled(size, formula.get(name, 0), observed.parts.get(name, 0)) for name, size in parts.items()}
+        return _scaled(parts, rank_memory(config, shape, other, rows), observed.parts)
 
     def probe_path(self, plan: Plan) -> Path:
         """Returns where a probe of this plan keeps what it measured."""
@@ -86,7 +85,14 @@ class TracedMemory:
         tokens = micro_batch * setup.row_tokens
 
         def alike(other: Setup) -> bool:
-            same: dict[str, Any] = {"row_tokens": 0, "layout": "", "accumulates": True, "label_share": 0.0, "loss_chunk": 0, "packed": False}
+            same: dict[str, Any] = {
+                "row_tokens": 0,
+                "layout": "",
+                "accumulates": True,
+                "label_share": 0.0,
+                "loss_chunk": 0,
+                "packed": False,
+            }
             return replace(other, **same) == replace(setup, **same)
 
         candidates = [(key, value) for key, value in self.found.items() if alike(key[0])]
@@ -110,10 +116,18 @@ class TracedMemory:
         return new
 
 
-def _scaled(size: int, formula: int, observed: int) -> int:
-    if formula <= 0:
-        return max(size, observed)
-    return int(size * observed / formula)
+def _scaled(parts: Mapping[str, int], formula: Mapping[str, int], observed: Mapping[str, int]) -> dict[str, int]:
+    """Returns what was observed, scaled as the formula grew; what moves as a whole, since the formula's peak may be another moment."""
+    found = {
+        name: int(size * observed.get(name, 0) / formula[name]) if formula.get(name) else size for name, size in parts.items()
+    }
+    now, then = (sum(of.get(name, 0) for name in MOVING) for of in (parts, formula))
+    seen = {name: observed.get(name, 0) for name in MOVING}
+    if not then or not any(seen.values()):
+        return found
+    return {name: size for name, size in found.items() if name not in MOVING} | {
+        name: int(size * now / then) for name, size in seen.items() if size or name in parts
+    }
 
 
 def assemble(config: Config, shape: ModelShape, setup: Setup, micro_batch: int, result: Mapping[str, Any]) -> Observation:

@@ -9,7 +9,7 @@ import pytest
 
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TuningConfig
 from sft_play.plan.hardware import GIB
-from sft_play.plan.memory import Setup, rank_memory, trainable_parameters
+from sft_play.plan.memory import Setup, rank_memory, rank_moments, trainable_parameters
 from sft_play.plan.shape import ModelShape, shape_of
 
 LLAMA2, LLAMA3, QWEN = "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen2.5-7B-Instruct"
@@ -176,3 +176,44 @@ def test_experts_are_neither_quantised_nor_adapted() -> None:
     assert parts["frozen"] > 2 * experts.expert_parameters
     assert experts.adapter_parameters(16, "auto") == dense.adapter_parameters(16, ["q_proj", "k_proj", "v_proj", "o_proj"])
     assert experts.active_parameters < experts.parameters / 3
+
+
+def test_autocast_keeps_the_casts_of_every_layer_that_trains_until_the_forward_pass_ends() -> None:
+    """Under recomputation too: real and traced tensors of a 16-layer model, both 2 B a weight."""
+    model, case = shape(LLAMA3), setup(weights_dtype="float32", gradient_checkpointing=True)
+    parts = rank_memory(config(LLAMA3, "full"), model, case, 1)
+    assert parts["casts"] == 2 * model.linear_parameters
+    frozen = rank_moments(config(LLAMA3), model, case, 1)["forward last"]
+    assert frozen["casts"] == 2 * model.layer_linear_parameters  # autocast does not keep those of frozen weights
+
+
+def test_the_worst_moment_counts() -> None:
+    model, case = shape(LLAMA3), setup(gradient_checkpointing=True)
+    moments = rank_moments(config(LLAMA3), model, case, 4)
+    parts = rank_memory(config(LLAMA3), model, case, 4)
+    assert sum(parts.values()) == max(sum(each.values()) for each in moments.values())
+    assert parts == moments["backward head"] and not parts["recompute"]  # all labels at once: 12 B x 128,256 each
+    few = rank_memory(config(LLAMA3), model, replace(case, label_share=0.05), 4)
+    assert few["recompute"] and not few["logits"]
+
+
+@pytest.mark.parametrize(
+    ("optim", "each"), [("paged_adamw_32bit", 8), ("ademamix", 12), ("paged_ademamix_32bit", 12), ("lion_32bit", 4), ("adamw_torch", 4)]
+)  # fmt: skip
+def test_bitsandbytes_holds_32_bit_moments_in_fp32(optim: str, each: int) -> None:
+    parts = rank_memory(config(LLAMA2, "full"), shape(LLAMA2), setup(optim=optim), 1)
+    assert parts["optimizer"] == each * 6_738_415_616
+
+
+def test_an_offloaded_optimizer_needs_no_copy_on_the_gpu() -> None:
+    case = setup(strategy="zero3", optim="adamw_torch", offload_optimizer=True, offload_parameters=True)
+    fused = replace(case, optim="adamw_torch_fused")
+    assert rank_memory(config(LLAMA2, "full"), shape(LLAMA2), case, 1) == rank_memory(
+        config(LLAMA2, "full"), shape(LLAMA2), fused, 1
+    )
+
+
+@pytest.mark.parametrize("mode", ["qlora", "lora", "full"])
+def test_buckets_are_as_large_as_the_gradients(mode: Any) -> None:
+    parts = rank_memory(config(LLAMA2, mode), shape(LLAMA2), setup(strategy="ddp", world_size=2), 1)
+    assert parts["buffers"] == parts["gradients"]
