@@ -16,11 +16,10 @@ from sft_play.launch.deepspeed_json import BATCH_KEYS
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.supervise import OUT_OF_MEMORY, Outcome
-from sft_play.plan.fit import Fit
+from sft_play.plan.make import ways_out
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.trace_case import setup_of
 from sft_play.runs.folder import RunFolder
 
 EVENT = "recovered"
@@ -47,10 +46,11 @@ def remedy(
     if retries >= config.launch.max_oom_retries:
         times = f"{retries} of {config.launch.max_oom_retries} retries are used up (`launch.max_oom_retries`)"
         never = "`launch.max_oom_retries` is 0"
-        return Refusal(why=times if retries else never, hint=_ways_out(config, shape, plan, outcome))
+        return Refusal(why=times if retries else never, hint=_ways_out(config, shape, plan, request, outcome))
     if outcome.doing.get("phase") == "loading":
         return Refusal(
-            why="the model alone does not fit: a smaller batch would not help", hint=_ways_out(config, shape, plan, outcome)
+            why="the model alone does not fit: a smaller batch would not help",
+            hint=_ways_out(config, shape, plan, request, outcome),
         )
     if micro > 1:
         return replace(request, halvings=request.halvings + 1)
@@ -60,7 +60,8 @@ def remedy(
         return replace(request, force_checkpointing=True)
     state = "on already" if plan.gradient_checkpointing else "off as configured"
     return Refusal(
-        why=f"the micro-batch is 1 already and gradient checkpointing is {state}", hint=_ways_out(config, shape, plan, outcome)
+        why=f"the micro-batch is 1 already and gradient checkpointing is {state}",
+        hint=_ways_out(config, shape, plan, request, outcome),
     )
 
 
@@ -72,9 +73,9 @@ def rows_of(plan: Plan, outcome: Outcome) -> int:
     return plan.ranks[outcome.rank].micro_batch if known and outcome.rank is not None else max(r.micro_batch for r in plan.ranks)
 
 
-def _ways_out(config: Config, shape: ModelShape, plan: Plan, outcome: Outcome) -> str:
+def _ways_out(config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, outcome: Outcome) -> str:
     rank = plan.ranks[outcome.rank or 0]
-    found = Fit(config=config, shape=shape).remedies(setup_of(plan), rank.micro_batch, rank.capacity_bytes)
+    found = ways_out(config, shape, plan, request, rank)
     return "choose one: " + "; ".join(map(str, found)) if found else "use a smaller model, or more memory"
 
 

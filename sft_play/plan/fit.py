@@ -1,11 +1,10 @@
-"""What fits: the memory of a rank from the best source there is, the largest batch, and the ways to need less. Pure."""
+"""What fits: the memory of a rank from the best source there is, the largest batch, the longest rows. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
@@ -13,12 +12,10 @@ from sft_play.plan.batch import count, global_rows
 from sft_play.plan.hardware import GIB
 from sft_play.plan.memory import Setup, rank_memory
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.throughput import flops_per_token
 
 Memory = Callable[[Config, ModelShape, Setup, int], dict[str, int]]
 """(configuration, shape, setup, micro-batch) -> bytes of every part of a rank at its worst moment."""
 SHORTEST_ROW = 8
-MOST_REMEDIES = 6
 MOST_ROWS = 2**20
 """Where the search for the largest micro-batch ends."""
 
@@ -59,12 +56,27 @@ class DoesNotFitError(HardwareError):
         micro_batch: int,
         parts: dict[str, int],
         capacity_bytes: int,
-        remedies: tuple[Remedy, ...],
+        remedies: tuple[Remedy, ...] = (),
+        notes: tuple[str, ...] = (),
     ) -> None:
         hint = "; ".join(map(str, remedies[:5])) or "use a smaller model, or more memory"
-        super().__init__(message, hint=hint)
+        super().__init__(message, hint="; ".join([hint, *notes]))
         self.setup, self.micro_batch = setup, micro_batch
-        self.parts, self.capacity_bytes, self.remedies = parts, capacity_bytes, remedies
+        self.parts, self.capacity_bytes, self.remedies, self.notes = parts, capacity_bytes, remedies, notes
+
+    @property
+    def over_bytes(self) -> int:
+        """What is lacking."""
+        return sum(self.parts.values()) - self.capacity_bytes
+
+    def with_remedies(
+        self, remedies: tuple[Remedy, ...] = (), *, notes: tuple[str, ...] = (), after: str = ""
+    ) -> DoesNotFitError:
+        """Returns the error with ways to need less and notes added, and `after` at the end of its message."""
+        return DoesNotFitError(
+            self.message + after, setup=self.setup, micro_batch=self.micro_batch, parts=self.parts, capacity_bytes=self.capacity_bytes,
+            remedies=self.remedies + remedies, notes=self.notes + notes,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +125,7 @@ class Fit:
         return low
 
     def require(self, setup: Setup, room: list[int], fitting: tuple[int, ...], names: list[str], *, early: bool) -> None:
-        """Raises `DoesNotFitError` with the parts and the ways out when what was asked for, or not even one row, fits.
+        """Raises `DoesNotFitError` with the parts when what was asked for, or not even one row, fits.
 
         `early`, before the data are known, one row counts as the shortest there can be: its length is not known yet.
         """
@@ -136,70 +148,7 @@ class Fit:
             micro_batch=wanted,
             parts=parts,
             capacity_bytes=room[rank],
-            remedies=self.remedies(setup, wanted, room[rank]),
         )
-
-    def remedies(self, setup: Setup, micro_batch: int, capacity: int) -> tuple[Remedy, ...]:
-        """Returns what would need less than `micro_batch` rows do now, what fits first, then the cheapest in speed."""
-        before = self.need(setup, micro_batch)
-        pace = self._flops(self.config, setup)
-        found = []
-        for override, config, other, rows in self._changes(setup, micro_batch):
-            need = sum(self.memory(config, self.shape, other, rows).values())
-            slower = None if other.offload_parameters or other.strategy != setup.strategy else self._flops(config, other) / pace
-            if need < before:
-                found.append(
-                    Remedy(override=override, need_bytes=need, saving_bytes=before - need, fits=need <= capacity, slower=slower)
-                )
-        found.sort(key=lambda r: (not r.fits, _price(r), r.need_bytes))
-        return tuple(found[:MOST_REMEDIES])
-
-    def _flops(self, config: Config, setup: Setup) -> float:
-        return flops_per_token(config, self.shape, setup.row_tokens, recompute=setup.gradient_checkpointing)
-
-    def _changes(self, setup: Setup, rows: int) -> list[tuple[str, Config, Setup, int]]:
-        """Returns (override, configuration, setup, rows) of everything that could be changed."""
-        config = self.config
-        saving = replace(setup, gradient_checkpointing=True)
-        typed_off = " TRAIN_GRADIENT_CHECKPOINTING=true" if config.train.gradient_checkpointing is False else ""
-        found: list[tuple[str, Config, Setup, int]] = []
-        if rows > 1:
-            typed = isinstance(config.train.batch_size, int), config.train.grad_accum != "auto"
-            auto = {(True, False): "TRAIN_BATCH_SIZE=auto", (False, True): "TRAIN_GRAD_ACCUM=auto"}.get(typed)
-            found.append((auto or f"TRAIN_BATCH_SIZE={rows // 2}", config, setup, 1 if auto else rows // 2))
-        if not setup.gradient_checkpointing:
-            found.append(("TRAIN_GRADIENT_CHECKPOINTING=true", config, saving, rows))
-        if setup.row_tokens > SHORTEST_ROW:
-            short = max(SHORTEST_ROW, setup.row_tokens // 2)
-            found.append((f"MODEL_MAX_SEQ_LEN={short}", config, replace(saving, row_tokens=short), rows))
-        for mode in ("lora", "qlora"):
-            if config.tuning.mode not in (mode, "qlora"):
-                changed = replace(config, tuning=replace(config.tuning, mode=cast(Any, mode)))
-                frozen = "bfloat16" if setup.precision == "bf16" else setup.weights_dtype
-                found.append((f"TUNING_MODE={mode}{typed_off}", changed, replace(saving, weights_dtype=frozen), rows))
-        if config.tuning.mode == "full" and setup.device == "cuda" and setup.precision == "bf16" and not setup.zero:
-            narrow = replace(saving, weights_dtype="bfloat16", optim="adamw_bnb_8bit")
-            found.append((f"MODEL_DTYPE=bfloat16 TRAIN_OPTIM=adamw_bnb_8bit{typed_off}", config, narrow, rows))
-        return found + self._other_strategies(saving, rows, typed_off)
-
-    def _other_strategies(self, saving: Setup, rows: int, typed_off: str) -> list[tuple[str, Config, Setup, int]]:
-        config, found = self.config, []
-        if saving.world_size > 1 and saving.strategy in ("ddp", "zero1", "zero2") and config.tuning.mode != "qlora":
-            stated = "" if config.launch.strategy in ("auto", "fsdp2") else " LAUNCH_STRATEGY=fsdp2"
-            found.append((f"make train-fsdp{stated}{typed_off}", config, replace(saving, strategy="fsdp2"), rows))
-        if saving.device == "cuda" and config.tuning.mode != "qlora" and not saving.offload_parameters:
-            stated = "" if config.launch.strategy in ("auto", "zero3") else " LAUNCH_STRATEGY=zero3"
-            offloading = replace(saving, strategy="zero3", offload_optimizer=True, offload_parameters=True)
-            command = f"make train-deepspeed DEEPSPEED_CONFIG=deepspeed/zero3_offload.json{stated}{typed_off}"
-            found.append((command, config, offloading, rows))
-        return found
-
-
-def _price(remedy: Remedy) -> float:
-    """Orders remedies whose price arithmetic does not give: sharding costs some communication, offloading much."""
-    if remedy.slower is not None:
-        return max(1.0, remedy.slower)
-    return 4.0 if "offload" in remedy.override else 1.3
 
 
 def wanted_rows(config: Config, world: int) -> int:

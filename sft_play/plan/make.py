@@ -12,7 +12,7 @@ from sft_play.errors import UserError
 from sft_play.plan import choices, strategies
 from sft_play.plan.batch import Batch, choose_batch, count, halve, halved
 from sft_play.plan.calibration import Calibration
-from sft_play.plan.fit import Fit, Memory, wanted_rows
+from sft_play.plan.fit import DoesNotFitError, Fit, Memory, Remedy, wanted_rows
 from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.losses import settle_chunks, with_chunks
 from sft_play.plan.memory import Setup, host_bytes, rank_memory
@@ -20,10 +20,12 @@ from sft_play.plan.mixture import mixture_of, rows_per_epoch
 from sft_play.plan.packed_batch import Division, choose_packing, insisted
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.power import energy_kwh
+from sft_play.plan.remedies import Case, remedies, with_remedies
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scratch import label
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import Data, Forecast, exchange_seconds, forecast
+from sft_play.plan.trace_case import setup_of
 from sft_play.runs.prepared import Prepared
 
 CPU_MICRO_BATCH = 4
@@ -51,6 +53,44 @@ def make_plan(
     `calibration` is what was measured on these very devices: without it, speeds are priors. `memory` is the best source of a rank's
     memory: the closed formulas, or those corrected by a trace or a probe.
     """
+    case = Case(
+        config=config, typed=typed, hardware=hardware, shape=shape, launch=launch, prepared=prepared, calibration=calibration, memory=memory
+    )  # fmt: skip
+    try:
+        plan = _decide(case)
+    except DoesNotFitError as error:
+        raise with_remedies(case, _decide, error) from None
+    over = max(plan.ranks, key=lambda rank: rank.peak_bytes - rank.capacity_bytes)
+    if over.peak_bytes <= over.capacity_bytes:
+        return plan
+    found = remedies(case, _decide, setup_of(plan), over.micro_batch, over.peak_bytes)
+    return replace(plan, remedies=(*map(str, found), *plan.remedies))
+
+
+def ways_out(config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, rank: RankPlan) -> tuple[Remedy, ...]:
+    """Returns what would need less than a rank of this plan, where memory ran out although it should have fitted; by formula."""
+    free = [int(one.capacity_bytes / HEADROOM[plan.device]) for one in plan.ranks[: plan.world_size // plan.num_nodes]]
+    devices = tuple(
+        Device(name=one.device_name, memory_bytes=size, free_bytes=size, bf16=plan.precision == "bf16")
+        for one, size in zip(plan.ranks, free, strict=False)
+    )
+    if plan.device == "cpu":  # its processes share it
+        devices = (replace(devices[0], memory_bytes=sum(free), free_bytes=sum(free)),)
+    hardware = Hardware(
+        kind=plan.device, devices=devices, cpu_threads=len(free), ram_bytes=sum(free), ram_known=False, described=True
+    )
+    case = Case(
+        config=config, typed=lambda _: False, hardware=hardware, shape=shape, launch=request, prepared=None, calibration=None,
+        memory=rank_memory,
+    )  # fmt: skip
+    need = rank_memory(config, shape, setup_of(plan), rank.micro_batch)
+    return remedies(case, _decide, setup_of(plan), rank.micro_batch, sum(need.values()))
+
+
+def _decide(case: Case) -> Plan:
+    """Returns the plan without the remedies of what does not fit. Raises as `make_plan`."""
+    config, typed, hardware, shape, launch = case.config, case.typed, case.hardware, case.shape, case.launch
+    prepared, calibration, memory = case.prepared, case.calibration, case.memory
     reasons: list[str] = []
     fit = Fit(config=config, shape=shape, memory=memory)
     _check_length(config, shape)
@@ -77,7 +117,7 @@ def make_plan(
     setup, fitting = _checkpointing(fit, setup, room, reasons, forced=launch.force_checkpointing)
 
     def replan(request: LaunchRequest) -> Plan:
-        return make_plan(config, typed, hardware, shape, launch=request, prepared=prepared, calibration=calibration, memory=memory)  # fmt: skip
+        return _decide(replace(case, launch=request))
 
     settled = strategies.settle(fit, hardware, launch, setup, room, fitting, [d.name for d in devices], replan, reasons)
     if isinstance(settled, Plan):
@@ -112,8 +152,8 @@ def make_plan(
     ranks = tuple(
         _rank(fit, setup, i, devices, places, m, batch.accumulation, room[i], kind) for i, m in enumerate(batch.micro_batches)
     )
-    remedies = _tight(ranks, fit, setup, reasons)
-    remedies += _on_the_host(config, shape, setup, hardware, len(local), reasons)
+    _tight(ranks, reasons)
+    ways_out = _on_the_host(config, shape, setup, hardware, len(local), reasons)
     steps, per_epoch = _steps(config, prepared, batch.global_batch, reasons)
     speed = speed_of(replace(division, setup=setup))
     per_step = speed.seconds_per_step
@@ -126,7 +166,7 @@ def make_plan(
         gradient_checkpointing=setup.gradient_checkpointing, optim=setup.optim, learning_rate=rate, ranks=ranks,
         offload_optimizer=setup.offload_optimizer, offload_parameters=setup.offload_parameters,
         global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch, warmup_steps=choices.warmup(config, steps),
-        eval_batch_size=halve(_eval_batch(config, kind, fitting), launch.halvings), reasons=tuple(reasons), remedies=tuple(remedies),
+        eval_batch_size=halve(_eval_batch(config, kind, fitting), launch.halvings), reasons=tuple(reasons), remedies=tuple(ways_out),
         tokens_per_second=speed.tokens_per_second, communication_share=speed.communication_share,
         seconds_per_step=per_step, total_seconds=total, communication_seconds=speed.communication_seconds,
         epoch_seconds=per_step * per_epoch if per_step and per_epoch else None, mfu=speed.mfu, speed_basis=speed.basis,
@@ -270,13 +310,11 @@ def _longest_row(fit: Fit, setup: Setup, ranks: tuple[RankPlan, ...], shape: Mod
     return min(fit.longest(setup, micro, capacity, most) for micro, capacity in kinds)
 
 
-def _tight(ranks: tuple[RankPlan, ...], fit: Fit, setup: Setup, reasons: list[str]) -> list[str]:
-    """Returns what to change when a rank may run short."""
+def _tight(ranks: tuple[RankPlan, ...], reasons: list[str]) -> None:
+    """Says where a rank may run short."""
     over = max(ranks, key=lambda rank: rank.peak_bytes - rank.capacity_bytes)
-    if over.peak_bytes <= over.capacity_bytes:
-        return []
-    reasons.append(f"rank {over.rank} may run short: {over.peak_bytes / GIB:.1f} of {over.capacity_bytes / GIB:.1f} GiB")
-    return [str(remedy) for remedy in fit.remedies(setup, over.micro_batch, over.capacity_bytes)]
+    if over.peak_bytes > over.capacity_bytes:
+        reasons.append(f"rank {over.rank} may run short: {over.peak_bytes / GIB:.1f} of {over.capacity_bytes / GIB:.1f} GiB")
 
 
 def _steps(config: Config, prepared: Prepared | None, global_batch: int, reasons: list[str]) -> tuple[int | None, int | None]:

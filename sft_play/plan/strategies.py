@@ -16,7 +16,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.backends import conflict_for, missing_for
 from sft_play.plan.choices import showing
-from sft_play.plan.fit import DoesNotFitError, Fit, Remedy, wanted_rows
+from sft_play.plan.fit import DoesNotFitError, Fit, wanted_rows
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.memory import Setup, host_bytes, sent_weights
 from sft_play.plan.plan import Plan, Strategy
@@ -139,7 +139,8 @@ def settle(
 
     `room` and `names` are the ranks' bytes and devices, `fitting` the rows that each holds. Raises `DoesNotFitError`.
     """
-    if sharded := sharded_instead(fit, hardware, launch, setup, room, fitting, replan):
+    sharded = sharded_instead(fit, hardware, launch, setup, room, fitting, replan)
+    if isinstance(sharded, Plan):
         return sharded
     setup, fitting = small_optimizer(fit, hardware, launch, setup, room, fitting, reasons)
     if offloaded := offloaded_instead(fit, hardware, launch, setup, room, fitting, replan):
@@ -147,7 +148,7 @@ def settle(
     try:
         fit.require(setup, room, fitting, names, early=launch.early)
     except DoesNotFitError as error:
-        raise refusal(error, fit, hardware, launch, fitting) from None
+        raise refusal(error, sharded, fit, hardware, launch, fitting) from None
     reasons += forced_over_slow_network(fit, hardware, launch, setup)
     return setup, fitting
 
@@ -155,8 +156,8 @@ def settle(
 def sharded_instead(
     fit: Fit, hardware: Hardware, launch: LaunchRequest, setup: Setup, room: list[int], fitting: tuple[int, ...],
     replan: Callable[[LaunchRequest], Plan],
-) -> Plan | None:  # fmt: skip
-    """Returns a plan under FSDP2 where `auto` came to DDP on one machine, replicas do not fit and shards do; else `None`."""
+) -> Plan | DoesNotFitError | None:  # fmt: skip
+    """Returns a plan under FSDP2 (or what it lacks) where `auto` came to DDP on one machine, replicas do not fit and shards do; else `None`."""
     config = fit.config
     if not _may_change(fit, hardware, launch, setup, fitting):
         return None
@@ -166,7 +167,12 @@ def sharded_instead(
     quantised = _quantised(fit, setup)
     if quantised is not None and quantised <= min(room):
         why += f" (TUNING_MODE=qlora would fit whole: {quantised / GIB:.1f} GiB)"
-    return _renamed(lambda: replan(replace(launch, command_strategy="fsdp2")), "fsdp2", why)
+    try:
+        return _renamed(replan(replace(launch, command_strategy="fsdp2")), "fsdp2", why)
+    except DoesNotFitError as error:
+        return error
+    except HardwareError:
+        return None
 
 
 def small_optimizer(
@@ -214,7 +220,10 @@ def offloaded_instead(
     request = replace(launch, command_strategy="zero", zero_stage=3, offload_optimizer=True, offload_parameters=True)
     why = f"{_replica(fit, setup, room, fitting)} and shards do not fit either, so this machine's memory holds them: "
     why += f"{need / GIB:.1f} of {hardware.ram_bytes / GIB:.1f} GiB; slow"
-    return _renamed(lambda: replan(request), "zero3", why)
+    try:
+        return _renamed(replan(request), "zero3", why)
+    except HardwareError:
+        return None
 
 
 def forced_over_slow_network(fit: Fit, hardware: Hardware, launch: LaunchRequest, setup: Setup) -> list[str]:
@@ -231,36 +240,30 @@ def forced_over_slow_network(fit: Fit, hardware: Hardware, launch: LaunchRequest
 
 
 def refusal(
-    error: DoesNotFitError, fit: Fit, hardware: Hardware, launch: LaunchRequest, fitting: tuple[int, ...]
+    error: DoesNotFitError, sharded: DoesNotFitError | None, fit: Fit, hardware: Hardware, launch: LaunchRequest, fitting: tuple[int, ...]
 ) -> DoesNotFitError:  # fmt: skip
-    """Returns the error with the remedies in the order that this hardware calls for: quantise before sharing out weights."""
-    setup = error.setup
+    """Returns the error of what came nearest (`sharded`: what `auto` tried beside replicas), with notes on this hardware."""
+    setup, notes = error.setup, []
     network = slow_network(hardware, launch.num_nodes, setup.world_size)
-
-    def order(remedy: Remedy) -> tuple[bool, bool, bool]:
-        shares_out = remedy.override.startswith(("make train-fsdp", "make train-deepspeed"))
-        return not remedy.fits, network is not None and shares_out, not remedy.override.startswith("TUNING_MODE")
-
-    found = DoesNotFitError(
-        error.message, setup=setup, micro_batch=error.micro_batch, parts=error.parts, capacity_bytes=error.capacity_bytes,
-        remedies=tuple(sorted(error.remedies, key=order)),
-    )  # fmt: skip
-    notes = []
     whole = [index for index, rows in enumerate(fitting) if rows >= error.micro_batch]
     if whole and launch.num_nodes == 1 and hardware.kind == "cuda" and not hardware.described:
         notes.append(f"{showing(hardware, whole)}: {len(whole)} of {setup.world_size} GPUs hold it")
     if network and setup.strategy not in GATHERING:
-        sharded = replace(setup, strategy="fsdp2")
+        shares = replace(setup, strategy="fsdp2")
         unasked = "`auto` does not share out weights" if is_automatic(fit.config, launch) else "weights are not shared out"
-        notes.append(f"{unasked} over {network}: {gathering_arithmetic(fit, sharded, hardware)}; LAUNCH_STRATEGY=fsdp2 forces it")
-    found.hint = "; ".join([*([found.hint] if found.hint else []), *notes])
-    return found
+        notes.append(f"{unasked} over {network}: {gathering_arithmetic(fit, shares, hardware)}; LAUNCH_STRATEGY=fsdp2 forces it")
+    if sharded is not None and sharded.over_bytes < error.over_bytes:
+        after = f", with weights shared out by fsdp2; a whole replica needs {sum(error.parts.values()) / GIB:.1f} GiB"
+        return sharded.with_remedies(notes=tuple(notes), after=after)
+    return error.with_remedies(notes=tuple(notes))
 
 
 def _may_change(fit: Fit, hardware: Hardware, launch: LaunchRequest, setup: Setup, fitting: tuple[int, ...]) -> bool:
     """Whether `auto` came to replicas that do not fit, where another strategy may be taken unasked."""
     unasked = is_automatic(fit.config, launch) and setup.strategy == "ddp" and launch.num_nodes == 1
-    return unasked and min(fitting) < wanted_rows(fit.config, setup.world_size) and not slow_network(hardware, 1, setup.world_size)
+    return (
+        unasked and min(fitting) < wanted_rows(fit.config, setup.world_size) and not slow_network(hardware, 1, setup.world_size)
+    )
 
 
 def _replica(fit: Fit, setup: Setup, room: list[int], fitting: tuple[int, ...]) -> str:
@@ -279,11 +282,7 @@ def _quantised(fit: Fit, setup: Setup) -> int | None:
     return sum(fit.memory(config, fit.shape, case, wanted_rows(config, setup.world_size)).values())
 
 
-def _renamed(make: Callable[[], Plan], strategy: str, why: str) -> Plan | None:
-    """Returns the plan with `why` as the reason of its strategy, `None` when it does not fit either."""
-    try:
-        plan = make()
-    except HardwareError:
-        return None
+def _renamed(plan: Plan, strategy: str, why: str) -> Plan:
+    """Returns the plan with `why` as the reason of its strategy."""
     named = (f"strategy {strategy}: {why}" if reason.startswith("strategy ") else reason for reason in plan.reasons)
     return replace(plan, reasons=tuple(named))

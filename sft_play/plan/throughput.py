@@ -10,6 +10,7 @@ tokens forward, 2.5 times that backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,9 @@ CPU_BANDWIDTH = 2e10
 """Bytes per second, read and written, that a desktop's memory copies (a server: 33 to 66 GB/s, `make bench`)."""
 OPTIMIZER_TRAFFIC = 40
 """Bytes moved per trained fp32 weight: clipping reads the gradient and scales it (12), AdamW reads four values and writes three (28)."""
+TYPICAL_BALANCE = 60.0
+"""Operations that training does in the time in which memory moves a byte, on cards whose figures are not known (an A100 54, an RTX 4090
+57, an H200 72: 0.35 of the peak over the bandwidth)."""
 NVLINK_CHIPS = frozenset({(8, 0), (9, 0), (10, 0)})
 """Compute capabilities of the chips that are sold with NVLink (A100, H100 and H200, B200)."""
 NVLINK_BYTES_PER_SECOND = 150e9
@@ -155,18 +159,32 @@ def pace(
         return Pace(seconds_per_micro_step=CPU_LAYER_SECONDS * shape.layers, flops_per_second=threads * CPU_FLOPS_PER_THREAD)
     if not device.peak_flops:
         return None
+    expanding = _expansion_bytes(config, shape, setup) / (device.bandwidth or math.inf)
     return Pace(
-        seconds_per_micro_step=_expansion_seconds(config, shape, setup, device), flops_per_second=device.peak_flops * GPU_EFFICIENCY,
-        least_seconds=GPU_LAYER_SECONDS * shape.layers,
+        seconds_per_micro_step=expanding, flops_per_second=device.peak_flops * GPU_EFFICIENCY, least_seconds=GPU_LAYER_SECONDS * shape.layers
     )  # fmt: skip
 
 
-def _expansion_seconds(config: Config, shape: ModelShape, setup: Setup, device: Device) -> float:
+def _expansion_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
     """Each pass over a quantised weight first writes it out in the computation's type: memory traffic once a micro-step."""
-    if config.tuning.mode != "qlora" or not device.bandwidth:
+    if config.tuning.mode != "qlora":
         return 0.0
     weights = shape.linear_parameters - shape.expert_parameters
-    return (3 if setup.gradient_checkpointing else 2) * weights * (NF4_BYTES + setup.width) / device.bandwidth
+    return (3 if setup.gradient_checkpointing else 2) * weights * (NF4_BYTES + setup.width)
+
+
+def token_cost(config: Config, shape: ModelShape, setup: Setup, rows: int, device: Device) -> float:
+    """Returns what a token of a micro-batch of `rows` costs, in floating-point operations: its own, and writing out quantised weights.
+
+    Speeds of one device compare by it even where they are not known.
+    """
+    flops = flops_per_token(config, shape, setup.row_tokens, recompute=setup.gradient_checkpointing)
+    if setup.device != "cuda":
+        return flops
+    balance = TYPICAL_BALANCE
+    if device.peak_flops and device.bandwidth:
+        balance = GPU_EFFICIENCY * device.peak_flops / device.bandwidth
+    return flops + _expansion_bytes(config, shape, setup) * balance / (rows * setup.row_tokens)
 
 
 def communication_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) -> float:

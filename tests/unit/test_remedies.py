@@ -1,0 +1,107 @@
+"""Ways to need less memory: what each promises is what its override gives when it is typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.__main__ import COMMANDS
+from sft_play.config.call import parse_call
+from sft_play.plan.fit import DoesNotFitError, Remedy
+from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
+from sft_play.plan.make import make_plan
+from sft_play.plan.plan import Plan
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.shape import shape_of
+from tests.conftest import ROOT
+
+V100 = Hardware(
+    kind="cuda", described=True, cpu_threads=8, ram_bytes=64 * GIB, ram_known=False,
+    devices=(Device(name="V100", memory_bytes=32 * GIB, free_bytes=int(31.4 * GIB), bf16=False),),
+)  # fmt: skip
+OFFLOADED = LaunchRequest(command_strategy="zero", zero_stage=3, offload_optimizer=True, offload_parameters=True)
+
+
+def planned(config: Path, hardware: Hardware | str, typed: list[str], launch: LaunchRequest) -> Plan:
+    loaded = parse_call(["plan", f"CONFIG={config}", *typed], COMMANDS).load_config()
+    found = parse_hardware(hardware) if isinstance(hardware, str) else hardware
+    return make_plan(loaded.config, loaded.typed, found, shape_of(loaded.config.model), launch=launch, prepared=None)
+
+
+def outcome(config: Path, hardware: Hardware | str, typed: list[str], launch: LaunchRequest) -> tuple[bool, int]:
+    """Returns whether it fits, and the bytes that it needs."""
+    try:
+        plan = planned(config, hardware, typed, launch)
+    except DoesNotFitError as error:
+        return False, sum(error.parts.values())
+    return True, max(rank.peak_bytes for rank in plan.ranks)
+
+
+def as_typed(remedy: Remedy, typed: list[str], launch: LaunchRequest) -> tuple[list[str], LaunchRequest]:
+    words = [word for word in remedy.override.split() if "=" in word and not word.startswith("DEEPSPEED_CONFIG")]
+    names = {word.partition("=")[0] for word in words}
+    if "train-deepspeed" in remedy.override:
+        launch = OFFLOADED
+    elif "train-fsdp" in remedy.override:
+        launch = LaunchRequest(command_strategy="fsdp2")
+    return [word for word in typed if word.partition("=")[0] not in names] + words, launch
+
+
+CASES: dict[str, tuple[str, Hardware | str, list[str], LaunchRequest]] = {
+    "full on one card": ("run_bnb", "24GB", ["TUNING_MODE=full"], LaunchRequest()),
+    "recomputation typed off": ("run_bnb", "24GB", ["TRAIN_BATCH_SIZE=4", "TRAIN_GRADIENT_CHECKPOINTING=false"], LaunchRequest()),
+    "fp16": ("run_bnb", V100, ["TUNING_MODE=full"], LaunchRequest()),
+    "T4": ("run_bnb", "T4", ["TUNING_MODE=lora", "TRAIN_BATCH_SIZE=2"], LaunchRequest()),
+    "accumulation": ("run_bnb", "12GB", ["TRAIN_GRAD_ACCUM=1"], LaunchRequest()),
+    "replicas": ("run_bnb", "8x48GB", ["TUNING_MODE=full", "LAUNCH_STRATEGY=ddp"], LaunchRequest(command_strategy="auto")),
+    "a slow network": ("run_bnb", "3x12GB@1Gbit", ["TUNING_MODE=lora"], LaunchRequest(command_strategy="auto")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_remedy_gives_what_it_promises(name: str) -> None:
+    preset, hardware, typed, launch = CASES[name]
+    config = ROOT / "configs" / f"{preset}.yaml"
+    with pytest.raises(DoesNotFitError) as error:
+        planned(config, hardware, typed, launch)
+    assert error.value.remedies
+    for remedy in error.value.remedies:
+        words, request = as_typed(remedy, typed, launch)
+        fits, _ = outcome(config, hardware, words, request)
+        assert fits == remedy.fits, remedy.override
+        if "=auto" in remedy.override:
+            continue  # it takes as many rows as fit
+        if not any(word.startswith(("TRAIN_BATCH_SIZE", "TRAIN_GRAD_ACCUM")) for word in words):
+            words.append("TRAIN_BATCH_SIZE=1")  # the memory that is said is of the rows that did not fit
+        assert outcome(config, hardware, words, request) == (remedy.fits, remedy.need_bytes), remedy.override
+
+
+def refused(*arguments: Any) -> dict[str, Remedy]:
+    preset, hardware, typed, launch = arguments
+    with pytest.raises(DoesNotFitError) as error:
+        planned(ROOT / "configs" / f"{preset}.yaml", hardware, typed, launch)
+    return {remedy.override: remedy for remedy in error.value.remedies}
+
+
+def test_recomputation_is_said_where_it_was_typed_off() -> None:
+    found = refused(*CASES["recomputation typed off"])
+    assert found["MODEL_MAX_SEQ_LEN=1024 TRAIN_GRADIENT_CHECKPOINTING=true"].fits
+
+
+def test_cards_without_bfloat16_hold_frozen_weights_in_half_precision() -> None:
+    found = refused(*CASES["fp16"])
+    assert found["TUNING_MODE=lora"].fits
+
+
+def test_writing_out_quantised_weights_has_its_price() -> None:
+    slower = refused(*CASES["T4"])["TUNING_MODE=qlora"].slower
+    assert slower is not None and slower > 1.01
+
+
+def test_what_came_nearest_is_shown() -> None:
+    config, launch = ROOT / "configs" / "run_bnb.yaml", LaunchRequest(command_strategy="auto")
+    with pytest.raises(DoesNotFitError, match="with weights shared out by fsdp2; a whole replica needs") as error:
+        planned(config, "8x24GB", ["TUNING_MODE=full"], launch)
+    assert error.value.setup.strategy == "fsdp2" and error.value.over_bytes < 5 * GIB
