@@ -93,7 +93,9 @@ class Plan:
     pack_tokens: int = 0
     """The most tokens of the sequences that rows are packed into, which micro-batches then count; 0 without packing."""
     peak_at: str | None = None
-    """Where in a step the peak stands, in words; `None` by formula."""
+    """Where in a step the peak stands, in words."""
+    peak_remedy: str | None = None
+    """What the peak is mostly made of, what would make that smaller, and by how much; `None` where nothing would."""
     recoveries: tuple[Mapping[str, Any], ...] = ()
     """What was changed because memory ran out, oldest first (`launch.recovery.Recovery`)."""
     reasons: tuple[str, ...]

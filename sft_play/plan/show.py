@@ -70,9 +70,15 @@ def _room(plan: Plan) -> str:
     """Returns the largest batch and the longest rows that would fit, and where in a step the peak stands."""
     first = plan.ranks[0]
     if plan.pack_tokens:
-        return f"for packs of up to {plan.longest_row:,} tokens" + (f"; the peak stands {plan.peak_at}" if plan.peak_at else "")
+        return f"for packs of up to {plan.longest_row:,} tokens" + _peak(plan)
     text = f"up to {count(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {first.micro_batch} of {plan.longest_row:,}, would fit"
-    return text + (f"; the peak stands {plan.peak_at}" if plan.peak_at else "")
+    return text + _peak(plan)
+
+
+def _peak(plan: Plan) -> str:
+    if not plan.peak_at:
+        return ""
+    return f"; the peak stands {plan.peak_at}" + (f" ({plan.peak_remedy})" if plan.peak_remedy else "")
 
 
 def _parts(rank: RankPlan) -> str:

@@ -13,13 +13,13 @@ from sft_play.config.schema import Config
 from sft_play.errors import DataError, UserError
 from sft_play.plan.architecture import architecture_of
 from sft_play.plan.fit import DoesNotFitError, Memory
-from sft_play.plan.memory import rank_memory
+from sft_play.plan.memory import Setup, rank_memory
+from sft_play.plan.peak import with_peak
 from sft_play.plan.plan import Plan
 from sft_play.plan.probed import load
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.trace_case import setup_of
 from sft_play.plan.traced import TracedMemory, Tracer
-from sft_play.plan.words import peak_in_words
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import Prepared
 
@@ -28,6 +28,8 @@ Source = Literal["formula", "trace", "probe", "known", "auto"]
 new trace where the formula comes near the limit. `probe`: a trace, corrected by what `launch.probing` measured; measurements of
 earlier probes correct every plan but one by `formula`."""
 ROUNDS = 5
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True, unless you set it: free pages move, so less is lost between blocks"
+UNSETTLED = "memory by formula, scaled by {seen} traces of other batches: after {rounds} rounds the plan still went to a new one"
 WORTH_A_TRACE = 0.5
 """Share of the memory above which training looks closer than the formulas do."""
 
@@ -50,16 +52,24 @@ def planned(
     source: Source,
 ) -> Plan:
     """Returns the plan by the source that was asked for. Raises what `make` raises."""
+    plan = _by_source(make, config, shape, prepared, source)
+    return _with_reason(plan, EXPANDABLE) if plan.device == "cuda" else plan
+
+
+def _by_source(
+    make: Callable[[Memory], Plan], config: Config, shape: ModelShape, prepared: Prepared | None, source: Source
+) -> Plan:
     if source == "formula":
-        return make(rank_memory)
+        return with_peak(make(rank_memory), config, shape)
     if config.tuning.backend == "unsloth":
-        return _with_reason(make(rank_memory), "memory by formula: unsloth's own kernels cannot be traced here, and need less")
+        plan = with_peak(make(rank_memory), config, shape)
+        return _with_reason(plan, "memory by formula: unsloth's own kernels cannot be traced here, and need less")
     if source == "auto":
         source = "trace" if _is_near(make) else "known"
     try:
         memory = memory_of(config, prepared)
     except (DataError, OSError, ValueError):
-        return make(rank_memory)  # the plan itself says what is wrong with the model
+        return with_peak(make(rank_memory), config, shape)  # the plan itself says what is wrong with the model
     tracer = memory.tracer = Tracer() if source in ("trace", "probe") else None
     try:
         return _by_trace(make, memory, shape)
@@ -95,19 +105,19 @@ def _by_trace(make: Callable[[Memory], Plan], memory: TracedMemory, shape: Model
         if not memory.observe(shape, setup, [rank.micro_batch for rank in plan.ranks]):
             break
     plan, probed = _by_probe(make, memory, shape, plan)
-    if probed:
-        return plan
-    setup = setup_of(plan)
-    if memory.error:
-        return _with_reason(make(rank_memory), f"memory by formula: the trace cannot run this architecture ({memory.error})")
+    setup, config = setup_of(plan), memory.config
+    if memory.error and not probed:
+        plan = with_peak(make(rank_memory), config, shape)
+        return _with_reason(plan, f"memory by formula: the trace cannot run this architecture ({memory.error})")
     seen = [memory.found.get((setup, rank.micro_batch)) for rank in plan.ranks]
     worst = max((found for found in seen if found), key=lambda found: sum(found.parts.values()), default=None)
     if worst is None or None in seen:
+        plan = with_peak(plan, config, shape)
+        if memory.tracer and memory.found:
+            plan = _with_reason(plan, UNSETTLED.format(rounds=ROUNDS, seen=len(memory.found)))
         return plan
-    words = peak_in_words(worst.moment, worst.operation)
-    return replace(
-        _with_reason(plan, f"memory by trace of the very step that trains: its peak is {words}"), source="trace", peak_at=words
-    )
+    plan = with_peak(plan, config, shape, worst.moment, worst.operation)
+    return plan if probed else replace(_with_reason(plan, f"memory by trace of {_traced(setup)}"), source="trace")
 
 
 def _by_probe(
@@ -131,6 +141,14 @@ def _by_probe(
         memory.observe(shape, setup_of(plan), [rank.micro_batch for rank in plan.ranks])
         plan = make(memory)
     return plan, False
+
+
+def _traced(setup: Setup) -> str:
+    """Returns what of a step was traced, in words: shards are arithmetic, since one process has no others to gather from."""
+    if not setup.zero and setup.strategy != "fsdp2":
+        return "the very step that trains"
+    name = "FSDP2" if setup.strategy == "fsdp2" else f"ZeRO-{setup.strategy[-1]}"
+    return f"a whole replica's forward and backward pass; what {name} shards, gathers and buffers, and its optimizer's step, by formula"
 
 
 def _with_reason(plan: Plan, reason: str) -> Plan:

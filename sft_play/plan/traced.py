@@ -8,6 +8,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -147,8 +148,14 @@ def assemble(config: Config, shape: ModelShape, setup: Setup, micro_batch: int, 
         if best is None or sum(parts.values()) > sum(best.parts.values()):
             best = Observation(parts=parts, moment=moment, operation=result["operations"].get(moment, ""))
     assert best is not None, "a trace has moments"
-    lost = int(result["lost_bytes"]) if setup.device == "cuda" else formula["fragmentation"]
+    lost = int(result[_allocator()]) if setup.device == "cuda" else formula["fragmentation"]
     return replace(best, parts={**best.parts, "fragmentation": lost})
+
+
+def _allocator() -> str:
+    """Returns which allocator's loss counts: workers grow segments in place, unless the user's own setting says otherwise."""
+    own = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    return "lost_bytes" if own is None or "expandable_segments:true" in own.lower() else "lost_bytes_native"
 
 
 def traced(cases: Sequence[Case], folder: Path, tracer: Tracer | None) -> list[dict[str, Any] | None]:
@@ -170,13 +177,14 @@ class Tracer:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`, as the process is
 
     def ask(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
         """Returns each case's result, `{"error": "..."}` where it cannot be traced."""
         if self._process is None:
             environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "sft_play.trace"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                [sys.executable, "-m", "sft_play.trace"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
                 env=environment,
             )  # fmt: skip
         process = self._process
@@ -189,10 +197,19 @@ class Tracer:
         except BrokenPipeError:
             line = b""
         if not line:
-            how = "took too long" if process.poll() is None else f"ended with code {process.returncode}"
-            return [{"error": f"the trace {how}"}] * len(cases)
+            return [{"error": f"the trace {self._failure(process)}"}] * len(cases)
         found: list[dict[str, Any]] = json.loads(line)
         return found
+
+    def _failure(self, process: subprocess.Popen[bytes]) -> str:
+        """Returns how the process failed, with the last line that it or a library wrote to stderr."""
+        try:
+            code = process.wait(timeout=5)  # its output closes a moment before it ends
+        except subprocess.TimeoutExpired:
+            return f"took longer than {TRACE_SECONDS} s"
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        return f"ended with code {code}" + (f": {lines[-1].strip()[:300]}" if lines else "")
 
     def close(self) -> None:
         """Ends the process."""
@@ -204,6 +221,7 @@ class Tracer:
                     with contextlib.suppress(BrokenPipeError):
                         stream.close()
             self._process = None
+        self._said.close()
 
 
 @cache

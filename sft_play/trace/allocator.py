@@ -8,8 +8,9 @@ ones in multiples of 2 MiB; best fit, splitting, merging, and at the limit whole
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 KIB, MIB = 2**10, 2**20
 SMALL, SMALL_SEGMENT, LARGE_SEGMENT, LEAST_OWN_SEGMENT = MIB, 2 * MIB, 20 * MIB, 10 * MIB
@@ -25,6 +26,8 @@ class DoesNotFitError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Block:
+    start: int
+    """Address; those of later segments are higher."""
     size: int
     small: bool
     free: bool = False
@@ -41,6 +44,7 @@ class CachingAllocator:
     most: int = 0
     _free: dict[bool, list[tuple[int, int, _Block]]] = field(default_factory=lambda: {True: [], False: []})
     _live: dict[int, _Block] = field(default_factory=dict)
+    _top: int = 0
 
     def allocate(self, number: int, size: int) -> None:
         """Raises `DoesNotFitError`."""
@@ -48,7 +52,7 @@ class CachingAllocator:
         block = self._best(size, small) or self._segment(size, small)
         rest = block.size - size
         if rest >= 512 if small else rest > SMALL:
-            other = _Block(rest, small, before=block, after=block.after)
+            other = _Block(block.start + size, rest, small, before=block, after=block.after)
             if block.after:
                 block.after.before = other
             block.after, block.size = other, size
@@ -65,7 +69,7 @@ class CachingAllocator:
             self._remove(neighbour)
             block.size += neighbour.size
             if neighbour is block.before:
-                block.before = neighbour.before
+                block.start, block.before = neighbour.start, neighbour.before
                 if block.before:
                     block.before.after = block
             else:
@@ -76,7 +80,7 @@ class CachingAllocator:
 
     def _best(self, size: int, small: bool) -> _Block | None:
         row = self._free[small]
-        index = bisect.bisect_left(row, (size, 0))
+        index = bisect.bisect_left(row, (size, -1))
         if index == len(row):
             return None
         block = row.pop(index)[2]
@@ -91,7 +95,8 @@ class CachingAllocator:
             if self.reserved + whole > self.limit:
                 raise DoesNotFitError
         self.reserved += whole
-        return _Block(whole, small)
+        self._top += whole
+        return _Block(self._top - whole, whole, small)
 
     def _return_segments(self) -> None:
         for row in self._free.values():
@@ -101,17 +106,30 @@ class CachingAllocator:
 
     def _insert(self, block: _Block) -> None:
         block.free = True
-        bisect.insort(self._free[block.small], (block.size, id(block), block))
+        bisect.insort(self._free[block.small], (block.size, block.start, block))
 
     def _remove(self, block: _Block) -> None:
         row = self._free[block.small]
-        row.pop(bisect.bisect_left(row, (block.size, id(block))))
+        row.pop(bisect.bisect_left(row, (block.size, block.start)))
         block.free = False
 
 
-def replay(events: Sequence[Event], limit: int | None = None) -> int:
+class Allocator(Protocol):
+    """What replays allocations under a limit."""
+
+    most: int
+
+    def allocate(self, number: int, size: int) -> None: ...
+    def release(self, number: int) -> None: ...
+
+
+Make = Callable[[int | None], Allocator]
+"""Returns an allocator under a limit of bytes that it may reserve."""
+
+
+def replay(events: Sequence[Event], limit: int | None = None, make: Make = CachingAllocator) -> int:
     """Returns the most bytes that are reserved. Raises `DoesNotFitError`."""
-    pool = CachingAllocator(limit=limit)
+    pool = make(limit)
     for sign, number, size in events:
         if size and sign > 0:
             pool.allocate(number, size)
@@ -120,13 +138,13 @@ def replay(events: Sequence[Event], limit: int | None = None) -> int:
     return pool.most
 
 
-def least_capacity(events: Sequence[Event]) -> int:
+def least_capacity(events: Sequence[Event], make: Make = CachingAllocator) -> int:
     """Returns the smallest limit that the sequence survives, to 16 MiB."""
-    low, high = most_allocated(events), replay(events)
+    low, high = most_allocated(events), replay(events, make=make)
     while high - low > TOLERANCE:
         middle = (low + high) // 2
         try:
-            replay(events, middle)
+            replay(events, middle, make)
             high = middle
         except DoesNotFitError:
             low = middle
@@ -142,6 +160,6 @@ def most_allocated(events: Sequence[Event]) -> int:
     return most
 
 
-def lost_bytes(events: Sequence[Event]) -> int:
+def lost_bytes(events: Sequence[Event], make: Make = CachingAllocator) -> int:
     """Returns what is lost between blocks, at the smallest capacity that suffices."""
-    return max(0, least_capacity(events) - most_allocated(events)) if events else 0
+    return max(0, least_capacity(events, make) - most_allocated(events)) if events else 0

@@ -12,11 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sft_play.plan.trace_case import Case
 from sft_play.trace import allocator, build
+from sft_play.trace.expandable import ExpandableAllocator
 from sft_play.trace.step import MOMENTS, StepTrace, batch_of, real_branches
 from sft_play.trace.tracker import Peak, StorageTracker
 
 Moments = dict[str, dict[str, int]]
 """moment -> part -> bytes"""
+DEEPER = 8
+"""Layers of the model whose loss between blocks is compared with that of the smallest."""
 
 
 def trace(case: Case) -> dict[str, Any]:
@@ -31,7 +34,7 @@ def trace(case: Case) -> dict[str, Any]:
     steps = {}
     for kind, layers in grown.items():
         if counts[kind] > Counter(smallest)[kind]:
-            steps[kind] = observe(case, build.with_layers(settings, layers))
+            steps[kind] = observe(case, build.with_layers(settings, layers), log=case.device == "cuda")
     missing = {kind: counts[kind] - Counter(smallest)[kind] for kind in steps}
     moments = {
         moment: _extrapolated(peak.parts, {k: s[0][moment].parts for k, s in steps.items() if moment in s[0]}, missing)
@@ -41,8 +44,31 @@ def trace(case: Case) -> dict[str, Any]:
         "moments": moments,
         "operations": {moment: peak.operation for moment, peak in base.items()},
         "counts": _extrapolated(base_counts, {k: s[2] for k, s in steps.items()}, missing),
-        "lost_bytes": allocator.lost_bytes(events) if case.device == "cuda" else 0,
+        **(
+            _losses(case, settings, len(smallest), [events, *(step[1] for step in steps.values())])
+            if case.device == "cuda"
+            else {}
+        ),
     }
+
+
+def _losses(case: Case, settings: Any, few: int, logs: list[list[allocator.Event]]) -> dict[str, int]:
+    """Returns what each kind of allocator loses between blocks of the whole model, from `logs`, of which the first has `few` layers.
+
+    Where activations are kept the loss grows with the layers, but unevenly: a model with several more layers tells its slope. With
+    recomputation it does not grow (replays of all layers: docs/planning.md).
+    """
+    kinds = build.layer_kinds(settings)
+    depth = few if case.gradient_checkpointing else min(len(kinds), max(DEEPER, few + 1))
+    deeper = observe(case, build.with_layers(settings, kinds[:depth]), log=True)[1] if depth > few else []
+    found: dict[str, int] = {}
+    for name, make in (("lost_bytes", ExpandableAllocator), ("lost_bytes_native", allocator.CachingAllocator)):
+        lost = [allocator.lost_bytes(events, make) for events in logs]
+        if depth > few:
+            most = allocator.lost_bytes(deeper, make)
+            lost += [most, int(most + (most - lost[0]) / (depth - few) * (len(kinds) - depth))]
+        found[name] = max(lost)
+    return found
 
 
 def _extrapolated(base: Mapping[str, int], grown: Mapping[str, Mapping[str, int]], missing: Mapping[str, int]) -> dict[str, int]:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from sft_play.__main__ import COMMANDS
+from sft_play.config.call import parse_call
+from sft_play.config.load import load_config
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TuningConfig
-from sft_play.plan.hardware import GIB
+from sft_play.plan.command import plan_for
+from sft_play.plan.hardware import GIB, parse_hardware
 from sft_play.plan.memory import Setup, rank_memory, rank_moments, trainable_parameters
+from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape, shape_of
+from sft_play.plan.trace_case import case_of
+from sft_play.plan.traced import Tracer
+from tests.conftest import ROOT
 
 LLAMA2, LLAMA3, QWEN = "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen2.5-7B-Instruct"
 QV = ["q_proj", "v_proj"]
@@ -217,3 +227,32 @@ def test_an_offloaded_optimizer_needs_no_copy_on_the_gpu() -> None:
 def test_buckets_are_as_large_as_the_gradients(mode: Any) -> None:
     parts = rank_memory(config(LLAMA2, mode), shape(LLAMA2), setup(strategy="ddp", world_size=2), 1)
     assert parts["buffers"] == parts["gradients"]
+
+
+def test_the_peak_is_named_with_what_would_lower_it_by_formula_too() -> None:
+    def peak(*words: str) -> tuple[str, str]:
+        call = parse_call(["plan", "CONFIG=configs/run_bnb.yaml", *words], COMMANDS)
+        loaded = load_config(ROOT / "configs" / "run_bnb.yaml", call.overrides, {})
+        plan = plan_for(loaded, parse_hardware("H200"), LaunchRequest(command_strategy="single"), source="formula")
+        assert plan.peak_at and plan.peak_remedy and any("expandable_segments" in reason for reason in plan.reasons)
+        return plan.peak_at, plan.peak_remedy
+
+    where, remedy = peak("TRAIN_BATCH_SIZE=4", "TRAIN_GRADIENT_CHECKPOINTING=false")
+    assert "in the last layer's backward pass" in where or "gradient of the logits" in where
+    assert remedy.startswith("the activations: TRAIN_GRADIENT_CHECKPOINTING=true, minus ")
+    _, remedy = peak("TUNING_MODE=full", "TRAIN_BATCH_SIZE=1", "TRAIN_GRADIENT_CHECKPOINTING=true")
+    assert remedy.startswith("the cast weights: MODEL_DTYPE=bfloat16, minus ")
+
+
+def test_a_tracer_that_crashes_says_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'ImportError: no torch here' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    tracer = Tracer()
+    try:
+        assert tracer.ask([]) == []
+        case = case_of(config(LLAMA3), {}, setup(), 1)
+        assert tracer.ask([case]) == [{"error": "the trace ended with code 3: ImportError: no torch here"}]
+    finally:
+        tracer.close()
