@@ -18,17 +18,15 @@ from sft_play.launch.environment import DROPPED, SCRUBBED
 from sft_play.launch.network import free_port, loopback_interface
 from sft_play.plan.calibration import Calibration, Link, StepFit, fit_line, read_calibration, spread
 from sft_play.plan.detect import detect
+from sft_play.plan.exchange import exchange_seconds, link_bytes_per_second, link_of
 from sft_play.plan.hardware import Device, Hardware
 from sft_play.plan.scratch import label
 from sft_play.plan.throughput import (
     CPU_BANDWIDTH,
     Data,
     describe_work,
-    exchange_seconds,
     flops_per_token,
     forecast,
-    link_bytes_per_second,
-    link_of,
     optimizer_seconds,
 )
 from sft_play.quickstart import preset

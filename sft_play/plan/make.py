@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 from sft_play.plan import choices, strategies
-from sft_play.plan.batch import Batch, choose_batch, count, halve, halved
+from sft_play.plan.batch import Batch, count, halve, halved
 from sft_play.plan.calibration import Calibration
+from sft_play.plan.exchange import exchange_seconds
+from sft_play.plan.fastest import Rows, choose_rows, comparable, with_layout
 from sft_play.plan.fit import DoesNotFitError, Fit, Memory, Remedy, wanted_rows
 from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.losses import settle_chunks, with_chunks
 from sft_play.plan.memory import Setup, host_bytes, rank_memory
-from sft_play.plan.mixture import mixture_of, rows_per_epoch
 from sft_play.plan.packed_batch import Division, choose_packing, insisted
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.power import energy_kwh
 from sft_play.plan.remedies import Case, remedies, with_remedies
 from sft_play.plan.request import LaunchRequest
+from sft_play.plan.rows import label_share, row_tokens, rows_data, step_count
 from sft_play.plan.scratch import label
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.throughput import Data, Forecast, exchange_seconds, forecast
+from sft_play.plan.throughput import Forecast, forecast, unequal
 from sft_play.plan.trace_case import setup_of
 from sft_play.runs.prepared import Prepared
 
@@ -87,33 +89,34 @@ def ways_out(config: Config, shape: ModelShape, plan: Plan, request: LaunchReque
     return remedies(case, _decide, setup_of(plan), rank.micro_batch, sum(need.values()))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Start:
+    """What is settled before memory is asked."""
+
+    places: tuple[int, ...]
+    devices: tuple[Device, ...]
+    """Of all ranks."""
+    local: int
+    """Ranks of this machine."""
+    backend: str
+    rate: float
+    setup: Setup
+    room: list[int]
+    """Bytes that each rank may use."""
+
+    @property
+    def unit(self) -> str:
+        return "device" if self.setup.device == "cuda" else "process"
+
+
 def _decide(case: Case) -> Plan:
     """Returns the plan without the remedies of what does not fit. Raises as `make_plan`."""
-    config, typed, hardware, shape, launch = case.config, case.typed, case.hardware, case.shape, case.launch
-    prepared, calibration, memory = case.prepared, case.calibration, case.memory
+    config, hardware, shape, launch = case.config, case.hardware, case.shape, case.launch
     reasons: list[str] = []
-    fit = Fit(config=config, shape=shape, memory=memory)
+    fit = Fit(config=config, shape=shape, memory=case.memory)
     _check_length(config, shape)
-    kind = hardware.kind
-    reasons += _described(hardware, launch)
-    places, local = choices.devices_for(hardware, launch, launch.command_strategy == "single")
-    devices = local * launch.num_nodes
-    world = len(devices)
-    strategy = strategies.choose_strategy(config, typed, launch, hardware, world, reasons)
-    backend = choices.choose_backend(config, kind, world, reasons)
-    precision = choices.choose_precision(config, hardware, devices, strategy, reasons)
-    dtype = choices.choose_weights_dtype(config, kind, precision, reasons)
-    attention = choices.choose_attention(config, shape, kind, reasons)
-    optim = choices.choose_optimizer(config, kind, strategy, reasons)
-    rate = choices.choose_learning_rate(config, reasons)
-    setup = Setup(
-        device=kind, strategy=strategy, world_size=world, precision=precision, weights_dtype=dtype, optim=optim,
-        gradient_checkpointing=False, layout="padded", attention=attention, label_share=_label_share(prepared),
-        row_tokens=_row_tokens(config, prepared), offload_optimizer=launch.offload_optimizer, offload_parameters=launch.offload_parameters,
-    )  # fmt: skip
-    train_split = prepared.train if prepared else None
-    setup = with_chunks(config, shape, insisted(fit, setup, train_split))
-    room = [_capacity(device, kind, len(local)) for device in devices]
+    start = _start(case, fit, reasons)
+    setup, devices, room, kind = start.setup, start.devices, start.room, hardware.kind
     setup, fitting = _checkpointing(fit, setup, room, reasons, forced=launch.force_checkpointing)
 
     def replan(request: LaunchRequest) -> Plan:
@@ -123,72 +126,105 @@ def _decide(case: Case) -> Plan:
     if isinstance(settled, Plan):
         return settled
     setup, fitting = settled
-    unit = "device" if kind == "cuda" else "process"
     fitting = tuple(max(1, rows) for rows in fitting)
-    most = CPU_MICRO_BATCH if kind == "cpu" else MOST_MICRO_BATCH
-    # What fits under packing are packs; and before the data are known, rows of the greatest length must not refuse what was typed.
-    unknown = config.train.packing == "on" or (launch.early and config.train.grad_accum != "auto")
-    rows_fit = (2**20,) * world if unknown else fitting
-    batch = choose_batch(config.train, rows_fit, most, unit)
-
-    def speed_of(division: Division) -> Forecast:
-        return forecast(
-            config, shape, division.setup, hardware, devices, rows=division.rows, micro_batches=division.batch.micro_batches,
-            accumulation=division.micro_steps, data=division.data(_data(config, prepared, setup)), nodes=launch.num_nodes,
-            calibration=calibration,
-        )  # fmt: skip
-
-    division = choose_packing(
-        fit, setup, batch, room, train_split, most=most, unit=unit, gave_up=launch.unpack, reasons=reasons,
-        seconds=lambda division: speed_of(division).seconds_per_step,
-    )  # fmt: skip
-    division, batch = _halved(division, launch.halvings, unit, reasons)
-    setup = division.setup
-    rate = choices.scale_learning_rate(config, rate, batch.global_batch, reasons)
-    reasons += _exchange(config, shape, setup, hardware, world, batch.accumulation)
-    setup = _with_layout(fit, setup, batch.micro_batches, room, reasons)
-    setup = replace(setup, accumulates=batch.accumulation > 1)
-    setup = settle_chunks(config, shape, setup, max(batch.micro_batches), reasons)
+    division = _divided(case, fit, start, setup, fitting, reasons)
+    batch, setup = division.batch, division.setup
+    rate = choices.scale_learning_rate(config, start.rate, batch.global_batch, reasons)
+    reasons += _exchange(config, shape, setup, hardware, len(devices), batch.accumulation)
     ranks = tuple(
-        _rank(fit, setup, i, devices, places, m, batch.accumulation, room[i], kind) for i, m in enumerate(batch.micro_batches)
+        _rank(fit, setup, i, devices, start.places, m, batch.accumulation, room[i], kind)
+        for i, m in enumerate(batch.micro_batches)
     )
     _tight(ranks, reasons)
-    ways_out = _on_the_host(config, shape, setup, hardware, len(local), reasons)
-    steps, per_epoch = _steps(config, prepared, batch.global_batch, reasons)
-    speed = speed_of(replace(division, setup=setup))
+    reasons += _margin(kind)
+    lacking = _on_the_host(config, shape, setup, hardware, start.local, reasons)
+    steps, per_epoch = step_count(config, case.prepared, batch.global_batch, reasons)
+    speed = _speed(case, devices, division)
+    reasons += unequal(speed.rank_seconds, division.shares, [device.name for device in devices])
     per_step = speed.seconds_per_step
     total = per_step * steps if per_step and steps else None
     return Plan(
-        world_size=world, num_nodes=launch.num_nodes, device=kind, backend=cast(Any, backend), strategy=strategy, source="formula",
-        precision=precision, weights_dtype=dtype, attn_implementation=attention, layout=cast(Any, setup.layout),
-        most_rows=min(fitting), longest_row=_longest_row(fit, setup, ranks, shape), row_tokens=setup.row_tokens,
-        label_share=setup.label_share, loss_chunk=setup.loss_chunk, pack_tokens=division.pack_tokens,
-        gradient_checkpointing=setup.gradient_checkpointing, optim=setup.optim, learning_rate=rate, ranks=ranks,
-        offload_optimizer=setup.offload_optimizer, offload_parameters=setup.offload_parameters,
-        global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch, warmup_steps=choices.warmup(config, steps),
-        eval_batch_size=halve(_eval_batch(config, kind, fitting), launch.halvings), reasons=tuple(reasons), remedies=tuple(ways_out),
-        tokens_per_second=speed.tokens_per_second, communication_share=speed.communication_share,
-        seconds_per_step=per_step, total_seconds=total, communication_seconds=speed.communication_seconds,
-        epoch_seconds=per_step * per_epoch if per_step and per_epoch else None, mfu=speed.mfu, speed_basis=speed.basis,
-        energy_kwh=energy_kwh(devices, total),
+        world_size=len(devices), num_nodes=launch.num_nodes, device=kind, backend=cast(Any, start.backend),
+        strategy=cast(Any, setup.strategy), source="formula", precision=cast(Any, setup.precision), weights_dtype=setup.weights_dtype,
+        attn_implementation=setup.attention, layout=cast(Any, setup.layout), most_rows=min(fitting),
+        longest_row=_longest_row(fit, setup, ranks, shape), row_tokens=setup.row_tokens, label_share=setup.label_share,
+        loss_chunk=setup.loss_chunk, pack_tokens=division.pack_tokens, gradient_checkpointing=setup.gradient_checkpointing,
+        optim=setup.optim, learning_rate=rate, ranks=ranks, offload_optimizer=setup.offload_optimizer,
+        offload_parameters=setup.offload_parameters, global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch,
+        warmup_steps=choices.warmup(config, steps), eval_batch_size=halve(_eval_batch(config, kind, fitting), launch.halvings),
+        reasons=tuple(reasons), remedies=tuple(lacking), tokens_per_second=speed.tokens_per_second,
+        communication_share=speed.communication_share, seconds_per_step=per_step, total_seconds=total,
+        communication_seconds=speed.communication_seconds, mfu=speed.mfu, speed_basis=speed.basis,
+        epoch_seconds=per_step * per_epoch if per_step and per_epoch else None, energy_kwh=energy_kwh(devices, total),
     )  # fmt: skip
 
 
-def _with_layout(fit: Fit, setup: Setup, micro_batches: tuple[int, ...], room: list[int], reasons: list[str]) -> Setup:
-    """Returns the setup with the layout of its rows: padded where the mask of flattened ones is what does not fit."""
-    if setup.packed:
-        return setup
-    rows = max(micro_batches)
-    layout = choices.choose_layout(fit.config, fit.shape, setup.device, setup.attention, rows, setup.row_tokens, reasons)
-    chosen = replace(setup, layout=layout)
+def _start(case: Case, fit: Fit, reasons: list[str]) -> _Start:
+    """Returns devices, strategy and types, and why. Raises `UserError` or `HardwareError`."""
+    config, hardware, launch, kind = case.config, case.hardware, case.launch, case.hardware.kind
+    reasons += _described(hardware, launch)
+    places, local = choices.devices_for(hardware, launch, launch.command_strategy == "single")
+    devices = local * launch.num_nodes
+    strategy = strategies.choose_strategy(config, case.typed, launch, hardware, len(devices), reasons)
+    backend = choices.choose_backend(config, kind, len(devices), reasons)
+    precision = choices.choose_precision(config, hardware, devices, strategy, reasons)
+    dtype = choices.choose_weights_dtype(config, kind, precision, reasons)
+    attention = choices.choose_attention(config, case.shape, kind, reasons)
+    optim = choices.choose_optimizer(config, kind, strategy, reasons)
+    setup = Setup(
+        device=kind, strategy=strategy, world_size=len(devices), precision=precision, weights_dtype=dtype, optim=optim,
+        gradient_checkpointing=False, layout="padded", attention=attention, label_share=label_share(case.prepared),
+        row_tokens=row_tokens(config, case.prepared), offload_optimizer=launch.offload_optimizer,
+        offload_parameters=launch.offload_parameters,
+    )  # fmt: skip
+    return _Start(
+        places=places, devices=devices, local=len(local), backend=backend, rate=choices.choose_learning_rate(config, reasons),
+        setup=with_chunks(config, case.shape, insisted(fit, setup, case.prepared.train if case.prepared else None)),
+        room=[_capacity(device, kind, len(local)) for device in devices],
+    )  # fmt: skip
 
-    def fits(case: Setup) -> bool:
-        return all(fit.need(case, m) <= r for m, r in zip(micro_batches, room, strict=True))
 
-    if layout == "flattened" and not fits(chosen) and fits(setup):
-        reasons[-1] = f"rows padded: the mask of {rows * setup.row_tokens} flattened tokens would not fit"
-        return setup
-    return chosen
+def _divided(case: Case, fit: Fit, start: _Start, setup: Setup, fitting: tuple[int, ...], reasons: list[str]) -> Division:
+    """Returns micro-batch, accumulation, packing, layout and loss chunks, by memory and by the forecast. Raises `UserError`."""
+    config, launch, room = case.config, case.launch, start.room
+    # What fits under packing are packs; and before the data are known, rows of the greatest length must not refuse what was typed.
+    unknown = config.train.packing == "on" or (launch.early and config.train.grad_accum != "auto")
+    hardware, devices = comparable(case.hardware, start.devices, launch.num_nodes)
+    alike = replace(case, hardware=hardware)
+    most = CPU_MICRO_BATCH if setup.device == "cpu" else MOST_MICRO_BATCH
+    rows = Rows(
+        train=config.train, room=room, fitting=(2**20,) * len(room) if unknown else fitting, most=most, unit=start.unit,
+        known=devices == start.devices,
+    )  # fmt: skip
+
+    def seconds(setup: Setup, batch: Batch) -> float:
+        return _speed(alike, devices, Division(setup=setup, batch=batch)).seconds_per_step or math.inf
+
+    plain = choose_rows(fit, setup, rows, seconds)
+    division = choose_packing(
+        fit, with_layout(fit, setup, plain, room, seconds, []), plain, room, case.prepared.train if case.prepared else None, most=most,
+        unit=start.unit, gave_up=launch.unpack, reasons=reasons,
+        seconds=lambda division: _speed(alike, devices, division).seconds_per_step,
+    )  # fmt: skip
+    division, batch = _halved(division, launch.halvings, start.unit, reasons)
+    setup = with_layout(fit, division.setup, batch, room, seconds, reasons)
+    setup = replace(setup, accumulates=batch.accumulation > 1)
+    return replace(division, setup=settle_chunks(config, case.shape, setup, max(batch.micro_batches), reasons))
+
+
+def _speed(case: Case, devices: tuple[Device, ...], division: Division) -> Forecast:
+    batch, data = division.batch, rows_data(case.config, case.prepared, division.setup)
+    return forecast(
+        case.config, case.shape, division.setup, case.hardware, devices, rows=division.rows, micro_batches=batch.micro_batches,
+        accumulation=division.micro_steps, data=division.data(data), nodes=case.launch.num_nodes, calibration=case.calibration,
+    )  # fmt: skip
+
+
+def _margin(kind: str) -> list[str]:
+    """Returns what is kept free, and how a GPU's memory is kept from falling to pieces."""
+    kept = f"memory: {HEADROOM[kind]:.0%} of what is free is planned for, {1 - HEADROOM[kind]:.0%} stay as the margin"
+    segments = "allocator: expandable_segments for workers, so that freed memory serves blocks of any size; PYTORCH_ALLOC_CONF overrides it"
+    return [kept, segments] if kind == "cuda" else [kept]
 
 
 def _on_the_host(
@@ -213,40 +249,12 @@ def _check_length(config: Config, shape: ModelShape) -> None:
         )
 
 
-def _label_share(prepared: Prepared | None) -> float:
-    """Returns labels beside tokens of a micro-batch that is worse than any: its rows are the longest, and have most labels."""
-    split = prepared.train if prepared else None
-    if split is None or not split.longest:
-        return 1.0
-    return min(1.0, (split.most_labels or split.longest) / split.longest)
-
-
 def _halved(division: Division, halvings: int, unit: str, reasons: list[str]) -> tuple[Division, Batch]:
     """Returns the division after memory ran out `halvings` times."""
     before = division.batch
     batch = halved(before, halvings, unit)
     reasons += batch.reasons[len(before.reasons) :]
     return replace(division, batch=batch), batch
-
-
-def _data(config: Config, prepared: Prepared | None, setup: Setup) -> Data:
-    """Returns what the average row is like; memory is planned for the worst instead."""
-    split = prepared.train if prepared else None
-    if not split or not split.rows or not split.tokens:
-        return Data(row_tokens=setup.row_tokens, longest=setup.row_tokens, label_share=1.0)
-    mixture = mixture_of(config.data, split.sources)
-    rows, tokens, labels = float(split.rows), float(split.tokens), float(split.label_tokens)
-    if mixture := mixture_of(config.data, split.sources):
-        taken = [(count / source.rows, source) for count, source in zip(mixture.epoch_rows, split.sources, strict=True) if count]
-        rows = float(sum(mixture.epoch_rows))
-        tokens = sum(times * source.tokens for times, source in taken)
-        labels = sum(times * source.label_tokens for times, source in taken)
-    return Data(row_tokens=tokens / rows, longest=split.longest, label_share=labels / tokens)
-
-
-def _row_tokens(config: Config, prepared: Prepared | None) -> int:
-    split = prepared.train if prepared else None
-    return min(config.model.max_seq_len, split.longest) if split else config.model.max_seq_len
 
 
 def _capacity(device: Device, kind: str, processes: int) -> int:
@@ -315,28 +323,6 @@ def _tight(ranks: tuple[RankPlan, ...], reasons: list[str]) -> None:
     over = max(ranks, key=lambda rank: rank.peak_bytes - rank.capacity_bytes)
     if over.peak_bytes > over.capacity_bytes:
         reasons.append(f"rank {over.rank} may run short: {over.peak_bytes / GIB:.1f} of {over.capacity_bytes / GIB:.1f} GiB")
-
-
-def _steps(config: Config, prepared: Prepared | None, global_batch: int, reasons: list[str]) -> tuple[int | None, int | None]:
-    split = prepared.train if prepared else None
-    rows = rows_per_epoch(config.data, split) if split else None
-    mixture = mixture_of(config.data, split.sources) if split else None
-    reasons += [f"mixture: {line}" for line in (mixture.describe() if mixture else [])]
-    per_epoch = math.ceil(rows / global_batch) if rows else None
-    if config.train.max_steps > 0:
-        reasons.append(
-            f"steps {config.train.max_steps}: as configured"
-            + (f", {config.train.max_steps / per_epoch:.2f} epochs" if per_epoch else "")
-        )
-        return config.train.max_steps, per_epoch
-    if per_epoch is None:
-        reasons.append("steps: known when the data are prepared")
-        return None, None
-    steps = max(1, math.ceil(config.train.epochs * per_epoch))
-    reasons.append(
-        f"steps {steps} = {config.train.epochs:g} epochs x {per_epoch} ({rows} rows / {global_batch} global, rounded up)"
-    )
-    return steps, per_epoch
 
 
 def _eval_batch(config: Config, kind: str, fitting: tuple[int, ...]) -> int:

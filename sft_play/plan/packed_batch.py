@@ -13,7 +13,7 @@ from sft_play.plan.fit import Fit
 from sft_play.plan.layouts import FLATTENED_TOKENS
 from sft_play.plan.memory import Setup
 from sft_play.plan.packing import WORTH, Packs, packs_of
-from sft_play.plan.throughput import Data
+from sft_play.plan.throughput import Data, rank_rows
 from sft_play.runs.prepared import PreparedSplit
 
 SLOWER = 1.05
@@ -42,6 +42,11 @@ class Division:
     def rows(self) -> int:
         """What a step has of what a micro-batch counts: rows, or packs."""
         return self.batch.global_batch if self.packs is None else max(1, round(self.packs.mean))
+
+    @property
+    def shares(self) -> list[int]:
+        """The most rows (or packs) that each rank gets of a step."""
+        return rank_rows(self.rows, self.batch.micro_batches)
 
     def data(self, plain: Data) -> Data:
         """Returns what the average row (with packing: pack) is like, for the forecast."""

@@ -28,6 +28,8 @@ class Scale:
     efficiency: float | None = None
     """Tokens per second over what the first row would give if speed grew with the number."""
     communication_share: float | None = None
+    communication_seconds: float | None = None
+    """Of a step; known for a stated network even where the devices' speed is not."""
     seconds_per_step: float | None = None
     total_seconds: float | None = None
     cost: float | None = None
@@ -117,6 +119,7 @@ def scale_table(
         rows.append(
             Scale(
                 count=count, tokens_per_second=speed, communication_share=plan.communication_share, strategy=plan.strategy,
+                communication_seconds=plan.communication_seconds,
                 efficiency=speed / (base[1] * count / base[0]) if speed and base else None,
                 seconds_per_step=plan.seconds_per_step, total_seconds=plan.total_seconds, cost=plan.cost,
             )
@@ -140,7 +143,12 @@ def show_scale(rows: Sequence[Scale], hardware: Hardware, request: LaunchRequest
             lines.append(f"  {row.count:>9}  does not work: {row.problem}")
             continue
         if row.tokens_per_second is None or row.seconds_per_step is None:
-            lines.append(f"  {row.count:>9}  speed unknown")
+            waits = (
+                f"; {row.communication_seconds:.2g} s of each step for communication"
+                if row.communication_seconds is not None
+                else ""
+            )
+            lines.append(f"  {row.count:>9}  speed unknown{waits}  {row.strategy}")
             continue
         line = f"  {row.count:>9}{row.tokens_per_second:>12,.0f}{_percent(row.efficiency):>12}{_percent(row.communication_share):>15}"
         line += f"{row.seconds_per_step:>10.3g}"

@@ -11,17 +11,27 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 
 UNKNOWN = "unknown for these devices, or for the network between them, until they have trained (`make bench` measures them)"
+NAMED = (
+    "to forecast it, name the cards (HARDWARE=2xRTX4090), or give `bf16_tflops` and `bandwidth_gb_s` in a hardware file"
+)
 
 
 def show_speed(plan: Plan) -> list[str]:
     """Returns what a run is expected to take, the most asked first; one line where nothing is known."""
     if plan.tokens_per_second is None or plan.seconds_per_step is None:
-        return [UNKNOWN]
+        return [UNKNOWN, NAMED, *_exchange(plan)]
     first = f"about {plan.tokens_per_second:,.0f} tokens/s ({plan.speed_basis or 'a prior, not measured here'})"
     first += f", {plan.seconds_per_step:.3g} s a step"
     if plan.mfu is not None:
         first += f", MFU {plan.mfu:.0%}"
     return [first, *_times(plan), *_communication(plan), *_price(plan)]
+
+
+def _exchange(plan: Plan) -> list[str]:
+    """Returns what a stated network costs where the devices' speed is not known."""
+    if plan.communication_seconds is None:
+        return []
+    return [f"{plan.communication_seconds:.2g} s of each step go into communication, unless computation hides it"]
 
 
 def _times(plan: Plan) -> list[str]:

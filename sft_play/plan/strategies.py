@@ -16,12 +16,12 @@ from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.backends import conflict_for, missing_for
 from sft_play.plan.choices import showing
+from sft_play.plan.exchange import gather_seconds
 from sft_play.plan.fit import DoesNotFitError, Fit, wanted_rows
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.memory import Setup, host_bytes, sent_weights
 from sft_play.plan.plan import Plan, Strategy
 from sft_play.plan.request import LaunchRequest
-from sft_play.plan.throughput import gather_seconds
 
 SLOW_NETWORK = 10e9
 """Bytes per second below which weights are not shared out unasked: PCIe carries more, Ethernet mostly less."""

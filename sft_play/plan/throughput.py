@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.config.schema import Config
-from sft_play.plan.calibration import Calibration, Link, StepFit
+from sft_play.plan.calibration import Calibration, StepFit
+from sft_play.plan.exchange import exchange_seconds, latency_seconds, link_of
 from sft_play.plan.hardware import Device, Hardware
-from sft_play.plan.memory import NF4_BYTES, Setup, sent_weights, trainable_parameters, trained_bytes
+from sft_play.plan.memory import NF4_BYTES, Setup, trainable_parameters
 from sft_play.plan.shape import ModelShape
 
 GPU_EFFICIENCY = 0.35
@@ -36,14 +37,8 @@ OPTIMIZER_TRAFFIC = 40
 TYPICAL_BALANCE = 60.0
 """Operations that training does in the time in which memory moves a byte, on cards whose figures are not known (an A100 54, an RTX 4090
 57, an H200 72: 0.35 of the peak over the bandwidth)."""
-NVLINK_CHIPS = frozenset({(8, 0), (9, 0), (10, 0)})
-"""Compute capabilities of the chips that are sold with NVLink (A100, H100 and H200, B200)."""
-NVLINK_BYTES_PER_SECOND = 150e9
-PCIE_BYTES_PER_SECOND = 12e9
-LOOPBACK_BYTES_PER_SECOND = 1.5e9
-"""Between processes of one CPU over gloo (`make bench`: 1.2 to 1.5 GB/s)."""
-BUCKET_BYTES = 25 * 2**20
-"""Of DDP: each bucket is an all-reduce of its own, with its own latency."""
+UNEQUAL = 1.1
+"""Ranks of which one computes longer than another by more than this factor are worth a warning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +64,8 @@ class Forecast:
     communication_seconds: float | None = None
     """Of a step."""
     seconds_per_step: float | None = None
+    rank_seconds: tuple[float, ...] = ()
+    """Of computing, by rank."""
     mfu: float | None = None
     """Model FLOPs utilisation: what every token must cost, recomputation left out, as a share of all devices' peak."""
     basis: str | None = None
@@ -187,16 +184,6 @@ def token_cost(config: Config, shape: ModelShape, setup: Setup, rows: int, devic
     return flops + _expansion_bytes(config, shape, setup) * balance / (rows * setup.row_tokens)
 
 
-def communication_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) -> float:
-    """Returns the time of a ring all-reduce: 2(N-1)/N * bytes / bandwidth."""
-    return 2 * (ranks - 1) / ranks * payload_bytes / bytes_per_second if ranks > 1 else 0.0
-
-
-def gather_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) -> float:
-    """Returns the time in which every rank receives the shards of all others: (N-1)/N * bytes / bandwidth."""
-    return (ranks - 1) / ranks * payload_bytes / bytes_per_second if ranks > 1 else 0.0
-
-
 def forecast(
     config: Config,
     shape: ModelShape,
@@ -218,19 +205,22 @@ def forecast(
     per_token = flops_per_token(
         config, shape, int(data.row_tokens), recompute=setup.gradient_checkpointing, label_share=data.label_share
     )
-    paces = [
-        pace(config, shape, setup, device, threads=threads, per_token=per_token, calibration=calibration) for device in devices
-    ]  # fmt: skip
-    known = [one for one in paces if one is not None]
-    if len(known) < ranks or link is None:
-        return Forecast()
-    shares = rank_rows(rows, micro_batches)
-    computing = max(
-        one.seconds(step_flops(config, shape, setup, share, accumulation, data), accumulation)
-        for one, share in zip(known, shares, strict=True)
-    )
+    paces = {
+        device: pace(config, shape, setup, device, threads=threads, per_token=per_token, calibration=calibration)
+        for device in dict.fromkeys(devices)
+    }
+    if None in paces.values() or link is None:
+        stated = hardware.network_bytes_per_second
+        waits = exchange_seconds(config, shape, setup, ranks, accumulation, stated) if stated and ranks > 1 else None
+        return Forecast(communication_seconds=waits)
+    work = {share: step_flops(config, shape, setup, share, accumulation, data) for share in set(rank_rows(rows, micro_batches))}
+    seconds_of = [
+        one.seconds(work[share], accumulation) if (one := paces[device]) else 0.0
+        for device, share in zip(devices, rank_rows(rows, micro_batches), strict=True)
+    ]
+    computing = max(seconds_of)
     computing += optimizer_seconds(config, shape, setup, hardware, devices, calibration)
-    exchange = exchange_seconds(config, shape, setup, ranks, accumulation, link.bytes_per_second) + _waits(
+    exchange = exchange_seconds(config, shape, setup, ranks, accumulation, link.bytes_per_second) + latency_seconds(
         config, shape, setup, link, ranks, accumulation
     )
     seconds, tokens = computing + exchange, rows * data.row_tokens
@@ -239,9 +229,23 @@ def forecast(
         communication_share=exchange / seconds,
         communication_seconds=exchange,
         seconds_per_step=seconds,
+        rank_seconds=tuple(seconds_of),
         mfu=utilisation(config, shape, tokens / seconds, devices, nodes, calibration),
-        basis=basis_of(known[0]),
+        basis=basis_of(paces[devices[0]]),
     )
+
+
+def unequal(seconds: Sequence[float], rows: Sequence[int], names: Sequence[str]) -> list[str]:
+    """Returns a warning where some ranks wait for a slower one, with what sharing out the `rows` by speed would save."""
+    working = [(spent, share, name) for spent, share, name in zip(seconds, rows, names, strict=False) if share]
+    if not working or max(working)[0] <= UNEQUAL * min(working)[0]:
+        return []
+    slow, fast = max(working), min(working)
+    even = sum(share for _, share, _ in working) / sum(share / spent for spent, share, _ in working)
+    return [
+        f"unequal GPUs: {slow[2]} computes {slow[0]:.3g} s of each step and {fast[2]} {fast[0]:.3g} s, so a step is "
+        f"{slow[0] / even - 1:.0%} longer than rows shared out by speed would: they are shared out by memory"
+    ]
 
 
 def rank_rows(rows: int, micro_batches: tuple[int, ...]) -> list[int]:
@@ -296,53 +300,10 @@ def utilisation(
     return per_token * tokens_per_second / total
 
 
-def basis_of(one: Pace) -> str:
+def basis_of(one: Pace | None) -> str:
     """Returns what a pace rests on, in words."""
-    if one.fit is None:
+    if one is None or one.fit is None:
         return "a prior, not measured here"
     if one.exact:
         return f"calibrated by `make bench` on {one.fit.measured}"
     return f"by `make bench` with {one.fit.model} on {one.fit.measured}, other work than this"
-
-
-def link_of(hardware: Hardware, devices: tuple[Device, ...], nodes: int, calibration: Calibration | None) -> Link | None:
-    """Returns the slowest link between ranks, as measured where it was; `None` for a network of unknown speed."""
-    speed = link_bytes_per_second(hardware, devices, nodes)
-    measured = calibration.links.get("gloo" if hardware.kind == "cpu" else "nccl") if calibration else None
-    if speed is None or (measured and nodes == 1 and not hardware.network_bytes_per_second):
-        return measured if speed is not None else None
-    return Link(ranks=2, latency_seconds=0.0, bytes_per_second=speed)
-
-
-def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes: int = 1) -> float | None:
-    """Returns the speed of the slowest link between ranks; `None` where machines meet over a network of unknown speed."""
-    if hardware.network_bytes_per_second:
-        return hardware.network_bytes_per_second
-    if nodes > 1:
-        return None
-    if hardware.kind == "cpu":
-        return LOOPBACK_BYTES_PER_SECOND
-    linked = all(device.compute_capability in NVLINK_CHIPS for device in devices)
-    return NVLINK_BYTES_PER_SECOND if linked else PCIE_BYTES_PER_SECOND
-
-
-def exchange_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, accumulation: int, link: float) -> float:
-    """Returns the time of an optimizer step's communication over links of `link` bytes per second.
-
-    Gradients once per optimizer step; under ZeRO-3 and FSDP2 the weights too, at every pass of every micro-step.
-    """
-    seconds = communication_seconds(trainable_parameters(config, shape) * trained_bytes(config, setup), ranks, link)
-    if setup.strategy in ("zero3", "fsdp2"):
-        passes = 3 if setup.gradient_checkpointing else 2
-        seconds += accumulation * gather_seconds(passes * sent_weights(config, shape, setup), ranks, link)
-    return seconds
-
-
-def _waits(config: Config, shape: ModelShape, setup: Setup, link: Link, ranks: int, accumulation: int) -> float:
-    """Returns what the latencies of a step's messages add up to: one for each bucket of gradients and each gathered layer."""
-    if ranks < 2 or not link.latency_seconds:
-        return 0.0
-    messages = 1 + trainable_parameters(config, shape) * trained_bytes(config, setup) // BUCKET_BYTES
-    if setup.strategy in ("zero3", "fsdp2"):
-        messages += 2 * shape.layers * accumulation
-    return messages * link.latency_seconds * (ranks - 1) / max(1, link.ranks - 1)

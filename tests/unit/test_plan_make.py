@@ -30,7 +30,13 @@ CPU = Hardware(
 
 
 def plan_of(
-    hardware: Hardware | str = CPU, *, name: str = SMALL, mode: Any = "lora", rows: int | None = None, **changes: Any
+    hardware: Hardware | str = CPU,
+    *,
+    name: str = SMALL,
+    mode: Any = "lora",
+    rows: int | None = None,
+    data: Prepared | None = None,
+    **changes: Any,
 ) -> Plan:
     """Plans with fields of `TrainConfig`, `LaunchRequest`, `LaunchConfig`, `ModelConfig` and `TuningConfig` by name."""
     hardware = parse_hardware(hardware) if isinstance(hardware, str) else hardware
@@ -47,7 +53,12 @@ def plan_of(
     assert not changes, changes
     typed = {*(f"train.{key}" for key in train), *(f"launch.{key}" for key in launch)}
     return make_plan(
-        config, typed.__contains__, hardware, shape_of(config.model), launch=request, prepared=prepared(rows) if rows else None
+        config,
+        typed.__contains__,
+        hardware,
+        shape_of(config.model),
+        launch=request,
+        prepared=data or (prepared(rows) if rows else None),
     )
 
 
@@ -75,7 +86,7 @@ def message(kind: type[UserError], *arguments: Any, **changes: Any) -> str:
 def test_one_cpu_process() -> None:
     plan = plan_of()
     assert (plan.device, plan.world_size, plan.strategy, plan.backend) == ("cpu", 1, "single", "none")
-    assert (plan.precision, plan.weights_dtype, plan.layout, plan.attn_implementation) == ("fp32", "float32", "flattened", "sdpa")
+    assert (plan.precision, plan.weights_dtype, plan.layout, plan.attn_implementation) == ("fp32", "float32", "padded", "sdpa")
     assert plan.ranks[0].device == "cpu" and plan.source == "formula"
     assert sum(size for name, size in plan.ranks[0].memory_bytes.items() if name != "free") == plan.ranks[0].peak_bytes
     assert plan.ranks[0].peak_bytes <= plan.ranks[0].capacity_bytes
@@ -184,7 +195,10 @@ def test_steps_come_from_rows() -> None:
 
 
 def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
-    assert plan_of("H100", name=LLAMA, max_seq_len=1024, batch_size=4).layout == "flattened"
+    ragged = prepared(64, longest=1000, tokens=200)
+    assert plan_of("H100", name=LLAMA, max_seq_len=1024, batch_size=4, data=ragged).layout == "flattened"
+    even = plan_of("H100", name=LLAMA, max_seq_len=1024, batch_size=4)  # rows of one length need no padding, and no mask
+    assert even.layout == "padded" and any("% longer by forecast" in reason for reason in even.reasons)
     large = plan_of("H100", name=LLAMA, max_seq_len=1024, batch_size=8)
     assert large.layout == "padded" and any("quadratic mask" in reason for reason in large.reasons)
     model = replace(shape_of(ModelConfig(name=SMALL)), model_type="mamba2")
@@ -221,7 +235,9 @@ def test_a_typed_accumulation_decides_how_many_rows_must_fit() -> None:
     assert plan.gradient_checkpointing and (plan.ranks[0].micro_batch, plan.ranks[0].accumulation) == (8, 4)
     assert "gradient checkpointing on: 8 rows per device would not fit without it" in plan.reasons
     text = message(HardwareError, "24GB", **case | {"grad_accum": 1})
-    assert "a micro-batch of 32 rows of 2048 tokens does not fit (`train.grad_accum` 1 needs it: 32 global / (1 x 1 rank))" in text
+    assert (
+        "a micro-batch of 32 rows of 2048 tokens does not fit (`train.grad_accum` 1 needs it: 32 global / (1 x 1 rank))" in text
+    )
     assert "TRAIN_GRAD_ACCUM=auto: " in text
     assert plan_of("24GB", **case | {"grad_accum": 1}, early=True).ranks[0].micro_batch == 32  # the rows may be short
 
@@ -351,6 +367,7 @@ def test_what_a_deepspeed_file_offloads_is_not_on_the_gpu() -> None:
 
 def test_flattened_rows_whose_mask_does_not_fit_are_padded() -> None:
     case: dict[str, Any] = {"name": LLAMA, "max_seq_len": 1024, "batch_size": 4, "gradient_checkpointing": False}
+    case["data"] = prepared(64, longest=1024, tokens=200, labels=200)
     assert plan_of("H100", **case).layout == "flattened"
     sizes = [plan_of(f"{size}GB", **case) for size in (50.5, 51, 52, 53)]
     assert {plan.layout for plan in sizes} == {"padded", "flattened"}
@@ -408,6 +425,57 @@ def test_a_slow_network_costs_what_arithmetic_says() -> None:
     assert (sharded.seconds_per_step or 0) > 20 * plan.seconds_per_step
 
 
+@pytest.mark.parametrize(
+    ("hardware", "changes"),
+    [
+        ("H200", {"max_seq_len": 2048}), ("2xRTX4090", {"max_seq_len": 2048, "mode": "qlora"}), ("H100", {"name": SMALL, "max_seq_len": 2048}),
+        ("3xRTX4070Laptop@1Gbit", {"name": "meta-llama/Llama-2-7b-hf", "mode": "qlora", "max_seq_len": 2048, "global_batch_size": 24}), ("H200", {"rows": 512}),
+        ("RTX4090+RTX3090", {"mode": "qlora", "max_seq_len": 1024}),
+    ],
+)  # fmt: skip
+def test_no_typed_micro_batch_is_faster_than_the_automatic_one(hardware: str, changes: dict[str, Any]) -> None:
+    case = {"name": LLAMA, "command_strategy": "auto", "packing": "off"} | changes
+    plan = plan_of(hardware, **case)
+    for micro in (1, 2, 4, 8):
+        try:
+            typed = plan_of(hardware, **case, batch_size=micro)
+        except HardwareError:
+            continue
+        if typed.gradient_checkpointing == plan.gradient_checkpointing and typed.tokens_per_second:
+            assert (plan.tokens_per_second or 0) * 1.025 >= typed.tokens_per_second, micro
+        assert typed.global_batch_size == plan.global_batch_size
+
+
+def test_a_slow_card_among_others_is_told() -> None:
+    slow, fast = (
+        Device(name="slow", memory_bytes=8 * GIB, free_bytes=8 * GIB, bf16=True, peak_flops=1e13, bandwidth=3e11),
+        Device(name="fast", memory_bytes=12 * GIB, free_bytes=12 * GIB, bf16=True, peak_flops=4e13, bandwidth=5e11),
+    )
+    mixed = Hardware(kind="cuda", devices=(fast, slow, slow), cpu_threads=8, ram_bytes=GIB, ram_known=False, described=True)
+    plan = plan_of(mixed, name=QWEN, mode="qlora", command_strategy="auto", batch_size=1)
+    (why,) = [reason for reason in plan.reasons if reason.startswith("unequal GPUs: ")]
+    assert "slow computes" in why and "longer than rows shared out by speed would" in why
+    same = replace(mixed, devices=(slow, slow))
+    assert not any(
+        reason.startswith("unequal") for reason in plan_of(same, name=QWEN, mode="qlora", command_strategy="auto").reasons
+    )
+
+
+def test_a_stated_network_is_timed_although_the_cards_are_unknown() -> None:
+    plan = plan_of("12GB+8GB+8GB@1Gbit", name=LLAMA, mode="qlora", command_strategy="auto")
+    assert plan.tokens_per_second is None and plan.communication_seconds == pytest.approx(0.95, rel=0.01)
+    text = show_plan(plan)
+    assert "0.95 s of each step go into communication" in text and "bf16_tflops" in text
+    assert plan_of("12GB+8GB", name=LLAMA, mode="qlora", command_strategy="auto").communication_seconds is None
+
+
+def test_what_is_kept_free_and_how_memory_is_handed_out_is_said() -> None:
+    gpu, cpu = plan_of("H100", name=LLAMA).reasons, plan_of().reasons
+    assert "memory: 94% of what is free is planned for, 6% stay as the margin" in gpu
+    assert any(reason.startswith("allocator: expandable_segments") for reason in gpu)
+    assert "memory: 85% of what is free is planned for, 15% stay as the margin" in cpu
+
+
 # Any world, the same run.
 
 
@@ -432,7 +500,7 @@ def test_the_summary_names_what_matters() -> None:
     text = show_plan(plan_of("2xH200", name=LLAMA, command_strategy="auto", rows=320), details=True)
     for part in (
         "plan: ddp on 2 x H200, bf16",
-        "32 rows a step = micro-batch 16 x accumulation 1 x 2",
+        "32 rows a step = micro-batch 8 x accumulation 2 x 2",
         "tokens/s",
         "ranks 0 to 1",
         "free",

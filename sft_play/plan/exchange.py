@@ -1,0 +1,71 @@
+"""What ranks send each other in a step, over which links, and how long that takes. Pure."""
+
+from __future__ import annotations
+
+from sft_play.config.schema import Config
+from sft_play.plan.calibration import Calibration, Link
+from sft_play.plan.hardware import Device, Hardware
+from sft_play.plan.memory import Setup, sent_weights, trainable_parameters, trained_bytes
+from sft_play.plan.shape import ModelShape
+
+NVLINK_CHIPS = frozenset({(8, 0), (9, 0), (10, 0)})
+"""Compute capabilities of the chips that are sold with NVLink (A100, H100 and H200, B200)."""
+NVLINK_BYTES_PER_SECOND = 150e9
+PCIE_BYTES_PER_SECOND = 12e9
+LOOPBACK_BYTES_PER_SECOND = 1.5e9
+"""Between processes of one CPU over gloo (`make bench`: 1.2 to 1.5 GB/s)."""
+BUCKET_BYTES = 25 * 2**20
+"""Of DDP: each bucket is an all-reduce of its own, with its own latency."""
+
+
+def communication_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) -> float:
+    """Returns the time of a ring all-reduce: 2(N-1)/N * bytes / bandwidth."""
+    return 2 * (ranks - 1) / ranks * payload_bytes / bytes_per_second if ranks > 1 else 0.0
+
+
+def gather_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) -> float:
+    """Returns the time in which every rank receives the shards of all others: (N-1)/N * bytes / bandwidth."""
+    return (ranks - 1) / ranks * payload_bytes / bytes_per_second if ranks > 1 else 0.0
+
+
+def link_of(hardware: Hardware, devices: tuple[Device, ...], nodes: int, calibration: Calibration | None) -> Link | None:
+    """Returns the slowest link between ranks, as measured where it was; `None` for a network of unknown speed."""
+    speed = link_bytes_per_second(hardware, devices, nodes)
+    measured = calibration.links.get("gloo" if hardware.kind == "cpu" else "nccl") if calibration else None
+    if speed is None or (measured and nodes == 1 and not hardware.network_bytes_per_second):
+        return measured if speed is not None else None
+    return Link(ranks=2, latency_seconds=0.0, bytes_per_second=speed)
+
+
+def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes: int = 1) -> float | None:
+    """Returns the speed of the slowest link between ranks; `None` where machines meet over a network of unknown speed."""
+    if hardware.network_bytes_per_second:
+        return hardware.network_bytes_per_second
+    if nodes > 1:
+        return None
+    if hardware.kind == "cpu":
+        return LOOPBACK_BYTES_PER_SECOND
+    linked = all(device.compute_capability in NVLINK_CHIPS for device in devices)
+    return NVLINK_BYTES_PER_SECOND if linked else PCIE_BYTES_PER_SECOND
+
+
+def exchange_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, accumulation: int, link: float) -> float:
+    """Returns the time of an optimizer step's communication over links of `link` bytes per second.
+
+    Gradients once per optimizer step; under ZeRO-3 and FSDP2 the weights too, at every pass of every micro-step.
+    """
+    seconds = communication_seconds(trainable_parameters(config, shape) * trained_bytes(config, setup), ranks, link)
+    if setup.strategy in ("zero3", "fsdp2"):
+        passes = 3 if setup.gradient_checkpointing else 2
+        seconds += accumulation * gather_seconds(passes * sent_weights(config, shape, setup), ranks, link)
+    return seconds
+
+
+def latency_seconds(config: Config, shape: ModelShape, setup: Setup, link: Link, ranks: int, accumulation: int) -> float:
+    """Returns what the latencies of a step's messages add up to: one for each bucket of gradients and each gathered layer."""
+    if ranks < 2 or not link.latency_seconds:
+        return 0.0
+    messages = 1 + trainable_parameters(config, shape) * trained_bytes(config, setup) // BUCKET_BYTES
+    if setup.strategy in ("zero3", "fsdp2"):
+        messages += 2 * shape.layers * accumulation
+    return messages * link.latency_seconds * (ranks - 1) / max(1, link.ranks - 1)
