@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.config.schema import Config
 from sft_play.plan.losses import logit_bytes
-from sft_play.plan.shape import ModelShape
+from sft_play.plan.shape import UNQUANTISED, ModelShape
 
 MIB = 2**20
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -109,7 +109,7 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
     """Returns the bytes of every part on one rank at each moment where a peak can stand (named as in `plan.words`)."""
     states, tokens = _states(config, shape, setup), micro_batch * setup.row_tokens
     moving = _moving(config, shape, setup, tokens)
-    if config.tuning.mode == "qlora" or shape.quantized_bits:
+    if _quantises(config, shape):
         # Both passes expand one weight at a time to the computation's type, nested scales to fp32.
         largest = max((inside * outside for inside, outside in shape.linear_maps().values()), default=0)
         moving = {moment: parts | {"dequantised": largest * (setup.width + 4 / 64)} for moment, parts in moving.items()}
@@ -260,7 +260,7 @@ def _bits(config: Config, shape: ModelShape) -> int:
 
 
 def _quantises(config: Config, shape: ModelShape) -> bool:
-    return config.tuning.mode == "qlora" or bool(shape.quantized_bits)
+    return shape.model_type not in UNQUANTISED and (config.tuning.mode == "qlora" or bool(shape.quantized_bits))
 
 
 def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> float:

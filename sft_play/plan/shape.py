@@ -22,6 +22,8 @@ UNGATED = frozenset({
 """Families whose feed-forward part is two matrices, without a gate."""
 LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "gpt_neo", "opt"})
 """Families with an embedding of positions, as wide as that of tokens."""
+UNQUANTISED = frozenset({"falcon"})
+"""Families whose linear layers are a class of their own, which transformers does not give to bitsandbytes."""
 TIED_BY_DEFAULT = frozenset({
     "bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neo",
     "lfm2", "mpt", "opt", "smollm3", "starcoder2",

@@ -50,7 +50,8 @@ def with_layers(settings: Any, kinds: Sequence[str]) -> Any:
     shorter = copy.deepcopy(settings)
     text = shorter.get_text_config()
     text.num_hidden_layers = len(kinds)
-    if getattr(text, "layer_types", None):
+    derived = isinstance(getattr(type(text), "layer_types", None), property)  # Mamba's follow from the number of layers
+    if getattr(text, "layer_types", None) and not derived:
         text.layer_types = list(kinds)
     return shorter
 

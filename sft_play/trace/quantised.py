@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from sft_play.trace.tracker import named
 
@@ -108,5 +109,7 @@ def quantise(model: nn.Module, quantization: str, compute: torch.dtype) -> None:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child is not head:
-                setattr(parent, name, NF4Linear(child, compute) if quantization == "nf4" else Int8Linear(child))
+            if child is head or not (isinstance(child, Conv1D) or type(child) is nn.Linear):
+                continue  # Falcon's linear layers are a class of their own
+            plain = nn.Linear(child.nx, child.nf, device="meta") if isinstance(child, Conv1D) else child
+            setattr(parent, name, NF4Linear(plain, compute) if quantization == "nf4" else Int8Linear(plain))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers.masking_utils as masks
 from torch import Tensor, nn
+from transformers.integrations import moe
 
 from sft_play.data.collate import Batch
 from sft_play.plan.trace_case import Case
@@ -62,11 +63,15 @@ def real_branches(case: Case) -> Iterator[None]:
             return False
         return padding_mask is None or not padded
 
-    masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa = found, ignored
+    def grouped(_input: Tensor, weight: Tensor, _offsets: Tensor) -> bool:
+        return weight.dtype == torch.bfloat16  # fake tensors refuse others; the fallback's results are as large
+
+    usable = moe._can_use_grouped_mm
+    masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa, moe._can_use_grouped_mm = found, ignored, grouped
     try:
         yield
     finally:
-        masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa = find, ignore
+        masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa, moe._can_use_grouped_mm = find, ignore, usable
 
 
 def optimizer_of(case: Case, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:

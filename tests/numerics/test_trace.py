@@ -48,11 +48,7 @@ MODES: dict[str, dict[str, Any]] = {
     "int8": {"mode": "qlora", "quantization": "int8", "fused_adapters": False},
 }
 WAYS = [(False, "flattened"), (True, "padded"), (True, "flattened"), (False, "padded")]
-PAIRS = [
-    (family, mode)
-    for family, mode in itertools.product(ARCHITECTURES, MODES)
-    if not (family == "gpt2" and MODES[mode].get("mode") == "qlora")  # its linear maps are no nn.Linear: bitsandbytes leaves them
-]
+PAIRS = list(itertools.product(ARCHITECTURES, MODES))
 # Every family in every mode, each way of running it in turn; `make test-all` runs every way of each.
 GRID = [
     pytest.param(*pair, *way, marks=() if turn == index % len(WAYS) else pytest.mark.long)
@@ -106,3 +102,34 @@ def test_few_layers_stand_for_many(family: str, mode: str, layers: int, checkpoi
     most = max(peak.total for peak in observe(case, settings_of(case))[0].values())
     few = trace(case)["moments"]
     assert max(sum(parts.values()) for parts in few.values()) == pytest.approx(most, rel=0.001)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "mixtral": SMALL | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": SMALL | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "mamba2": {
+        "model_type": "mamba2", "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1,
+        "vocab_size": 512, "expand": 2, "chunk_size": 16,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["full autocast", "full bf16"])
+@pytest.mark.parametrize("family", OTHERS)
+def test_experts_and_states_are_traced_too(family: str, mode: str) -> None:
+    attention = "eager" if family == "mamba2" else "sdpa"
+    case = replace(PLAIN, architecture=OTHERS[family], layout="padded", attention=attention, rows=1, **MODES[mode])
+    most = max(sum(parts.values()) for parts in trace(case)["moments"].values())
+    whole = max(peak.total for peak in observe(case, settings_of(case))[0].values())
+    assert most == pytest.approx(whole, rel=0.001)
+
+
+def test_gpt2_is_quantised_and_falcon_is_not() -> None:
+    """As transformers' `replace_with_bnb_linear` does: Conv1D and plain linear layers, no subclasses of them."""
+    falcon = {"model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+    states = {}
+    for name, shape in {"gpt2": ARCHITECTURES["gpt2"], "falcon": falcon}.items():
+        targets = ["c_attn"] if name == "gpt2" else ["query_key_value"]
+        case = replace(PLAIN, architecture=shape, target_modules=targets, layout="padded", **MODES["nf4"])
+        states[name] = trace(case)["moments"]["forward first"].get("quant_state", 0)
+    assert states["gpt2"] > 0 and states["falcon"] == 0
