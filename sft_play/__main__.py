@@ -60,7 +60,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "gpu-info": Command("sft_play.plan.gpu_info:main", "the GPUs of this machine", frozenset({"JSON"}), overrides=False),
     "memory-check": Command(
-        "sft_play.plan.memory_check:main", "memory in use, and what CONFIG would need beside what is free", COMMON | {"RUN"}
+        "sft_play.plan.memory_check:main",
+        "memory in use, and what CONFIG would need beside what is free",
+        COMMON | {"RUN", "NUM_GPUS", "SOURCE"},
     ),
     "doctor": Command("sft_play.doctor:main", "findings about this environment, each with its remedy", COMMON),
     "setup-accelerate": Command(

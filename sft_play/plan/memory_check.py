@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from sft_play.errors import UserError
 from sft_play.plan.detect import all_hidden, cpu_name, gpu_memory, open_nvml, ram_bytes, shown_handles
 from sft_play.plan.hardware import GIB
 
@@ -15,23 +17,42 @@ SHOWN_PROCESSES = 5
 
 
 def main(call: Call) -> int:
-    """Prints the memory, and returns 0; 3 when CONFIG would not fit."""
+    """Prints the memory, and returns 0; 3 when CONFIG would not fit. Raises `DoesNotFitError` after it where not even one row does."""
     facts: dict[str, Any] = {"devices": devices_now(), "need": None}
+    refusal: UserError | None = None
     if call.options.get("CONFIG") or call.options.get("RUN"):
-        facts["need"] = _need(call)
-    print(json.dumps(facts, indent=2) if call.json else as_text(facts))
+        facts["need"], refusal = _need(call)
+    print(json.dumps(facts, indent=2) if call.json else as_text(facts), flush=True)
+    if refusal:
+        raise refusal
     need = facts["need"]
     return 3 if need and not all(rank["fits"] for rank in need["ranks"]) else 0
 
 
-def _need(call: Call) -> dict[str, Any]:
+def _need(call: Call) -> tuple[dict[str, Any], UserError | None]:
+    """Returns what CONFIG would need of each rank, part by part; where it does not fit, of the first row, with the ways out."""
     from sft_play.plan.command import needs_several, plan_for
     from sft_play.plan.detect import detect
+    from sft_play.plan.fit import DoesNotFitError
     from sft_play.plan.request import LaunchRequest
+    from sft_play.plan.sources import parse_source
 
     loaded, hardware = call.load_config(), detect()
-    several = needs_several(loaded, hardware, LaunchRequest())
-    plan = plan_for(loaded, hardware, LaunchRequest(command_strategy="auto" if several else "single"))
+    source = parse_source(call.options.get("SOURCE"), "known")
+    request = LaunchRequest(num_gpus=call.integer("NUM_GPUS", minimum=1))
+    several = needs_several(loaded, hardware, request)
+    request = replace(request, command_strategy="auto" if several else "single")
+    try:
+        plan = plan_for(loaded, hardware, request, source=source)
+    except DoesNotFitError as error:
+        rank = {
+            "rank": None, "device": hardware.kind, "micro_batch": error.micro_batch, "peak_bytes": sum(error.parts.values()),
+            "capacity_bytes": error.capacity_bytes, "memory_bytes": error.parts, "fits": False,
+        }  # fmt: skip
+        remedies = [str(remedy) for remedy in error.remedies]
+        strategy = error.setup.strategy
+        need = {"strategy": strategy, "global_batch_size": None, "error": error.message, "remedies": remedies, "ranks": [rank]}
+        return need, error
     ranks = [
         {
             "rank": rank.rank,
@@ -39,11 +60,16 @@ def _need(call: Call) -> dict[str, Any]:
             "micro_batch": rank.micro_batch,
             "peak_bytes": rank.peak_bytes,
             "capacity_bytes": rank.capacity_bytes,
+            "memory_bytes": dict(rank.memory_bytes),
             "fits": rank.peak_bytes <= rank.capacity_bytes,
         }
         for rank in plan.ranks
     ]
-    return {"strategy": plan.strategy, "global_batch_size": plan.global_batch_size, "ranks": ranks}
+    found = {
+        "strategy": plan.strategy, "global_batch_size": plan.global_batch_size, "source": plan.source, "remedies": list(plan.remedies),
+        "ranks": ranks,
+    }  # fmt: skip
+    return found, None
 
 
 def devices_now() -> list[dict[str, Any]]:
@@ -116,14 +142,25 @@ def as_text(facts: dict[str, Any]) -> str:
         )
         lines += [f"  {_gib(p['bytes']):>10}  {p['name']} (pid {p['pid']})" for p in device["processes"]]
     if facts["need"]:
-        lines.append(f"this configuration, {facts['need']['strategy']}, {facts['need']['global_batch_size']} rows a step:")
-        for rank in facts["need"]["ranks"]:
-            verdict = "fits" if rank["fits"] else "does NOT fit"
-            lines.append(
-                f"  rank {rank['rank']} on {rank['device']}: {_gib(rank['peak_bytes'])} with micro-batch {rank['micro_batch']}, "
-                f"{_gib(rank['capacity_bytes'])} may be used: {verdict}"
-            )
+        lines += _need_lines(facts["need"])
     return "\n".join(lines)
+
+
+def _need_lines(need: dict[str, Any]) -> list[str]:
+    rows = f", {need['global_batch_size']} rows a step" if need["global_batch_size"] else ""
+    lines = [f"this configuration, {need['strategy']}{rows}:"]
+    for rank in need["ranks"]:
+        verdict = "fits" if rank["fits"] else "does NOT fit"
+        who = f"rank {rank['rank']} on {rank['device']}" if rank["rank"] is not None else f"a rank on {rank['device']}"
+        lines.append(
+            f"  {who}: {_gib(rank['peak_bytes'])} with micro-batch {rank['micro_batch']}, "
+            f"{_gib(rank['capacity_bytes'])} may be used: {verdict}"
+        )
+        parts = sorted(((size, name) for name, size in rank["memory_bytes"].items() if size and name != "free"), reverse=True)
+        lines += [f"    {_gib(size):>10}  {name}" for size, name in parts]
+    if need["remedies"]:
+        lines += ["to make it fit:", *(f"  {remedy}" for remedy in need["remedies"])]
+    return lines
 
 
 def _gib(size: int) -> str:

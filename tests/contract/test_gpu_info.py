@@ -72,6 +72,16 @@ def test_memory_of_this_machine(program: Program, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_an_error(program: Program, tmp_path: Path) -> None:
     small: Card = ("NVIDIA GeForce RTX 3070 Ti", 7.8, 3.0, (8, 6))
+    full = program(
+        "memory-check",
+        "CONFIG=configs/run_bnb.yaml",
+        "JSON=1",
+        "SOURCE=formula",
+        "NUM_GPUS=1",
+        env=nvml_path(tmp_path / "nvml", small),
+    )
+    assert full.code == 3 and full.json["devices"][0]["free_bytes"] and not full.json["need"]["ranks"][0]["fits"]
+    assert full.json["need"]["ranks"][0]["memory_bytes"]["frozen"] > 0 and full.json["need"]["remedies"]
     done = program("memory-check", "CONFIG=configs/run_bnb.yaml", env=nvml_path(tmp_path / "nvml", small))
     assert done.code == 3 and "not even one row" in done.err and "hint: " in done.err
 
