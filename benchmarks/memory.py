@@ -40,7 +40,7 @@ GPU: not measured yet (unverified); the same command fills the columns for alloc
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the table, and writes the page when asked; 1 when a growth is off by more than 10 % (1 % of what a GPU allocated)."""
+    """Prints the table, and writes the page when asked; 1 when a growth is off by more than 10 %, or on a GPU more by 1 or 5 %."""
     options = dict(argument.split("=", 1) for argument in arguments)
     document = options.pop("write", None)
     if options:
@@ -82,9 +82,10 @@ def plan(words: Sequence[str], source: str, environment: Mapping[str, str]) -> d
 
 
 def compare(name: str, found: Mapping[str, Mapping[str, int]], *, on_gpu: bool) -> tuple[str, bool]:
-    """Returns the table's row, and whether the growth agrees to 10 %, and what a GPU allocated to 1 %."""
+    """Returns the table's row, and whether the growth agrees to 10 %, on a GPU allocated memory to 1 %, reserved and device memory to 5 %."""
     held, cells = True, [name]
-    for quantity, bound in ((_growth, 0.1), *(((_allocated, 0.01),) if on_gpu else ())):
+    of_a_gpu = ((_allocated, 0.01), (_reserved, 0.05), (_device, 0.05)) if on_gpu else ()
+    for quantity, bound in ((_growth, 0.1), *of_a_gpu):
         planned, measured = quantity(found["trace"]), quantity(found["probe"])
         cells += [f"{planned / GIB:.2f}", f"{measured / GIB:.2f}", f"{planned / measured - 1:+.1%}"]
         held = held and abs(planned / measured - 1) <= bound
@@ -93,6 +94,16 @@ def compare(name: str, found: Mapping[str, Mapping[str, int]], *, on_gpu: bool) 
 
 def _allocated(parts: Mapping[str, Any]) -> int:
     return sum(int(size) for name, size in parts.items() if name not in NOT_ALLOCATED)
+
+
+def _reserved(parts: Mapping[str, Any]) -> int:
+    """Returns what torch's allocator holds: what is allocated, and what is lost between blocks."""
+    return _allocated(parts) + int(parts.get("fragmentation", 0))
+
+
+def _device(parts: Mapping[str, Any]) -> int:
+    """Returns what the process holds of the device, with context and libraries."""
+    return sum(int(size) for name, size in parts.items() if name != "free")
 
 
 def _growth(parts: Mapping[str, Any]) -> int:
@@ -106,10 +117,9 @@ def page(rows: Sequence[str]) -> str:
         "growth planned, GiB",
         "measured, GiB",
         "difference",
-        "allocated planned, GiB",
-        "measured, GiB",
-        "difference",
+        *(f"{what} planned, GiB|measured, GiB|difference" for what in ("allocated", "reserved", "device")),
     ]
+    names = "|".join(names).split("|")
     columns = len(rows[0].split("|")) - 2
     head = ["| " + " | ".join(names[:columns]) + " |", "|---" * columns + "|"]
     return "\n".join([INTRODUCTION, f"{time.strftime('%Y-%m-%d')}, {describe_machine()}:", "", *head, *rows]) + "\n"

@@ -74,6 +74,7 @@ CATALOGUE: Mapping[str, Card] = {
     "GH200": Card(94.5, 989.0, 4000, (9, 0), SHEET + ", 96 GB", False),
     "H200": Card(139.8, 989.0, 4800, (9, 0), SHEET + ", SXM"), "H200NVL": Card(139.8, 835.0, 4800, (9, 0), SHEET),
     "B200": Card(178.0, 2250.0, 8000, (10, 0), SHEET + ", 180 GB"),
+    "MI300X": Card(191.5, 1307.0, 5300, (9, 4), "AMD data sheet, dense, as Bekman's ml-engineering quotes it; reached by matmuls: 668", False),
 }  # fmt: skip
 
 OTHER_MODEL = re.compile(r"ti|super|\d(?!\d*gb)")
@@ -85,7 +86,7 @@ def find_card(name: str) -> tuple[str, Card] | None:
 
     Only speed is looked up by name: memory comes from the driver wherever there is one.
     """
-    full = re.sub(r"nvidia|geforce|graphics|gpu|device|tesla|sxm\d?|hbm\d?e?", "", _plain(name))
+    full = re.sub(r"nvidia|amd|instinct|geforce|graphics|gpu|device|tesla|sxm\d?|hbm\d?e?", "", _plain(name))
     shorter = full.replace("pcie", "")
     keys = sorted(CATALOGUE, key=len, reverse=True)
     for plain in (full, shorter):
