@@ -37,6 +37,11 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
     source = "the default" if train.global_batch_size == "auto" else "as configured"
     reasons = [f"global batch {wanted} rows per optimizer step ({source}), on any number of {plural(unit)}"]
     if accumulation != "auto":
+        if accumulation > wanted:
+            raise UserError(
+                f"`train.grad_accum` is {accumulation}, but a step has {wanted} rows: {accumulation - wanted} micro-steps would be empty",
+                hint=f"TRAIN_GRAD_ACCUM={wanted} at most, or TRAIN_GLOBAL_BATCH_SIZE={accumulation}",
+            )
         micro = _around(wanted, accumulation, fitting, unit)
         reasons.append(f"micro-batch {micro} = {wanted} global / ({accumulation} accumulation, as configured, x {units})")
         reasons += _idle(wanted, len(fitting), unit)

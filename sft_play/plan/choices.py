@@ -11,7 +11,14 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.plan.backends import layout_for
 from sft_play.plan.batch import DEFAULT_GLOBAL_BATCH
 from sft_play.plan.hardware import FULL, GIB, Device, Hardware
-from sft_play.plan.layouts import FLATTENED_MODEL_TYPES, FLATTENED_TOKENS, WITHOUT_FLASH_ATTENTION, WITHOUT_SDPA
+from sft_play.plan.layouts import (
+    FLATTENED_MODEL_TYPES,
+    FLATTENED_TOKENS,
+    LAYER_NAMES,
+    NAMED_LIKE_LLAMA,
+    WITHOUT_FLASH_ATTENTION,
+    WITHOUT_SDPA,
+)
 from sft_play.plan.plan import Precision, Strategy
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
@@ -189,6 +196,21 @@ def choose_attention(config: Config, shape: ModelShape, kind: str, reasons: Reas
     if kind == "cuda":
         reasons.append("attention sdpa: flash-attn is not installed here")
     return "sdpa"
+
+
+def check_targets(config: Config, shape: ModelShape) -> None:
+    """Raises `UserError` for typed LoRA targets that this family's layers are not called, where their names are known."""
+    typed, family = config.tuning.lora.target_modules, shape.model_type
+    if config.tuning.mode == "full" or isinstance(typed, str):
+        return
+    known = (*shape.linear_maps(), "embed_tokens", "lm_head") if family in NAMED_LIKE_LLAMA else LAYER_NAMES.get(family)
+    missing = [name for name in typed if known and name.rsplit(".", 1)[-1] not in known]
+    if missing and known:
+        quoted = ", ".join(f"`{name}`" for name in missing)
+        raise UserError(
+            f"`tuning.lora.target_modules` names {quoted}, which a `{family}` model does not have",
+            hint=f"it has {', '.join(known)}; or `auto` for every linear layer but the head",
+        )
 
 
 def choose_layout(

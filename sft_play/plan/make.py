@@ -115,6 +115,7 @@ def _decide(case: Case) -> Plan:
     reasons: list[str] = []
     fit = Fit(config=config, shape=shape, memory=case.memory)
     _check_length(config, shape)
+    choices.check_targets(config, shape)
     start = _start(case, fit, reasons)
     setup, devices, room, kind = start.setup, start.devices, start.room, hardware.kind
     setup, fitting = _checkpointing(fit, setup, room, reasons, forced=launch.force_checkpointing)
@@ -315,7 +316,9 @@ def _longest_row(fit: Fit, setup: Setup, ranks: tuple[RankPlan, ...], shape: Mod
     """Returns the tokens of the longest rows that the planned micro-batches allow on every rank."""
     kinds = {(rank.micro_batch, rank.capacity_bytes) for rank in ranks}
     most = min(shape.max_positions, LONGEST_ROW)
-    return min(fit.longest(setup, micro, capacity, most) for micro, capacity in kinds)
+    padded = replace(setup, layout="padded")  # what flattened rows turn into where their mask would not fit
+    cases = (setup,) if setup.packed else (setup, padded)
+    return min(max(fit.longest(case, micro, capacity, most) for case in cases) for micro, capacity in kinds)
 
 
 def _tight(ranks: tuple[RankPlan, ...], reasons: list[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig, TrainConfig, TuningConfig
+from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.environment import Node, worker_environment
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
@@ -429,7 +429,8 @@ def test_a_slow_network_costs_what_arithmetic_says() -> None:
     ("hardware", "changes"),
     [
         ("H200", {"max_seq_len": 2048}), ("2xRTX4090", {"max_seq_len": 2048, "mode": "qlora"}), ("H100", {"name": SMALL, "max_seq_len": 2048}),
-        ("3xRTX4070Laptop@1Gbit", {"name": "meta-llama/Llama-2-7b-hf", "mode": "qlora", "max_seq_len": 2048, "global_batch_size": 24}), ("H200", {"rows": 512}),
+        ("3xRTX4070Laptop@1Gbit", {"name": "meta-llama/Llama-2-7b-hf", "mode": "qlora", "max_seq_len": 2048, "global_batch_size": 24}),
+        ("H200", {"rows": 512}),
         ("RTX4090+RTX3090", {"mode": "qlora", "max_seq_len": 1024}),
     ],
 )  # fmt: skip
@@ -474,6 +475,34 @@ def test_what_is_kept_free_and_how_memory_is_handed_out_is_said() -> None:
     assert "memory: 94% of what is free is planned for, 6% stay as the margin" in gpu
     assert any(reason.startswith("allocator: expandable_segments") for reason in gpu)
     assert "memory: 85% of what is free is planned for, 15% stay as the margin" in cpu
+
+
+def test_adapters_on_layers_that_are_not_there_are_refused() -> None:
+    def planned(name: str, mode: Any, *targets: str) -> Plan:
+        lora = LoraSettings(target_modules=list(targets))
+        config = Config(model=ModelConfig(name=name, max_seq_len=64), tuning=TuningConfig(mode=mode, lora=lora))
+        return make_plan(config, lambda _: False, CPU, shape_of(config.model), launch=LaunchRequest(), prepared=None)
+
+    with pytest.raises(UserError, match="names `banana`, which a `llama` model does not have") as error:
+        planned(SMALL, "lora", "q_proj", "banana")
+    assert error.value.exit_code == 2 and "it has q_proj, k_proj" in (error.value.hint or "")
+    planned(SMALL, "lora", "self_attn.q_proj", "lm_head")
+    planned(SMALL, "full", "banana")
+
+
+def test_more_micro_steps_than_rows_are_refused() -> None:
+    text = message(UserError, grad_accum=1_000_000)
+    assert "a step has 32 rows: 999968 micro-steps would be empty" in text and "TRAIN_GRAD_ACCUM=32 at most" in text
+
+
+def test_the_longest_rows_are_those_of_either_layout() -> None:
+    plan = plan_of(rows=64, batch_size=4)
+    assert plan.layout == "flattened"
+    longer = replace(shape_of(ModelConfig(name=SMALL)), max_positions=2**20)
+    config = Config(model=ModelConfig(name=SMALL, max_seq_len=256), train=TrainConfig(batch_size=4))
+    free = make_plan(config, lambda _: False, CPU, longer, launch=LaunchRequest(), prepared=prepared(64))
+    fits = replace(config, model=replace(config.model, max_seq_len=free.longest_row))
+    make_plan(fits, lambda _: False, CPU, longer, launch=LaunchRequest(), prepared=prepared(64, longest=free.longest_row))
 
 
 # Any world, the same run.
