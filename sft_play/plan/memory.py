@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sft_play.config.schema import Config
-from sft_play.plan.losses import logit_bytes
+from sft_play.plan.losses import LOGIT_BYTES, logit_bytes
 from sft_play.plan.shape import UNQUANTISED, ModelShape
 
 MIB = 2**20
@@ -151,7 +151,8 @@ def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dic
         # The logits are gone when the first layer is computed again; its gradients come beside what it saved.
         "backward last": held | {"recompute": saved + returning},
     }
-    if setup.loss_chunk:  # the loss is computed inside the forward pass, beside what the last norm keeps
+    if logits < tokens * setup.label_share * shape.vocab_size * LOGIT_BYTES:
+        # In chunks the loss is computed inside the forward pass, beside what the last norm keeps.
         normed = 3 * residual * shape.hidden_size * tokens if config.tuning.mode == "full" else 0
         ends = {"activations": held["activations"] + normed, "logits": logits, "casts": head + casts}
         return moments | {"forward head": held | ends}

@@ -107,8 +107,8 @@ def check_holdings(run: Path, baseline: Path, way: str) -> None:
     for rank, planned in zip(ranks, json.loads((run / "plan.json").read_text())["ranks"], strict=True):
         parts, held = planned["memory_bytes"], rank["bytes"]
         states = sum(parts.get(name, 0) for name in ("frozen", "trained", "adapters", "gradients", "optimizer"))
-        # ZeRO-1 holds whole gradients until they are reduced; what is counted at the update is this rank's share of them.
-        gradients = parts["gradients"] if way == "zero1" else 4 * rank["gradients"]
+        # ZeRO-1 holds whole gradients until they are reduced: as many as weights train. At the update only this rank's share is left.
+        gradients = 4 * (rank["parameters"]["trainable"] if way == "zero1" else rank["gradients"])
         found = held["weights"] + held["optimizer"] + gradients
         assert found == pytest.approx(states, rel=0.02), (held, parts)
     if way == "ddp2":
