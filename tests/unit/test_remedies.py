@@ -105,3 +105,11 @@ def test_what_came_nearest_is_shown() -> None:
     with pytest.raises(DoesNotFitError, match="with weights shared out by fsdp2; a whole replica needs") as error:
         planned(config, "8x24GB", ["TUNING_MODE=full"], launch)
     assert error.value.setup.strategy == "fsdp2" and error.value.over_bytes < 5 * GIB
+
+
+def test_the_example_in_the_docs_is_what_the_plan_says() -> None:
+    with pytest.raises(DoesNotFitError) as error:
+        planned(ROOT / "configs" / "run_bnb.yaml", "24GB", ["TUNING_MODE=full"], LaunchRequest())
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert error.value.message.split(", gradients")[0] + ", ...)" in page
+    assert "; ".join(map(str, error.value.remedies[:2])) in page
