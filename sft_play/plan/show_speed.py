@@ -11,9 +11,7 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 
 UNKNOWN = "unknown for these devices, or for the network between them, until they have trained (`make bench` measures them)"
-NAMED = (
-    "to forecast it, name the cards (HARDWARE=2xRTX4090), or give `bf16_tflops` and `bandwidth_gb_s` in a hardware file"
-)
+NAMED = "to forecast it, name the cards (HARDWARE=2xRTX4090), or give `bf16_tflops` and `bandwidth_gb_s` in a hardware file"
 
 
 def show_speed(plan: Plan) -> list[str]:

@@ -15,7 +15,7 @@ def test_growth_leaves_the_context_out_and_must_agree() -> None:
     assert compare("a", {"trace": planned, "probe": far}, on_gpu=False)[1] is False
     more = near | {"activations": int(1.1 * GIB)}
     assert compare("a", {"trace": planned, "probe": more}, on_gpu=True) == (
-        "| a | 2.00 | 2.20 | -9.1% | 2.00 | 2.10 | -4.8% |",
+        "| a | 2.00 | 2.20 | -9.1% | 2.00 | 2.10 | -4.8% | 2.00 | 2.20 | -9.1% | 11.00 | 11.20 | -1.8% |",
         False,
     )
 

@@ -30,7 +30,10 @@ CHAT: list[Message] = [
     {"role": "user", "content": "And\n\nthen?"},
     {"role": "assistant", "content": "Five,\n\n  of course. \u4e16\U0001f600"},
 ]
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @functools.cache
