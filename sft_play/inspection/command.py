@@ -16,6 +16,7 @@ from sft_play.errors import UserError
 from sft_play.files import write_text
 from sft_play.inspection import page, terminal
 from sft_play.inspection.samples import Sample, chosen, holding, sample_of
+from sft_play.plan.mixture import mixture_of
 from sft_play.prepare import prepare
 
 IN_TERMINAL, IN_PAGE = 3, 200
@@ -38,6 +39,7 @@ def main(call: Call) -> int:
     prepared, manifests = prepare(config)
     if split not in manifests:
         raise UserError("there is no validation data to inspect", hint="set `data.validation`, or leave SPLIT out")
+    mixture = mixture_of(config.data, prepared.train.sources) if prepared.train else None
     words = call.options.get("SEARCH")
     found = {
         name: samples_of(config, prepared.model.path, manifest, count, words)
@@ -46,14 +48,20 @@ def main(call: Call) -> int:
     }
     if html == "1":
         path = Path(call.options.get("OUT") or f"inspect-{_name(call)}.html")
-        shares = {name: _lengths_and_trained(manifest) for name, manifest in manifests.items()}
-        write_text(path, page.render(_name(call), config.model.max_seq_len, manifests, found, shares))
+        mixed = {"train": mixture} if mixture else {}
+        splits = [
+            page.SplitView(
+                name=name, manifest=manifest, samples=found[name], rows=_lengths_and_trained(manifest), mixture=mixed.get(name)
+            )
+            for name, manifest in manifests.items()
+        ]  # fmt: skip
+        write_text(path, page.render(_name(call), config.model.max_seq_len, splits))
         print(json.dumps({"page": str(path)}) if call.json else f"page: {path}")
     elif call.json:
         shown = {"split": split, "manifest": manifests[split], "samples": [asdict(sample) for sample in found[split]]}
         print(json.dumps(shown, indent=2, ensure_ascii=False))
     else:
-        terminal.show(split, manifests[split], found[split], words)
+        terminal.show(split, manifests[split], found[split], words, mixture if split == "train" else None)
     return 0
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sft_play.inspection.samples import Piece, Sample
 from sft_play.inspection.terminal import left_out
+from sft_play.plan.mixture import Mixture
 
 BINS = 20
 STYLE = """
@@ -48,14 +50,22 @@ function filter() {
 words.addEventListener('input', filter); which.addEventListener('change', filter); filter();
 """
 
-Shares = Mapping[str, tuple[Sequence[int], Sequence[int]]]
-"""For each split the tokens and the trained tokens of every row."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitView:
+    """What the page shows of a split."""
+
+    name: str
+    manifest: Mapping[str, Any]
+    samples: Sequence[Sample]
+    rows: tuple[Sequence[int], Sequence[int]]
+    """The tokens and the trained tokens of every row."""
+    mixture: Mixture | None
+    """How an epoch mixes the sources, where they have weights."""
 
 
-def render(
-    name: str, limit: int, manifests: Mapping[str, Mapping[str, Any]], samples: Mapping[str, Sequence[Sample]], shares: Shares
-) -> str:
-    """Returns the page. `limit` is `model.max_seq_len`; `shares` has for each split the lengths and trained tokens of all rows."""
+def render(name: str, limit: int, splits: Sequence[SplitView]) -> str:
+    """Returns the page. `limit` is `model.max_seq_len`."""
     title = f"Data of {html.escape(name)}"
     parts = [
         "<!doctype html>", f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
@@ -63,36 +73,39 @@ def render(
         '<p class="lead">What training will see, token by token. <span class="t">Green is learnt</span>, the rest is only read; '
         '<span class="s">violet</span> is a special token.</p>',
     ]  # fmt: skip
-    for split, manifest in manifests.items():
-        parts += [f"<h2>{split.capitalize()}</h2>", _sources(manifest), _charts(limit, *shares[split])]
-        parts += [f'<p class="lead">{html.escape(line)}</p>' for line in left_out(manifest)]
-    parts += ["<h2>Samples</h2>", _tools(samples)]
-    parts += [_sample(split, sample) for split, some in samples.items() for sample in some]
+    for split in splits:
+        parts += [f"<h2>{split.name.capitalize()}</h2>", _sources(split), _charts(limit, *split.rows)]
+        lines = [*(split.mixture.describe() if split.mixture else ()), *left_out(split.manifest)]
+        parts += [f'<p class="lead">{html.escape(line)}</p>' for line in lines]
+    parts += ["<h2>Samples</h2>", _tools(splits)]
+    parts += [_sample(split.name, sample) for split in splits for sample in split.samples]
     parts += [f"<script>{SCRIPT}</script></body></html>"]
     return "\n".join(parts) + "\n"
 
 
-def _sources(manifest: Mapping[str, Any]) -> str:
-    total = max(1, sum(source["trained_tokens"] for source in manifest["sources"]))
-    heads = ("source", "format", "read", "kept", "left out", "rows", "tokens", "trained", "share of what is trained")
-    words = ("source", "format", heads[-1])
+def _sources(split: SplitView) -> str:
+    sources = split.manifest["sources"]
+    repeats = split.mixture.repeats if split.mixture else (1.0,) * len(sources)
+    learnt = [source["trained_tokens"] * times for source, times in zip(sources, repeats, strict=True)]
+    total = max(1.0, sum(learnt))
+    words = ("source", "format", "share of what is trained in an epoch")
+    heads = (*words[:2], "read", "kept", "left out", "rows", "times an epoch", "tokens", "trained", words[2])
     row = "".join(f"<th>{head}</th>" if head in words else f'<th class="n">{head}</th>' for head in heads)
     lines = [f'<div class="scroll"><table><tr>{row}</tr>']
-    for source in manifest["sources"]:
-        share = source["trained_tokens"] / total
-        numbers = (source["rows_read"], source["kept"], sum(source["dropped"].values()) + source["duplicates"], source["rows"],
-                   source["tokens"], source["trained_tokens"])  # fmt: skip
-        cells = "".join(f'<td class="n">{number:,}</td>' for number in numbers)
+    for source, times, tokens in zip(sources, repeats, learnt, strict=True):
+        counts = (source["rows_read"], source["kept"], sum(source["dropped"].values()) + source["duplicates"], source["rows"])
+        numbers = [*(f"{n:,}" for n in counts), f"{times:.3g}", f"{source['tokens']:,}", f"{source['trained_tokens']:,}"]
+        cells = "".join(f'<td class="n">{number}</td>' for number in numbers)
         lines.append(
-            f"<tr><td>{html.escape(source['name'])}</td><td>{html.escape(str(source['format']))}</td>{cells}"
-            f'<td><div class="share" style="width:{share:.1%}"></div>{share:.1%}</td></tr>'
+            f"<tr><td>{html.escape(source['name'])}</td><td>{html.escape(source['format'] or 'no row')}</td>{cells}"
+            f'<td><div class="share" style="width:{tokens / total:.1%}"></div>{tokens / total:.1%}</td></tr>'
         )
     return "".join(lines) + "</table></div>"
 
 
 def _charts(limit: int, lengths: Sequence[int], trained: Sequence[int]) -> str:
     shares = [count / length for count, length in zip(trained, lengths, strict=True)]
-    longest = f"tokens of a row (at most {limit:,})"
+    longest = f"tokens of a row; the longest has {max(lengths):,} of {limit:,} that it may have"
     return (
         f'<div class="charts">{_histogram(longest, lengths, max(lengths))}'
         f"{_histogram('share of a row that is trained', [100 * share for share in shares], 100, unit=' %')}</div>"
@@ -114,12 +127,12 @@ def _histogram(caption: str, values: Sequence[float], most: float, unit: str = "
         f'<text x="{x}" y="126" text-anchor="{anchor}">{value:,.0f}{unit}</text>'
         for x, anchor, value in ((0, "start", 0), (200, "middle", most / 2), (400, "end", most))
     )
-    top = f'<text x="400" y="10" text-anchor="end">highest bar: {highest:,} rows</text>'
-    return f'<figure><figcaption>{caption}</figcaption><svg viewBox="0 0 400 130" role="img">{bars}{marks}{top}</svg></figure>'
+    top = f'<text x="400" y="-4" text-anchor="end">highest bar: {highest:,} rows</text>'
+    return f'<figure><figcaption>{caption}</figcaption><svg viewBox="0 -16 400 146" role="img">{bars}{marks}{top}</svg></figure>'
 
 
-def _tools(samples: Mapping[str, Sequence[Sample]]) -> str:
-    kinds = list(dict.fromkeys(f"{split}: {sample.source}" for split, some in samples.items() for sample in some))
+def _tools(splits: Sequence[SplitView]) -> str:
+    kinds = list(dict.fromkeys(f"{split.name}: {sample.source}" for split in splits for sample in split.samples))
     options = "".join(f"<option>{html.escape(kind)}</option>" for kind in kinds)
     return (
         '<div class="tools"><input id="words" type="search" placeholder="search in the samples" aria-label="search">'

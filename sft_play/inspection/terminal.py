@@ -10,14 +10,17 @@ from rich.rule import Rule
 from rich.text import Text
 
 from sft_play.inspection.samples import Piece, Sample
+from sft_play.plan.mixture import Mixture
 
 TRAINED, SPECIAL, READ = "green", "magenta", "default"
 WITHOUT_COLOUR = ("«", "»")
 """Around what is trained where nothing can be coloured (a file, a pipe)."""
 
 
-def show(split: str, manifest: Mapping[str, Any], samples: Sequence[Sample], words: str | None) -> None:
-    """Prints a legend, the samples and what was left out."""
+def show(split: str, manifest: Mapping[str, Any], samples: Sequence[Sample], words: str | None, mixture: Mixture | None) -> None:
+    """Prints a legend, the samples, how sources are mixed and what was left out."""
+    if words and not samples:  # that no row holds them is said already
+        return
     console = Console(highlight=False, soft_wrap=True)
     colours = console.color_system is not None
     legend = Text("trained", style=f"{TRAINED} bold") if colours else Text("{}trained{}".format(*WITHOUT_COLOUR))
@@ -27,6 +30,8 @@ def show(split: str, manifest: Mapping[str, Any], samples: Sequence[Sample], wor
         console.print(Rule(title, align="left", characters="─" if console.encoding.startswith("utf") else "-"))
         console.print(Text.assemble(*(_coloured(piece) for piece in sample.pieces)) if colours else Text(_marked(sample)))
     console.print()
+    for line in mixture.describe() if mixture else []:
+        console.print(f"mixture: {line}")
     for line in left_out(manifest):
         console.print(line)
     if words is None and len(samples) < manifest["split"]["rows"]:

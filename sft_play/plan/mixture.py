@@ -87,6 +87,11 @@ class Mixture:
             yield from taken
             at += len(taken)
 
+    @property
+    def repeats(self) -> tuple[float, ...]:
+        """How often an epoch takes each source's rows."""
+        return tuple(rows / max(1, whole) for rows, whole in zip(self.epoch_rows, self.rows, strict=True))
+
     def describe(self) -> list[str]:
         """Returns an epoch of each source in words."""
         given = [rows * size / max(1, whole) for rows, size, whole in zip(self.epoch_rows, self.tokens, self.rows, strict=True)]
