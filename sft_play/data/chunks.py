@@ -181,5 +181,13 @@ def size_of(row: Mapping[str, Any] | DataError) -> int:
         if isinstance(value, str):
             size += len(value)
         elif isinstance(value, (list, tuple)):
-            size += sum(len(part.get("content") or part.get("value") or "") if isinstance(part, dict) else 8 for part in value)
+            size += sum(_turn_size(part) if isinstance(part, dict) else 8 for part in value)
     return size
+
+
+def _turn_size(turn: Mapping[str, Any]) -> int:
+    """Returns the characters of a turn that nobody has checked yet: its text may be a number, or a list of parts."""
+    content = turn.get("content") or turn.get("value")
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(str(part)) for part in content) if isinstance(content, list) else 8

@@ -200,6 +200,8 @@ def _sharegpt_turn(message: Any, name: str) -> Message:
         raise DataError(f"`{name}.from` is `{said}`", hint=f"known are {', '.join(SHAREGPT_ROLES)}")
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
     if role != "function_call":
+        if isinstance(message.get("value"), (int, float, Mapping)):  # else it would be called `content`, which the row lacks
+            text_of(message["value"], f"{name}.value")
         return chat_turn({**rest, "role": role, "content": message.get("value")}, name)
     calls = parsed(text_of(message.get("value"), f"{name}.value"), f"{name}.value")
     return chat_turn(
