@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.data.left import EMPTY, SCANNED
 from sft_play.data.pdf import pdf_text
 from sft_play.errors import DataError
 
@@ -21,8 +22,6 @@ PLAIN = (".txt", ".text", ".md", ".markdown", ".rst")
 HTML = (".html", ".htm", ".xhtml")
 SUFFIXES = (*PLAIN, *HTML, ".docx", ".pdf")
 """Endings of the files that are read as one document each."""
-SCANNED = "pictures without text: it must be read by OCR first"
-EMPTY = "no text"
 OLE = b"\xd0\xcf\x11\xe0"
 """How Office files begin that are encrypted, or of the kind before 2007."""
 

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 
+SCANNED = "pictures without text: it must be read by OCR first"
+EMPTY = "no text"
+"""Why a document gives nothing to learn."""
+SHOWN_PLACES = 20
+"""Of what was left out for one reason."""
+
 
 class LeftOut:
-    """Counts rows and files that were read and are no part of the data, by reason, with the first place of each."""
+    """Counts rows and files that were read and are no part of the data, by reason, with the first places of each."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
+        self.places: dict[str, list[str]] = {}
+        self.there: int | None = None
+        """How many rows there were, where `rows` asks for more."""
 
     def add(self, reason: str, place: str) -> None:
         """Counts one."""
         self.counts[reason] += 1
-        self.first.setdefault(reason, place)
+        places = self.places.setdefault(reason, [])
+        if len(places) < SHOWN_PLACES:
+            places.append(place)

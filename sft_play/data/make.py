@@ -63,6 +63,11 @@ class Gatherer:
         tally.kept += int((chunk.rows_of[kept] > 0).sum())
         self.writer.append(chunk, kept, numbers)
 
+    @property
+    def examples(self) -> int:
+        """Rows of this split, also those that were left out because of their length or as copies."""
+        return self._examples
+
     def _without_copies(self, chunk: Chunk, mine: Any, tally: SourceTally) -> Any:
         if self.config.data.duplicates == "keep":
             return mine
@@ -80,7 +85,8 @@ class Gatherer:
         for tally, out in zip(self.tallies, left, strict=True):
             tally.rows_read += out.counts.total()
             tally.dropped += out.counts
-            tally.left_out += [{"reason": reason, "place": place} for reason, place in out.first.items()]
+            tally.left_out += [{"reason": reason, "place": place} for reason, places in out.places.items() for place in places]
+            tally.there = out.there
 
     def refuse_what_cannot_be_trained(self) -> None:
         """Raises `DataError` for rows that are too long, and for a split without any row."""
@@ -95,10 +101,8 @@ class Gatherer:
                 "or split to make several rows of each",
             )
         if not self._examples:
-            if part.fraction:
-                message = f"`data.validation: {part.fraction}` leaves no row for {part.name}"
-                raise DataError(message, hint="give more rows, or another fraction, or fewer rows to a group")
-            raise DataError("the sources hold no row", place=", ".join(source.path for source in part.sources))
+            message = f"`data.validation: {part.fraction}` leaves no row for {part.name}"
+            raise DataError(message, hint="give more rows, or another fraction, or fewer rows to a group")
         if not len(self.writer.lengths):
             reasons = sum((tally.dropped for tally in self.tallies), Counter[str]())
             told = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
@@ -137,6 +141,8 @@ def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part) ->
                     gatherer.take(chunk)
             progress.count(chunk.examples)
         problems.raise_all()
+        if not any(gatherer.examples for gatherer in gatherers):
+            refuse_nothing(parts[0].sources, left)
         for gatherer in gatherers:
             gatherer.take_left_out(left)
             gatherer.refuse_what_cannot_be_trained()
@@ -147,6 +153,17 @@ def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part) ->
                 shared = overlap(keys, bytes(gatherer.writer.keys))
                 manifest["overlap"] = {"with": "train", "rows": shared}
             gatherer.writer.publish(manifest)
+
+
+def refuse_nothing(sources: Sequence[DataSource], left: Sequence[LeftOut]) -> None:
+    """Raises `DataError` for sources without any row, with what was `left` out of them and why."""
+    reasons = sum((out.counts for out in left), Counter[str]())
+    told = ", ".join(f"{count:,} left out ({reason})" for reason, count in reasons.items())
+    first = next((place for out in left for places in out.places.values() for place in places), None)
+    raise DataError(
+        f"the sources hold no row: {told}" if told else "the sources hold no row",
+        place=first or ", ".join(source.path for source in sources),
+    )
 
 
 def works_of(sources: Sequence[DataSource], problems: RowProblems, seed: int, left: Sequence[LeftOut]) -> Iterator[Work]:

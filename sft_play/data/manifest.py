@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import DataSource
+from sft_play.data.left import EMPTY, SCANNED, SHOWN_PLACES
 from sft_play.files import read_json
 
 MANIFEST = "manifest.json"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 DUPLICATE = "duplicate"
-SHOWN_PLACES = 20
-"""Of the rows that were left out for one reason."""
+NAMED_FILES = 3
+"""In the terminal, of the documents that were left out for one reason."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,6 +40,8 @@ class SourceTally:
     overlong_tokens: int = 0
     """Their tokens, before anything was left out."""
     formats: Counter[str] = field(default_factory=Counter)
+    there: int | None = None
+    """How many rows there were, where the source's `rows` asks for more."""
     left_out: list[dict[str, str]] = field(default_factory=list)
     """`reason` and `place` of the first that were left out."""
 
@@ -58,6 +61,7 @@ def source_manifest(
         "path": source.path,
         "format": max(tally.formats, key=lambda form: tally.formats[form], default=None),
         "rows_read": tally.rows_read,
+        "rows_wanting": None if tally.there is None else {"asked": source.rows, "there": tally.there},
         "kept": tally.kept,
         "dropped": dict(sorted((reason, n) for reason, n in tally.dropped.items() if reason != DUPLICATE)),
         "duplicates": tally.dropped[DUPLICATE],
@@ -145,18 +149,45 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
         f"{name} data: {split['rows']:,} rows, {split['tokens']:,} tokens, {share:.0%} of them trained, "
         f"median row {split['median']}, longest {split['longest']}"
     )
-    lines = [first, *(_source_line(source) for source in manifest["sources"])]
+    if name == "training":
+        first += _never_trained(split["sources"])
+    lines = [first, *(_source_line(source, name) for source in manifest["sources"])]
     shared = manifest.get("overlap")
     if shared and shared["rows"]:
         lines.append(f"  {shared['rows']:,} of its rows are in the training data too: scores on them say little")
     return "\n".join(lines)
 
 
-def _source_line(source: Mapping[str, Any]) -> str:
+def _never_trained(sources: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what is said of sources that stand in the counts of the training data, but not in any epoch."""
+    rows = sum(source["rows"] for source in sources if source["weight"] == 0)
+    tokens = sum(source["tokens"] for source in sources if source["weight"] == 0)
+    have = "has weight 0 and is" if rows == 1 else "have weight 0 and are"
+    return f"; {rows:,} of the rows ({tokens:,} tokens) {have} never trained" if rows else ""
+
+
+def _source_line(source: Mapping[str, Any], name: str) -> str:
+    lacks = ", so it has no validation loss" if name == "validation" and not source["kept"] else ""
+    if not source["rows_read"]:
+        return f"  {source['name']}: no row{lacks}"
+    form = f" as {source['format']}" if source["format"] else ""
+    parts = [f"{source['rows_read']:,} read{form}", f"{source['kept']:,} kept"]
+    wanting = source.get("rows_wanting")
+    parts += [f"rows: {wanting['asked']:,} asked, {wanting['there']:,} there"] if wanting else []
     left_out = {**source["dropped"], **({DUPLICATE: source["duplicates"]} if source["duplicates"] else {})}
-    parts = [f"{source['rows_read']:,} read as {source['format']}", f"{source['kept']:,} kept"]
-    parts += [f"{count:,} left out ({reason})" for reason, count in left_out.items()]
+    parts += [f"{count:,} left out ({reason}{_files(source, reason)})" for reason, count in left_out.items()]
     parts += [f"{source['cut']:,} cut to model.max_seq_len"] if source["cut"] else []
     parts += [f"{source['split']:,} split" + (f" into {source['rows']:,} rows in all")] if source["split"] else []
     long = f"; {source['overlong']:,} were too long ({source['overlong_tokens']:,} tokens)" if source["overlong"] else ""
-    return f"  {source['name']}: {', '.join(parts)}; {source['tokens']:,} tokens, {source['trained_tokens']:,} trained{long}"
+    return (
+        f"  {source['name']}: {', '.join(parts)}{lacks}; {source['tokens']:,} tokens, {source['trained_tokens']:,} trained{long}"
+    )
+
+
+def _files(source: Mapping[str, Any], reason: str) -> str:
+    """Returns the names of documents that hold no text; rows that were left out for another reason are not named."""
+    if reason not in (EMPTY, SCANNED):
+        return ""
+    places = [found["place"] for found in source["left_out"] if found["reason"] == reason]
+    more = ", ..." if len(places) > NAMED_FILES else ""
+    return f": {', '.join(places[:NAMED_FILES])}{more}" if places else ""

@@ -28,7 +28,7 @@ def select(rows: Iterator[Placed], source: DataSource, *, seed: int, left: LeftO
     if source.rows is None:
         yield from rows
     elif source.streaming:
-        yield from _first(rows, source.rows)
+        yield from _first(rows, source.rows, left)
     else:
         yield from _chosen(rows, source.rows, seed, left)
 
@@ -73,11 +73,13 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     return kept | {new: row[name] for new, name in columns.items()}
 
 
-def _first(rows: Iterator[Placed], count: int) -> Iterator[Placed]:
+def _first(rows: Iterator[Placed], count: int, left: LeftOut) -> Iterator[Placed]:
+    number = 0
     for number, placed in enumerate(rows, 1):
         yield placed
         if number == count:
             return
+    left.there = number
 
 
 def _chosen(rows: Iterator[Placed], count: int, seed: int, left: LeftOut) -> Iterator[Placed]:
@@ -97,5 +99,7 @@ def _chosen(rows: Iterator[Placed], count: int, seed: int, left: LeftOut) -> Ite
         else:
             out = heapq.heappushpop(heap, (-number, index, placed))
             left.add(NOT_CHOSEN, out[2][0])
+    if len(heap) < count:
+        left.there = len(heap)
     for _, _, placed in sorted(heap, key=lambda entry: entry[1]):
         yield placed

@@ -190,7 +190,7 @@ def test_a_text_file_is_one_document_and_an_empty_one_is_counted(tmp_path: Path)
     rows = [row for _, row in read_source(DataSource(path=str(tmp_path)), left=left)]
     assert [row["text"] for row in rows if not isinstance(row, DataError)] == ["ä\nb"]
     assert left.counts == {"no text": 1}
-    assert left.first == {"no text": str(tmp_path / "b.txt")}
+    assert left.places == {"no text": [str(tmp_path / "b.txt")]}
 
 
 # ---- Columns, filter, rows

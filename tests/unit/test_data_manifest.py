@@ -1,0 +1,84 @@
+"""What is printed about prepared data: what is not trained, was not there or was left out is said."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import DataSource
+from sft_play.data.left import LeftOut
+from sft_play.data.make import refuse_nothing
+from sft_play.data.manifest import SourceTally, split_manifest, summary
+from sft_play.errors import DataError
+
+
+def told(name: str, sources: list[DataSource], tallies: list[SourceTally], of_source: list[int]) -> str:
+    rows = len(of_source)
+    manifest: dict[str, Any] = split_manifest(
+        sources, tallies, lengths=array("i", [10] * rows), of_source=array("i", of_source), trained=array("i", [4] * rows),
+        contents=[None] * len(sources), fingerprint="",
+    )  # fmt: skip
+    return summary(name, manifest)
+
+
+def read(count: int, form: str = "text") -> SourceTally:
+    tally = SourceTally(rows_read=count, kept=count)
+    tally.formats[form] += count
+    return tally
+
+
+def test_fewer_rows_than_were_asked_for_are_told() -> None:
+    tally = read(3)
+    tally.there = 3
+    assert "rows: 1,000 asked, 3 there" in told("training", [DataSource(path="a", rows=1000)], [tally], [0, 0, 0])
+    assert "asked" not in told("training", [DataSource(path="a", rows=3)], [read(3)], [0, 0, 0])
+
+
+def test_a_source_of_weight_0_is_said_not_to_be_trained() -> None:
+    sources = [DataSource(path="a", weight=0.0), DataSource(path="b", weight=1.0)]
+    first = told("training", sources, [read(1), read(2)], [0, 1, 1]).splitlines()[0]
+    assert first.startswith("training data: 3 rows, 30 tokens, 40% of them trained, ")
+    assert first.endswith("; 1 of the rows (10 tokens) has weight 0 and is never trained")
+    assert "weight 0" not in told("validation", sources, [read(1), read(2)], [0, 1, 1])
+
+
+@pytest.mark.parametrize(("name", "said"), [("validation", "no row, so it has no validation loss"), ("training", "no row")])
+def test_a_source_without_a_row_in_the_split_is_said_so(name: str, said: str) -> None:
+    lines = told(name, [DataSource(path="a"), DataSource(path="docs")], [read(2), SourceTally()], [0, 0]).splitlines()
+    assert lines[-1] == f"  docs: {said}"
+
+
+def test_a_validation_source_whose_rows_all_went_has_no_loss() -> None:
+    gone = SourceTally(rows_read=2)
+    gone.leave_out("longer than model.max_seq_len", "docs:1")
+    gone.leave_out("longer than model.max_seq_len", "docs:2")
+    line = told("validation", [DataSource(path="a"), DataSource(path="docs")], [read(2), gone], [0, 0]).splitlines()[-1]
+    assert (
+        line
+        == "  docs: 2 read, 0 kept, 2 left out (longer than model.max_seq_len), so it has no validation loss; 0 tokens, 0 trained"
+    )
+
+
+def test_documents_without_text_are_named() -> None:
+    tally = read(1)
+    for number in range(5):
+        tally.leave_out("no text", f"folder/{number}.txt")
+    line = told("training", [DataSource(path="folder")], [tally], [0]).splitlines()[-1]
+    assert "5 left out (no text: folder/0.txt, folder/1.txt, folder/2.txt, ...)" in line
+
+
+def test_sources_that_hold_only_documents_without_text_say_why() -> None:
+    left = LeftOut()
+    left.add("no text", "b.txt")
+    left.add("pictures without text: it must be read by OCR first", "scan.pdf")
+    with pytest.raises(DataError) as caught:
+        refuse_nothing([DataSource(path="folder")], [left])
+    assert (
+        caught.value.message
+        == "the sources hold no row: 1 left out (no text), 1 left out (pictures without text: it must be read by OCR first)"
+    )
+    assert caught.value.place == "b.txt"
+    with pytest.raises(DataError, match="the sources hold no row"):
+        refuse_nothing([DataSource(path="folder")], [LeftOut()])
