@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sft_play.data.calls import check_answer, check_written, has_tools
 from sft_play.data.example import Message
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import MARKER
@@ -80,6 +81,9 @@ class Renderer:
 
     def rows(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, loss_on: str = "assistant") -> list[RowText]:
         """Returns the rows of a conversation that ends with an answer. Raises `DataError` where a mask cannot be exact."""
+        if has_tools(messages, tools):
+            last = max((index for index, turn in enumerate(messages) if turn["role"] == "assistant"), default=-1)
+            check_written(messages[: last + 1], tools, self._render_as)
         if loss_on == "all":
             return [self._everything(messages, tools)]
         wanted = learnt(messages, loss_on)
@@ -127,7 +131,9 @@ class Renderer:
         if message.get("tool_calls"):
             if not full.startswith(prompt):
                 raise DataError(f"the chat template does not write turn {number} after its prompt, {_NOT_EXACT}", hint=_BY_ANSWER)
-            return prompt, full[len(prompt) : len(prompt) + self._end(full[len(prompt) :], blank=False)]
+            said = full[len(prompt) : len(prompt) + self._end(full[len(prompt) :], blank=False)]
+            check_answer(messages, index, prompt, said, tools, self._render_as, lambda text: self._end(text, blank=False))
+            return prompt, said
         marked = self.render([*messages[:index], {**message, "content": MARKER}], tools)
         head, found, tail = marked.partition(MARKER)
         if not found or MARKER in tail or not full.endswith(tail):
@@ -223,6 +229,9 @@ class Renderer:
                 f"the chat template does not take this conversation ({roles}): {error}",
                 hint="`data.chat_template` chooses another template",
             ) from error
+
+    def _render_as(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool) -> str:
+        return self.render(messages, tools, prompt=prompt)
 
     def _render_slowly(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool) -> str:
         turns = [{key: value for key, value in message.items() if key != "train"} for message in messages]

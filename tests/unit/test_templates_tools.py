@@ -1,0 +1,138 @@
+"""Calls of tools: written and learnt, or refused; never left out without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from sft_play.data.calls import WRITING_CALLS
+from sft_play.data.encode import Encoder
+from sft_play.data.example import Message
+from sft_play.data.template import Encoded
+from sft_play.data.templates import chat_format, template_names
+from sft_play.errors import DataError
+from sft_play.model.tokenizer import load_tokenizer
+from tests.chat_tokenizers import by_hand, save_tokenizer
+
+SPECIAL = [
+    "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>",
+    "[INST]", "[/INST]", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>",
+]  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "add", "description": "Sum.", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "of": ["x", {"deep": True}]}}}
+OTHER = {"type": "function", "function": {"name": "add", "arguments": {}}}
+ASKED: list[Message] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+CHAT: list[Message] = [
+    *ASKED,
+    {"role": "assistant", "content": "", "tool_calls": [CALL, OTHER]},
+    {"role": "tool", "content": "4"},
+    {"role": "tool", "content": "five"},
+    {"role": "assistant", "content": "Four."},
+]
+SYSTEM = (
+    "<|im_start|>system\nBe brief.\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+    '{"type": "function", "function": {"name": "add", "description": "Sum.", "parameters": {"type": "object"}}}\n</tools>\n\n'
+    "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n"
+    '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+)
+CALLED = (
+    '<tool_call>\n{"name": "add", "arguments": {"a": 2, "of": ["x", {"deep": true}]}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>'
+)
+RESULTS = "\n<|im_start|>user\n<tool_response>\n4\n</tool_response>\n<tool_response>\nfive\n</tool_response><|im_end|>\n"
+QUESTION = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tools") / "t", "llama3", special=SPECIAL, bos="<s>", eos="</s>")
+
+
+def rows(tokenizer: Any, messages: list[Message], tools: list[Any] | None = None, **train: Any) -> list[Encoded]:
+    return Encoder(Config(model=ModelConfig(name="tiny"), train=TrainConfig(**train)), tokenizer).conversation(messages, tools)
+
+
+def chosen(saved: Path, template: str) -> Any:
+    return load_tokenizer(saved, chat_format(DataConfig(chat_template=template)))
+
+
+def own(saved: Path, tmp_path: Path, turn: str, before: str = "{{ (tools or []) | tojson }}") -> Any:
+    """Returns a tokenizer whose template writes `before`, then each message by `turn`."""
+    path = tmp_path / "own.jinja"
+    path.write_text(
+        before + "{% for m in messages %}<|im_start|>{{ m['role'] }}\n" + turn + "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return chosen(saved, str(path))
+
+
+def test_qwen3_writes_tools_calls_and_results_as_the_published_template_does(saved: Path) -> None:
+    tokenizer = chosen(saved, "qwen3")
+    expected = [
+        f"{SYSTEM}{QUESTION}\u2039<think>\n\n</think>\n\n{CALLED}\u203a",
+        f"{SYSTEM}{QUESTION}{CALLED}{RESULTS}<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFour.<|im_end|>\u203a",
+    ]
+    found = rows(tokenizer, CHAT, [TOOL])
+    assert [(row.input_ids, row.labels) for row in found] == [by_hand(tokenizer, row) for row in expected]
+
+
+def test_words_before_a_call_and_thoughts_are_learnt_with_it(saved: Path) -> None:
+    tokenizer = chosen(saved, "qwen3")
+    call: Message = {"role": "assistant", "content": "Let me see.", "reasoning_content": "Add.", "tool_calls": [CALL, OTHER]}
+    (row,) = rows(tokenizer, [*ASKED, call, *CHAT[3:5], {**CHAT[5], "reasoning_content": "Done."}])
+    expected = (
+        f"<|im_start|>system\nBe brief.<|im_end|>\n{QUESTION}\u2039<think>\nAdd.\n</think>\n\nLet me see.\n{CALLED}\u203a{RESULTS}"
+        "<|im_start|>assistant\n\u2039<think>\nDone.\n</think>\n\nFour.<|im_end|>\u203a"
+    )
+    assert (row.input_ids, row.labels) == by_hand(tokenizer, expected)
+
+
+@pytest.mark.parametrize("name", template_names())
+@pytest.mark.parametrize("loss_on", ["assistant", "last", "all"])
+def test_a_named_template_writes_calls_or_refuses_them(name: str, loss_on: Any, saved: Path) -> None:
+    tokenizer = chosen(saved, name)
+    if name in WRITING_CALLS:
+        assert rows(tokenizer, CHAT, [TOOL], loss_on=loss_on)
+        return
+    with pytest.raises(DataError):
+        rows(tokenizer, CHAT, loss_on=loss_on)
+    with pytest.raises(DataError, match="does not write the row's `tools`") as caught:
+        rows(tokenizer, [*ASKED, {"role": "assistant", "content": "Four."}], [TOOL], loss_on=loss_on)
+    assert caught.value.hint is not None and "`data.chat_template: qwen3`" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ("{{ m['content'] }}", "does not write the calls of turn 3: the name `add`"),
+        ("{{ m['content'] }}{{ m['tool_calls'] | map(attribute='function.name') | join }}",
+         "does not write the calls of turn 3: the argument `2`"),
+        ("{{ m['content'] }}{{ m['tool_calls'][0] | tojson if m['tool_calls'] }}", "does not write the calls of turn 3: the name"),
+        ("{{ m['tool_calls'] | tojson if m['tool_calls'] else m['content'] if m['role'] != 'tool' }}",
+         "does not write the result of turn 4"),
+        ("{{ m['content'] }}<|im_end|>{{ m['tool_calls'] | tojson if m['tool_calls'] }}",
+         "does not write the calls of turn 3 before the end of the turn"),
+    ],
+)  # fmt: skip
+def test_what_a_template_does_not_write_is_named(turn: str, said: str, saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        rows(own(saved, tmp_path, turn), CHAT, [TOOL])
+    assert said in caught.value.message
+    assert caught.value.hint
+
+
+def test_words_beside_a_call_that_are_not_written_are_told(saved: Path, tmp_path: Path) -> None:
+    tokenizer = own(saved, tmp_path, "{{ m['tool_calls'] | tojson if m['tool_calls'] else m['content'] }}")
+    assert rows(tokenizer, CHAT, [TOOL])
+    beside = [*ASKED, {**CHAT[2], "content": "Let me see."}, *CHAT[3:]]
+    with pytest.raises(DataError, match="does not write the words of turn 3 beside its calls"):
+        rows(tokenizer, beside, [TOOL])
+
+
+def test_calls_that_are_not_learnt_must_be_written_too(saved: Path) -> None:
+    with pytest.raises(DataError, match="does not write the calls of turn 3"):
+        rows(chosen(saved, "chatml"), [*ASKED, {**CHAT[2], "train": False}, *CHAT[3:]])
