@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.data.encodings import CONVERT, refuse_wide
 from sft_play.data.left import EMPTY, SCANNED
 from sft_play.data.pdf import pdf_text
 from sft_play.errors import DataError
@@ -107,6 +108,7 @@ class _Read:
 
 
 def _plain(data: bytes, place: str) -> _Read:
+    refuse_wide(data[:4], place)
     try:
         return _Read(text=data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -115,7 +117,7 @@ def _plain(data: bytes, place: str) -> _Read:
         raise DataError(
             f"is not UTF-8 text: byte {byte} of the line",
             place=f"{place}:{line}",
-            hint="convert it: `iconv -f WINDOWS-1252 -t UTF-8`, with the encoding it was written in",
+            hint=CONVERT,
         ) from None
 
 

@@ -6,14 +6,15 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sft_play.data.arrow_read import read_arrow, read_parquet
+from sft_play.data.encodings import CONVERT, printable, refuse_wide
 from sft_play.data.left import LeftOut
 from sft_play.data.unpack import COMPRESSED, damage_told, is_compressed, kind, open_bytes, plain_name
-from sft_play.data.values import kind_of
+from sft_play.data.values import kind_of, shown
 from sft_play.errors import DataError
 
 Placed = tuple[str, Mapping[str, Any] | DataError]
@@ -22,6 +23,7 @@ Placed = tuple[str, Mapping[str, Any] | DataError]
 TABLES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 DOCUMENTS = (".txt", ".text", ".md", ".markdown", ".rst", ".html", ".htm", ".xhtml", ".docx", ".pdf")
 """Files that are one document each, read by `data.documents`."""
+QUOTES = "a value that holds a comma, a line end or a quote stands in quotes, and a quote in it is written twice"
 ENDINGS = "json, jsonl, csv, parquet, arrow, txt, md, html, docx or pdf"
 
 
@@ -35,17 +37,22 @@ def read_file(path: Path, left: LeftOut | None = None) -> Iterator[Placed]:
     if ending in DOCUMENTS:
         reader = _document_reader(left if left is not None else LeftOut())
     if reader is None:
+        if ending == ".tsv":
+            raise DataError("files ending in `.tsv` are not read", place=str(path), hint=_with_commas("\\t"))
         raise DataError(
             f"files ending in `{path.suffix}` are not read", place=str(path),
             hint=f"one of {', '.join((*TABLES, *DOCUMENTS))}; each may be compressed ({', '.join(COMPRESSED)})",
         )  # fmt: skip
     with damage_told(path):
+        if ending in (".jsonl", ".json", ".csv"):
+            with open_bytes(path) as stream:
+                refuse_wide(stream.read(4), str(path))
         try:
             yield from reader(path)
         except UnicodeDecodeError as error:
             line, byte = _undecodable(path)
             place = f"{path}:{line}" if line else str(path)
-            raise DataError(f"is not UTF-8 text: byte {byte} of the line", place=place) from error
+            raise DataError(f"is not UTF-8 text: byte {byte} of the line", place=place, hint=CONVERT) from error
 
 
 def _undecodable(path: Path) -> tuple[int, int]:
@@ -69,7 +76,7 @@ def _read_jsonl(path: Path) -> Iterator[Placed]:
                 text = line.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8")
                 yield _object(_parse(text, path, number), place)
             except UnicodeDecodeError as error:
-                yield place, DataError(f"is not UTF-8 text: byte {error.start + 1} of the line", place=place)
+                yield place, DataError(f"is not UTF-8 text: byte {error.start + 1} of the line", place=place, hint=CONVERT)
             except DataError as error:
                 yield place, error
 
@@ -96,14 +103,30 @@ def _read_json(path: Path) -> Iterator[Placed]:
             yield place, error
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object whose keys are all different. Raises `DataError`: of two values one would be lost."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"the key `{twice}` is there more than once", hint=f"only the last would be read: {shown(made)}")
+    return made
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_once)
+
+
 def _parse(text: str, path: Path, line: int) -> Any:
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
+    except DataError as error:  # a key that is there twice
+        error.place = f"{path}:{line}" if "\n" not in text else str(path)
+        raise
     except json.JSONDecodeError as error:
         raise DataError(
             f"is not JSON: {error.msg}",
             place=f"{path}:{line + error.lineno - 1}:{error.colno}",
-            hint=f"the line reads: {text.strip()[:100]}",
+            hint=f"the line reads: {printable(text.strip()[:100])}",
         ) from None
     except RecursionError:
         raise DataError("is not JSON that can be read: nested too deep", place=f"{path}:{line}") from None
@@ -120,12 +143,15 @@ def _object(row: Any, place: str) -> Placed:
 def _read_csv(path: Path) -> Iterator[Placed]:
     csv.field_size_limit(2**31 - 1)
     with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as stream:
-        reader = csv.DictReader(stream)
+        reader = csv.DictReader(stream, strict=True)  # else a quote that is never closed takes in all that follows
+        last = 0
         try:
             header = reader.fieldnames or []
             twice = sorted({name for name in header if header.count(name) > 1})
             if twice:
                 raise DataError(f"the header names `{twice[0]}` more than once", place=f"{path}:{reader.line_num}")
+            _refuse_other_separator(header, path)
+            last = reader.line_num
             for row in reader:
                 last = reader.line_num
                 if None in row or None in row.values():
@@ -136,7 +162,27 @@ def _read_csv(path: Path) -> Iterator[Placed]:
                 # A quoted value may span lines; the row is looked for where it begins.
                 yield f"{path}:{last - sum(_line_ends(value) for value in row.values())}", row
         except csv.Error as error:
-            raise DataError(f"is not CSV: {error}", place=f"{path}:{reader.line_num}") from None
+            if "unexpected end" in str(error):
+                problem = "a quote is opened in the row that begins here, and never closed"
+                raise DataError(problem, place=f"{path}:{last + 1}", hint=QUOTES) from None
+            place = f"{path}:{reader.line_num + 1}"  # only lines that were read to their end are counted
+            raise DataError(f"is not CSV: {error}", place=place, hint=QUOTES) from None
+
+
+def _refuse_other_separator(header: Sequence[str], path: Path) -> None:
+    """Raises `DataError` for a table whose columns something else than commas separates."""
+    mark = next((mark for mark in ";\t|" if len(header) == 1 and mark in header[0]), None)
+    if mark:
+        written = printable(mark)
+        raise DataError(
+            f"the header is one column, `{printable(header[0][:60])}`; columns are separated by commas, not by `{written}`",
+            place=f"{path}:1", hint=_with_commas(written),
+        )  # fmt: skip
+
+
+def _with_commas(mark: str) -> str:
+    program = f"import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter='{mark}'))"
+    return f'separate the columns by commas: `python -c "{program}" <OLD >NEW.csv`'
 
 
 def _values(row: Mapping[Any, Any]) -> int:

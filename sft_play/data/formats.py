@@ -56,7 +56,8 @@ def _instruction(row: Row) -> Parts:
     """Alpaca: the input is added to the instruction and never replaces it."""
     instruction = text_of(row["instruction"], "instruction")
     context = text_of(row.get("input") or "", "input")
-    return _turns(row, f"{instruction}\n\n{context}" if context.strip() else instruction, "output")
+    parts = [part for part in (instruction, context) if part.strip()]
+    return _turns(row, "\n\n".join(parts) if parts else instruction, "output")
 
 
 def _turns(row: Row, question: str, answer: str) -> Parts:

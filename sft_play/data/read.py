@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 from sft_play.config.schema import DataSource
@@ -70,9 +71,12 @@ def _refuse_hub_options(source: DataSource, *allowed: str) -> None:
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """Yields what a glob pattern matches, `**` included."""
+    """Yields what a glob pattern matches, `**` included; hidden files and folders only where the pattern writes their dot."""
     root = Path(pattern.anchor) if pattern.is_absolute() else Path()
-    return root.glob(str(pattern.relative_to(pattern.anchor) if pattern.is_absolute() else pattern))
+    named = [part for part in pattern.parts if part.startswith(".")]
+    for path in root.glob(str(pattern.relative_to(pattern.anchor) if pattern.is_absolute() else pattern)):
+        if all(any(fnmatch(part, name) for name in named) for part in path.parts if part.startswith(".")):
+            yield path
 
 
 def read_source(source: DataSource, *, seed: int = 0, left: LeftOut | None = None) -> Iterator[Placed]:

@@ -58,6 +58,12 @@ def test_alpaca_input_is_added_to_the_instruction_and_never_replaces_it(given: s
     assert to_messages({**ROWS["instruction"], "input": given}, "instruction")[0]["content"] == wanted
 
 
+@pytest.mark.parametrize("instruction", ["", "  "])
+def test_alpaca_input_alone_is_the_prompt_without_blank_lines_before_it(instruction: str) -> None:
+    row = {**ROWS["instruction"], "instruction": instruction, "input": "text"}
+    assert to_messages(row, "instruction")[0]["content"] == "text"
+
+
 def test_what_follows_the_last_answer_is_left_out() -> None:
     assert to_messages({"messages": [*MESSAGES, {"role": "user", "content": "and?"}]}, "messages") == MESSAGES
 

@@ -1,0 +1,102 @@
+"""Text files that are not what they should be: encodings, separators, quotes, keys that are there twice, hidden files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.schema import DataSource
+from sft_play.data.read import files_of, read_file
+from sft_play.errors import DataError
+
+
+def refusals(path: Path, content: bytes) -> list[DataError]:
+    """Returns all errors of a file: those of its rows, and what ends its reading."""
+    path.write_bytes(content)
+    found: list[DataError] = []
+    try:
+        found += [row for _, row in read_file(path) if isinstance(row, DataError)]
+    except DataError as error:
+        found.append(error)
+    return found
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_a_file_of_wide_characters_is_one_error_with_its_encoding(name: str, encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    (error,) = refusals(path, ('{"question": "a", "answer": "b"}\n' * 3).encode(encoding))
+    name = encoding.upper().replace("UTF-16-", "UTF-16")
+    assert (error.place, error.message) == (str(path), f"is {name}, and not UTF-8 text")
+    assert error.hint == f"convert it: `iconv -f {name} -t UTF-8`"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_another_encoding_hears_of_iconv(name: str, tmp_path: Path) -> None:
+    (error,) = refusals(tmp_path / name, b'{"question": "caf\xe9"}\n')
+    assert "iconv" in (error.hint or "")
+
+
+def test_a_control_character_is_shown_escaped(tmp_path: Path) -> None:
+    (error,) = refusals(tmp_path / "a.jsonl", b'{"question": "a\x00\x1b[2J"}\n')
+    assert error.hint == 'the line reads: {"question": "a\\x00\\x1b[2J"}'
+
+
+@pytest.mark.parametrize(("mark", "written"), [(";", ";"), ("\t", "\\t"), ("|", "|")])
+def test_columns_that_commas_do_not_separate_are_told(mark: str, written: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    (error,) = refusals(path, f"question{mark}answer\na{mark}b\n".encode())
+    assert error.place == f"{path}:1"
+    assert f"columns are separated by commas, not by `{written}`" in error.message
+    assert f"delimiter='{written}'" in (error.hint or "")
+
+
+def test_tsv_is_told_how_to_become_csv(tmp_path: Path) -> None:
+    (error,) = refusals(tmp_path / "a.tsv", b"question\tanswer\na\tb\n")
+    assert "delimiter='\\t'" in (error.hint or "")
+
+
+@pytest.mark.parametrize("row", ['"a,b', 'a,"b'])
+def test_a_quote_that_is_never_closed_is_told_where_it_opens(row: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    (error,) = refusals(path, f'question,answer\n"x\ny",z\n{row}\nc,d\ne,f\n'.encode())
+    assert error.place == f"{path}:4"
+    assert "never closed" in error.message
+
+
+def test_text_after_a_closing_quote_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    (error,) = refusals(path, b'question,answer\n"a" b,c\n')
+    assert error.place == f"{path}:2"
+    assert "a quote in it is written twice" in (error.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        (b'{"a": 1}\n{"question": "a", "question": "c"}\n', ":2"),
+        (b'{"a": 1}\n{"m": [{"question": "a", "question": "c"}]}\n', ":2"),
+        (b'[{"a": 1},\n{"question": "a", "question": "c"}]', ""),
+    ],
+)
+def test_a_key_that_is_there_twice_is_an_error(content: bytes, place: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    (error,) = refusals(path, content)
+    assert (error.place, error.message) == (f"{path}{place}", "the key `question` is there more than once")
+    assert '"question": "c"' in (error.hint or "")
+
+
+def test_globs_pass_over_hidden_files_unless_their_dot_is_written(tmp_path: Path) -> None:
+    for name in ("a.jsonl", ".b.jsonl", ".git/c.jsonl", "d/e.jsonl", "d/.f/g.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def found(pattern: str) -> list[str]:
+        return [str(p.relative_to(tmp_path)) for p in files_of(DataSource(path=f"{tmp_path}/{pattern}")) or []]
+
+    assert found("**/*.jsonl") == ["a.jsonl", "d/e.jsonl"]
+    assert found("*") == ["a.jsonl"]
+    assert found(".b*") == [".b.jsonl"]
+    assert found(".git/*.jsonl") == [".git/c.jsonl"]
+    assert found("**/.f/*") == ["d/.f/g.jsonl"]
