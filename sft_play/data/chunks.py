@@ -71,6 +71,8 @@ class Chunk:
     """Place and tokens of the examples that are longer than `model.max_seq_len`, whatever became of them."""
     cut: frozenset[int]
     """Examples that lost tokens."""
+    answers_cut: Mapping[int, int]
+    """Answers that lost their end, by the examples that have any."""
     lengths: Integers
     """By row."""
     trained: Integers
@@ -143,6 +145,7 @@ def _chunk(
         dropped={index: outcome.dropped for index, outcome in enumerate(outcomes) if outcome.dropped is not None},
         overlong={i: (examples[i].place, outcome.overlong) for i, outcome in enumerate(outcomes) if outcome.overlong},
         cut=frozenset(index for index, outcome in enumerate(outcomes) if outcome.cut),
+        answers_cut={index: outcome.answers_cut for index, outcome in enumerate(outcomes) if outcome.answers_cut},
         lengths=lengths,
         trained=trained_tokens(lengths, labels),
         prompt_lengths=_integers(len(row.prompt_ids) for row in rows),

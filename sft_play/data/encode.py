@@ -9,7 +9,7 @@ from typing import Any
 from sft_play.config.schema import Config
 from sft_play.config.task_rules import refused_format
 from sft_play.data.example import Example, Message
-from sft_play.data.overlong import chunks, cut_tokens, split, truncated
+from sft_play.data.overlong import chunks, cut_tokens, loses_end, split, truncated
 from sft_play.data.template import IGNORED, Encoded, Renderer, RowText
 from sft_play.data.text import TOO_LONG, encode_texts
 from sft_play.data.tokens import RowTokens
@@ -27,10 +27,12 @@ class Outcome:
     """Why it was left out."""
     cut: bool = False
     """Whether tokens were left out (`overlong: truncate`)."""
+    answers_cut: int = 0
+    """Answers that lost their end: no token that ends a turn is learnt from them."""
     error: DataError | None = None
     """What is wrong, with its place."""
     overlong: int = 0
-    """Tokens of an example that is longer than `model.max_seq_len`; 0 where it is not."""
+    """Tokens of an example that is longer than `model.max_seq_len`; 0 where it is not, and for documents made into chunks."""
 
 
 class Encoder:
@@ -102,19 +104,20 @@ class Encoder:
 
         try:
             if self.policy == "split" and self.loss_on != "last":
-                rows, cut = split(example.messages or [], self.limit, encode, self._count)
+                rows, cut, ends = split(example.messages or [], self.limit, encode, self._count)
             else:
-                rows, cut = truncated(example.messages or [], self.limit, encode, self._count), True
+                rows, ends = truncated(example.messages or [], self.limit, encode, self._count)
+                cut = True
         except DataError as error:
             return _failed(error, example)
-        return Outcome(rows=rows, cut=cut, overlong=length)
+        return Outcome(rows=rows, cut=cut, answers_cut=ends, overlong=length)
 
     def _texts(self, examples: Sequence[Example]) -> list[Outcome]:
         try:
             found = encode_texts([e.text or "" for e in examples], self.tokenizer, limit=self.limit, overlong=self.policy)
         except DataError as error:
             return [Outcome(rows=[], error=DataError(error.message, place=e.place, hint=error.hint)) for e in examples]
-        return [Outcome(rows=text.rows, dropped=text.dropped, cut=text.cut) for text in found]
+        return [Outcome(rows=text.rows, dropped=text.dropped, cut=text.cut, overlong=text.overlong) for text in found]
 
     def _given(self, example: Example) -> Outcome:
         """Returns what became of an example that is tokens already."""
@@ -135,8 +138,11 @@ class Encoder:
             return self._too_long(example, length)
         if self.policy == "drop":
             return Outcome(rows=[], dropped=TOO_LONG, overlong=length)
-        rows = chunks(row, self.limit) if self.policy == "split" else [cut_tokens(row, self.limit)]
-        return Outcome(rows=rows, cut=self.policy == "truncate", overlong=length)
+        if self.policy == "split":
+            return Outcome(rows=chunks(row, self.limit), overlong=length)
+        answer = row.labels[:2] == [IGNORED, IGNORED]  # tokens that are learnt from the beginning are a text
+        ends = int(answer and loses_end(row, self.limit))
+        return Outcome(rows=[cut_tokens(row, self.limit)], cut=True, answers_cut=ends, overlong=length)
 
     def _count(self, text: str) -> int:
         return max(1, len(self.tokens.batch([text])[0]))

@@ -59,6 +59,7 @@ class Gatherer:
                 tally.overlong_tokens += tokens
                 self.longest = max(self.longest, (place, tokens), key=lambda item: item[1])
         tally.cut += sum(bool(kept[example]) for example in chunk.cut)
+        tally.answers_cut += sum(count for example, count in chunk.answers_cut.items() if kept[example])
         tally.split += int((chunk.rows_of[kept] > 1).sum())
         tally.kept += int((chunk.rows_of[kept] > 0).sum())
         self.writer.append(chunk, kept, numbers)

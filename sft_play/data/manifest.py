@@ -33,6 +33,8 @@ class SourceTally:
     """Left out, by reason."""
     cut: int = 0
     """Kept, but shortened (`data.overlong: truncate`)."""
+    answers_cut: int = 0
+    """Answers that lost their end, and with it the token that ends a turn."""
     split: int = 0
     """Made into several rows (`data.overlong: split`, long documents)."""
     overlong: int = 0
@@ -67,6 +69,7 @@ def source_manifest(
         "duplicates": tally.dropped[DUPLICATE],
         "left_out": tally.left_out,
         "cut": tally.cut,
+        "answers_cut": tally.answers_cut,
         "split": tally.split,
         "overlong": tally.overlong,
         "overlong_tokens": tally.overlong_tokens,
@@ -113,6 +116,7 @@ def split_manifest(
     }
     return {
         "split": split,
+        "answers_cut": sum(tally.answers_cut for tally in tallies),
         "rows_read": sum(tally.rows_read for tally in tallies),
         "dropped": dict(sorted((reason, n) for reason, n in dropped.items() if reason != DUPLICATE)),
         "duplicates": dropped[DUPLICATE],
@@ -152,6 +156,13 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
     if name == "training":
         first += _never_trained(split["sources"])
     lines = [first, *(_source_line(source, name) for source in manifest["sources"])]
+    if ends := manifest["answers_cut"]:
+        what = (
+            f"{ends:,} answers cut before their end: they teach no stop"
+            if ends > 1
+            else "1 answer cut before its end: it teaches no stop"
+        )
+        lines.append(f"  {what}; raise MODEL_MAX_SEQ_LEN, or leave such rows out with DATA_OVERLONG=drop")
     shared = manifest.get("overlap")
     if shared and shared["rows"]:
         lines.append(f"  {shared['rows']:,} of its rows are in the training data too: scores on them say little")

@@ -21,8 +21,8 @@ Count = Callable[[str], int]
 SHORTEN_TRIES = 12
 
 
-def truncated(messages: Sequence[Message], limit: int, encode: Encode, count: Count) -> list[Encoded]:
-    """Returns the rows of the longest end of a conversation that fits. Raises `DataError` as `encode` does."""
+def truncated(messages: Sequence[Message], limit: int, encode: Encode, count: Count) -> tuple[list[Encoded], int]:
+    """Returns the rows of the longest end of a conversation that fits, and how many answers lost their end. Raises `DataError` as `encode` does."""
     system, exchanges = exchanges_of(messages)
     rows: list[Encoded] = []
     for first in range(len(exchanges)):
@@ -31,17 +31,17 @@ def truncated(messages: Sequence[Message], limit: int, encode: Encode, count: Co
             break
         rows = encode(kept)
         if _fits(rows, limit):
-            return rows
+            return rows, 0
     return _shortened([*system, *_last_learnt(exchanges)], limit, encode, count)
 
 
-def split(messages: Sequence[Message], limit: int, encode: Encode, count: Count) -> tuple[list[Encoded], bool]:
-    """Returns rows that hold all exchanges, and whether one of them had to be cut."""
+def split(messages: Sequence[Message], limit: int, encode: Encode, count: Count) -> tuple[list[Encoded], bool, int]:
+    """Returns rows that hold all exchanges, whether one of them had to be cut, and how many answers lost their end."""
     system, exchanges = exchanges_of(messages)
     rows: list[Encoded] = []
     held: list[Message] = []
     fitting: list[Encoded] = []
-    cut = False
+    cut, ends = False, 0
     for exchange in exchanges:
         more = _encoded_if_learnt([*system, *held, *exchange], encode)
         if _fits(more, limit):
@@ -50,9 +50,10 @@ def split(messages: Sequence[Message], limit: int, encode: Encode, count: Count)
         rows += fitting
         held, fitting = [*exchange], _encoded_if_learnt([*system, *exchange], encode)
         if not _fits(fitting, limit):
-            rows += _shortened([*system, *exchange], limit, encode, count)
+            shortened, lost = _shortened([*system, *exchange], limit, encode, count)
+            rows, ends = rows + shortened, ends + lost
             held, fitting, cut = [], [], True
-    return [*rows, *fitting], cut
+    return [*rows, *fitting], cut, ends
 
 
 def exchanges_of(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
@@ -71,11 +72,21 @@ def cut_tokens(row: Encoded, limit: int) -> Encoded:
 
     The beginning goes first; the end only where half a row of what is read before would not be left.
     """
-    first = len(row.prompt_ids) or next((index for index, label in enumerate(row.labels) if label != IGNORED), 0)
-    prompt = max(min(first, limit // 2), min(first, limit - (len(row.labels) - first)))
-    start = first - prompt
+    start = _kept_from(row, limit)
     ids, labels = row.input_ids[start : start + limit], row.labels[start : start + limit]
     return Encoded(ids, labels, row.prompt_ids[start:] if row.prompt_ids else [], row.reference)
+
+
+def loses_end(row: Encoded, limit: int) -> bool:
+    """Whether `cut_tokens` leaves out learnt tokens at the end: those of the last answer, and the one that ends its turn."""
+    end = _kept_from(row, limit) + limit
+    return any(label != IGNORED for label in row.labels[end:])
+
+
+def _kept_from(row: Encoded, limit: int) -> int:
+    """Returns the first token that `cut_tokens` keeps."""
+    first = len(row.prompt_ids) or next((index for index, label in enumerate(row.labels) if label != IGNORED), 0)
+    return first - max(min(first, limit // 2), min(first, limit - (len(row.labels) - first)))
 
 
 def chunks(row: Encoded, limit: int) -> list[Encoded]:
@@ -88,8 +99,11 @@ def chunks(row: Encoded, limit: int) -> list[Encoded]:
     return found
 
 
-def _shortened(messages: Sequence[Message], limit: int, encode: Encode, count: Count) -> list[Encoded]:
-    """Returns the rows of one exchange whose longest read turn lost its beginning; `messages` end with an answer."""
+def _shortened(messages: Sequence[Message], limit: int, encode: Encode, count: Count) -> tuple[list[Encoded], int]:
+    """Returns the rows of one exchange whose longest read turn lost its beginning, and how many answers lost their end.
+
+    `messages` end with an answer.
+    """
     turns = list(messages)
     rows = encode(turns)
     for _ in range(SHORTEN_TRIES):
@@ -113,7 +127,9 @@ def _shortened(messages: Sequence[Message], limit: int, encode: Encode, count: C
             rows = encode(turns)
         except DataError:  # a template may refuse an empty question, or a conversation without its system turn
             break
-    return [row if len(row.input_ids) <= limit else cut_tokens(row, limit) for row in rows]
+    long = [len(row.input_ids) > limit for row in rows]
+    cut = [cut_tokens(row, limit) if too_long else row for row, too_long in zip(rows, long, strict=True)]
+    return cut, sum(too_long and loses_end(row, limit) for row, too_long in zip(rows, long, strict=True))
 
 
 def _without_beginning(text: str, excess: int, tokens: int) -> str:

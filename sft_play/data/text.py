@@ -29,6 +29,8 @@ class TextRows:
     """Why there is no row."""
     cut: bool = False
     """Whether tokens were left out (`overlong: truncate`)."""
+    overlong: int = 0
+    """Tokens of a text that is left out or cut because it is longer than a row; 0 where it fits or is made into chunks."""
 
 
 def encode_text(text: str, tokenizer: Any, *, limit: int, overlong: str = "split") -> list[Encoded]:
@@ -77,9 +79,9 @@ def _rows(tokens: list[int], first: list[int], eos: int, limit: int, overlong: s
     if len(ids) <= limit:
         return TextRows(rows=[_row(ids)])
     if overlong == "drop":
-        return TextRows(rows=[], dropped=TOO_LONG)
+        return TextRows(rows=[], dropped=TOO_LONG, overlong=len(ids))
     if overlong == "truncate":
-        return TextRows(rows=[_row(ids[:limit])], cut=True)
+        return TextRows(rows=[_row(ids[:limit])], cut=True, overlong=len(ids))
     return TextRows(rows=[_row(ids[start : start + limit]) for start in range(0, len(ids) - 1, limit - 1)])
 
 

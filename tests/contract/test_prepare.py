@@ -17,6 +17,7 @@ import pytest
 
 from sft_play import prepare
 from sft_play.config.load import load_config, save_config
+from sft_play.data.manifest import summary
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.prepared_index import lookup
@@ -294,6 +295,9 @@ def test_overlong_rows_are_cut_and_keep_their_answers(prepared_by: Prepare, tmp_
     train = prepared_by(f"data.train_path: {data}", "data.overlong: truncate").prepared.train
     assert train
     assert (train.rows, train.dropped, train.truncated, train.longest) == (3, 0, 3, 64)
+    manifest = json.loads((Path(train.path) / "manifest.json").read_text())
+    assert manifest["answers_cut"] == manifest["sources"][0]["answers_cut"] == 1
+    assert "1 answer cut before its end: it teaches no stop; raise MODEL_MAX_SEQ_LEN" in summary("training", manifest)
     rows = rows_of(train.path)
     end = 2  # <|im_end|>
     assert [row["reference"] for row in rows] == ["the second answer", LONG["completion"], "yes"]

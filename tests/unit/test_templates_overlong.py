@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sft_play.config.schema import Config, DataConfig, ModelConfig
+from sft_play.config.schema import Config, DataConfig, ModelConfig, TuningConfig
 from sft_play.data.encode import Encoder, Outcome
 from sft_play.data.example import Example, Message
 from sft_play.data.template import IGNORED, Encoded
@@ -83,6 +83,7 @@ def test_truncate_drops_the_oldest_exchanges_and_keeps_the_system_turn(chatml: A
 def test_truncate_cuts_the_beginning_of_a_long_question(chatml: Any) -> None:
     found = outcome_of(chatml, "truncate", 64, messages=[SYSTEM, *exchange(1, words=300)])
     (row,) = found.rows
+    assert found.cut and found.answers_cut == 0, "a shorter prompt is no answer without its end"
     text = chatml.decode(row.input_ids)
     assert len(row.input_ids) <= 64 and learnt(chatml, [row]) == ["answer 1"]
     assert "Be brief." in text and text.endswith(f"why 1?{END}\n<|im_start|>assistant\nanswer 1{END}")
@@ -92,7 +93,9 @@ def test_truncate_cuts_the_beginning_of_a_long_question(chatml: Any) -> None:
 
 def test_truncate_cuts_the_end_of_an_answer_that_never_fits_and_does_not_learn_to_stop_there(chatml: Any) -> None:
     messages: list[Message] = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so " * 300}]
-    (row,) = outcome_of(chatml, "truncate", 64, messages=messages).rows
+    found = outcome_of(chatml, "truncate", 64, messages=messages)
+    (row,) = found.rows
+    assert found.answers_cut == 1
     stop = chatml.convert_tokens_to_ids(END)
     assert len(row.input_ids) == 64 and stop not in [label for label in row.labels if label != IGNORED]
     assert chatml.decode(row.input_ids).startswith(f"<|im_start|>user\nwhy?{END}\n<|im_start|>assistant\nso so")
@@ -127,11 +130,31 @@ def test_split_fills_rows(chatml: Any) -> None:
     assert [len(learnt(chatml, [row])) for row in found.rows] == [2, 2, 2] and not found.cut
 
 
+def test_split_counts_each_answer_that_loses_its_end(chatml: Any) -> None:
+    long: list[Message] = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so " * 300}]
+    found = outcome_of(chatml, "split", 64, messages=[*long, *exchange(1), *long])
+    stop = chatml.convert_tokens_to_ids(END)
+    assert found.answers_cut == 2 == sum(stop not in row.labels for row in found.rows)
+    assert learnt(chatml, found.rows)[-1:] == ["answer 1"]
+
+
+def test_documents_that_are_left_out_or_cut_count_as_too_long(chatml: Any) -> None:
+    policies: dict[Any, bool] = {"drop": True, "truncate": True, "error": False, "split": False}
+    for policy, tokens in policies.items():
+        config = Config(
+            model=ModelConfig(name="tiny", max_seq_len=16), data=DataConfig(overlong=policy), tuning=TuningConfig(task="cpt")
+        )
+        (found,) = Encoder(config, chatml).encode([Example(place="a.txt", form="text", source=0, text="one word " * 30)])
+        assert (found.overlong > 16) == tokens and found.answers_cut == 0 and found.error is None
+
+
 def test_tokens_keep_what_is_learnt(chatml: Any) -> None:
     ids, labels = list(range(100)), [IGNORED] * 80 + list(range(80, 100))
     (row,) = outcome_of(chatml, "truncate", 50, input_ids=ids, labels=labels).rows
     assert (row.input_ids, row.labels[-20:]) == (ids[50:], labels[80:])
-    (row,) = outcome_of(chatml, "truncate", 50, input_ids=ids, labels=[IGNORED] * 30 + ids[30:]).rows
+    found = outcome_of(chatml, "truncate", 50, input_ids=ids, labels=[IGNORED] * 30 + ids[30:])
+    (row,) = found.rows
+    assert found.answers_cut == 1 and outcome_of(chatml, "truncate", 50, input_ids=ids).answers_cut == 0
     assert row.input_ids == ids[5:55]
 
 

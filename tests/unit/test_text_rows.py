@@ -60,10 +60,10 @@ def test_every_token_but_the_first_is_a_target_exactly_once(text: str, limit: in
 
 def test_typed_policies_are_obeyed() -> None:
     assert encode_texts(["abcdef", "a"], Letters(), limit=4, overlong="drop") == [
-        TextRows(rows=[], dropped=TOO_LONG), TextRows(rows=[Encoded([97, 2], [IGNORED, 2], [], "")]),
+        TextRows(rows=[], dropped=TOO_LONG, overlong=7), TextRows(rows=[Encoded([97, 2], [IGNORED, 2], [], "")]),
     ]  # fmt: skip
     (cut,) = encode_texts(["abcdef"], Letters(), limit=4, overlong="truncate")
-    assert cut.cut and cut.rows[0].input_ids == [97, 98, 99, 100] and cut.dropped is None
+    assert cut.overlong == 7 and cut.cut and cut.rows[0].input_ids == [97, 98, 99, 100] and cut.dropped is None
     assert (
         encode_texts([""], Letters(1), limit=4) == [TextRows(rows=[], dropped=EMPTY)]
         and encode_texts([], Letters(), limit=4) == []
