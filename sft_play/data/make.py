@@ -15,6 +15,7 @@ from sft_play.config.schema import Config, DataSource
 from sft_play.data.chunks import CHUNK_CHARACTERS, CHUNK_ROWS, Chunk, Work, size_of
 from sft_play.data.engine import Engine
 from sft_play.data.formats import recognise
+from sft_play.data.left import EMPTY, SCANNED
 from sft_play.data.manifest import DUPLICATE, SourceTally, split_manifest
 from sft_play.data.prepare import Part
 from sft_play.data.problems import RowProblems
@@ -164,6 +165,7 @@ def refuse_nothing(sources: Sequence[DataSource], left: Sequence[LeftOut]) -> No
     raise DataError(
         f"the sources hold no row: {told}" if told else "the sources hold no row",
         place=first or ", ".join(source.path for source in sources),
+        hint="pages that are pictures must be read by an OCR program first" if SCANNED in reasons or EMPTY in reasons else None,
     )
 
 
