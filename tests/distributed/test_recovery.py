@@ -254,7 +254,7 @@ def test_a_rank_that_the_kernel_kills_halves_the_micro_batch(
     config: Path, variables: dict[str, str], undisturbed: tuple[Path, int], cgroup: Path
 ) -> None:
     run = undisturbed[0].parent / "killed"
-    process = start(["train-distributed", f"CONFIG={config}", "RUN_NAME=killed", "NUM_GPUS=2"], variables)
+    process = start(["train-distributed", f"CONFIG={config}", "RUN_NAME=killed", "NUM_GPUS=2", "TRAIN_BATCH_SIZE=4"], variables)
     (cgroup / "cgroup.procs").write_text(str(process.pid))
     # Two ranks with four long rows each take 1,500 MiB in step 2, with two each 750.
 
@@ -267,7 +267,8 @@ def test_a_rank_that_the_kernel_kills_halves_the_micro_batch(
     (line,) = [line for line in err.splitlines() if line.startswith("recovering: ")]
     assert "was killed by SIGKILL for want of memory (`" in line
     assert f"{cgroup}" in line
-    assert "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank, global batch 8 as before; going on from step-000001" in line
+    assert "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank (although `train.batch_size` was given)" in line
+    assert "global batch 8 as before; going on from step-000001" in line
     require_same(run, undisturbed[0])
     (kept,) = json.loads((run / "training_metrics.json").read_text())["recoveries"]
     assert kept["rank"] in (0, 1)
