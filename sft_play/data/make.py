@@ -23,6 +23,7 @@ from sft_play.data.read import LeftOut, Placed, read_source
 from sft_play.data.split import Seen, overlap
 from sft_play.data.store import KEYS, SplitWriter
 from sft_play.errors import DataError
+from sft_play.launch.run_folder import raise_what_was_heard
 
 PROGRESS_SECONDS = 10
 
@@ -142,6 +143,7 @@ def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part) ->
                 for gatherer in gatherers:
                     gatherer.take(chunk)
             progress.count(chunk.examples)
+            raise_what_was_heard()
         problems.raise_all()
         if not any(gatherer.examples for gatherer in gatherers):
             refuse_nothing(parts[0].sources, left)

@@ -101,19 +101,35 @@ def held(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
         os.close(descriptor)
 
 
+_heard: list[int] = []
+"""Signals that came inside `ended_by_signals` and have not ended it yet."""
+
+
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into an orderly end with code 143, so that children are stopped and nothing half-made is left."""
+    """Turns SIGTERM and SIGHUP into an orderly end with code 143, so that children are stopped and nothing half-made is left.
 
-    def end(_number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(143)
+    Python drops an exception that a handler raises inside a callback (around a fork, in a finaliser): long loops ask
+    `raise_what_was_heard`, so that no signal is lost, Ctrl-C included.
+    """
 
-    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    def end(number: int, _frame: FrameType | None) -> None:
+        _heard.append(number)
+        raise_what_was_heard()
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     try:
         yield
     finally:
+        _heard.clear()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def raise_what_was_heard() -> None:
+    """Raises `KeyboardInterrupt` or `SystemExit` when a signal came; called again, it raises again."""
+    if _heard:
+        raise KeyboardInterrupt if _heard[0] == signal.SIGINT else SystemExit(143)
 
 
 def read_events(run: RunFolder) -> list[dict[str, Any]]:
