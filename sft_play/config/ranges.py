@@ -50,10 +50,13 @@ RANGES: Mapping[str, Range] = {
     "train.dataloader_prefetch_factor": POSITIVE,
     "train.early_stopping_patience": POSITIVE,
     "train.early_stopping_threshold": FROM_ZERO,
+    "train.spike_factor": Range(above=1),
     "eval.max_seconds": Range(above=0),
     "eval.samples": POSITIVE,
     "eval.batch_size": POSITIVE,
     "launch.timeout_seconds": POSITIVE,
+    "launch.hang_seconds": Range(above=0),
+    "launch.max_restarts": FROM_ZERO,
     "launch.max_oom_retries": FROM_ZERO,
 }
 

@@ -240,6 +240,12 @@ class TrainConfig:
     """Stop after so many evaluations in a row without a better `train.metric_for_best_model`."""
     early_stopping_threshold: float = 0.0
     """How much better counts as better, for early stopping."""
+    async_save: bool = False
+    """Write checkpoints in the background while training goes on, where memory holds a copy of the states."""
+    spike_guard: Literal["off", "report", "skip"] = "off"
+    """What to do with a step whose gradient norm jumps: `report` writes it down with its rows, `skip` leaves the update out too."""
+    spike_factor: float = 10.0
+    """How many times the median gradient norm of the last 50 steps counts as a jump."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further `TrainingArguments`, checked against the table of the pinned release. Written directly under `train.`."""
 
@@ -269,6 +275,13 @@ class LaunchConfig:
     """Communication library: `nccl` between GPUs, `gloo` between CPUs. `mpi` is refused: torch's wheels lack it."""
     timeout_seconds: int = 1800
     """How long a collective operation may wait for a rank."""
+    hang_seconds: float | Auto = "auto"
+    """How long a rank that lives may make no step before the run is ended with the stacks of all ranks. `auto` is 600 s or ten times
+    the longest step so far, whichever is more, with other limits while loading, saving and evaluating."""
+    max_restarts: int = 0
+    """How often a launch goes on by itself from the last checkpoint after a rank was lost; 0 is never."""
+    auto_resume: bool = False
+    """Go on with the run of that `RUN_NAME` when it exists, so that the same command starts and continues it."""
     max_oom_retries: int = 3
     """How often a run that ran out of memory goes on by itself, with half the micro-batch and twice the accumulation; 0 is never."""
 

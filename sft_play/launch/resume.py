@@ -112,7 +112,8 @@ CHANGEABLE = frozenset({
     "train.max_steps", "train.epochs", "train.save_strategy", "train.save_steps", "train.save_total_limit",
     "train.logging_steps", "train.eval_strategy", "train.eval_steps", "train.dataloader_num_workers",
     "train.dataloader_pin_memory", "train.batch_size", "train.grad_accum", "train.gradient_checkpointing", "eval.batch_size",
-    "launch.timeout_seconds", "launch.max_oom_retries",
+    "train.async_save", "train.spike_guard", "train.spike_factor",
+    "launch.timeout_seconds", "launch.max_oom_retries", "launch.hang_seconds", "launch.max_restarts", "launch.auto_resume",
 })  # fmt: skip
 """Keys that a resumed run may change: none of them changes an update that has been made."""
 STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size", "launch.strategy")
