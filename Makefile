@@ -22,7 +22,7 @@ ROWS ?= 200000
 $(foreach v,$(typed),$(eval unexport $(v)))
 
 override commands := quickstart config plan data inspect gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
-	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve bench tensorboard \
+	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve bench soak tensorboard \
 	tensorboard-stop help
 .PHONY: $(commands) install test check test-all test-gpu bench-training bench-evaluation bench-preparation format render
 

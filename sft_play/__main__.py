@@ -113,6 +113,11 @@ COMMANDS: dict[str, Command] = {
         "measure this machine and some training steps, so that the forecast is right",
         COMMON | {"NUM_GPUS"},
     ),
+    "soak": Command(
+        "sft_play.soak:main",
+        "kill -9 a training KILLS times at random moments, go on each time, compare with an undisturbed run",
+        COMMON | {"KILLS", "STRATEGY", "SEED", "RUN_NAME", "OUT"},
+    ),
     "tensorboard": Command(
         "sft_play.launch.tensorboard:start", "curves of all runs", frozenset({"JSON", "RUN", "TENSORBOARD_PORT"}), overrides=False
     ),

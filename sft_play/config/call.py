@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 FOR_MAKE = frozenset({"PYTHON", "VENV"})
 """Variables that make itself uses."""
-STANDS_FOR = {"MODEL": "MODEL_NAME", "DATA": "DATA_TRAIN_PATH"}
-"""Variables of `eval` that elsewhere mean a key."""
+STANDS_FOR = {"MODEL": "MODEL_NAME", "DATA": "DATA_TRAIN_PATH", "SEED": "TRAIN_SEED"}
+"""Variables of `eval` and `soak` that elsewhere mean a key."""
 TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"})
 
 
