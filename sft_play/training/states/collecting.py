@@ -1,0 +1,169 @@
+"""Collects every state of a run that is not weights, and writes it without a pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from sft_play.runs.states_facts import FORMAT, NAME, StatesFacts, optimizer_file, random_file
+from sft_play.training.states.bundles import Bundle, Layout, Share, layout_of
+from sft_play.training.states.facts import ELEMENTWISE, engine_of, groups_of, plain, scaler_of
+from sft_play.training.states.pieces import Kind, Piece
+from sft_play.training.states.random_states import random_states
+from sft_play.training.states.shelf import INDEX
+from sft_play.training.states.tensor_file import write_tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class States:
+    """The states of one rank in CPU memory, ready to be written by any thread."""
+
+    rank: int
+    pieces: tuple[Piece, ...] | None
+    """`None` on ranks that hold what rank 0 writes already."""
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Mapping[str, Any]]
+    random: tuple[Mapping[str, Tensor], Mapping[str, str]]
+    facts: StatesFacts | None
+    """On rank 0 only."""
+
+    def nbytes(self) -> int:
+        """Returns the bytes of all tensors."""
+        return sum(one.numel() * one.element_size() for one in (*self.tensors.values(), *self.random[0].values()))
+
+    def write(self, folder: Path) -> list[Path]:
+        """Writes this rank's files and returns them. Needs no other rank. Raises `OSError`."""
+        written = [folder / random_file(self.rank)]
+        tensors, metadata = self.random
+        write_tensors(written[0], tensors, metadata)
+        if self.pieces is not None:
+            index = {"pieces": [piece.facts() for piece in self.pieces], "values": self.values}
+            written.append(folder / optimizer_file(self.rank))
+            write_tensors(written[-1], self.tensors, {INDEX: json.dumps(index)})
+        if self.facts is not None:
+            written.append(folder / NAME)
+            written[-1].write_text(json.dumps(asdict(self.facts), indent=2) + "\n", encoding="utf-8")
+        return written
+
+
+def collect(trainer: Any, *, clone: bool) -> States:
+    """Returns this rank's states after an optimizer step. Collective: all ranks call it together.
+
+    With `clone` nothing that is returned shares memory with the trainer, so that it may train on while they are written.
+    Raises `CheckpointError` for a state that cannot be saved (an object that is neither tensor nor number).
+    """
+    layout, rank = layout_of(trainer), int(trainer.args.process_index)
+    collector = _Collector(clone, in_weights_file(trainer))
+    if layout.sharded or rank == 0:
+        for bundle in layout.bundles:
+            collector.take(bundle, layout.optimizer.state.get(bundle.key, {}))
+    return States(
+        rank=rank,
+        pieces=tuple(collector.pieces) if layout.sharded or rank == 0 else None,
+        tensors=collector.tensors,
+        values=collector.values,
+        random=random_states(),
+        facts=_facts(trainer, layout, collector) if rank == 0 else None,
+    )
+
+
+class _Collector:
+    """Gathers pieces, bundle by bundle."""
+
+    def __init__(self, clone: bool, in_weights: frozenset[str]) -> None:
+        self.clone, self.in_weights = clone, in_weights
+        self.pieces: list[Piece] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.values: dict[str, dict[str, Any]] = {}
+
+    def take(self, bundle: Bundle, states: Mapping[str, Any]) -> None:
+        """Adds a bundle's values, as far as the weights' file lacks them, and all its states."""
+        for share in bundle.shares:
+            if bundle.master or share.name not in self.in_weights:
+                self._slice("master" if bundle.master else "weight", bundle.local, share)
+        for name, state in states.items() if bundle.shares else ():
+            if isinstance(state, Tensor) and not hasattr(state, "__tensor_flatten__"):
+                self._state(bundle, name, state)
+            elif isinstance(state, Tensor) and (flat := bundle.unwrap(state)) is not None:
+                self._slices(bundle, name, flat)
+            else:  # a number, or what raises
+                for share in bundle.shares:
+                    self.values.setdefault(share.name, {})[name] = plain(state, name)
+
+    def _state(self, bundle: Bundle, name: str, state: Tensor) -> None:
+        flat = bundle.unwrap(state) if name != "step" else None
+        if flat is not None:
+            self._slices(bundle, name, flat)
+        elif state.numel() == 1 or [share.end - share.start for share in bundle.shares] == [_numel(bundle.shares[0])]:
+            for share in bundle.shares:
+                self._add(name, state, share.name, "whole", 0, _numel(share), share.shape)
+        else:
+            self._add(name, state, bundle.label, "rank", 0, state.numel(), tuple(state.shape))
+
+    def _slices(self, bundle: Bundle, name: str, flat: Tensor) -> None:
+        for share in bundle.shares:
+            self._slice(name, flat, share)
+
+    def _slice(self, name: str, flat: Tensor, share: Share) -> None:
+        part = flat[share.offset : share.offset + share.end - share.start]
+        self._add(name, part, share.name, "slice", share.start, share.end, share.shape)
+
+    def _add(self, state: str, tensor: Tensor, parameter: str, kind: Kind, start: int, end: int, shape: tuple[int, ...]) -> None:
+        kept = tensor.detach().to("cpu", copy=self.clone).contiguous()
+        key = f"{state}/{parameter}"
+        self.tensors[key] = kept
+        self.pieces.append(
+            Piece(
+                key=key, parameter=parameter, state=state, kind=kind, start=start, end=end, shape=shape,
+                dtype=str(kept.dtype).removeprefix("torch."),
+            )
+        )  # fmt: skip
+
+
+def _numel(share: Share) -> int:
+    return int(torch.Size(share.shape).numel())
+
+
+def _facts(trainer: Any, layout: Layout, collector: _Collector) -> StatesFacts:
+    world, name = int(trainer.args.world_size), type(layout.optimizer).__name__
+    return StatesFacts(
+        format=FORMAT,
+        strategy=trainer.plan.strategy,
+        world_size=world,
+        optimizer=name,
+        reshardable=name in ELEMENTWISE and all(one.kind != "rank" for one in collector.pieces),
+        files=world if layout.sharded else 1,
+        groups=groups_of(layout.optimizer),
+        scheduler=plain(trainer.lr_scheduler.state_dict(), "scheduler") if trainer.lr_scheduler is not None else None,
+        scaler=scaler_of(trainer),
+        engine=engine_of(trainer),
+        counters=trainer.counters(),
+    )
+
+
+def in_weights_file(trainer: Any) -> frozenset[str]:
+    """Returns the trainable parameters that a checkpoint's weights hold under their own name and in their own shape.
+
+    An adapter's file has shorter names, and for some models transformers writes the original names and forms of the hub.
+    """
+    if trainer.config.tuning.mode != "full":
+        return frozenset()
+    shapes = {name: _shape(parameter) for name, parameter in trainer.model.named_parameters()}
+    written = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    try:
+        written = revert_weight_conversion(trainer.model, written)
+    except (RuntimeError, ValueError, KeyError, TypeError, NotImplementedError):
+        return frozenset()  # whatever it does to the names, our own pieces do not depend on it
+    skipped = frozenset(getattr(trainer.model, "_keys_to_ignore_on_save", None) or ())
+    return frozenset(name for name, value in written.items() if shapes.get(name) == tuple(value.shape)) - skipped
+
+
+def _shape(parameter: Tensor) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

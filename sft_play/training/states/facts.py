@@ -1,0 +1,113 @@
+"""States that are a few numbers: parameter groups, scheduler, loss scaler, DeepSpeed's counters. As JSON, exact to the bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from sft_play.errors import CheckpointError
+
+NOT_KEPT = frozenset({"params", "fused", "foreach", "capturable", "differentiable", "maximize", "param_names"})
+"""Keys of a parameter group that say how this process computes, or what is given anew."""
+ENGINE = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+ELEMENTWISE = frozenset({
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam",
+    "FusedLion", "Lion", "NAdam", "RAdam", "RMSprop", "SGD",
+})  # fmt: skip
+"""Optimizers that update each element by itself, so that it does not matter how parameters are cut."""
+
+
+def plain(value: Any, what: str) -> Any:
+    """Returns `value` as JSON has it, tuples as lists and one-element tensors as numbers. Raises `CheckpointError` for anything else."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, (list, tuple)):
+        return [plain(one, what) for one in value]
+    if isinstance(value, Mapping):
+        return {str(name): plain(one, f"{what}.{name}") for name, one in value.items()}
+    if hasattr(value, "item") and getattr(value, "size", None) is not None and (not isinstance(value, Tensor) or value.numel() == 1):
+        return plain(value.item(), what)
+    raise CheckpointError(
+        f"`{what}` is a {type(value).__name__}, which cannot be saved without a pickle",
+        hint="choose another `train.optim` or `train.lr_scheduler_type`, or set `train.save_strategy: no`",
+    )
+
+
+def restored(value: Any) -> Any:
+    """The opposite of `plain` for numbers that JSON has not."""
+    if isinstance(value, Mapping):
+        if set(value) == {"float"}:
+            return float(value["float"])
+        return {name: restored(one) for name, one in value.items()}
+    return [restored(one) for one in value] if isinstance(value, list) else value
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Returns the hyperparameters of an optimizer's groups, those of groups that were always empty left out."""
+    return [
+        {name: plain(value, f"param_groups.{name}") for name, value in group.items() if name not in NOT_KEPT}
+        for group in _groups(optimizer)
+    ]
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    filled = [group for group in groups if group["params"]]
+    return filled or groups  # ZeRO-3 keeps them empty between steps, and drops a group without parameters at the start
+
+
+def set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    """Puts hyperparameters back. Raises `CheckpointError` for another number of groups."""
+    mine = _groups(optimizer)
+    if len(mine) != len(groups):
+        raise CheckpointError(f"the checkpoint has {len(groups)} groups of parameters, and the optimizer has {len(mine)}")
+    for group, kept in zip(mine, groups, strict=True):
+        for name, value in restored(kept).items():
+            now = group.get(name)
+            if isinstance(now, Tensor):
+                now.fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def scaler_of(trainer: Any) -> dict[str, Any] | None:
+    """Returns the state of the loss scaler, accelerate's or DeepSpeed's; `None` where the run has none."""
+    if trainer.is_deepspeed_enabled:
+        scaler = getattr(trainer.model_wrapped.optimizer, "loss_scaler", None)
+        if scaler is None:
+            return None
+        return {name: value for name, value in vars(scaler).items() if isinstance(value, (bool, int, float)) and "__" not in name}
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    return None if scaler is None else plain(scaler.state_dict(), "scaler")
+
+
+def set_scaler(trainer: Any, kept: dict[str, Any] | None) -> None:
+    """Puts the loss scaler's state back, where the run has one now."""
+    if not kept:
+        return
+    if trainer.is_deepspeed_enabled:
+        scaler = getattr(trainer.model_wrapped.optimizer, "loss_scaler", None)
+        for name, value in kept.items() if scaler is not None else ():
+            if hasattr(scaler, name):
+                setattr(scaler, name, value)
+    elif getattr(trainer.accelerator, "scaler", None) is not None and "growth_factor" in kept:
+        trainer.accelerator.scaler.load_state_dict(restored(kept))
+
+
+def engine_of(trainer: Any) -> dict[str, Any] | None:
+    """Returns DeepSpeed's counters."""
+    return {name: int(getattr(trainer.model_wrapped, name)) for name in ENGINE} if trainer.is_deepspeed_enabled else None
+
+
+def set_engine(trainer: Any, kept: dict[str, Any] | None) -> None:
+    """Puts DeepSpeed's counters back; micro-steps are counted anew, since another world divides a batch otherwise."""
+    if kept and trainer.is_deepspeed_enabled:
+        engine = trainer.model_wrapped
+        for name in ENGINE:
+            setattr(engine, name, kept[name])
+        engine.micro_steps = kept["global_steps"] * engine.gradient_accumulation_steps()
