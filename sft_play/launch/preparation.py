@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 
+from sft_play.errors import RetryableError
 from sft_play.launch.environment import DROPPED
 
 END_SECONDS = 10.0
 
 
 def run_preparation(words: Sequence[str]) -> None:
-    """Runs a command to its end; raises `SystemExit` with its code where that is not 0.
+    """Runs a command to its end; raises `SystemExit` with its code where that is not 0, `RetryableError` where a signal killed it.
 
     Whatever stops us stops it too: it ends the processes that it started and removes what is half-written, for which it has a while.
     """
@@ -25,8 +27,21 @@ def run_preparation(words: Sequence[str]) -> None:
         except BaseException as error:
             _stop(process, told=isinstance(error, KeyboardInterrupt))
             raise
+    if code < 0:
+        raise RetryableError(
+            f"the preparation was killed by {_name(-code)}, by nothing that this program does",
+            hint="`dmesg` says whether memory ran out; the same command begins again, and what was ready is kept",
+        )
     if code:
-        raise SystemExit(code if code > 0 else 128 - code)
+        raise SystemExit(code)
+
+
+def _name(number: int) -> str:
+    """Returns a signal's name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _stop(process: subprocess.Popen[bytes], *, told: bool) -> None:

@@ -1,0 +1,164 @@
+"""Each file of a checkpoint spoilt in each way: the checkpoint before it is taken, and it is said which file was wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sft_play.files import read_json
+from sft_play.runs.checkpoints import newest_valid
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import verify
+from tests.conftest import environment, metrics, ragged_rows, run_program
+from tests.training_runs import Trial, make_run, must_train
+
+TWO_RANKS = ((2, 2), (2, 2))
+long = pytest.mark.long
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def lose_the_last_byte(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path: Path) -> None:
+    """Flips one bit in the middle."""
+    flip_at(path, path.stat().st_size // 2)
+
+
+def flip_at(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def grow(path: Path) -> None:
+    with path.open("ab") as stream:
+        stream.write(b"\0")
+
+
+def become_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def point_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nothing")
+
+
+def zero(path: Path) -> None:
+    """What a file system may leave after a power failure: the size without the content."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+WAYS: tuple[Callable[[Path], None], ...] = (
+    delete, truncate, lose_the_last_byte, flip, grow, become_a_folder, point_nowhere, zero,
+)  # fmt: skip
+
+
+@pytest.fixture(
+    scope="module", params=["ddp", pytest.param("zero2", marks=long), pytest.param("zero3", marks=long), pytest.param("fsdp2", marks=long)]
+)
+def run(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of two ranks with checkpoints of steps 2 and 4, full tuning so that there are optimizer states of some size."""
+    folder = tmp_path_factory.mktemp(f"damaged-{request.param}")
+    trial = Trial(strategy=request.param, ranks=TWO_RANKS, settings=("train.save_steps: 2", "train.eval_strategy: no"), steps=4)
+    return must_train(make_run(folder / "run", tiny, trial))
+
+
+@pytest.fixture
+def spoil(run: RunFolder) -> Iterator[Callable[[Path, Callable[[Path], None]], None]]:
+    """Spoils a file of the newest checkpoint; afterwards everything is as before."""
+    kept: list[tuple[Path, bytes]] = []
+
+    def one(path: Path, way: Callable[[Path], None]) -> None:
+        restore()
+        kept.append((path, path.read_bytes()))
+        way(path)
+
+    def restore() -> None:
+        while kept:
+            path, content = kept.pop()
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            path.unlink(missing_ok=True)
+            path.write_bytes(content)
+
+    yield one
+    restore()
+
+
+def test_every_file_spoilt_in_every_way_means_the_checkpoint_before(
+    run: RunFolder, spoil: Callable[[Path, Callable[[Path], None]], None]
+) -> None:
+    newest, before = run.checkpoint(4), run.checkpoint(2)
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    names = {path.relative_to(newest).as_posix() for path in files}
+    assert set(read_json(newest / "manifest.json")["files"]) == names - {"manifest.json"}, "everything is listed"
+    assert len([name for name in names if "optimizer" in name or "rng" in name]) >= 3, "states of both ranks are among them"
+    assert newest_valid(run) == (newest, [])
+    for path in files:
+        name = path.relative_to(newest).as_posix()
+        for way in WAYS:
+            spoil(path, way)
+            found, skipped = newest_valid(run)
+            assert found == before, (name, way.__name__)
+            assert len(skipped) == 1 and skipped[0].startswith("step-000004: "), skipped
+            assert ("manifest" if name == "manifest.json" else f"`{name}`") in skipped[0], (way.__name__, skipped)
+    spoil(files[0], lambda path: None)  # restores the last one
+    assert newest_valid(run) == (newest, [])
+
+
+def test_any_byte_of_the_manifest(run: RunFolder, spoil: Callable[[Path, Callable[[Path], None]], None]) -> None:
+    newest = run.checkpoint(4)
+    manifest = newest / "manifest.json"
+    for place in range(0, manifest.stat().st_size, 5):
+        spoil(manifest, lambda path, place=place: flip_at(path, place))  # type: ignore[misc]
+        assert verify(newest) is not None, f"byte {place}"
+
+
+def test_resume_says_which_file_and_takes_the_one_before(tiny: Path, cache: Path, tmp_path: Path) -> None:
+    """As a user: of three checkpoints two are spoilt in different ways, and the run ends as it would have."""
+    rows = ragged_rows(tmp_path / "train.jsonl", 12)
+    config = tmp_path / "demo.yaml"
+    config.write_text(
+        f"model: {{name: {tiny}, max_seq_len: 256}}\ntuning: {{mode: lora, lora: {{r: 4}}}}\ndata: {{train_path: {rows}}}\n"
+        "train: {global_batch_size: 4, batch_size: 2, max_steps: 6, save_steps: 2, learning_rate: 5.0e-3}\n"
+    )
+    env = environment(cache, tmp_path / "runs")
+    done = run_program(["train", f"CONFIG={config}", "RUN_NAME=run"], env)
+    assert done.code == 0, done.err
+    run = RunFolder(tmp_path / "runs" / "run")
+    whole = metrics(run.path)
+    flip(run.checkpoint(6) / "adapter_model.safetensors")
+    optimizer = next(path for path in sorted(run.checkpoint(4).iterdir()) if path.name.startswith("optimizer"))
+    optimizer.unlink()
+    shutil.rmtree(run.model)
+    done = run_program(["resume", "RUN=run"], env)
+    assert done.code == 0, done.err
+    assert "passed over: step-000006: `adapter_model.safetensors` has another checksum than the manifest says" in done.err
+    assert f"passed over: step-000004: `{optimizer.name}` is missing" in done.err
+    assert "from step-000002" in done.err
+    exact = ("step", "loss", "grad_norm", "learning_rate")
+    assert [[row[key] for key in exact] for row in metrics(run.path)] == [[row[key] for key in exact] for row in whole]
+    assert newest_valid(run) == (run.checkpoint(6), [])
+
+    for step in (2, 4, 6):
+        truncate(run.checkpoint(step) / "stamp.json")
+    shutil.rmtree(run.model)
+    done = run_program(["resume", "RUN=run"], env)
+    assert done.code == 5
+    assert done.err.count("`stamp.json`") == 3 and "has no valid checkpoint" in done.err and "hint:" in done.err
+    assert "Traceback" not in done.err
