@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sft_play.errors import TOKEN
 from sft_play.plan.plan import Plan
 
 SCRUBBED = re.compile(
@@ -17,7 +18,8 @@ DROPPED = frozenset({"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MAKE_
 """Make's own, which would make compilers that workers start (DeepSpeed's extensions) part of this make."""
 SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES|NCCL_\w+|HF_\w+|AIM_REPO|GLOO_\w+|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF")
 ALLOCATOR = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY", re.IGNORECASE)
+SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|ACCESS_KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
+USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 NO_PEER_TO_PEER = re.compile(r"RTX (40|50)\d\d")
 """Consumer cards without peer-to-peer transfers; accelerate knows only the 40 series, and a 50 series pair may hang."""
 
@@ -103,6 +105,8 @@ def _always(local_world: int, kept: Mapping[str, str], cpu_threads: int) -> dict
         # torchrun kills workers that take longer to leave than this, a rank 0 that is saving included. Our own supervision is
         # faster after a failure, and waits for a save.
         "PET_SHUTDOWN_TIMEOUT": "600",
+        # Slurm warns with SIGUSR1, perhaps every process of a job: torchrun would die of it and leave its workers alone.
+        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     }
 
 
@@ -126,5 +130,7 @@ def _for_gpu(plan: Plan, kept: Mapping[str, str]) -> dict[str, str]:
 
 
 def mask(name: str, value: str) -> str:
-    """Returns `value`, or its length when `name` says that it is a secret."""
-    return f"({len(value)} letters, not shown)" if SECRET.search(name) else value
+    """Returns `value`, or its length when its name or its looks say that it is a secret; of a URL only user and password go."""
+    if SECRET.search(name) or TOKEN.search(value):
+        return f"({len(value)} letters, not shown)"
+    return USER_IN_URL.sub("(not shown)@", value)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from sft_play.errors import RetryableError
 from sft_play.launch.environment import DROPPED
 
-END_SECONDS = 10.0
+END_SECONDS = 6.0
+"""Three times this, and everything has ended within the 25 s of a stop on request."""
 
 
 def run_preparation(words: Sequence[str]) -> None:

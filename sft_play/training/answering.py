@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import end_of_turn_ids
-from sft_play.training.refill import generate_refilling
+from sft_play.training.refill import Enough, cut_when, generate_refilling
 
 Message = Mapping[str, str]
 
@@ -105,19 +105,21 @@ def answer_batch(
     *,
     device: torch.device | str | None = None,
     synced: bool = False,
+    enough: Enough | None = None,
 ) -> list[Answer]:
     """Answers prompts, padded on the left: `settings.batch_size` at once where `refills`, else all of them together.
 
-    `synced` keeps forward passes in step with other ranks (ZeRO-3, FSDP2).
+    `synced` keeps forward passes in step with other ranks (ZeRO-3, FSDP2). `enough` is asked at each token: when it says yes, the
+    answers are cut there.
     """
     longest = max(map(len, prompts))
     generation = generation_settings(tokenizer, settings, room=context_length(model) - longest)
     device = device or model.device
     with torch.no_grad():
         if refills(model, settings, synced=synced):
-            output = generate_refilling(model, prompts, generation, at_once=max(1, settings.batch_size), device=device)
+            output = generate_refilling(model, prompts, generation, at_once=max(1, settings.batch_size), device=device, enough=enough)
         else:
-            output = _generate_together(model, prompts, generation, device=device, synced=synced)
+            output = _generate_together(model, prompts, generation, device=device, synced=synced, enough=enough)
     stops = set(generation.eos_token_id)
     return [_answer(tokenizer, tokens, stops) for tokens in output]
 
@@ -131,7 +133,7 @@ def refills(model: Any, settings: AnswerSettings, *, synced: bool) -> bool:
 
 
 def _generate_together(
-    model: Any, prompts: Sequence[Sequence[int]], generation: GenerationConfig, *, device: Any, synced: bool
+    model: Any, prompts: Sequence[Sequence[int]], generation: GenerationConfig, *, device: Any, synced: bool, enough: Enough | None
 ) -> list[list[int]]:
     longest = max(map(len, prompts))
     input_ids = torch.full((len(prompts), longest), generation.pad_token_id, dtype=torch.long)
@@ -144,6 +146,7 @@ def _generate_together(
         attention_mask=attention_mask.to(device),
         generation_config=generation,
         synced_gpus=synced,
+        stopping_criteria=cut_when(enough),
     )
     tokens: list[list[int]] = output[:, longest:].tolist()
     return tokens

@@ -18,6 +18,7 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.prepared import PreparedSplit
 from sft_play.runs.prepared_rows import row_integers
 from sft_play.training.loss import all_sum, label_tokens
+from sft_play.training.requests import ignored_by_helpers
 
 IDLE = "idle"
 """Set in a batch that is empty on every rank: there is nothing to do, and no collective operation is missed."""
@@ -55,6 +56,7 @@ def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, 
         pin_memory=args.dataloader_pin_memory,
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
+        worker_init_fn=ignored_by_helpers if args.dataloader_num_workers else None,
     )
     loader._is_accelerate_prepared = True
     return loader

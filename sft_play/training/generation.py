@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import distributed
@@ -105,6 +105,18 @@ class Budget:
         return _of_rank_0(elapsed + elapsed / turns > self.seconds, world_size)
 
 
+class Interruption(Protocol):
+    """How an evaluation while training is ended by a request to stop (`training.agreement.StopOnRequest`)."""
+
+    def begin_evaluation(self) -> None: ...
+
+    def between_batches(self) -> None: ...
+
+    def after_batches(self) -> None: ...
+
+    def asked_here(self) -> bool: ...
+
+
 def decide(
     config: Config,
     *,
@@ -161,12 +173,13 @@ def score_by_generation(
     synced: bool = False,
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] | None = None,
+    stop: Interruption | None = None,
 ) -> GenerationResult:
     """Answers every row's `prompt_ids` and scores the answers against its `reference` by `metrics` (`eval.metrics`).
 
     `rows` hold `row` (an id, unique), `prompt_ids` and `reference`, the same on every rank. `synced` says that a forward pass
-    is a collective operation (ZeRO-3, FSDP2). `progress(done, all)` is told the batches of this rank. All ranks must call this
-    together and get the same result. Raises `ValueError` when there are no rows, `DataError` when a metric fails.
+    is a collective operation (ZeRO-3, FSDP2). `progress(done, all)` is told the batches of this rank. `stop` may end it on all ranks
+    with an exception of its own. All ranks must call this together and get the same result. Raises `ValueError` when there are no rows, `DataError` when a metric fails.
     """
     if not rows:
         raise ValueError("no rows to answer")
@@ -175,12 +188,19 @@ def score_by_generation(
     spread_by = None if budget.seconds is None else budget.seed
     settings = AnswerSettings(max_new_tokens=max_new_tokens, num_beams=num_beams, batch_size=batch_size)
     answers: list[tuple[int, Answer]] = []
+    together_only = synced or budget.seconds is not None  # ranks meet before each batch, so that none may leave alone
     started = budget.clock()
+    if stop:
+        stop.begin_evaluation()
     with _ready_to_generate(model, synced=synced) as ready:
         together = share_size(len(rows), batch_size) if refills(ready, settings, synced=synced) else batch_size
         lengths = [len(prompt) for prompt in prompts]
         mine, rounds = share_batches(lengths, together, rank, world_size, spread_by=spread_by)
         for turn in range(rounds):
+            if stop and together_only:
+                stop.between_batches()
+            elif stop and stop.asked_here():
+                break
             if budget.over(started, turn, world_size):
                 break
             batch = mine[turn] if turn < len(mine) else []
@@ -188,10 +208,14 @@ def score_by_generation(
                 continue
             # Ranks that have run out of batches keep the others company: every forward pass is a collective.
             asked = [prompts[index] for index in batch] or [prompts[0][:1]]
-            given = answer_batch(ready, tokenizer, asked, settings, device=device, synced=synced and world_size > 1)
+            given = answer_batch(
+                ready, tokenizer, asked, settings, device=device, synced=synced and world_size > 1, enough=stop and stop.asked_here
+            )
             answers += zip(batch, given[: len(batch)], strict=True)
             if progress:
                 progress(turn + 1, rounds)
+    if stop:
+        stop.after_batches()
     everywhere = sorted(_gather(answers, world_size), key=lambda part: part[0])
     generated = budget.clock()
     assert len({index for index, _ in everywhere}) == len(everywhere), "no row is answered twice"

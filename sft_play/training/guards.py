@@ -1,20 +1,17 @@
-"""Small callbacks that watch a run: the last save, stops on request, what a rank holds, losses that are no numbers."""
+"""Small callbacks that watch a run: the last save, what a rank holds, losses that are no numbers."""
 
 from __future__ import annotations
 
 import math
-import signal
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
 from sft_play.errors import DataError
 from sft_play.files import write_json
 from sft_play.training.holdings import bytes_held, gradients_held, optimizer_held, parameters_held
-from sft_play.training.loss import all_sum
 
 
 class SaveAtEnd(TrainerCallback):
@@ -34,31 +31,6 @@ class SaveAtEnd(TrainerCallback):
 
     def _log_too(self, control: Any) -> None:
         control.should_log = control.should_log or control.should_save or control.should_evaluate
-
-
-class StopOnRequest(TrainerCallback):
-    """SIGTERM, SIGINT and SIGUSR1 let the step end; all ranks agree, save and stop."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.received: int | None = None
-        self.stopped = False
-        self.device = device
-
-    def listen(self) -> None:
-        """Takes the signals over; call once, in the main thread."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, _: FrameType | None) -> None:
-        self.received = number
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        asked = all_sum(torch.tensor([int(self.received is not None)], device=self.device))
-        if int(asked.item()):
-            self.stopped = True
-            control.should_log = True
-            control.should_save = args.save_strategy != "no"
-            control.should_training_stop = True
 
 
 class Holdings(TrainerCallback):
@@ -99,11 +71,16 @@ class Holdings(TrainerCallback):
 
 def require_finite(what: str, value: float, *, step: int, rows: list[int], path: Path) -> None:
     """Raises `DataError` when `what` of this step (its loss, its gradient norm) is no number, and keeps the rows' ids."""
-    if math.isfinite(value):
-        return
-    write_json(path, {"step": step, "rows": rows})
-    raise DataError(
-        f"the {what} of step {step} is {value}; training has stopped and the last checkpoint is whole",
+    if not math.isfinite(value):
+        write_json(path, {"step": step, "rows": rows})
+        raise no_number(what, value, step=step, path=path)
+
+
+def no_number(what: str, value: float, *, step: int, path: Path, ranks: Sequence[int] = ()) -> DataError:
+    """Returns the error; `ranks` are those that had the bad rows, where it is known."""
+    who = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
+    return DataError(
+        f"the {what} of step {step} is {value}{who}; training has stopped and the last checkpoint is whole",
         place=str(path),
         hint="lower TRAIN_LEARNING_RATE, look at the rows named there, or set TRAIN_BF16=true instead of fp16; then `make resume`",
     )

@@ -6,7 +6,7 @@ Its own `generate` does every step here; it is interrupted, the batch and its ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,23 @@ from transformers.cache_utils import DynamicLayer
 
 SHARE_STOPPED = 0.25
 """Share of a batch that must have ended before it is changed: each change costs a copy of the cache."""
+
+
+Enough = Callable[[], bool]
+"""Asked at each token; yes cuts all answers there."""
+
+
+class _Cut(StoppingCriteria):
+    def __init__(self, enough: Enough) -> None:
+        self.enough = enough
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.full((len(input_ids),), self.enough(), device=input_ids.device)
+
+
+def cut_when(enough: Enough | None) -> StoppingCriteriaList:
+    """Returns the criterion that ends all answers when `enough` says so; none without it."""
+    return StoppingCriteriaList([_Cut(enough)] if enough else [])
 
 
 @dataclass(slots=True)
@@ -50,7 +67,7 @@ class _EnoughStopped(StoppingCriteria):
 
 
 def generate_refilling(
-    model: Any, prompts: Sequence[Sequence[int]], generation: GenerationConfig, *, at_once: int, device: Any
+    model: Any, prompts: Sequence[Sequence[int]], generation: GenerationConfig, *, at_once: int, device: Any, enough: Enough | None = None
 ) -> list[list[int]]:
     """Returns each prompt's new tokens, with the one that ended it where one did; at most `generation.max_new_tokens`.
 
@@ -62,13 +79,13 @@ def generate_refilling(
     found: list[list[int]] = [[] for _ in prompts]
     waiting = list(range(len(prompts)))
     batch: _Batch | None = None
-    while waiting or batch is not None:
+    while (waiting or batch is not None) and not (enough and enough()):
         room = at_once - (len(batch.places) if batch else 0)
         if waiting and room and (batch is None or _refillable(batch.cache)):
             chosen, waiting = waiting[:room], waiting[room:]
             batch = _admitted(model, batch, _padded(prompts, chosen, most, generation.pad_token_id, device))
         assert batch is not None, "a batch that is not there yet always admits prompts"
-        batch = _advanced(model, batch, generation, stops, found, more=bool(waiting))
+        batch = _advanced(model, batch, generation, stops, found, more=bool(waiting), cut=cut_when(enough))
     return [tokens[:most] for tokens in found]
 
 
@@ -124,19 +141,20 @@ def _widened(batch: _Batch, width: int) -> _Batch:
 
 
 def _advanced(
-    model: Any, batch: _Batch, generation: GenerationConfig, stops: Tensor, found: list[list[int]], *, more: bool
-) -> _Batch | None:
+    model: Any, batch: _Batch, generation: GenerationConfig, stops: Tensor, found: list[list[int]], *, more: bool,
+    cut: StoppingCriteriaList,
+) -> _Batch | None:  # fmt: skip
     """Generates until enough of the batch has ended and adds the tokens to `found`; returns those that go on, if any."""
     generation.max_new_tokens = int(batch.left.max())
     generation.return_dict_in_generate = True
-    enough = _EnoughStopped(stops, batch.left, SHARE_STOPPED)
+    ended = _EnoughStopped(stops, batch.left, SHARE_STOPPED)
     changes = len(batch.places) > 1 or more or bool((batch.left < generation.max_new_tokens).any())
     output = model.generate(
         input_ids=batch.ids,
         attention_mask=batch.mask,
         generation_config=generation,
         past_key_values=batch.cache,
-        stopping_criteria=StoppingCriteriaList([enough] if changes else []),
+        stopping_criteria=StoppingCriteriaList([*cut, *([ended] if changes else [])]),
     )
     new = output.sequences[:, batch.ids.shape[1] :]
     for place, tokens, left in zip(batch.places, new.tolist(), batch.left.tolist(), strict=True):

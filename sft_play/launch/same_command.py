@@ -1,0 +1,75 @@
+"""`launch.auto_resume`: the command that starts a run goes on with it when it exists, by the same checks as `make resume`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from sft_play.config.call import Call, Override
+from sft_play.config.load import LoadedConfig, read_config
+from sft_play.config.show import flatten
+from sft_play.errors import UserError
+from sft_play.launch.options import COMMAND_FOR, LaunchOptions
+from sft_play.launch.resume import first_launch, launch_facts
+from sft_play.launch.run_folder import has_started
+from sft_play.runs.folder import RunFolder, runs_folder
+
+OF_A_START = frozenset({"CONFIG", "RUN_NAME", "ACCELERATE_CONFIG", "DEEPSPEED_CONFIG"})
+"""Options of a first start: what they led to is compared with what the run was started with."""
+
+
+def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | None:
+    """Returns the run to go on with; `None` where a new one is to be started, in a folder that was only reserved too.
+
+    Raises `UserError` without `RUN_NAME`: a name made of the time would be another one each time.
+    """
+    if not loaded.config.launch.auto_resume:
+        return None
+    if options.run_name is None:
+        raise UserError(
+            "`launch.auto_resume` needs `RUN_NAME`: by it the same command finds its run again",
+            place=loaded.origins.get("launch.auto_resume"),
+            hint="add RUN_NAME=NAME to the command",
+        )
+    run = RunFolder(runs_folder() / options.run_name)
+    return run if run.config.is_file() and has_started(run) else None
+
+
+def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: RunFolder) -> Call:
+    """Returns the call of `make resume` that this start amounts to: keys that differ from the run's own are its overrides.
+
+    Raises `UserError` where the run was launched in another way.
+    """
+    first, mine, request = first_launch(run), launch_facts(options), options.request
+    if first["command"] != mine["command"]:
+        raise UserError(
+            f"the run `{run.name}` was started by {COMMAND_FOR[first['command']]}, not by {COMMAND_FOR[mine['command']]}",
+            hint=f"type the same command, or: make resume RUN={run.name}",
+        )
+    for name in ("num_nodes", "deepspeed", "fsdp"):
+        if json.dumps(first[name], sort_keys=True) != json.dumps(mine[name], sort_keys=True):
+            raise UserError(
+                f"the run `{run.name}` was started with other launch settings (`{name}`)",
+                hint=f"type the same command, or: make resume RUN={run.name}",
+            )
+    given = {name: text for name, text in call.options.items() if name not in OF_A_START}
+    given |= {"RUN": str(run.path)}
+    places = {
+        "NUM_GPUS": request.num_gpus,
+        "NUM_NODES": request.num_nodes if request.num_nodes > 1 else None,
+        "NODE_RANK": request.node_rank if request.num_nodes > 1 else None,
+        "MASTER_ADDR": options.master_address,
+        "MASTER_PORT": options.master_port,
+    }
+    given |= {name: str(value) for name, value in places.items() if value is not None}
+    return replace(call, command="resume", options=given, overrides=tuple(changes(read_config(run.config), loaded)))
+
+
+def changes(old: LoadedConfig, new: LoadedConfig) -> list[Override]:
+    """Returns the keys whose values differ, as overrides with the place where the new value was written."""
+    before, after = flatten(old), flatten(new)
+    return [
+        Override(key=key, text=value if isinstance(value, str) else json.dumps(value), origin=new.origins.get(key, "default"))
+        for key, value in after.items()
+        if key not in before or before[key] != value
+    ]

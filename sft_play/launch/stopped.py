@@ -1,0 +1,47 @@
+"""What is known of a run that was stopped on request: by whom, where, and what is saved."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sft_play.runs.checkpoints import published
+from sft_play.runs.folder import RunFolder
+
+
+def stop_of(
+    failed: Sequence[tuple[int, Mapping[str, Any]]], silent: Sequence[int], lost: int | None
+) -> Mapping[str, Any] | None:
+    """Returns the record of the worker that left first, when it left because it was asked to; `None` when another cause came first.
+
+    `failed`: the records of workers that did not finish, the earliest first; `lost`: the rank that was seen to go first. A rank that
+    went without a word made its parent ask the others to stop.
+    """
+    if failed and int(failed[0][1]["code"]) in (130, 143) and lost not in silent:
+        return failed[0][1]
+    return None
+
+
+def facts(run: RunFolder, signals: Sequence[int], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns what the event `stopped` keeps: `signal`, `step` (the last that ended) and `saved`, the newest checkpoint."""
+    told = [record["stop"] for record in records if "stop" in record]
+    name = signal.Signals(signals[0]).name if signals else told[0]["signal"] if told else None
+    newest = published(run)
+    notes = [str(record["note"]) for record in records if "note" in record]
+    return {
+        "signal": name,
+        "step": max((int(one["step"]) for one in told), default=None),
+        "phase": told[0]["phase"] if told else None,
+        "saved": newest[0].name if newest else None,
+        "note": notes[0] if notes else None,
+    }
+
+
+def describe(stop: Mapping[str, Any]) -> str:
+    """Returns the line that says how a run was stopped and what is saved."""
+    saved, step = stop.get("saved"), stop.get("step")
+    after = f" after step {step}" if step else ""
+    whole = f"checkpoint {saved} is whole" if saved else "there is no checkpoint"
+    note = f"; {stop['note']}" if stop.get("note") else ""
+    return f"stopped by {stop.get('signal') or 'a signal'}{after}; {whole}{note}"

@@ -1,0 +1,159 @@
+"""Requests to stop, as a worker hears them: SIGTERM, SIGINT, SIGUSR1. Standard library only, so that it listens before torch is imported.
+
+Signals are read from a pipe by a thread: a main thread that waits in a collective operation, or in the loading of a library, would not
+hear them. What the request leads to:
+
+- before the first step has ended there is nothing to save: the process leaves at once;
+- afterwards the ranks agree at the end of a step (`training.agreement`), save and leave;
+- when no end of a step came within `PATIENCE_SECONDS` the process leaves without a new checkpoint, except in the middle of a save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sft_play.launch.verdict import PEER_GONE
+from sft_play.runs.folder import RunFolder
+from sft_play.training.exit_record import leave_record
+from sft_play.training.memory_errors import Activity
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PATIENCE_SECONDS = 19.0
+"""From the request: launchers kill after 30 s, and ours after 24 s."""
+AFTER_SAVE_SECONDS = 4.0
+"""What a process may take to leave after a save that ended later than that, and after its last word."""
+LOOK_SECONDS = 0.1
+KEY = "sft_play/asked_to_stop"
+
+
+def code_of(number: int) -> int:
+    """Returns the exit code of a stop that this signal asked for."""
+    return 130 if number == signal.SIGINT else 143
+
+
+def is_lost_peer(error: str) -> bool:
+    """Whether an error only says that another rank has gone."""
+    return bool(PEER_GONE.search(error))
+
+
+@dataclass(kw_only=True, slots=True)
+class StopRequest:
+    """Whether this worker has been asked to stop, and its end when it cannot stop in order."""
+
+    run: RunFolder
+    rank: int
+    doing: Activity
+    heard: int | None = None
+    """The signal, here or (SIGTERM) on another rank."""
+    nothing_to_save: bool = True
+    """Until the first step has ended."""
+    step: int = 0
+    """The last optimizer step that has ended."""
+    saved: int | None = None
+    """The step of the newest checkpoint of this process."""
+    _ended: bool = False
+    _ending: threading.Lock = field(default_factory=threading.Lock)
+
+    def listen(self) -> None:
+        """Takes the signals over; call once, in the main thread."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, _nothing)  # what counts is the byte in the pipe
+        os.register_at_fork(after_in_child=_as_child)
+        threading.Thread(target=self._read, args=(reader,), name="requests to stop", daemon=True).start()
+
+    def hear(self, number: int) -> None:
+        """Takes up a request; the first counts."""
+        if self.heard is None:
+            self.heard = number
+            threading.Thread(target=self._wait, name="time to leave", daemon=True).start()
+
+    def share(self, store: Any) -> None:
+        """Tells other ranks through `store` (a torch `Store` of this thread's own), and hears from them, about every second."""
+        threading.Thread(target=self._share, args=(store,), name="requests to others", daemon=True).start()
+
+    def finish(self, record: Mapping[str, Any]) -> None:
+        """Writes this process's exit record; from here on it only has to leave."""
+        with self._ending:
+            if not self._ended:
+                leave_record(self.run, self.rank, self.with_facts(record))
+                self._ended = True
+
+    def with_facts(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns an exit record of a stop with what is known of it; any other as it is."""
+        if self.heard is None or record["code"] not in (130, 143):
+            return dict(record)
+        stop = {"signal": signal.Signals(self.heard).name, "phase": self.doing.phase, "step": self.step, "saved": self.saved}
+        return {**record, "stop": stop}
+
+    def _read(self, reader: int) -> None:
+        while received := os.read(reader, 64):
+            for number in received:
+                if number in SIGNALS:  # the pipe tells of other signals with handlers too (SIGCHLD)
+                    self.hear(number)
+
+    def _wait(self) -> None:
+        """Ends the process where it does not end by itself."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self._ended:
+            if self.nothing_to_save:
+                self._leave("nothing is lost: no step has ended since the start")
+            if self.doing.phase == "saving":  # it is finished, however long it takes
+                deadline = max(deadline, time.monotonic() + AFTER_SAVE_SECONDS)
+            if time.monotonic() > deadline:
+                self._leave(f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint; the last one is whole")
+            time.sleep(LOOK_SECONDS)
+        time.sleep(AFTER_SAVE_SECONDS)  # an interpreter that hangs in its last clearing up must not keep its launcher waiting
+        os._exit(code_of(self.heard or signal.SIGTERM))
+
+    def _leave(self, why: str) -> None:
+        assert self.heard is not None
+        with self._ending:
+            if self._ended:
+                return
+            name = signal.Signals(self.heard).name
+            with contextlib.suppress(OSError, ValueError):
+                print(f"{name} {self.doing}: rank {self.rank} leaves; {why}", file=sys.stderr, flush=True)
+            leave_record(self.run, self.rank, self.with_facts({"code": code_of(self.heard), "error": "", "note": why}))
+            os._exit(code_of(self.heard))
+
+    def _share(self, store: Any) -> None:
+        told = False
+        with contextlib.suppress(RuntimeError):  # the store goes with the last process; whoever misses it is told by other ways
+            while not self._ended:
+                if self.heard is not None and not told:
+                    store.set(KEY, str(int(self.heard)))
+                    told = True
+                elif not told and store.check([KEY]):
+                    told = True
+                    self.hear(int(store.get(KEY)))
+                time.sleep(1.0)
+
+
+def ignored_by_helpers(_worker: int = 0) -> None:
+    """For processes that load data (`worker_init_fn`): where all processes of a job get the signal, they must live until the save."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _nothing(_number: int, _frame: object) -> None:
+    pass
+
+
+def _as_child() -> None:
+    """A forked process has no part in this: it must not write into the pipe."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
