@@ -21,9 +21,10 @@ from sft_play.launch.run_folder import read_events
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scratch import label
-from sft_play.runs.checkpoints import newest_valid
+from sft_play.runs.checkpoints import clean_up, newest_valid
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
+from sft_play.runs.states_facts import check_states, read_facts
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
 
 
@@ -42,8 +43,8 @@ def launch_facts(options: LaunchOptions) -> dict[str, Any]:
 
 
 def options_of_run(call: Call, run: RunFolder, world_per_node: int) -> LaunchOptions:
-    """Returns the options of the run's first launch, with what was typed now in their place. Raises `UserError`."""
-    facts = first_launch(run)
+    """Returns the options of the run's last launch, with what was typed now in their place. Raises `UserError`."""
+    facts = last_launch(run)
     num_nodes = call.integer("NUM_NODES", minimum=1) or int(facts["num_nodes"])
     node_rank, address = call.integer("NODE_RANK", minimum=0), call.options.get("MASTER_ADDR")
     if num_nodes > 1 and (node_rank is None or not address):
@@ -55,14 +56,12 @@ def options_of_run(call: Call, run: RunFolder, world_per_node: int) -> LaunchOpt
     if call.options.get("ACCELERATE_CONFIG"):
         raise UserError("a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`")
     deepspeed = _deepspeed_again(run, facts["deepspeed"]) if facts["deepspeed"] else None
-    command, planned = facts["command"], Plan.load(run.plan).strategy
     halvings, force_checkpointing = remedies_so_far(run)
     if any(o.key in ("train.batch_size", "train.grad_accum") for o in call.overrides):
         halvings = 0  # what is typed now is what memory is to be tried with
     options = LaunchOptions(
         request=LaunchRequest(
-            # What `auto` turned to stays, even if another strategy fits better now: states are laid out for it.
-            command_strategy=planned if command == "auto" and planned in ("ddp", "fsdp2") else command,
+            command_strategy=_command(call, run, facts),
             num_gpus=call.integer("NUM_GPUS", minimum=1) or facts["num_gpus"] or world_per_node,
             num_nodes=num_nodes,
             node_rank=node_rank or 0,
@@ -80,6 +79,22 @@ def options_of_run(call: Call, run: RunFolder, world_per_node: int) -> LaunchOpt
     return without_batch_numbers(options) if halvings else options
 
 
+def _command(call: Call, run: RunFolder, facts: Mapping[str, Any]) -> Any:
+    """Returns what the run's command asks for, or what is typed now: states fit any strategy and number of processes."""
+    command, planned = facts["command"], Plan.load(run.plan).strategy
+    typed = next((o.text for o in call.overrides if o.key == "launch.strategy" and o.text != planned), "auto")
+    if typed != "auto" and facts["deepspeed"]:
+        raise UserError(
+            f"`{run.name}` runs under your DeepSpeed JSON, so `launch.strategy` cannot become `{typed}`", hint="leave it away"
+        )
+    if typed != "auto":
+        return "zero" if typed.startswith("zero") else "fsdp2" if typed == "fsdp2" else "auto"
+    if command == "single" and (call.integer("NUM_GPUS", minimum=1) or 1) > 1:
+        return "ddp"
+    # What `auto` turned to stays, even if another strategy fits better now: a run should compute in one way.
+    return planned if command == "auto" and planned in ("ddp", "fsdp2") else command
+
+
 def _deepspeed_again(run: RunFolder, settings: Mapping[str, Any]) -> UserDeepSpeed:
     document = JsonDocument(path=run.events, value=settings, lines={})
     return UserDeepSpeed(document=document, settings=settings, stage=int(settings["zero_optimization"]["stage"]))
@@ -87,9 +102,19 @@ def _deepspeed_again(run: RunFolder, settings: Mapping[str, Any]) -> UserDeepSpe
 
 def first_launch(run: RunFolder) -> dict[str, Any]:
     """Returns the facts of the run's `started` event. Raises `CheckpointError` for a run whose workers never started."""
-    for event in read_events(run):
-        if event.get("event") == "started" and "launch" in event:
-            return dict(event["launch"])
+    return _launches(run)[0]
+
+
+def last_launch(run: RunFolder) -> dict[str, Any]:
+    """Returns the facts of the launch that a user last asked for. Raises `CheckpointError` for a run whose workers never started."""
+    return _launches(run)[-1]
+
+
+def _launches(run: RunFolder) -> list[dict[str, Any]]:
+    kinds = ("started", "resumed")
+    found = [dict(event["launch"]) for event in read_events(run) if event.get("event") in kinds and "launch" in event]
+    if found:
+        return found
     raise CheckpointError(
         f"`{run.name}` never started, so there is nothing to go on from", hint="start it again under another RUN_NAME"
     )
@@ -97,6 +122,8 @@ def first_launch(run: RunFolder) -> dict[str, Any]:
 
 def choose_checkpoint(run: RunFolder) -> Path | None:
     """Returns the newest valid checkpoint, says which were passed over and why; `None` (said too) when the run has none yet."""
+    for left in clean_up(run):
+        print(f"removed: {left}", file=sys.stderr)
     checkpoint, skipped = newest_valid(run)
     for reason in skipped:
         print(f"passed over: {reason}", file=sys.stderr)
@@ -141,6 +168,7 @@ def is_longer(call: Call) -> bool:
 def compare_early(checkpoint: Path, config: Config) -> None:
     """Compares what the configuration alone decides, before anything is planned or downloaded. Raises `CheckpointError`."""
     old = Stamp.load(checkpoint)
+    read_facts(checkpoint)
     tuning, lora = config.tuning, config.tuning.lora
     shape = {"r": lora.r, "alpha": lora.alpha, "dropout": lora.dropout, "target_modules": lora.target_modules}
     new = replace(
@@ -158,6 +186,7 @@ def compare_early(checkpoint: Path, config: Config) -> None:
 
 def compare_fully(checkpoint: Path, config: Config, plan: Plan, prepared: Prepared) -> None:
     """Compares the checkpoint's stamp with what would go on. Prints warnings; raises `CheckpointError` with every refusal."""
+    check_states(checkpoint, strategy=plan.strategy, world_size=plan.world_size)
     differences = compare(Stamp.load(checkpoint), make_stamp(config, plan, prepared), "resume")
     for warning in refuse(differences, f"checkpoint `{checkpoint.name}`"):
         print(warning, file=sys.stderr)

@@ -1,19 +1,29 @@
 """Finds, publishes and removes checkpoints. No torch, so that a launcher can do it.
 
-A checkpoint is written as `checkpoints/.step-000040.partial`, gets its manifest, and only then its name, by rename.
+A checkpoint is written as `checkpoints/.step-000040.partial`, gets its manifest, and only then its name, by rename. The process that
+writes holds the run's writer lock, which the kernel gives back however it ends: what others left half-made is removed by that.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from sft_play.files import sync_folder
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import verify, write_manifest
+from sft_play.runs.manifest import NAME as MANIFEST
+from sft_play.runs.manifest import verify
 
 NAME = re.compile(r"step-(\d{6,})")
+LEFT = re.compile(r"\.(step-\d{6,})\.(partial|removed|replaced)")
+"""Folders on their way to a name, or from one."""
+_writing: set[Path] = set()
+"""Locks that this process holds; a POSIX lock would be given away by opening the file a second time."""
 
 
 def step_of(checkpoint: Path) -> int:
@@ -32,7 +42,11 @@ def published(run: RunFolder) -> list[Path]:
 
 
 def newest_valid(run: RunFolder) -> tuple[Path | None, list[str]]:
-    """Returns the newest checkpoint whose every file is whole, and why newer ones were skipped."""
+    """Returns the newest checkpoint whose every file is whole, and why newer ones were skipped.
+
+    What a process that has ended was about to replace gets its name back first.
+    """
+    _give_names_back(run)
     skipped: list[str] = []
     for checkpoint in published(run):
         reason = verify(checkpoint)
@@ -48,18 +62,23 @@ def partial_folder(run: RunFolder, step: int) -> Path:
 
 
 def publish(run: RunFolder, step: int) -> Path:
-    """Lists, syncs and renames a complete partial folder, and points `last` at it. Returns the checkpoint."""
+    """Renames a sealed partial folder, syncs that to the disk and points `last` at it. Returns the checkpoint."""
     partial, target = partial_folder(run, step), run.checkpoint(step)
-    write_manifest(partial)
+    assert (partial / MANIFEST).is_file(), f"{partial} is not sealed"
     if target.exists():  # a resumed run has reached this step again, from an older checkpoint
         aside = target.with_name(f".{target.name}.replaced")
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
-        partial.rename(target)
+        try:
+            partial.rename(target)
+        except OSError:
+            aside.rename(target)
+            raise
+        sync_folder(run.checkpoints)
         shutil.rmtree(aside, ignore_errors=True)
     else:
         partial.rename(target)
-    sync_folder(run.checkpoints)
+        sync_folder(run.checkpoints)
     link(run.last, target)
     return target
 
@@ -72,14 +91,17 @@ def link(name: Path, target: Path) -> None:
     temporary.replace(name)
 
 
-def rotate(run: RunFolder, keep: int | None) -> list[Path]:
-    """Removes the oldest checkpoints beyond `keep`; never the newest, never the best. Returns what was removed."""
+def rotate(run: RunFolder, keep: int | None, verified: Path) -> list[Path]:
+    """Removes the oldest checkpoints beyond `keep`, all older than `verified`, which was just compared with its manifest.
+
+    Never removes `verified`, nor the best, nor the last. Returns what was removed.
+    """
     if keep is None:
         return []
-    protected = {run.best.resolve() if run.best.exists() else None, run.last.resolve() if run.last.exists() else None}
+    protected = {path.resolve() for path in (run.best, run.last, verified) if path.exists()}
     removed = []
     for checkpoint in published(run)[max(1, keep) :]:
-        if checkpoint.resolve() not in protected:
+        if checkpoint.resolve() not in protected and step_of(checkpoint) < step_of(verified):
             doomed = checkpoint.with_name(f".{checkpoint.name}.removed")  # no longer a checkpoint, whatever happens next
             checkpoint.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
@@ -87,8 +109,82 @@ def rotate(run: RunFolder, keep: int | None) -> list[Path]:
     return removed
 
 
-def remove_leftovers(run: RunFolder) -> None:
-    """Removes what an earlier, killed process left half-written."""
-    if run.checkpoints.is_dir():
-        for path in run.checkpoints.glob(".step-*"):
-            shutil.rmtree(path, ignore_errors=True)
+def claim(run: RunFolder) -> int | None:
+    """Takes the run's writer lock until this process ends. Returns its descriptor; `None` where the disk knows no locks."""
+    path = _lock_file(run)
+    if path in _writing:
+        return None
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:  # a folder that cannot be written says so again, and better, when a checkpoint is
+        return None
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of the process alone: a forked child does not keep it
+    except OSError:
+        os.close(descriptor)
+        return None
+    _writing.add(path)
+    return descriptor
+
+
+def clean_up(run: RunFolder) -> list[str]:
+    """Removes what processes that have ended left half-made, and says what; nothing while a live process writes."""
+    if not run.checkpoints.is_dir():
+        return []
+    _give_names_back(run)
+    said = []
+    with _no_writer(run) as free:
+        for path in sorted(run.checkpoints.iterdir()) if free else []:
+            if match := LEFT.fullmatch(path.name):
+                if match.group(2) == "partial":
+                    said.append(f"{match.group(1)}: the process that wrote it ended before it was complete")
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name in (".last.new", ".best.new"):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+    return said
+
+
+def discard(run: RunFolder, step: int) -> None:
+    """Removes a partial folder that could not be completed."""
+    shutil.rmtree(partial_folder(run, step), ignore_errors=True)
+
+
+def _give_names_back(run: RunFolder) -> None:
+    """Undoes a replacement that its process did not live to complete."""
+    with _no_writer(run) as free:
+        for path in run.checkpoints.glob(".step-*.replaced") if free else []:
+            target = run.checkpoints / path.name[1:].removesuffix(".replaced")
+            if not target.exists():
+                with contextlib.suppress(OSError):
+                    path.rename(target)
+
+
+def _lock_file(run: RunFolder) -> Path:
+    return run.path.resolve() / ".writer.lock"
+
+
+@contextlib.contextmanager
+def _no_writer(run: RunFolder) -> Iterator[bool]:
+    """Yields whether no other live process writes checkpoints, and lets none begin meanwhile."""
+    path = _lock_file(run)
+    if path in _writing:
+        yield True  # it is this process that would write, and it does not while it asks
+        return
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:  # nobody ever wrote here
+        yield True
+        return
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)

@@ -1,30 +1,83 @@
-"""The manifest of a checkpoint: every file with size and checksum, so that a reader can check before it trusts."""
+"""The manifest of a checkpoint: every file with size and checksum, so that a reader can check before it trusts.
+
+Each rank lists what it wrote (`describe`, `write_part`); when all have, one process joins the parts (`seal`). Checksums are XXH3-128,
+which finds damage and is fast enough to be compared at every save (`docs/adr/0008-checksums.md`); manifests of older runs have sha256.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sft_play.files import file_sha256, read_json, sync_folder, write_json
+from sft_play.files import read_json, sync_folder, write_json
 
 NAME = "manifest.json"
+PART = re.compile(r"\.manifest-rank(\d+)\.json")
+ALGORITHM = "xxh3_128"
+"""What new manifests use; the key of a file's checksum names it."""
+BLOCK_BYTES = 2**20
+"""What is read at once: it stays in the processor's cache while it is hashed."""
+THREADS = 4
+"""Files that are hashed at the same time, at most."""
+
+Facts = dict[str, Any]
+"""Of one file: `bytes`, and its checksum under the name of the algorithm."""
+
+
+def describe(folder: Path, files: Iterable[Path]) -> dict[str, Facts]:
+    """Brings `files` to the disk and returns their sizes and checksums by their names relative to `folder`."""
+    paths = sorted(set(files))
+
+    def one(path: Path) -> Facts:
+        facts = {"bytes": path.stat().st_size, ALGORITHM: checksum(path)}
+        _sync(path)
+        return facts
+
+    with ThreadPoolExecutor(_threads(len(paths))) as pool:
+        return {path.relative_to(folder).as_posix(): facts for path, facts in zip(paths, pool.map(one, paths), strict=True)}
+
+
+def write_part(folder: Path, rank: int, files: Mapping[str, Facts]) -> None:
+    """Writes what a rank has described, for `seal`."""
+    write_json(folder / f".manifest-rank{rank}.json", {"files": files})
+
+
+def seal(folder: Path) -> None:
+    """Joins the ranks' parts to `manifest.json` and syncs the folder. A file in no part is described now.
+
+    Raises `OSError` where a file is missing or has another size than its rank wrote.
+    """
+    parts = [path for path in folder.iterdir() if PART.fullmatch(path.name)]
+    files: dict[str, Facts] = {}
+    for part in parts:
+        files |= read_json(part)["files"]
+    for name, facts in files.items():
+        found = (folder / name).stat().st_size
+        if found != facts["bytes"]:
+            raise OSError(f"`{name}` has {found} bytes, not {facts['bytes']} as it was written")
+    files |= describe(folder, [path for path in _files(folder) if path.relative_to(folder).as_posix() not in files])
+    write_json(folder / NAME, {"files": dict(sorted(files.items()))})
+    for part in parts:
+        part.unlink()
+    _sync_folders(folder)
+
+
+def sync_below(folder: Path) -> None:
+    """Brings every file below `folder`, and the names of all, to the disk."""
+    for path in _files(folder):
+        _sync(path)
+    _sync_folders(folder)
 
 
 def write_manifest(folder: Path) -> None:
-    """Syncs every file below `folder` to the disk and lists them in `manifest.json`."""
-    files = {}
-    for path in _files(folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-    write_json(folder / NAME, {"files": files})
-    for inner in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        sync_folder(inner)
+    """Describes every file below `folder` in `manifest.json`."""
+    seal(folder)
 
 
 def verify(folder: Path, *, needed: Callable[[str], bool] | None = None) -> str | None:
@@ -36,27 +89,97 @@ def verify(folder: Path, *, needed: Callable[[str], bool] | None = None) -> str 
         return "it is not there"
     try:
         manifest: dict[str, Any] = read_json(folder / NAME)
-        listed = manifest["files"].items()
+        listed: dict[str, Facts] = dict(manifest["files"].items())
     except FileNotFoundError:
         return "it has no manifest: it was never completed"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest cannot be read: {error}"
-    for name, facts in listed:
-        if needed and not needed(name):
-            continue
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            if size != facts["bytes"]:
-                return f"`{name}` has {size} bytes, not {facts['bytes']}"
-            if file_sha256(path) != facts["sha256"]:
-                return f"`{name}` has another checksum than the manifest says"
-        except FileNotFoundError:
-            return f"`{name}` is missing"
-        except (OSError, KeyError, TypeError) as error:
-            return f"`{name}` cannot be checked: {error}"
+    if not listed:
+        return "its manifest lists no file"
+    return damage(folder, {name: facts for name, facts in listed.items() if needed is None or needed(name)})
+
+
+def damage(folder: Path, files: Mapping[str, Facts], *, from_disk: bool = False) -> str | None:
+    """Returns what differs between `files` and what was described; `None` when nothing does.
+
+    With `from_disk` the kernel is asked to forget what it holds in memory, so that it reads the disk where it can.
+    """
+
+    def one(item: tuple[str, Facts]) -> str | None:
+        return _damage_of(folder, *item, from_disk=from_disk)
+
+    found = [reason for item in files.items() if (reason := _wrong_size(folder, *item))]  # it costs nothing, so it goes first
+    if found:
+        return found[0]
+    with ThreadPoolExecutor(_threads(len(files))) as pool:
+        return next((reason for reason in pool.map(one, files.items()) if reason), None)
+
+
+def checksum(path: Path, algorithm: str = ALGORITHM, *, from_disk: bool = False) -> str:
+    """Returns the hexadecimal checksum of a file. Raises `ValueError` for an algorithm that is not known."""
+    digest = _hasher(algorithm)
+    with path.open("rb", buffering=0) as stream:
+        if from_disk:
+            _forget(stream.fileno())
+        block = memoryview(bytearray(BLOCK_BYTES))
+        while count := stream.readinto(block):
+            digest.update(block[:count])
+    return str(digest.hexdigest())
+
+
+def _hasher(algorithm: str) -> Any:
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    if algorithm == ALGORITHM:
+        import xxhash
+
+        return xxhash.xxh3_128()
+    raise ValueError(f"its checksum is of an unknown kind: `{algorithm}`")
+
+
+def _wrong_size(folder: Path, name: str, facts: Facts) -> str | None:
+    try:
+        size = (folder / name).stat().st_size
+        return None if size == facts["bytes"] else f"`{name}` has {size} bytes, not {facts['bytes']}"
+    except FileNotFoundError:
+        return f"`{name}` is missing"
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        return f"`{name}` cannot be checked: {error}"
+
+
+def _damage_of(folder: Path, name: str, facts: Facts, *, from_disk: bool) -> str | None:
+    try:
+        algorithm = next((key for key in facts if key != "bytes"), "none")
+        if checksum(folder / name, algorithm, from_disk=from_disk) != facts[algorithm]:
+            return f"`{name}` has another checksum than the manifest says"
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        return f"`{name}` cannot be checked: {error}"
     return None
 
 
+def _forget(descriptor: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # a file system that cannot, or no Linux: then memory is read
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folders(folder: Path) -> None:
+    for inner in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        sync_folder(inner)
+
+
+def _threads(files: int) -> int:
+    return max(1, min(THREADS, files, len(os.sched_getaffinity(0))))
+
+
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != NAME)
+    """Returns every file below `folder` but the manifest and its parts."""
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != NAME and not PART.fullmatch(p.name))

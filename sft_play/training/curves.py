@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
+from sft_play.runs.space import free_bytes
+from sft_play.training.event_files import put_in_order
+
+ROOM_BYTES = 2**20
+"""With less a new file is not begun."""
 NAMES = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -19,7 +26,10 @@ NAMES = {
 
 
 class Curves(TrainerCallback):
-    """Writes what is logged as scalars into `tb/`; a resumed run goes on where its checkpoint was."""
+    """Writes what is logged as scalars into `tb/`; a resumed run goes on where its checkpoint was.
+
+    What the disk has no room for is left out (`metrics.jsonl` has it later), and a new file is begun when there is some again.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -28,20 +38,36 @@ class Curves(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        _keep_quiet()
+        put_in_order(self.folder)
         self.writer = SummaryWriter(str(self.folder), purge_step=state.global_step + 1 if state.global_step else 0)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        if self.writer is None or not logs:
+        if not logs:
             return
+        try:
+            self._write(logs, state.global_step)
+        except OSError:  # the library's own thread has ended with it: this writer is of no use any more
+            self._lose_writer()
+
+    def _write(self, logs: dict[str, Any], step: int) -> None:
+        if self.writer is None:
+            if free_bytes(self.folder.parent) < ROOM_BYTES:
+                return
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(self.folder))
         for name, value in logs.items():
             if name in NAMES and value is not None:
-                self.writer.add_scalar(NAMES[name], value, state.global_step)
+                self.writer.add_scalar(NAMES[name], value, step)
             elif name.startswith("eval_") and isinstance(value, (int, float)):
-                self.writer.add_scalar(f"eval/{name.removeprefix('eval_')}", value, state.global_step)
+                self.writer.add_scalar(f"eval/{name.removeprefix('eval_')}", value, step)
         for rank, loss in enumerate(logs.get("rank_loss", [])):
-            self.writer.add_scalar(f"rank_loss/{rank}", loss, state.global_step)
+            self.writer.add_scalar(f"rank_loss/{rank}", loss, step)
         if "loss" in logs:
-            self._devices(state.global_step)
+            self._devices(step)
+        # A process that is killed takes along what it has not written, and a checkpoint may follow: its steps are never made again.
+        self.writer.flush()
 
     def _devices(self, step: int) -> None:
         if not torch.cuda.is_available():
@@ -56,4 +82,21 @@ class Curves(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.writer is not None:
-            self.writer.close()
+            with contextlib.suppress(OSError):
+                self.writer.close()
+
+    def _lose_writer(self) -> None:
+        writer, self.writer = self.writer, None
+        with contextlib.suppress(OSError):
+            writer.close()
+
+
+def _keep_quiet() -> None:
+    """Keeps the trace of the library's own thread off the console when a disk is full: its error comes again at the next value."""
+    before = threading.excepthook
+
+    def said(problem: threading.ExceptHookArgs) -> None:
+        if type(problem.thread).__name__ != "_AsyncWriterThread" or not issubclass(problem.exc_type, OSError):
+            before(problem)
+
+    threading.excepthook = said

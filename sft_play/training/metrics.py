@@ -1,17 +1,25 @@
-"""`metrics.jsonl`: one row per logging step and evaluation, each step once, also after a resume."""
+"""`metrics.jsonl`: one row per logging step, evaluation and save, each step once, also after a resume."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
-from sft_play.files import append_json_line, write_text
+from sft_play.files import write_text
+from sft_play.runs.space import describe
 
 TRAIN_KEYS = ("loss", "rank_loss", "rank_tokens", "grad_norm", "learning_rate", "tokens_per_second")
+ROWS_KEPT = 10_000
+"""Rows that wait for room on the disk, at most; the oldest go first."""
 
 
 def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
@@ -38,10 +46,15 @@ def finite(value: Any) -> Any:
 
 
 class MetricsFile(TrainerCallback):
-    """Appends what is logged to `metrics.jsonl`; drops rows of steps that a resumed run makes again."""
+    """Appends what is logged to `metrics.jsonl`; drops rows of steps that a resumed run makes again.
+
+    Rows for which the disk has no room wait in memory and are written, in their order, when there is some again.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.waiting: deque[str] = deque(maxlen=ROWS_KEPT)
+        self._warned = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # From the start again nothing is kept, not even an evaluation before the first step.
@@ -52,7 +65,34 @@ class MetricsFile(TrainerCallback):
         logs = logs or {}
         if "rank_loss" in logs:
             row = {"kind": "train", "step": state.global_step, "epoch": logs.get("epoch")}
-            append_json_line(self.path, row | {key: finite(logs.get(key)) for key in TRAIN_KEYS})
+            self.add(row | {key: finite(logs.get(key)) for key in TRAIN_KEYS})
         elif "eval_loss" in logs:
             row = {"kind": "eval", "step": state.global_step, "epoch": logs.get("epoch")}
-            append_json_line(self.path, row | {k: finite(v) for k, v in logs.items() if k.startswith("eval_")})
+            self.add(row | {k: finite(v) for k, v in logs.items() if k.startswith("eval_")})
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Appends one row, after those that wait."""
+        self.waiting.append(json.dumps(row, ensure_ascii=False) + "\n")
+        try:
+            append_whole(self.path, "".join(self.waiting).encode("utf-8"))
+        except OSError as error:
+            if not self._warned:
+                kept = f"up to {ROWS_KEPT:,} rows wait in memory until there is room; training goes on"
+                print(f"warning: {self.path}: {describe(error)}; {kept}", file=sys.stderr, flush=True)
+            self._warned = True
+            return
+        self.waiting.clear()
+        self._warned = False
+
+
+def append_whole(path: Path, content: bytes) -> None:
+    """Appends all of `content` in one write or nothing: half a line would spoil the next. Raises `OSError`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        before = os.fstat(descriptor).st_size
+        written = os.write(descriptor, content)
+        if written < len(content):
+            os.ftruncate(descriptor, before)  # takes no space
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(descriptor)

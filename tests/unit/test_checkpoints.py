@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from sft_play.runs import checkpoints
-from sft_play.runs.checkpoints import newest_valid, partial_folder, publish, remove_leftovers, rotate
+from sft_play.runs.checkpoints import claim, clean_up, newest_valid, partial_folder, publish, rotate
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import verify
+from sft_play.runs.manifest import damage, describe, seal, verify, write_part
 
 
 @pytest.fixture
@@ -26,6 +30,7 @@ def save(run: RunFolder, step: int, content: str = "weights") -> Path:
     (partial / "inner").mkdir(parents=True)
     (partial / "weights.safetensors").write_text(f"{content} of step {step}")
     (partial / "inner" / "state.pt").write_text("state")
+    seal(partial)
     return publish(run, step)
 
 
@@ -58,6 +63,11 @@ def test_the_newest_by_number_is_taken_not_the_newest_by_name_or_time(run: RunFo
         (lambda c: (c / "manifest.json").write_text("{"), "cannot be read"),
         (lambda c: (c / "manifest.json").write_text("[]"), "cannot be read"),
         (lambda c: (c / "manifest.json").write_text('{"files": {"weights.safetensors": {}}}'), "cannot be checked"),
+        (lambda c: (c / "manifest.json").write_text('{"files": {}}'), "lists no file"),
+        (
+            lambda c: (c / "manifest.json").write_text('{"files": {"weights.safetensors": {"bytes": 17, "crc7": "00"}}}'),
+            "of an unknown kind: `crc7`",
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_with_its_reason(run: RunFolder, damage, words: str) -> None:
@@ -76,7 +86,7 @@ def test_a_half_written_checkpoint_is_never_a_checkpoint(run: RunFolder) -> None
     partial.mkdir()
     (partial / "weights.safetensors").write_text("half")
     assert newest_valid(run) == (older, [])
-    remove_leftovers(run)
+    assert clean_up(run) == ["step-000008: the process that wrote it ended before it was complete"]
     assert not partial.exists()
     assert verify(older) is None
 
@@ -97,58 +107,181 @@ def test_rotation_keeps_the_newest_and_the_best(run: RunFolder) -> None:
     for step in (2, 4, 6, 8):
         save(run, step)
     checkpoints.link(run.best, run.checkpoint(2))
-    removed = rotate(run, 1)
+    removed = rotate(run, 1, run.checkpoint(8))
     assert sorted(p.name for p in removed) == ["step-000004", "step-000006"]
     assert sorted(p.name for p in run.checkpoints.glob("step-*")) == ["step-000002", "step-000008"]
     assert run.best.resolve().name == "step-000002"
-    assert rotate(run, None) == []
+    assert rotate(run, None, run.checkpoint(8)) == []
 
 
 def test_rotation_to_nothing_still_keeps_the_last(run: RunFolder) -> None:
     save(run, 2)
     save(run, 4)
-    rotate(run, 0)
+    rotate(run, 0, run.checkpoint(4))
     assert [p.name for p in run.checkpoints.glob("step-*")] == ["step-000004"]
 
 
-CRASH = """
-import os, sys
-from pathlib import Path
-from sft_play.runs import checkpoints
-from sft_play.runs.folder import RunFolder
-run, call, wanted = RunFolder(Path(sys.argv[1])), [0], int(sys.argv[2])
-def dying(function):
-    def wrapper(*arguments, **named):
-        call[0] += 1
-        if call[0] == wanted:
-            os._exit(9)
-        return function(*arguments, **named)
-    return wrapper
-for name in ("rename", "replace", "symlink_to", "unlink", "mkdir"):
-    setattr(Path, name, dying(getattr(Path, name)))
-os.replace, os.fsync, os.rename = dying(os.replace), dying(os.fsync), dying(os.rename)
-checkpoints.publish(run, 8)
-checkpoints.rotate(run, 1)
-"""
+def dies_while_publishing(run: RunFolder, wanted: int) -> bool:
+    """Publishes step 8 in a process of its own that ends at the `wanted`-th call that changes the folder; returns whether it did."""
+    child = os.fork()
+    if child == 0:
+        calls = [0]
+
+        def dying(function):
+            def wrapper(*arguments, **named):
+                calls[0] += 1
+                if calls[0] == wanted:
+                    os._exit(9)
+                return function(*arguments, **named)
+
+            return wrapper
+
+        try:
+            for name in ("rename", "replace", "symlink_to", "unlink", "mkdir"):
+                setattr(Path, name, dying(getattr(Path, name)))
+            os.replace, os.fsync, os.rename, shutil.rmtree = map(dying, (os.replace, os.fsync, os.rename, shutil.rmtree))
+            seal(partial_folder(run, 8))
+            rotate(run, 1, publish(run, 8))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 9)
+    return code == 9
 
 
-def test_a_process_that_dies_anywhere_while_publishing_leaves_a_valid_checkpoint(run: RunFolder) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that is there already"])
+def test_a_process_that_dies_anywhere_while_publishing_leaves_a_valid_checkpoint(run: RunFolder, again: bool) -> None:
     """Every system call that changes the folder is tried as the last one."""
-    import shutil
-    import subprocess
-
-    for wanted in range(1, 40):
+    for wanted in range(1, 60):
         shutil.rmtree(run.checkpoints)
         save(run, 4)
+        if again:
+            save(run, 8, "older")
         partial = partial_folder(run, 8)
         partial.mkdir()
         (partial / "weights.safetensors").write_text("whole")
-        code = subprocess.run([sys.executable, "-c", CRASH, str(run.path), str(wanted)], timeout=60, check=False).returncode
-        found, _ = newest_valid(run)
+        died = dies_while_publishing(run, wanted)
+        found, skipped = newest_valid(run)
         assert found is not None, f"nothing valid after dying at call {wanted}"
         assert verify(found) is None
-        if code == 0:
+        assert skipped == []
+        assert found.name == "step-000008" or not again, f"the step that was there is lost after dying at call {wanted}"
+        clean_up(run)
+        assert {path.name[:5] for path in run.checkpoints.iterdir()} <= {"step-", "last"}
+        assert newest_valid(run) == (found, [])
+        if not died:
             assert found.name == "step-000008"
+            assert (found / "weights.safetensors").read_text() == "whole"
             return
-        assert code == 9
     pytest.fail("publishing never came to its end")
+
+
+def test_each_rank_lists_its_own_files_and_the_parts_are_joined(run: RunFolder) -> None:
+    partial = partial_folder(run, 8)
+    partial.mkdir()
+    names = [
+        "model.safetensors",
+        "optimizer-rank0.safetensors",
+        "optimizer-rank1.safetensors",
+        "rng-rank1.safetensors",
+        "README.md",
+    ]
+    for name in names:
+        (partial / name).write_text(f"content of {name}")
+    write_part(partial, 0, describe(partial, [partial / name for name in names[:2]]))
+    write_part(partial, 1, describe(partial, [partial / name for name in names[2:4]]))
+    seal(partial)
+    listed = json.loads((partial / "manifest.json").read_text())["files"]
+    assert set(listed) == set(names), "and what no rank has listed"
+    assert not list(partial.glob(".*"))
+    assert verify(publish(run, 8)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(lambda p: p.write_text("shorter"), "7 bytes, not 16"), (Path.unlink, "No such file")]
+)
+def test_what_changed_since_its_rank_wrote_it_is_not_sealed(run: RunFolder, change, words: str) -> None:
+    partial = partial_folder(run, 8)
+    partial.mkdir()
+    state = partial / "optimizer-rank1.safetensors"
+    state.write_text("states of rank 1")
+    write_part(partial, 1, describe(partial, [state]))
+    change(state)
+    with pytest.raises(OSError, match=words):
+        seal(partial)
+    assert not (partial / "manifest.json").exists()
+    assert newest_valid(run) == (None, [])
+
+
+def test_a_file_is_read_back_from_the_disk_and_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    content = bytes(range(256)) * 9_000  # several blocks, the last one not full
+    path.write_bytes(content)
+    facts = describe(tmp_path, [path])
+    assert damage(tmp_path, facts, from_disk=True) is None
+    for place in (0, 2**20 - 1, 2**20, len(content) - 1):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert damage(tmp_path, facts, from_disk=True) == "`weights.safetensors` has another checksum than the manifest says"
+
+
+def test_the_checksum_is_the_published_one(tmp_path: Path) -> None:
+    """XXH3-128 of nothing and of `abc`, as xxHash's own `xxh128sum` prints them."""
+    (tmp_path / "a").write_bytes(b"")
+    (tmp_path / "b").write_bytes(b"abc")
+    facts = describe(tmp_path, [tmp_path / "a", tmp_path / "b"])
+    assert facts["a"] == {"bytes": 0, "xxh3_128": "99aa06d3014798d86001c324468d497f"}
+    assert facts["b"] == {"bytes": 3, "xxh3_128": "06b05ab6733a618578af5f94892f3950"}
+
+
+def test_manifests_of_earlier_versions_are_still_compared(run: RunFolder) -> None:
+    saved = save(run, 4)
+    files = {
+        path.relative_to(saved).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        for path in saved.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    }
+    (saved / "manifest.json").write_text(json.dumps({"files": files}))
+    assert newest_valid(run) == (saved, [])
+    (saved / "weights.safetensors").write_text("WEIGHTS of step 4")
+    assert newest_valid(run) == (None, ["step-000004: `weights.safetensors` has another checksum than the manifest says"])
+
+
+def test_rotation_never_removes_what_is_newer_than_the_checkpoint_just_verified(run: RunFolder) -> None:
+    """After a resume from step 4, since 6 and 8 were damaged, step 5 is saved: 4 may go, not 5, and not what is looked at later."""
+    for step in (4, 6, 8, 5):
+        save(run, step)
+    for damaged in (6, 8):
+        (run.checkpoint(damaged) / "weights.safetensors").write_text("bad")
+    assert [path.name for path in rotate(run, 1, run.checkpoint(5))] == ["step-000004"]
+    assert newest_valid(run)[0] == run.checkpoint(5)
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from sft_play.runs.checkpoints import claim, partial_folder
+from sft_play.runs.folder import RunFolder
+run = RunFolder(Path(sys.argv[1]))
+assert claim(run) is not None
+partial_folder(run, 8).mkdir()
+print("writing", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_live_process_writes_is_left_alone_until_it_has_ended(run: RunFolder) -> None:
+    save(run, 4).rename(run.checkpoints / ".step-000004.replaced")
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(run.path)], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == "writing\n"
+        assert clean_up(run) == []
+        assert newest_valid(run) == (None, [])
+        assert {path.name for path in run.checkpoints.glob(".*")} == {".step-000004.replaced", ".step-000008.partial"}
+        assert claim(run) is None, "one writer at a time"
+        writer.kill()
+        writer.wait(30)
+    assert clean_up(run) == ["step-000008: the process that wrote it ended before it was complete"]
+    assert newest_valid(run) == (run.checkpoint(4), [])

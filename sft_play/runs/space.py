@@ -1,0 +1,113 @@
+"""Space for a checkpoint: on the disk before it is written, in memory before it is copied. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+SPARE_BYTES = 2**20
+"""Small files of a checkpoint that nothing foresees: JSON, the tokenizer's settings, folders."""
+SPARE_SHARE = 0.02
+"""What a file system takes beside the content: blocks, indirect blocks, journals."""
+SPARE_MEMORY_BYTES = 512 * 2**20
+"""Host memory that stays free when states are copied."""
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+UNWRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EFBIG})
+RUST = re.compile(r"os error (\d+)\b")
+"""How safetensors names an error of the system."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a checkpoint would need beside what there is, in bytes."""
+
+    needed: int
+    free: int
+
+    @property
+    def enough(self) -> bool:
+        return self.free >= self.needed
+
+    def __str__(self) -> str:
+        return f"it needs {size(self.needed)} and {size(self.free)} are free"
+
+
+def with_spare(predicted: int) -> int:
+    """Returns the bytes that must be free for files of `predicted` bytes."""
+    return predicted + int(predicted * SPARE_SHARE) + SPARE_BYTES
+
+
+def free_bytes(folder: Path) -> int:
+    """Returns the bytes that this user may still write on the file system of `folder`; 0 where no file can be made any more."""
+    found = os.statvfs(folder)
+    if found.f_files and not found.f_favail:
+        return 0
+    return found.f_bavail * found.f_frsize
+
+
+def errno_of(error: BaseException) -> int | None:
+    """Returns the system's error number of a failed write, also where a library has wrapped it; `None` for other errors."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, OSError) and link.errno is not None:
+            return link.errno
+        if match := RUST.search(str(link)):
+            return int(match.group(1))
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def describe(error: BaseException) -> str:
+    """Returns what the user reads of a write that failed."""
+    number = errno_of(error)
+    if number in NO_ROOM:
+        return "no space is left on the disk" if number == errno.ENOSPC else "the disk quota is used up"
+    if number == errno.EROFS:
+        return "the run folder is read-only now"
+    if number in UNWRITABLE and number is not None:
+        return f"the run folder cannot be written: {os.strerror(number)}"
+    return str(error) or type(error).__name__
+
+
+def free_memory_bytes() -> int | None:
+    """Returns the host memory that may still be used, a limit of this process's cgroup (v2) kept; `None` where unknown."""
+    free: int | None = None
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    for group in _cgroups():
+        with contextlib.suppress(OSError, ValueError):  # `max` is no limit
+            left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()) + _reclaimable(group)
+            free = left if free is None else min(free, left)
+    return None if free is None else max(0, free)
+
+
+def _cgroups() -> list[Path]:
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                own = root / line[3:].strip().lstrip("/")
+                return [path for path in (own, *own.parents) if path.is_relative_to(root)]
+    return [root]
+
+
+def _reclaimable(group: Path) -> int:
+    """Returns the file pages that the kernel drops before it runs out."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (group / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "inactive_file":
+                return int(value)
+    return 0
+
+
+def size(count: int) -> str:
+    """Returns bytes for a person: `12.3 MiB`."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

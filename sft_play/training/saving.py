@@ -1,0 +1,292 @@
+"""Saving a checkpoint so that it appears complete or not at all, and so that a full disk ends no run (contract B8, T7).
+
+    space      every rank compares what it will write with what is free; all agree
+    snapshot   states of all ranks, weights gathered to rank 0 (collective)
+    write      each rank its own files (`training.writing`: never collective, in a thread where `train.async_save` says so)
+    agree      has every rank succeeded?
+    publish    rank 0 joins the lists, renames, moves `last` and `best`, and only then removes what is too old
+
+A rank that cannot write says so when they agree, so none waits for it. Then the partial folder is removed, one warning is given, the
+run trains on and tries again at the next interval.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from sft_play.errors import HardwareError
+from sft_play.files import append_json_line
+from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publish, published, rotate
+from sft_play.runs.manifest import seal
+from sft_play.runs.space import SPARE_MEMORY_BYTES, Room, describe, free_bytes, free_memory_bytes, size, with_spare
+from sft_play.training.holdings import bytes_held
+from sft_play.training.metrics import MetricsFile
+from sft_play.training.states import collect
+from sft_play.training.weights_out import gather_weights, predicted_bytes
+from sft_play.training.writing import Writing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sft_play.training.trainer import SftTrainer
+
+EVENTS_KEPT = 100
+"""Events that wait for room on the disk, at most."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Totals:
+    """What saving took in a whole run, on rank 0; `training_metrics.json` has it as `saving`."""
+
+    saved: int = 0
+    failed: int = 0
+    pause_seconds: float = 0.0
+    """How long training stood still."""
+    write_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    bytes: int = 0
+
+
+class Saver(TrainerCallback):
+    """Saves checkpoints of one trainer; as its callback it publishes what a thread has written meanwhile."""
+
+    def __init__(self, trainer: SftTrainer) -> None:
+        self.trainer = trainer
+        self.totals = Totals()
+        self.problem: str | None = None
+        """Why the newest save failed, the same on every rank; `None` after one that succeeded."""
+        self._pending: Writing | None = None
+        self._predicted = 0
+        self._said_synchronous = False
+        self._events: list[dict[str, Any]] = []
+
+    # ---- What the trainer calls, on every rank alike
+
+    def save(self) -> None:
+        """Saves this step's checkpoint, or begins to in the background. What cannot be written is told, not raised. Collective."""
+        trainer, step = self.trainer, self.trainer.state.global_step
+        self.finish()
+        trainer.doing.enter("saving", step=step)
+        started = time.perf_counter()
+        reason = self._begin(step)
+        if reason is not None:
+            self._failed(step, reason, pause=time.perf_counter() - started)
+            return
+        writing = self._snapshot(step)
+        if writing.background:
+            writing.start(trainer)
+            self._pending = writing
+            writing.pause_seconds = time.perf_counter() - started
+        else:
+            writing.run(trainer)
+            self._settle(writing, started)
+
+    def finish(self) -> None:
+        """Waits for a checkpoint that is being written in the background, and publishes it. Collective."""
+        if self._pending is not None:
+            started, writing = time.perf_counter(), self._pending
+            self.trainer.doing.enter("saving", step=writing.step)
+            writing.wait()
+            self._pending = None
+            self._settle(writing, started)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Publishes a pending checkpoint when every rank has written its part; asks for it by one number."""
+        if self._pending is not None and not self._sum(self._pending.running):
+            self.finish()
+
+    def require_saved(self) -> None:
+        """Raises `HardwareError` when the newest save failed, on every rank alike: nothing comes after the last one."""
+        self.finish()
+        if self.problem is not None:
+            raise HardwareError(
+                f"the last save failed: {self.problem}; {self._kept()}",
+                place=str(self.trainer.run.checkpoints),
+                hint=f"make room, then: make resume RUN={self.trainer.run.name}",
+            )
+
+    def agreed(self, problem: str | None) -> str | None:
+        """Returns the first rank's problem on every rank, `None` when none has one. Collective."""
+        if not self._sum(problem is not None):
+            return None
+        found = [problem]
+        if self.trainer.plan.world_size > 1:
+            found = [None] * self.trainer.plan.world_size
+            distributed.all_gather_object(found, problem)
+        rank, reason = next((rank, reason) for rank, reason in enumerate(found) if reason is not None)
+        return reason if all(found) else f"rank {rank}: {reason}"
+
+    # ---- The steps of a save
+
+    def _begin(self, step: int) -> str | None:
+        """Makes the partial folder where there is room. Returns why there is none, the same on every rank. Collective."""
+        trainer, problem = self.trainer, None
+        needed = with_spare(self._predicted or self._first_prediction())
+        try:
+            free = free_bytes(trainer.run.path)
+            if trainer.is_world_process_zero():
+                claim(trainer.run)
+                discard(trainer.run, step)
+                partial_folder(trainer.run, step).mkdir(parents=True)
+        except OSError as error:
+            problem, free = describe(error), 0
+        asked = trainer._gather(torch.tensor([needed, free, problem is not None], dtype=torch.float64, device=trainer._sums_on()))
+        room = Room(int(asked[:, 0].sum()), int(asked[:, 1].min()))
+        if not asked[:, 2].any() and not room.enough:
+            return f"there is no space for it on the disk: {room}"
+        return self.agreed(problem) if asked[:, 2].any() else None
+
+    def _first_prediction(self) -> int:
+        """Returns the bytes that this rank will write, from what it holds; later saves go by the one before."""
+        trainer = self.trainer
+        held = bytes_held(trainer.model, trainer.optimizer)["optimizer"]
+        if trainer.config.tuning.mode != "full":
+            held += predicted_bytes(trainer)  # an adapter's weights stand beside its states too, under their full names
+        shared = trainer.plan.strategy in ("single", "ddp") and not trainer.is_world_process_zero()
+        return (predicted_bytes(trainer) if trainer.is_world_process_zero() else 0) + (0 if shared else held)
+
+    def _snapshot(self, step: int) -> Writing:
+        """Returns what is to be written, copied where training goes on meanwhile. Collective."""
+        trainer = self.trainer
+        background = trainer.config.train.async_save and self._memory_allows()
+        weights = gather_weights(trainer, clone=background)
+        states = collect(trainer, clone=background)
+        return Writing(
+            step=step,
+            folder=partial_folder(trainer.run, step),
+            rank=trainer.args.process_index,
+            states=states,
+            weights=weights,
+            trainer_state=self._trainer_state() if trainer.is_world_process_zero() else None,
+            best=trainer.state.best_global_step == step,
+            background=background,
+        )
+
+    def _memory_allows(self) -> bool:
+        """Whether the host's memory holds a copy of the states of all its ranks; says once when it does not. Collective."""
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        needed, free = (self._predicted or self._first_prediction()) * ranks_here, free_memory_bytes()
+        lacking = free is not None and free - needed < SPARE_MEMORY_BYTES
+        if not self._sum(lacking):
+            return True
+        if not self._said_synchronous:
+            self._said_synchronous = True
+            room = f"a copy of the states takes {size(needed)}, {size(free or 0)} of host memory are free"
+            self._say(f"note: `train.async_save`: {room}; training waits while checkpoints are written")
+        return False
+
+    def _trainer_state(self) -> str:
+        state, trainer = self.trainer.state, self.trainer
+        for callback in [c for c in [*trainer.callback_handler.callbacks, trainer.control] if isinstance(c, ExportableState)]:
+            state.stateful_callbacks[type(callback).__name__] = callback.state()
+        return json.dumps(asdict(state), indent=2, sort_keys=True) + "\n"
+
+    def _settle(self, writing: Writing, started: float) -> None:
+        """Publishes what all ranks have written, or says why it cannot be. Collective."""
+        trainer = self.trainer
+        mine = [writing.write_seconds, writing.verify_seconds, float(writing.bytes)]
+        found = trainer._gather(torch.tensor(mine, dtype=torch.float64, device=trainer._sums_on()))
+        reason = self.agreed(writing.problem)
+        if writing.error is not None:
+            raise writing.error  # no disk's fault: a bug, or memory
+        if reason is None:
+            problem = None
+            if trainer.is_world_process_zero():
+                try:
+                    seal(writing.folder)
+                    checkpoint = publish(trainer.run, writing.step)
+                    self._tidy(checkpoint, writing)
+                except OSError as error:
+                    problem = describe(error)
+            reason = self.agreed(problem)
+        pause = writing.pause_seconds + time.perf_counter() - started
+        if reason is not None:
+            self._failed(writing.step, reason, pause=pause)
+            return
+        self._predicted = writing.bytes
+        self._saved(writing, pause, *found[:, :2].max(dim=0).values.tolist(), bytes_written=int(found[:, 2].sum()))
+
+    def _tidy(self, checkpoint: Path, writing: Writing) -> None:
+        """Moves `best` and removes what is too old. The checkpoint is there already, so what fails here only waits."""
+        run, trainer = self.trainer.run, self.trainer
+        with contextlib.suppress(OSError):
+            if writing.best or trainer.state.best_global_step == writing.step:
+                link(run.best, checkpoint)
+            rotate(run, trainer.config.train.save_total_limit, checkpoint)
+
+    # ---- What is told
+
+    def _saved(self, writing: Writing, pause: float, write: float, verify: float, *, bytes_written: int) -> None:
+        totals = self.totals
+        totals.saved += 1
+        totals.pause_seconds += pause
+        totals.write_seconds += write
+        totals.verify_seconds += verify
+        totals.bytes += bytes_written
+        if self.problem is not None:
+            self._say(f"checkpoints are saved again: {writing.folder.name[1:].removesuffix('.partial')}")
+            self._event("saved_again", step=writing.step)
+        self.problem = None
+        self._row(
+            step=writing.step,
+            pause_seconds=pause,
+            write_seconds=write,
+            verify_seconds=verify,
+            bytes=bytes_written,
+            background=writing.background,
+        )
+
+    def _failed(self, step: int, reason: str, *, pause: float) -> None:
+        """Removes what was written, and warns, once until a save succeeds again."""
+        trainer, first = self.trainer, self.problem is None
+        self.problem = reason
+        self.totals.failed += 1
+        self.totals.pause_seconds += pause
+        if not trainer.is_world_process_zero():
+            return
+        discard(trainer.run, step)
+        if first:
+            goes_on = "training goes on and tries again at the next save"
+            self._say(
+                f"warning: {trainer.run.path}: the checkpoint of step {step} was not saved: {reason}; {self._kept()}; {goes_on}"
+            )
+        self._event("save_failed", step=step, reason=reason)
+        self._row(step=step, pause_seconds=pause, failed=reason)
+
+    def _kept(self) -> str:
+        names = [path.name for path in published(self.trainer.run)[:1]]
+        return f"the last checkpoint, {names[0]}, is as it was" if names else "there is no checkpoint yet"
+
+    def _say(self, text: str) -> None:
+        if self.trainer.is_world_process_zero():
+            print(text, file=sys.stderr, flush=True)
+
+    def _event(self, name: str, **facts: Any) -> None:
+        """Appends to `events.jsonl`; what finds no room there goes with the next one."""
+        if not self.trainer.is_world_process_zero():
+            return
+        self._events = [*self._events, {"event": name, "time": time.time(), "node": 0, **facts}][-EVENTS_KEPT:]
+        with contextlib.suppress(OSError):
+            while self._events:
+                append_json_line(self.trainer.run.events, self._events[0])
+                self._events.pop(0)
+
+    def _row(self, **row: Any) -> None:
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, MetricsFile):
+                callback.add({"kind": "save", **row})
+
+    def _sum(self, flag: bool) -> int:
+        value = torch.tensor([float(flag)], dtype=torch.float64, device=self.trainer._sums_on())
+        return int(self.trainer._gather(value).sum())

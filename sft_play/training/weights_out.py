@@ -1,0 +1,73 @@
+"""The weights of a checkpoint or a published model: gathered over the ranks first, written by rank 0 afterwards.
+
+Gathering is a collective operation; writing is none, so a disk that is full on rank 0 keeps no other rank waiting. The files have one
+form under every strategy: whole, as safetensors that any tool loads, with configuration, tokenizer and template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sft_play.training.trainer import SftTrainer
+
+
+def gather_weights(trainer: SftTrainer, *, clone: bool) -> dict[str, Any] | None:
+    """Returns the whole model's state dict on rank 0, `None` on the others. Collective.
+
+    With `clone` what training goes on to change is copied to host memory, so that it can be written meanwhile.
+    """
+    whole = _whole_state(trainer)
+    if not trainer.is_world_process_zero():
+        return None
+    return _copied(whole, trainer.model) if clone else whole
+
+
+def write_weights(trainer: SftTrainer, weights: Mapping[str, Any], folder: Path) -> None:
+    """Writes weights, configuration and tokenizer into `folder`. Rank 0 alone; may run in a thread. Raises `OSError`."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    model.save_pretrained(str(folder), state_dict=dict(weights))
+    trainer.processing_class.save_pretrained(str(folder))
+
+
+def predicted_bytes(trainer: SftTrainer) -> int:
+    """Returns the size of the weights that `write_weights` will write: what is trained, or the whole of a fully tuned model."""
+    chosen = [p for p in trainer.model.parameters() if p.requires_grad]
+    return sum(int(getattr(p, "ds_numel", p.numel())) * p.element_size() for p in chosen)
+
+
+def _whole_state(trainer: SftTrainer) -> dict[str, Any]:
+    if trainer.is_fsdp_enabled:
+        whole = trainer.accelerator.get_state_dict(trainer.model)
+        tied = getattr(trainer.model, "all_tied_weights_keys", {})  # gathered twice: the head and the embedding that it is
+        return {name: value for name, value in whole.items() if name not in tied}
+    if trainer.is_deepspeed_enabled:
+        if trainer.plan.strategy == "zero3" and trainer.config.tuning.mode != "full":
+            return trainer.deepspeed._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+        return trainer.accelerator.get_state_dict(trainer.deepspeed)
+    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False).state_dict()
+
+
+def _copied(state: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """Returns `state` with every tensor that may change copied, those that share memory sharing their copy.
+
+    Frozen parameters never change, and what was gathered is a copy already. Tied weights must stay tied: they are written once.
+    """
+    frozen = {p.untyped_storage().data_ptr() for p in model.parameters() if not p.requires_grad}
+    living = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    copied: dict[str, Any] = {}
+    for name, value in state.items():
+        if not torch.is_tensor(value) or value.untyped_storage().data_ptr() not in living - frozen:
+            copied[name] = value
+            continue
+        key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
+        if key not in copies:
+            copies[key] = value.detach().to("cpu", copy=True)
+        copied[name] = copies[key]
+    return copied

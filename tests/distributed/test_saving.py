@@ -1,0 +1,298 @@
+"""Saving on disks that fill or turn read-only, in the background, and under SIGKILL: real processes, real file systems."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sft_play.runs.checkpoints import clean_up, newest_valid
+from sft_play.runs.folder import RunFolder
+from tests.tiny_models import build_tiny_llama
+from tests.training_runs import Trial, column, command, copy_run, logs, make_run, must_train, rows, train
+
+SECONDS = 240
+SIZE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+"""A model of 0.8 million weights: 10 MB a checkpoint, states included."""
+TIMED = ("trainer_state.json", "manifest.json")
+"""Files that hold seconds and memory, or checksums of such."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_llama(tmp_path_factory.mktemp("saving") / "model", **SIZE)
+
+
+@contextlib.contextmanager
+def mounted(place: Path) -> Iterator[Path]:
+    """A disk of 64 MB of its own."""
+    place.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Takes all space that is left on the disk of `path`."""
+    descriptor, size = os.open(path, os.O_CREAT | os.O_WRONLY), 2**24
+    try:
+        while size >= 4096:
+            try:
+                os.posix_fallocate(descriptor, os.fstat(descriptor).st_size, size)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                size //= 2
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def training(run: RunFolder) -> Iterator[subprocess.Popen[str]]:
+    """The workers of a run, ended with the test."""
+    arguments, variables = command(run)
+    process = subprocess.Popen(arguments, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def until(found: Callable[[], object], process: subprocess.Popen[str], run: RunFolder, *, pause: float = 0.05) -> None:
+    """Returns when `found` says so; fails when the workers end first."""
+    deadline = time.monotonic() + SECONDS
+    while not found():
+        assert process.poll() is None, f"{process.returncode}\n{logs(run)}"
+        assert time.monotonic() < deadline, logs(run)
+        time.sleep(pause)
+
+
+def said(run: RunFolder) -> str:
+    return run.rank_log(0).read_text() if run.rank_log(0).exists() else ""
+
+
+def steps(run: RunFolder) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.glob("step-*"))
+
+
+def partials(run: RunFolder) -> list[Path]:
+    return list(run.checkpoints.glob(".step-*.partial"))
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_during_a_save_leaves_the_run_training_on(base: Path, tmp_path: Path) -> None:
+    settings = ("train.save_steps: 2", "train.max_steps: 100000", 'train.eval_strategy: "no"', "train.save_total_limit: 2")
+    with mounted(tmp_path / "disk") as disk:
+        run = make_run(disk / "run", base, Trial(ranks=((8, 1),), settings=settings, steps=100_000))
+        filler = disk / "other"
+        with training(run) as process:
+            until(lambda: steps(run), process, run)
+            until(lambda: partials(run), process, run, pause=0.0005)
+            fill(filler)
+            until(lambda: "was not saved" in said(run), process, run)
+            kept, _ = newest_valid(run)
+            assert kept is not None and not partials(run)
+            time.sleep(1.5)  # several intervals go by, and none of them says it again
+            assert said(run).count("warning:") - said(run).count("rows wait in memory") == 1
+            assert newest_valid(run)[0] == kept
+            filler.unlink()
+            until(lambda: "checkpoints are saved again: step-" in said(run), process, run)
+            newer, skipped = newest_valid(run)
+            assert newer is not None and newer.name > kept.name and not skipped
+            fill(filler)
+            process.send_signal(signal.SIGTERM)
+            until(lambda: run.rank_exit(0).exists(), process, run)
+            process.wait(60)
+        record = json.loads(run.rank_exit(0).read_text())
+        assert record["code"] == 3, record
+        assert "the last save failed" in record["error"] and "make resume RUN=run" in record["error"]
+        assert "Traceback" not in said(run)
+        filler.unlink()
+        newest, skipped = newest_valid(run)
+        assert newest is not None and not skipped and newest.name >= newer.name
+        lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+        trained = [row["step"] for row in lines if row["kind"] == "train"]
+        assert trained == list(range(1, len(trained) + 1)), "each step once, those of the full disk too"
+        assert trained[-1] >= int(newest.name.removeprefix("step-"))
+        reasons = [row["failed"] for row in lines if "failed" in row]
+        assert any("no space for it on the disk: it needs" in reason for reason in reasons), reasons
+        events = [json.loads(line)["event"] for line in run.events.read_text().splitlines()]
+        assert events.count("saved_again") >= 1 and "save_failed" in events
+
+
+@pytest.fixture(scope="module")
+def synchronous(base: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """Two ranks that save at steps 4 and 8 while training waits."""
+    return must_train(make_run(tmp_path_factory.mktemp("sync") / "run", base, Trial(ranks=((4, 1), (4, 1)), strategy="ddp")))
+
+
+def content(checkpoint: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(checkpoint.iterdir()) if p.is_file() and p.name not in TIMED}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_written_in_the_background_is_the_same_to_the_byte(
+    base: Path, synchronous: RunFolder, tmp_path: Path
+) -> None:
+    trial = Trial(ranks=((4, 1), (4, 1)), strategy="ddp", settings=("train.async_save: true",))
+    compare(synchronous, must_train(make_run(tmp_path / "run", base, trial)), ranks=2)
+
+
+def compare(synchronous: RunFolder, background: RunFolder, *, ranks: int) -> None:
+    assert steps(background) == ["step-000004", "step-000008"] == steps(synchronous)
+    for name in steps(background):
+        wanted, found = content(synchronous.checkpoints / name), content(background.checkpoints / name)
+        assert wanted.keys() == found.keys()
+        assert [file for file in wanted if wanted[file] != found[file]] == []
+        assert sum("rng-rank" in file for file in found) == ranks
+    assert column(background, "loss") == column(synchronous, "loss")
+    for run, expected in ((synchronous, False), (background, True)):
+        saves = rows(run, "save")
+        assert [row["step"] for row in saves] == [4, 8]
+        assert [row["background"] for row in saves] == [expected, expected]
+        for row in saves:
+            size = sum(path.stat().st_size for path in run.checkpoint(row["step"]).iterdir() if path.name != "manifest.json")
+            assert row["bytes"] == size
+            assert min(row["verify_seconds"], row["write_seconds"], row["pause_seconds"]) > 0
+        totals = json.loads(run.training_metrics.read_text())["saving"]
+        assert (totals["saved"], totals["failed"]) == (2, 0)
+        assert totals["bytes"] == sum(row["bytes"] for row in saves)
+
+
+LAYOUTS = [
+    ("single", ((8, 1),), "lora"),
+    ("zero2", ((4, 1), (4, 1)), "full"),
+    ("zero3", ((4, 1), (4, 1)), "lora"),
+    ("fsdp2", ((4, 1), (4, 1)), "full"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("strategy", "ranks", "mode"), LAYOUTS)
+def test_in_the_background_under_every_strategy(
+    base: Path, tmp_path: Path, strategy: str, ranks: tuple[tuple[int, int], ...], mode: str
+) -> None:
+    runs = [
+        must_train(
+            make_run(
+                tmp_path / name, base, Trial(ranks=ranks, strategy=strategy, mode=mode, settings=(f"train.async_save: {name}",))
+            )
+        )
+        for name in ("false", "true")
+    ]
+    compare(*runs, ranks=len(ranks))
+
+
+def damaged(path: Path) -> Iterator[tuple[str, bytes | None]]:
+    """Yields what may happen to a file and its content afterwards; `None` where it is deleted."""
+    whole = path.read_bytes()
+    yield "deleted", None
+    yield "truncated", whole[: len(whole) // 2]
+    for name, place in (("first", 0), ("middle", len(whole) // 2), ("last", len(whole) - 1)):
+        yield f"{name} byte flipped", whole[:place] + bytes([whole[place] ^ 0x20]) + whole[place + 1 :]
+
+
+@pytest.mark.slow
+def test_any_damage_to_any_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(
+    synchronous: RunFolder, tmp_path: Path
+) -> None:
+    run = copy_run(synchronous, tmp_path / "run")
+    newest = run.checkpoint(8)
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    assert {"model.safetensors", "optimizer-rank0.safetensors", "rng-rank1.safetensors", "states.json", "trainer_state.json",
+            "stamp.json", "manifest.json", "tokenizer.json", "config.json"} <= {path.name for path in files}  # fmt: skip
+    for path in files:
+        whole = path.read_bytes()
+        for what, changed in damaged(path):
+            path.unlink()
+            if changed is not None:
+                path.write_bytes(changed)
+            found, skipped = newest_valid(run)
+            assert found == run.checkpoint(4), f"{path.name} {what}: {found}"
+            assert len(skipped) == 1 and skipped[0].startswith("step-000008: ")
+            assert ("manifest" in skipped[0] or "is missing" in skipped[0] or "cannot be checked" in skipped[0]) \
+                if path.name == "manifest.json" else f"`{path.name}`" in skipped[0], f"{path.name} {what}: {skipped}"  # fmt: skip
+            path.write_bytes(whole)
+    assert newest_valid(run) == (newest, [])
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_it_writes_in_the_background_leaves_the_one_before(base: Path, tmp_path: Path) -> None:
+    settings = ("train.save_steps: 2", "train.max_steps: 100000", 'train.eval_strategy: "no"', "train.async_save: true")
+    run = make_run(tmp_path / "run", base, Trial(ranks=((8, 1),), settings=settings, steps=100_000))
+    with training(run) as process:
+        until(lambda: steps(run), process, run)
+        until(lambda: partials(run), process, run, pause=0.0005)
+        worker = next((child for child in psutil.Process(process.pid).children() if "sft_play.train" in child.cmdline()), None)
+        (worker or process).kill()
+        process.wait(60)
+    left = partials(run)
+    newest, skipped = newest_valid(run)
+    assert newest is not None and not skipped
+    assert len(clean_up(run)) == len(left) and not partials(run)
+    assert newest_valid(run) == (newest, [])
+
+
+@pytest.mark.long
+def test_a_folder_that_turns_read_only_is_like_a_full_disk(base: Path, tmp_path: Path) -> None:
+    settings = ("train.save_steps: 2", "train.max_steps: 100000", 'train.eval_strategy: "no"')
+    run = make_run(tmp_path / "run", base, Trial(ranks=((8, 1),), settings=settings, steps=100_000))
+    with mounted(run.checkpoints) as place:
+        with training(run) as process:
+            until(lambda: steps(run), process, run)
+            remount(place, "ro", process, run)
+            kept, _ = newest_valid(run)
+            until(lambda: "was not saved: the run folder is read-only now" in said(run), process, run)
+            time.sleep(1)
+            assert said(run).count("was not saved") == 1 and newest_valid(run)[0] == kept
+            remount(place, "rw", process, run)
+            until(lambda: "checkpoints are saved again" in said(run), process, run)
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+        assert json.loads(run.rank_exit(0).read_text())["code"] == 143
+        newest, skipped = newest_valid(run)
+        assert newest is not None and not skipped
+
+
+def remount(place: Path, how: str, process: subprocess.Popen[str], run: RunFolder) -> None:
+    """Tries until no file is open for writing."""
+
+    def done() -> bool:
+        return subprocess.run(["mount", "-o", f"remount,{how}", str(place)], capture_output=True, check=False).returncode == 0
+
+    until(done, process, run)
+
+
+@pytest.mark.slow
+def test_the_last_save_on_a_full_disk_is_said_loudly(base: Path, tmp_path: Path) -> None:
+    """Of two ranks, at the end of training: both leave with code 3, and what was saved before stays."""
+    trial = Trial(ranks=((4, 1), (4, 1)), strategy="ddp", settings=("train.save_steps: 4", 'train.eval_strategy: "no"'))
+    with mounted(tmp_path / "disk") as disk:
+        run = make_run(disk / "run", base, trial)
+        room = shutil.disk_usage(disk).free - 15_000_000  # for one checkpoint, not for two
+        descriptor = os.open(disk / "other", os.O_CREAT | os.O_WRONLY)
+        os.posix_fallocate(descriptor, 0, room)
+        os.close(descriptor)
+        done = train(run)
+        assert done.returncode != 0
+        for rank in (0, 1):
+            record = json.loads(run.rank_exit(rank).read_text())
+            assert record["code"] == 3 and "make resume RUN=run" in record["error"], record
+        assert steps(run) == ["step-000004"]
+        assert newest_valid(run) == (run.checkpoint(4), [])
