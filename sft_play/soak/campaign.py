@@ -6,7 +6,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.soak.launches import NOTICE_SECONDS, Aim, Ended, Launch, environment
 from sft_play.soak.phases import EVALUATING, LOADING, PREPARING, PUBLISHING, SAVING, TRAINING, last_rows
 from sft_play.soak.processes import LAUNCHER
-from sft_play.soak.same import compare_runs, half_written
+from sft_play.soak.same import compare_runs, half_written, read_metrics
 from sft_play.soak.state import Comparison, Kill, State
 
 AIMS = {"time": 55, SAVING: 22, EVALUATING: 10, PREPARING: 8, PUBLISHING: 5}
@@ -79,6 +79,9 @@ def ensure_reference(soak: Soak) -> None:
     if ended.code:
         raise UserError(f"the undisturbed run ended with code {ended.code}: {ended.output[-1500:]}", place=str(run.path))
     remember_marks(soak.state, ended, time.monotonic() - started)
+    soak.state.marks[f"{EVALUATING} lasts"] = max(
+        (row["eval_seconds"] for row in read_metrics(run) if row["kind"] == "eval"), default=0.0
+    )
     soak.state.save()
 
 
@@ -95,8 +98,6 @@ def save_interval(reference: RunFolder) -> int:
 
 
 def _steps(run: RunFolder, kind: str) -> list[int]:
-    from sft_play.soak.same import read_metrics
-
     return [int(row["step"]) for row in read_metrics(run) if row["kind"] == kind] if run.metrics.is_file() else []
 
 
@@ -126,7 +127,10 @@ def kill_and_go_on(soak: Soak, kills: int) -> None:
             finish_run(soak, ended)
         else:
             failures += 1
-            problem(state, f"launch {state.launches} of run {state.run} ended by itself with code {ended.code}: {last_error(ended.output)}")
+            problem(
+                state,
+                f"launch {state.launches} of run {state.run} ended by itself with code {ended.code}: {last_error(ended.output)}",
+            )
             if failures >= MOST_FAILURES:
                 state.save()
                 raise UserError(

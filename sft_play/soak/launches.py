@@ -161,7 +161,7 @@ def _shoot(watcher: Watcher, aim: Aim, chance: random.Random) -> Shot | None:
         return None
     phase = watcher.phase()
     order: dict[str, int] = {LAUNCHER: 0, AGENT: 1}
-    chosen = [p for p, role in living.items() if role == target or target == EVERYTHING]
+    chosen = [p for p, role in living.items() if target in (role, EVERYTHING)]
     family.kill(sorted(chosen, key=lambda process: order.get(living[process], 2)))
     seconds = time.monotonic() - watcher.started
     after = watcher.phase()
@@ -178,7 +178,7 @@ def choose_target(roles: Sequence[str], chance: random.Random) -> str | None:
         return PREPARATION
     ranks = sorted(role for role in roles if role.startswith("rank "))
     possible = [role for role in (*ranks, LAUNCHER, AGENT) if role in roles]
-    possible += [EVERYTHING] if len(possible) > 1 else []
+    possible += [EVERYTHING] if len(roles) > 1 else []
     weights = [TARGETS["rank"] / len(ranks) if role in ranks else TARGETS[role] for role in possible]
     return chance.choices(possible, weights)[0]
 

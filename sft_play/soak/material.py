@@ -12,7 +12,16 @@ from sft_play.files import write_json, write_text
 TRAIN_ROWS, VALIDATION_ROWS = 400, 12
 SAVE_STEPS, EVAL_STEPS, STEPS = 5, 8, 60
 """A save every 5 steps and an evaluation with answers every 8, so that they fall on one step (40) and mostly on different ones."""
-SUBJECTS = ("the river", "a clock", "my neighbour", "the north wind", "an old ship", "the second house", "a small bell", "the road")
+SUBJECTS = (
+    "the river",
+    "a clock",
+    "my neighbour",
+    "the north wind",
+    "an old ship",
+    "the second house",
+    "a small bell",
+    "the road",
+)
 VERBS = ("turns", "waits for", "carries", "remembers", "leaves", "follows", "measures", "calls")
 
 
@@ -31,7 +40,7 @@ def configuration(folder: Path) -> dict[str, Any]:
     """Returns the configuration over the rows in `folder`. Dropout is on, so that random states count."""
     return {
         "model": {
-            "init": "random", "vocab_size": 512, "hidden_size": 64, "attention_heads": 4, "layers": 2, "max_seq_len": 128,
+            "init": "random", "vocab_size": 320, "hidden_size": 64, "attention_heads": 4, "layers": 2, "max_seq_len": 128,
             "tokenizer": "train",
         },
         "tuning": {"mode": "full"},

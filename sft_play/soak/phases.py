@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ PHASES = (STARTING, PREPARING, LOADING, TRAINING, EVALUATING, SAVING, PUBLISHING
 """In the order of a run. `starting`: the launcher alone, before and after the preparation; `loading`: agent and workers until steps can
 begin; `publishing`: the final `model/` is written; `ending`: the workers have gone, the launcher not yet."""
 TAIL_BYTES = 16384
+HALF_WRITTEN = re.compile(r"\.step-\d+\.partial")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,7 +83,7 @@ class Watcher:
     def half_written(self) -> list[str]:
         """Returns the names of checkpoints that are being written. Cheap: it lists one folder."""
         with contextlib.suppress(OSError):
-            return [name for name in os.listdir(self.run.checkpoints) if name.startswith(".step-") and name.endswith(".partial")]
+            return [path.name for path in self.run.checkpoints.iterdir() if HALF_WRITTEN.fullmatch(path.name)]
         return []
 
     def evaluating(self) -> bool:

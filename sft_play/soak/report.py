@@ -50,7 +50,9 @@ def as_text(state: State) -> str:
     for phase in (*PHASES, "all"):
         found = [kill for kill in state.kills if phase in (kill.phase, "all")]
         if found:
-            rows.append([phase, *(str(sum(k.target == target for k in found)) for target in targets), str(len(found)), _lost(found)])
+            rows.append(
+                [phase, *(str(sum(k.target == target for k in found)) for target in targets), str(len(found)), _lost(found)]
+            )
     result = as_json(state)
     over = result["over_seconds"]
     lines = [*_table(rows), ""]
@@ -98,7 +100,9 @@ def write_table(path: Path, state: State) -> None:
     head, found, rest = text.partition(begin)
     _, closed, tail = rest.partition(end)
     if not (found and closed):
-        raise UserError(f"`{path}` exists and has no place for this table", hint=f"put the lines `{begin}` and `{end}` where it belongs")
+        raise UserError(
+            f"`{path}` exists and has no place for this table", hint=f"put the lines `{begin}` and `{end}` where it belongs"
+        )
     write_text(path, head + block + tail)
 
 

@@ -83,7 +83,9 @@ class State:
 
     def save(self) -> None:
         """Publishes the file."""
-        values = {name: getattr(self, name) for name in ("settings", "problems", "launches", "run", "run_kills", "run_over", "marks")}
+        values = {
+            name: getattr(self, name) for name in ("settings", "problems", "launches", "run", "run_kills", "run_over", "marks")
+        }
         values |= {"format": FORMAT, "seconds": round(self.seconds, 1)}
         values |= {"kills": [asdict(kill) for kill in self.kills], "comparisons": [asdict(one) for one in self.comparisons]}
         write_json(self.path, values)
@@ -100,9 +102,13 @@ def load_state(path: Path, settings: Mapping[str, Any]) -> State:
         found["comparisons"] = [Comparison(**{**one, "problems": tuple(one["problems"])}) for one in found["comparisons"]]
         state = State(path=path, **found)
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        raise UserError(f"the soak's state cannot be read: {error}", place=str(path), hint="remove its folder, or choose another RUN_NAME") from error
+        raise UserError(
+            f"the soak's state cannot be read: {error}", place=str(path), hint="remove its folder, or choose another RUN_NAME"
+        ) from error
     differ = sorted(name for name in {*settings, *state.settings} if settings.get(name) != state.settings.get(name))
     if differ:
         said = ", ".join(f"`{name}` was `{state.settings.get(name)}` and is `{settings.get(name)}`" for name in differ)
-        raise UserError(f"another soak is kept there: {said}", place=str(path.parent), hint="choose another RUN_NAME, or remove that folder")
+        raise UserError(
+            f"another soak is kept there: {said}", place=str(path.parent), hint="choose another RUN_NAME, or remove that folder"
+        )
     return state

@@ -80,7 +80,9 @@ def one_error(text: str) -> str:
     return text.partition("error: ")[2]
 
 
-def started(launcher: Launcher, command: str, *words: str, name: str, until: Callable[[RunFolder], bool]) -> subprocess.Popen[str]:
+def started(
+    launcher: Launcher, command: str, *words: str, name: str, until: Callable[[RunFolder], bool]
+) -> subprocess.Popen[str]:
     """Starts a long run and waits until it has come somewhere."""
     process = launcher.start(command, f"CONFIG={launcher.config}", f"RUN_NAME={name}", "TRAIN_MAX_STEPS=4000", *words)
     deadline = time.monotonic() + SECONDS
@@ -163,7 +165,9 @@ def test_prepared_data_that_are_gone_or_changed_are_made_again(
     if harm == "deleted":
         shutil.rmtree(cache)
     elif harm == "changed":  # another token in every row, the file as long as before
-        arrow.write_bytes(bytes(b ^ 1 if place % 97 == 0 and 600 < place < len(content) - 600 else b for place, b in enumerate(content)))
+        arrow.write_bytes(
+            bytes(b ^ 1 if place % 97 == 0 and 600 < place < len(content) - 600 else b for place, b in enumerate(content))
+        )
     else:
         arrow.write_bytes(content[:-50])
     done = launcher("resume", "RUN=half")
@@ -177,7 +181,14 @@ def test_dates_in_the_future_choose_nothing(torn: tuple[Launcher, RunFolder, lis
     launcher, run, whole = torn
     shutil.copytree(run.checkpoint(2), run.checkpoint(1))  # an older checkpoint, by its name
     later = time.time() + 30 * DAY
-    for path in [*run.checkpoint(1).rglob("*"), run.checkpoint(1), *run.tensorboard.rglob("*"), *run.logs.iterdir(), run.stamp, run.plan]:
+    for path in [
+        *run.checkpoint(1).rglob("*"),
+        run.checkpoint(1),
+        *run.tensorboard.rglob("*"),
+        *run.logs.iterdir(),
+        run.stamp,
+        run.plan,
+    ]:
         os.utime(path, (later, later))
     for index, path in enumerate(sorted(run.tensorboard.glob("events*"))):
         path.rename(path.with_name(f"events.out.tfevents.{int(later) + index}.host.1.0"))
@@ -196,7 +207,10 @@ def test_a_run_resumes_under_another_host_name(torn: tuple[Launcher, RunFolder, 
     launcher, run, _ = torn
     words = [sys.executable, "-m", "sft_play", "train-distributed", f"CONFIG={launcher.config}", "RUN_NAME=moved", "NUM_GPUS=2"]
     script = 'hostname "nobody-knows-$1" && shift && exec "$@"'
-    for name, command in (("one", words), ("two", [sys.executable, "-m", "sft_play", "resume", "RUN=moved", "TRAIN_MAX_STEPS=3"])):
+    for name, command in (
+        ("one", words),
+        ("two", [sys.executable, "-m", "sft_play", "resume", "RUN=moved", "TRAIN_MAX_STEPS=3"]),
+    ):
         done = subprocess.run(
             ["unshare", "-u", "sh", "-c", script, "sh", name, *command], env=launcher.environment, cwd=launcher.folder,
             capture_output=True, text=True, timeout=SECONDS, check=False,
@@ -277,10 +291,21 @@ def test_a_clock_that_is_set_back_during_a_run_and_before_its_resume(launcher: L
     clock = Clock(tmp_path)
     launcher.environment |= clock.variables
     shown = subprocess.run(
-        [sys.executable, "-c", "import time; print(time.time())"], env=launcher.environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", "import time; print(time.time())"],
+        env=launcher.environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert abs(float(shown.stdout) - time.time()) < 60
-    process = started(launcher, "train-distributed", "NUM_GPUS=2", "TRAIN_SAVE_STEPS=2", name="back", until=lambda run: run.checkpoint(2).is_dir())
+    process = started(
+        launcher,
+        "train-distributed",
+        "NUM_GPUS=2",
+        "TRAIN_SAVE_STEPS=2",
+        name="back",
+        until=lambda run: run.checkpoint(2).is_dir(),
+    )
     run = RunFolder(launcher.runs / "back")
     clock.turn(-DAY)
     steps = len(metrics(run.path))
@@ -343,7 +368,9 @@ def test_a_port_of_ones_own_that_is_taken_meanwhile(launcher: Launcher) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    process = launcher.start("train-distributed", f"CONFIG={launcher.config}", "NUM_GPUS=2", "RUN_NAME=port", f"MASTER_PORT={port}")
+    process = launcher.start(
+        "train-distributed", f"CONFIG={launcher.config}", "NUM_GPUS=2", "RUN_NAME=port", f"MASTER_PORT={port}"
+    )
     launcher.wait_for(launcher.runs / "port", process)
     with socket.socket() as listener:
         listener.bind(("", port))
