@@ -13,6 +13,8 @@ VENV := .venv
 # Lower-case names are this file's own, and `override` keeps them so: a variable that you type must never change a recipe.
 override bin := $(VENV)/bin
 override program := @$(bin)/python -m sft_play
+# Two test processes; each keeps a file to itself, since the tests of a file share what they trained.
+override pytest := @$(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Where `make test` looks: a folder, a file or a node id.
 TESTS ?= tests
 # Rows of `make bench-preparation`.
@@ -22,7 +24,7 @@ ROWS ?= 200000
 $(foreach v,$(typed),$(eval unexport $(v)))
 
 override commands := quickstart config plan data inspect gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
-	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve bench soak tensorboard \
+	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve stamp audit bench soak tensorboard \
 	tensorboard-stop help
 .PHONY: $(commands) install test check test-all test-gpu bench-training bench-evaluation bench-preparation format render
 
@@ -38,6 +40,8 @@ endif
 $(commands): $(VENV)/.runtime
 	$(program) $@ --from-make
 
+audit: $(VENV)/.audit
+
 # A virtual environment with the pinned dependencies; made again when the pins are newer than it.
 install: $(VENV)/.runtime
 
@@ -47,21 +51,24 @@ $(VENV)/.runtime: constraints.txt pyproject.toml
 $(VENV)/.dev: $(VENV)/.runtime
 	@scripts/install.sh "$(PYTHON)" "$(VENV)" dev
 
+$(VENV)/.audit: $(VENV)/.runtime
+	@scripts/install.sh "$(PYTHON)" "$(VENV)" audit
+
 $(VENV)/.bench: $(VENV)/.dev
 	@scripts/install.sh "$(PYTHON)" "$(VENV)" bench
 
 test: $(VENV)/.dev
-	@$(bin)/python -m pytest "$(TESTS)" -m "not long and not gpu"
+	$(pytest) "$(TESTS)" -m "not long and not gpu"
 
 check: $(VENV)/.dev
 	@$(bin)/ruff check .
 	@$(bin)/ruff format --check .
 	@$(bin)/mypy
 	@$(bin)/lint-imports --no-logo
-	@$(bin)/python -m pytest tests/unit tests/contract -m "not long and not gpu and not slow"
+	$(pytest) tests/unit tests/contract -m "not long and not gpu and not slow"
 
 test-all: $(VENV)/.bench
-	@$(bin)/python -m pytest "$(TESTS)" -m "not gpu"
+	$(pytest) "$(TESTS)" -m "not gpu"
 
 test-gpu: $(VENV)/.dev
 	@$(bin)/python -m pytest "$(TESTS)" -m gpu

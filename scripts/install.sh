@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes or brings up to date the virtual environment: scripts/install.sh PYTHON VENV runtime|dev|bench
+# Makes or brings up to date the virtual environment: scripts/install.sh PYTHON VENV runtime|dev|bench|audit
 # pip's own settings (an index, a proxy, a CPU-only torch build) are honoured through pip's environment variables and files.
 set -euo pipefail
 python=$1 venv=$2 group=$3
@@ -33,6 +33,7 @@ case $group in
         ;;
     dev) echo "installing the test and lint tools into $venv" && install --editable '.[dev]' ;;
     bench) echo "installing the packages that benchmarks compare with into $venv" && install --editable '.[bench]' ;;
-    *) echo "usage: scripts/install.sh PYTHON VENV runtime|dev|bench" >&2 && exit 2 ;;
+    audit) echo "installing what asks for known holes into $venv" && install --editable '.[audit]' ;;
+    *) echo "usage: scripts/install.sh PYTHON VENV runtime|dev|bench|audit" >&2 && exit 2 ;;
 esac
 touch "$venv/.$group"

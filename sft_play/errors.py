@@ -11,7 +11,23 @@ A `UserError` is printed without a traceback. Anything else that reaches the top
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+TOKEN = re.compile(
+    r"(?<![A-Za-z0-9])(hf_|api_org_|sk-(?:proj-|ant-)?|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA)[A-Za-z0-9]{16,}"
+)
+"""Tokens of the hub, of GitHub and GitLab, of OpenAI and Anthropic, of Slack, of AWS, by how they begin."""
+
+LONGEST_LINE = 1_000
+"""Characters of one line of a message; of a longer one its beginning and its end are shown."""
+MOST_PROBLEMS = 40
+"""Problems that are written out at once."""
+
+
+def without_tokens(text: str) -> str:
+    """Returns `text` with each token that it holds cut down to its first letters."""
+    return TOKEN.sub(lambda found: f"{found[1]}...", text)
 
 
 class UserError(Exception):
@@ -30,9 +46,10 @@ class UserError(Exception):
 
     def render(self) -> str:
         """Returns the text that is printed on stderr, without a final newline."""
-        where = f"{self.place}: " if self.place else ""
-        text = f"error: {where}{self.message}"
-        return f"{text}\n\nhint: {self.hint}" if self.hint else text
+        place = _safe(self.place or "").replace("\n", "\\n")
+        where = f"{place}: " if self.place else ""
+        text = f"error: {where}{_safe(self.message)}"
+        return f"{text}\n\nhint: {_safe(self.hint)}" if self.hint else text
 
 
 class HardwareError(UserError):
@@ -69,7 +86,10 @@ class Problems(UserError):
         self.exit_code = problems[0].exit_code
 
     def render(self) -> str:
-        return "\n\n".join(p.render() for p in self.problems)
+        """Returns the first problems, and how many more there are."""
+        left = len(self.problems) - MOST_PROBLEMS
+        more = f"\n\n... and {left} more errors" if left > 0 else ""
+        return "\n\n".join(p.render() for p in self.problems[:MOST_PROBLEMS]) + more
 
 
 def raise_all(problems: Sequence[UserError]) -> None:
@@ -78,3 +98,16 @@ def raise_all(problems: Sequence[UserError]) -> None:
         raise problems[0]
     if problems:
         raise Problems(problems)
+
+
+def _safe(text: str) -> str:
+    """Returns `text` for a terminal: what moves the cursor, hides or turns letters round is written as its escape; long lines are cut."""
+    return "\n".join(_cut(line if line.isprintable() else _escaped(line)) for line in without_tokens(text).split("\n"))
+
+
+def _escaped(line: str) -> str:
+    return "".join(c if c.isprintable() or c in "\t\xa0\u3000" else c.encode("unicode_escape").decode("ascii") for c in line)
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 220]} ... {line[-200:]}"

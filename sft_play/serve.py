@@ -1,4 +1,7 @@
-"""`make serve RUN=`: the run's model behind transformers' own OpenAI-compatible server, on 127.0.0.1 only."""
+"""`make serve RUN=`: the run's model behind transformers' own OpenAI-compatible server, on 127.0.0.1 unless `HOST=` says otherwise.
+
+That server asks nobody who he is and loads whatever model a client names; both are settled here before it sees a request.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,24 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sft_play.config.load import read_config
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import file_sha256, text_sha256
+from sft_play.launch.access import TOKEN_VARIABLE, Guard, address_of, is_loopback, serve_token
 from sft_play.launch.network import port_is_free
 from sft_play.launch.run_folder import find_run
 from sft_play.model.folder import check_trained
+from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder, cache_folder
+from sft_play.runs.prepared import Prepared
+from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
 from sft_play.runs.weights import kind_of, label_of, weights_folder
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
 
-ADDRESS = "127.0.0.1"
 DEFAULT_PORT = 8000
 PORTS_TRIED = 100
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
@@ -41,16 +48,32 @@ def main(call: Call) -> int:
     if call.overrides:
         raise UserError(
             f"`make serve` cannot change {', '.join(f'`{o.key}`' for o in call.overrides)} of a trained run",
-            hint="it takes RUN, CHECKPOINT and PORT",
+            hint="it takes RUN, CHECKPOINT, HOST and PORT",
         )
+    address = address_of(call.options.get("HOST"))
+    token = serve_token(address)
     run = find_run(call.options["RUN"])
     weights = weights_folder(run, call.options.get("CHECKPOINT"))
     check_packages()
-    port = choose_port(call.integer("PORT", minimum=1))
+    port = choose_port(call.integer("PORT", minimum=1), address)
     folder = servable(run, weights)
     name = served_name(run, label_of(run, weights))
     with _stop_on_signals() as stopped, _named(folder, name):
-        return _serve(name, port, stopped, as_json=call.json)
+        return _serve(name, Place(address, port, token), stopped, as_json=call.json)
+
+
+class Place(NamedTuple):
+    """Where the server listens, and what a request must bear."""
+
+    address: str
+    port: int
+    token: str | None
+
+    @property
+    def url(self) -> str:
+        """As a client on this machine calls it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.address, self.address)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
 
 
 def check_packages() -> None:
@@ -63,17 +86,17 @@ def check_packages() -> None:
         )
 
 
-def choose_port(wanted: int | None) -> int:
+def choose_port(wanted: int | None, address: str) -> int:
     """Returns `PORT`, or the next free one, with a notice. Raises `UserError` above 65535, `HardwareError` when none is free."""
     first = wanted or DEFAULT_PORT
     if first > 65535:
         raise UserError(f"`PORT` is `{first}`; expected 1 to 65535")
     for port in range(first, min(first + PORTS_TRIED, 65536)):
-        if port_is_free(port, ADDRESS):
+        if port_is_free(port, address):
             if port != first:
                 print(f"port {first} is taken; using {port}", file=sys.stderr)
             return port
-    raise HardwareError(f"no free port from {first} on", hint="choose another PORT=")
+    raise HardwareError(f"no free port from {first} on", hint="choose another PORT=, and a HOST= that this machine has")
 
 
 def servable(run: RunFolder, weights: Path) -> Path:
@@ -83,6 +106,7 @@ def servable(run: RunFolder, weights: Path) -> Path:
     """
     check_trained(weights)
     if kind_of(weights) == "full":
+        _check_stamp(run, weights)
         return weights
     content = "".join(file_sha256(p) for p in sorted(weights.glob("adapter_*")))
     folder = cache_folder() / "merged" / text_sha256(f"{run.path.resolve()} {content}")[:32]
@@ -96,6 +120,14 @@ def servable(run: RunFolder, weights: Path) -> Path:
         with contextlib.redirect_stdout(sys.stderr):
             merge(run, weights, folder, lambda text: print(text, file=sys.stderr, flush=True))
     return folder
+
+
+def _check_stamp(run: RunFolder, weights: Path) -> None:
+    """Compares the stamp of whole weights with the run's, as `infer` does. Raises `CheckpointError`; merging compares adapters'."""
+    config = read_config(run.config).config
+    now = make_stamp(config, Plan.load(run.plan), Prepared.load(run.prepared))
+    for warning in refuse(compare(Stamp.load(weights), now, "infer"), f"`{label_of(run, weights)}`"):
+        print(warning, file=sys.stderr)
 
 
 def served_name(run: RunFolder, label: str) -> str:
@@ -141,31 +173,45 @@ def _stop_on_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _serve(name: str, port: int, stopped: list[int], *, as_json: bool) -> int:
+def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int:
     """Loads the model into transformers' server and waits for the end; returns 130 or 143 after a signal."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # the model is here; the server would ask the hub for its revision
     import torch
     from transformers.cli.serve import Serve
     from transformers.utils import logging
 
+    class Guarded(Serve):  # type: ignore[misc]
+        """Puts the check before the application between its making and its first request."""
+
+        def start_server(self) -> None:
+            only_model(self._model_manager, name)
+            config = self.server.config
+            assert not config.loaded, "the application must not be in use yet"
+            config.app = Guard(config.app, token=place.token, address=place.address)
+            super().start_server()
+
     logging.disable_progress_bar()
     print(f"loading {name} ...", file=sys.stderr, flush=True)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     with contextlib.redirect_stdout(sys.stderr):  # uvicorn's access log would go to stdout
-        server: Any = Serve(force_model=name, device=device, host=ADDRESS, port=port, log_level="error", non_blocking=True)
-    # By default it lists whatever the hub's cache holds, and fails where there is no cache.
-    model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "sft-play"}
-    server._model_manager.get_gen_models = lambda *_: [model]
+        server: Any = Guarded(
+            force_model=name, device=device, host=place.address, port=place.port, log_level="error", non_blocking=True
+        )
     try:
         while not server.server.started and server._thread.is_alive() and not stopped:
             time.sleep(0.05)
         if not server._thread.is_alive():
-            raise HardwareError(f"the server could not open port {port}", hint="choose another PORT=")
-        url = f"http://{ADDRESS}:{port}/v1"
+            raise HardwareError(f"the server could not open port {place.port} of {place.address}", hint="choose another PORT=")
+        if not is_loopback(place.address):
+            print(
+                "note: what is sent is not encrypted: beyond a network that you trust put it behind TLS or `ssh -L`",
+                file=sys.stderr,
+            )
         if as_json:
-            print(json.dumps({"url": url, "model": name, "pid": os.getpid()}), flush=True)
+            facts = {"url": place.url, "model": name, "pid": os.getpid(), "token": place.token is not None}
+            print(json.dumps(facts), flush=True)
         else:
-            print(f"serving {name} at {url}  (Ctrl-C stops)\n{_example(url, name)}", flush=True)
+            print(f"serving {name} at {place.url}  (Ctrl-C stops)\n{_example(place, name)}", flush=True)
         while server._thread.is_alive() and not stopped:
             time.sleep(0.2)
     finally:
@@ -173,6 +219,31 @@ def _serve(name: str, port: int, stopped: list[int], *, as_json: bool) -> int:
     return 128 + stopped[0] if stopped else 1
 
 
-def _example(url: str, name: str) -> str:
+def only_model(manager: Any, name: str) -> None:
+    """Makes the server know one model: by itself it loads any folder or hub id that a request names, and lists the hub's cache."""
+    from fastapi import HTTPException
+
+    model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "sft-play"}
+    known = manager.process_model_name
+    own = known(name)
+
+    def process(asked: Any) -> Any:
+        if not isinstance(asked, str) or known(asked) != own:
+            raise HTTPException(status_code=404, detail=f"there is one model here: {name}")
+        return own
+
+    streamed = manager.load_model_streaming
+
+    def stream(asked: str, gguf_file: str | None = None) -> Any:
+        if gguf_file is not None:
+            raise HTTPException(status_code=404, detail=f"there is one model here: {name}")
+        return streamed(asked)
+
+    manager.process_model_name, manager.load_model_streaming = process, stream
+    manager.get_gen_models = lambda *_: [model]
+
+
+def _example(place: Place, name: str) -> str:
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
-    return f"try: curl {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    key = f' -H "Authorization: Bearer ${TOKEN_VARIABLE}"' if place.token else ""
+    return f"try: curl {place.url}/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"

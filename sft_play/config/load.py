@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config import names
 from sft_play.config.keys import REQUIRED, extra_keys, find_key, schema_keys, sections, variable_name, variables
+from sft_play.config.metrics import metrics_hint
 from sft_play.config.schema import Config, DataSource
 from sft_play.config.sources import config_path, leaves, read_file
 from sft_play.config.types import INVALID, Mismatch, convert
@@ -52,9 +53,14 @@ class LoadedConfig:
 
 
 def load_config(path: Path | None, overrides: Iterable[Override] = (), environ: Mapping[str, str] | None = None) -> LoadedConfig:
-    """Returns the configuration of a file with overrides. Raises `UserError` with every problem at once."""
+    """Returns the configuration of a file with overrides. Raises `UserError` with every problem at once.
+
+    A run's `config.json` is taken as the run had it, so that `CONFIG=runs/NAME/config.json` makes the same run again.
+    """
     found = Values()
-    if path is not None:
+    if path is not None and _is_saved(path):
+        found, path = _read_saved(path)
+    elif path is not None:
         read_file(path, found)
     _read_environment(os.environ if environ is None else environ, found)
     _read_overrides(overrides, found)
@@ -85,6 +91,24 @@ def load_for_call(call: Call, default: str | None) -> LoadedConfig:
 
 def read_config(path: Path, overrides: Iterable[Override] = ()) -> LoadedConfig:
     """Returns the configuration of a run's `config.json`. Raises `CheckpointError` for a file that is none, else `UserError`."""
+    found, source = _read_saved(path)
+    _read_overrides(overrides, found)
+    return _finish(found, source)
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether a file is the `config.json` of a run, rather than a configuration that somebody wrote as JSON."""
+    if path.suffix != ".json":
+        return False
+    try:
+        saved = read_json(path)
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(saved, dict) and {"config", "origins"} <= saved.keys()
+
+
+def _read_saved(path: Path) -> tuple[Values, Path | None]:
+    """Returns the values of a run's `config.json`, and the file that they came from. Raises `CheckpointError`."""
     try:
         saved = read_json(path)
         tree, origins = dict(saved["config"]), {str(key): str(origin) for key, origin in saved["origins"].items()}
@@ -93,11 +117,9 @@ def read_config(path: Path, overrides: Iterable[Override] = ()) -> LoadedConfig:
         source = Path(saved["path"]) if saved.get("path") else None
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no run in `{path.parent}`", hint="RUN= takes the name or the folder of a run") from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"not the configuration of a run: {type(error).__name__} {error}", place=str(path)) from None
-    found = _values_of(tree, origins, place=str(path))
-    _read_overrides(overrides, found)
-    return _finish(found, source)
+    return _values_of(tree, origins, place=str(path)), source
 
 
 def override_config(loaded: LoadedConfig, overrides: Iterable[Override]) -> LoadedConfig:
@@ -207,6 +229,8 @@ def _finish(found: Values, path: Path | None) -> LoadedConfig:
             found.problems.append(_missing(known.name, path))
     if "model.name" not in found.values and values.get("model.init") != "random":
         found.problems.append(_missing("model.name", path))
+    if values.get("data.train_path") and values.get("data.sources") == []:
+        raise_all([*found.problems, _both(found, "data.train_path", "data.sources")])
     raise_all(found.problems)
     origins = {key: found.values[key].origin if key in found.values else DEFAULT for key in schema_keys()}
     origins |= {key: value.origin for key, value in found.values.items() if key in extra_keys()}
@@ -218,6 +242,10 @@ def _finish(found: Values, path: Path | None) -> LoadedConfig:
     return LoadedConfig(config=config, origins=MappingProxyType(origins), path=path, notices=tuple(found.notices))
 
 
+def _both(found: Values, key: str, other: str) -> UserError:
+    return UserError(f"`{key}` and `{other}` are both given", place=found.values[key].origin, hint="keep one of them")
+
+
 def _missing(key: str, path: Path | None) -> UserError:
     place = str(path) if path else None
     return UserError(f"`{key}` is missing", place=place, hint=f"set {variable_name(key)}, or write it in the file")
@@ -227,7 +255,8 @@ def _as_error(mismatch: Mismatch, value: Value, path: Path | None) -> UserError:
     place = value.origin
     if path is not None and mismatch.node.line and ":" in place and not value.literal:
         place = f"{place.rpartition(':')[0]}:{mismatch.node.line}"
-    return UserError(f"`{mismatch.key}` {mismatch.problem}", place=place, hint=mismatch.hint)
+    hint = metrics_hint(mismatch.node.value) if mismatch.key == "eval.metrics" else None
+    return UserError(f"`{mismatch.key}` {mismatch.problem}", place=place, hint=hint or mismatch.hint)
 
 
 def _build(values: Mapping[str, Any]) -> Config:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
 from sft_play.config.keys import extra_keys, find_key, schema_keys, sections, variable_name
 from sft_play.config.ranges import REFUSED
+
+SECRET = re.compile(r"(.*[_.])?(token|api_?key|secret|secret_key|access_key|password|passwd|credentials?)", re.IGNORECASE)
+"""Names of what must never stand in a file or on a command line."""
+SECRETS_HINT = "tokens and passwords come from the environment (`HF_TOKEN` for the hub) or from `hf auth login`, and are never written down"
 
 ALIASES: Mapping[str, str] = {
     # transformers, TRL, PEFT
@@ -97,7 +102,7 @@ OPTIONS: tuple[str, ...] = (
     "CONFIG", "RUN", "JSON", "RUN_NAME", "NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_CONFIG",
     "DEEPSPEED_CONFIG", "TENSORBOARD_PORT", "HARDWARE", "CHECKPOINT", "PROMPT", "INPUT", "OUTPUT", "OUT", "PORT", "MIXED_PRECISION",
     "STRATEGY", "SOURCE", "SCALE", "PRICE_PER_HOUR", "MODEL", "DATA", "BENCHMARKS", "BENCHMARK_LIMIT", "RUNS", "METRIC", "ROWS", "SPLIT",
-    "SEARCH", "HTML", "KILLS", "SEED",
+    "SEARCH", "HTML", "KILLS", "SEED", "A", "B", "HOST",
 )  # fmt: skip
 
 

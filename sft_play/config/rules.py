@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 
-from sft_play.config import metric_rules, source_rules, task_rules
+from sft_play.config import metric_rules, path_rules, security_rules, source_rules, task_rules
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 
@@ -98,15 +97,6 @@ def _launch(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
         )  # fmt: skip
 
 
-def _code(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
-    revision = config.model.revision or ""
-    if config.model.trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", revision):
-        yield _problem(
-            origins, "model.trust_remote_code", "`model.trust_remote_code` runs code that comes with the model, so it must be pinned",
-            "set `model.revision` to the full commit (40 hexadecimal digits)",
-        )  # fmt: skip
-
-
 def _warmup(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
     train = config.train
     if train.warmup_steps is not None and train.max_steps > 0 and train.warmup_steps > train.max_steps:
@@ -118,5 +108,6 @@ def _warmup(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
 
 
 RULES: tuple[Rule, ...] = (
-    _names, _precision, _data, _evaluation, _launch, _code, _warmup, *metric_rules.RULES, *source_rules.RULES, *task_rules.RULES,
+    _names, _precision, _data, _evaluation, _launch, _warmup, *metric_rules.RULES, *path_rules.RULES, *security_rules.RULES, *source_rules.RULES,
+    *task_rules.RULES,
 )  # fmt: skip

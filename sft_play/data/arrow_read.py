@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from sft_play.data.inside import require_inside
 from sft_play.data.unpack import open_bytes, seekable
 from sft_play.errors import DataError
 
@@ -114,7 +115,7 @@ def without_nulls(value: Any) -> Any:
 
 def saved_files(folder: Path, split: str | None) -> list[Path] | None:
     """Returns the Arrow files of a folder that `save_to_disk` wrote, in order; `None` for another folder. Raises `DataError`."""
-    splits = folder / "dataset_dict.json"
+    root, splits = folder, folder / "dataset_dict.json"
     if splits.is_file():
         names = _strings(splits, "splits")
         if split not in names:
@@ -132,6 +133,7 @@ def saved_files(folder: Path, split: str | None) -> list[Path] | None:
     for file in files:
         if not file.is_file():
             raise DataError("the file is missing, though `state.json` names it", place=str(file))
+    require_inside(files, root)
     return files
 
 

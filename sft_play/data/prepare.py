@@ -107,8 +107,8 @@ def _named(manifest: dict[str, Any] | None, part: Part) -> dict[str, Any]:
     assert manifest is not None, f"{part.folder} was published a moment ago"
     names = [{"name": source.name or source.path} for source in part.sources]
     facts = [
-        fact | name | {"weight": source.weight}
-        for fact, name, source in zip(manifest["split"]["sources"], names, part.sources, strict=True)
+        fact | name | {"weight": source.weight, "content": content}
+        for fact, name, source, content in zip(manifest["split"]["sources"], names, part.sources, part.contents, strict=True)
     ]
     sources = [found | name for found, name in zip(manifest["sources"], names, strict=True)]
     split = manifest["split"] | {"path": str(part.folder.resolve()), "sources": facts}

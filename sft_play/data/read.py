@@ -9,6 +9,7 @@ from pathlib import Path
 from sft_play.config.schema import DataSource
 from sft_play.data.arrow_read import saved_files
 from sft_play.data.files_read import DOCUMENTS, ENDINGS, TABLES, Placed, read_file
+from sft_play.data.inside import require_inside, root_of
 from sft_play.data.left import LeftOut
 from sft_play.data.select import select
 from sft_play.data.unpack import kind
@@ -33,6 +34,7 @@ def files_of(source: DataSource) -> list[Path] | None:
         found = sorted(p for p in _matches(path) if p.is_file())
         if not found:
             raise DataError(f"no file matches `{source.path}`", hint=PATHS_COUNT)
+        require_inside(found, root_of(path))
         return found
     if path.suffix or source.path.count("/") != 1 or source.path.startswith((".", "/", "~")):
         raise DataError("there is no such file", place=source.path, hint=PATHS_COUNT)
@@ -49,6 +51,7 @@ def _folder_files(folder: Path, place: str) -> list[Path]:
     for endings in (TABLES, DOCUMENTS):
         found = [path for path in files if kind(path) in endings]
         if found:
+            require_inside(found, folder)
             return found
     raise DataError(f"the folder holds no {ENDINGS} file", place=place)
 

@@ -16,7 +16,7 @@ def free_port() -> int:
 
 def port_is_free(port: int, address: str = "") -> bool:
     """Whether a listener could be opened on `port`; the default address is every interface."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,8 +19,9 @@ from pathlib import Path
 import psutil
 
 from sft_play.config.call import Call
-from sft_play.errors import HardwareError
+from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json, write_json
+from sft_play.launch.access import address_of, is_loopback
 from sft_play.launch.network import port_is_free
 from sft_play.launch.run_folder import find_run
 from sft_play.runs.folder import runs_folder
@@ -63,6 +65,7 @@ def pid_file() -> Path:
 
 def start(call: Call) -> int:
     """Starts TensorBoard, prints its URL once it answers. One that runs already stays, unless another port or folder is asked for."""
+    _refuse_other_hosts(call)
     wanted = call.integer("TENSORBOARD_PORT", minimum=1)
     name = call.options.get("RUN")
     folder = (find_run(name).tensorboard if name else runs_folder()).resolve()
@@ -80,6 +83,17 @@ def start(call: Call) -> int:
     server = _spawn(folder, port)
     note += f"port {wanted or DEFAULT_PORT} is taken; " if port != (wanted or DEFAULT_PORT) else ""
     return _say(call, server, f"{note}`make tensorboard-stop` ends it")
+
+
+def _refuse_other_hosts(call: Call) -> None:
+    """Raises `UserError` for an address that others can reach: TensorBoard asks nobody for a password, and shows files."""
+    if is_loopback(address := address_of(call.options.get("HOST"))):
+        return
+    port = call.options.get("TENSORBOARD_PORT") or DEFAULT_PORT
+    raise UserError(
+        f"`HOST` is `{address}`, which other machines can reach, and TensorBoard would show all runs to whoever asks",
+        hint=f"from your own machine: ssh -L {port}:{HOST}:{port} {socket.gethostname()}, then open http://{HOST}:{port}/",
+    )
 
 
 def stop(call: Call) -> int:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from sft_play.errors import CheckpointError, DataError
+from sft_play.runs.states_facts import is_state_file
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -16,7 +17,8 @@ HEADER_LIMIT = 100 * 2**20
 
 def weight_files(folder: Path) -> list[Path]:
     """Returns the weight files in a fixed order: safetensors where there are any, else pickles."""
-    return next((files for pattern in WEIGHTS if (files := sorted(folder.glob(pattern)))), [])
+    found = (sorted(path for path in folder.glob(pattern) if not is_state_file(path.name)) for pattern in WEIGHTS)
+    return next((files for files in found if files), [])
 
 
 def check_folder(folder: Path, place: str) -> None:
@@ -28,8 +30,12 @@ def check_folder(folder: Path, place: str) -> None:
 
 
 def check_trained(folder: Path) -> None:
-    """Raises `CheckpointError` for a weight file of a run's model or adapter that is cut short or no safetensors file."""
-    for path in sorted(folder.glob("*.safetensors")):
+    """Raises `CheckpointError` for a weight file of a run's model or adapter that is cut short or no safetensors file, and for an
+    index that names files elsewhere."""
+    for index in sorted(folder.glob("*.index.json")):
+        if outside := _outside(_indexed(index)):
+            raise CheckpointError(f"names `{outside}`, which is not in the folder", place=str(index))
+    for path in sorted(path for path in folder.glob("*.safetensors") if not is_state_file(path.name)):
         problem = _damage(path)
         if problem:
             raise CheckpointError(problem[0], place=str(path), hint="CHECKPOINT=last takes the last checkpoint instead")
@@ -62,8 +68,11 @@ def _check_weights(folder: Path, place: str) -> None:
         hint = "it needs `model.safetensors` (or shards with an index)"
         raise DataError("the model has no weights", place=place, hint=hint)
     kind = files[0].suffix
+    for index in sorted(folder.glob("*.index.json")):
+        if outside := _outside(_indexed(index)):
+            raise DataError(f"names `{outside}`, which is not in the folder", place=str(index))
     for index in sorted(folder.glob(f"*{kind}.index.json")):
-        wanted = set(json.loads(index.read_bytes()).get("weight_map", {}).values())
+        wanted = _indexed(index)
         missing = sorted(name for name in wanted if not (folder / name).is_file())
         if missing:
             shown = ", ".join(f"`{name}`" for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
@@ -72,6 +81,42 @@ def _check_weights(folder: Path, place: str) -> None:
         problem = _damage(path)
         if problem:
             raise DataError(problem[0], place=str(path), hint=problem[1])
+
+
+def _indexed(index: Path) -> set[str]:
+    """Returns the weight files that an index names. Raises `DataError` for what is no index."""
+    try:
+        named = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        named = {None}
+    if not all(isinstance(name, str) for name in named):
+        raise DataError("is not an index of weight files", place=str(index), hint="fetch it again")
+    return named
+
+
+def _outside(names: set[str]) -> str | None:
+    """Returns a name that leads out of the folder, or into another one; weight files lie beside their index."""
+    return next((name for name in sorted(names) if Path(name).name != name or name in ("", ".", "..") or "\\" in name), None)
+
+
+def refuse_foreign_code(folder: Path) -> None:
+    """Raises `DataError` for a model whose `auto_map` names code of another repository, which `model.revision` does not pin.
+
+    Asked only where `model.trust_remote_code` is true; elsewhere no code of a model is run.
+    """
+    for path in (folder / "config.json", folder / "tokenizer_config.json"):
+        try:
+            named = json.loads(path.read_bytes()).get("auto_map") or {}
+        except (OSError, ValueError, AttributeError):
+            continue
+        entries = named.values() if isinstance(named, dict) else [named]
+        for entry in entries:
+            for name in entry if isinstance(entry, (list, tuple)) else [entry]:
+                if isinstance(name, str) and "--" in name:
+                    raise DataError(
+                        f"`auto_map` names code of another repository, `{name}`, which no commit pins", place=str(path),
+                        hint="copy the model into a folder with that code in it, read it, and set `model.name` to the folder",
+                    )  # fmt: skip
 
 
 def _damage(path: Path) -> tuple[str, str] | None:

@@ -31,7 +31,7 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
     same fresh weights, since the seed is set here. For ZeRO-3, `TrainingArguments` with the DeepSpeed configuration must be
     alive before, so that transformers shards while it loads. Raises `UserError`, `CheckpointError` or `HardwareError`.
     """
-    tokenizer = load_tokenizer(prepared.model.path, prepared.model.chat)
+    tokenizer = load_tokenizer(prepared.model.path, prepared.model.chat, trust=config.model.trust_remote_code)
     if config.tuning.backend == "unsloth":
         from sft_play.model import unsloth
 

@@ -25,6 +25,7 @@ from sft_play.model.use import add_trained_adapter, checked_base, has_tokenizer,
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
+from sft_play.runs.states_facts import is_state_file
 from sft_play.runs.weights import kind_of, label_of
 
 Say = Callable[[str], None]
@@ -89,13 +90,16 @@ def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> Merged:
 
 def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
     prepared = Prepared.load(run.prepared)
-    checked_base(weights, read_config(run.config).config, Plan.load(run.plan), prepared, "merge")
+    settled = read_config(run.config).config
+    checked_base(weights, settled, Plan.load(run.plan), prepared, "merge")
     size = sum(p.stat().st_size for p in weights.iterdir() if p.is_file())
     _require_disk(partial, size)
     for path in weights.iterdir():
         if path.is_file() and not path.name.startswith((*LEFT_BEHIND, "manifest")):
             shutil.copy2(path, partial / path.name)
-    tokenizer = load_tokenizer(partial) if has_tokenizer(partial) else load_tokenizer(prepared.model.path, prepared.model.chat)
+    own = has_tokenizer(partial)
+    source, chat = (partial, None) if own else (Path(prepared.model.path), prepared.model.chat)
+    tokenizer = load_tokenizer(source, chat, trust=settled.model.trust_remote_code)
     if not has_tokenizer(partial):
         tokenizer.save_pretrained(partial)
     config = read_json(partial / "config.json")
@@ -119,7 +123,8 @@ def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> di
     base = checked_base(weights, config, plan, prepared, "merge")
     assert base is not None
     folder = Path(base.path)
-    tokenizer = load_tokenizer(weights) if has_tokenizer(weights) else load_tokenizer(folder, base.chat)
+    source, chat = (weights, None) if has_tokenizer(weights) else (folder, base.chat)
+    tokenizer = load_tokenizer(source, chat, trust=config.model.trust_remote_code)
     prompts = [_ids(tokenizer, prompt) for prompt in PROMPTS]
     model = add_trained_adapter(_full_precision_base(config, folder, partial, say), weights).eval()
     wanted = _logits(model, prompts)
@@ -206,7 +211,7 @@ def _ends(tokenizer: Any) -> dict[str, Any]:
 
 def _stamp(run: RunFolder, weights: Path, partial: Path) -> None:
     stamp = read_json(weights / "stamp.json") if (weights / "stamp.json").is_file() else {}
-    files = sorted(p for p in weights.iterdir() if p.suffix == ".safetensors")
+    files = sorted(p for p in weights.iterdir() if p.suffix == ".safetensors" and not is_state_file(p.name))
     made_from = {"run": run.name, "weights": label_of(run, weights), "sha256": {p.name: file_sha256(p) for p in files}}
     write_json(partial / "stamp.json", {**stamp, "merged_from": made_from})
 
@@ -247,7 +252,7 @@ def _stored_parameters(folder: Path) -> int:
 
     four_bit = (quantise.quantisation_of(folder) or {}).get("load_in_4bit")
     count = 0
-    for path in folder.glob("*.safetensors"):
+    for path in (path for path in folder.glob("*.safetensors") if not is_state_file(path.name)):
         with safe_open(path, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 part = tensors.get_slice(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, HardwareError
+from sft_play.model.folder import refuse_foreign_code
 
 
 def read_model(
@@ -32,6 +34,8 @@ def read_model(
     arguments: dict[str, Any] = {"device_map": {"": device}} if device else {}
     if quantization_config is not None:
         arguments["quantization_config"] = quantization_config
+    if settings.trust_remote_code:
+        refuse_foreign_code(folder)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder),
@@ -42,6 +46,11 @@ def read_model(
             output_loading_info=True,
             **arguments,
         )
+    except pickle.UnpicklingError as error:  # torch's `weights_only`: nothing of the file has run
+        raise CheckpointError(
+            f"the weights of `{settings.name}` are a pickle that holds more than tensors, and is not loaded", place=str(folder),
+            hint="do not trust this model; take one with safetensors",
+        ) from error  # fmt: skip
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

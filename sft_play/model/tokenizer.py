@@ -7,22 +7,26 @@ from typing import Any
 
 from sft_play.data.templates import adds_bos, fitted, quoted, styled
 from sft_play.errors import DataError
+from sft_play.model.folder import refuse_foreign_code
 from sft_play.runs.prepared import ChatFormat
 
 MARKER = "\u2402answer\u2403"
 """Stands for an answer when a template is rendered to see where it stands and what follows it."""
 
 
-def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None) -> Any:
+def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust: bool = False) -> Any:
     """Returns the fast tokenizer of `folder` with a padding token and a chat template. No network. Raises `DataError`.
 
     `chat` is what the configuration says about writing conversations (`ResolvedModel.chat`), `None` for a folder that a run
-    published: its template holds that already.
+    published: its template holds that already. `trust` is `model.trust_remote_code`.
     """
     from transformers import AutoTokenizer
 
+    if trust:
+        refuse_foreign_code(Path(folder))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        # Without a word about trust transformers would ask at the terminal whether to run the code that a folder holds.
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust)
     except (OSError, ValueError, KeyError, TypeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(f"no tokenizer can be loaded: {first}", place=str(folder)) from error

@@ -48,7 +48,9 @@ def load_for_use(
         model = read_model(folder, config.model, dtype=use_dtype(plan, device), attention=use_attention(plan, device))
     else:
         model = add_trained_adapter(read_base(config, plan, base, device), folder)
-    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else load_tokenizer(prepared.model.path, prepared.model.chat)
+    own = has_tokenizer(folder)
+    chat = None if own else prepared.model.chat
+    tokenizer = load_tokenizer(folder if own else prepared.model.path, chat, trust=config.model.trust_remote_code)
     model = model.to(device) if not quantised(model) else model
     model.config.get_text_config().use_cache = True
     return model.eval(), tokenizer

@@ -60,6 +60,8 @@ class SourceFacts:
     label_tokens: int
     weight: float | None = None
     """As configured; `None` where the source's rows are all taken once an epoch."""
+    content: str | None = None
+    """sha256 over the source's files; `None` where it has none here, as a data set of the hub."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +89,8 @@ class PreparedSplit:
     """Rows cut to `model.max_seq_len`."""
     sources: tuple[SourceFacts, ...] = ()
     """In the order of `data.sources`."""
+    template: str | None = None
+    """sha256 of a conversation as the chat template writes it (`data.rendered`)."""
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> PreparedSplit:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from sft_play import __version__
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.files import read_json, write_json
+from sft_play.runs.origin import code_sha256, git_state, machine, versions
 from sft_play.runs.prepared import Prepared
 
 Purpose = Literal["resume", "merge", "infer", "eval"]
 Verdict = Literal["refuse", "warn", "allow"]
 
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes", "datasets")
 NAME = "stamp.json"
+
+
+class RankFacts(Protocol):
+    """What a stamp keeps of a rank's plan (`sft_play.plan.plan.RankPlan`)."""
+
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def accumulation(self) -> int: ...
 
 
 class PlanFacts(Protocol):
@@ -37,6 +46,12 @@ class PlanFacts(Protocol):
     def world_size(self) -> int: ...
     @property
     def recoveries(self) -> Sequence[Mapping[str, Any]]: ...
+    @property
+    def optim(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def ranks(self) -> Sequence[RankFacts]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +81,20 @@ class Stamp:
     """Weights of the training sources and what they mean; `None` where every row comes once an epoch."""
     recoveries: Sequence[Mapping[str, Any]] = ()
     """What was changed because memory ran out, oldest first."""
+    optimizer: str | None = None
+    """Family of the optimizer, by what its states are: `adamw_torch` for `adamw_torch_fused` too."""
+    template: str | None = None
+    """sha256 of a conversation as the chat template writes it; `None` where rows have no template."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """Facts of the plan that make the last digits: layout, kernels, how a batch is divided."""
+    data_files: Mapping[str, str | None] = field(default_factory=dict)
+    """`train:NAME` or `validation:NAME` -> sha256 over the source's files; `None` for a hub data set or a built-in one."""
+    code: str | None = None
+    """sha256 over the source of SFT-Play."""
+    git: Mapping[str, Any] | None = None
+    """Commit of the working folder, whether it was dirty, and a sha256 of its diff; `None` where there is no git."""
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    """System, processor, devices, driver, CUDA."""
     step: int = 0
     """Optimizer steps behind these weights; never compared."""
 
@@ -80,13 +109,17 @@ class Stamp:
         try:
             value = read_json(path)
             # A stamp of an earlier version lacks the fields that have a default.
-            known = {item.name for item in fields(Stamp) if item.default is MISSING or item.name in value}
+            known = {item.name for item in fields(Stamp) if _needed(item) or item.name in value}
             stamp = Stamp(**{name: value[name] for name in known})
             return replace(stamp, recoveries=tuple(stamp.recoveries))
         except FileNotFoundError:
             raise CheckpointError("there is no stamp, so what made it is unknown", place=str(path)) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"the stamp cannot be read: {error}", place=str(path)) from error
+
+
+def _needed(item: Field[Any]) -> bool:
+    return item.default is MISSING and item.default_factory is MISSING
 
 
 def make_stamp(config: Config, plan: PlanFacts, prepared: Prepared) -> Stamp:
@@ -113,10 +146,44 @@ def make_stamp(config: Config, plan: PlanFacts, prepared: Prepared) -> Stamp:
         global_batch_size=plan.global_batch_size,
         strategy=plan.strategy,
         world_size=plan.world_size,
-        versions=_versions(),
+        versions=versions(),
         mixture=_mixture(config, prepared),
         recoveries=tuple(plan.recoveries),
+        optimizer=_family(plan.optim),
+        template=next((split.template for split in (prepared.train, prepared.validation) if split), None),
+        plan=_plan(plan),
+        data_files=_data_files(prepared),
+        code=code_sha256(),
+        git=git_state(),
+        machine=machine(_devices(plan), cuda=plan.device == "cuda"),
     )
+
+
+PLANNED = (
+    "device", "num_nodes", "backend", "optim", "learning_rate", "attn_implementation", "layout", "gradient_checkpointing",
+    "steps", "warmup_steps", "loss_chunk", "pack_tokens", "offload_optimizer", "offload_parameters",
+)  # fmt: skip
+"""Facts of a plan that a repeated run must come to again."""
+
+
+def _plan(plan: PlanFacts) -> dict[str, Any]:
+    facts = {name: getattr(plan, name) for name in PLANNED}
+    divided = Counter((rank.micro_batch, rank.accumulation) for rank in plan.ranks)
+    return facts | {"batches": [f"{ranks} x {micro} x {steps}" for (micro, steps), ranks in divided.items()]}
+
+
+def _devices(plan: PlanFacts) -> list[str]:
+    return [f"{count} x {name}" for name, count in Counter(rank.device_name for rank in plan.ranks).items()]
+
+
+def _family(optim: str) -> str:
+    """Returns the optimizer by its states: fused kernels and paged memory change neither names nor types of them."""
+    return optim.removesuffix("_fused").removeprefix("paged_")
+
+
+def _data_files(prepared: Prepared) -> dict[str, str | None]:
+    splits = {"train": prepared.train, "validation": prepared.validation}
+    return {f"{name}:{source.name}": source.content for name, split in splits.items() if split for source in split.sources}
 
 
 def _mixture(config: Config, prepared: Prepared) -> dict[str, Any] | None:
@@ -125,16 +192,6 @@ def _mixture(config: Config, prepared: Prepared) -> dict[str, Any] | None:
         return None
     weights = [source.weight for source in sources]
     return {"weights": weights, "mix_by": config.data.mix_by, "exhausted": config.data.exhausted}
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "sft_play": __version__}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +228,28 @@ RULES: Mapping[str, Rule] = {
     "global_batch_size": Rule(
         "refuse", "allow", "allow", "allow", "every update would change: set `train.global_batch_size` back"
     ),
-    "strategy": Rule("refuse", "allow", "allow", "allow", "use the command that started the run: its states are laid out for it"),
-    "world_size": Rule("refuse", "allow", "allow", "allow", "resume with as many processes as before (`NUM_GPUS`)"),
+    "strategy": Rule("warn", "allow", "allow", "allow", "losses will differ in the last digits; the states are rearranged"),
+    "world_size": Rule(
+        "warn",
+        "allow",
+        "allow",
+        "allow",
+        "losses will differ in the last digits, with dropout by its draws; the states are rearranged",
+    ),
     "versions": Rule("warn", "warn", "allow", "allow", "install the pinned versions with `make install`"),
     "recoveries": Rule("allow", "allow", "allow", "allow", "nothing: how a batch is divided changes no update"),
+    "optimizer": Rule("refuse", "allow", "allow", "allow", "its states are of another kind: set `train.optim` to the one before"),
+    "template": Rule("warn", "warn", "warn", "warn", "the chat template writes conversations otherwise: look for its change"),
+    "plan": Rule("allow", "allow", "allow", "allow", "losses may differ in the last digits"),
+    "data_files": Rule("allow", "allow", "allow", "allow", "nothing while `train_data`, the rows made from them, is the same"),
+    "code": Rule("warn", "allow", "allow", "allow", "another version of SFT-Play goes on with this run"),
+    "git": Rule("allow", "allow", "allow", "allow", "nothing: it says where configuration and data came from"),
+    "machine": Rule("warn", "allow", "allow", "allow", "losses will differ in the last digits"),
 }
 """The table: field of `Stamp` -> verdicts. `docs/checkpoints.md` shows it; a test compares the two."""
+
+LATER = frozenset({"optimizer", "template", "plan", "data_files", "code", "machine"})
+"""Fields that a stamp of an earlier version, or one of a run without such rows, leaves empty: nothing is said about those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +272,7 @@ def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[Difference]:
     for name, rule in RULES.items():
         before, after = getattr(old, name), getattr(new, name)
         verdict: Verdict = getattr(rule, purpose)
-        if before != after and verdict != "allow":
+        if before != after and verdict != "allow" and not (name in LATER and not (before and after)):
             if isinstance(before, Mapping) and isinstance(after, Mapping):
                 before, after = _changed(before, after), _changed(after, before)
             found.append(Difference(name, before, after, verdict, rule.advice))

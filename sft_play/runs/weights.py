@@ -9,6 +9,7 @@ from typing import Literal
 from sft_play.errors import CheckpointError
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import verify
+from sft_play.runs.states_facts import is_state_file
 
 Kind = Literal["adapter", "full"]
 
@@ -26,7 +27,8 @@ def weights_folder(run: RunFolder, wanted: str | None) -> Path:
     name = wanted or "last"
     folder = (run.checkpoints / name).resolve()
     plain = Path(name).name == name and (STEP_NAME.fullmatch(name) or name in ("best", "last"))
-    if plain and STEP_NAME.fullmatch(folder.name) and folder.is_dir():
+    inside = folder.parent == run.checkpoints.resolve()  # `last` and `best` are links, and those of a stranger's run may lead anywhere
+    if plain and inside and STEP_NAME.fullmatch(folder.name) and folder.is_dir():
         damage = verify(folder, needed=_is_for_use)
         if damage:
             hint = "CHECKPOINT= takes another one, and `make resume` goes on from the newest that is whole"
@@ -42,13 +44,13 @@ def weights_folder(run: RunFolder, wanted: str | None) -> Path:
 
 def _is_for_use(name: str) -> bool:
     """Whether a checkpoint's file is read to answer; states of optimizer and random numbers, far larger, are for resuming."""
-    return "/" not in name and Path(name).suffix not in (".pt", ".pth", ".bin")
+    return "/" not in name and not is_state_file(name) and Path(name).suffix not in (".pt", ".pth", ".bin")
 
 
 def kind_of(folder: Path) -> Kind | None:
-    """Returns what a folder holds: an adapter, a full model, or neither."""
+    """Returns what a folder holds: an adapter, a full model, or neither. Only safetensors count: a run publishes nothing else."""
     if (folder / "adapter_config.json").is_file():
-        return "adapter"
+        return "adapter" if any(folder.glob("adapter_model*.safetensors")) else None
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return "full"
     return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import pytest
 
 from sft_play.config.schema import Config, DataConfig, LoraSettings, ModelConfig, TuningConfig
 from sft_play.errors import CheckpointError
-from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
-from sft_play.runs.stamp import RULES, Stamp, compare, make_stamp, refuse
+from sft_play.plan.plan import RankPlan
+from sft_play.runs.origin import git_state
+from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel, SourceFacts
+from sft_play.runs.stamp import LATER, RULES, Stamp, compare, make_stamp, refuse
 from tests.documents import ROOT
 from tests.plans import simple_plan
 
@@ -29,7 +33,11 @@ def prepared(**model: Any) -> Prepared:
         "fingerprint": "a" * 64,
         "tokenizer_fingerprint": "t",
     }
-    split = PreparedSplit(path="d", rows=4, dropped=0, tokens=40, label_tokens=20, longest=12, median=10, fingerprint="d" * 64)
+    source = SourceFacts(name="rows.jsonl", rows=4, tokens=40, label_tokens=20, content="c" * 64)
+    split = PreparedSplit(
+        path="d", rows=4, dropped=0, tokens=40, label_tokens=20, longest=12, median=10, fingerprint="d" * 64, sources=(source,),
+        template="e" * 64,
+    )  # fmt: skip
     return Prepared(model=ResolvedModel(**(values | model)), train=split, validation=None)
 
 
@@ -56,9 +64,76 @@ def test_a_stamp_says_what_made_it() -> None:
     assert full.quantization == "none"
 
 
-def test_a_stamp_is_made_without_torch() -> None:
-    import subprocess
+def test_a_stamp_holds_what_a_reproduction_needs() -> None:
+    ranks = [RankPlan(rank=rank, device="cpu", device_name="a card", micro_batch=4, accumulation=2, memory_bytes={}, peak_bytes=0,
+                      capacity_bytes=1) for rank in range(2)]  # fmt: skip
+    made = stamp(plan={"ranks": tuple(ranks), "optim": "adamw_torch_fused", "loss_chunk": 7})
+    assert made.optimizer == "adamw_torch", "fused kernels keep the same states"
+    assert made.template == "e" * 64
+    assert made.data_files == {"train:rows.jsonl": "c" * 64}
+    assert made.plan["batches"] == ["2 x 4 x 2"] and made.plan["loss_chunk"] == 7 and made.plan["optim"] == "adamw_torch_fused"
+    assert made.machine["devices"] == ["2 x a card"] and made.machine["processor"] and "driver" not in made.machine
+    assert made.code is not None and re.fullmatch("[0-9a-f]{64}", made.code)
 
+
+def run_git(folder: Path, *words: str) -> str:
+    names = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
+    return subprocess.run(["git", *names, *words], cwd=folder, capture_output=True, text=True, timeout=30, check=True).stdout
+
+
+def test_the_git_state_is_the_commit_and_a_hash_of_what_differs(tmp_path: Path) -> None:
+    run_git(tmp_path, "init", "-q")
+    assert git_state(tmp_path) is None, "there is no commit yet"
+    (tmp_path / "a.yaml").write_text("one")
+    run_git(tmp_path, "add", ".")
+    run_git(tmp_path, "commit", "-qm", "first")
+    commit = run_git(tmp_path, "rev-parse", "HEAD").strip()
+    assert git_state(tmp_path) == {"commit": commit, "dirty": False}
+    (tmp_path / "a.yaml").write_text("two")
+    first = git_state(tmp_path)
+    assert first is not None and first["dirty"] and re.fullmatch("[0-9a-f]{64}", first["diff_sha256"])
+    (tmp_path / "a.yaml").write_text("three")
+    assert git_state(tmp_path) not in (None, first)
+
+
+def test_the_git_state_never_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert git_state(tmp_path) is None
+    assert git_state(tmp_path / "gone") is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(ROOT) is None, "no git"
+
+
+def test_a_repository_starts_no_program(tmp_path: Path) -> None:
+    run_git(tmp_path, "init", "-q")
+    (tmp_path / "a").write_text("one")
+    run_git(tmp_path, "add", ".")
+    run_git(tmp_path, "commit", "-qm", "first")
+    (tmp_path / "a").write_text("two")
+    program = tmp_path / "program.sh"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    program.chmod(0o755)
+    for key in ("core.fsmonitor", "diff.external", "diff.mine.textconv", "diff.mine.command"):
+        run_git(tmp_path, "config", key, str(program))
+    (tmp_path / ".git" / "info").mkdir(exist_ok=True)
+    (tmp_path / ".git" / "info" / "attributes").write_text("* diff=mine\n")
+    state = git_state(tmp_path)
+    assert state is not None and state["dirty"]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_stamp_of_an_earlier_version_is_read_and_says_nothing_about_later_fields(tmp_path: Path) -> None:
+    made = stamp()
+    made.save(tmp_path)
+    old = json.loads((tmp_path / "stamp.json").read_text())
+    for name in (*LATER, "git"):
+        del old[name]
+    (tmp_path / "stamp.json").write_text(json.dumps(old))
+    loaded = Stamp.load(tmp_path)
+    assert loaded.code is None and loaded.plan == {}
+    assert [compare(loaded, made, purpose) for purpose in PURPOSES] == [[]] * 4
+
+
+def test_a_stamp_is_made_without_torch() -> None:
     code = (
         "import sys, sft_play.runs.stamp, sft_play.runs.checkpoints; print([m for m in sys.modules if m in ('torch', 'numpy')])"
     )

@@ -1,0 +1,69 @@
+"""Rules that keep tokens out of files and strangers' code from running. As those of `config.rules`: no effects."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.schema import Config
+from sft_play.errors import TOKEN, UserError, without_tokens
+
+Origins = Mapping[str, str]
+COMMIT = re.compile(r"[0-9a-f]{40}")
+FROM_ENVIRONMENT = (
+    "set the token as an environment variable (`HF_TOKEN` for the hub) or by `hf auth login`: what stands in a configuration is kept in "
+    "the run folder; and take a new token, since this one has been written down"
+)
+
+
+def _problem(origins: Origins, key: str, text: str, hint: str | None = None) -> UserError:
+    place = origins.get(key, "default")
+    return UserError(text, place=None if place == "default" else without_tokens(place), hint=hint)
+
+
+def tokens(config: Config, origins: Origins) -> Iterator[UserError]:
+    """No value may be, or hold, a token."""
+    for key, text in _texts(config, ""):
+        if TOKEN.search(text):
+            yield _problem(origins, key, f"`{key}` holds what looks like an access token", FROM_ENVIRONMENT)
+
+
+def code(config: Config, origins: Origins) -> Iterator[UserError]:
+    """A stranger's code runs only at a commit that was named; the code in a folder of this machine is the user's own."""
+    model = config.model
+    if not model.trust_remote_code or Path(model.name).expanduser().is_dir() or COMMIT.fullmatch(model.revision or ""):
+        return
+    given = f"`model.revision` is `{model.revision}`" if model.revision else "`model.revision` is not given"
+    yield _problem(
+        origins, "model.trust_remote_code",
+        f"`model.trust_remote_code` runs code that comes with the model, so it must be pinned to one commit, and {given}",
+        "set `model.revision` to the full commit (40 hexadecimal digits) whose code you have read",
+    )  # fmt: skip
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yields every text of a configuration with the dotted key that it belongs to."""
+    if isinstance(value, str):
+        yield key, value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            inner = getattr(value, item.name)
+            yield from _texts(inner, _inside(key, item.name))
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _texts(str(name), key)
+            yield from _texts(part, _inside(key, str(name)) if key == "train.extra" else key)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            # Of a source the key is `data.sources`, whatever field of it the text is in.
+            yield from ((key, text) for _, text in _texts(part, key))
+
+
+def _inside(key: str, name: str) -> str:
+    return name if not key else f"train.{name}" if key == "train.extra" else f"{key}.{name}"
+
+
+RULES = (tokens, code)

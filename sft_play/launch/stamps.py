@@ -1,0 +1,195 @@
+"""`make stamp`: what made a run, a checkpoint or a model (`RUN=`), or what differs between two of them (`A=`, `B=`). No torch."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.call import Call
+from sft_play.errors import CheckpointError, UserError
+from sft_play.files import read_json
+from sft_play.launch.resume import first_launch
+from sft_play.launch.run_folder import find_run
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.stamp import LATER, NAME, RULES, Stamp
+
+PURPOSES = ("resume", "merge", "infer", "eval")
+STARTED_BY = {
+    "single": "train",
+    "auto": "train-distributed",
+    "ddp": "train-distributed",
+    "zero": "train-deepspeed",
+    "fsdp2": "train-fsdp",
+}
+"""The command of a run's first launch -> what is typed."""
+USAGE = "make stamp RUN=name, or make stamp A=name B=other; each may be NAME@step-000040, NAME@best, NAME@model, or a folder"
+
+
+def main(call: Call) -> int:
+    """Shows one stamp, or the difference of two. Raises `UserError` for what does not go together."""
+    given = call.options.keys() & {"RUN", "A", "B"}
+    if given == {"A", "B"} and "CHECKPOINT" not in call.options:
+        return _difference(call)
+    if given == {"RUN"}:
+        return _one(call)
+    if not given:
+        raise UserError("`RUN` is missing", hint=USAGE)
+    if given == {"A", "B"}:
+        raise UserError("`CHECKPOINT` goes with `RUN`", hint=USAGE)
+    raise UserError(f"{' and '.join(f'`{name}`' for name in sorted(given))} do not say what is compared", hint=USAGE)
+
+
+def find(name: str) -> Path:
+    """Returns the folder whose stamp `name` means: a run, `NAME@step-000040`, `NAME@best`, `NAME@model`, or a folder with a stamp.
+
+    Raises `CheckpointError` with what exists.
+    """
+    folder = Path(name).expanduser()
+    if "/" in name and (folder / NAME).is_file():
+        return folder
+    head, at, part = name.rpartition("@")
+    if at and head:
+        return _part(find_run(head), part)
+    if folder.is_dir() and not (folder / "config.json").is_file() and (folder / NAME).is_file():
+        return folder
+    run = find_run(name)
+    if not run.stamp.is_file():
+        raise CheckpointError(f"the run `{run.name}` has no stamp: its workers never started", place=str(run.path))
+    return run.path
+
+
+def _part(run: RunFolder, part: str) -> Path:
+    there = sorted(path.name for path in run.checkpoints.glob("step-*")) if run.checkpoints.is_dir() else []
+    there += [path.name for path in (run.best, run.last) if path.exists()]
+    if part == "model" and run.model.is_dir():
+        return run.model
+    if part in there:
+        return (run.checkpoints / part).resolve()
+    names = [*there, *(["model"] if run.model.is_dir() else [])]
+    hint = f"it has {', '.join(names)}" if names else "it has neither a checkpoint nor a model yet"
+    raise CheckpointError(f"the run `{run.name}` has no `{part}`", hint=hint)
+
+
+def run_again(run: RunFolder) -> str | None:
+    """Returns the command that repeats a run from its folder; `None` for one whose workers never started.
+
+    What the plan chose for this machine and this moment (the micro-batch, recomputation) is written out, since free memory decides it.
+    """
+    try:
+        launch, plan, config = first_launch(run), read_json(run.plan), read_json(run.config)["config"]
+        words = [STARTED_BY[launch["command"]], f"CONFIG={run.config}", f"RUN_NAME={run.name}-again"]
+        many = launch["command"] != "single"
+        words += [f"NUM_GPUS={plan['world_size'] // plan['num_nodes']}"] if many else []
+        words += [f"NUM_NODES={plan['num_nodes']} NODE_RANK=... MASTER_ADDR=..."] if plan["num_nodes"] > 1 else []
+        words += [f"DEEPSPEED_CONFIG={run.deepspeed}"] if launch["deepspeed"] else []
+        divided = {(rank["micro_batch"], rank["accumulation"]) for rank in plan["ranks"]}
+        if len(divided) == 1 and not plan.get("pack_tokens") and config["train"]["batch_size"] == "auto":
+            words.append(f"TRAIN_BATCH_SIZE={divided.pop()[0]}")
+        if config["train"]["gradient_checkpointing"] == "auto":
+            words.append(f"TRAIN_GRADIENT_CHECKPOINTING={str(plan['gradient_checkpointing']).lower()}")
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError):
+        return None
+    return "make " + " ".join(word if word.startswith("NUM_NODES") else _typed(word) for word in words)
+
+
+def _typed(word: str) -> str:
+    """Returns a word as a shell and make take it letter for letter."""
+    return shlex.quote(word.replace("$", "$$"))
+
+
+def _one(call: Call) -> int:
+    name = call.options["RUN"]
+    folder = find(f"{name}@{call.options['CHECKPOINT']}" if "CHECKPOINT" in call.options else name)
+    stamp = Stamp.load(folder)
+    again = run_again(RunFolder(folder)) if (folder / "events.jsonl").is_file() else None
+    if call.json:
+        rules = {field: asdict(rule) for field, rule in RULES.items()}
+        print(json.dumps({"folder": str(folder), "stamp": asdict(stamp), "rules": rules, "again": again}, indent=2))
+        return 0
+    print(f"{folder}, after {stamp.step} steps\n" if stamp.step else f"{folder}\n")
+    rows = [("", "", *PURPOSES)]
+    for field, rule in RULES.items():
+        verdicts = tuple(getattr(rule, purpose) for purpose in PURPOSES)
+        for number, (label, text) in enumerate(_lines(field, getattr(stamp, field))):
+            rows.append((label, text, *(verdicts if number == 0 else ("",) * len(PURPOSES))))
+    _print_table(rows)
+    print("\nrefuse, warn, allow: what happens when that field differs")
+    if again:
+        print(f"\nrun it again: {again}")
+    return 0
+
+
+def differences(a: Stamp, b: Stamp) -> list[dict[str, Any]]:
+    """Returns every field that differs: both values, and what that means to each purpose when `a`'s weights are used as `b` says."""
+    found = []
+    for field, rule in RULES.items():
+        one, other = getattr(a, field), getattr(b, field)
+        if one != other:
+            unknown = field in LATER and not (one and other)
+            verdicts = {purpose: "allow" if unknown else getattr(rule, purpose) for purpose in PURPOSES}
+            found.append({"field": field, "a": one, "b": other, **verdicts, "advice": rule.advice})
+    return found
+
+
+def _difference(call: Call) -> int:
+    folders = find(call.options["A"]), find(call.options["B"])
+    a, b = (Stamp.load(folder) for folder in folders)
+    found = differences(a, b)
+    if call.json:
+        facts = {"a": str(folders[0]), "b": str(folders[1]), "steps": [a.step, b.step], "differences": found}
+        print(json.dumps(facts, indent=2))
+        return 0
+    print(f"A {folders[0]}, after {a.step} steps\nB {folders[1]}, after {b.step} steps\n")
+    if not found:
+        print("the same in every field")
+        return 0
+    rows = [("", "A", "B", *PURPOSES)]
+    for row in found:
+        one, other = _pair(row["a"], row["b"])
+        for number, part in enumerate(one):
+            label = row["field"] + (f".{part}" if part else "")
+            verdicts = tuple(row[purpose] for purpose in PURPOSES) if number == 0 else ("",) * len(PURPOSES)
+            rows.append((label, one[part], other[part], *verdicts))
+    _print_table(rows)
+    print()
+    for row in found:
+        if "refuse" in (row[purpose] for purpose in PURPOSES):
+            print(f"`{row['field']}`: {row['advice']}")
+    return 0
+
+
+def _pair(one: Any, other: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns what differs of two values, by the name inside a mapping; single values have the name ``."""
+    if not isinstance(one, Mapping) and not isinstance(other, Mapping):
+        return {"": _text(one)}, {"": _text(other)}
+    left, right = (dict(value) if isinstance(value, Mapping) else {} for value in (one, other))
+    names = [name for name in sorted(left.keys() | right.keys()) if left.get(name) != right.get(name)]
+    return {name: _text(left.get(name)) for name in names}, {name: _text(right.get(name)) for name in names}
+
+
+def _lines(field: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yields name and text of a field, one line for each entry of a mapping."""
+    if isinstance(value, Mapping) and value:
+        for name, part in value.items():
+            yield f"{field}.{name}", _text(part)
+    else:
+        yield field, _text(value)
+
+
+def _text(value: Any) -> str:
+    if value is None or (isinstance(value, (Mapping, list, tuple)) and not value):
+        return "-"
+    if isinstance(value, str):
+        return f"{value[:12]}..." if len(value) in (40, 64) and value.isalnum() else value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Prints left-aligned columns; long values push the rest of their line to the right rather than being cut."""
+    widths = [min(max(len(row[column]) for row in rows), 44) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())

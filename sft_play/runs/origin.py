@@ -1,0 +1,130 @@
+"""Where a run came from: the working folder's git state, this program's own source, package versions, machine. Never fails."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sft_play import __version__
+from sft_play.files import file_sha256, text_sha256
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "deepspeed",
+    "bitsandbytes",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+)
+SOURCES = frozenset({".py", ".json", ".yaml", ".txt", ".jinja"})
+GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false")
+"""A repository may name a program for git to start as its file monitor; that one is never started."""
+GIT_SECONDS = 20
+
+
+def git_state(folder: Path | None = None) -> dict[str, Any] | None:
+    """Returns `commit` and `dirty` of the repository around `folder` (default: the working folder), with `diff_sha256` when dirty.
+
+    `diff_sha256` is over `git diff HEAD` of tracked files; `None` where that took too long. Addresses of remotes, which may hold
+    a password, are not read. Returns `None` where there is no git, no repository or no commit.
+    """
+    commit = _git(folder, "rev-parse", "--verify", "HEAD")
+    if commit is None:
+        return None
+    diff = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "--binary", "HEAD")
+    state: dict[str, Any] = {"commit": commit.decode("ascii", "replace").strip(), "dirty": diff is None or bool(diff)}
+    if state["dirty"]:
+        state["diff_sha256"] = hashlib.sha256(diff).hexdigest() if diff is not None else None
+    return state
+
+
+def _git(folder: Path | None, *words: str) -> bytes | None:
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    try:
+        done = subprocess.run(
+            [*GIT, *words], cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_SECONDS, check=False
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+@functools.cache
+def code_sha256() -> str:
+    """Returns a sha256 over the source files of this package: names and contents."""
+    package = Path(__file__).resolve().parent.parent
+    files = sorted(path for path in package.rglob("*") if path.suffix in SOURCES and path.is_file())
+    return text_sha256("\n".join(f"{path.relative_to(package).as_posix()} {file_sha256(path)}" for path in files))
+
+
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """Returns the versions of Python, of this program, and of the packages that decide about numbers."""
+    found = {"python": platform.python_version(), "sft_play": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def machine(devices: list[str], *, cuda: bool) -> dict[str, Any]:
+    """Returns operating system, processor, `devices` (of the plan), and for GPUs the driver's and torch's CUDA versions."""
+    found: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor(),
+        "devices": devices,
+    }
+    return found | ({"driver": driver_version(), "cuda": torch_cuda()} if cuda else {})
+
+
+@functools.cache
+def processor() -> str:
+    """Returns the processor's name."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"), re.M)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+@functools.cache
+def driver_version() -> str | None:
+    """Returns the NVIDIA driver's version, or `None` where none answers."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            found = pynvml.nvmlSystemGetDriverVersion()
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # noqa: BLE001 - NVML's errors are of many kinds, and a version is never worth a run
+        return None
+    return found.decode() if isinstance(found, bytes) else str(found)
+
+
+@functools.cache
+def torch_cuda() -> str | None:
+    """Returns the CUDA version that torch is built for; reads its `version.py` and does not import it."""
+    try:
+        spec = importlib.util.find_spec("torch")
+        text = (Path(str(spec.origin)).parent / "version.py").read_text(encoding="utf-8") if spec and spec.origin else ""
+    except (OSError, ValueError, ImportError):
+        return None
+    found = re.search(r"^cuda(?:: [^=]+)? = ['\"]([^'\"]+)['\"]", text, re.M)
+    return found.group(1) if found else None

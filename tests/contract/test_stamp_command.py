@@ -1,0 +1,246 @@
+"""`make stamp` as a user calls it: one stamp, two stamps, and what is not there; and `make audit`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.launch.audit import direct_dependencies, environment, read_answer, read_pins
+from sft_play.runs.stamp import RULES, Stamp
+from tests.conftest import Done, Program, run_program
+from tests.conftest import environment as variables
+from tests.documents import ROOT
+from tests.plans import simple_plan
+from tests.unit.test_stamp import stamp
+
+
+def make_run(runs: Path, name: str, made: Stamp, launch: dict[str, Any] | None = None, **plan: Any) -> Path:
+    """Writes as much of a run as the command reads."""
+    run = runs / name
+    made.save(run)
+    later = dataclasses.replace(made, step=40)
+    later.save(run / "checkpoints" / "step-000040")
+    (run / "checkpoints" / "last").symlink_to("step-000040")
+    dataclasses.replace(made, step=80).save(run / "model")
+    config = {"train": {"batch_size": "auto", "gradient_checkpointing": "auto"}}
+    (run / "config.json").write_text(json.dumps({"config": config, "origins": {}}))
+    simple_plan(**plan).save(run / "plan.json")
+    facts = {"command": "single", "num_gpus": None, "num_nodes": 1, "deepspeed": None} | (launch or {})
+    (run / "events.jsonl").write_text(json.dumps({"event": "started", "launch": facts}) + "\n")
+    return run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stamps") / "runs"
+    ranks = ({"rank": 0, "micro_batch": 4, "accumulation": 2, "device": "cpu", "device_name": "cpu"},)
+    make_run(folder, "one", stamp())
+    make_run(folder, "other", dataclasses.replace(stamp("unsloth"), seed=7, versions={**stamp().versions, "torch": "1.0"}))
+    config = json.loads((folder / "one" / "config.json").read_text())
+    plan = json.loads((folder / "one" / "plan.json").read_text())
+    (folder / "one" / "plan.json").write_text(json.dumps(plan | {"ranks": ranks, "pack_tokens": 0}))
+    assert config
+    return folder
+
+
+def ask(runs: Path, *words: str, cwd: Path = ROOT) -> Done:
+    return run_program(["stamp", *words], variables(runs.parent / "cache", runs), timeout=30, cwd=cwd)
+
+
+def test_one_stamp_with_what_each_difference_means(runs: Path) -> None:
+    shown = ask(runs, "RUN=one")
+    assert shown.code == 0, shown.err
+    lines = shown.out.splitlines()
+    for field, rule in RULES.items():
+        (first, *_) = [line for line in lines if line.startswith((f"{field} ", f"{field}."))]
+        assert first.split()[-4:] == [rule.resume, rule.merge, rule.infer, rule.eval], first
+    assert "run it again: make train CONFIG=" in shown.out and "RUN_NAME=one-again TRAIN_BATCH_SIZE=4" in shown.out
+    as_json = ask(runs, "RUN=one", "JSON=1").json
+    assert as_json["stamp"]["backend"] == "bnb" and as_json["rules"]["backend"]["resume"] == "refuse"
+
+
+@pytest.mark.parametrize(
+    ("words", "folder", "step"),
+    [
+        (["RUN=one"], "one", 0), (["RUN=one", "CHECKPOINT=last"], "one/checkpoints/step-000040", 40),
+        (["RUN=one@step-000040"], "one/checkpoints/step-000040", 40), (["RUN=one@model"], "one/model", 80),
+        (["RUN={runs}/one"], "one", 0), (["RUN={runs}/one/model"], "one/model", 80),
+        (["RUN={runs}/one/checkpoints/last"], "one/checkpoints/last", 40),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_names_and_folders_are_taken(runs: Path, words: list[str], folder: str, step: int) -> None:
+    found = ask(runs, *(word.format(runs=runs) for word in words), "JSON=1")
+    assert found.code == 0, found.err
+    assert (Path(found.json["folder"]), found.json["stamp"]["step"]) == (runs / folder, step)
+
+
+def test_the_difference_of_two(runs: Path) -> None:
+    found = ask(runs, "A=one", "B=other@model", "JSON=1").json
+    by_field = {row["field"]: row for row in found["differences"]}
+    assert set(by_field) == {"backend", "seed", "versions"}
+    assert (by_field["backend"]["a"], by_field["backend"]["b"], by_field["backend"]["eval"]) == ("bnb", "unsloth", "refuse")
+    assert by_field["seed"]["resume"] == "refuse" and by_field["seed"]["infer"] == "allow"
+    assert found["steps"] == [0, 80]
+    shown = ask(runs, "A=one", "B=other").out
+    assert "versions.torch" in shown and "transformers" not in shown
+    assert "use the `tuning.backend` that made it" in shown
+    assert "the same in every field" in ask(runs, "A=one", "B=one@last").out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 2, "`RUN` is missing"), (["A=one"], 2, "`A` do not say what is compared"),
+        (["RUN=one", "A=one", "B=other"], 2, "do not say what is compared"),
+        (["RUN=gone"], 5, "there is no run `gone`"), (["RUN=one@step-000041"], 5, "it has step-000040, last, model"),
+        (["RUN=one", "CHECKPOINT=../../other"], 5, "has no `../../other`"), (["A=one", "B=gone"], 5, "there is no run `gone`"),
+        (["A=one", "B=other", "CHECKPOINT=last"], 2, "`CHECKPOINT` goes with `RUN`"), (["RUN=one", "TRAIN_SEED=1"], 2, "no configuration keys"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_shown_is_one_clear_error(runs: Path, words: list[str], code: int, said: str) -> None:
+    refused = ask(runs, *words)
+    assert refused.code == code and said in refused.err and refused.err.startswith("error: ")
+    assert "Traceback" not in refused.err and not refused.out
+
+
+def test_it_answers_at_once_and_without_torch(runs: Path) -> None:
+    code = (
+        "import sys; from sft_play.__main__ import main; main(['stamp', 'RUN=one', 'JSON=1']);"
+        "print([m for m in sys.modules if m in ('torch', 'numpy', 'transformers', 'rich')], file=sys.stderr)"
+    )
+    best = 9.0
+    for _ in range(3):
+        before = time.process_time() + sum(os.times()[2:4])
+        done = subprocess.run([sys.executable, "-c", code], env=variables(runs.parent / "cache", runs), cwd=ROOT,
+                              capture_output=True, text=True, timeout=30, check=True)  # fmt: skip
+        best = min(best, time.process_time() + sum(os.times()[2:4]) - before)
+    assert done.stderr.strip() == "[]"
+    assert best < 0.5, "processor seconds"
+
+
+@pytest.mark.parametrize(
+    ("launch", "plan", "said"),
+    [
+        ({"command": "auto"}, {"world_size": 2, "strategy": "ddp"}, "make train-distributed "),
+        ({"command": "zero", "deepspeed": {"zero_optimization": {"stage": 2}}}, {"world_size": 2}, "make train-deepspeed "),
+        ({"command": "fsdp2"}, {"world_size": 2}, "make train-fsdp "),
+    ],
+    ids=str,
+)
+def test_the_command_that_repeats_a_run_is_its_own(
+    tmp_path: Path, launch: dict[str, Any], plan: dict[str, Any], said: str
+) -> None:
+    make_run(tmp_path / "runs", "a $(touch x) run", stamp(), launch, **plan)
+    again = ask(tmp_path / "runs", "RUN=a $(touch x) run", "JSON=1").json["again"]
+    assert again.startswith(said) and "NUM_GPUS=2" in again
+    assert ("DEEPSPEED_CONFIG=" in again) == ("zero" in said or "deepspeed" in said)
+    assert "$$(touch x)" in again and "'" in again, "as a shell and make take it letter for letter"
+
+
+# ---- audit
+
+
+def test_every_direct_dependency_is_pinned() -> None:
+    pins, problems = read_pins(ROOT / "constraints.txt")
+    assert problems == []
+    loose = [one.name for one in direct_dependencies(ROOT / "pyproject.toml", pins) if one.pinned is None]
+    assert loose == []
+
+
+def test_a_line_that_pins_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "constraints.txt").write_text(
+        "# a note\ntorch==2.13.0\nnumpy>=2\n-r other.txt\nTorch==2.13.0\n\npyyaml==6.0  # why\n"
+    )
+    pins, problems = read_pins(tmp_path / "constraints.txt")
+    assert pins == {"torch": "2.13.0", "pyyaml": "6.0"}
+    assert [problem.partition(": ")[0] for problem in problems] == ["constraints.txt:3", "constraints.txt:4", "constraints.txt:5"]
+
+
+STAND_IN = """
+import json, os, sys
+answer = os.environ["ANSWER"]
+open(os.environ["HEARD"], "w").write(json.dumps(sys.argv[1:]))
+if answer == "unreachable":
+    print("ERROR:pip_audit._cli:Could not connect to the vulnerability service", file=sys.stderr)
+    sys.exit(1)
+lines = [line.split("==") for line in open(sys.argv[sys.argv.index("--requirement") + 1]).read().split() if "==" in line]
+hole = {"id": "PYSEC-2026-1", "fix_versions": ["9.9"], "aliases": ["CVE-2026-1"], "description": "a\\nhole"}
+found = [{"name": name, "version": version, "vulns": [hole] if answer == "hole" and name == "pyyaml" else []} for name, version in lines]
+if answer == "skipped":
+    found[0] = {"name": found[0]["name"], "skip_reason": "not on the index"}
+print(json.dumps({"dependencies": found, "fixes": []}))
+sys.exit(1 if answer == "hole" else 0)
+"""
+"""Speaks as `pip-audit` does, for what it may answer; the real one needs the index."""
+
+
+@pytest.fixture
+def audit(tmp_path: Path) -> Any:
+    (tmp_path / "pip_audit.py").write_text(STAND_IN)
+    shutil.copytree(ROOT / "sft_play", tmp_path / "sft_play", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    pins, _ = read_pins(ROOT / "constraints.txt")
+    (tmp_path / "constraints.txt").write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
+
+    def run(answer: str, *words: str) -> Done:
+        extra = {"ANSWER": answer, "HEARD": str(tmp_path / "heard"), "PYTHONPATH": str(tmp_path)}
+        return run_program(["audit", *words], variables(tmp_path, tmp_path, extra), timeout=60, cwd=tmp_path)
+
+    return run
+
+
+def test_an_audit_tells_holes_and_what_was_not_asked(audit: Any, tmp_path: Path) -> None:
+    holes = audit("hole", "JSON=1")
+    assert holes.code == 3, holes.err
+    (hole,) = holes.json["asked"]["holes"]
+    assert (hole["package"], hole["id"], hole["fixed"], hole["text"]) == ("pyyaml", "PYSEC-2026-1 CVE-2026-1", "9.9", "a hole")
+    heard = json.loads((tmp_path / "heard").read_text())
+    assert {"--no-deps", "--disable-pip"} <= set(heard), "nothing is installed or resolved for an audit"
+    shown = audit("hole")
+    assert shown.code == 3 and "PYSEC-2026-1" in shown.out and "9.9" in shown.out
+    away = audit("unreachable")
+    assert away.code == 3 and "known holes: not asked" in away.out and "Could not connect" in away.out
+    skipped = audit("skipped", "JSON=1")
+    assert skipped.code == 3 and list(skipped.json["asked"]["silent"].values()) == ["not on the index"]
+
+
+def test_an_audit_without_a_finding_is_clean(audit: Any) -> None:
+    found = audit("nothing", "JSON=1").json
+    assert found["asked"]["holes"] == [] and found["asked"]["packages"] == found["pins"] > 100
+    assert found["clean"] == (found["problems"] == [])
+
+
+def test_an_audit_without_pip_audit_says_so(program: Program) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("pip_audit"):
+        pytest.skip("pip-audit is installed, and would ask the index")
+    found = program("audit")
+    assert found.code == 3 and "known holes: not asked" in found.out and "make audit" in found.out
+
+
+def test_an_audit_goes_through_pips_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".config" / "pip").mkdir(parents=True)
+    (tmp_path / ".config" / "pip" / "pip.conf").write_text("[global]\ncert = /a/ca.crt\nproxy = http://proxy:3128\n")
+    found = environment({"PATH": "/bin", "MAKEFLAGS": "x"})
+    assert found == {"PATH": "/bin", "REQUESTS_CA_BUNDLE": "/a/ca.crt", "HTTPS_PROXY": "http://proxy:3128"}
+    assert environment({"PIP_CERT": "/b.crt", "HTTPS_PROXY": "mine"})["REQUESTS_CA_BUNDLE"] == "/b.crt"
+    assert environment({"PIP_CERT": "/b.crt", "HTTPS_PROXY": "mine"})["HTTPS_PROXY"] == "mine"
+
+
+def test_an_answer_with_two_holes_in_one_package() -> None:
+    holes = [{"id": "A-1", "fix_versions": [], "description": ""}, {"id": "A-2", "fix_versions": ["2"], "aliases": []}]
+    found = read_answer([{"name": "x", "version": "1", "vulns": holes}])
+    assert [(hole.id, hole.fixed) for hole in found.holes] == [("A-1", ""), ("A-2", "2")]
