@@ -107,7 +107,18 @@ COMMANDS: dict[str, Command] = {
         RUN | {"PROMPT", "INPUT", "OUTPUT", "CHECKPOINT"},
     ),
     "merge": Command("sft_play.export:main", "adapters merged into a model that any tool loads", RUN | {"OUT", "CHECKPOINT"}),
-    "serve": Command("sft_play.serve:main", "an OpenAI-compatible endpoint on 127.0.0.1", RUN | {"PORT", "CHECKPOINT"}),
+    "serve": Command(
+        "sft_play.serve:main", "an OpenAI-compatible endpoint on 127.0.0.1, or HOST= with a token", RUN | {"HOST", "PORT", "CHECKPOINT"}
+    ),
+    "stamp": Command(
+        "sft_play.launch.stamps:main",
+        "what made a RUN, a checkpoint or a model, or what differs between A and B",
+        RUN | {"A", "B", "CHECKPOINT"},
+        overrides=False,
+    ),
+    "audit": Command(
+        "sft_play.launch.audit:main", "known holes in the dependencies, and whether all are pinned", frozenset({"JSON"}), overrides=False
+    ),
     "bench": Command(
         "sft_play.bench:main",
         "measure this machine and some training steps, so that the forecast is right",
@@ -119,7 +130,7 @@ COMMANDS: dict[str, Command] = {
         COMMON | {"KILLS", "STRATEGY", "SEED", "RUN_NAME", "OUT"},
     ),
     "tensorboard": Command(
-        "sft_play.launch.tensorboard:start", "curves of all runs", frozenset({"JSON", "RUN", "TENSORBOARD_PORT"}), overrides=False
+        "sft_play.launch.tensorboard:start", "curves of all runs", frozenset({"JSON", "RUN", "HOST", "TENSORBOARD_PORT"}), overrides=False
     ),
     "tensorboard-stop": Command(
         "sft_play.launch.tensorboard:stop", "end the TensorBoard that this project started", frozenset({"JSON"}), overrides=False
@@ -134,10 +145,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         from sft_play.config.call import parse_call
         from sft_play.launch.console import console_may_go
+        from sft_play.launch.run_folder import ended_by_signals
 
         call = parse_call(arguments or ["help"], COMMANDS)
         module, function = COMMANDS[call.command].target.split(":")
-        with console_may_go() if "RUN_NAME" in COMMANDS[call.command].options else contextlib.nullcontext():  # a training
+        with contextlib.ExitStack() as stack:
+            if "RUN_NAME" in COMMANDS[call.command].options:  # a training
+                stack.enter_context(console_may_go())
+                stack.enter_context(ended_by_signals())
             return int(getattr(importlib.import_module(module), function)(call))
     except UserError as error:
         print(error.render(), file=sys.stderr)
