@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, distributed
 
 from sft_play.errors import CheckpointError
@@ -122,9 +121,7 @@ def _fsdp2(name: str, parameter: Any) -> Bundle:
         shares=(Share(name=name, shape=tuple(shape), start=start, end=start + local.numel(), offset=0),),
         master=False,
         wrap=lambda flat: DTensor.from_local(flat.view(rows), mesh, placements, run_check=False, shape=shape, stride=stride),
-        unwrap=lambda state: (
-            state.to_local().reshape(-1) if isinstance(state, DTensor) and _per_element(state, shape) else None
-        ),
+        unwrap=lambda state: state.to_local().reshape(-1) if isinstance(state, DTensor) and _per_element(state, shape) else None,
     )
 
 
@@ -160,9 +157,7 @@ def _zero12(zero: Any, names: dict[int, str]) -> Layout:
             for one, first, last, offset in flat_shares(sizes, offsets, begin, begin + flat.numel())
         ]
         bundles.append(_flat(f"group-{index}", flat, shares, master=flat.dtype != parameters[0].dtype))
-    return Layout(
-        optimizer=zero.optimizer, bundles=tuple(bundles), sharded=True, begin=_nothing, finish=zero.update_lp_params
-    )
+    return Layout(optimizer=zero.optimizer, bundles=tuple(bundles), sharded=True, begin=_nothing, finish=zero.update_lp_params)
 
 
 def _zero3(zero: Any, names: dict[int, str]) -> Layout:

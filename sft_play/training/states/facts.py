@@ -30,7 +30,11 @@ def plain(value: Any, what: str) -> Any:
         return [plain(one, what) for one in value]
     if isinstance(value, Mapping):
         return {str(name): plain(one, f"{what}.{name}") for name, one in value.items()}
-    if hasattr(value, "item") and getattr(value, "size", None) is not None and (not isinstance(value, Tensor) or value.numel() == 1):
+    if (
+        hasattr(value, "item")
+        and getattr(value, "size", None) is not None
+        and (not isinstance(value, Tensor) or value.numel() == 1)
+    ):
         return plain(value.item(), what)
     raise CheckpointError(
         f"`{what}` is a {type(value).__name__}, which cannot be saved without a pickle",

@@ -74,7 +74,8 @@ def reads(start: int, end: int, pieces: Iterable[Piece], what: str) -> list[Read
         position = until
     if position < end:
         raise CheckpointError(
-            f"the checkpoint lacks elements {position} to {end} of {what}", hint="its files do not belong together; take an earlier one"
+            f"the checkpoint lacks elements {position} to {end} of {what}",
+            hint="its files do not belong together; take an earlier one",
         )
     return found
 

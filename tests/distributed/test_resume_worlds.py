@@ -1,0 +1,154 @@
+"""A run resumed on as many, fewer and more ranks: to the bit on as many, the same updates on another number, and no pickle anywhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft_play.runs.folder import RunFolder
+from tests.tiny_models import build_tiny_llama, build_tiny_mixtral
+from tests.training_runs import Trial, column, copy_run, ended_with, holdings, make_plan, make_run, must_train, rows, train
+
+SHARES = {1: ((4, 2),), 2: ((2, 2), (2, 2)), 3: ((1, 3), (1, 3), (1, 2))}
+"""Micro-batch and accumulation of each rank; 8 rows a step everywhere."""
+HERE = 5
+"""The checkpoint to go on from: in the middle of the second epoch (an epoch has 3 steps)."""
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_loss", "rank_tokens")
+NO_PICKLE = (".safetensors", ".json", ".txt", ".jinja", ".model", ".md")
+LONG = pytest.mark.long
+
+
+def trial(strategy: str, world: int, **changes: Any) -> Trial:
+    settings = ("train.save_steps: 1", "tuning.lora.dropout: 0.0")
+    values: dict[str, Any] = {"strategy": strategy, "ranks": SHARES[world], "settings": settings, "steps": 7}
+    return Trial(**(values | changes))
+
+
+def resumed(run: RunFolder, path: Path, now: Trial) -> RunFolder:
+    """Returns a copy of `run`, cut off after step `HERE` and trained to its end under another plan."""
+    copy = copy_run(run, path)
+    for checkpoint in copy.checkpoints.glob("step-*"):
+        if int(checkpoint.name[5:]) > HERE:
+            shutil.rmtree(checkpoint)
+    copy.last.unlink(missing_ok=True)
+    shutil.rmtree(copy.model, ignore_errors=True)
+    make_plan(now).save(copy.plan)
+    return must_train(copy, copy.checkpoint(HERE))
+
+
+def weights(run: RunFolder) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in run.model.glob("*model*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same_to_the_bit(run: RunFolder, again: RunFolder) -> None:
+    assert [[row[key] for key in EXACT] for row in rows(again)] == [[row[key] for key in EXACT] for row in rows(run)]
+    left, right = weights(run), weights(again)
+    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def same_updates(run: RunFolder, again: RunFolder) -> None:
+    assert column(again, "step") == column(run, "step")
+    for name in ("loss", "grad_norm"):
+        assert column(again, name) == pytest.approx(column(run, name), rel=1e-5)
+    assert column(again, "learning_rate") == column(run, "learning_rate")
+    trained = [sorted(row for rank in holdings(one) for row in rank["rows_trained"]) for one in (again, run)]
+    assert set(trained[0]) <= set(trained[1])
+    left, right = weights(run), weights(again)
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-6)
+
+
+STRATEGIES = {"ddp": "lora", "zero2": "full", "zero1": "lora", "zero3": "full", "fsdp2": "full"}
+DEFAULT = ("ddp", "zero2")
+MARKED = [pytest.param(name, marks=() if name in DEFAULT else LONG) for name in STRATEGIES]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_llama(tmp_path_factory.mktemp("base") / "llama")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns the run of two ranks under a strategy, trained once."""
+    made: dict[str, RunFolder] = {}
+
+    def run(strategy: str) -> RunFolder:
+        if strategy not in made:
+            folder = tmp_path_factory.mktemp(strategy) / "run"
+            made[strategy] = must_train(make_run(folder, base, trial(strategy, 2, mode=STRATEGIES[strategy])))
+        return made[strategy]
+
+    return run
+
+
+@pytest.mark.parametrize("world", [2, 1, 3])
+@pytest.mark.parametrize("strategy", MARKED)
+def test_a_run_of_two_ranks_goes_on(strategy: str, world: int, uninterrupted: Any, tmp_path: Path) -> None:
+    run = uninterrupted(strategy)
+    now = trial("single" if (strategy, world) == ("ddp", 1) else strategy, world, mode=STRATEGIES[strategy])
+    again = resumed(run, tmp_path / "run", now)
+    if world == 2:
+        same_to_the_bit(run, again)
+    else:
+        same_updates(run, again)
+
+
+@pytest.mark.parametrize("strategy", MARKED)
+def test_no_file_of_a_checkpoint_is_a_pickle(strategy: str, uninterrupted: Any) -> None:
+    run = uninterrupted(strategy)
+    for folder in (run.checkpoint(HERE), run.model):
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert files and [path.name for path in files if path.suffix not in NO_PICKLE] == []
+        for path in files:
+            head = path.read_bytes()[:16]
+            assert not head.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")), path
+    states = json.loads((run.checkpoint(HERE) / "states.json").read_text())
+    assert states["strategy"] == strategy and states["world_size"] == 2 and states["reshardable"]
+    assert not [path.name for path in run.model.iterdir() if path.name.startswith(("states", "optimizer", "rng"))]
+
+
+@LONG
+@pytest.mark.parametrize(
+    ("before", "after"), [(("ddp", 2), ("zero2", 3)), (("zero2", 2), ("fsdp2", 2)), (("fsdp2", 2), ("zero3", 3))]
+)
+def test_another_strategy_goes_on(before: tuple[str, int], after: tuple[str, int], base: Path, tmp_path: Path) -> None:
+    run = must_train(make_run(tmp_path / "run", base, trial(*before)))
+    same_updates(run, resumed(run, tmp_path / "again", trial(*after)))
+
+
+@LONG
+@pytest.mark.parametrize("strategy", ["single", "zero3", "fsdp2"])
+def test_a_model_whose_file_has_other_names_comes_back(strategy: str, tmp_path: Path) -> None:
+    """transformers writes Mixtral's experts one by one, as the hub has them, and keeps them as one tensor."""
+    base = build_tiny_mixtral(tmp_path / "mixtral")
+    now = trial(strategy, 1 if strategy == "single" else 2)
+    run = must_train(make_run(tmp_path / "run", base, now))
+    same_to_the_bit(run, resumed(run, tmp_path / "again", now))
+
+
+@LONG
+@pytest.mark.parametrize("optim", ["sgd", "adafactor", "adagrad", "lion_32bit"])
+def test_other_optimizers_come_back(optim: str, base: Path, tmp_path: Path) -> None:
+    extra = ("train.optim_args: momentum=0.9",) if optim == "sgd" else ()
+    first = trial("single", 1)
+    now = trial("single", 1, settings=(*first.settings, *extra), plan=(("optim", optim),))
+    run = must_train(make_run(tmp_path / "run", base, now))
+    same_to_the_bit(run, resumed(run, tmp_path / "again", now))
+
+
+def test_an_older_checkpoint_is_refused(uninterrupted: Any, tmp_path: Path) -> None:
+    copy = copy_run(uninterrupted("ddp"), tmp_path / "run")
+    checkpoint = copy.checkpoint(HERE)
+    (checkpoint / "states.json").unlink()
+    done = train(copy, checkpoint)
+    assert done.returncode != 0
+    record = ended_with(copy)
+    assert record["code"] == 5 and "an older version wrote it" in record["error"] and "hint:" in record["error"]

@@ -1,0 +1,224 @@
+"""States without pickle: cutting parameters into pieces and putting them together for any world size, and files read back exactly."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from sft_play.errors import CheckpointError
+from sft_play.runs.states_facts import check_states, optimizer_file, random_file
+from sft_play.training.states.facts import plain, restored, set_groups
+from sft_play.training.states.pieces import Piece, flat_shares, partition, reads
+from sft_play.training.states.random_states import fresh_seed, random_states, restore_random_states
+from sft_play.training.states.shelf import INDEX, Shelf
+from sft_play.training.states.tensor_file import NAMES, write_tensors
+
+
+def piece(start: int, end: int, *, numel: int = 100, file: str = "f", name: str = "w") -> Piece:
+    return Piece(
+        key=f"{name}-{start}", parameter=name, state="exp_avg", kind="slice", start=start, end=end, shape=(numel,), dtype="float32",
+        file=file,
+    )  # fmt: skip
+
+
+@given(
+    st.integers(1, 60).flatmap(
+        lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n), max_size=6), st.integers(0, n), st.integers(0, n))
+    ),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_range_is_put_together_from_any_cut(case: tuple[int, list[int], int, int]) -> None:
+    numel, cuts, one, other = case
+    edges = sorted({0, numel, *cuts})
+    pieces = [piece(start, end, numel=numel) for start, end in itertools.pairwise(edges)]
+    start, end = sorted((one, other))
+    whole = list(range(numel))
+    found: list[int | None] = [None] * (end - start)
+    for read in reads(start, end, [*pieces, *pieces[::-1]], "it"):  # what two ranks both hold is read once
+        source = whole[read.piece.start : read.piece.end][read.begin : read.end]
+        assert found[read.into : read.into + len(source)] == [None] * len(source)
+        found[read.into : read.into + len(source)] = source
+    assert found == whole[start:end]
+
+
+@pytest.mark.parametrize("pieces", [[], [(0, 10)], [(0, 10), (11, 20)], [(5, 20)]])
+def test_a_hole_is_named(pieces: list[tuple[int, int]]) -> None:
+    with pytest.raises(CheckpointError, match=r"lacks elements .* of `exp_avg` of `w`"):
+        reads(0, 20, [piece(*one) for one in pieces], "`exp_avg` of `w`")
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 5), st.integers(0, 3))
+@settings(max_examples=200, deadline=None)
+def test_a_padded_flat_buffer_holds_every_element_once(sizes: list[int], world: int, gap: int) -> None:
+    offsets = [sum(sizes[:index]) + index * gap for index in range(len(sizes))]
+    used = offsets[-1] + sizes[-1]
+    share = -(-used // world)
+    seen = [[0] * size for size in sizes]
+    for rank in range(world):
+        for index, start, end, offset in flat_shares(sizes, offsets, rank * share, (rank + 1) * share):
+            assert offsets[index] + start == rank * share + offset and 0 <= offset < share
+            for element in range(start, end):
+                seen[index][element] += 1
+    assert all(count == 1 for counts in seen for count in counts)
+
+
+@given(st.integers(1, 200), st.integers(1, 9))
+def test_zero3_partitions_are_equal_and_cover(numel: int, world: int) -> None:
+    parts = [partition(numel, rank, world) for rank in range(world)]
+    assert {size for _, _, size in parts} == {math.ceil(numel / world)}
+    assert [element for start, end, _ in parts for element in range(start, end)] == list(range(numel))
+
+
+def write_checkpoint(folder: Path, values: torch.Tensor, cuts: list[tuple[int, int]]) -> None:
+    for rank, (start, end) in enumerate(cuts):
+        one = piece(start, end, numel=values.numel())
+        index = {"pieces": [one.facts()], "values": {"w": {"RMS": 0.5}}}
+        write_tensors(folder / optimizer_file(rank), {one.key: values.reshape(-1)[start:end]}, {INDEX: json.dumps(index)})
+
+
+@pytest.mark.parametrize("worlds", [(1, 3), (2, 1), (2, 3), (3, 2), (5, 4)])
+def test_files_of_one_world_fill_the_ranges_of_another(worlds: tuple[int, int], tmp_path: Path) -> None:
+    values = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
+    write_checkpoint(tmp_path, values, [partition(77, rank, worlds[0])[:2] for rank in range(worlds[0])])
+    shelf = Shelf(tmp_path, worlds[0])
+    found = []
+    for rank in range(worlds[1]):
+        start, end, _ = partition(77, rank, worlds[1])
+        found.append(torch.full((end - start,), math.nan))
+        shelf.fill(found[-1], "w", "exp_avg", start, end)
+    assert torch.equal(torch.cat(found).view(7, 11), values)
+    assert shelf.states("w") == ["exp_avg"] and shelf.values("w") == {"RMS": 0.5} and shelf.states("other") == []
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_are_read_by_ranges(sharded: bool, tmp_path: Path) -> None:
+    values = torch.arange(35.0).view(5, 7)
+    name = "model-00001-of-00001.safetensors" if sharded else "model.safetensors"
+    save_file({"w": values, "scale": torch.tensor(2.5)}, tmp_path / name)
+    if sharded:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name, "scale": name}}))
+    weights = Shelf(tmp_path, 0).weights
+    for start, end in ((0, 35), (3, 4), (6, 15), (34, 35), (7, 7)):
+        target = torch.empty(end - start)
+        weights.fill(target, "w", (5, 7), start, end)
+        assert target.tolist() == list(range(start, end))
+    scale = torch.empty(1)
+    weights.fill(scale, "scale", (), 0, 1)
+    assert scale.item() == 2.5 and "other" not in weights
+    with pytest.raises(CheckpointError, match="has the shape"):
+        weights.fill(torch.empty(35), "w", (7, 5), 0, 35)
+
+
+def test_every_type_comes_back_to_the_bit(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        f"{dtype}": torch.randint(0, 255, (3, 8 * dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype)
+        for dtype in NAMES
+        if dtype != torch.bool
+    }
+    tensors |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(3.5), "none": torch.empty(0, 4)}
+    write_tensors(tmp_path / "x.safetensors", tensors, {"a": "b"})
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert found[name].contiguous().reshape(-1).view(torch.uint8).equal(tensor.contiguous().reshape(-1).view(torch.uint8)), (
+            name
+        )
+
+
+def test_a_full_disk_is_an_os_error() -> None:
+    with pytest.raises(OSError, match="No space left"):
+        write_tensors(Path("/dev/full"), {"w": torch.zeros(100_000)}, {})
+
+
+def test_numbers_survive_json() -> None:
+    value = {
+        "last": [1e-3, 0.1 + 0.2, math.inf, -math.inf],
+        "pair": (0.9, 0.999),
+        "step": torch.tensor(7.0),
+        "n": numpy.float64(0.3),
+        "x": None,
+    }
+    found = restored(json.loads(json.dumps(plain(value, "it"), allow_nan=False)))
+    assert found == {"last": [1e-3, 0.1 + 0.2, math.inf, -math.inf], "pair": [0.9, 0.999], "step": 7.0, "n": 0.3, "x": None}
+    with pytest.raises(CheckpointError, match=r"`it\.project` is a object, which cannot be saved without a pickle"):
+        plain({"project": object()}, "it")
+
+
+def test_groups_keep_how_they_are_computed() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([{"params": [weight]}, {"params": []}], lr=1.0, fused=False)
+    set_groups(optimizer, [{"lr": 0.25, "betas": [0.5, 0.6], "initial_lr": 0.5}])
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["initial_lr"], group["fused"]) == (0.25, (0.5, 0.6), 0.5, False)
+    assert group["params"][0] is weight
+    with pytest.raises(CheckpointError, match="2 groups"):
+        set_groups(optimizer, [{}, {}])
+
+
+def draws() -> list[Any]:
+    return [random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn(), torch.rand(2).tolist()]
+
+
+def test_random_states_go_on_where_they_were(tmp_path: Path) -> None:
+    random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+    draws()  # leaves half of a pair of normal numbers in Python's and numpy's generators
+    write_tensors(tmp_path / random_file(0), *random_states())
+    expected = draws()
+    draws()
+    restore_random_states(tmp_path, 0, seed=42, step=10)
+    assert draws() == expected
+    restore_random_states(tmp_path, 1, seed=42, step=10)
+    joined = draws()
+    restore_random_states(tmp_path, 1, seed=42, step=10)
+    assert draws() == joined != expected
+    assert len({fresh_seed(seed, rank, step) for seed in (1, 2) for rank in (0, 1) for step in (5, 6)}) == 8
+
+
+STATES = {
+    "format": 1, "strategy": "zero2", "world_size": 2, "optimizer": "Adafactor", "reshardable": False, "files": 2, "groups": [],
+    "scheduler": None, "scaler": None, "engine": None, "counters": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("written", "strategy", "world", "allowed"),
+    [
+        ({}, "zero2", 2, True), ({}, "zero2", 3, False), ({}, "zero1", 2, False), ({}, "single", 1, False),
+        ({"reshardable": True}, "zero3", 3, True), ({"strategy": "ddp"}, "ddp", 3, True), ({"strategy": "ddp"}, "single", 1, True),
+        ({"strategy": "ddp"}, "fsdp2", 2, False),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_anew_is_refused_by_name(
+    written: dict[str, Any], strategy: str, world: int, allowed: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "states.json").write_text(json.dumps(STATES | written))
+    if allowed:
+        check_states(tmp_path, strategy=strategy, world_size=world)
+        return
+    with pytest.raises(CheckpointError, match="`Adafactor` cannot be cut anew") as caught:
+        check_states(tmp_path, strategy=strategy, world_size=world)
+    assert "NUM_GPUS=2" in caught.value.render()
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "an older version wrote it"), ('{"format": 2}', "the format 2"), ("{", "cannot be read"), ("{}", "cannot be read"),
+])  # fmt: skip
+def test_states_of_another_version_are_refused(content: str | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "states.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        check_states(tmp_path, strategy="ddp", world_size=2)
+    assert "hint:" in caught.value.render()
