@@ -21,6 +21,7 @@ from sft_play.runs.evaluations import data_name
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
 from sft_play.runs.stamp import Stamp
+from sft_play.runs.states_facts import is_state_file
 from sft_play.runs.weights import label_of, weights_folder
 
 if TYPE_CHECKING:
@@ -295,7 +296,7 @@ def _batch_size(config: Config, plan: Plan, split: PreparedSplit) -> int:
 
 def _content(folder: Path) -> str:
     """Returns one hash over the names and contents of the weights and what shapes them."""
-    weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin") and not is_state_file(path.name))
     shaping = ("config.json", "adapter_config.json", "tokenizer.json")
     others = sorted(path for path in folder.iterdir() if path.suffix == ".jinja" or path.name in shaping)
     digests: Mapping[str, str] = dict(zip((path.name for path in weights), weights_sha256(weights), strict=True))
