@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import UserError
-from sft_play.launch.commands import Job, finish, start_run
+from sft_play.launch.commands import finish, start_run
+from sft_play.launch.job import Job
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 

@@ -12,30 +12,38 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from sft_play.config.load import read_config
 from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError, UserError
+from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.files import read_json, sync_folder, write_json
+from sft_play.launch.restarts import restarts
 from sft_play.plan.plan import Plan
-from sft_play.runs.checkpoints import remove_leftovers
+from sft_play.runs.checkpoints import clean_up
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
+from sft_play.runs.states_facts import is_state_file
 from sft_play.training.console import quiet_libraries, redirect
-from sft_play.training.exit_record import describe_full_disk, leave_record, ran_out_of_disk, reserve
+from sft_play.training.exit_record import describe_full_disk, ran_out_of_disk, reserve
+from sft_play.training.heartbeat import Heartbeat, beating, hang_limit
 from sft_play.training.memory_errors import Activity, describe, ran_out_of_memory
+from sft_play.training.requests import StopRequest, code_of, is_lost_peer
 from sft_play.training.world import check_launch, check_world, launched_world, leave, prepare_state
 
 if TYPE_CHECKING:
-    from sft_play.training.guards import Holdings, StopOnRequest
+    from sft_play.training.agreement import StopOnRequest
+    from sft_play.training.guards import Holdings
     from sft_play.training.trainer import SftTrainer
 
-STOPPED, LOST = 143, 75
-Program = Callable[[RunFolder, "Path | None", "TextIO | None", Activity], int]
+LOST = 75
+IN_ORDER = (0, 130, 143)
+"""Codes of a worker that has done its work, or was stopped on request."""
+Program = Callable[[RunFolder, "Path | None", "TextIO | None", Activity, StopRequest], int]
 
 
 def main(arguments: list[str] | None = None, program: Program | None = None) -> int:
@@ -48,17 +56,21 @@ def main(arguments: list[str] | None = None, program: Program | None = None) -> 
     rank, _ = launched_world()
     console = redirect(run.rank_log(rank), rank)
     doing = Activity()
+    request = StopRequest(run=run, rank=rank, doing=doing)
+    request.listen()
     record: dict[str, Any] = {"code": 1, "error": ""}
     try:
         reserve(run, rank)
-        record["code"] = (program or work)(run, options.resume, console, doing)
+        record["code"] = (program or work)(run, options.resume, console, doing, request)
     except Exception as problem:  # noqa: BLE001 - the last stop of a worker
         record = verdict(problem, run, doing)
+        if request.heard is not None and is_lost_peer(record["error"]):  # a rank that was asked to stop may leave before this one
+            record = {"code": code_of(request.heard), "error": ""}
         say(problem, record)
     finally:
-        leave_record(run, rank, record)
+        request.finish(record)
     code: int = record["code"]
-    if code in (0, STOPPED):
+    if code in IN_ORDER:
         leave()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -68,7 +80,7 @@ def main(arguments: list[str] | None = None, program: Program | None = None) -> 
 def verdict(problem: Exception, run: RunFolder, doing: Activity) -> dict[str, Any]:
     """Returns what the launcher is told of an error: exit code, message, and for want of memory its cause and where."""
     if isinstance(problem, UserError):
-        return {"code": problem.exit_code, "error": problem.render()}
+        return {"code": problem.exit_code, "error": problem.render(), **getattr(problem, "facts", {})}
     if ran_out_of_disk(problem, run):
         return {"code": 3, "error": describe_full_disk(problem, run), "cause": "disk_full"}
     if ran_out_of_memory(problem):
@@ -93,29 +105,43 @@ def say(problem: Exception, record: dict[str, Any]) -> None:
             print(record["error"], file=sys.stderr)
 
 
-def work(run: RunFolder, checkpoint: Path | None, console: TextIO | None, doing: Activity) -> int:
-    """The whole road of a worker, top to bottom."""
+def work(run: RunFolder, checkpoint: Path | None, console: TextIO | None, doing: Activity, request: StopRequest) -> int:
+    """The whole road of a worker, with signs of life."""
     quiet_libraries()
+    with beating(run, doing) as heart:
+        return road(run, checkpoint, console, doing, request, heart)
+
+
+def road(
+    run: RunFolder, checkpoint: Path | None, console: TextIO | None, doing: Activity, request: StopRequest, heart: Heartbeat
+) -> int:
+    """The road, top to bottom."""
+    from sft_play.training.agreement import MissedEvaluation
     from sft_play.training.held_out import require_best
 
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
     check_launch(plan)
+    heart.join(hang_seconds=hang_limit(config.launch.hang_seconds), timeout_seconds=config.launch.timeout_seconds)
     stamp = settle_stamp(run, config, plan, prepared, checkpoint)
-    trainer, stop, holdings = build(run, config, plan, prepared, stamp, console, doing)
+    trainer, stop, holdings = build(run, config, plan, prepared, stamp, console, doing, request)
+    trainer.add_callback(MissedEvaluation(trainer))
     check_world(plan, trainer.accelerator)
-    stop.listen()
     if trainer.is_world_process_zero():
-        remove_leftovers(run)
+        clean_up(run)
     trainer.accelerator.wait_for_everyone()
     require_best(trainer)
     started = time.time()
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.saver.finish()
     save_holdings(run, trainer, holdings)
     if stop.stopped:
-        return STOPPED
+        trainer.saver.require_saved()
+        return stop.code
+    doing.enter("saving", step=trainer.state.global_step)
     publish_model(run, trainer, config)
     if trainer.is_world_process_zero():
         write_json(run.training_metrics, summary(trainer, time.time() - started, resumed=checkpoint is not None))
+    trainer.saver.require_saved()
     return 0
 
 
@@ -133,14 +159,16 @@ def settle_stamp(run: RunFolder, config: Config, plan: Plan, prepared: Prepared,
 
 
 def build(
-    run: RunFolder, config: Config, plan: Plan, prepared: Prepared, stamp: Stamp, console: TextIO | None, doing: Activity
-) -> tuple[SftTrainer, StopOnRequest, Holdings]:
+    run: RunFolder, config: Config, plan: Plan, prepared: Prepared, stamp: Stamp, console: TextIO | None, doing: Activity,
+    request: StopRequest,
+) -> tuple[SftTrainer, StopOnRequest, Holdings]:  # fmt: skip
     """Returns the trainer with model, rows and callbacks. The order matters: arguments first, since ZeRO-3 shards on load."""
     import datasets
 
     from sft_play.model.load import load_for_training
+    from sft_play.training.agreement import StopOnRequest
     from sft_play.training.arguments import training_arguments
-    from sft_play.training.guards import Holdings, SaveAtEnd, StopOnRequest
+    from sft_play.training.guards import Holdings, SaveAtEnd
     from sft_play.training.stopping import Patience
     from sft_play.training.trainer import SftTrainer
 
@@ -149,7 +177,7 @@ def build(
     prepare_state(plan, args)
     model, tokenizer = load_for_training(config, plan, prepared)
     assert prepared.train is not None
-    stop, holdings = StopOnRequest(args.device), Holdings()
+    stop, holdings = StopOnRequest(request, args.device), Holdings()
     trainer = SftTrainer(
         config=config,
         plan=plan,
@@ -204,35 +232,58 @@ def save_holdings(run: RunFolder, trainer: SftTrainer, holdings: Holdings) -> No
 
 
 def publish_model(run: RunFolder, trainer: SftTrainer, config: Config) -> None:
-    """Publishes the last weights, or the best checkpoint's, as `model/`, by rename."""
-    from sft_play.training.trainer import stamp_at
+    """Publishes the last weights, or the best checkpoint's, as `model/`, by rename. Raises `HardwareError` where it cannot be written."""
+    from sft_play.runs.space import describe, errno_of
+    from sft_play.training.weights_out import gather_weights
 
-    partial = run.path / ".model.partial"
     best = run.best.resolve() if config.train.load_best_model_at_end and run.best.exists() else None
+    weights = gather_weights(trainer, clone=False) if best is None else None
+    problem: str | None = None
     if trainer.is_world_process_zero():
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-    trainer.accelerator.wait_for_everyone()
+        try:
+            write_model(run, trainer, best, weights)
+        except Exception as error:  # what safetensors and tokenizers raise for a full disk is no OSError
+            shutil.rmtree(run.path / ".model.partial", ignore_errors=True)
+            if errno_of(error) is None:
+                raise
+            problem = describe(error)
+    reason = trainer.saver.agreed(problem)
+    if reason is not None:
+        hint = f"the last checkpoint is as it was; make room, then: make resume RUN={run.name}"
+        raise HardwareError(f"the model was not written: {reason}", place=str(run.model), hint=hint)
+
+
+def write_model(run: RunFolder, trainer: SftTrainer, best: Path | None, weights: Mapping[str, Any] | None) -> None:
+    """Writes `model/` aside, syncs it to the disk, and gives it its name."""
+    from sft_play.runs.manifest import sync_below
+    from sft_play.training.trainer import stamp_at
+    from sft_play.training.weights_out import write_weights
+
+    partial, replaced = run.path / ".model.partial", run.path / ".model.replaced"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    step = trainer.state.global_step
     if best is None:
-        trainer.save_model(str(partial))
-    if trainer.is_world_process_zero():
-        step = trainer.state.global_step
-        if best is not None:
-            copy_weights(best, partial)
-            step = int(read_json(best / "trainer_state.json")["global_step"])
-        stamp_at(trainer.stamp, step).save(partial)
-        if run.model.exists():  # a run that was made longer
-            shutil.rmtree(run.model)
-        partial.rename(run.model)
-        sync_folder(run.path)
-    trainer.accelerator.wait_for_everyone()
+        assert weights is not None
+        write_weights(trainer, weights, partial)
+    else:
+        copy_weights(best, partial)
+        step = int(read_json(best / "trainer_state.json")["global_step"])
+    stamp_at(trainer.stamp, step).save(partial)
+    sync_below(partial)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if run.model.exists():  # a run that was made longer
+        run.model.rename(replaced)
+    partial.rename(run.model)
+    sync_folder(run.path)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def copy_weights(checkpoint: Path, folder: Path) -> None:
-    """Copies weights, configuration and tokenizer of a checkpoint; its optimizer states stay behind."""
+    """Copies weights, configuration and tokenizer of a checkpoint; the states for resuming stay behind."""
     left_out = {"trainer_state.json", "manifest.json", "stamp.json", "zero_to_fp32.py", "latest"}
     for path in checkpoint.iterdir():
-        if path.is_file() and path.name not in left_out and path.suffix not in (".pt", ".pth", ".bin"):
+        if path.is_file() and path.name not in left_out and path.suffix not in (".pt", ".pth", ".bin") and not is_state_file(path.name):
             shutil.copy2(path, folder / path.name)
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError("the best checkpoint holds no weights", place=str(checkpoint))
@@ -258,7 +309,9 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
         "training_seconds": spent,
         "peak_memory_bytes": peak_memory_bytes(),
         "forecast": planned(trainer.plan, trainer.args.process_index, resumed=resumed),
+        "saving": asdict(trainer.saver.totals),
         "recoveries": [dict(recovery) for recovery in trainer.plan.recoveries],
+        "restarts": restarts(trainer.run),
         "stopped_early": trainer.stopped_early(),
         "best_step": trainer.state.best_global_step,
         "best_metric": finite(trainer.state.best_metric),
@@ -279,6 +332,6 @@ def planned(plan: Plan, rank: int, *, resumed: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     code = main()
-    if code not in (0, STOPPED):
+    if code not in IN_ORDER:
         os._exit(code)  # peers may hang in a collective operation that this rank has left; the launcher ends them
     sys.exit(code)

@@ -22,7 +22,8 @@ from sft_play.config.load import read_config
 from sft_play.config.schema import Config
 from sft_play.data.batches import GlobalBatchSampler
 from sft_play.errors import HardwareError, UserError
-from sft_play.launch.commands import Job, start_run
+from sft_play.launch.commands import start_run
+from sft_play.launch.job import Job
 from sft_play.plan.command import plan_for
 from sft_play.plan.detect import detect
 from sft_play.plan.memory import Setup

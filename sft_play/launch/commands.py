@@ -7,23 +7,24 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import write_json, write_text
-from sft_play.launch import probing, recovery, tensorboard
+from sft_play.launch import probing, recovery, restarts, tensorboard
 from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
 from sft_play.launch.deepspeed_resolve import resolve
 from sft_play.launch.disk import require_disk_space
-from sft_play.launch.environment import Node, worker_environment
+from sft_play.launch.environment import worker_environment
+from sft_play.launch.job import Job, job_of
 from sft_play.launch.local import show_launch, worker_arguments
-from sft_play.launch.network import address_towards, free_port, interface_of, loopback_interface, require_free_port
-from sft_play.launch.options import CommandStrategy, LaunchOptions, read_options
+from sft_play.launch.options import CommandStrategy, read_options
 from sft_play.launch.preparation import run_preparation
 from sft_play.launch.render import accelerate_yaml
+from sft_play.launch.restarts import Restarts
 from sft_play.launch.resume import (
     check_overrides,
     choose_checkpoint,
@@ -35,19 +36,16 @@ from sft_play.launch.resume import (
     restored_on_error,
 )
 from sft_play.launch.run_folder import choose_name, ended_by_signals, find_run, held, is_finished, record_event, reserved
-from sft_play.launch.supervise import OUT_OF_MEMORY, Outcome, supervise
-from sft_play.plan.calibration import load_calibration
-from sft_play.plan.detect import detect
-from sft_play.plan.fit import Memory
-from sft_play.plan.hardware import Hardware
-from sft_play.plan.make import make_plan
+from sft_play.launch.same_command import as_resume, existing_run
+from sft_play.launch.stopped import describe
+from sft_play.launch.supervise import supervise
+from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
-from sft_play.plan.shape import ModelShape, shape_of
 from sft_play.plan.show import show_plan
 from sft_play.plan.show_speed import beside_forecast
-from sft_play.plan.sources import memory_of, parse_source, planned
-from sft_play.runs.checkpoints import newest_valid
+from sft_play.plan.sources import memory_of
+from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 
@@ -87,43 +85,6 @@ def train_fsdp(call: Call) -> int:
     return start(call, "fsdp2")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """Everything that is known before a run folder is touched."""
-
-    call: Call
-    loaded: LoadedConfig
-    options: LaunchOptions
-    hardware: Hardware
-    shape: ModelShape
-    node: Node
-
-    def plan(self, prepared: Prepared | None) -> Plan:
-        """The plan, early (`prepared` unknown) or final."""
-        config, typed, calibration = self.loaded.config, self.loaded.typed, load_calibration(self.hardware)
-        request = replace(self.options.request, early=prepared is None)
-
-        def make(memory: Memory) -> Plan:
-            return make_plan(
-                config, typed, self.hardware, self.shape, launch=request, prepared=prepared, calibration=calibration, memory=memory
-            )  # fmt: skip
-
-        source = parse_source(self.call.options.get("SOURCE"), "auto")
-        return planned(make, config, self.shape, prepared, source if prepared else "formula")
-
-    def ranks_here(self, plan: Plan) -> range:
-        """Returns the ranks that this node runs."""
-        local = plan.world_size // plan.num_nodes
-        return range(self.node.rank * local, (self.node.rank + 1) * local)
-
-    def again(self, request: LaunchRequest) -> Job:
-        """Returns the job of another attempt on the same hardware."""
-        options = recovery.without_batch_numbers(replace(self.options, request=request))
-        another_port = request.num_nodes == 1 and options.master_port is None
-        node = replace(self.node, master_port=free_port()) if another_port else self.node
-        return replace(self, options=options, node=node)
-
-
 def start(call: Call, command: CommandStrategy) -> int:
     """A new run, with its last words."""
     return finish(call, *start_run(call, command))
@@ -132,16 +93,22 @@ def start(call: Call, command: CommandStrategy) -> int:
 def start_run(
     call: Call, command: CommandStrategy, *, before_launch: Callable[[Job, RunFolder], None] | None = None
 ) -> tuple[RunFolder, Outcome]:
-    """A new run. Until its workers start, any failure leaves no trace of it.
+    """A new run, or with `launch.auto_resume` one that exists. Until workers start, any failure leaves no trace of a new one.
 
     `before_launch` is called when model and data are prepared.
     """
     loaded = call.load_config()
     options, loaded = read_options(call, loaded, command)
+    if existing := existing_run(options, loaded):
+        again = as_resume(call, options, loaded, existing)
+        check_overrides(again)
+        with ended_by_signals(), held(existing, node_rank=options.request.node_rank):
+            return existing, _resume(again, existing, loaded)
     job = job_of(call, loaded, options)
     job.plan(None)  # refuses what cannot work before anything is downloaded
     name = choose_name(options.run_name, loaded.path)
-    with ended_by_signals(), reserved(name, node_rank=job.node.rank) as run, held(run, node_rank=job.node.rank):
+    rank, again_too = job.node.rank, loaded.config.launch.auto_resume
+    with ended_by_signals(), reserved(name, node_rank=rank, never_started_too=again_too) as run, held(run, node_rank=job.node.rank):
         save_config(loaded, run.config)
         prepare(run)
         if before_launch:
@@ -157,11 +124,11 @@ def resume(call: Call) -> int:
     run = find_run(name)
     check_overrides(call)
     with ended_by_signals(), held(run, node_rank=call.integer("NODE_RANK", minimum=0) or 0):
-        return _resume(call, run)
+        outcome = _resume(call, run, call.load_config())
+    return finish(call, run, outcome)
 
 
-def _resume(call: Call, run: RunFolder) -> int:
-    loaded = call.load_config()
+def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
     if not run.plan.is_file():
         raise CheckpointError(
             f"`{run.name}` was never launched, so there is nothing to go on from", hint="start it again under another RUN_NAME"
@@ -170,7 +137,7 @@ def _resume(call: Call, run: RunFolder) -> int:
         if newest := newest_valid(run)[0]:
             compare_early(newest, loaded.config)
         print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
-        return finish(call, run, Outcome(code=0))
+        return Outcome(code=0)
     before = Plan.load(run.plan)
     options = options_of_run(call, run, before.world_size // before.num_nodes)
     checkpoint = choose_checkpoint(run)
@@ -183,34 +150,7 @@ def _resume(call: Call, run: RunFolder) -> int:
         prepared = Prepared.load(run.prepared)
         if checkpoint:
             compare_fully(checkpoint, loaded.config, job.plan(prepared), prepared)
-    return finish(call, run, launch(job, run, event="resumed", checkpoint=checkpoint))
-
-
-def job_of(call: Call, loaded: LoadedConfig, options: LaunchOptions) -> Job:
-    """Returns what a call asks for, on this machine."""
-    return Job(
-        call=call, loaded=loaded, options=options, hardware=detect(), shape=shape_of(loaded.config.model), node=_node(options)
-    )
-
-
-def _node(options: LaunchOptions) -> Node:
-    """This machine's place, with a port that is free now. Raises `HardwareError` where a port that was asked for is taken."""
-    request, port = options.request, options.master_port
-    if request.num_nodes == 1:
-        if port:
-            require_free_port(port, hint="leave MASTER_PORT away: on one machine a free port is chosen")
-        return Node(master_port=port or free_port(), interface=loopback_interface())
-    assert options.master_address is not None, "read_options requires MASTER_ADDR for several nodes"
-    port = port or 29500
-    if request.node_rank == 0:
-        require_free_port(port, hint="choose another MASTER_PORT, the same on every node")
-    return Node(
-        rank=request.node_rank,
-        count=request.num_nodes,
-        master_address=options.master_address,
-        master_port=port,
-        interface=interface_of(address_towards(options.master_address, port)),
-    )
+    return launch(job, run, event="resumed", checkpoint=checkpoint)
 
 
 def prepare(run: RunFolder, *words: str) -> None:
@@ -219,32 +159,51 @@ def prepare(run: RunFolder, *words: str) -> None:
 
 
 def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
-    """Starts the workers and waits for them; starts them again with a smaller micro-batch when they run out of memory."""
+    """Starts the workers and waits for them; starts them again after a lost rank, or with less at a time when memory ran out."""
     prepared = Prepared.load(run.prepared)
     if job.call.options.get("SOURCE") == "probe":
         probe(job, run, prepared)
     plan = replace(job.plan(prepared), recoveries=recovery.recoveries(run))
     require_disk_space(plan, job.loaded.config, run)
-    outcome = _attempt(job, plan, run, event=event, checkpoint=checkpoint)
-    retries = 0
-    while outcome.cause == OUT_OF_MEMORY:
-        found = recovery.remedy(job.loaded.config, job.shape, plan, job.options.request, outcome, retries)
-        if isinstance(found, recovery.Refusal):
-            outcome = recovery.refused(outcome, found)
-            break
-        retries += 1
-        job, before = job.again(found), plan
+    lost = Restarts(limit=job.loaded.config.launch.max_restarts, step=step_of(checkpoint) if checkpoint else 0)
+    outcome, retries = _attempt(job, plan, run, event=event, checkpoint=checkpoint), 0
+    while outcome.code == LOST:
         checkpoint, _ = newest_valid(run)
-        plan = job.plan(prepared)
-        changed = recovery.facts(before, plan, outcome, checkpoint)
-        plan = replace(plan, recoveries=(*before.recoveries, changed))
-        print("\n" + recovery.announcement(job.loaded.config, before, plan, outcome, checkpoint, retries), file=sys.stderr)
-        record_event(run, recovery.EVENT, node_rank=job.node.rank, launch=launch_facts(job.options), **changed)
+        if outcome.cause == OUT_OF_MEMORY:
+            found = recovery.remedy(job.loaded.config, job.shape, plan, job.options.request, outcome, retries)
+            if isinstance(found, recovery.Refusal):
+                outcome = recovery.refused(outcome, found)
+                break
+            retries += 1
+            job, plan = _with_less(job, found, run, prepared, plan, outcome, checkpoint, retries)
+        elif lost.allows(outcome, checkpoint):
+            print("\n" + restarts.announcement(outcome, checkpoint, lost), file=sys.stderr, flush=True)
+            record_event(run, restarts.EVENT, node_rank=job.node.rank, **restarts.facts(outcome, checkpoint))
+            restarts.wait(lost, job.node)
+            job = job.elsewhere()
+        else:
+            outcome = lost.refused(outcome)
+            break
         outcome = _attempt(job, plan, run, event=None, checkpoint=checkpoint)
     ended = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed")
     with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
-        record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None)
+        record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None,
+                     **outcome.stop)  # fmt: skip
     return outcome
+
+
+def _with_less(
+    job: Job, request: LaunchRequest, run: RunFolder, prepared: Prepared, before: Plan, outcome: Outcome, checkpoint: Path | None,
+    retry: int,
+) -> tuple[Job, Plan]:  # fmt: skip
+    """Returns job and plan of the next attempt after memory ran out, and says and records what changes."""
+    job = job.again(request)
+    plan = job.plan(prepared)
+    changed = recovery.facts(before, plan, outcome, checkpoint)
+    plan = replace(plan, recoveries=(*before.recoveries, changed))
+    print("\n" + recovery.announcement(job.loaded.config, before, plan, outcome, checkpoint, retry), file=sys.stderr)
+    record_event(run, recovery.EVENT, node_rank=job.node.rank, launch=launch_facts(job.options), **changed)
+    return job, plan
 
 
 def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
@@ -312,6 +271,8 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
     """Says how it ended and what can be done next; returns the exit code."""
     if outcome.message:
         print(f"\n{outcome.message}", file=sys.stderr)
+    if outcome.stop:
+        print(f"\n{describe(outcome.stop)}", file=sys.stderr)
     if outcome.code in (75, 130, 143):
         print(f"hint: go on with: make resume RUN={run.name}", file=sys.stderr)
     if call.json:

@@ -10,7 +10,7 @@ from pathlib import Path
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
 from sft_play.files import read_json
-from sft_play.launch.supervise import OUT_OF_MEMORY, Outcome
+from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.plan import Plan
 from sft_play.plan.probed import Probed, load, save
 from sft_play.runs.folder import RunFolder
@@ -50,6 +50,8 @@ def _measure(outcome: Outcome, plan: Plan, run: RunFolder) -> list[Probed]:
     """Returns what each rank wrote; after a shortage of memory the rank that ran short is marked, and all others with it."""
     if outcome.code == 0:
         return [Probed(**read_json(run.logs / f"probe-rank{rank.rank}.json")) for rank in plan.ranks]
+    if outcome.code in (130, 143):
+        raise SystemExit(outcome.code)
     if outcome.cause != OUT_OF_MEMORY:
         raise HardwareError(f"the probe failed: {outcome.message}", hint="SOURCE=trace plans without one")
     print("probe: memory ran out; trying less", file=sys.stderr)

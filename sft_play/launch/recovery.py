@@ -15,7 +15,7 @@ from sft_play.config.schema import Config
 from sft_play.launch.deepspeed_json import BATCH_KEYS
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.run_folder import read_events
-from sft_play.launch.supervise import OUT_OF_MEMORY, Outcome
+from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.make import ways_out
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest

@@ -72,6 +72,7 @@ def _rehearse(call: Call) -> int:
 def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> None:
     """Prepares model and data, and probes the plan on this machine; what is measured stays in the cache. Raises `UserError`."""
     from sft_play.launch import commands
+    from sft_play.launch.job import job_of
 
     if hardware.described or options.request.num_nodes > 1:
         raise UserError(
@@ -83,7 +84,7 @@ def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: H
         run = RunFolder(Path(folder) / "run")
         save_config(loaded, run.config)
         commands.prepare(run)
-        commands.probe(commands.job_of(call, loaded, options), run, Prepared.load(run.prepared))
+        commands.probe(job_of(call, loaded, options), run, Prepared.load(run.prepared))
 
 
 def _as_the_run_was(call: Call, request: LaunchRequest) -> LaunchRequest:

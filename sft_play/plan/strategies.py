@@ -80,6 +80,11 @@ def choose_strategy(
         )
     if conflict := conflict_for(config.tuning.backend, config.tuning.mode, config.tuning.quantization, chosen):
         raise UserError(conflict)
+    if config.train.spike_guard == "skip" and chosen.startswith("zero"):
+        raise UserError(
+            f"`train.spike_guard` is `skip`, but under {chosen} DeepSpeed makes the update before its gradient norm is known",
+            hint="TRAIN_SPIKE_GUARD=report, or leave updates out with make train-distributed or make train-fsdp",
+        )
     return chosen
 
 

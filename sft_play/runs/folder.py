@@ -83,6 +83,14 @@ class RunFolder:
         """Where a worker records its own exit code and error, since torchrun turns every failure into 1."""
         return self.logs / f"exit-rank{rank}.json"
 
+    def bad_rows(self, rank: int) -> Path:
+        """The rows of a rank in a step whose loss or gradient was no number."""
+        return self.logs / f"bad-rows-rank{rank}.json"
+
+    def rank_stack(self, rank: int) -> Path:
+        """The stacks of a rank that made no step, of each time it was asked."""
+        return self.logs / f"stack-rank{rank}.txt"
+
     def rank_holdings(self, rank: int) -> Path:
         """What a rank really held: elements of parameters, gradients, optimizer states; rows trained and scored."""
         return self.logs / f"holdings-rank{rank}.json"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import re
-from dataclasses import asdict, dataclass, field
+import time
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 TEXTS = re.compile(
@@ -16,7 +17,7 @@ TEXTS = re.compile(
 )
 """What torch, CUDA's libraries, NCCL, C++ and the system say when an allocation fails."""
 
-Phase = Literal["loading", "training", "updating", "evaluating", "saving"]
+Phase = Literal["loading", "training", "updating", "evaluating", "saving", "leaving"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,14 +31,27 @@ class Activity:
     """Micro-step within it, counted from 1."""
     rows: list[int] = field(default_factory=list)
     """Row ids of the micro-batch."""
+    since: float = field(default_factory=time.monotonic)
+    """When the training thread was last seen to get on (monotonic seconds)."""
+    longest_step: float = 0.0
+    """Seconds of the longest optimizer step so far."""
+    _begun: float | None = None
+    """When this step began; `None` outside one."""
 
     def enter(self, phase: Phase, *, step: int | None = None) -> None:
         """Begins another phase."""
-        self.phase, self.step, self.micro_step, self.rows = phase, step, None, []
+        now = time.monotonic()
+        if phase == "training":
+            self._begun = now
+        elif self._begun is not None:
+            self.longest_step = max(self.longest_step, now - self._begun)
+            if phase != "updating":
+                self._begun = None
+        self.phase, self.step, self.micro_step, self.rows, self.since = phase, step, None, [], now
 
     def next_batch(self, rows: list[int]) -> None:
         """Takes up the next micro-batch."""
-        self.micro_step, self.rows = (self.micro_step or 0) + 1, list(rows)
+        self.micro_step, self.rows, self.since = (self.micro_step or 0) + 1, list(rows), time.monotonic()
 
     def __str__(self) -> str:
         words = {
@@ -46,6 +60,7 @@ class Activity:
             "updating": f"in the update of step {self.step}",
             "evaluating": f"in the evaluation after step {self.step}",
             "saving": f"while the checkpoint of step {self.step} was written",
+            "leaving": "while the rank was leaving",
         }[self.phase]
         if self.micro_step is not None:
             rows = ", ".join(map(str, self.rows[:16])) + (", ..." if len(self.rows) > 16 else "")
@@ -53,8 +68,8 @@ class Activity:
         return words
 
     def facts(self) -> dict[str, Any]:
-        """Returns the fields as plain data."""
-        return asdict(self)
+        """Returns what the rank is at, as plain data."""
+        return {"phase": self.phase, "step": self.step, "micro_step": self.micro_step, "rows": self.rows}
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

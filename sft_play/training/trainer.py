@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,22 +20,25 @@ import torch
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, distributed
 from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_callback import ExportableState
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, Collator
+from sft_play.files import write_json
 from sft_play.plan.plan import Plan
-from sft_play.runs.checkpoints import link, partial_folder, publish, rotate
+from sft_play.runs.checkpoints import link
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import PreparedSplit
 from sft_play.runs.stamp import Stamp
+from sft_play.training.agreement import EvaluationStopped, StopOnRequest
 from sft_play.training.feeding import IDLE, sampler_of, step_totals, train_loader
 from sft_play.training.flops import operations_per_token, peak_operations
-from sft_play.training.guards import require_finite
+from sft_play.training.guards import no_number, require_finite
 from sft_play.training.held_out import evaluate
 from sft_play.training.loss import label_tokens, token_loss_sum
 from sft_play.training.memory_errors import Activity
+from sft_play.training.saving import Saver
+from sft_play.training.spikes import SpikeGuard
+from sft_play.training.states import restore, restore_random
 from sft_play.training.stopping import Patience, is_better, value_of
 
 
@@ -58,10 +62,16 @@ class SftTrainer(Trainer):
         self.peak_flops = peak_operations(plan.device) if os.environ.get("RANK", "0") == "0" else None
         self._operations: int | None = None
         super().__init__(data_collator=self.collator, processing_class=tokenizer, **arguments)
+        self.spikes = SpikeGuard(
+            config.train.spike_guard, config.train.spike_factor, run.logs / "spikes.jsonl", self.args.process_index
+        )
+        self.add_callback(self.spikes)
         self.loss_is_scaled_for_ga = True  # `compute_loss` divides by the label tokens of the whole global batch
         self._window = torch.zeros(3, dtype=torch.float64, device=self._sums_on())
         self._step_rows: list[int] = []
         self._seconds, self._begun = 0.0, time.perf_counter()
+        self.saver = Saver(self)
+        self.add_callback(self.saver)
 
     def _sums_on(self) -> torch.device:
         return torch.device(self.args.device)
@@ -116,16 +126,37 @@ class SftTrainer(Trainer):
         return torch.tensor(inputs["input_ids"].numel() if inputs["rows"] else 0, device=inputs["input_ids"].device)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Stops before the update when loss or gradients are no numbers (DeepSpeed has made it by now: before the next one)."""
-        self.doing.enter("updating", step=self.state.global_step + 1)
-        self._require_finite("loss", self._window[0])
+        """Stops before the update when loss or gradients are no numbers, and leaves it out when they jump (`train.spike_guard`).
+
+        DeepSpeed steps inside the backward pass: it leaves out an update that is no number by itself, and only then we stop.
+        """
+        step = self.state.global_step + 1
+        self.doing.enter("updating", step=step)
         norm = super()._get_grad_norm(model, grad_norm)
+        value = float(getattr(norm, "full_tensor", lambda: norm)())
         if not self.args.fp16:  # there the loss scaler expects infinities, and leaves such updates out
-            self._require_finite("gradient norm", getattr(norm, "full_tensor", lambda: norm)())
+            self._require_finite_everywhere(value)
+        self._require_finite("loss", self._window[0])
+        if self.spikes.jumps(value, step=step, rows=self._step_rows):
+            model.zero_grad(set_to_none=True)  # an optimizer passes over parameters without a gradient; the schedule goes on
         return norm
 
+    def _require_finite_everywhere(self, norm: float) -> None:
+        """Raises on all ranks when the norm, the same on each, is no number. Those whose loss is none either had the bad rows."""
+        if math.isfinite(norm):
+            return
+        bad = self._gather((~torch.isfinite(self._window[:1])).double())[:, 0]
+        blamed = [rank for rank, flag in enumerate(bad.tolist()) if flag] or list(range(self.plan.world_size))
+        paths = [self.run.bad_rows(rank) for rank in blamed]
+        step, mine = self.state.global_step + 1, self.args.process_index
+        if mine in blamed:
+            write_json(self.run.bad_rows(mine), {"step": step, "rows": self._step_rows})
+        if len(blamed) < self.plan.world_size:
+            raise no_number("loss", float("nan"), step=step, path=paths[0], ranks=blamed)
+        raise no_number("gradient norm", norm, step=step, path=self.run.bad_rows(mine))
+
     def _require_finite(self, what: str, value: Any) -> None:
-        path = self.run.logs / f"bad-rows-rank{self.args.process_index}.json"
+        path = self.run.bad_rows(self.args.process_index)
         require_finite(what, float(value), step=self.state.global_step + 1, rows=self._step_rows, path=path)
 
     def floating_point_ops(self, inputs: Batch) -> int:
@@ -164,7 +195,26 @@ class SftTrainer(Trainer):
         distributed.all_gather(parts, values)
         return torch.stack(parts)
 
+    def _run_epoch(self, **arguments: Any) -> None:
+        """Nothing where a run goes on from its last step, or an evaluation before the first step ended it."""
+        if not self.control.should_training_stop and self.state.global_step < self.state.max_steps:
+            super()._run_epoch(**arguments)
+
     # ---- Evaluation
+
+    @property
+    def stop(self) -> StopOnRequest:
+        """The callback that ends a run on request."""
+        return next(one for one in self.callback_handler.callbacks if isinstance(one, StopOnRequest))
+
+    def _evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
+        """Returns the metrics, none where a request to stop ended the evaluation: the resumed run makes it again."""
+        try:
+            metrics: dict[str, float] = super()._evaluate(*arguments, **named)
+        except EvaluationStopped:
+            self.stop.leave_evaluation(self.args, self.state, self.control)
+            return {}
+        return metrics
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -182,63 +232,50 @@ class SftTrainer(Trainer):
     # ---- Checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Writes aside on all ranks; rank 0 then lists, verifies and publishes by rename."""
-        step = self.state.global_step
-        self.doing.enter("saving", step=step)
-        partial = partial_folder(self.run, step)
-        if self.is_world_process_zero():
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self.accelerator.wait_for_everyone()
-        self.save_model(str(partial), _internal_call=True)
-        self._save_optimizer_and_scheduler(str(partial))
-        self._save_scaler(str(partial))
-        self._save_rng_state(str(partial))
-        if self.args.should_save:
-            for callback in [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]:
-                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
-            self.state.save_to_json(str(partial / TRAINER_STATE_NAME))
-        self.accelerator.wait_for_everyone()
-        if self.is_world_process_zero():
-            self._publish(partial, step)
-        self.accelerator.wait_for_everyone()
+        """Saves or begins to; a disk that cannot take it ends no run (`training.saving`)."""
+        self.saver.save()
         self._begun = time.perf_counter()
 
-    def _publish(self, partial: Path, step: int) -> None:
-        stamp_at(self.stamp, step).save(partial)
-        checkpoint = publish(self.run, step)
-        if self.state.best_global_step == step:
-            link(self.run.best, checkpoint)
-        rotate(self.run, self.config.train.save_total_limit)
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """Puts a checkpoint's states back when model and optimizer are wrapped; the base class would load pickles."""
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        if resume_from_checkpoint is not None:
+            restore(self, Path(resume_from_checkpoint))
+        return prepared
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Does nothing: `restore` puts the weights in, under every strategy."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The last thing before the first step: skipping rows may have drawn random numbers."""
+        if checkpoint is not None:
+            restore_random(self, Path(checkpoint))
+
+    def counters(self) -> dict[str, Any]:
+        """Returns what is counted from the run's start, for a checkpoint."""
+        return {"tokens_trained": self.tokens_trained, "training_seconds": self._seconds}
+
+    def set_counters(self, kept: Mapping[str, Any]) -> None:
+        """Puts back what `counters` returned."""
+        self.tokens_trained, self._seconds = int(kept["tokens_trained"]), float(kept["training_seconds"])
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Remembers the best step; the base class would look for checkpoints under its own names."""
         name = self.args.metric_for_best_model
-        if name is None:
+        if name is None or not metrics:
             return False
         value = value_of(metrics, name)
         if not is_better(value, self.state.best_metric, greater=bool(self.args.greater_is_better)):
             return False
         self.state.best_metric = value
         self.state.best_global_step = self.state.global_step
+        self.saver.finish()
         checkpoint = self.run.checkpoint(self.state.global_step)
         if self.is_world_process_zero() and checkpoint.is_dir():  # an epoch's evaluation comes after the save of its last step
             link(self.run.best, checkpoint)
         if self.config.train.load_best_model_at_end:
             self.control.should_save = True
         return True
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes weights as safetensors with tokenizer; under FSDP2 too, where the base class keeps shards only."""
-        assert output_dir is not None
-        if self.is_fsdp_enabled:
-            whole = self.accelerator.get_state_dict(self.model)
-            tied = getattr(self.model, "all_tied_weights_keys", {})  # gathered twice: the head and the embedding that it is
-            self._save(output_dir, state_dict={name: value for name, value in whole.items() if name not in tied})
-        else:
-            super().save_model(output_dir, _internal_call=True)
-        if self.is_world_process_zero():
-            (Path(output_dir) / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle; config.json says the same
 
     def stopped_early(self) -> str | None:
         """Returns why training ended before its last step (`train.early_stopping_patience`), if it did."""

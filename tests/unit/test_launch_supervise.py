@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from sft_play.launch.run_folder import exit_records
-from sft_play.launch.supervise import judge
+from sft_play.launch.verdict import judge
 from sft_play.runs.folder import RunFolder
 from sft_play.training.exit_record import describe_full_disk, leave_record, ran_out_of_disk, reserve
 
@@ -137,7 +137,7 @@ def test_a_stop_on_request(tmp_path: Path, number: int, code: int) -> None:
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from sft_play.launch import supervise as module
+from sft_play.launch import watch as module
 from sft_play.launch.supervise import supervise
 from sft_play.runs.folder import RunFolder
 import os

@@ -23,7 +23,7 @@ from sft_play.launch.memory_kills import MemoryKills, counters_of
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.recovery import Refusal
 from sft_play.launch.run_folder import record_event
-from sft_play.launch.supervise import OUT_OF_MEMORY, Outcome, judge
+from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome, judge
 from sft_play.plan.batch import Batch, choose_batch, halve, halved
 from sft_play.plan.hardware import parse_hardware
 from sft_play.plan.make import make_plan
@@ -133,7 +133,7 @@ def test_an_error_for_good_before_it_counts_first(tmp_path: Path) -> None:
 def test_sigkill_is_want_of_memory_only_with_evidence(tmp_path: Path) -> None:
     run = run_with(tmp_path, {0: GONE})
     by_hand = judge(run, range(2), agent_code=1, agent_log=summary(1, -9))
-    assert (by_hand.code, by_hand.rank, by_hand.cause) == (75, 1, None)
+    assert (by_hand.code, by_hand.rank, by_hand.cause) == (75, 1, "killed")
     assert "nothing shows that memory was short" in by_hand.message
     kernel = judge(run, range(2), agent_code=1, agent_log=summary(1, -9), memory_kill="`x` counts 1 kill for memory")
     assert (kernel.code, kernel.rank, kernel.cause) == (75, 1, OUT_OF_MEMORY)
@@ -152,7 +152,7 @@ def test_an_abort_after_bad_alloc(tmp_path: Path) -> None:
     run.rank_log(0).write_text("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
     assert judge(run, range(1), agent_code=1, agent_log=summary(0, -6)).cause == OUT_OF_MEMORY
     run.rank_log(0).write_text("assertion failed\n")
-    assert judge(run, range(1), agent_code=1, agent_log=summary(0, -6)).cause is None
+    assert judge(run, range(1), agent_code=1, agent_log=summary(0, -6)).cause == "killed"
 
 
 def test_a_stop_on_request_is_never_recovered(tmp_path: Path) -> None:

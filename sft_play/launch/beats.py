@@ -1,0 +1,165 @@
+"""Signs of life of the workers on this machine: datagrams to a socket of their launcher. No file, so no full disk can silence them.
+
+The name of the socket is made from the launch's mark, which every worker inherits. When the launcher is gone, sending fails, and that is
+how a worker learns it. Linux only (abstract sockets); elsewhere nothing is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+MARK = "SFT_PLAY_LAUNCH"
+"""Variable with an id of its own for each launch: every descendant inherits it, whatever session or parent it gets."""
+LARGEST_BYTES = 60_000
+CREDENTIALS = struct.Struct("3i")
+"""pid, uid, gid of the sender, as the kernel vouches for them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat:
+    """What a worker says of itself every second."""
+
+    rank: int
+    number: int
+    """Counts up; a value that stays is silence."""
+    host: str
+    pid: int
+    mark: str = ""
+    """Its launch on its machine: two ranks with one mark have one launcher."""
+    phase: str
+    step: int | None
+    micro_step: int | None
+    quiet: float
+    """Seconds since its training thread was last seen to get on."""
+    limit: float
+    """Seconds that it may be quiet in this phase."""
+    peers: list[dict[str, Any]] = field(default_factory=list)
+    """The last beats that it knows of ranks under other launchers."""
+
+    def to_bytes(self) -> bytes:
+        """Returns it as JSON, without the peers where they would not fit a datagram."""
+        facts = asdict(self)
+        text = json.dumps(facts)
+        return (text if len(text) < LARGEST_BYTES else json.dumps(facts | {"peers": []})).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Beat:
+        """Raises `ValueError` for anything else."""
+        facts = json.loads(content)
+        if not isinstance(facts, dict) or not {"rank", "number", "host", "pid", "phase", "quiet", "limit"} <= facts.keys():
+            raise ValueError("not a beat")
+        return cls(**{item.name: facts[item.name] for item in fields(cls) if item.name in facts})
+
+    def at(self) -> tuple[int, int, int]:
+        """Returns how far the rank is, to compare: step, phase within it, micro-step."""
+        order = {"loading": -1, "training": 0, "updating": 1, "saving": 2, "evaluating": 2, "leaving": 3}
+        return (self.step or 0, order.get(self.phase, 0), self.micro_step or 0)
+
+    def where(self) -> str:
+        """Returns where the rank stands, in words."""
+        words = {
+            "loading": "loading",
+            "training": f"in step {self.step}",
+            "updating": f"in the update of step {self.step} or waiting for the rows of the next",
+            "saving": f"saving after step {self.step}",
+            "evaluating": f"evaluating after step {self.step}",
+            "leaving": "leaving",
+        }.get(self.phase, self.phase)
+        return words + (f", micro-batch {self.micro_step}" if self.micro_step is not None else "")
+
+
+def address_of(mark: str) -> str:
+    """Returns the name of a launch's socket (a leading zero byte: it stands in no folder)."""
+    return f"\0sft-play-{mark}"
+
+
+def may_beat() -> bool:
+    """Whether this system has what is needed."""
+    return sys.platform == "linux"
+
+
+class Listener:
+    """The launcher's end. Takes beats only from processes of the same user."""
+
+    def __init__(self, mark: str) -> None:
+        self.latest: dict[int, Beat] = {}
+        """Rank -> its last beat, of ranks on this machine and, by way of those, of others."""
+        self.heard: dict[int, float] = {}
+        """Rank -> when that came (monotonic seconds)."""
+        self._socket = self._open(mark) if may_beat() else None
+
+    @staticmethod
+    def _open(mark: str) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        listener.setblocking(False)
+        listener.bind(address_of(mark))
+        return listener
+
+    def receive(self) -> set[int]:
+        """Takes up what has come; returns the ranks that sent something themselves."""
+        sent: set[int] = set()
+        while self._socket is not None:
+            try:
+                content, extra, _, _ = self._socket.recvmsg(LARGEST_BYTES, socket.CMSG_SPACE(CREDENTIALS.size))
+            except BlockingIOError:
+                break
+            if any(CREDENTIALS.unpack(data)[1] != os.getuid() for _, kind, data in extra if kind == socket.SCM_CREDENTIALS):
+                continue
+            try:
+                beat = Beat.from_bytes(content)
+                others = [Beat.from_bytes(json.dumps(peer).encode()) for peer in beat.peers]
+            except (ValueError, TypeError):
+                continue
+            sent.add(beat.rank)
+            for known in (beat, *others):
+                self._note(known)
+        return sent
+
+    def _note(self, beat: Beat) -> None:
+        before = self.latest.get(beat.rank)
+        if before is None or (before.pid, before.number) != (beat.pid, beat.number):
+            self.latest[beat.rank], self.heard[beat.rank] = beat, time.monotonic()
+
+    def quiet(self, rank: int) -> float:
+        """Seconds for which the training thread of a rank is known to have made no progress."""
+        return self.latest[rank].quiet + time.monotonic() - self.heard[rank]
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+
+class Sender:
+    """A worker's end."""
+
+    def __init__(self, mark: str | None) -> None:
+        self._socket: socket.socket | None = None
+        self._address = address_of(mark) if mark else ""
+        if mark and may_beat():
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.setblocking(False)
+
+    @property
+    def works(self) -> bool:
+        """Whether there is a launcher that listens, on a system that can tell when it is gone."""
+        return self._socket is not None
+
+    def send(self, beat: Beat) -> bool:
+        """Sends a beat; returns `False` when nobody will ever listen again. A launcher that is only slow is no reason to leave."""
+        if self._socket is None:
+            return True
+        try:
+            self._socket.sendto(beat.to_bytes(), self._address)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # a full buffer: the launcher may be suspended
+            return True
+        return True

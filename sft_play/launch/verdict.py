@@ -1,0 +1,199 @@
+"""How a launch ended: told from the workers' own records, the agent's words, and what was seen of the rank that went first."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from sft_play.launch.disk import is_full
+from sft_play.launch.run_folder import exit_records, stop_code
+from sft_play.launch.stopped import facts as stop_facts
+from sft_play.launch.stopped import stop_of
+from sft_play.runs.folder import RunFolder
+
+LOST = 75
+SUMMARY = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
+"""torchrun's summary of its failed workers: rank and exit code, negative for a signal."""
+PEER_GONE = re.compile(
+    r"Connection (closed|reset) by peer|Socket closed|Connection refused|remote process exited|Broken pipe"
+    r"|NCCL.*(timeout|remote error)|Timed out waiting \d+ms|failed to pass monitoredBarrier"
+)
+"""What gloo and NCCL say in a rank whose peer has died."""
+SIMPLE_DEATH = re.compile(r"died with <Signals\.(\w+): \d+>")
+"""Python's word on a single process that was killed by a signal."""
+NODES_MISSING = re.compile(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined")
+"""torchrun's word where machines did not start their part."""
+HELPER_KILLED = re.compile(r"DataLoader worker .* killed by signal: Killed")
+"""What torch says in a rank of which a loading process was killed."""
+
+Cause = Literal["out_of_memory", "killed", "frozen", "hang", "unreachable", "not_joined", "failed", "agent", "vanished", "peer"]
+OUT_OF_MEMORY: Cause = "out_of_memory"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a launch ended."""
+
+    code: int
+    """Exit code of contract section 7."""
+    rank: int | None = None
+    """The rank that failed first."""
+    message: str = ""
+    """Its error, for the user; empty when all went well."""
+    cause: Cause | None = None
+    """Why a rank was lost (code 75); `None` for everything else."""
+    doing: Mapping[str, Any] = field(default_factory=dict)
+    """What the rank was at: `phase`, `step`, `micro_step`, `rows`; empty where it could not say."""
+    stop: Mapping[str, Any] = field(default_factory=dict)
+    """Of a run that was stopped on request: `signal`, `step`, `phase`, `saved`, `note`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """What the launcher saw for itself, before it ended everything."""
+
+    cause: Cause
+    rank: int | None
+    text: str = ""
+    """One line for the user; empty where the records and the agent say more."""
+    hint: str = ""
+
+
+def judge(
+    run: RunFolder,
+    ranks: range,
+    *,
+    agent_code: int,
+    agent_log: str,
+    signals: tuple[int, ...] = (),
+    loss: Loss | None = None,
+    memory_kill: str | None = None,
+) -> Outcome:
+    """Says how the workers ended, from their records, the agent's own words and what the launcher saw first.
+
+    The order of causes: what made the launcher end everything (a rank that was frozen, or made no step); a worker that said that memory
+    ran out, unless another had failed for good before it; a worker that a signal killed (others then only saw their peer go), for memory
+    where `memory_kill` is the evidence; the earliest permanent error (codes 1 to 5), a worker without a record, the earliest lost peer,
+    a stop on request.
+    """
+    records = exit_records(run, ranks)
+    failed = sorted((r for r in records.items() if int(r[1]["code"]) != 0), key=lambda r: float(r[1]["time"]))
+    silent = [rank for rank in ranks if rank not in records]
+    if not failed and not silent:
+        return Outcome(code=0)
+    if signals:
+        permanent = [r for r in failed if 1 <= _code(r[1]) <= 5]
+        if permanent and len(signals) == 1:
+            return _recorded(run, permanent[0])
+        return Outcome(code=stop_code(signals[0]), stop=stop_facts(run, signals, [facts for _, facts in failed]))
+    if loss and loss.text and not (loss.cause == "agent" and memory_kill):
+        return _seen(run, loss)
+    permanent = [r for r in failed if 1 <= _code(r[1]) <= 5]
+    short = [r for r in failed if r[1].get("cause") == OUT_OF_MEMORY or (memory_kill and HELPER_KILLED.search(_error(r[1])))]
+    if short and (not permanent or float(short[0][1]["time"]) <= float(permanent[0][1]["time"])):
+        return _out_of_memory(run, short[0])
+    killed = _killed(ranks, silent, agent_log)
+    if killed is None and loss and loss.rank in silent and not SUMMARY.search(agent_log):
+        killed = loss.rank, "a signal"  # the others did not leave in time, so torchrun never said which
+    if killed:
+        rank, name = killed
+        aborted = name == "SIGABRT" and "std::bad_alloc" in tail(run.rank_log(rank), 4000)
+        return _vanished(run, rank, f"was killed by {name}", "its log ends with std::bad_alloc" if aborted else memory_kill)
+    if stopped := stop_of(failed, silent, loss.rank if loss else None):  # one worker, or their parent, was asked
+        return Outcome(code=int(stopped["code"]), stop=stop_facts(run, (), [stopped, *(facts for _, facts in failed)]))
+    if permanent:
+        return _recorded(run, permanent[0])
+    if silent and (failed or agent_code < 0):
+        return _vanished(run, silent[0], "vanished without a word", memory_kill)
+    if failed:
+        return _recorded(run, failed[0])
+    return _never_began(run, ranks, agent_code, agent_log)
+
+
+def _killed(ranks: range, silent: Sequence[int], agent_log: str) -> tuple[int, str] | None:
+    """Returns a rank that a signal killed before it could record anything, and the signal's name, from the agent's log."""
+    for rank, code in SUMMARY.findall(agent_log):
+        if int(rank) in silent and int(code) < 0 and -int(code) != signal.SIGTERM:  # SIGTERM is how torchrun ends the others
+            return int(rank), signal.Signals(-int(code)).name
+    death = SIMPLE_DEATH.search(agent_log)
+    return (ranks.start, death[1]) if death and ranks.start in silent else None
+
+
+def _code(record: Mapping[str, Any]) -> int:
+    """The recorded code; an error that only says that a peer has gone is 75, whatever exception carried it."""
+    code = int(record["code"])
+    return LOST if code == 1 and PEER_GONE.search(_error(record)) else code
+
+
+def _error(record: Mapping[str, Any]) -> str:
+    return str(record.get("error") or "").rstrip()
+
+
+def _recorded(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
+    """What a rank said of its own end, or of the rank that made it leave."""
+    rank, facts = record
+    if "blames" in facts:
+        what, log = _error(facts).removeprefix("error: "), run.rank_log(rank)
+        text = f"error: {what}; all ranks were stopped\n\nhint: noticed by rank {rank}; its log: {log}"
+        return Outcome(code=LOST, rank=facts["blames"], message=text, cause=facts.get("cause"))
+    text = f"{_error(facts)}\n\nrank {rank} failed first; its log: {run.rank_log(rank)}"
+    code = _code(facts)
+    return Outcome(code=code, rank=rank, message=text, cause="peer" if code == LOST else None)
+
+
+def _seen(run: RunFolder, loss: Loss) -> Outcome:
+    """What the launcher ended everything for."""
+    log = f"the log of rank {loss.rank}: {run.rank_log(loss.rank)}" if loss.rank is not None else f"logs: {run.logs}"
+    hint = f"{loss.hint}; {log}" if loss.hint else log
+    return Outcome(code=LOST, rank=loss.rank, message=f"error: {loss.text}\n\nhint: {hint}", cause=loss.cause)
+
+
+def _out_of_memory(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
+    rank, facts = record
+    text = f"{_error(facts)}\n\nrank {rank} ran out of memory; its log: {run.rank_log(rank)}"
+    return Outcome(code=LOST, rank=rank, message=text, cause=OUT_OF_MEMORY, doing=facts.get("doing") or {})
+
+
+def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> Outcome:
+    """A rank that left no record. Without evidence it counts as lost, whatever the signal; a full disk is evidence."""
+    if memory_kill is None and is_full(run.path):
+        text = f"error: {run.path}: no space is left on the disk; rank {rank} {how}\n\nhint: free some space, then: make resume RUN={run.name}"
+        return Outcome(code=3, rank=rank, message=text)
+    why = " (nothing shows that memory was short; see `dmesg`)" if "SIGKILL" in how else ""
+    why = f" for want of memory ({memory_kill})" if memory_kill else why
+    text = f"error: rank {rank} {how}{why}; all other ranks were stopped\n\nhint: its log: {run.rank_log(rank)}"
+    return Outcome(code=LOST, rank=rank, message=text, cause=OUT_OF_MEMORY if memory_kill else "killed")
+
+
+def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) -> Outcome:
+    missing = NODES_MISSING.search(agent_log)
+    if missing:
+        seconds, joined, all_of_them = missing.groups()
+        text = f"error: only {joined} of {all_of_them} nodes joined within {seconds} s; this one starts ranks {ranks.start} to {ranks.stop - 1}"
+        hint = "start the same command on every node, each with its own NODE_RANK, and see that MASTER_PORT is open"
+        return Outcome(code=LOST, message=f"{text}\n\nhint: {hint}", cause="not_joined")
+    words = "\n".join(deque(agent_log.splitlines(), maxlen=15))
+    log = launcher_log(run, ranks.start)
+    text = f"error: the workers did not start (accelerate launch returned {agent_code}); {log} ends with\n{words}"
+    return Outcome(code=1, message=text)
+
+
+def launcher_log(run: RunFolder, first_rank: int) -> Path:
+    """Where `accelerate launch` and torchrun themselves write; one file a node, since nodes may share a disk."""
+    return run.logs / ("launcher.log" if first_rank == 0 else f"launcher-from-rank{first_rank}.log")
+
+
+def tail(path: Path, limit: int = 200_000) -> str:
+    """Returns the last `limit` bytes of a file; empty where there is none."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as stream:
+        stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, stream.tell() - limit))
+        return stream.read().decode("utf-8", errors="replace")

@@ -1,0 +1,141 @@
+"""What a launcher sees of its workers: one that has gone, one that is frozen, all of them making no step."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+
+import psutil
+
+from sft_play.launch.beats import Listener
+from sft_play.launch.memory_kills import MemoryKills
+from sft_play.launch.run_folder import exit_records
+from sft_play.launch.stacks import culprits, describe, keep_stacks
+from sft_play.launch.verdict import Loss
+from sft_play.runs.folder import RunFolder
+
+GRACE_SECONDS = 15.0
+"""How long the other ranks may take to leave once one has failed."""
+DEAD_SECONDS = 20.0
+"""How long a worker may show no sign of life: no beat, no processor time."""
+LONGEST_LOOK = 1.0
+"""Seconds that count at most between two looks: a launcher that was itself suspended must not blame its workers."""
+WORKER_MODULES = frozenset({"sft_play.train", "sft_play.probe"})
+BUSY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_TRACING_STOP})
+"""States in which a silent process is not dead: it computes, waits for a disk, or a debugger holds it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Signs:
+    """What a worker showed of life."""
+
+    processor_seconds: float = -1.0
+    silent_seconds: float = 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Watch:
+    """Sees which worker ends first without having done its work; torchrun tells only when all others have ended too."""
+
+    agent: int
+    run: RunFolder
+    ranks: range
+    kills: MemoryKills
+    beats: Listener
+    workers: dict[psutil.Process, int] = field(default_factory=dict)
+    """Every worker that was ever seen, with its rank."""
+    signs: dict[int, Signs] = field(default_factory=dict)
+    loss: Loss | None = None
+    """What was seen first."""
+    lost_at: float | None = None
+    looked_at: float = field(default_factory=time.monotonic)
+
+    def look(self) -> None:
+        """Takes note of new workers, and of the first that has gone with an error, without a record, or has stopped living."""
+        heard, now = self.beats.receive(), time.monotonic()
+        passed, self.looked_at = min(now - self.looked_at, LONGEST_LOOK), now
+        self._find_workers()
+        for worker in self.workers:
+            self.kills.follow(worker.pid)
+        if self.loss is None:
+            found = self._gone() or self._frozen(heard, passed) or self._hanging()
+            if found:
+                self.loss, self.lost_at = found, now
+
+    def is_over(self, *, stopping: bool) -> bool:
+        """Whether everything is to be ended: at once for what the launcher saw itself, else when the others have had their time.
+
+        `stopping`: the ranks were asked to save and leave. Then one that has left is no loss, and the others have all the time.
+        """
+        if self.loss is None or self.lost_at is None:
+            return False
+        return bool(self.loss.text) or (not stopping and time.monotonic() - self.lost_at > GRACE_SECONDS)
+
+    def agent_was_killed(self, number: int) -> None:
+        """Takes note that the workers' parent was killed; they leave with it, so no rank is to blame."""
+        name = signal.Signals(number).name
+        text = f"the process that had started the workers (`accelerate launch`) was killed by {name}; all ranks were stopped"
+        self.loss = Loss(cause="agent", rank=None, text=text)
+
+    def _find_workers(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.agent).children():
+                with contextlib.suppress(psutil.Error):
+                    if child not in self.workers and not WORKER_MODULES.isdisjoint(child.cmdline()):
+                        self.workers[child] = int(child.environ().get("RANK", self.ranks.start))
+
+    def _gone(self) -> Loss | None:
+        # Of several that went at once, one without a record went first: the others could still say that their peer had gone.
+        for worker, rank in sorted(self.workers.items(), key=lambda item: self.run.rank_exit(item[1]).exists()):
+            if not is_alive(worker):
+                record = exit_records(self.run, range(rank, rank + 1)).get(rank)
+                if record is None or record["code"] != 0:
+                    return Loss(cause="failed" if record else "killed", rank=rank)
+        return None
+
+    def _frozen(self, heard: set[int], passed: float) -> Loss | None:
+        """A worker without any sign of life. A thread that holds Python's lock in a long call silences the beats, but uses the
+        processor or waits for a disk; a process that was stopped does neither."""
+        for worker, rank in self.workers.items():
+            with contextlib.suppress(psutil.Error):
+                signs, state = self.signs.setdefault(rank, Signs()), worker.status()
+                spent = sum(worker.cpu_times()[:2])
+                stopped = state == psutil.STATUS_STOPPED
+                known = stopped or rank in self.beats.heard
+                if not known or rank in heard or spent != signs.processor_seconds or state in BUSY:
+                    signs.processor_seconds, signs.silent_seconds = spent, 0.0
+                    continue
+                signs.silent_seconds += passed
+                if signs.silent_seconds > DEAD_SECONDS and not self.run.rank_exit(rank).exists():
+                    how = "stopped by a signal" if stopped else "no beat and no processor time"
+                    where = f" {self.beats.latest[rank].where()}" if rank in self.beats.latest else ""
+                    text = f"rank {rank} ({socket.gethostname()}) is frozen{where}: {how} for {DEAD_SECONDS:.0f} s; all ranks were stopped"
+                    return Loss(cause="frozen", rank=rank, text=text)
+        return None
+
+    def _hanging(self) -> Loss | None:
+        """All ranks quiet beyond what their phase allows: those that wait for one that saves or evaluates have its patience."""
+        beats = self.beats.latest
+        if not set(self.ranks) <= beats.keys() or not all(self.beats.quiet(rank) > beat.limit for rank, beat in beats.items()):
+            return None
+        quiet = min(self.beats.quiet(rank) for rank in beats)
+        stacks = keep_stacks(self.run, {rank: worker for worker, rank in self.workers.items() if is_alive(worker)})
+        blamed = culprits(beats, stacks)
+        lines = describe(beats, stacks, blamed)
+        who = "rank" if len(blamed) == 1 else "ranks"
+        names = ", ".join(f"{rank} ({beats[rank].host})" for rank in blamed)
+        said = f"{who} {names} made no step for {quiet:.0f} s" if blamed else f"no rank made a step for {quiet:.0f} s"
+        hint = f"`launch.hang_seconds` is the patience; stacks of all threads: {self.run.logs}/stack-rank*.txt"
+        rank = blamed[0] if len(blamed) == 1 else None
+        return Loss(cause="hang", rank=rank, text=f"{said}; all ranks were stopped\n{lines}", hint=hint)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,117 @@
+"""When a launch goes on by itself, how long it waits, and which rank is blamed for standing still."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sft_play.launch import restarts
+from sft_play.launch.beats import Beat
+from sft_play.launch.restarts import Restarts
+from sft_play.launch.run_folder import record_event
+from sft_play.launch.stacks import culprits, describe, in_collective
+from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
+from sft_play.runs.folder import RunFolder
+from sft_play.training.heartbeat import patience
+from sft_play.training.memory_errors import Activity
+
+LOST = Outcome(
+    code=75, rank=1, message="error: rank 1 was killed by SIGKILL; all other ranks were stopped\n\nhint: x", cause="killed"
+)
+
+
+def test_so_many_in_a_row_without_a_newer_checkpoint() -> None:
+    state = Restarts(limit=2, step=0)
+    first, second = Path("step-000004"), Path("step-000008")
+    assert state.allows(LOST, None)
+    assert state.pause() == 2
+    assert state.allows(LOST, None)
+    assert state.pause() == 4
+    assert not state.allows(LOST, None)
+    assert "2 of 2 restarts" in state.refused(LOST).message
+    assert state.allows(LOST, first), "there is progress"
+    assert state.used == 1
+    assert state.allows(LOST, first)
+    assert not state.allows(LOST, first)
+    assert state.allows(LOST, second)
+    assert max(Restarts(limit=99, step=0, used=used).pause() for used in range(1, 40)) == 60
+
+
+@pytest.mark.parametrize(
+    "outcome", [Outcome(code=code) for code in (0, 1, 2, 3, 4, 5, 130, 143)] + [Outcome(code=75, cause=OUT_OF_MEMORY)]
+)
+def test_only_after_a_lost_rank(outcome: Outcome) -> None:
+    state = Restarts(limit=3, step=0)
+    assert not state.allows(outcome, None)
+    assert state.refused(outcome) == outcome
+
+
+def test_never_unless_asked() -> None:
+    state = Restarts(limit=0, step=0)
+    assert not state.allows(LOST, Path("step-000004"))
+    assert state.refused(LOST) == LOST
+
+
+def test_what_is_said_and_kept(tmp_path: Path) -> None:
+    state = Restarts(limit=3, step=0)
+    assert state.allows(LOST, Path("step-000004"))
+    line = restarts.announcement(LOST, Path("step-000004"), state)
+    assert line == "restarting: rank 1 was killed by SIGKILL; going on from step-000004 in 2 s (restart 1 of 3)"
+    run = RunFolder(tmp_path)
+    record_event(run, restarts.EVENT, node_rank=0, **restarts.facts(LOST, Path("step-000004")))
+    record_event(run, restarts.EVENT, node_rank=1, **restarts.facts(LOST, Path("step-000004")))
+    kept = {"rank": 1, "cause": "killed", "error": "rank 1 was killed by SIGKILL", "checkpoint": "step-000004"}
+    assert restarts.restarts(run) == [kept]
+
+
+def beat(rank: int, phase: str, step: int, micro_step: int | None = None) -> Beat:
+    return Beat(rank=rank, number=1, host="here", pid=1, phase=phase, step=step, micro_step=micro_step, quiet=99, limit=1)
+
+
+WAITS = """Thread 0x01 (most recent call first):
+  File "/x/sft_play/training/heartbeat.py", line 1 in _beat
+  File "/lib/threading.py", line 1 in run
+
+Current thread 0x02 (most recent call first):
+  File "/lib/torch/distributed/distributed_c10d.py", line 1 in all_reduce
+  File "/x/sft_play/training/loss.py", line 48 in all_sum
+  File "/x/sft_play/train.py", line 100 in road
+"""
+WORKS = WAITS.replace("torch/distributed/distributed_c10d.py", "datasets/table.py").replace("all_reduce", "read")
+
+
+def test_the_rank_that_is_behind_is_blamed() -> None:
+    at = {0: beat(0, "training", 4), 1: beat(1, "updating", 3), 2: beat(2, "training", 4)}
+    assert culprits(at, {}) == [1]
+    at = {0: beat(0, "training", 4, 2), 1: beat(1, "training", 4, 1)}
+    assert culprits(at, {}) == [1]
+
+
+def test_at_one_place_the_rank_that_waits_for_nobody_is_blamed() -> None:
+    at = {0: beat(0, "saving", 4), 1: beat(1, "saving", 4)}
+    assert in_collective(WAITS)
+    assert not in_collective(WORKS)
+    assert culprits(at, {0: WORKS, 1: WAITS}) == [0]
+    assert culprits(at, {0: WAITS, 1: WAITS}) == []
+    said = describe(at, {0: WORKS, 1: WAITS}, [0])
+    assert "rank 0 (here): saving after step 4, at read (datasets/table.py)" in said
+    assert "rank 1 (here): saving after step 4 waiting for other ranks, at all_reduce (distributed/distributed_c10d.py)" in said
+
+
+def test_patience_by_phase() -> None:
+    assert patience("training", None, 1.0) == 600
+    assert patience("updating", None, 100.0) == 1000
+    assert patience("training", 5.0, 100.0) == 5
+    assert patience("loading", 5.0, 0.0) == 3600
+    assert patience("saving", None, 1000.0) == 30_000
+
+
+def test_the_longest_step_is_what_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("sft_play.training.memory_errors.time.monotonic", lambda: now[0])
+    doing = Activity()
+    for phase, at in (("training", 50), ("updating", 53), ("saving", 54), ("training", 99), ("updating", 101), ("training", 200)):
+        now[0] = at
+        doing.enter(phase)  # type: ignore[arg-type]
+    assert doing.longest_step == 4, "loading, saving and waiting for rows are no steps"
