@@ -1,0 +1,358 @@
+"""Stops on request in every phase, with real processes: the exit code, in time, nothing lost; then the same command goes on to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT, environment, metrics, ragged_rows, run_program
+
+IN_TIME = 25.0
+"""Seconds from the signal to the launcher's end that the documentation promises."""
+EXACT = {
+    "train": ("step", "loss", "grad_norm", "learning_rate", "rank_loss", "rank_tokens"),
+    "eval": ("step", "eval_loss", "eval_rougeL", "eval_answers", "eval_answer_tokens"),
+}
+STEPS, EVERY = 6, 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A command under way, its output in a file."""
+
+    process: subprocess.Popen[bytes]
+    run: Path
+    output: Path
+
+    def family(self, *words: str) -> list[psutil.Process]:
+        """Returns the living descendants with one of `words` on their command line."""
+        found = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for one in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if one.status() != psutil.STATUS_ZOMBIE and any(word in one.cmdline() for word in words):
+                        found.append(one)
+        return found
+
+    def worker(self, rank: int) -> psutil.Process:
+        """Returns the process of a rank; accelerate's and torchrun's own have the module on their command line too."""
+        workers = [one for one in self.family("sft_play.train") if "accelerate.commands.launch" not in one.cmdline()]
+        return next(one for one in workers if one.environ().get("RANK", "0") == str(rank))
+
+    def until(self, there: Callable[[Launch], bool], seconds: float = 150.0) -> None:
+        """Waits for a moment of the run; fails when the command ends before it."""
+        deadline = time.monotonic() + seconds
+        while not there(self):
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.002)
+
+    def end(self, seconds: float) -> int:
+        """Waits for the end and returns the exit code; whatever happens, nothing is left alive."""
+        everybody = [psutil.Process(self.process.pid), *self.family("")]
+        try:
+            return self.process.wait(seconds)
+        finally:
+            everybody += self.family("")
+            for one in everybody:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            self.process.wait(10)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A configuration and the run that nobody disturbed."""
+
+    config: Path
+    environment: dict[str, str]
+    words: tuple[str, ...]
+
+    def start(self, name: str, *more: str, **variables: str) -> Launch:
+        """Starts the command in a session of its own, as a terminal would."""
+        runs = Path(self.environment["RUNS_DIR"])
+        output = runs.parent / f"{name}-{time.monotonic_ns()}.txt"
+        with output.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "sft_play", *self.words, f"CONFIG={self.config}", f"RUN_NAME={name}", *more],
+                stdout=stream, stderr=subprocess.STDOUT, env={**self.environment, **variables}, cwd=ROOT, start_new_session=True,
+            )  # fmt: skip
+        return Launch(process=process, run=runs / name, output=output)
+
+    def again(self, name: str, *more: str) -> Launch:
+        """The same command to its end; it must succeed."""
+        launch = self.start(name, *more)
+        assert launch.end(240) == 0, launch.output.read_text()
+        return launch
+
+
+def make_place(folder: Path, tiny: Path, cache: Path, words: tuple[str, ...]) -> Place:
+    train, held_out = ragged_rows(folder / "train.jsonl", 21), ragged_rows(folder / "val.jsonl", 12, seed=1)
+    config = folder / "stops.yaml"
+    config.write_text(
+        f"model: {{name: {tiny}, max_seq_len: 256}}\n"
+        "tuning: {mode: lora, lora: {r: 4, dropout: 0.1}}\n"
+        f"data: {{train_path: {train}, val_path: {held_out}}}\n"
+        f"train: {{global_batch_size: 8, batch_size: 2, max_steps: {STEPS}, learning_rate: 5.0e-3, save_steps: 100,\n"
+        f"  eval_strategy: steps, eval_steps: {EVERY}, predict_with_generate: true, generation_max_new_tokens: 150}}\n"
+        "eval: {batch_size: 2}\n"
+        "launch: {auto_resume: true}\n",
+        encoding="utf-8",
+    )
+    (folder / "runs").mkdir()
+    return Place(config=config, environment=environment(cache, folder / "runs", {"OMP_NUM_THREADS": "1"}), words=words)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory, tiny: Path, cache: Path) -> Place:
+    place = make_place(tmp_path_factory.mktemp("stops"), tiny, cache, ("train",))
+    place.again("whole")
+    return place
+
+
+@pytest.fixture(scope="module")
+def double(tmp_path_factory: pytest.TempPathFactory, tiny: Path, cache: Path) -> Place:
+    place = make_place(tmp_path_factory.mktemp("stops2"), tiny, cache, ("train-distributed", "NUM_GPUS=2"))
+    place.again("whole")
+    return place
+
+
+def figures(run: Path) -> dict[str, list[list[Any]]]:
+    """Returns everything that a resumed run must repeat to the bit, each step once."""
+    return {kind: [[row[key] for key in keys] for row in metrics(run, kind)] for kind, keys in EXACT.items()}
+
+
+def assert_same(launch: Launch) -> None:
+    run, whole = launch.run, launch.run.parent / "whole"
+    assert figures(run) == figures(whole), launch.output.read_text()
+    weights = Path("model") / "adapter_model.safetensors"
+    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+
+
+def rows(launch: Launch, kind: str) -> int:
+    path = launch.run / "metrics.jsonl"
+    return path.read_text().count(f'"kind": "{kind}"') if path.is_file() else 0
+
+
+def starting(launch: Launch) -> bool:
+    """The launcher alone, importing; its handlers are there a moment after Python itself."""
+    return psutil.Process(launch.process.pid).cpu_times().user > 0.15
+
+
+def preparing(launch: Launch) -> bool:
+    return bool(launch.family("sft_play.prepare"))
+
+
+def loading(launch: Launch) -> bool:
+    return (launch.run / "logs" / "exit-rank0.reserved").is_file()
+
+
+def before_steps(launch: Launch) -> bool:
+    """The rows of an earlier attempt are removed just before the first step."""
+    return (launch.run / "metrics.jsonl").is_file()
+
+
+def stepping(launch: Launch) -> bool:
+    return rows(launch, "train") == 1
+
+
+def evaluating(launch: Launch) -> bool:
+    return rows(launch, "train") == EVERY and rows(launch, "eval") == 0
+
+
+def saving(launch: Launch) -> bool:
+    return bool(list((launch.run / "checkpoints").glob(".step-*.partial"))) if (launch.run / "checkpoints").is_dir() else False
+
+
+def publishing(launch: Launch) -> bool:
+    return (launch.run / ".model.partial").is_dir()
+
+
+def stop(launch: Launch, moment: Callable[[Launch], bool], number: int, target: str = "launcher") -> int:
+    """Sends a signal at a moment; returns the exit code, which must come in time."""
+    launch.until(moment)
+    if target == "launcher":
+        launch.process.send_signal(number)
+    elif target == "agent":
+        launch.family("accelerate.commands.launch")[0].send_signal(number)
+    elif target == "group":
+        os.killpg(launch.process.pid, number)
+    elif target == "everybody":  # as Slurm does to all processes of a job
+        for one in [psutil.Process(launch.process.pid), *launch.family("")]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
+    else:
+        launch.worker(int(target)).send_signal(number)
+    sent = time.monotonic()
+    code = launch.end(60)
+    assert time.monotonic() - sent < IN_TIME
+    assert "Traceback" not in launch.output.read_text(), launch.output.read_text()
+    return code
+
+
+def test_two_ranks_stop_in_an_evaluation_and_the_same_command_goes_on(double: Place) -> None:
+    launch = double.start("evaluation")
+    assert stop(launch, evaluating, signal.SIGTERM, "1") == 143, launch.output.read_text()
+    last = events(launch.run)[-1]
+    assert (last["event"], last["signal"], last["step"], last["saved"]) == ("stopped", "SIGTERM", EVERY, "step-000003")
+    assert not rows(launch, "eval"), "an evaluation that did not end leaves no figures"
+    again = double.again("evaluation")
+    assert "step-000003" in again.output.read_text()
+    assert_same(again)
+
+
+def test_a_run_that_is_complete_says_so(double: Place) -> None:
+    launch = double.again("whole")
+    assert "is complete" in launch.output.read_text()
+
+
+def test_before_the_first_step_all_leave_at_once(double: Place) -> None:
+    launch = double.start("loading")
+    assert stop(launch, loading, signal.SIGUSR1, "everybody") == 143
+    assert not checkpoints(launch.run)
+    assert events(launch.run)[-1]["event"] == "stopped"
+
+
+@pytest.mark.parametrize(("changed", "words"), [
+    (("TRAIN_LEARNING_RATE=1e-3",), ("`train.learning_rate` cannot change", "TRAIN_LEARNING_RATE=1e-3")),
+    (("MODEL_MAX_SEQ_LEN=128",), ("max_seq_len", "set `model.max_seq_len` back")),
+    (("RUN_NAME=",), ("`RUN_NAME` is empty",)),
+])  # fmt: skip
+def test_another_run_is_refused_as_resume_refuses_it(double: Place, changed: tuple[str, ...], words: tuple[str, ...]) -> None:
+    before = figures(Path(double.environment["RUNS_DIR"]) / "whole")
+    launch = double.start("whole", *changed)
+    assert launch.end(60) in (2, 5)
+    said = launch.output.read_text()
+    assert all(word in said for word in words) and "Traceback" not in said, said
+    assert figures(launch.run) == before
+
+
+def test_without_a_name_or_by_another_command_nothing_goes_on(double: Place) -> None:
+    done = run_program(["train", f"CONFIG={double.config}"], double.environment)
+    assert done.code == 2 and "`launch.auto_resume` needs `RUN_NAME`" in done.err and "stops.yaml" in done.err, done.err
+    done = run_program(["train-fsdp", f"CONFIG={double.config}", "RUN_NAME=whole", "NUM_GPUS=2"], double.environment)
+    assert done.code == 2 and "was started by `make train-distributed`, not by `make train-fsdp`" in done.err, done.err
+
+
+MOMENTS = {
+    "starting": (starting, signal.SIGUSR1, "launcher"),
+    "preparing": (preparing, signal.SIGUSR1, "launcher"),
+    "preparing-ctrl-c": (preparing, signal.SIGINT, "group"),
+    "preparing-everybody": (preparing, signal.SIGTERM, "everybody"),
+    "loading-ctrl-c": (loading, signal.SIGINT, "group"),
+    "loading-agent": (loading, signal.SIGTERM, "agent"),
+    "before-steps": (before_steps, signal.SIGTERM, "launcher"),
+    "step": (stepping, signal.SIGUSR1, "launcher"),
+    "step-ctrl-c": (stepping, signal.SIGINT, "group"),
+    "step-agent": (stepping, signal.SIGUSR1, "agent"),
+    "step-worker": (stepping, signal.SIGUSR1, "0"),
+    "evaluation": (evaluating, signal.SIGTERM, "launcher"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_stop_loses_nothing(single: Place, name: str) -> None:
+    moment, number, target = MOMENTS[name]
+    launch = single.start(name)
+    assert stop(launch, moment, number, target) == (130 if number == signal.SIGINT else 143), launch.output.read_text()
+    if moment in (starting, preparing):
+        assert not launch.run.exists(), "what never began leaves no trace"
+    else:
+        assert events(launch.run)[-1]["event"] == "stopped"
+    stopped_at = [row["step"] for row in metrics(launch.run)][-1:] if moment in (stepping, evaluating) else []
+    assert not stopped_at or checkpoints(launch.run)[-1] == f"step-{stopped_at[0]:06d}"
+    assert_same(single.again(name))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["agent", "everybody"])
+def test_slurms_warning_reaches_two_ranks(double: Place, target: str) -> None:
+    launch = double.start(f"slurm-{target}", "TRAIN_DATALOADER_NUM_WORKERS=1")
+    assert stop(launch, stepping, signal.SIGUSR1, target) == 143, launch.output.read_text()
+    last = events(launch.run)[-1]
+    assert last["signal"] == "SIGUSR1" and last["saved"] == f"step-{last['step']:06d}"
+    assert_same(double.again(f"slurm-{target}"))
+
+
+@pytest.mark.long
+def test_a_save_is_finished_and_none_follows(single: Place) -> None:
+    launch = single.start("save", "TRAIN_SAVE_STEPS=2")
+    assert stop(launch, saving, signal.SIGTERM) == 143, launch.output.read_text()
+    last = events(launch.run)[-1]
+    assert checkpoints(launch.run)[-1] == last["saved"]
+    assert_same(single.again("save"))
+
+
+@pytest.mark.long
+def test_the_model_is_published_though_a_stop_is_asked_for(single: Place) -> None:
+    launch = single.start("publish")
+    code = stop(launch, publishing, signal.SIGTERM)
+    assert code == 0, launch.output.read_text()
+    assert_same(single.again("publish"))
+
+
+@pytest.mark.long
+def test_a_step_that_does_not_end_is_left(double: Place) -> None:
+    launch = double.start("frozen", "TRAIN_SAVE_STEPS=1")
+    launch.until(lambda one: "step-000002" in checkpoints(one.run))
+    launch.worker(1).suspend()
+    time.sleep(1)
+    assert stop(launch, lambda _: True, signal.SIGTERM) == 143, launch.output.read_text()
+    last = events(launch.run)[-1]
+    assert last["event"] == "stopped" and last["saved"] in checkpoints(launch.run)
+    assert_same(double.again("frozen"))
+
+
+@pytest.mark.long
+def test_a_second_ctrl_c_stops_at_once(double: Place) -> None:
+    launch = double.start("twice", "TRAIN_SAVE_STEPS=1")
+    launch.until(lambda one: "step-000001" in checkpoints(one.run))
+    for rank in (0, 1):
+        launch.worker(rank).suspend()
+    launch.process.send_signal(signal.SIGINT)
+    time.sleep(2)
+    assert launch.process.poll() is None
+    sent = time.monotonic()
+    assert stop(launch, lambda _: True, signal.SIGINT) == 130, launch.output.read_text()
+    assert time.monotonic() - sent < 10
+    assert_same(double.again("twice"))
+
+
+@pytest.mark.long
+def test_a_probe_is_stopped_and_leaves_nothing(single: Place) -> None:
+    launch = single.start("probe", "SOURCE=probe")
+    assert stop(launch, lambda one: bool(one.family("sft_play.probe")), signal.SIGTERM) == 143, launch.output.read_text()
+    assert not launch.run.exists()
+
+
+@pytest.mark.long
+def test_a_folder_that_was_only_reserved_is_taken(single: Place) -> None:
+    launch = single.start("reserved")
+    launch.until(preparing)
+    for one in [psutil.Process(launch.process.pid), *launch.family("")]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    launch.process.wait(10)
+    assert (launch.run / "config.json").is_file() and not (launch.run / "events.jsonl").exists()
+    assert_same(single.again("reserved"))
