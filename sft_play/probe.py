@@ -18,9 +18,10 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.probed import Probed
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
-from sft_play.train import STOPPED, build, main, settle_stamp
+from sft_play.train import IN_ORDER, build, main, settle_stamp
 from sft_play.training.console import quiet_libraries
 from sft_play.training.memory_errors import Activity
+from sft_play.training.requests import StopRequest
 from sft_play.training.world import check_launch, check_world, launched_world
 
 
@@ -40,7 +41,7 @@ def _rows_of_a_pack(plan: Plan) -> int:
     return max(2, -(-plan.global_batch_size // slots))
 
 
-def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity) -> int:
+def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity, request: StopRequest) -> int:
     """Trains two steps and writes what this rank needed."""
     import datasets
     import torch
@@ -56,7 +57,7 @@ def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity) -> 
     assert prepared.train is not None
     train = replace(prepared.train, path=str(rows), rows=len(worst_rows(plan)), sources=())
     worst = replace(prepared, train=train, validation=None)
-    trainer, _stop, _holdings = build(run, config, plan, worst, stamp, None, doing)
+    trainer, _stop, _holdings = build(run, config, plan, worst, stamp, None, doing, request)
     check_world(plan, trainer.accelerator)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -87,6 +88,6 @@ def measured(rank: int, micro_batch: int, seconds: float) -> Probed:
 
 if __name__ == "__main__":
     code = main(program=work)
-    if code not in (0, STOPPED):
+    if code not in IN_ORDER:
         os._exit(code)
     sys.exit(code)

@@ -37,14 +37,15 @@ def choose_name(run_name: str | None, config_path: Path | None) -> str:
 
 
 @contextlib.contextmanager
-def reserved(name: str, *, node_rank: int = 0) -> Iterator[RunFolder]:
+def reserved(name: str, *, node_rank: int = 0, never_started_too: bool = False) -> Iterator[RunFolder]:
     """Takes `runs/NAME/` for this launch and gives it back when the body raises before the workers have started.
 
     mkdir is atomic, so of two launches with one name exactly one gets it. Nodes other than 0 may share the folder with node 0
-    through a network disk: they join a folder in which their own node has not started yet.
+    through a network disk: they join a folder in which their own node has not started yet. `never_started_too`: a folder that an
+    earlier launch left before its workers started is taken over.
     """
     run = RunFolder(runs_folder() / name)
-    created = _make(run, node_rank)
+    created = not (never_started_too and run.path.is_dir() and not has_started(run)) and _make(run, node_rank)
     try:
         yield run
     except BaseException:
@@ -101,23 +102,38 @@ def held(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
         os.close(descriptor)
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask a command to stop: Ctrl-C, a scheduler's or `kill`'s, Slurm's early warning, a terminal that is closed."""
+REPEATED_SECONDS = 2.0
+"""A signal that comes again within this time is the same request, sent to us and to all our processes."""
 _heard: list[int] = []
 """Signals that came inside `ended_by_signals` and have not ended it yet."""
 
 
+def stop_code(number: int) -> int:
+    """Returns the exit code of a stop that this signal asked for."""
+    return 130 if number == signal.SIGINT else 143
+
+
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into an orderly end with code 143, so that children are stopped and nothing half-made is left.
+    """Turns SIGTERM, SIGUSR1 and SIGHUP into an orderly end with code 143, so that children are stopped and nothing half-made is left.
 
     Python drops an exception that a handler raises inside a callback (around a fork, in a finaliser): long loops ask
     `raise_what_was_heard`, so that no signal is lost, Ctrl-C included.
     """
 
-    def end(number: int, _frame: FrameType | None) -> None:
-        _heard.append(number)
-        raise_what_was_heard()
+    first = 0.0
 
-    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    def end(number: int, _frame: FrameType | None) -> None:
+        nonlocal first
+        again = bool(_heard) and time.monotonic() - first < REPEATED_SECONDS
+        if not again:  # a second exception would only disturb the clearing up
+            _heard.append(number)
+            first = time.monotonic()
+            raise_what_was_heard()
+
+    previous = {number: signal.signal(number, end) for number in STOPS}
     try:
         yield
     finally:
@@ -129,7 +145,7 @@ def ended_by_signals() -> Iterator[None]:
 def raise_what_was_heard() -> None:
     """Raises `KeyboardInterrupt` or `SystemExit` when a signal came; called again, it raises again."""
     if _heard:
-        raise KeyboardInterrupt if _heard[0] == signal.SIGINT else SystemExit(143)
+        raise KeyboardInterrupt if _heard[0] == signal.SIGINT else SystemExit(stop_code(_heard[0]))
 
 
 def read_events(run: RunFolder) -> list[dict[str, Any]]:
