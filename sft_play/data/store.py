@@ -6,8 +6,6 @@ import contextlib
 import hashlib
 import os
 import shutil
-import socket
-import tempfile
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +19,8 @@ from numpy.typing import NDArray
 from sft_play.data.chunks import Chunk, Integers
 from sft_play.data.manifest import MANIFEST
 from sft_play.files import sync_folder, write_bytes, write_json
+from sft_play.runs.aside import new_folder
+from sft_play.runs.manifest import ALGORITHM, checksum
 
 ARROW = "data-00000-of-00001.arrow"
 LENGTHS, SOURCES, LABELS, KEYS = "lengths.i32", "sources.i32", "labels.i32", "keys.bin"
@@ -41,9 +41,7 @@ class SplitWriter:
     def __init__(self, folder: Path) -> None:
         """`folder` is where the split is published; its neighbours that a killed process left half-written are removed."""
         self.folder = folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(folder.parent)
-        self._scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.{socket.gethostname()}.{os.getpid()}.", dir=folder.parent))
+        self._scratch = new_folder(folder.parent, folder.name)
         self._stream = pa.OSFile(str(self._scratch / ARROW), "wb")
         self._writer = pa.ipc.new_stream(self._stream, SCHEMA)
         self._batches: list[Any] = []
@@ -123,7 +121,9 @@ class SplitWriter:
         write_json(self._scratch / "state.json", state)  # what `datasets.load_from_disk` looks for
         write_json(self._scratch / "dataset_info.json", {"citation": "", "description": "", "homepage": "", "license": ""})
         sizes = {path.name: path.stat().st_size for path in self._scratch.iterdir()}
-        write_json(self._scratch / MANIFEST, {**manifest, "files": sizes})
+        written = {name: {"time": (self._scratch / name).stat().st_mtime_ns} for name in sizes}
+        checksums = {name: facts | {ALGORITHM: checksum(self._scratch / name)} for name, facts in written.items()}
+        write_json(self._scratch / MANIFEST, {**manifest, "files": sizes, "checksums": checksums})
         self._scratch.chmod(0o755)
         try:
             self._scratch.rename(self.folder)
@@ -156,21 +156,3 @@ def _little_endian(values: array[int]) -> bytes:
 def _sync(path: Path) -> None:
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Removes what processes of this machine that live no more have left half-written."""
-    for path in folder.glob(f".*.{socket.gethostname()}.*.*"):
-        owner = path.name.rsplit(".", 2)[1]
-        if owner.isdigit() and not _lives(int(owner)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from sft_play.errors import RetryableError
+from sft_play.launch.bound import bound_to_parent
 from sft_play.launch.environment import DROPPED
 
 END_SECONDS = 6.0
@@ -19,10 +20,12 @@ END_SECONDS = 6.0
 def run_preparation(words: Sequence[str]) -> None:
     """Runs a command to its end; raises `SystemExit` with its code where that is not 0, `RetryableError` where a signal killed it.
 
-    Whatever stops us stops it too: it ends the processes that it started and removes what is half-written, for which it has a while.
+    Whatever stops us stops it too: it ends the processes that it started and removes what is half-written, for which it has a while. When we are
+    killed, the kernel stops it.
     """
     environment = {k: v for k, v in os.environ.items() if k not in DROPPED}
-    with subprocess.Popen(words, env=environment, stdout=sys.stderr) as process:
+    bound = bound_to_parent(signal.SIGTERM)
+    with subprocess.Popen(words, env=environment, stdout=sys.stderr, preexec_fn=bound) as process:  # noqa: PLW1509 - a launcher has no threads
         try:
             code = process.wait()
         except BaseException as error:

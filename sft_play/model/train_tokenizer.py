@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import platform
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -21,6 +20,7 @@ from sft_play.data.formats import recognise, to_example
 from sft_play.data.read import BUILTIN, files_of, read_source
 from sft_play.errors import DataError
 from sft_play.files import file_sha256, sync_folder, text_sha256
+from sft_play.runs.aside import made_aside
 from sft_play.runs.folder import cache_folder
 
 VERSION = "1"
@@ -41,9 +41,8 @@ def trained_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int 
     folder = cache_folder() / "tokenizers" / _content_key(sources, vocab_size, seed)
     if not (folder / READY).is_file():
         print(f"training a tokenizer of {vocab_size:,} tokens on the training data, this once", file=sys.stderr, flush=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".tokenizer.", dir=folder.parent) as scratch:
-            made = Path(scratch) / "tokenizer"
+        with made_aside(folder.parent, "tokenizer") as scratch:
+            made = scratch / "tokenizer"
             _train(sources, vocab_size, seed, made)
             try:
                 made.rename(folder)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sft_play.errors import UserError
 from sft_play.files import read_json
+from sft_play.launch.verdict import LOST
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.soak.launches import NOTICE_SECONDS, Aim, Ended, Launch, environment
@@ -195,8 +196,9 @@ def note_kill(soak: Soak, ended: Ended) -> None:
     where = f"kill {kill.number} ({kill.target} in {kill.phase})"
     if ended.left:
         problem(state, f"{where}: alive {NOTICE_SECONDS:.0f} s later: {ended.left}")
-    if kill.target not in (LAUNCHER, "everything") and kill.code != 75:
-        problem(state, f"{where}: the launcher returned {kill.code}, not 75: {last_error(ended.output)}")
+    complete = kill.code == 0 and run.training_metrics.is_file()  # a rank that had done all its work
+    if kill.target not in (LAUNCHER, "everything") and kill.code != LOST and not complete:
+        problem(state, f"{where}: the launcher returned {kill.code}, not {LOST}: {last_error(ended.output)}")
     if kill.lost > save_interval(soak.reference):
         problem(state, f"{where}: {kill.lost} steps lost, more than the save interval of {save_interval(soak.reference)}")
     for reason in skipped:

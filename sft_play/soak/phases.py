@@ -16,7 +16,7 @@ STARTING, PREPARING, LOADING, TRAINING = "starting", "preparation", "loading", "
 EVALUATING, SAVING, PUBLISHING, ENDING = "evaluation", "save", "publishing", "ending"
 PHASES = (STARTING, PREPARING, LOADING, TRAINING, EVALUATING, SAVING, PUBLISHING, ENDING)
 """In the order of a run. `starting`: the launcher alone, before and after the preparation; `loading`: agent and workers until steps can
-begin; `publishing`: the final `model/` is written; `ending`: the workers have gone, the launcher not yet."""
+begin; `publishing`: the final `model/` is written; `ending`: the run is complete or the workers have gone, the launcher not yet."""
 TAIL_BYTES = 16384
 HALF_WRITTEN = re.compile(r"\.step-\d+\.partial")
 
@@ -61,7 +61,7 @@ class Watcher:
         if self.training():
             if self.half_written():
                 return SAVING
-            if not self.family.has("rank"):
+            if not self.family.has("rank") or self.run.training_metrics.is_file():
                 return ENDING
             if (self.run.path / ".model.partial").is_dir():
                 return PUBLISHING

@@ -18,6 +18,7 @@ from tests.training_runs import Trial, make_run, must_train
 
 TWO_RANKS = ((2, 2), (2, 2))
 long = pytest.mark.long
+Spoil = Callable[[Path, Callable[[Path], object]], None]
 
 
 def delete(path: Path) -> None:
@@ -75,16 +76,16 @@ WAYS: tuple[Callable[[Path], None], ...] = (
 def run(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run of two ranks with checkpoints of steps 2 and 4, full tuning so that there are optimizer states of some size."""
     folder = tmp_path_factory.mktemp(f"damaged-{request.param}")
-    trial = Trial(strategy=request.param, ranks=TWO_RANKS, settings=("train.save_steps: 2", "train.eval_strategy: no"), steps=4)
+    trial = Trial(strategy=request.param, ranks=TWO_RANKS, settings=("train.save_steps: 2",), steps=4)
     return must_train(make_run(folder / "run", tiny, trial))
 
 
 @pytest.fixture
-def spoil(run: RunFolder) -> Iterator[Callable[[Path, Callable[[Path], None]], None]]:
+def spoil(run: RunFolder) -> Iterator[Spoil]:
     """Spoils a file of the newest checkpoint; afterwards everything is as before."""
     kept: list[tuple[Path, bytes]] = []
 
-    def one(path: Path, way: Callable[[Path], None]) -> None:
+    def one(path: Path, way: Callable[[Path], object]) -> None:
         restore()
         kept.append((path, path.read_bytes()))
         way(path)
@@ -101,9 +102,7 @@ def spoil(run: RunFolder) -> Iterator[Callable[[Path, Callable[[Path], None]], N
     restore()
 
 
-def test_every_file_spoilt_in_every_way_means_the_checkpoint_before(
-    run: RunFolder, spoil: Callable[[Path, Callable[[Path], None]], None]
-) -> None:
+def test_every_file_spoilt_in_every_way_means_the_checkpoint_before(run: RunFolder, spoil: Spoil) -> None:
     newest, before = run.checkpoint(4), run.checkpoint(2)
     files = sorted(path for path in newest.rglob("*") if path.is_file())
     names = {path.relative_to(newest).as_posix() for path in files}
@@ -113,6 +112,8 @@ def test_every_file_spoilt_in_every_way_means_the_checkpoint_before(
     for path in files:
         name = path.relative_to(newest).as_posix()
         for way in WAYS:
+            if name == "manifest.json" and way is lose_the_last_byte:
+                continue  # a newline, which says nothing
             spoil(path, way)
             found, skipped = newest_valid(run)
             assert found == before, (name, way.__name__)
@@ -122,7 +123,7 @@ def test_every_file_spoilt_in_every_way_means_the_checkpoint_before(
     assert newest_valid(run) == (newest, [])
 
 
-def test_any_byte_of_the_manifest(run: RunFolder, spoil: Callable[[Path, Callable[[Path], None]], None]) -> None:
+def test_any_byte_of_the_manifest(run: RunFolder, spoil: Spoil) -> None:
     newest = run.checkpoint(4)
     manifest = newest / "manifest.json"
     for place in range(0, manifest.stat().st_size, 5):
