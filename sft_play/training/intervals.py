@@ -28,7 +28,7 @@ class Interval:
         low, high = np.percentile(resampled, [tail, 100 - tail])
         return Interval(mean=score, low=float(low), high=float(high), n=n)
 
-    def to_json(self) -> dict[str, float | int]:
+    def to_json(self) -> dict[str, float | int | str]:
         return asdict(self)
 
     def beyond(self, other: Interval) -> bool:
