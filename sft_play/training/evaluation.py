@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.evaluations import PREDICTIONS, SCORES
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, PreparedSplit
-from sft_play.training.generation import Budget, GenerationResult, decide, score_by_generation, write_evaluation
+from sft_play.training.generation import decide, write_evaluation
 from sft_play.training.library_metrics import check_library_metrics
-from sft_play.training.loss import token_loss_sum
-from sft_play.training.scores import perplexity
-from sft_play.training.shares import answerable, choose_rows
+from sft_play.training.loss import label_tokens, token_loss_sum
+from sft_play.training.measures import HeldOut, answer_rows, sources_of
+from sft_play.training.shares import answerable, share_batches
 
 
 def score_run(
@@ -45,16 +44,14 @@ def score_run(
     if plan.loss_chunk:
         chunk_head(model, plan.loss_chunk)
     batch_size = int(settings["batch_size"])
-    started = time.perf_counter()
-    by_source = source_losses(model, tokenizer, rows, layout=plan.layout, batch_size=batch_size, device=device)
-    seconds = time.perf_counter() - started
-    loss_sum, label_tokens = (sum(part[i] for part in by_source.values()) for i in (0, 1))
-    speed = {"loss_seconds": seconds, "loss_rows_per_second": len(rows) / seconds}
+    held_out = held_out_loss(model, tokenizer, rows, split, layout=plan.layout, batch_size=batch_size, device=device)
     ready = answerable(rows)
     generate, reason = decide(config, purpose="eval", validation_rows=len(rows), answerable_rows=len(ready))
     print(reason, file=sys.stderr, flush=True)
-    chosen = [ready[place] for place in choose_rows(len(ready), config.eval.samples, config.train.seed)]
-    result = _answers(model, tokenizer, rows, chosen, config, batch_size=batch_size, device=device) if generate else None
+    result = None
+    if generate:
+        progress = _progress if sys.stderr.isatty() else None
+        result = answer_rows(model, tokenizer, rows, ready, config, batch_size=batch_size, device=device, progress=progress)
     for warning in result.warnings if result else ():
         print(f"note: {warning}", file=sys.stderr)
     for name in (SCORES, PREDICTIONS):  # never older scores beside newer answers
@@ -62,37 +59,31 @@ def score_run(
     return write_evaluation(
         out,
         step=step,
-        loss=loss_sum / max(label_tokens, 1),
-        label_tokens=int(label_tokens),
+        loss=held_out.loss,
+        label_tokens=held_out.label_tokens,
         result=result,
         settings=settings,
-        facts={**_sources(by_source, split), "speed": speed | (result.speed() if result else {})},
+        facts=held_out.facts(result),
     )
 
 
-def source_losses(
-    model: Any, tokenizer: Any, rows: Any, *, layout: str, batch_size: int, device: torch.device | str
-) -> dict[int, tuple[float, int]]:
-    """Returns for each source its index -> the sum of the losses of its label tokens (nats), and how many those are.
-
-    A batch holds rows of one source only, the longest first.
-    """
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    collate = Collator(layout, pad)
-    lengths = [len(ids) for ids in rows["input_ids"]]
-    sources = list(rows["source"]) if "source" in rows.column_names else [0] * len(lengths)
-    found: dict[int, tuple[float, int]] = {}
+def held_out_loss(
+    model: Any, tokenizer: Any, rows: Any, split: PreparedSplit, *, layout: str, batch_size: int, device: torch.device | str
+) -> HeldOut:
+    """Returns the mean loss over all label tokens of `rows`. A batch holds rows of one source, the longest first."""
+    started = time.perf_counter()
+    collate = Collator(layout, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
+    names, groups = sources_of(split, rows)
+    batches, _ = share_batches([len(ids) for ids in rows["input_ids"]], batch_size, rank=0, world_size=1, groups=groups)
+    sums = [[0.0, 0.0] for _ in names]
     with torch.no_grad():
-        for source in sorted(set(sources)):
-            order = sorted((i for i, own in enumerate(sources) if own == source), key=lambda index: -lengths[index])
-            total, label_tokens = 0.0, 0
-            for start in range(0, len(order), batch_size):
-                batch = collate([rows[index] for index in order[start : start + batch_size]])
-                batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
-                total += float(token_loss_sum(model, batch))
-                label_tokens += int((batch["targets"] != -100).sum())
-            found[source] = total, label_tokens
-    return found
+        for chosen in batches:
+            batch = collate([rows[index] for index in chosen])
+            batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+            source = sums[groups[chosen[0]]]
+            source[0] += float(token_loss_sum(model, batch))
+            source[1] += int(label_tokens(batch))
+    return HeldOut.of(names, sums, rows=len(rows), seconds=time.perf_counter() - started)
 
 
 def load_weights(run: RunFolder, weights: Path | None, config: Config, device: str) -> tuple[Any, Any]:
@@ -101,36 +92,8 @@ def load_weights(run: RunFolder, weights: Path | None, config: Config, device: s
         return load_for_use(run, weights, device)
     base = current_base(config, Prepared.load(run.prepared))
     model = read_base(config, Plan.load(run.plan), base, device)
-    return (model if quantised(model) else model.to(device)).eval(), load_tokenizer(base.path, base.chat)
-
-
-def _sources(by_source: dict[int, tuple[float, int]], split: PreparedSplit) -> dict[str, Any]:
-    """Returns loss and perplexity of each source, where there are several."""
-    if len(by_source) < 2:
-        return {}
-    found: dict[str, Any] = {}
-    for index, (total, label_tokens) in by_source.items():
-        name = split.sources[index].name if index < len(split.sources) else f"source {index}"
-        loss = total / max(label_tokens, 1)
-        found[name] = {"loss": loss, "perplexity": perplexity(loss), "label_tokens": label_tokens}
-    return {"sources": found}
-
-
-def _answers(
-    model: Any, tokenizer: Any, rows: Any, chosen: Sequence[int], config: Config, *, batch_size: int, device: str
-) -> GenerationResult:
-    return score_by_generation(
-        model,
-        tokenizer,
-        [rows[index] for index in chosen],
-        batch_size=batch_size,
-        max_new_tokens=config.train.generation_max_new_tokens,
-        num_beams=config.train.generation_num_beams,
-        metrics=config.eval.metrics,
-        budget=Budget(seconds=config.eval.max_seconds, seed=config.train.seed),
-        device=device,
-        progress=_progress if sys.stderr.isatty() else None,
-    )
+    tokenizer = load_tokenizer(base.path, base.chat, trust=config.model.trust_remote_code)
+    return (model if quantised(model) else model.to(device)).eval(), tokenizer
 
 
 def _progress(done: int, rounds: int) -> None:

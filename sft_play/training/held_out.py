@@ -7,50 +7,22 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sft_play.errors import DataError
 from sft_play.runs.prepared import Prepared
-from sft_play.training.generation import Budget, GenerationResult, decide, score_by_generation, write_evaluation
+from sft_play.training.generation import GenerationResult, decide, write_evaluation
 from sft_play.training.loss import all_sum, label_tokens, token_loss_sum
-from sft_play.training.scores import perplexity
-from sft_play.training.shares import answerable, choose_rows, share_batches
+from sft_play.training.measures import HeldOut, answer_rows, sources_of
+from sft_play.training.shares import answerable, share_batches
 
 if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
 
 SHARDED = ("zero3", "fsdp2")
 """Strategies under which every forward pass is a collective operation."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeldOut:
-    """The loss of all validation rows; the same on every rank."""
-
-    loss: float
-    """Nats, mean over all label tokens."""
-    label_tokens: int
-    sources: Mapping[str, tuple[float, int]]
-    """Where the rows are of several sources: name -> mean loss, label tokens."""
-    rows_per_second: float
-
-    def metrics(self, prefix: str) -> dict[str, float]:
-        """Returns loss and perplexity, in all and per source (`eval_loss/NAME`), for `metrics.jsonl`."""
-        found: dict[str, float] = {f"{prefix}_loss": self.loss, f"{prefix}_perplexity": perplexity(self.loss)}
-        for name, (loss, _) in self.sources.items():
-            found |= {f"{prefix}_loss/{name}": loss, f"{prefix}_perplexity/{name}": perplexity(loss)}
-        return found | {f"{prefix}_label_tokens": self.label_tokens, f"{prefix}_loss_rows_per_second": self.rows_per_second}
-
-    def sources_json(self) -> dict[str, dict[str, float]]:
-        """Returns what `scores.json` says of each source."""
-        return {
-            name: {"loss": loss, "perplexity": perplexity(loss), "label_tokens": count}
-            for name, (loss, count) in self.sources.items()
-        }
 
 
 def evaluate(trainer: SftTrainer, rows: Any, prefix: str) -> dict[str, float]:
@@ -86,15 +58,17 @@ def held_out_loss(trainer: SftTrainer, rows: Any) -> HeldOut:
     """Returns the mean loss over all label tokens of `rows`. A batch holds rows of one source; every rank runs as many batches."""
     started = time.perf_counter()
     rank, world = trainer.args.process_index, trainer.plan.world_size
-    names, groups = sources_of(trainer, rows)
+    names, groups = _sources(trainer, rows)
     lengths = [len(ids) for ids in rows["input_ids"]]
     mine, rounds = share_batches(lengths, trainer.args.per_device_eval_batch_size, rank, world, groups=groups)
     sums = torch.zeros(len(names), 2, dtype=torch.float64, device=trainer.args.device)
     model = trainer.model_wrapped
     model.eval()
     scored: list[int] = []
+    trainer.stop.begin_evaluation()
     with torch.no_grad():
         for turn in range(rounds):
+            trainer.stop.between_batches()
             chosen = mine[turn] if turn < len(mine) else []
             batch = trainer._prepare_inputs(trainer.collator([rows[index] for index in chosen]))
             scored += batch["rows"]
@@ -104,24 +78,11 @@ def held_out_loss(trainer: SftTrainer, rows: Any) -> HeldOut:
             sums[groups[chosen[0]] if chosen else 0] += torch.stack([total.double(), label_tokens(batch).double()])
     model.train()
     trainer.rows_scored = scored
-    found = all_sum(sums).tolist()
-    total_loss, count = sum(part[0] for part in found), sum(part[1] for part in found)
-    by_source = {name: (loss / tokens, int(tokens)) for name, (loss, tokens) in zip(names, found, strict=True) if tokens}
-    return HeldOut(
-        loss=total_loss / max(count, 1),
-        label_tokens=int(count),
-        sources=by_source if len(names) > 1 else {},
-        rows_per_second=len(rows) / max(time.perf_counter() - started, 1e-9),
-    )
+    return HeldOut.of(names, all_sum(sums).tolist(), rows=len(rows), seconds=time.perf_counter() - started)
 
 
-def sources_of(trainer: SftTrainer, rows: Any) -> tuple[list[str], list[int]]:
-    """Returns the names of the validation rows' sources, and for each row which one it is of; one for all in older data."""
-    split = Prepared.load(trainer.run.prepared).validation
-    names = [source.name for source in split.sources] if split else []
-    if len(names) < 2 or "source" not in rows.column_names:
-        return ["all"], [0] * len(rows)
-    return names, [int(source) for source in rows["source"]]
+def _sources(trainer: SftTrainer, rows: Any) -> tuple[list[str], list[int]]:
+    return sources_of(Prepared.load(trainer.run.prepared).validation, rows)
 
 
 def require_best(trainer: SftTrainer) -> None:
@@ -132,7 +93,7 @@ def require_best(trainer: SftTrainer) -> None:
         return
     kind, slash, source = name.partition("/")
     if slash and kind in ("loss", "perplexity"):
-        names, groups = sources_of(trainer, rows)
+        names, groups = _sources(trainer, rows)
         if source not in names or names.index(source) not in groups:
             raise DataError(
                 f"`train.metric_for_best_model` is `{name}`, but no validation row is of the source `{source}`",
@@ -146,20 +107,18 @@ def require_best(trainer: SftTrainer) -> None:
 
 def _answers(trainer: SftTrainer, rows: Any, ready: list[int], held_out: HeldOut) -> GenerationResult:
     config, step = trainer.config, trainer.state.global_step
-    chosen = [ready[place] for place in choose_rows(len(ready), config.eval.samples, config.train.seed)]
-    result = score_by_generation(
+    result = answer_rows(
         trainer.accelerator.unwrap_model(trainer.model_wrapped),  # hooks of ZeRO-3 and FSDP2 sit in the model itself
         trainer.processing_class,
-        [rows[index] for index in chosen],
+        rows,
+        ready,
+        config,
         batch_size=trainer.args.per_device_eval_batch_size,
-        max_new_tokens=config.train.generation_max_new_tokens,
-        num_beams=config.train.generation_num_beams,
-        metrics=config.eval.metrics,
-        budget=Budget(seconds=config.eval.max_seconds, seed=config.train.seed),
         rank=trainer.args.process_index,
         world_size=trainer.plan.world_size,
         synced=trainer.plan.strategy in SHARDED,
         device=trainer.args.device,
+        stop=trainer.stop,
     )
     if trainer.is_world_process_zero():
         settings = {
@@ -169,8 +128,6 @@ def _answers(trainer: SftTrainer, rows: Any, ready: list[int], held_out: HeldOut
             "max_seconds": config.eval.max_seconds,
             "during": "training",
         }
-        speed = {"loss_rows_per_second": held_out.rows_per_second, **result.speed()}
-        sources = {"sources": held_out.sources_json()} if held_out.sources else {}
         write_evaluation(
             trainer.run.evaluation(step),
             step=step,
@@ -178,6 +135,6 @@ def _answers(trainer: SftTrainer, rows: Any, ready: list[int], held_out: HeldOut
             label_tokens=held_out.label_tokens,
             result=result,
             settings=settings,
-            facts={**sources, "speed": speed},
+            facts=held_out.facts(result),
         )
     return result
