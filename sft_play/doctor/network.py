@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sft_play.doctor.finding import Check, Context, Finding
+from sft_play.plan.hub import is_offline
 
 HUB_SECONDS = 4.0
 GATED = ("meta-llama/", "google/gemma", "mistralai/", "black-forest-labs/")
@@ -38,8 +39,7 @@ def ports(_: Context) -> Iterator[Finding]:
 
 def hub(_: Context) -> Iterator[Finding]:
     """Whether models and data can be downloaded."""
-    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}
-    if offline:
+    if is_offline():
         text = "HF_HUB_OFFLINE is set: only models and data on this machine are used"
         yield Finding(id="hub-offline", severity="note", text=text, remedy="unset HF_HUB_OFFLINE to download")
         return

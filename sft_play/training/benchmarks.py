@@ -69,10 +69,10 @@ def kept_benchmarks(folder: Path, request: Request, weights: str) -> dict[str, A
 
 def find_model(config: Config) -> ResolvedModel:
     """Returns where a plain model is, fetched when it must be. Raises `DataError`."""
-    from sft_play.plan.hub import hub_reachable
+    from sft_play.plan.hub import offline_unless_reachable
 
-    if not Path(config.model.name).expanduser().is_dir() and not hub_reachable():
-        os.environ["HF_HUB_OFFLINE"] = "1"  # before the libraries are imported: they would retry for half a minute
+    if not Path(config.model.name).expanduser().is_dir():
+        offline_unless_reachable()
     from sft_play.data.templates import chat_format, with_chat
     from sft_play.model.scratch import resolve
 
@@ -84,10 +84,9 @@ def run_benchmarks(run: RunFolder, weights: Weights, folder: Path, request: Requ
 
     Raises `UserError` for unknown tasks, `DataError` for a task whose data cannot be had.
     """
-    from sft_play.plan.hub import hub_reachable
+    from sft_play.plan.hub import offline_unless_reachable
 
-    if not hub_reachable():
-        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    offline_unless_reachable()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     found = read_benchmarks(folder) or {"requests": {}}
     missing = [t for t in request.tasks if found["requests"].get(t, {}).get("key") != request.key(t, weights.content)]

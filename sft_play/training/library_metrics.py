@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,11 +83,9 @@ def _load(metric: str, where: str) -> Any:
     if not local and (where.startswith((".", "/", "~")) or where.endswith(".py")):
         raise DataError(f"the metric `{metric}` is not there: no folder or script `{where}`", hint="a folder holds NAME/NAME.py")
     if not local:
-        from sft_play.plan.hub import hub_reachable
+        from sft_play.plan.hub import offline_unless_reachable
 
-        reached = hub_reachable()
-        if not reached:
-            os.environ["HF_HUB_OFFLINE"] = os.environ["HF_EVALUATE_OFFLINE"] = "1"
+        reached = offline_unless_reachable()
     import evaluate
 
     evaluate.disable_progress_bar()
