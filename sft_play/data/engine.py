@@ -21,6 +21,7 @@ from sft_play.config.schema import Config
 from sft_play.data.chunks import Chunk, Work, make_chunk
 from sft_play.data.encode import Encoder
 from sft_play.errors import HardwareError
+from sft_play.plan.detect import cpu_threads
 
 SMALL_ROWS = 2_000
 """With `data.num_proc: auto`, fewer rows than this are prepared in this process: starting others would take longer."""
@@ -63,7 +64,7 @@ class Engine:
         typed = self._setup[0].data.num_proc
         if isinstance(typed, int):
             return [], typed
-        cores = available_cores()
+        cores = cpu_threads()
         first: list[Work] = []
         rows = 0
         while cores > 1 and self._pool is None:
@@ -98,11 +99,6 @@ class Engine:
                 "a process that prepares the data was killed, most likely because the memory ran out",
                 hint=f"use fewer processes than {processes}: DATA_NUM_PROC=1",
             ) from None
-
-
-def available_cores() -> int:
-    """Returns the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _start(processes: int, setup: tuple[Config, Any]) -> ProcessPoolExecutor:

@@ -145,12 +145,6 @@ class RowOrder:
         return self.mixture.order(self.source_of_row, self.lengths, self.seed, epoch)
 
 
-def rows_per_epoch(data: DataConfig, split: PreparedSplit) -> int:
-    """Returns the rows that an epoch takes. Raises `DataError` as `mixture_of`."""
-    mixture = mixture_of(data, split.sources)
-    return sum(mixture.epoch_rows) if mixture else split.rows
-
-
 def row_order(data: DataConfig, split: PreparedSplit, seed: int) -> RowOrder:
     """Returns the order of a prepared split. Raises `DataError` for a mixture whose rows do not say where they are from."""
     mixture = mixture_of(data, split.sources)

@@ -6,7 +6,7 @@ import math
 
 from sft_play.config.schema import Config
 from sft_play.plan.memory import Setup
-from sft_play.plan.mixture import mixture_of, rows_per_epoch
+from sft_play.plan.mixture import mixture_of
 from sft_play.plan.throughput import Data
 from sft_play.runs.prepared import Prepared
 
@@ -24,7 +24,6 @@ def rows_data(config: Config, prepared: Prepared | None, setup: Setup) -> Data:
     split = prepared.train if prepared else None
     if not split or not split.rows or not split.tokens:
         return Data(row_tokens=setup.row_tokens, longest=setup.row_tokens, label_share=1.0)
-    mixture = mixture_of(config.data, split.sources)
     rows, tokens, labels = float(split.rows), float(split.tokens), float(split.label_tokens)
     if mixture := mixture_of(config.data, split.sources):
         taken = [(count / source.rows, source) for count, source in zip(mixture.epoch_rows, split.sources, strict=True) if count]
@@ -43,8 +42,8 @@ def row_tokens(config: Config, prepared: Prepared | None) -> int:
 def step_count(config: Config, prepared: Prepared | None, global_batch: int, reasons: list[str]) -> tuple[int | None, int | None]:
     """Returns optimizer steps in all and of an epoch, `None` where they are not known yet."""
     split = prepared.train if prepared else None
-    rows = rows_per_epoch(config.data, split) if split else None
     mixture = mixture_of(config.data, split.sources) if split else None
+    rows = (sum(mixture.epoch_rows) if mixture else split.rows) if split else None
     reasons += [f"mixture: {line}" for line in (mixture.describe() if mixture else [])]
     per_epoch = math.ceil(rows / global_batch) if rows else None
     if config.train.max_steps > 0:
