@@ -95,7 +95,7 @@ class Renderer:
             if prompt.startswith(before + said):
                 earlier.append(Span(len(before), len(before) + len(said), words))
             else:
-                self._check_change(messages, index, wanted[-1], tools)
+                self._check_change(messages, index, wanted[-1])
                 alone.append(RowText(before, said, words))
         return [*alone, RowText(prompt, answer, messages[wanted[-1]]["content"], tuple(earlier))]
 
@@ -163,9 +163,9 @@ class Renderer:
             )
         return first + len(stop)
 
-    def _check_change(self, messages: Sequence[Message], index: int, last: int, tools: Sequence[Any] | None) -> None:
+    def _check_change(self, messages: Sequence[Message], index: int, last: int) -> None:
         """Raises `DataError` where the last prompt shows an earlier answer otherwise than by leaving out thoughts or moving tools."""
-        prompt = self.render(messages[:last], None, prompt=True) if tools else self.render(messages[:last], prompt=True)
+        prompt = self.render(messages[:last], prompt=True)
         before, said = self.answer(messages, index)
         if not _said_in(prompt).startswith(_said_in(before + said)):
             raise DataError(

@@ -18,6 +18,8 @@ from sft_play.inspection import page, terminal
 from sft_play.inspection.samples import Sample, chosen, holding, sample_of
 from sft_play.plan.mixture import mixture_of
 from sft_play.prepare import prepare
+from sft_play.runs.prepared import PreparedSplit
+from sft_play.runs.prepared_rows import row_integers
 
 IN_TERMINAL, IN_PAGE = 3, 200
 """Rows that are shown unless `ROWS` says how many."""
@@ -87,24 +89,11 @@ def samples_of(config: Config, model: str, manifest: Mapping[str, Any], count: i
     return [sample_of(index, rows[index], names, tokenizer, special) for index in indices]
 
 
-def _lengths_and_trained(manifest: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+def _lengths_and_trained(manifest: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
     """Returns the tokens and the trained tokens of every row of a split."""
-    import datasets
-    import numpy as np
-
-    from sft_play.data.template import IGNORED
-
-    lengths: list[int] = []
-    trained: list[int] = []
-    for batch in datasets.load_from_disk(manifest["split"]["path"]).with_format("arrow").iter(batch_size=10_000):
-        labels = batch["labels"].combine_chunks()
-        ends = np.asarray(labels.offsets)
-        learnt = np.asarray(labels.values) != IGNORED
-        sums = np.concatenate([[0], np.cumsum(learnt)])
-        starts = ends[:-1]
-        first = np.asarray([bool(learnt[start]) for start in starts])  # nothing predicts the first token of a row
-        lengths += (ends[1:] - starts).tolist()
-        trained += (sums[ends[1:]] - sums[starts] - first).tolist()
+    split = PreparedSplit.from_json(manifest["split"])
+    lengths, trained = row_integers(split, "lengths.i32"), row_integers(split, "labels.i32")
+    assert lengths is not None and trained is not None, "every split that this version prepares has them"
     return lengths, trained
 
 
