@@ -34,7 +34,7 @@ def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["single", *(pytest.param(way, marks=pytest.mark.long) for way in ("ddp", "zero2", "fsdp2"))])
 def test_a_run_that_lost_its_end_is_made_again_to_the_bit(way: str, config: Path, cache: Path, tmp_path: Path) -> None:
     command, words = WAYS[way]
     env = environment(cache, tmp_path)
@@ -56,6 +56,31 @@ def test_a_run_that_lost_its_end_is_made_again_to_the_bit(way: str, config: Path
     assert (run / "model" / "adapter_model.safetensors").read_bytes() == weights
     assert (run / "checkpoints" / "last").resolve().name == "step-000007"
     assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_two_processes_become_three_and_another_strategy_one(config: Path, cache: Path, tmp_path: Path) -> None:
+    env = environment(cache, tmp_path)
+    words = [f"CONFIG={config}", "RUN_NAME=run", "NUM_GPUS=2", "TUNING_LORA_DROPOUT=0.0"]
+    done = run_program(["train-distributed", *words], env)
+    assert done.code == 0, done.err + done.out
+    run = tmp_path / "run"
+    whole, steps = metrics(run), sorted((run / "checkpoints").glob("step-*"))
+    for checkpoint in steps[1:]:
+        shutil.rmtree(checkpoint)
+    shutil.rmtree(run / "model")
+    done = run_program(["resume", "RUN=run", "NUM_GPUS=3"], env)
+    assert done.code == 0, done.err + done.out
+    assert "`world_size` was `2` and is `3`" in done.err + done.out
+    plan = json.loads((run / "plan.json").read_text())
+    assert (plan["world_size"], plan["strategy"], plan["global_batch_size"]) == (3, "ddp", 8)
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in metrics(run)] == pytest.approx([row[name] for row in whole], rel=1e-5)
+    done = run_program(["resume", "RUN=run", "NUM_GPUS=1", "LAUNCH_STRATEGY=zero2", "TRAIN_MAX_STEPS=8"], env)
+    assert done.code == 0, done.err + done.out
+    plan = json.loads((run / "plan.json").read_text())
+    assert (plan["world_size"], plan["strategy"]) == (1, "zero2")
+    assert "`strategy` was `ddp` and is `zero2`" in done.err + done.out
+    assert len(metrics(run)) == 8
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +114,19 @@ def test_resume_refuses_what_was_made_by_something_else(
     assert done.code == 5
     assert f"`{field}`" in done.err and "hint:" in done.err and "Traceback" not in done.err
     assert contents(run) == before
+
+
+def test_a_checkpoint_with_pickles_is_refused_before_anything_starts(finished: Path, cache: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    checkpoint = run / "checkpoints" / "step-000002"
+    (checkpoint / "states.json").rename(checkpoint / "optimizer.pt")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["optimizer.pt"] = manifest["files"].pop("states.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    done = run_program(["resume", "RUN=run"], environment(cache, tmp_path))
+    assert done.code == 5
+    assert "an older version wrote it" in done.err and "hint:" in done.err and "Traceback" not in done.err
 
 
 def contents(run: Path) -> dict[str, bytes]:

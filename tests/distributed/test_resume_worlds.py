@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from sft_play.runs.folder import RunFolder
 from tests.tiny_models import build_tiny_llama, build_tiny_mixtral
-from tests.training_runs import Trial, column, copy_run, ended_with, holdings, make_plan, make_run, must_train, rows, train
+from tests.training_runs import Trial, column, copy_run, holdings, make_plan, make_run, must_train, rows
 
 SHARES = {1: ((4, 2),), 2: ((2, 2), (2, 2)), 3: ((1, 3), (1, 3), (1, 2))}
 """Micro-batch and accumulation of each rank; 8 rows a step everywhere."""
@@ -142,13 +142,3 @@ def test_other_optimizers_come_back(optim: str, base: Path, tmp_path: Path) -> N
     now = trial("single", 1, settings=(*first.settings, *extra), plan=(("optim", optim),))
     run = must_train(make_run(tmp_path / "run", base, now))
     same_to_the_bit(run, resumed(run, tmp_path / "again", now))
-
-
-def test_an_older_checkpoint_is_refused(uninterrupted: Any, tmp_path: Path) -> None:
-    copy = copy_run(uninterrupted("ddp"), tmp_path / "run")
-    checkpoint = copy.checkpoint(HERE)
-    (checkpoint / "states.json").unlink()
-    done = train(copy, checkpoint)
-    assert done.returncode != 0
-    record = ended_with(copy)
-    assert record["code"] == 5 and "an older version wrote it" in record["error"] and "hint:" in record["error"]

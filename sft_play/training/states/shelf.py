@@ -37,7 +37,8 @@ class Shelf:
 
     def _index(self, name: str) -> None:
         with readable(self.checkpoint / name):
-            file = self._open[name] = safe_open(self.checkpoint / name, framework="pt", device="cpu")
+            file: Any = safe_open(self.checkpoint / name, framework="pt", device="cpu")
+            self._open[name] = file
             index = json.loads((file.metadata() or {})[INDEX])
         for facts in index["pieces"]:
             piece = Piece.read(facts, name)

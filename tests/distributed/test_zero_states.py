@@ -1,0 +1,62 @@
+"""DeepSpeed in bf16: the float32 copy of the weights and all states come back exactly on another number of ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sft_play.launch.network import free_port
+from sft_play.runs.states_facts import read_facts
+from sft_play.training.states.shelf import Shelf
+from tests.distributed.zero_engine import ENGINES
+
+SHAPES = {"first.weight": (13, 7), "first.bias": (13,), "second.weight": (5, 13), "second.bias": (5,)}
+
+
+def start(world: int, *words: str) -> None:
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", str(free_port())]
+    done = subprocess.run(
+        [sys.executable, *launch, "-m", "tests.distributed.zero_engine", *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def whole(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns every state of every parameter, put together."""
+    shelf = Shelf(folder, read_facts(folder).files)
+    found = {}
+    for name, shape in SHAPES.items():
+        assert sorted(shelf.states(name)) == ["exp_avg", "exp_avg_sq", "master", "step"]
+        found[f"{name} step"] = shelf.whole(shelf.pieces(name, "step")[0])
+        for state in ("exp_avg", "exp_avg_sq", "master"):
+            found[f"{name} {state}"] = torch.full((math.prod(shape),), math.nan)
+            shelf.fill(found[f"{name} {state}"], name, state, 0, math.prod(shape))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ENGINES)
+def test_master_weights_come_back_on_another_world(name: str, tmp_path: Path) -> None:
+    first, second = tmp_path / "step-000003", tmp_path / "step-000004"
+    start(2, "write", name, str(first))
+    start(3, "read", name, str(first), str(second))
+    before, after = whole(first), whole(second)
+    for state, values in before.items():
+        assert values.dtype == torch.float32 and torch.equal(after[state], values), state
+    weights = json.loads((second / "weights.json").read_text())
+    assert weights == json.loads((first / "weights.json").read_text())
+    for parameter in SHAPES:
+        master = before[f"{parameter} master"]
+        assert master.bfloat16().float().tolist() == weights[parameter]
+        assert parameter.endswith("bias") or master.bfloat16().float().tolist() != master.tolist()
+    facts = [read_facts(folder) for folder in (first, second)]
+    assert facts[0].groups == facts[1].groups and facts[0].groups[0]["lr"] == 0.03125
+    assert facts[0].engine == facts[1].engine and facts[1].world_size == 3

@@ -1,0 +1,111 @@
+"""A DeepSpeed engine in bf16 on the CPU, for which the product has no way of its own: its states written by one world, read by another.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.distributed.zero_engine write bf16-zero2 FOLDER
+
+`write` makes a few updates and writes a checkpoint; `read FOLDER NEW` restores it and writes what it then holds to NEW.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.utils import DeepSpeedOptimizerWrapper
+from torch import Tensor, distributed
+
+import deepspeed
+from sft_play.training.states import collect, restore
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "bf16-zero1": {"stage": 1},
+    "bf16-zero1-fp32-gradients": {"stage": 1, "data_types": {"grad_accum_dtype": "fp32"}},
+    "bf16-zero2": {"stage": 2, "round_robin_gradients": True},
+    "bf16-zero2-offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "bf16-zero3": {"stage": 3, "stage3_param_persistence_threshold": 50, "sub_group_size": 300},
+    "bf16-zero3-offload": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+}
+
+
+class Model(torch.nn.Module):
+    """Sizes that no world divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.second = torch.nn.Linear(7, 13), torch.nn.Linear(13, 13), torch.nn.Linear(13, 5)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.frozen(torch.tanh(self.first(rows)))))
+
+
+def trainer_of(name: str) -> Any:
+    """Returns what `collect` and `restore` ask of a trainer, around a fresh engine."""
+    zero = dict(ENGINES[name])
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **({"data_types": zero.pop("data_types")} if "data_types" in zero else {}),
+        "zero_optimization": zero,
+    }
+    torch.manual_seed(0)
+    model = Model()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [one for one in trained if one.ndim > 1], "weight_decay": 0.1},
+        {"params": [one for one in trained if one.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.05)
+    engine, wrapped, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    world = distributed.get_world_size()
+    return SimpleNamespace(
+        model=model, model_wrapped=engine, optimizer=DeepSpeedOptimizerWrapper(wrapped), lr_scheduler=None,
+        is_deepspeed_enabled=True, is_fsdp_enabled=False, plan=SimpleNamespace(strategy=f"zero{zero['stage']}", world_size=world),
+        args=SimpleNamespace(process_index=distributed.get_rank(), world_size=world),
+        config=SimpleNamespace(tuning=SimpleNamespace(mode="full"), train=SimpleNamespace(seed=1)),
+        counters=lambda: {"steps": engine.global_steps}, set_counters=lambda _: None,
+    )  # fmt: skip
+
+
+def update(trainer: Any, times: int) -> None:
+    """Trains on the same few rows on every rank."""
+    engine = trainer.model_wrapped
+    rows = torch.linspace(-1, 1, 28).view(4, 7).bfloat16()
+    for _ in range(times):
+        loss = engine(rows).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+
+
+def weights(trainer: Any) -> dict[str, list[float]]:
+    """Returns the weights that the model computes with."""
+    with deepspeed.zero.GatheredParameters(list(trainer.model.parameters())):
+        return {name: one.detach().float().reshape(-1).tolist() for name, one in trainer.model.named_parameters()}
+
+
+def main() -> None:
+    verb, name, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    deepspeed.init_distributed("gloo")
+    trainer = trainer_of(name)
+    if verb == "write":
+        update(trainer, 3)
+        trainer.model_wrapped.optimizer.optimizer.param_groups[0]["lr"] = 0.03125
+    else:
+        restore(trainer, folder)
+        folder = Path(sys.argv[4])
+    folder.mkdir(parents=True, exist_ok=True)
+    collect(trainer, clone=True).write(folder)
+    now = weights(trainer)
+    if distributed.get_rank() == 0:
+        (folder / "weights.json").write_text(json.dumps(now))
+    update(trainer, 1)  # what was put back can be trained on
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
