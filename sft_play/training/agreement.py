@@ -165,11 +165,11 @@ class MissedEvaluation(TrainerCallback):
             trainer._determine_best_metric(metrics, None)
 
 
-def evaluation_due(args: Any, state: Any, steps_per_epoch: int) -> bool:
+def evaluation_due(args: Any, state: Any, steps_per_epoch: int | None) -> bool:
     """Whether transformers evaluates after the step of `state`: asked of its own rule."""
     control, rule = TrainerControl(), DefaultFlowCallback()
     rule.on_step_end(args, state, control)
-    if state.global_step % steps_per_epoch == 0 or state.global_step >= state.max_steps:
+    if (steps_per_epoch and state.global_step % steps_per_epoch == 0) or state.global_step >= state.max_steps:
         rule.on_epoch_end(args, state, control)
     return bool(control.should_evaluate)
 

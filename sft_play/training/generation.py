@@ -190,6 +190,7 @@ def score_by_generation(
     answers: list[tuple[int, Answer]] = []
     together_only = synced or budget.seconds is not None  # ranks meet before each batch, so that none may leave alone
     started = budget.clock()
+    enough = stop.asked_here if stop else None
     if stop:
         stop.begin_evaluation()
     with _ready_to_generate(model, synced=synced) as ready:
@@ -209,7 +210,7 @@ def score_by_generation(
             # Ranks that have run out of batches keep the others company: every forward pass is a collective.
             asked = [prompts[index] for index in batch] or [prompts[0][:1]]
             given = answer_batch(
-                ready, tokenizer, asked, settings, device=device, synced=synced and world_size > 1, enough=stop and stop.asked_here
+                ready, tokenizer, asked, settings, device=device, synced=synced and world_size > 1, enough=enough
             )
             answers += zip(batch, given[: len(batch)], strict=True)
             if progress:

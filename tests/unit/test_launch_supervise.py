@@ -234,15 +234,17 @@ def test_a_lost_worker_is_named_though_the_others_hang(supervised: tuple[subproc
     assert alive(pids) == []
 
 
-def test_a_second_signal_kills(supervised: tuple[subprocess.Popen[bytes], Path]) -> None:
+def test_a_second_ctrl_c_kills_but_a_repeated_warning_does_not(supervised: tuple[subprocess.Popen[bytes], Path]) -> None:
     process, folder = supervised
     pids = everybody(folder)
     for rank in range(2):  # workers that hang and do not answer
         os.kill(int((folder / f"pids-{rank}").read_text().split()[0]), signal.SIGSTOP)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)  # a scheduler's next word
     time.sleep(1)
     assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == 143
     assert alive(pids) == []

@@ -1,0 +1,176 @@
+"""Requests to stop, their pure parts, and a worker's way of hearing them (a bare process, no training)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import LoadedConfig, load_config
+from sft_play.launch.run_folder import stop_code
+from sft_play.launch.same_command import changes
+from sft_play.launch.stopped import describe, facts, stop_of
+from sft_play.launch.stopping import Stop
+from sft_play.runs.folder import RunFolder
+from tests.conftest import ROOT
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from sft_play.runs.folder import RunFolder
+from sft_play.training import requests
+from sft_play.training.memory_errors import Activity
+requests.PATIENCE_SECONDS, requests.AFTER_SAVE_SECONDS = 1.5, 0.5
+doing = Activity()
+request = requests.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=0, doing=doing)
+request.listen()
+{body}
+"""
+LOADING = "print('ready', flush=True); time.sleep(60)"
+STEP = "request.nothing_to_save, request.step = False, 4; doing.enter('training', step=5); print('ready', flush=True); time.sleep(60)"
+SAVING = """
+request.nothing_to_save, request.step = False, 4
+doing.enter('saving', step=4)
+print('ready', flush=True)
+time.sleep(4)
+request.saved = 4
+request.finish({"code": 143, "error": ""})
+"""
+HELPERS = """
+import os
+request.nothing_to_save = False
+child = os.fork()
+if child == 0:
+    requests.ignored_by_helpers()
+    time.sleep(3)
+    os._exit(0)
+print('ready', child, flush=True)
+print('helper ended with', os.waitpid(child, 0)[1], request.heard, flush=True)
+"""
+
+
+def start(folder: Path, body: str) -> tuple[subprocess.Popen[str], str]:
+    """Starts a worker; returns it with what it said when it was ready."""
+    (folder / "logs").mkdir()
+    program = WORKER.format(body=textwrap.dedent(body))
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    return process, process.stdout.readline()
+
+
+def record(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "logs" / "exit-rank0.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+def test_before_the_first_step_there_is_nothing_to_wait_for(tmp_path: Path, number: int, code: int) -> None:
+    process, _ = start(tmp_path, LOADING)
+    process.send_signal(number)
+    began = time.monotonic()
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == code == stop_code(number)
+    assert time.monotonic() - began < 10 and "Traceback" not in error and "nothing is lost" in error
+    assert record(tmp_path)["stop"] == {"signal": signal.Signals(number).name, "phase": "loading", "step": 0, "saved": None}
+
+
+def test_a_step_without_end_is_left_and_said(tmp_path: Path) -> None:
+    process, _ = start(tmp_path, STEP)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    process.communicate(timeout=20)
+    assert process.returncode == 143 and time.monotonic() - began > 1.0
+    assert "no step ended" in record(tmp_path)["note"] and record(tmp_path)["stop"]["step"] == 4
+
+
+def test_a_save_is_finished_however_long_it_takes(tmp_path: Path) -> None:
+    process, _ = start(tmp_path, SAVING)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert "note" not in record(tmp_path) and record(tmp_path)["stop"]["saved"] == 4
+
+
+def test_helpers_neither_die_of_the_signal_nor_pass_it_on(tmp_path: Path) -> None:
+    process, ready = start(tmp_path, HELPERS)
+    child = int(ready.split()[1])
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        os.kill(child, number)
+    output, _ = process.communicate(timeout=20)
+    assert "helper ended with 0 None" in output
+
+
+def test_the_first_signal_counts_and_only_ctrl_c_hurries() -> None:
+    stop = Stop()
+    stop.note(signal.SIGUSR1)
+    stop.note(signal.SIGTERM)
+    stop.note(signal.SIGINT)  # within the same moment: a group got both
+    assert stop.signals == [signal.SIGUSR1] and not stop.at_once
+    stop.since -= 1
+    stop.note(signal.SIGTERM)
+    assert not stop.at_once
+    stop.note(signal.SIGINT)
+    assert stop.at_once and stop.signals[0] == signal.SIGUSR1
+
+
+STOPPED: dict[str, Any] = {"code": 143, "time": 1.0, "stop": {"signal": "SIGTERM", "phase": "training", "step": 7, "saved": 7}}
+
+
+def test_one_worker_that_was_asked_stops_the_run() -> None:
+    assert stop_of([(0, STOPPED), (1, {"code": 75, "time": 2.0})], [], 0) == STOPPED
+    assert stop_of([(1, {"code": 2, "time": 0.5}), (0, STOPPED)], [], 1) is None, "an error came first"
+    assert stop_of([(0, STOPPED)], [1], 1) is None, "a rank that died without a word made torchrun end the others"
+    assert stop_of([], [0], None) is None
+
+
+def test_what_the_event_says(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.checkpoint(7).mkdir(parents=True)
+    found = facts(run, (signal.SIGUSR1,), [STOPPED, {**STOPPED, "note": "left late"}])
+    assert found == {"signal": "SIGUSR1", "step": 7, "phase": "training", "saved": "step-000007", "note": "left late"}
+    assert describe(found) == "stopped by SIGUSR1 after step 7; checkpoint step-000007 is whole; left late"
+    assert describe(facts(RunFolder(tmp_path / "none"), (signal.SIGINT,), [])) == "stopped by SIGINT; there is no checkpoint"
+
+
+def loaded(folder: Path, train: str) -> LoadedConfig:
+    path = folder / "one.yaml"
+    path.write_text(f"model: {{name: x/y}}\ndata: {{train_path: rows.jsonl}}\ntrain: {{{train}}}\n")
+    return load_config(path)
+
+
+def test_keys_that_changed_are_found_with_their_place(tmp_path: Path) -> None:
+    old = loaded(tmp_path, "max_steps: 5, logging_first_step: true")
+    assert changes(old, loaded(tmp_path, "max_steps: 5, logging_first_step: true")) == []
+    found = changes(old, loaded(tmp_path, "max_steps: 9, weight_decay: 0.1, logging_first_step: false"))
+    assert {(one.key, one.text) for one in found} == {
+        ("train.max_steps", "9"), ("train.weight_decay", "0.1"), ("train.logging_first_step", "false")
+    }  # fmt: skip
+    assert all("one.yaml" in one.origin for one in found)
+
+
+def test_whether_an_evaluation_is_due_is_transformers_own_rule() -> None:
+    from sft_play.training.agreement import evaluation_due
+
+    def due(step: int, strategy: str, *, most: int = 10) -> bool:
+        args: Any = SimpleNamespace(
+            eval_strategy=strategy, save_strategy="no", logging_strategy="steps", eval_delay=0, logging_first_step=False
+        )
+        state: Any = SimpleNamespace(
+            global_step=step, epoch=step / 3, eval_steps=4, save_steps=4, logging_steps=1, max_steps=most
+        )
+        return evaluation_due(args, state, 3)
+
+    assert [due(step, "steps") for step in (3, 4, 10)] == [False, True, True]
+    assert [due(step, "epoch") for step in (3, 4, 10)] == [True, False, True]
+    assert not due(4, "no")
