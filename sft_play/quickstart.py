@@ -47,6 +47,8 @@ def main(call: Call) -> int:
     run, outcome = start_run(call, "auto" if "NUM_GPUS" in call.options else "single", before_launch=score_base)
     if outcome.code:
         return finish(call, run, outcome)
+    if not before:  # a run that `launch.auto_resume` went on with
+        before.update(score(run, "base"))
     tell("\n== After: the fine-tuned model, on the same prompts")
     after = score(run, None)
     result = compare(run, before, after)
