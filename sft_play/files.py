@@ -9,6 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+LONGEST_PATH, LONGEST_PART = 4_095, 255
+"""Bytes of a path and of each of its parts, on Linux and macOS."""
+
 
 def write_text(path: Path, text: str) -> None:
     """Writes `text` aside, syncs it to the disk and publishes it by rename; the old file survives any failure."""
@@ -57,6 +60,15 @@ def file_sha256(path: Path) -> str:
 def text_sha256(text: str) -> str:
     """Returns the hexadecimal sha256 of a text's UTF-8 bytes."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file system can hold a path of this name: no null character, no half of a surrogate pair, nothing too long."""
+    try:
+        written = os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return b"\0" not in written and len(written) <= LONGEST_PATH and all(len(p) <= LONGEST_PART for p in written.split(b"/"))
 
 
 def current_umask() -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from sft_play.config import names
 from sft_play.config.keys import find_key, sections, variable_name, variables
 from sft_play.errors import UserError, raise_all
+from sft_play.files import is_file_name
 
 if TYPE_CHECKING:
     from sft_play.config.load import LoadedConfig
@@ -24,6 +25,8 @@ FOR_MAKE = frozenset({"PYTHON", "VENV"})
 """Variables that make itself uses."""
 STANDS_FOR = {"MODEL": "MODEL_NAME", "DATA": "DATA_TRAIN_PATH", "SEED": "TRAIN_SEED"}
 """Variables of `eval` and `soak` that elsewhere mean a key."""
+LONG = frozenset({"PROMPT", "SEARCH", "RUNS", "BENCHMARKS", "HARDWARE", "SCALE"})
+"""Options that are neither a number, a name nor a single path."""
 TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"})
 
 
@@ -230,11 +233,15 @@ def _option(
         problems.append(UserError(f"`{one.name}` is empty", hint=f"give it a value, or leave `{one.name}=` away"))
     elif "\0" in one.text:
         problems.append(UserError(f"`{one.name}` holds a null character"))
+    elif one.name not in LONG and not is_file_name(one.text):
+        problems.append(UserError(f"`{one.name}` has {len(one.text)} characters, more than any file or name may have"))
     else:
         options[one.name] = one.text
 
 
 def _unknown(one: _Given, known: frozenset[str], command: str, row: CommandRow) -> UserError:
+    if names.SECRET.fullmatch(one.name):
+        return UserError(f"unknown variable `{one.name}`", hint=names.SECRETS_HINT)
     if meant := names.settings(one.name, one.text):
         typed = " ".join(f"{variable_name(key)}={value}" for key, value in meant.items())
         return UserError(f"unknown variable `{one.name}`", hint=f"here that is `{typed}`")

@@ -52,6 +52,19 @@ def unknown(metric: str) -> tuple[str, str] | None:
     return "is no metric", f"did you mean `{close}`?" if close else choices
 
 
+def metrics_hint(value: object) -> str | None:
+    """Returns what was probably meant by text in the place of a list of metrics: the right names first, then the brackets."""
+    if not isinstance(value, str) or not value.strip():
+        return None
+    words = [word.strip() for word in value.split(",")]
+    meant = [word if unknown(word) is None else closest(word, OF_ANSWERS) for word in words]
+    if None in meant:
+        return None
+    listed = f"a list is written `[{', '.join(str(word) for word in meant)}]`"
+    mended = [f"`{better}`" for word, better in zip(words, meant, strict=True) if word != better]
+    return f"did you mean {' and '.join(mended)}? {listed}" if mended else listed
+
+
 def closest(name: str, known: tuple[str, ...]) -> str | None:
     """Returns the known name that `name` most likely stands for; letters' case and `_`, `-` do not count."""
     plain = {re.sub(r"[^a-z0-9/]", "", one.lower()): one for one in known}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from sft_play.config.filters import Condition
 from sft_play.config.schema import Config, DataSource
-from sft_play.errors import UserError
+from sft_play.errors import DataError, UserError
 
 Origins = Mapping[str, str]
 
@@ -36,11 +38,23 @@ def entries(config: Config, origins: Origins) -> Iterator[UserError]:
                 break
 
 
+def filters(config: Config, origins: Origins) -> Iterator[UserError]:
+    """Each `filter` can be read; what it says of a row is seen when there are rows."""
+    for key, index, source in _sources(config):
+        if source.filter is None or not source.filter.strip():
+            continue
+        try:
+            Condition(source.filter)
+        except DataError as error:
+            told = error.message.removeprefix("`filter` ")
+            yield _problem(origins, key, f"`{key}[{index}].filter` {told}", error.hint)
+
+
 def names(config: Config, origins: Origins) -> Iterator[UserError]:
     """Scores and counts are told by name, so no two sources of a split share one."""
     for key, sources in _lists(config):
         said = [source.name for source in sources if source.name is not None]
-        twice = sorted({name for name in said if said.count(name) > 1})
+        twice = sorted(name for name, count in Counter(said).items() if count > 1)
         if twice:
             yield _problem(
                 origins, key, f"`{key}` has two sources with the name `{twice[0]}`", "counts and scores are told by name"
@@ -86,4 +100,4 @@ def _sources(config: Config) -> Iterator[tuple[str, int, DataSource]]:
             yield key, index, source
 
 
-RULES = (entries, names, weights)
+RULES = (entries, filters, names, weights)

@@ -11,15 +11,21 @@ from sft_play.config.types import shown
 from sft_play.config.values import Values
 from sft_play.config.yaml_source import Node, read_yaml
 from sft_play.errors import UserError
+from sft_play.files import is_file_name
 
 PRESETS = Path(__file__).resolve().parents[2] / "configs"
 """The shipped presets."""
+MOST_FILES = 100
+"""Files that one configuration may extend, each time counted: files that extend one another twice would be read for ever."""
+MOST_SUGGESTIONS = 40
+"""Unknown keys for which a better name is looked for: it takes milliseconds each."""
 
 
 def config_path(name: str) -> Path:
     """Returns the file that `CONFIG=` names; a bare preset name is its file. Raises `UserError`."""
     path = Path(name)
     preset = preset_path(name)
+    check_name(name, "CONFIG")
     if not path.suffix and path.name == name and not path.exists() and preset.is_file():
         return preset
     if path.is_dir():
@@ -41,6 +47,8 @@ def preset_path(name: str) -> Path:
 
 def read_file(path: Path, found: Values, chain: tuple[Path, ...] = ()) -> None:
     """Adds a file's values as one layer, over those of its parents. Raises `UserError` for what is not a mapping of YAML."""
+    if max(found.layer, len(chain)) >= MOST_FILES:
+        raise UserError(f"`extends` leads to more than {MOST_FILES} files", place=str(chain[0] if chain else path))
     if path.resolve() in (other.resolve() for other in chain):
         way = " -> ".join(str(p) for p in (*chain, path))
         raise UserError(f"`extends` goes round in a circle: {way}", place=str(chain[0]))
@@ -58,7 +66,7 @@ def read_file(path: Path, found: Values, chain: tuple[Path, ...] = ()) -> None:
     for key, node in leaves(Node(tree, line=1), ""):
         place = f"{path}:{node.line}"
         if find_key(key) is None:
-            found.problems.append(_unknown_key(key, place, node))
+            found.problems.append(_unknown_key(key, place, node, look=len(found.problems) < MOST_SUGGESTIONS))
         else:
             found.put(key, node, place)
 
@@ -70,7 +78,7 @@ def _parents(node: Node | None, path: Path) -> list[Path]:
     parents = []
     for entry in node.value if isinstance(node.value, list) else [node]:
         name = entry.value if isinstance(entry.value, str) else entry.text
-        if not name or "\0" in name:
+        if not name or not is_file_name(name):
             raise UserError(f"`extends` is `{shown(entry)}`; expected a preset's name or a file", place=place)
         beside, preset = path.parent / name, preset_path(name)
         if beside.is_file():
@@ -89,15 +97,23 @@ def leaves(node: Node, prefix: str) -> Iterable[tuple[str, Node]]:
     assert isinstance(node.value, dict)
     for name, part in node.value.items():
         key = f"{prefix}.{name}" if prefix else name
-        if key in sections() and part.value is None:
+        if name and key in sections() and part.value is None:
             continue  # an empty section says nothing
-        if key in sections() and isinstance(part.value, dict):
+        if name and key in sections() and isinstance(part.value, dict):
             yield from leaves(part, key)
         else:
             yield key, part
 
 
-def _unknown_key(key: str, place: str, node: Node) -> UserError:
+def check_name(name: str, what: str) -> None:
+    """Raises `UserError` where `name` can be no path."""
+    if not is_file_name(name):
+        raise UserError(f"`{what}` is `{shown(Node(name))}`, which no file can be called")
+
+
+def _unknown_key(key: str, place: str, node: Node, *, look: bool = True) -> UserError:
+    if not key:
+        return UserError("a key is empty; expected a name", place=place)
     if key in sections():
         return UserError(f"`{key}` is `{shown(node)}`; expected a mapping of its keys", place=place)
     if refusal := names.refusal(key):
@@ -106,9 +122,11 @@ def _unknown_key(key: str, place: str, node: Node) -> UserError:
     section, _, leaf = key.rpartition(".")
     if leaf == "<<":
         return UserError("YAML 1.2 has no merge key `<<`", place=place, hint="`extends:` takes the keys of another file")
+    if names.SECRET.fullmatch(leaf):
+        return UserError(f"unknown key `{key}`", place=place, hint=names.SECRETS_HINT)
     if meant := names.settings(leaf, node.text if node.text is not None else str(node.value)):
         return UserError(f"unknown key `{key}`", place=place, hint=f"here that is {_listed(meant)}")
-    better = names.suggest(leaf, section)
+    better = names.suggest(leaf, section) if look else None
     hint = f"did you mean `{better}`?" if better else "docs/configuration.md lists every key"
     return UserError(f"unknown key `{key}`", place=place, hint=hint)
 

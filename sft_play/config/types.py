@@ -150,7 +150,7 @@ def convert(node: Node, annotation: Any, limits: Range, key: str, problems: list
         if isinstance(value, dict) and dataclasses.is_dataclass(part):
             return _record(node, part, key, problems)
         if isinstance(value, dict) and (get_origin(part) or part) in (dict, Mapping):
-            return node.plain()
+            return _mapping(node, key, problems)
     text = value if isinstance(value, str) else node.text
     if str in parts and value is not None and text is not None:
         if _is_writable(text):
@@ -209,6 +209,27 @@ def _record(node: Node, record: Any, key: str, problems: list[Mismatch]) -> Any:
         ):
             problems.append(Mismatch(key=f"{key}.{required.name}", node=node, problem="is missing"))
     return INVALID if len(problems) > before else record(**given)
+
+
+def _mapping(node: Node, key: str, problems: list[Mismatch]) -> Any:
+    """Returns free keys and values as ordinary Python; each must be what JSON and files can hold."""
+    before = len(problems)
+
+    def check(part: Node, name: str) -> None:
+        if isinstance(part.value, dict):
+            for inner, child in part.value.items():
+                check(Node(inner, line=child.line), name)
+                check(child, f"{name}.{inner}")
+        elif isinstance(part.value, list):
+            for index, child in enumerate(part.value):
+                check(child, f"{name}[{index}]")
+        elif isinstance(part.value, float) and not math.isfinite(part.value):
+            problems.append(Mismatch(key=name, node=part, problem=f"is `{shown(part)}`; expected a finite number"))
+        elif isinstance(part.value, str) and not _is_writable(part.value):
+            problems.append(Mismatch(key=name, node=part, problem=f"has `{shown(part)}`; expected text without null characters"))
+
+    check(node, key)
+    return node.plain() if len(problems) == before else INVALID
 
 
 def _value_hint(node: Node, annotation: Any) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_origin
 
 from sft_play.config.keys import REQUIRED, Key, find_key, schema_keys
-from sft_play.config.types import allows_null, options, shown
+from sft_play.config.types import allows_null, options, shown, takes_text
 from sft_play.config.yaml_source import Node, parse_yaml, resolve_scalar, wrap
 from sft_play.errors import UserError
 
@@ -52,6 +52,9 @@ class Values:
             inherited = self.values.get("train.eval_steps")
             if inherited and inherited.layer < self.layer:
                 del self.values["train.eval_steps"]
+        before = self.values.get(key)
+        if before and before.layer == self.layer:  # `train.seed: 1` and `train: {seed: 2}` in one file
+            self.problems.append(UserError(f"`{key}` is given twice, also in {before.origin}", place=origin, hint="give it once"))
         self.values[key] = Value(node, origin, literal, self.layer)
 
     def put_text(self, key: str, text: str, origin: str) -> None:
@@ -98,7 +101,9 @@ def interpolate(found: Values) -> None:
         except unresolved as error:  # not OmegaConf's grammar at all
             _cannot_resolve(key, error, found)
             open_ones.remove(key)
-    written = {key: escaped(value.node.plain()) if value.literal else value.node.plain() for key, value in found.values.items()}
+    written = {
+        key: escaped(_as_read(key, value)) if value.literal else _as_read(key, value) for key, value in found.values.items()
+    }
     merged = OmegaConf.merge(OmegaConf.create(_tree_of(_defaults())), OmegaConf.create(_tree_of(written)))
     for key in open_ones:
         try:
@@ -109,6 +114,13 @@ def interpolate(found: Values) -> None:
             continue
         value = found.values[key]
         found.values[key] = Value(_again(wrap(plain, value.node.line)), value.origin, layer=value.layer)
+
+
+def _as_read(key: str, value: Value) -> Any:
+    """Returns a value as others see it through `${key}`: text as it is written (`0012`), everything else by its type."""
+    known, node = find_key(key), value.node
+    as_text = known is not None and takes_text(known.annotation) and node.text is not None and node.value is not None
+    return node.text if as_text else node.plain()
 
 
 def _again(node: Node) -> Node:

@@ -24,8 +24,9 @@ INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 STANDARD_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq"))
-LARGEST_FILE_BYTES = 4 * 2**20
-LARGEST_NODES = 100_000
+KNOWN_TAGS = STANDARD_TAGS | {f"tag:yaml.org,2002:{kind}" for kind in ("timestamp", "merge", "value")}
+LARGEST_FILE_BYTES = 128 * 2**10
+LARGEST_NODES = 20_000
 """Values in a file once aliases are written out: a few lines of aliases can mean billions."""
 
 
@@ -79,14 +80,15 @@ def resolve_scalar(text: str) -> Any:
 def read_yaml(path: Path) -> Node:
     """Reads one document from `path`. Raises `UserError` with file, line and column."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE_BYTES + 1)  # never all of a model that was named by mistake
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
         raise UserError(f"`{path}` cannot be read: {reason}") from error
     except ValueError as error:  # a null character in the path
         raise UserError(f"{str(path)!r} cannot be read: {error}") from error
     if len(content) > LARGEST_FILE_BYTES:
-        raise UserError(f"`{path}` has {len(content)} bytes; expected a configuration file, at most {LARGEST_FILE_BYTES}")
+        raise UserError(f"`{path}` has more than {LARGEST_FILE_BYTES:,} bytes; expected a configuration file")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -112,8 +114,8 @@ def parse_yaml(text: str, name: str) -> Node:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"not YAML: {error.reason} (character {error.character!r})", place=f"{name}:{line}") from error
-    except (RecursionError, ValueError) as error:
-        raise UserError("not YAML that can be read: nested too deeply, or a number out of range", place=name) from error
+    except (RecursionError, ValueError, OverflowError) as error:  # `"\UFFFFFFFF"` is no character
+        raise UserError("not YAML that can be read: nested too deeply, or a character out of range", place=name) from error
     return _Builder(name).build(root, None) if root is not None else Node(None, line=1)
 
 
@@ -163,6 +165,7 @@ class _Builder:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
                 raise UserError("a key is a list or a mapping; expected a name", place=f"{self.name}:{line}")
+            self._refuse_tag(key_node)
             key = str(key_node.value)
             if key in found:
                 raise UserError(f"`{key}` stands here and in line {lines[key]}; expected it once", place=f"{self.name}:{line}")
@@ -179,8 +182,7 @@ class _Builder:
 
     def _refuse_tag(self, node: yaml.Node) -> None:
         """Plain scalars carry the tag that YAML 1.1 resolves to, which is overruled here; any other tag was written by hand."""
-        known = STANDARD_TAGS | {f"tag:yaml.org,2002:{kind}" for kind in ("timestamp", "merge", "value")}
-        if node.tag not in known:
+        if node.tag not in KNOWN_TAGS:
             place = f"{self.name}:{node.start_mark.line + 1}"
             raise UserError(f"the tag `{node.tag.replace('tag:yaml.org,2002:', '!!')}` is not allowed", place=place)
 

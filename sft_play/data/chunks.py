@@ -73,6 +73,8 @@ class Chunk:
     """Examples that lost tokens."""
     answers_cut: Mapping[int, int]
     """Answers that lost their end, by the examples that have any."""
+    thoughts: Mapping[int, int]
+    """Thoughts that the chat template left out, by the examples that have any."""
     lengths: Integers
     """By row."""
     trained: Integers
@@ -146,6 +148,7 @@ def _chunk(
         overlong={i: (examples[i].place, outcome.overlong) for i, outcome in enumerate(outcomes) if outcome.overlong},
         cut=frozenset(index for index, outcome in enumerate(outcomes) if outcome.cut),
         answers_cut={index: outcome.answers_cut for index, outcome in enumerate(outcomes) if outcome.answers_cut},
+        thoughts={index: outcome.thoughts for index, outcome in enumerate(outcomes) if outcome.thoughts},
         lengths=lengths,
         trained=trained_tokens(lengths, labels),
         prompt_lengths=_integers(len(row.prompt_ids) for row in rows),

@@ -36,6 +36,8 @@ class SourceTally:
     """Kept, but shortened (`data.overlong: truncate`)."""
     answers_cut: int = 0
     """Answers that lost their end, and with it the token that ends a turn."""
+    thoughts: int = 0
+    """Thoughts of learnt turns that the chat template left out."""
     split: int = 0
     """Made into several rows (`data.overlong: split`, long documents)."""
     overlong: int = 0
@@ -71,6 +73,7 @@ def source_manifest(
         "left_out": tally.left_out,
         "cut": tally.cut,
         "answers_cut": tally.answers_cut,
+        "thoughts_left_out": tally.thoughts,
         "split": tally.split,
         "overlong": tally.overlong,
         "overlong_tokens": tally.overlong_tokens,
@@ -118,6 +121,7 @@ def split_manifest(
     return {
         "split": split,
         "answers_cut": sum(tally.answers_cut for tally in tallies),
+        "thoughts_left_out": sum(tally.thoughts for tally in tallies),
         "rows_read": sum(tally.rows_read for tally in tallies),
         "dropped": dict(sorted((reason, n) for reason, n in dropped.items() if reason != DUPLICATE)),
         "duplicates": dropped[DUPLICATE],
@@ -170,6 +174,9 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
             else "1 answer cut before its end: it teaches no stop"
         )
         lines.append(f"  {what}; raise MODEL_MAX_SEQ_LEN, or leave such rows out with DATA_OVERLONG=drop")
+    if thoughts := manifest.get("thoughts_left_out", 0):  # a manifest of an earlier version says nothing of them
+        what = f"{thoughts:,} thoughts" if thoughts > 1 else "1 thought"
+        lines.append(f"  {what} of learnt turns left out by the chat template, so not learnt: docs/data.md, What is learnt")
     shared = manifest.get("overlap")
     if shared and shared["rows"]:
         lines.append(f"  {shared['rows']:,} of its rows are in the training data too: scores on them say little")

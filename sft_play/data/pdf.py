@@ -16,6 +16,7 @@ REPEATED_PAGES = 3
 
 _HYPHEN = re.compile(r"(?<![\w-])([^\W\d_]{2,})-\n[ \t]*([^\W\d_]+)")
 _HYPHENATED = re.compile(r"(?<![\w-])[^\W\d_]+-[^\W\d_]+(?!\w)")
+_INLINE_PICTURE = re.compile(rb"(?<!\S)BI\s[^>]{0,500}?\sID\s", re.DOTALL)
 _SENTENCE_END = re.compile(r"[.!?:;\"'”’)\]]\s*$")
 
 
@@ -33,7 +34,8 @@ def pdf_text(data: bytes, place: str) -> tuple[str, int, int]:
         pictures = sum(not text.strip() and _has_picture(page) for text, page in zip(pages, reader.pages, strict=True))
     except (FileNotDecryptedError, DependencyError) as error:
         raise DataError(f"is encrypted: {error}", place=place, hint="save it without a password (`qpdf --decrypt`)") from None
-    # A damaged file meets pypdf's own errors or Python's, depending on where the damage is.
+    # A damaged file meets pypdf's own errors or Python's, depending on where the damage is: 0 columns of a predictor, or 0 units of a
+    # font, are divided by; a filter or a method of encryption that pypdf does not know is "not implemented".
     except (PyPdfError, ValueError, TypeError, KeyError, IndexError, AttributeError, OSError, RecursionError, AssertionError,
             ZeroDivisionError, NotImplementedError) as error:  # fmt: skip
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -42,11 +44,14 @@ def pdf_text(data: bytes, place: str) -> tuple[str, int, int]:
 
 
 def _has_picture(page: Any) -> bool:
-    """Whether a page shows an image, looked for in its resources without decoding any."""
+    """Whether a page shows an image, looked for in its resources and commands without decoding any."""
     resources = page.get("/Resources")
     objects = resources.get_object().get("/XObject") if resources is not None else None
     found = objects.get_object().values() if objects is not None else []
-    return any(item.get_object().get("/Subtype") in ("/Image", "/Form") for item in found)
+    if any(item.get_object().get("/Subtype") in ("/Image", "/Form") for item in found):
+        return True
+    content = page.get_contents()
+    return content is not None and _INLINE_PICTURE.search(content.get_data()) is not None
 
 
 def join_pages(pages: Sequence[str]) -> str:

@@ -7,11 +7,11 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sft_play.config.filters import Condition
 from sft_play.config.schema import DataSource
+from sft_play.config.words import names_of
 from sft_play.data.files_read import Placed
-from sft_play.data.filters import Condition
 from sft_play.data.left import LeftOut
-from sft_play.data.values import names_of
 from sft_play.errors import DataError
 
 FILTERED = "not in the filter"

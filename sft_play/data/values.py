@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from sft_play.config.words import kind_of
 from sft_play.errors import DataError
 
 SHOWN_CHARACTERS = 60
 """Of a single value in a message."""
 SHOWN_COLUMNS = 8
-
-KINDS = {
-    "list": "a list",
-    "tuple": "a list",
-    "dict": "a mapping",
-    "int": "a number",
-    "float": "a number",
-    "NoneType": "empty",
-    "bool": "true or false",
-    "str": "text",
-}
-
-
-def kind_of(value: object) -> str:
-    """Returns what a value is, in words."""
-    name = type(value).__name__
-    return KINDS.get(name, name)
 
 
 def text_of(value: Any, name: str) -> str:
@@ -57,11 +41,6 @@ def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         return []
     text = text_of(found, "system")
     return [] if text.isspace() else [{"role": "system", "content": text}]
-
-
-def names_of(row: Iterable[str]) -> str:
-    """Returns the names of a row's columns, in backticks."""
-    return ", ".join(f"`{name}`" for name in row) or "none"
 
 
 def shown(row: Mapping[str, Any]) -> str:

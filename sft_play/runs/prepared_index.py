@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import platform
 from collections.abc import Iterable
@@ -15,6 +16,8 @@ from sft_play.files import file_sha256, text_sha256
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import Prepared
 
+MOST_FILES = 50_000
+"""Of a source: their states are read within a second or two. A plan must come at once, and a folder may be `/`."""
 NO_MATTER = ("sources", "validation", "train_path", "val_path", "num_proc", "mix_by", "exhausted")
 """Keys of `data` that change no row, or are looked at source by source."""
 
@@ -22,7 +25,7 @@ NO_MATTER = ("sources", "validation", "train_path", "val_path", "num_proc", "mix
 def lookup(config: Config) -> Prepared | None:
     """Returns what is known for this model and data, or `None` when they were never prepared or have changed since."""
     path = _path(config)
-    if not path.is_file():
+    if path is None or not path.is_file():
         return None
     try:
         prepared = Prepared.load(path)
@@ -34,7 +37,9 @@ def lookup(config: Config) -> Prepared | None:
 
 def remember(config: Config, prepared: Prepared) -> None:
     """Keeps `prepared` for the next `lookup` of the same model and data."""
-    prepared.save(_path(config))
+    path = _path(config)
+    if path is not None:
+        prepared.save(path)
 
 
 def settings_that_matter(config: Config) -> dict[str, Any]:
@@ -56,7 +61,7 @@ def settings_that_matter(config: Config) -> dict[str, Any]:
 def preparation_code() -> str:
     """Returns a sha256 over the source of all that makes rows: another version of it is another cache entry."""
     package = Path(__file__).resolve().parent.parent
-    files = [*sorted((package / "data").glob("*.py")), package / "model" / "tokenizer.py"]
+    files = [*sorted((package / "data").glob("*.py")), package / "model" / "tokenizer.py", package / "config" / "filters.py"]
     return text_sha256("\n".join(file_sha256(path) for path in files))
 
 
@@ -65,14 +70,18 @@ def sources_of(config: Config) -> list[DataSource]:
     return [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
 
 
-def _path(config: Config) -> Path:
+def _path(config: Config) -> Path | None:
+    """Returns where it is remembered; `None` for data of more files than can be looked at in no time."""
     validation = config.data.validation
+    files = [_state(source) for source in sources_of(config)]
+    if any(state is None for state in files):
+        return None
     key = {
         "model": asdict(config.model),
         "settings": settings_that_matter(config),
         "sources": [asdict(source) for source in config.data.sources],
         "validation": [asdict(source) for source in validation] if isinstance(validation, list) else validation,
-        "files": [_state(source) for source in sources_of(config)],
+        "files": files,
         # A model folder that was written again may have another tokenizer; a hub id has no files here.
         "model_files": [_folder_state(name) for name in (config.model.name, config.model.tokenizer) if name],
         "weights_seed": config.train.seed if config.model.init == "random" else None,
@@ -86,13 +95,15 @@ def _folder_state(name: str) -> list[list[object]]:
     return _stats(Path(name).expanduser().glob("*"))
 
 
-def _state(source: DataSource) -> list[list[object]]:
+def _state(source: DataSource) -> list[list[object]] | None:
     path = Path(source.path).expanduser()
+    found: Iterable[Path]
     if any(mark in source.path for mark in "*?["):
-        files = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))  # an empty anchor is the working folder
+        found = Path(path.anchor).glob(str(path.relative_to(path.anchor)))  # an empty anchor is the working folder
     else:
-        files = list(path.rglob("*")) if path.is_dir() else [path]
-    return _stats(files)
+        found = path.rglob("*") if path.is_dir() else [path]
+    files = list(itertools.islice(found, MOST_FILES + 1))
+    return _stats(files) if len(files) <= MOST_FILES else None
 
 
 def _stats(files: Iterable[Path]) -> list[list[object]]:

@@ -88,6 +88,25 @@ def test_the_preset_runs_small_and_its_model_is_an_ordinary_folder(program: Prog
 
 
 @pytest.mark.slow
+def test_a_run_from_scratch_is_scored_with_its_own_tokenizer(program: Program, tmp_path: Path) -> None:
+    """Its full weights, its last checkpoint and its random beginning; on its own rows, and answering others."""
+    chat, other = ragged_rows(tmp_path / "chat.jsonl", 60), ragged_rows(tmp_path / "other.jsonl", 6, seed=1)
+    own = [f"DATA_SOURCES=[{{path: {chat}}}]", "DATA_VALIDATION=0.2", "TUNING_TASK=sft", "MODEL_MAX_SEQ_LEN=128", "TRAIN_LEARNING_RATE=0.01"]
+    small = [word for word in SMALL if "MAX_SEQ_LEN" not in word]
+    done = program("train", "CONFIG=configs/from_scratch.yaml", *small, *FEW, *own, "RUN_NAME=scored")
+    assert done.code == 0, done.err
+    few = ["JSON=1", "EVAL_SAMPLES=3", "TRAIN_GENERATION_MAX_NEW_TOKENS=4", "EVAL_METRICS=[rougeL]"]
+    trained, base = (program("eval", "RUN=scored", *few, *words) for words in ([], ["CHECKPOINT=base"]))
+    assert trained.code == base.code == 0, trained.err + base.err
+    assert base.json["loss"] == pytest.approx(6.0, abs=0.15), "it knows nothing"
+    assert trained.json["loss"] < base.json["loss"] - 0.2 and trained.json["rougeL"]["n"] == 3
+    predictions = (Path(trained.json["folder"]) / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+    assert all("<|im_start|>user" in json.loads(line)["prompt"] for line in predictions), "the tokenizer that was trained here, with ChatML"
+    scored = program("eval", "RUN=scored", "CHECKPOINT=last", f"DATA={other}", *few)
+    assert scored.code == 0 and scored.json["rougeL"]["n"] == 3 and scored.json["settings"]["data"] == str(other), scored.err
+
+
+@pytest.mark.slow
 @pytest.mark.long
 def test_every_rank_and_a_resumed_run_begin_with_the_same_weights(cache: Path, tmp_path: Path) -> None:
     words = ["CONFIG=configs/from_scratch.yaml", *SMALL, *FEW, f"DATA_SOURCES=[{{path: {TEXT}}}]", "DATA_VALIDATION=null"]

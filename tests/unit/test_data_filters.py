@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft_play.data.filters import Condition
+from sft_play.config.filters import Condition
 from sft_play.errors import DataError
 
 ROW = {"lang": "en", "score": 4, "text": "a long text", "tags": ["x", "y"], "none": None, "ok": True, "n": "12.5", "my name": 1}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from sft_play.data.documents import SCANNED, Document, Skipped, clean, is_document, read_document
+from sft_play.data.documents import SCANNED, Document, Skipped, clean, read_document
+from sft_play.data.files_read import read_file
+from sft_play.data.left import LeftOut
 from sft_play.data.pdf import join_pages, without_hyphens
 from sft_play.errors import DataError
 from tests.sample_documents import PAGE, write_docx, write_pdf
@@ -109,6 +112,36 @@ def test_encrypted_files_are_errors_but_an_empty_password_opens(tmp_path: Path) 
 
 
 def test_the_kind_goes_by_the_ending_also_of_unpacked_content() -> None:
-    assert is_document("x/A.PDF") and not is_document("a.jsonl")
     found = read_document(Path("corpus/a.txt"), b"words")
     assert isinstance(found, Document) and (found.text, found.path) == ("words", "corpus/a.txt")
+
+
+def test_a_page_that_is_a_photograph_is_said_skipped_and_counted(tmp_path: Path) -> None:
+    """As scanners write them: a JPEG (and pages of several pictures, or one within a form), without any letter."""
+    from PIL import Image, ImageDraw
+
+    pages = []
+    for number in range(2):
+        page = Image.new("RGB", (300, 420), "white")
+        ImageDraw.Draw(page).text((40, 40), f"Page {number}: a pump moves water.", fill="black")
+        pages.append(page)
+    path = tmp_path / "scanned.pdf"
+    pages[0].save(path, "PDF", save_all=True, append_images=pages[1:])
+    assert b"/DCTDecode" in path.read_bytes(), "a JPEG is inside"
+    assert read_document(path) == Skipped(reason=SCANNED, place=str(path))
+    left = LeftOut()
+    rows = [row for file in (path, write_pdf(tmp_path / "words.pdf", [["A pump."]])) for _, row in read_file(file, left)]
+    assert [row["text"] for row in rows if isinstance(row, Mapping)] == ["A pump."]
+    assert left.counts == {SCANNED: 1} and left.places[SCANNED] == [str(path)]
+
+
+def test_a_picture_within_the_page_s_own_commands_is_one_too(tmp_path: Path) -> None:
+    import pypdf
+    from pypdf.generic import DecodedStreamObject, NameObject
+
+    writer = pypdf.PdfWriter()
+    page, content = writer.add_blank_page(width=100, height=100), DecodedStreamObject()
+    content.set_data(b"q 50 0 0 50 0 0 cm BI /W 1 /H 1 /CS /G /BPC 8 ID \x80 EI Q")
+    page[NameObject("/Contents")] = writer._add_object(content)
+    writer.write(tmp_path / "inline.pdf")
+    assert read_document(tmp_path / "inline.pdf") == Skipped(reason=SCANNED, place=str(tmp_path / "inline.pdf"))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sft_play.config.call import Override
+from sft_play.config.load import load_config
 from sft_play.config.metric_rules import RULES
-from sft_play.config.metrics import higher_is_better, library_parts, measured, short_name
+from sft_play.config.metrics import higher_is_better, library_parts, measured, metrics_hint, short_name
 from sft_play.config.schema import Config, DataConfig, DataSource, EvalConfig, ModelConfig, TrainConfig
+from sft_play.errors import UserError
 
 TWO = [DataSource(path="chat.jsonl", name="chat"), DataSource(path="docs")]
 HELD_OUT = DataConfig(sources=TWO, validation=0.1)
@@ -42,6 +46,25 @@ def problems(checked: Config) -> list[str]:
 def test_misspelt_and_repeated_metrics_are_refused(metrics: list[str], words: list[str]) -> None:
     found = "\n".join(problems(config(metrics=metrics)))
     assert all(word in found for word in words), found
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("rogueL", "did you mean `rougeL`? a list is written `[rougeL]`"),
+        ("rougeL", "a list is written `[rougeL]`"),
+        ("rogueL,blue", "did you mean `rougeL` and `bleu`? a list is written `[rougeL, bleu]`"),
+        ("bleu, evaluate:my/f1", "a list is written `[bleu, evaluate:my/f1]`"),
+        ("happiness", None),
+        ("", None),
+    ],
+)
+def test_text_in_the_place_of_a_list_gets_the_right_name_first_and_then_the_brackets(typed: str, hint: str | None) -> None:
+    assert metrics_hint(typed) == hint
+    with pytest.raises(UserError) as caught:
+        load_config(Path("configs/smoke.yaml"), [Override(key="eval.metrics", text=typed, origin=f"EVAL_METRICS={typed}")], {})
+    said = caught.value.render()
+    assert said.startswith(f"error: EVAL_METRICS={typed}: `eval.metrics` is `{typed}`; expected a list") and (hint or "") in said
 
 
 @pytest.mark.parametrize(
