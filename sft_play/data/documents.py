@@ -21,7 +21,7 @@ from sft_play.errors import DataError
 
 PLAIN = (".txt", ".text", ".md", ".markdown", ".rst")
 HTML = (".html", ".htm", ".xhtml")
-SUFFIXES = (*PLAIN, *HTML, ".docx", ".pdf")
+DOCUMENTS = (*PLAIN, *HTML, ".docx", ".pdf")
 """Endings of the files that are read as one document each."""
 OLE = b"\xd0\xcf\x11\xe0"
 """How Office files begin that are encrypted, or of the kind before 2007."""
@@ -55,11 +55,6 @@ class Skipped:
 
     reason: str
     place: str
-
-
-def is_document(path: Path | str) -> bool:
-    """Whether a file is read as one document, by its ending."""
-    return Path(path).suffix.lower() in SUFFIXES
 
 
 def read_document(path: Path, data: bytes | None = None) -> Document | Skipped:

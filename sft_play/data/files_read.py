@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.words import kind_of
 from sft_play.data.arrow_read import read_arrow, read_parquet
+from sft_play.data.documents import DOCUMENTS, Skipped, read_document
 from sft_play.data.encodings import CONVERT, printable, refuse_wide
 from sft_play.data.left import LeftOut
 from sft_play.data.unpack import COMPRESSED, damage_told, is_compressed, kind, open_bytes, plain_name
-from sft_play.data.values import kind_of, shown
+from sft_play.data.values import shown
 from sft_play.errors import DataError
 
 Placed = tuple[str, Mapping[str, Any] | DataError]
 """A row and where it stands: `file:line`, or `file, row n`. A line that is no row is its error, so that later ones are read too."""
 
 TABLES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
-DOCUMENTS = (".txt", ".text", ".md", ".markdown", ".rst", ".html", ".htm", ".xhtml", ".docx", ".pdf")
-"""Files that are one document each, read by `data.documents`."""
 QUOTES = "a value that holds a comma, a line end or a quote stands in quotes, and a quote in it is written twice"
 ENDINGS = "json, jsonl, csv, parquet, arrow, txt, md, html, docx or pdf"
 
@@ -196,8 +196,6 @@ def _line_ends(value: str) -> int:
 
 def _document_reader(left: LeftOut) -> Callable[[Path], Iterator[Placed]]:
     def read(path: Path) -> Iterator[Placed]:
-        from sft_play.data.documents import Skipped, read_document
-
         data = None
         if is_compressed(path):
             with open_bytes(path) as stream:

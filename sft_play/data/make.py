@@ -20,6 +20,7 @@ from sft_play.data.manifest import DUPLICATE, SourceTally, split_manifest
 from sft_play.data.prepare import Part
 from sft_play.data.problems import RowProblems
 from sft_play.data.read import LeftOut, Placed, read_source
+from sft_play.data.rendered import template_sha256
 from sft_play.data.split import Seen, overlap
 from sft_play.data.store import KEYS, SplitWriter
 from sft_play.errors import DataError
@@ -62,6 +63,7 @@ class Gatherer:
                 self.longest = max(self.longest, (place, tokens), key=lambda item: item[1])
         tally.cut += sum(bool(kept[example]) for example in chunk.cut)
         tally.answers_cut += sum(count for example, count in chunk.answers_cut.items() if kept[example])
+        tally.thoughts += sum(count for example, count in chunk.thoughts.items() if kept[example])
         tally.split += int((chunk.rows_of[kept] > 1).sum())
         tally.kept += int((chunk.rows_of[kept] > 0).sum())
         self.writer.append(chunk, kept, numbers)
@@ -126,12 +128,13 @@ def make_parts(config: Config, tokenizer: Any, parts: Sequence[Part], train: Par
     Raises `DataError` with all problems of rows together, and `HardwareError` when a process was killed.
     """
     together = [list(parts)] if all(part.fraction for part in parts) else [[part] for part in parts]
+    template = template_sha256(tokenizer)
     with Engine(config, tokenizer) as engine:
         for some in together:
-            _pass(config, engine, some, train)
+            _pass(config, engine, some, train, template)
 
 
-def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part) -> None:
+def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part, template: str | None) -> None:
     problems, progress = RowProblems(), _Progress(" and ".join(part.name for part in parts))
     left = [LeftOut() for _ in parts[0].sources]
     with ExitStack() as stack:
@@ -152,6 +155,7 @@ def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part) ->
             gatherer.refuse_what_cannot_be_trained()
         for gatherer in gatherers:
             manifest = gatherer.manifest()
+            manifest["split"]["template"] = template
             if gatherer.part.name == "validation":
                 keys = (train.folder / KEYS).read_bytes()
                 shared = overlap(keys, bytes(gatherer.writer.keys))

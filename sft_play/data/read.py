@@ -8,7 +8,8 @@ from pathlib import Path
 
 from sft_play.config.schema import DataSource
 from sft_play.data.arrow_read import saved_files
-from sft_play.data.files_read import DOCUMENTS, ENDINGS, TABLES, Placed, read_file
+from sft_play.data.documents import DOCUMENTS
+from sft_play.data.files_read import ENDINGS, TABLES, Placed, read_file
 from sft_play.data.inside import require_inside, root_of
 from sft_play.data.left import LeftOut
 from sft_play.data.select import select
