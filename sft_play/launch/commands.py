@@ -49,6 +49,9 @@ from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 
+MOST_PORTS = 3
+"""How often another port is tried where each was taken before it could be used."""
+
 
 def train(call: Call) -> int:
     """One process on the best device here."""
@@ -166,7 +169,7 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     plan = replace(job.plan(prepared), recoveries=recovery.recoveries(run))
     require_disk_space(plan, job.loaded.config, run)
     lost = Restarts(limit=job.loaded.config.launch.max_restarts, step=step_of(checkpoint) if checkpoint else 0)
-    outcome, retries = _attempt(job, plan, run, event=event, checkpoint=checkpoint), 0
+    outcome, retries, ports = _attempt(job, plan, run, event=event, checkpoint=checkpoint), 0, 0
     while outcome.code == LOST:
         checkpoint, _ = newest_valid(run)
         if outcome.cause == OUT_OF_MEMORY:
@@ -176,6 +179,9 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
                 break
             retries += 1
             job, plan = _with_less(job, found, run, prepared, plan, outcome, checkpoint, retries)
+        elif outcome.cause == "port" and ports < MOST_PORTS and (elsewhere := job.elsewhere()) is not job:
+            print(f"\nport {job.node.master_port} was taken meanwhile; trying another", file=sys.stderr, flush=True)
+            job, ports = elsewhere, ports + 1
         elif lost.allows(outcome, checkpoint):
             print("\n" + restarts.announcement(outcome, checkpoint, lost), file=sys.stderr, flush=True)
             record_event(run, restarts.EVENT, node_rank=job.node.rank, **restarts.facts(outcome, checkpoint))

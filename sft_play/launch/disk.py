@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def is_full(folder: Path) -> bool:
     """Whether the disk of `folder` has less than `FULL_BYTES` left; not for a folder that is gone."""
     try:
         return shutil.disk_usage(folder).free < FULL_BYTES
+    except OSError:
+        return False
+
+
+def is_read_only(folder: Path) -> bool:
+    """Whether the file system of `folder` takes no writes any more; not for a folder that is gone."""
+    try:
+        return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
     except OSError:
         return False
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.launch.disk import is_full
+from sft_play.launch.disk import is_full, is_read_only
 from sft_play.launch.run_folder import exit_records, stop_code
 from sft_play.launch.stopped import facts as stop_facts
 from sft_play.launch.stopped import stop_of
@@ -29,10 +29,14 @@ SIMPLE_DEATH = re.compile(r"died with <Signals\.(\w+): \d+>")
 """Python's word on a single process that was killed by a signal."""
 NODES_MISSING = re.compile(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined")
 """torchrun's word where machines did not start their part."""
+PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
+"""torchrun's word where another process took the port between its being chosen and used."""
 HELPER_KILLED = re.compile(r"DataLoader worker .* killed by signal: Killed")
 """What torch says in a rank of which a loading process was killed."""
 
-Cause = Literal["out_of_memory", "killed", "frozen", "hang", "unreachable", "not_joined", "failed", "agent", "vanished", "peer"]
+Cause = Literal[
+    "out_of_memory", "killed", "frozen", "hang", "unreachable", "not_joined", "failed", "agent", "vanished", "peer", "port"
+]
 OUT_OF_MEMORY: Cause = "out_of_memory"
 
 
@@ -165,6 +169,10 @@ def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> O
     if memory_kill is None and is_full(run.path):
         text = f"error: {run.path}: no space is left on the disk; rank {rank} {how}\n\nhint: free some space, then: make resume RUN={run.name}"
         return Outcome(code=3, rank=rank, message=text)
+    if memory_kill is None and is_read_only(run.path):
+        text = f"error: {run.path}: Read-only file system; rank {rank} {how}"
+        hint = f"the last checkpoint is as it was; `dmesg` may say why it cannot be written any more; then: make resume RUN={run.name}"
+        return Outcome(code=3, rank=rank, message=f"{text}\n\nhint: {hint}")
     why = " (nothing shows that memory was short; see `dmesg`)" if "SIGKILL" in how else ""
     why = f" for want of memory ({memory_kill})" if memory_kill else why
     text = f"error: rank {rank} {how}{why}; all other ranks were stopped\n\nhint: its log: {run.rank_log(rank)}"
@@ -178,6 +186,13 @@ def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) 
         text = f"error: only {joined} of {all_of_them} nodes joined within {seconds} s; this one starts ranks {ranks.start} to {ranks.stop - 1}"
         hint = "start the same command on every node, each with its own NODE_RANK, and see that MASTER_PORT is open"
         return Outcome(code=LOST, message=f"{text}\n\nhint: {hint}", cause="not_joined")
+    if PORT_TAKEN.search(agent_log):
+        text = "error: the port on which the workers meet was taken by another process after it had been found free"
+        return Outcome(
+            code=LOST,
+            message=f"{text}\n\nhint: type the same command again; a MASTER_PORT of your own may need to be another",
+            cause="port",
+        )
     words = "\n".join(deque(agent_log.splitlines(), maxlen=15))
     log = launcher_log(run, ranks.start)
     text = f"error: the workers did not start (accelerate launch returned {agent_code}); {log} ends with\n{words}"
