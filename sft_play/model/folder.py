@@ -33,7 +33,7 @@ def check_trained(folder: Path) -> None:
     """Raises `CheckpointError` for a weight file of a run's model or adapter that is cut short or no safetensors file, and for an
     index that names files elsewhere."""
     for index in sorted(folder.glob("*.index.json")):
-        if outside := _outside(_indexed(index)):
+        if (outside := _outside(_indexed(index))) is not None:
             raise CheckpointError(f"names `{outside}`, which is not in the folder", place=str(index))
     for path in sorted(path for path in folder.glob("*.safetensors") if not is_state_file(path.name)):
         problem = _damage(path)
@@ -69,7 +69,7 @@ def _check_weights(folder: Path, place: str) -> None:
         raise DataError("the model has no weights", place=place, hint=hint)
     kind = files[0].suffix
     for index in sorted(folder.glob("*.index.json")):
-        if outside := _outside(_indexed(index)):
+        if (outside := _outside(_indexed(index))) is not None:
             raise DataError(f"names `{outside}`, which is not in the folder", place=str(index))
     for index in sorted(folder.glob(f"*{kind}.index.json")):
         wanted = _indexed(index)

@@ -16,7 +16,7 @@ import pytest
 
 from sft_play.launch.audit import direct_dependencies, environment, read_answer, read_pins
 from sft_play.runs.stamp import RULES, Stamp
-from tests.conftest import Done, Program, run_program
+from tests.conftest import Done, Program, call_program, run_program
 from tests.conftest import environment as variables
 from tests.documents import ROOT
 from tests.plans import simple_plan
@@ -52,8 +52,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ask(runs: Path, *words: str, cwd: Path = ROOT) -> Done:
-    return run_program(["stamp", *words], variables(runs.parent / "cache", runs), timeout=30, cwd=cwd)
+def ask(runs: Path, *words: str) -> Done:
+    return call_program(["stamp", *words], variables(runs.parent / "cache", runs))
 
 
 def test_one_stamp_with_what_each_difference_means(runs: Path) -> None:
@@ -221,12 +221,12 @@ def test_an_audit_without_a_finding_is_clean(audit: Any) -> None:
     assert found["clean"] == (found["problems"] == [])
 
 
-def test_an_audit_without_pip_audit_says_so(program: Program) -> None:
+def test_an_audit_without_pip_audit_says_so(in_process: Program) -> None:
     import importlib.util
 
     if importlib.util.find_spec("pip_audit"):
         pytest.skip("pip-audit is installed, and would ask the index")
-    found = program("audit")
+    found = in_process("audit")
     assert found.code == 3 and "known holes: not asked" in found.out and "make audit" in found.out
 
 

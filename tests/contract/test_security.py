@@ -1,0 +1,408 @@
+"""What a stranger's text, file, folder or configuration can make this program do: nothing. And where tokens are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.call import Override
+from sft_play.config.keys import extra_keys, schema_keys, variable_name
+from sft_play.config.load import load_config, read_config, save_config
+from sft_play.config.schema import DataSource
+from sft_play.config.types import options
+from sft_play.data.read import read_source
+from sft_play.errors import CheckpointError, DataError, UserError
+from sft_play.launch.environment import mask
+from sft_play.model.folder import check_folder, check_trained, refuse_foreign_code
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.weights import weights_folder
+from tests.conftest import Program, environment
+from tests.documents import ROOT
+from tests.tiny_models import build_tiny_llama
+
+SECRET = "hf_" + "Planted0Secret" * 3
+NASTY = (
+    "$(touch pwned)", "`touch pwned`", "; touch pwned;", "a' ; touch pwned ; '", 'a" ; touch pwned ; "', "a\ntouch pwned\n", "&& touch pwned",
+    "| touch pwned", "> pwned", "%s%n%d", "{}", "{0.__class__}", "${oc.env:HOME}", "$HOME", "$$(touch pwned)", "$(shell touch pwned)", "\\",
+    "-rf", "--config_file=pwned", "!!python/object/apply:os.system [touch pwned]", "*", "~root",
+)  # fmt: skip
+TEXT_KEYS = [key.name for key in [*schema_keys().values(), *extra_keys().values()] if str in options(key.annotation)]
+
+
+# ---- No shell reads a value
+
+
+@pytest.mark.parametrize("key", TEXT_KEYS)
+def test_every_text_key_takes_a_value_letter_for_letter_or_refuses_it(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    taken = 0
+    for value in NASTY:
+        overrides = [Override(key=name, text=text, origin="test") for name, text in {"model.name": "x/y", key: value}.items()]
+        try:
+            loaded = load_config(None, overrides, environ={})
+        except UserError:
+            continue
+        save_config(loaded, tmp_path / "config.json")
+        save_config(read_config(tmp_path / "config.json"), tmp_path / "config.json")
+        kept = found(json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["config"], key)
+        if isinstance(kept, dict) and value.startswith("{"):
+            continue  # a key that takes a mapping reads one
+        assert kept == value or value in str(kept), f"{key} was given {value!r} and is {kept!r}"
+        taken += 1
+    assert {path.name for path in tmp_path.iterdir()} <= {"config.json"}
+    assert taken or key not in ("model.name", "data.train_path"), "a check that refuses everything checks nothing"
+
+
+def found(config: dict[str, Any], key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    for part in section.split("."):
+        config = config[part]
+    return config[name] if name in config else config["extra"][name]
+
+
+@pytest.fixture
+def make(tmp_path: Path, cache: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Types a make command in the repository, this Python standing in for the virtual environment's."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    venv = tmp_path / "venv"
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["make", "-f", str(ROOT / "Makefile"), "-o", f"{venv}/.runtime", f"VENV={venv}", *words],
+            cwd=tmp_path, env=environment(cache, tmp_path / "runs"), capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+def test_make_hands_values_over_letter_for_letter(make: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    keys = ["model.name", "model.revision", "data.train_path", "data.system", "data.style.user_prefix"]
+    (tmp_path / "c.yaml").write_text("model: {name: x/y}\n")
+    for start in range(0, len(NASTY), len(keys)):
+        values = dict(zip(keys, NASTY[start : start + len(keys)], strict=False))
+        typed = {"model.name": "x/y"} | values
+        done = make("config", "CONFIG=c.yaml", "JSON=1", *(f"{variable_name(key)}={value}" for key, value in typed.items()))
+        assert done.returncode == 0, done.stderr
+        shown = json.loads(done.stdout)
+        assert {key: shown[key]["value"] for key in values} == values
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml", "venv"]
+
+
+@pytest.mark.parametrize("name", ["$(touch pwned) `touch pwned`; 'a' %s {}", 'new\nline "quoted"'])
+def test_names_of_files_are_only_names(name: str, program: Program, in_process: Program, tmp_path: Path, tiny: Path) -> None:
+    home = tmp_path / name
+    home.mkdir()
+    data, config = home / f"{name}.jsonl", home / f"{name}.yaml"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    config.write_text(f"model: {{name: x/y}}\ndata: {{train_path: {json.dumps(str(data))}}}\n")
+    before = set(tmp_path.rglob("*"))
+    shown = program("config", f"CONFIG={config}", "JSON=1", cwd=home)
+    assert shown.code == 0, shown.err
+    assert shown.json["data.train_path"]["value"] == str(data)
+    assert in_process("stamp", f"RUN={name}").code == 5
+    assert program("plan", f"CONFIG={config}", f"MODEL_NAME={tiny}", "MODEL_MAX_SEQ_LEN=64", cwd=home).code == 0
+    assert {path for path in tmp_path.rglob("*") if "runs" not in path.parts} == before
+
+
+# ---- Tokens
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"model: {{name: {SECRET}}}", f"model: {{name: x/y, revision: {SECRET}}}", f"model: {{name: x/y}}\ndata: {{system: 'use {SECRET}'}}",
+        f"model: {{name: x/y}}\ndata: {{sources: [{{path: 'a/{SECRET}.jsonl'}}]}}", f"model: {{name: x/y}}\ntrain: {{hub_token: {SECRET}}}",
+        f"model: {{name: x/y, token: {SECRET}}}", f"model: {{name: x/y}}\ntrain: {{api_key: {SECRET}}}", f"hf_token: {SECRET}\nmodel: {{name: x/y}}",
+        f"model: {{name: x/y, max_seq_len: {SECRET}}}", f"model: {{name: x/y}}\ntrain: {{run_name: {SECRET}}}",
+    ],
+    ids=lambda text: text.replace(SECRET, "hf_..."),
+)  # fmt: skip
+def test_a_token_in_a_configuration_is_refused_and_not_repeated(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_config(path, environ={})
+    said = caught.value.render()
+    assert SECRET not in said and SECRET[:20] not in said
+    assert "HF_TOKEN" in said or "max_seq_len" in said or "hub_token" in said
+
+
+@pytest.mark.parametrize(
+    "word", [f"MODEL_NAME={SECRET}", f"HF_TOKEN={SECRET}", f"TRAIN_RUN_NAME={SECRET}", f"RUN={SECRET}", SECRET]
+)
+def test_a_token_on_the_command_line_is_refused_and_not_repeated(word: str, in_process: Program) -> None:
+    done = in_process("config", word)
+    assert done.code in (2, 5)
+    assert SECRET[:20] not in done.out + done.err, "logs keep what a command prints"
+
+
+def test_a_token_in_an_sft_variable_is_refused_and_not_repeated(in_process: Program) -> None:
+    done = in_process(
+        "config",
+        "CONFIG=run_cpu" if (ROOT / "configs/run_cpu.yaml").is_file() else "CONFIG=quickstart",
+        env={"SFT_DATA_SYSTEM": SECRET},
+    )
+    assert done.code == 2 and "looks like an access token" in done.err
+    assert SECRET[:20] not in done.out + done.err
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "HF_SECRET_KEY", "NCCL_PASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_AUTH"]
+)
+def test_secrets_of_the_environment_are_masked(name: str) -> None:
+    assert "Planted" not in mask(name, SECRET) and "Planted" not in mask("HF_HOME", SECRET)
+    assert mask("HF_ENDPOINT", "https://me:Planted@hub.example/x") == "https://(not shown)@hub.example/x"
+    assert mask("HF_HOME", "/data/hf") == "/data/hf" and mask("TOKENIZERS_PARALLELISM", "false") == "false"
+
+
+# ---- Code that comes with a model
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1.0", "a" * 39, "A" * 40, "a" * 41])
+def test_code_of_the_hub_runs_only_at_a_full_commit(revision: str | None) -> None:
+    typed = {"model.name": "x/y", "model.trust_remote_code": "true"} | ({"model.revision": revision} if revision else {})
+    with pytest.raises(UserError, match="pinned to one commit") as caught:
+        load_config(None, [Override(key=key, text=text, origin="test") for key, text in typed.items()], environ={})
+    assert "40 hexadecimal" in str(caught.value.hint)
+
+
+def test_a_full_commit_or_a_folder_of_ones_own_is_taken(tmp_path: Path) -> None:
+    for typed in ({"model.name": "x/y", "model.revision": "a" * 40}, {"model.name": str(tmp_path)}):
+        words = [
+            Override(key=key, text=text, origin="test") for key, text in {**typed, "model.trust_remote_code": "true"}.items()
+        ]
+        assert load_config(None, words, environ={}).config.model.trust_remote_code
+
+
+CODE = """
+from pathlib import Path
+Path({mark!r}).touch()
+from transformers import LlamaConfig, LlamaForCausalLM
+class MyConfig(LlamaConfig):
+    model_type = "mine"
+class MyModel(LlamaForCausalLM):
+    config_class = MyConfig
+"""
+
+
+@pytest.fixture(scope="module")
+def with_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose configuration, weights and tokenizer all want to run `code.py`."""
+    folder = build_tiny_llama(tmp_path_factory.mktemp("models") / "mine")
+    (folder / "code_of_mine.py").write_text(CODE.format(mark=str(folder / "ran")))
+    classes = {"AutoConfig": "code_of_mine.MyConfig", "AutoModelForCausalLM": "code_of_mine.MyModel"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mine", "auto_map": classes}))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    mapped = {"AutoTokenizer": ["code_of_mine.MyTokenizer", "code_of_mine.MyTokenizer"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"auto_map": mapped, "tokenizer_class": "MyTokenizer"}))
+    return folder
+
+
+@pytest.mark.slow
+def test_code_in_a_model_folder_does_not_run_unasked(with_code: Path, program: Program, tmp_path: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    config = tmp_path / "c.yaml"
+    config.write_text(f"model: {{name: {with_code}, max_seq_len: 64}}\ndata: {{train_path: {data}}}\ntuning: {{mode: lora}}\n")
+    done = program("train", f"CONFIG={config}", "RUN_NAME=demo", "TRAIN_MAX_STEPS=1", stdin="y\ny\ny\n", timeout=120)
+    assert done.code in (2, 3, 4, 5), f"{done.out}\n{done.err}"
+    assert "Traceback" not in done.err
+    assert not (with_code / "ran").exists(), "not even when somebody answers `y` to whatever is asked"
+
+
+def test_code_of_another_repository_is_refused_even_when_trusted(with_code: Path, tmp_path: Path) -> None:
+    refuse_foreign_code(with_code)
+    for file, value in (
+        ("config.json", {"AutoConfig": "evil/repo--code.Config"}),
+        ("tokenizer_config.json", {"AutoTokenizer": [None, "e/r--c.T"]}),
+    ):
+        (tmp_path / file).write_text(json.dumps({"auto_map": value}))
+        with pytest.raises(DataError, match="another repository"):
+            refuse_foreign_code(tmp_path)
+        (tmp_path / file).unlink()
+
+
+# ---- Pickles
+
+
+class Evil:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.slow
+def test_pickled_weights_run_nothing(program: Program, tmp_path: Path) -> None:
+    import torch
+
+    folder, mark = build_tiny_llama(tmp_path / "model"), tmp_path / "ran"
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.embed_tokens.weight": Evil(mark)}, folder / "pytorch_model.bin")
+    for name in ("training_args.bin", "optimizer.pt", "rng_state.pth", "scheduler.pt"):
+        (folder / name).write_bytes(pickle.dumps(Evil(mark)))
+    data, config = tmp_path / "d.jsonl", tmp_path / "c.yaml"
+    data.write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    config.write_text(f"model: {{name: {folder}, max_seq_len: 64}}\ndata: {{train_path: {data}}}\ntuning: {{mode: lora}}\n")
+    done = program("train", f"CONFIG={config}", "RUN_NAME=demo", "TRAIN_MAX_STEPS=1", timeout=120)
+    assert done.code == 5 and "a pickle that holds more than tensors" in done.err, done.err
+    assert "Traceback" not in done.err
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["rows.pkl", "rows.pickle", "rows.pt", "rows.npy", "rows.zip", "rows.tar", "rows.tar.gz", "rows.py"]
+)
+def test_files_that_could_run_or_unpack_are_no_data(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    with pytest.raises(DataError):
+        list(read_source(DataSource(path=str(tmp_path / name))))
+    with pytest.raises(DataError, match="holds no"):
+        list(read_source(DataSource(path=str(tmp_path))))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_source_file_of_ours_unpickles() -> None:
+    """`torch.load` and its kind stand nowhere in this package; libraries that load states are given none to load."""
+    words = ("torch.load(", "pickle.load", "joblib", "allow_pickle=True", "yaml.load(", "yaml.unsafe", "weights_only=False", "shell=True",
+             "os.system(", "extractall(")  # fmt: skip
+    guilty = [
+        f"{path.name}: {word}"
+        for path in (ROOT / "sft_play").rglob("*.py")
+        for word in words
+        if word in path.read_text(encoding="utf-8")
+    ]
+    assert guilty == []
+
+
+# ---- Paths
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Iterator[Path]:
+    """A file that no source names, and a folder of data that holds a link to it."""
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text('{"prompt": "the", "completion": "secret"}\n')
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    yield secret
+
+
+def rows(path: Path | str, **more: Any) -> list[Any]:
+    return [row for _, row in read_source(DataSource(path=str(path), **more))]
+
+
+def test_links_in_a_folder_of_data_do_not_lead_out(outside: Path) -> None:
+    folder = outside.parent / "data"
+    (folder / "again.jsonl").symlink_to("rows.jsonl")
+    assert len(rows(folder)) == 2, "links inside are fine"
+    (folder / "more.jsonl").symlink_to(outside)
+    for source in (folder, f"{folder}/*.jsonl"):
+        with pytest.raises(DataError, match="outside of the source's folder"):
+            rows(source)
+    (folder / "more.jsonl").unlink()
+    (folder / "inner").symlink_to(outside.parent, target_is_directory=True)
+    assert len(rows(folder)) == 2, "linked folders are not entered"
+    with pytest.raises(DataError, match="outside of the source's folder"):
+        rows(f"{folder}/*/secret.jsonl")
+    (folder / "named").symlink_to(outside.parent)
+    assert len(rows(folder / "rows.jsonl")) == 1
+    assert len(rows(outside)) == 1, "what the user names is the user's wish"
+
+
+def test_a_folder_that_is_itself_a_link_is_fine(outside: Path) -> None:
+    (outside.parent / "link").symlink_to("data", target_is_directory=True)
+    assert len(rows(outside.parent / "link")) == 1 and len(rows(f"{outside.parent}/link/*.jsonl")) == 1
+
+
+def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) -> None:
+    repository = tmp_path / "datasets--x--y"
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "blobs" / ("a" * 40)).write_text('{"prompt": "a", "completion": "b"}\n')
+    snapshot = repository / "snapshots" / ("b" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "rows.jsonl").symlink_to(f"../../blobs/{'a' * 40}")
+    assert len(rows(snapshot)) == 1
+    (snapshot / "more.jsonl").symlink_to("../../refs")
+    (repository / "refs").write_text("{}")
+    with pytest.raises(DataError, match="outside"):
+        rows(snapshot)
+
+
+@pytest.mark.slow
+def test_a_saved_data_set_names_only_its_own_files(outside: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    saved = outside.parent / "saved"
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(saved))
+    state = json.loads((saved / "state.json").read_text())
+    own = state["_data_files"][0]["filename"]
+    for name in ("../secret.jsonl", str(outside), "..", "a/../../secret.jsonl"):
+        (saved / "state.json").write_text(json.dumps(state | {"_data_files": [{"filename": name}]}))
+        with pytest.raises(DataError, match="not in the folder"):
+            rows(saved)
+    (saved / "state.json").write_text(json.dumps(state))
+    (saved / own).rename(outside.parent / "moved.arrow")
+    (saved / own).symlink_to("../moved.arrow")
+    with pytest.raises(DataError, match="outside"):
+        rows(saved)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "..\\x.safetensors"])
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_an_index_names_only_files_beside_it(name: str, index: str, tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in tiny.iterdir():
+        (folder / path.name).symlink_to(path)
+    check_folder(folder, "x")
+    (folder / index).write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": name}}))
+    with pytest.raises(DataError, match="which is not in the folder"):
+        check_folder(folder, "x")
+    with pytest.raises(CheckpointError, match="which is not in the folder"):
+        check_trained(folder)
+
+
+@pytest.mark.parametrize("wanted", ["../../other", "/etc", "step-000001/../../x", "..", "step-000001/..", "."])
+def test_a_checkpoint_is_a_name_and_no_path(wanted: str, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    (run.checkpoints / "step-000001").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        weights_folder(run, wanted)
+
+
+def test_a_link_among_checkpoints_does_not_lead_out(tmp_path: Path) -> None:
+    run, other = RunFolder(tmp_path / "run"), tmp_path / "other" / "step-000009"
+    run.checkpoints.mkdir(parents=True)
+    other.mkdir(parents=True)
+    run.last.symlink_to(other)
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        weights_folder(run, "last")
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "..", ".hidden", "-rf", "a b", "a\nb", "$(touch x)"])
+def test_a_run_is_named_and_not_placed(name: str, in_process: Program, tmp_path: Path, tiny: Path) -> None:
+    before = set(tmp_path.rglob("*"))
+    done = in_process("train", "CONFIG=quickstart", f"MODEL_NAME={tiny}", f"RUN_NAME={name}")
+    assert done.code == 2 and "RUN_NAME" in done.err
+    assert set(tmp_path.rglob("*")) == before

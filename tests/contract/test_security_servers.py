@@ -1,0 +1,109 @@
+"""Who is let in: addresses, tokens, hosts, pages of other sites; and TensorBoard stays on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from sft_play.errors import UserError
+from sft_play.launch.access import TOKEN_VARIABLE, Guard, Message, address_of, is_loopback, serve_token
+from tests.conftest import Program
+
+TOKEN = "a-token-of-26-letters-here"
+
+
+@pytest.mark.parametrize(
+    ("typed", "address", "own"),
+    [(None, "127.0.0.1", True), ("localhost", "127.0.0.1", True), ("127.0.0.2", "127.0.0.2", True), ("::1", "::1", True), ("[::1]", "::1", True),
+     ("0.0.0.0", "0.0.0.0", False), ("::", "::", False), ("192.168.1.5", "192.168.1.5", False)],
+)  # fmt: skip
+def test_addresses(typed: str | None, address: str, own: bool) -> None:
+    assert address_of(typed) == address
+    assert is_loopback(address) is own
+
+
+@pytest.mark.parametrize("typed", ["example.org", "127.0.0.1:80", "1.2.3", "$(touch x)", "0", "*"])
+def test_what_is_no_address_is_refused(typed: str) -> None:
+    with pytest.raises(UserError, match="expected an IP address"):
+        address_of(typed)
+
+
+def test_an_address_that_others_reach_needs_a_token() -> None:
+    assert serve_token("127.0.0.1", {}) is None
+    assert serve_token("127.0.0.1", {TOKEN_VARIABLE: TOKEN}) == TOKEN, "one that is set is always asked for"
+    assert serve_token("0.0.0.0", {TOKEN_VARIABLE: TOKEN}) == TOKEN
+    for environ in ({}, {TOKEN_VARIABLE: ""}, {TOKEN_VARIABLE: "short"}, {TOKEN_VARIABLE: "with a blank in the middle"}):
+        with pytest.raises(UserError, match=TOKEN_VARIABLE) as caught:
+            serve_token("0.0.0.0", environ)
+        assert "blank" not in caught.value.render() or "without blanks" in caught.value.render()
+
+
+def answer(guard: Guard, *headers: tuple[str, str], kind: str = "http") -> int | None:
+    """Returns the status that the guard answered by itself; 200 when the application was reached."""
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: Message = {"type": kind, "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]}
+    asyncio.run(guard(scope, receive, send))
+    assert len(sent) == (2 if kind == "http" else 1)
+    found: Any = sent[0].get("status", sent[0].get("code"))
+    return int(found)
+
+
+async def application(scope: Message, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    if scope["type"] == "http":
+        await send({"type": "http.response.body", "body": b"secret"})
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([("Authorization", f"Bearer {TOKEN}")], 200), ([("Authorization", f"bearer  {TOKEN} ")], 200), ([], 401),
+        ([("Authorization", "Bearer ")], 401), ([("Authorization", "Bearer")], 401), ([("Authorization", TOKEN)], 401),
+        ([("Authorization", f"Basic {TOKEN}")], 401), ([("Authorization", f"Bearer {TOKEN}x")], 401),
+        ([("Authorization", f"Bearer {TOKEN[:-1]}")], 401),
+        ([("Authorization", f"Bearer {TOKEN.upper()}")], 401), ([("Authorization", "Bearer \xff\xfe")], 401),
+        ([("Authorization", "Bearer wrong"), ("Authorization", f"Bearer {TOKEN}")], 401), ([("X-Api-Key", TOKEN)], 401),
+        ([("Host", "elsewhere.example"), ("Authorization", f"Bearer {TOKEN}")], 200),
+    ],
+)  # fmt: skip
+def test_with_a_token_only_the_token_lets_in(headers: list[tuple[str, str]], status: int) -> None:
+    guard = Guard(application, token=TOKEN, address="0.0.0.0")
+    assert answer(guard, *headers) == status
+    assert answer(guard, *headers, kind="websocket") == (200 if status == 200 else 1008)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([("Host", "127.0.0.1:8000")], 200), ([("Host", "localhost")], 200), ([("Host", "[::1]:8000")], 200), ([("Host", "127.0.0.2:1")], 200),
+        ([], 403), ([("Host", "attacker.example:8000")], 403), ([("Host", "127.0.0.1.attacker.example")], 403), ([("Host", "[::1")], 403),
+        ([("Host", "127.0.0.1"), ("Host", "attacker.example")], 403), ([("Host", "localhost"), ("Origin", "http://localhost:3000")], 200),
+        ([("Host", "localhost"), ("Origin", "https://attacker.example")], 403), ([("Host", "localhost"), ("Origin", "null")], 403),
+    ],
+)  # fmt: skip
+def test_without_a_token_a_request_names_this_machine_and_comes_from_it(headers: list[tuple[str, str]], status: int) -> None:
+    assert answer(Guard(application, token=None, address="127.0.0.2"), *headers) == status
+
+
+def test_serve_refuses_an_open_address_without_a_token(in_process: Program) -> None:
+    done = in_process("serve", "RUN=gone", "HOST=0.0.0.0")
+    assert done.code == 2 and TOKEN_VARIABLE in done.err and "openssl rand" in done.err
+    done = in_process("serve", "RUN=gone", "HOST=0.0.0.0", env={TOKEN_VARIABLE: "tooshort"})
+    assert done.code == 2 and "at least 16" in done.err and "tooshort" not in done.err
+    assert "there is no run" in in_process("serve", "RUN=gone", "HOST=0.0.0.0", env={TOKEN_VARIABLE: TOKEN}).err
+
+
+def test_tensorboard_stays_on_this_machine(in_process: Program) -> None:
+    done = in_process("tensorboard", "HOST=0.0.0.0", "TENSORBOARD_PORT=7007")
+    assert done.code == 2
+    assert "ssh -L 7007:127.0.0.1:7007" in done.err
+    assert "expected an IP address" in in_process("tensorboard", "HOST=everywhere").err

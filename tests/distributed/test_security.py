@@ -1,0 +1,273 @@
+"""Real runs with planted tokens, planted pickles and strangers at the server's door; and a run repeated from another's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.launch.network import free_port
+from tests.conftest import metrics
+from tests.places import Place, question_rows
+from tests.tiny_models import build_tiny_llama
+
+SECRETS = {
+    "HF_TOKEN": "hf_PlantedHubPlantedHubPlantedHub1", "HUGGING_FACE_HUB_TOKEN": "hf_PlantedOldPlantedOldPlantedOld2",
+    "WANDB_API_KEY": "planted-wandb-0123456789abcdef", "AWS_SECRET_ACCESS_KEY": "planted/aws/0123456789", "HF_SECRET_THING": "planted-thing-4711",
+    "COMET_API_KEY": "planted-comet-0815", "SFT_PLAY_SERVE_TOKEN": "planted-serve-0123456789", "NCCL_PASSWORD": "planted-nccl-99",
+}  # fmt: skip
+
+
+class Watch(threading.Thread):
+    """Looks at the arguments of every process for what was planted."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.seen: set[str] = set()
+        self.looked = 0
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.05):
+            for folder in Path("/proc").glob("[0-9]*"):
+                try:
+                    words = (folder / "cmdline").read_bytes().decode(errors="replace")
+                except OSError:
+                    continue
+                self.looked += 1
+                self.seen |= {value for value in SECRETS.values() if value in words}
+
+    def __enter__(self) -> Watch:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.join(10)
+
+
+def planted_in(folder: Path) -> list[str]:
+    """Returns the files below `folder` that hold one of the tokens."""
+    wanted = [value.encode() for value in SECRETS.values()]
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert files
+    return [str(path) for path in files if any(value in path.read_bytes() for value in wanted)]
+
+
+def environ(place: Place) -> dict[str, str]:
+    return {**place.environment, **SECRETS}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A trained run, made with tokens in the environment while the arguments of all processes are watched."""
+    place = Place(tmp_path_factory.mktemp("security"))
+    model = build_tiny_llama(place.folder / "model")
+    (place.folder / "data.jsonl").write_text(question_rows(0, 24, longest=6))
+    (place.folder / "held.jsonl").write_text(question_rows(50, 4, longest=3))
+    place.config.write_text(
+        f"model: {{name: {model}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {place.folder}/data.jsonl, val_path: {place.folder}/held.jsonl}}\n"
+        "train: {max_steps: 4, save_steps: 2, logging_steps: 1, global_batch_size: 8, generation_max_new_tokens: 4}\n"
+    )
+    return place
+
+
+@pytest.fixture(scope="module")
+def trained(place: Place) -> tuple[Place, str]:
+    """The place, and everything that the training printed."""
+    with Watch() as watch:
+        done = run(place, "train", f"CONFIG={place.config}", "RUN_NAME=demo", timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert watch.looked > 100 and watch.seen == set()
+    return place, done.stdout + done.stderr
+
+
+def run(place: Place, *words: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        place.command(*words),
+        env=environ(place),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.slow
+def test_a_training_writes_and_shows_no_token(trained: tuple[Place, str]) -> None:
+    place, printed = trained
+    assert "HF_TOKEN=(" in printed, "that it is set is worth knowing"
+    assert [value for value in SECRETS.values() if value in printed] == []
+    assert planted_in(place.folder) == []
+
+
+@pytest.mark.slow
+def test_a_run_is_repeated_from_its_folder_to_the_bit(trained: tuple[Place, str]) -> None:
+    place, _ = trained
+    found = place.call("stamp", "RUN=demo", "JSON=1").json
+    assert found["again"].startswith("make train CONFIG=") and "RUN_NAME=demo-again" in found["again"]
+    place.config.rename(place.config.with_suffix(".moved"))  # nothing but the run's folder is left of its configuration
+    done = place.run(*shlex.split(found["again"])[1:], timeout=400)
+    assert done.returncode == 0, done.stderr
+    runs = place.folder / "runs"
+
+    def curve(name: str) -> list[tuple[float, ...]]:
+        return [tuple(row[key] for key in ("step", "loss", "grad_norm", "learning_rate")) for row in metrics(runs / name)]
+
+    assert len(curve("demo")) == 4
+    assert curve("demo-again") == curve("demo")
+    weights = [(runs / name / "model" / "adapter_model.safetensors").read_bytes() for name in ("demo", "demo-again")]
+    assert weights[0] == weights[1]
+    differing = place.call("stamp", "A=demo", "B=demo-again", "JSON=1").json["differences"]
+    assert [row["field"] for row in differing if row["field"] not in ("git", "code")] == [], (
+        "the checkout is edited while tests run"
+    )
+    stamp = found["stamp"]
+    assert set(stamp["data_files"]) == {
+        f"{split}:{place.folder}/{file}.jsonl" for split, file in (("train", "data"), ("validation", "held"))
+    }
+    assert all(len(value) == 64 for value in [*stamp["data_files"].values(), stamp["template"], stamp["code"]])
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_no_other_command_writes_or_shows_a_token(trained: tuple[Place, str]) -> None:
+    place, _ = trained
+    shown = ""
+    with Watch() as watch:
+        for words in (["resume", "RUN=demo", "TRAIN_MAX_STEPS=6"], ["eval", "RUN=demo", "JSON=1"], ["infer", "RUN=demo", "PROMPT=What?", "JSON=1"],
+                      ["merge", "RUN=demo", f"OUT={place.folder}/merged"], ["stamp", "RUN=demo", "JSON=1"], ["doctor", "JSON=1"],
+                      ["config", "RUN=demo", "JSON=1"]):  # fmt: skip
+            done = run(place, *words)
+            assert done.returncode == 0 or words[0] == "doctor", f"{words}: {done.stderr}"
+            shown += done.stdout + done.stderr
+    assert watch.seen == set()
+    assert [value for value in SECRETS.values() if value in shown] == []
+    assert planted_in(place.folder) == []
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_pickles_planted_in_a_run_are_never_read(trained: tuple[Place, str]) -> None:
+    place, _ = trained
+    mark = place.folder / "ran"
+    evil = pickle.dumps(Evil(mark))
+    source, copy = place.folder / "runs" / "demo", place.folder / "runs" / "planted"
+    shutil.copytree(source, copy, symlinks=True)
+    names = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "training_args.bin", "rng_state.pth", "rng_state_0.pth",
+             "pytorch_model.bin", "adapter_model.bin", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt",
+             "random_states_0.pkl", "pytorch_model_fsdp.bin")  # fmt: skip
+    for folder in (copy, copy / "model", *(path for path in (copy / "checkpoints").glob("step-*") if not path.is_symlink())):
+        for name in names:
+            (folder / name).write_bytes(evil)
+    for words in (["infer", "RUN=planted", "PROMPT=What?"], ["eval", "RUN=planted", "JSON=1"], ["merge", "RUN=planted", f"OUT={place.folder}/m2"],
+                  ["resume", "RUN=planted", "TRAIN_MAX_STEPS=8"], ["infer", "RUN=planted", "CHECKPOINT=step-000002", "PROMPT=What?"]):  # fmt: skip
+        done = place.run(*words)
+        assert "Traceback" not in done.stderr, done.stderr
+        assert not mark.exists(), words
+    # With the safetensors gone, the pickles are still no weights.
+    (copy / "model" / "adapter_model.safetensors").unlink()
+    shutil.rmtree(copy / "checkpoints")
+    done = place.run("infer", "RUN=planted", "PROMPT=What?")
+    assert done.returncode == 5 and "Traceback" not in done.stderr, done.stderr
+    assert not mark.exists()
+
+
+@pytest.fixture(scope="module")
+def served(trained: tuple[Place, str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server on another loopback address that asks for a token."""
+    place, _ = trained
+    server = subprocess.Popen(
+        place.command("serve", "RUN=demo", "HOST=127.0.0.2", f"PORT={free_port()}", "JSON=1"), env=environ(place), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    guard = threading.Timer(240, lambda: os.killpg(server.pid, signal.SIGKILL))
+    guard.start()
+    try:
+        assert server.stdout is not None and server.stderr is not None
+        line = server.stdout.readline()
+        assert line, server.stderr.read()
+        yield line, server
+    finally:
+        guard.cancel()
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+
+
+def status(url: str, headers: Mapping[str, str], body: Mapping[str, Any] | None = None) -> tuple[int, str]:
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
+            return int(response.status), response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_server_with_a_token_lets_only_that_in(served: tuple[str, subprocess.Popen[str]], place: Place) -> None:
+    facts = json.loads(served[0])
+    assert facts["url"].startswith("http://127.0.0.2:") and facts["token"] is True
+    base, right = facts["url"].removesuffix("/v1"), {"Authorization": f"Bearer {SECRETS['SFT_PLAY_SERVE_TOKEN']}"}
+    question = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+    for path, body in (("/v1/models", None), ("/health", None), ("/docs", None), ("/v1/chat/completions", question), ("/reset", {}),
+                       ("/load_model", {"model": str(place.folder / "model")}), ("/no-such-page", None)):  # fmt: skip
+        for headers in ({}, {"Authorization": "Bearer wrong-wrong-wrong-wrong"}, {"Authorization": right["Authorization"] + "x"}):
+            code, text = status(base + path, headers, body)
+            assert code == 401 and "API key" in text, path
+    code, text = status(f"{base}/v1/models", right)
+    assert code == 200 and [model["id"] for model in json.loads(text)["data"]] == ["demo"]
+    assert status(f"{base}/v1/chat/completions", right, question)[0] == 200
+    for other in (str(place.folder / "model"), "some/hub-model", "demo:../x.gguf", "../model"):
+        assert status(f"{base}/load_model", right, {"model": other})[0] in (400, 404), other
+        assert status(f"{base}/v1/chat/completions", right, question | {"model": other})[0] in (400, 404), other
+    with pytest.raises(urllib.error.URLError):
+        status(base.replace("127.0.0.2", "127.0.0.1") + "/health", right)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_server_without_a_token_refuses_other_hosts(trained: tuple[Place, str]) -> None:
+    place, _ = trained
+    server = subprocess.Popen(
+        place.command("serve", "RUN=demo", f"PORT={free_port()}", "JSON=1"), env=place.environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    guard = threading.Timer(240, lambda: os.killpg(server.pid, signal.SIGKILL))
+    guard.start()
+    try:
+        assert server.stdout is not None
+        facts = json.loads(server.stdout.readline())
+        assert facts["token"] is False
+        assert status(f"{facts['url']}/models", {})[0] == 200
+        assert status(f"{facts['url']}/models", {"Host": "attacker.example"})[0] == 403
+        assert status(f"{facts['url']}/models", {"Origin": "https://attacker.example"})[0] == 403
+    finally:
+        guard.cancel()
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
