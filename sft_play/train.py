@@ -118,6 +118,7 @@ def road(
     """The road, top to bottom."""
     from sft_play.training.agreement import MissedEvaluation
     from sft_play.training.held_out import require_best
+    from sft_play.training.saving import END_SECONDS
 
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
     check_launch(plan)
@@ -133,11 +134,13 @@ def road(
     started = time.time()
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.saver.finish()
-    save_holdings(run, trainer, holdings)
     if stop.stopped:
         trainer.saver.require_saved()
+    save_holdings(run, trainer, holdings)
+    if stop.stopped:
         return stop.code
     doing.enter("saving", step=trainer.state.global_step)
+    trainer.saver.tidy(wait_seconds=END_SECONDS)
     publish_model(run, trainer, config)
     if trainer.is_world_process_zero():
         write_json(run.training_metrics, summary(trainer, time.time() - started, resumed=checkpoint is not None))

@@ -31,16 +31,24 @@ Facts = dict[str, Any]
 
 
 def describe(folder: Path, files: Iterable[Path]) -> dict[str, Facts]:
-    """Brings `files` to the disk and returns their sizes and checksums by their names relative to `folder`."""
+    """Returns sizes and checksums of `files` by their names relative to `folder`."""
     paths = sorted(set(files))
 
     def one(path: Path) -> Facts:
-        facts = {"bytes": path.stat().st_size, ALGORITHM: checksum(path)}
-        _sync(path)
-        return facts
+        return {"bytes": path.stat().st_size, ALGORITHM: checksum(path)}
 
     with ThreadPoolExecutor(_threads(len(paths))) as pool:
         return {path.relative_to(folder).as_posix(): facts for path, facts in zip(paths, pool.map(one, paths), strict=True)}
+
+
+def sync(files: Iterable[Path]) -> None:
+    """Brings files to the disk; returns when they are there. Raises `OSError`."""
+    for path in sorted(set(files)):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_part(folder: Path, rank: int, files: Mapping[str, Facts]) -> None:
@@ -61,7 +69,9 @@ def seal(folder: Path) -> None:
         found = (folder / name).stat().st_size
         if found != facts["bytes"]:
             raise OSError(f"`{name}` has {found} bytes, not {facts['bytes']} as it was written")
-    files |= describe(folder, [path for path in _files(folder) if path.relative_to(folder).as_posix() not in files])
+    unlisted = [path for path in _files(folder) if path.relative_to(folder).as_posix() not in files]
+    sync(unlisted)
+    files |= describe(folder, unlisted)
     write_json(folder / NAME, {"files": dict(sorted(files.items()))})
     for part in parts:
         part.unlink()
@@ -70,8 +80,7 @@ def seal(folder: Path) -> None:
 
 def sync_below(folder: Path) -> None:
     """Brings every file below `folder`, and the names of all, to the disk."""
-    for path in _files(folder):
-        _sync(path)
+    sync(_files(folder))
     _sync_folders(folder)
 
 
@@ -80,10 +89,10 @@ def write_manifest(folder: Path) -> None:
     seal(folder)
 
 
-def verify(folder: Path, *, needed: Callable[[str], bool] | None = None) -> str | None:
+def verify(folder: Path, *, needed: Callable[[str], bool] | None = None, from_disk: bool = False) -> str | None:
     """Returns why a checkpoint cannot be trusted, or `None` when every file is there and unchanged.
 
-    `needed` says by its name (relative to `folder`) whether a file is looked at; without it every file is.
+    `needed` says by its name (relative to `folder`) whether a file is looked at; without it every file is. `from_disk`: see `damage`.
     """
     if not folder.is_dir():
         return "it is not there"
@@ -96,7 +105,8 @@ def verify(folder: Path, *, needed: Callable[[str], bool] | None = None) -> str 
         return f"its manifest cannot be read: {error}"
     if not listed:
         return "its manifest lists no file"
-    return damage(folder, {name: facts for name, facts in listed.items() if needed is None or needed(name)})
+    chosen = {name: facts for name, facts in listed.items() if needed is None or needed(name)}
+    return damage(folder, chosen, from_disk=from_disk)
 
 
 def damage(folder: Path, files: Mapping[str, Facts], *, from_disk: bool = False) -> str | None:
@@ -161,14 +171,6 @@ def _forget(descriptor: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # a file system that cannot, or no Linux: then memory is read
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sync_folders(folder: Path) -> None:

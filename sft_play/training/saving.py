@@ -4,7 +4,8 @@
     snapshot   states of all ranks, weights gathered to rank 0 (collective)
     write      each rank its own files (`training.writing`: never collective, in a thread where `train.async_save` says so)
     agree      has every rank succeeded?
-    publish    rank 0 joins the lists, renames, moves `last` and `best`, and only then removes what is too old
+    publish    rank 0 joins the lists, renames, moves `last` and `best`
+    rotate     rank 0 removes what is too old when all of the new one has been read from the disk once more, beside the next steps
 
 A rank that cannot write says so when they agree, so none waits for it. Then the partial folder is removed, one warning is given, the
 run trains on and tries again at the next interval.
@@ -34,13 +35,17 @@ from sft_play.training.holdings import bytes_held
 from sft_play.training.metrics import MetricsFile
 from sft_play.training.states import collect
 from sft_play.training.weights_out import gather_weights, predicted_bytes
-from sft_play.training.writing import Writing
+from sft_play.training.writing import DiskCheck, Writing
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from sft_play.training.trainer import SftTrainer
 
+CHECK_SECONDS = 10.0
+"""How long a save waits for the reading of the one before, which had a whole interval's time."""
+END_SECONDS = 600.0
+"""How long the end of training waits for it."""
 EVENTS_KEPT = 100
 """Events that wait for room on the disk, at most."""
 
@@ -67,6 +72,7 @@ class Saver(TrainerCallback):
         self.problem: str | None = None
         """Why the newest save failed, the same on every rank; `None` after one that succeeded."""
         self._pending: Writing | None = None
+        self._check: DiskCheck | None = None
         self._predicted = 0
         self._said_synchronous = False
         self._events: list[dict[str, Any]] = []
@@ -77,6 +83,7 @@ class Saver(TrainerCallback):
         """Saves this step's checkpoint, or begins to in the background. What cannot be written is told, not raised. Collective."""
         trainer, step = self.trainer, self.trainer.state.global_step
         self.finish()
+        self.tidy(wait_seconds=CHECK_SECONDS)
         trainer.doing.enter("saving", step=step)
         started = time.perf_counter()
         reason = self._begin(step)
@@ -103,8 +110,24 @@ class Saver(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Publishes a pending checkpoint when every rank has written its part; asks for it by one number."""
+        self.tidy()
         if self._pending is not None and not self._sum(self._pending.running):
             self.finish()
+
+    def tidy(self, *, wait_seconds: float = 0.0) -> None:
+        """Removes old checkpoints once the newest has been read from the disk; what is not read in time keeps them. Rank 0's own work."""
+        check = self._check
+        if check is None or not check.ended(wait_seconds=wait_seconds):
+            return
+        self._check = None
+        if check.damage is None:
+            with contextlib.suppress(OSError):  # the next save tries again
+                rotate(self.trainer.run, self.trainer.config.train.save_total_limit, check.checkpoint)
+        else:
+            self._say(
+                f"warning: {check.checkpoint}: what the disk gives back is not what was written: {check.damage}; older ones stay"
+            )
+            self._event("checkpoint_damaged", checkpoint=check.checkpoint.name, reason=check.damage)
 
     def require_saved(self) -> None:
         """Raises `HardwareError` when the newest save failed, on every rank alike: nothing comes after the last one."""
@@ -206,7 +229,7 @@ class Saver(TrainerCallback):
                 try:
                     seal(writing.folder)
                     checkpoint = publish(trainer.run, writing.step)
-                    self._tidy(checkpoint, writing)
+                    self._after(checkpoint, writing)
                 except OSError as error:
                     problem = describe(error)
             reason = self.agreed(problem)
@@ -217,13 +240,16 @@ class Saver(TrainerCallback):
         self._predicted = writing.bytes
         self._saved(writing, pause, *found[:, :2].max(dim=0).values.tolist(), bytes_written=int(found[:, 2].sum()))
 
-    def _tidy(self, checkpoint: Path, writing: Writing) -> None:
-        """Moves `best` and removes what is too old. The checkpoint is there already, so what fails here only waits."""
-        run, trainer = self.trainer.run, self.trainer
+    def _after(self, checkpoint: Path, writing: Writing) -> None:
+        """Moves `best`, and lets the disk be read again. The checkpoint is there already, so what fails here only waits."""
+        run = self.trainer.run
         with contextlib.suppress(OSError):
-            if writing.best or trainer.state.best_global_step == writing.step:
+            if writing.best or self.trainer.state.best_global_step == writing.step:
                 link(run.best, checkpoint)
-            rotate(run, trainer.config.train.save_total_limit, checkpoint)
+            if writing.background:  # each rank has read its part from the disk
+                rotate(run, self.trainer.config.train.save_total_limit, checkpoint)
+        if not writing.background:
+            self._check = DiskCheck(checkpoint)
 
     # ---- What is told
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from sft_play.runs.manifest import damage, describe, write_part
+from sft_play.runs.manifest import damage, describe, sync, verify, write_part
 from sft_play.runs.space import describe as describe_problem
 from sft_play.runs.space import errno_of
 from sft_play.training.states import States
@@ -42,7 +42,9 @@ class Writing:
     background: bool
     pause_seconds: float = 0.0
     write_seconds: float = 0.0
+    """Until everything was on the disk."""
     verify_seconds: float = 0.0
+    """For checksums, and for comparing with them."""
     bytes: int = 0
     """Of this rank's files."""
     problem: str | None = None
@@ -68,13 +70,19 @@ class Writing:
     def run(self, trainer: SftTrainer) -> None:
         """Writes, syncs, lists and reads back; what goes wrong is kept for when the ranks agree."""
         try:
-            started = time.perf_counter()
-            facts = describe(self.folder, self._write(trainer))
+            times = [time.perf_counter()]
+            files = self._write(trainer)
+            times.append(time.perf_counter())
+            facts = describe(self.folder, files)
             self.bytes = sum(int(one["bytes"]) for one in facts.values())
-            written = time.perf_counter()
-            self.problem = damage(self.folder, facts, from_disk=True)
+            times.append(time.perf_counter())
+            sync(files)
+            times.append(time.perf_counter())
+            self.problem = damage(self.folder, facts, from_disk=self.background)  # in a thread it keeps no step waiting
             write_part(self.folder, self.rank, facts)
-            self.write_seconds, self.verify_seconds = written - started, time.perf_counter() - written
+            times.append(time.perf_counter())
+            self.write_seconds = times[1] - times[0] + times[3] - times[2]
+            self.verify_seconds = times[2] - times[1] + times[4] - times[3]
         except Exception as error:  # noqa: BLE001 - raised by the caller where it is no disk's fault; the ranks agree first
             self.problem = describe_problem(error)
             self.error = None if errno_of(error) is not None else error
@@ -94,6 +102,27 @@ class Writing:
         stamp_at(trainer.stamp, self.step).save(self.folder)
         written = self.states.write(self.folder)
         return [*written, *(path for path in self.folder.rglob("*") if path.is_file() and _of_rank_0(path))]
+
+
+class DiskCheck:
+    """Compares a published checkpoint with its manifest once more, from the disk, in a thread of rank 0.
+
+    Reading a disk takes about as long as writing it, so training does not wait for it; what is older stays until it is done.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.damage: str | None = None
+        self._thread = threading.Thread(target=self._run, name=f"check-{checkpoint.name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.damage = verify(self.checkpoint, from_disk=True)
+
+    def ended(self, *, wait_seconds: float = 0.0) -> bool:
+        """Whether `damage` is known, after `wait_seconds` at most."""
+        self._thread.join(wait_seconds)
+        return not self._thread.is_alive()
 
 
 def _of_rank_0(path: Path) -> bool:

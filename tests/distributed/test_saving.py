@@ -24,8 +24,8 @@ from tests.training_runs import Trial, column, command, copy_run, logs, make_run
 SECONDS = 240
 SIZE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
 """A model of 0.8 million weights: 10 MB a checkpoint, states included."""
-TIMED = ("trainer_state.json", "manifest.json")
-"""Files that hold seconds and memory, or checksums of such."""
+TIMED = ("trainer_state.json", "manifest.json", "stamp.json", "states.json")
+"""Files that hold seconds and memory, checksums of such, or what the working tree was like."""
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +63,24 @@ def fill(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def training(run: RunFolder) -> Iterator[subprocess.Popen[str]]:
-    """The workers of a run, ended with the test."""
+def training(run: RunFolder, console: Path) -> Iterator[subprocess.Popen[str]]:
+    """The workers of a run, ended with the test. What they say to the console goes to a file, on a disk that is not full."""
     arguments, variables = command(run)
-    process = subprocess.Popen(arguments, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with console.open("w") as output:
+        process = subprocess.Popen(arguments, env=variables, stdout=output, stderr=subprocess.DEVNULL, text=True)
     try:
         yield process
     finally:
-        process.kill()
-        process.communicate(timeout=60)
+        everyone = [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else [process]
+        for one in everyone:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait(60)
+
+
+def worker(process: subprocess.Popen[str]) -> psutil.Process:
+    """Returns the only worker, which `accelerate launch` has started."""
+    return next(child for child in psutil.Process(process.pid).children() if "sft_play.train" in child.cmdline())
 
 
 def until(found: Callable[[], object], process: subprocess.Popen[str], run: RunFolder, *, pause: float = 0.05) -> None:
@@ -83,8 +92,9 @@ def until(found: Callable[[], object], process: subprocess.Popen[str], run: RunF
         time.sleep(pause)
 
 
-def said(run: RunFolder) -> str:
-    return run.rank_log(0).read_text() if run.rank_log(0).exists() else ""
+@pytest.fixture
+def console(tmp_path: Path) -> Path:
+    return tmp_path / "console.txt"
 
 
 def steps(run: RunFolder) -> list[str]:
@@ -96,33 +106,33 @@ def partials(run: RunFolder) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_during_a_save_leaves_the_run_training_on(base: Path, tmp_path: Path) -> None:
-    settings = ("train.save_steps: 2", "train.max_steps: 100000", 'train.eval_strategy: "no"', "train.save_total_limit: 2")
+def test_a_disk_that_fills_during_a_save_leaves_the_run_training_on(base: Path, tmp_path: Path, console: Path) -> None:
+    settings = ("train.save_steps: 2", "train.max_steps: 100000", "train.eval_steps: 100000", "train.save_total_limit: 2")
     with mounted(tmp_path / "disk") as disk:
         run = make_run(disk / "run", base, Trial(ranks=((8, 1),), settings=settings, steps=100_000))
         filler = disk / "other"
-        with training(run) as process:
+        with training(run, console) as process:
             until(lambda: steps(run), process, run)
             until(lambda: partials(run), process, run, pause=0.0005)
             fill(filler)
-            until(lambda: "was not saved" in said(run), process, run)
+            until(lambda: "was not saved" in console.read_text(), process, run)
             kept, _ = newest_valid(run)
             assert kept is not None and not partials(run)
             time.sleep(1.5)  # several intervals go by, and none of them says it again
-            assert said(run).count("warning:") - said(run).count("rows wait in memory") == 1
+            assert console.read_text().count("warning:") - console.read_text().count("rows wait in memory") == 1
             assert newest_valid(run)[0] == kept
             filler.unlink()
-            until(lambda: "checkpoints are saved again: step-" in said(run), process, run)
+            until(lambda: "checkpoints are saved again: step-" in console.read_text(), process, run)
             newer, skipped = newest_valid(run)
             assert newer is not None and newer.name > kept.name and not skipped
             fill(filler)
-            process.send_signal(signal.SIGTERM)
+            worker(process).send_signal(signal.SIGTERM)
             until(lambda: run.rank_exit(0).exists(), process, run)
             process.wait(60)
         record = json.loads(run.rank_exit(0).read_text())
         assert record["code"] == 3, record
         assert "the last save failed" in record["error"] and "make resume RUN=run" in record["error"]
-        assert "Traceback" not in said(run)
+        assert "Traceback" not in console.read_text()
         filler.unlink()
         newest, skipped = newest_valid(run)
         assert newest is not None and not skipped and newest.name >= newer.name
@@ -160,6 +170,8 @@ def compare(synchronous: RunFolder, background: RunFolder, *, ranks: int) -> Non
         wanted, found = content(synchronous.checkpoints / name), content(background.checkpoints / name)
         assert wanted.keys() == found.keys()
         assert [file for file in wanted if wanted[file] != found[file]] == []
+        known, states = (json.loads((run.checkpoints / name / "states.json").read_text()) for run in (synchronous, background))
+        assert states | {"counters": {}} == known | {"counters": {}}
         assert sum("rng-rank" in file for file in found) == ranks
     assert column(background, "loss") == column(synchronous, "loss")
     for run, expected in ((synchronous, False), (background, True)):
@@ -233,14 +245,15 @@ def test_any_damage_to_any_file_of_a_checkpoint_is_named_and_the_one_before_is_t
 
 
 @pytest.mark.slow
-def test_a_process_killed_while_it_writes_in_the_background_leaves_the_one_before(base: Path, tmp_path: Path) -> None:
-    settings = ("train.save_steps: 2", "train.max_steps: 100000", 'train.eval_strategy: "no"', "train.async_save: true")
+def test_a_process_killed_while_it_writes_in_the_background_leaves_the_one_before(
+    base: Path, tmp_path: Path, console: Path
+) -> None:
+    settings = ("train.save_steps: 2", "train.max_steps: 100000", "train.eval_steps: 100000", "train.async_save: true")
     run = make_run(tmp_path / "run", base, Trial(ranks=((8, 1),), settings=settings, steps=100_000))
-    with training(run) as process:
+    with training(run, console) as process:
         until(lambda: steps(run), process, run)
         until(lambda: partials(run), process, run, pause=0.0005)
-        worker = next((child for child in psutil.Process(process.pid).children() if "sft_play.train" in child.cmdline()), None)
-        (worker or process).kill()
+        worker(process).kill()
         process.wait(60)
     left = partials(run)
     newest, skipped = newest_valid(run)
@@ -250,20 +263,20 @@ def test_a_process_killed_while_it_writes_in_the_background_leaves_the_one_befor
 
 
 @pytest.mark.long
-def test_a_folder_that_turns_read_only_is_like_a_full_disk(base: Path, tmp_path: Path) -> None:
-    settings = ("train.save_steps: 2", "train.max_steps: 100000", 'train.eval_strategy: "no"')
+def test_a_folder_that_turns_read_only_is_like_a_full_disk(base: Path, tmp_path: Path, console: Path) -> None:
+    settings = ("train.save_steps: 2", "train.max_steps: 100000", "train.eval_steps: 100000")
     run = make_run(tmp_path / "run", base, Trial(ranks=((8, 1),), settings=settings, steps=100_000))
     with mounted(run.checkpoints) as place:
-        with training(run) as process:
+        with training(run, console) as process:
             until(lambda: steps(run), process, run)
             remount(place, "ro", process, run)
             kept, _ = newest_valid(run)
-            until(lambda: "was not saved: the run folder is read-only now" in said(run), process, run)
+            until(lambda: "was not saved: the run folder is read-only now" in console.read_text(), process, run)
             time.sleep(1)
-            assert said(run).count("was not saved") == 1 and newest_valid(run)[0] == kept
+            assert console.read_text().count("was not saved") == 1 and newest_valid(run)[0] == kept
             remount(place, "rw", process, run)
-            until(lambda: "checkpoints are saved again" in said(run), process, run)
-            process.send_signal(signal.SIGTERM)
+            until(lambda: "checkpoints are saved again" in console.read_text(), process, run)
+            worker(process).send_signal(signal.SIGTERM)
             process.wait(60)
         assert json.loads(run.rank_exit(0).read_text())["code"] == 143
         newest, skipped = newest_valid(run)
@@ -282,7 +295,7 @@ def remount(place: Path, how: str, process: subprocess.Popen[str], run: RunFolde
 @pytest.mark.slow
 def test_the_last_save_on_a_full_disk_is_said_loudly(base: Path, tmp_path: Path) -> None:
     """Of two ranks, at the end of training: both leave with code 3, and what was saved before stays."""
-    trial = Trial(ranks=((4, 1), (4, 1)), strategy="ddp", settings=("train.save_steps: 4", 'train.eval_strategy: "no"'))
+    trial = Trial(ranks=((4, 1), (4, 1)), strategy="ddp", settings=("train.save_steps: 4", "train.eval_steps: 100000"))
     with mounted(tmp_path / "disk") as disk:
         run = make_run(disk / "run", base, trial)
         room = shutil.disk_usage(disk).free - 15_000_000  # for one checkpoint, not for two
