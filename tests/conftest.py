@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from sft_play.__main__ import main
 from tests.tiny_models import build_tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_INHERITED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "RUNS_DIR", "SFT_PLAY_CACHE", "PYTHONWARNINGS")
+SLOWEST_FIRST = ("distributed", "numerics", "contract")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share the cores: more threads would only wait for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,43 @@ def program(cache: Path, tmp_path: Path) -> Program:
         return run_program(list(words), environment(cache, runs or tmp_path / "runs", env), **options)
 
     return run
+
+
+def called(function: Callable[[], int], env: Mapping[str, str], *, cwd: Path = ROOT) -> Done:
+    """Calls a program's `main` in this process: what it prints and returns is the same, and nothing is imported for it anew."""
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as out,  # files and no buffers: a child may inherit them
+        tempfile.TemporaryFile("w+", encoding="utf-8") as err,
+        mock.patch.dict(os.environ, env, clear=True),
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        code = function()
+        for stream in (out, err):
+            stream.seek(0)
+        return Done(code, out.read(), err.read())
+
+
+def call_program(words: list[str], env: Mapping[str, str]) -> Done:
+    """As `run_program`, in this process."""
+    return called(lambda: main(words), env)
+
+
+@pytest.fixture
+def in_process(cache: Path, tmp_path: Path) -> Program:
+    """As `program`, by `call_program`: for what a command says, where it needs no process of its own."""
+
+    def run(*words: str, env: Mapping[str, str] | None = None, runs: Path | None = None) -> Done:
+        return call_program(list(words), environment(cache, runs or tmp_path / "runs", env))
+
+    return run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with the slowest folders, so that neither of two test processes is left with them when the other has ended."""
+    order = {folder: place for place, folder in enumerate(SLOWEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:

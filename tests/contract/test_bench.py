@@ -61,9 +61,9 @@ def test_it_measures_keeps_and_is_used(program: Program, tiny_config: Path, tmp_
     ],
 )
 def test_mistakes_are_told_before_anything_is_measured(
-    program: Program, tmp_path: Path, words: list[str], code: int, parts: list[str]
+    in_process: Program, tmp_path: Path, words: list[str], code: int, parts: list[str]
 ) -> None:
-    done = program("bench", *words, env={"SFT_PLAY_CACHE": str(tmp_path / "cache")}, timeout=30)
+    done = in_process("bench", *words, env={"SFT_PLAY_CACHE": str(tmp_path / "cache")})
     assert done.code == code, done.out + done.err
     assert not done.out and "Traceback" not in done.err and "measuring" not in done.err
     for part in parts:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.yaml_source import parse_yaml
+from tests.conftest import Program
 
 GOOD = "model: {name: some/model}\ndata: {train_path: rows.jsonl}\n"
 CASES = {
@@ -31,13 +32,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_configuration_is_one_message_and_leaves_nothing(name: str, program, tmp_path: Path) -> None:
+def test_bad_configuration_is_one_message_and_leaves_nothing(name: str, in_process: Program, tmp_path: Path) -> None:
     text, words, expected = CASES[name]
     file = tmp_path / "x.yaml"
     if text is not None:
         file.write_text(text, encoding="utf-8")
     before = sorted(tmp_path.rglob("*"))
-    done = program("train", f"CONFIG={file}", *words, timeout=60)
+    done = in_process("train", f"CONFIG={file}", *words)
     assert done.code == 2, done.err
     assert expected in done.err and done.err.count("error: ") == 1
     assert "Traceback" not in done.err and done.out == ""
@@ -54,14 +55,14 @@ def test_all_problems_of_a_file_come_in_one_go(program, tmp_path: Path) -> None:
     assert "TRAIN_SEED=s: `train.seed` is `s`" in done.err
 
 
-def test_what_config_prints_can_be_used_again(program, tmp_path: Path) -> None:
+def test_what_config_prints_can_be_used_again(in_process: Program, tmp_path: Path) -> None:
     words = ["TRAIN_LEARNING_RATE=2e-5", 'MODEL_NAME=it\'s a "model" # $HOME\n\tü', "TRAIN_ADAM_BETA2=0.95"]
-    shown = program("config", "CONFIG=h100_pair", *words)
+    shown = in_process("config", "CONFIG=h100_pair", *words)
     assert shown.code == 0 and parse_yaml(shown.out, "shown").plain()["train"]["learning_rate"] == 2e-5
     again = tmp_path / "again.yaml"
     again.write_text(shown.out, encoding="utf-8")
     first, second = (
-        program("config", f"CONFIG={name}", "JSON=1", *more).json for name, more in (("h100_pair", words), (again, []))
+        in_process("config", f"CONFIG={name}", "JSON=1", *more).json for name, more in (("h100_pair", words), (again, []))
     )
     assert {key: row["value"] for key, row in first.items()} == {key: row["value"] for key, row in second.items()}
     assert first["train.adam_beta2"] == {"value": 0.95, "origin": "TRAIN_ADAM_BETA2=0.95"}

@@ -12,6 +12,7 @@ import pytest
 from sft_play.__main__ import COMMANDS
 from sft_play.config.call import parse_call
 from sft_play.errors import UserError
+from tests.conftest import Program
 from tests.documents import ROOT, DocumentedCommand, documented_commands
 
 LOOKING = {"config", "plan", "gpu-info", "memory-check", "help"}
@@ -32,7 +33,7 @@ def parts(command: DocumentedCommand) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("command", UNIQUE, ids=lambda command: f"{command.document}:{command.line}")
-def test_the_program_takes_what_documents_say(command: DocumentedCommand, program) -> None:
+def test_the_program_takes_what_documents_say(command: DocumentedCommand, in_process: Program) -> None:
     for words in parts(command):
         if not words or words[0] not in COMMANDS:  # install, test, check: the Makefile's own, held by test_makefile.py
             continue
@@ -48,7 +49,7 @@ def test_the_program_takes_what_documents_say(command: DocumentedCommand, progra
             except UserError as error:
                 pytest.fail(f"{command.document}:{command.line}: {error.render()}")
         if words[0] in LOOKING and "RUN" not in call.options:
-            done = program(*words)
+            done = in_process(*words)
             assert done.code == 0, (command, done.err)
 
 

@@ -44,15 +44,15 @@ def test_the_terminal_shows_what_is_trained_and_what_was_left_out(program: Progr
     assert re.search(r"left out of pairs: 1 longer than model\.max_seq_len: \S+pairs\.jsonl:2", done.out)
 
 
-def test_samples_are_found_by_their_words(program: Program, arguments: list[str]) -> None:
-    done = program(*arguments, "SEARCH=NOBODY", "JSON=1")
+def test_samples_are_found_by_their_words(in_process: Program, arguments: list[str]) -> None:
+    done = in_process(*arguments, "SEARCH=NOBODY", "JSON=1")
     found = [sample for split in (done.json,) for sample in split["samples"]]
     assert [sample["source"] for sample in found] == ["pairs"]
     pieces = found[0]["pieces"]
     assert "".join(piece["text"] for piece in pieces if piece["trained"]) == "Nobody.<|im_end|>"
     assert sum(piece["tokens"] for piece in pieces) == found[0]["tokens"]
     assert sum(piece["tokens"] for piece in pieces if piece["trained"]) == found[0]["trained"]
-    assert "no row holds `zebra`" in program(*arguments, "SEARCH=zebra").err
+    assert "no row holds `zebra`" in in_process(*arguments, "SEARCH=zebra").err
 
 
 class _Page(HTMLParser):
@@ -68,9 +68,9 @@ class _Page(HTMLParser):
         self.text += data
 
 
-def test_the_page_holds_both_splits_and_needs_nothing_else(program: Program, arguments: list[str], tmp_path: Path) -> None:
+def test_the_page_holds_both_splits_and_needs_nothing_else(in_process: Program, arguments: list[str], tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    done = program(*arguments, "HTML=1", f"OUT={path}")
+    done = in_process(*arguments, "HTML=1", f"OUT={path}")
     assert done.code == 0, done.err
     assert str(path) in done.out
     page = _Page()
@@ -81,13 +81,13 @@ def test_the_page_holds_both_splits_and_needs_nothing_else(program: Program, arg
     assert "<b>sure</b>" in page.text and not [tag for tag, _ in page.tags if tag == "b"], "text of rows is never markup"
 
 
-def test_weights_show_in_the_mixture(program: Program, arguments: list[str], tmp_path: Path) -> None:
+def test_weights_show_in_the_mixture(in_process: Program, arguments: list[str], tmp_path: Path) -> None:
     config = Path(arguments[1].removeprefix("CONFIG="))
     text = config.read_text().replace("name: chat}", "name: chat, weight: 1}").replace("name: pairs}", "name: pairs, weight: 3}")
     config.write_text(text.replace("  validation: 0.2\n", ""))
-    assert re.search(r"mixture: pairs: \d+ rows an epoch .* 7[45]\.\d% of the tokens", program(*arguments).out)
+    assert re.search(r"mixture: pairs: \d+ rows an epoch .* 7[45]\.\d% of the tokens", in_process(*arguments).out)
     page = tmp_path / "mixed.html"
-    assert program(*arguments, "HTML=1", f"OUT={page}").code == 0
+    assert in_process(*arguments, "HTML=1", f"OUT={page}").code == 0
     chat, pairs = re.findall(r'class="share" style="width:([0-9.]+)%', page.read_text())
     assert float(chat) + float(pairs) == pytest.approx(100, abs=0.2)
     assert float(pairs) > 50 > float(chat), "weights, not sizes"
@@ -102,7 +102,7 @@ def test_weights_show_in_the_mixture(program: Program, arguments: list[str], tmp
         ("ROWS=0", "`ROWS`"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(program: Program, arguments: list[str], typed: str, words: str) -> None:
-    done = program(*arguments, typed)
+def test_what_cannot_be_shown_is_refused(in_process: Program, arguments: list[str], typed: str, words: str) -> None:
+    done = in_process(*arguments, typed)
     assert done.code == 2
     assert words in done.err

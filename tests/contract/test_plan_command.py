@@ -46,8 +46,8 @@ def test_the_quickstart_on_this_machine(program: Program, tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()
 
 
-def test_json_is_plan_json(program: Program, tiny_config: Path) -> None:
-    done = program("plan", f"CONFIG={tiny_config}", "HARDWARE=2xH100", "NUM_NODES=2", "JSON=1", "TRAIN_GLOBAL_BATCH_SIZE=64")
+def test_json_is_plan_json(in_process: Program, tiny_config: Path) -> None:
+    done = in_process("plan", f"CONFIG={tiny_config}", "HARDWARE=2xH100", "NUM_NODES=2", "JSON=1", "TRAIN_GLOBAL_BATCH_SIZE=64")
     assert done.code == 0, done.err
     value = done.json
     assert set(value) >= KEYS and set(value["ranks"][0]["memory_bytes"]) >= PARTS
@@ -75,25 +75,25 @@ def test_detected_cards(program: Program, tmp_path: Path) -> None:
     assert two.code == 3 and "`NUM_GPUS` is 3, but there are 2" in two.err
 
 
-def test_what_is_typed_counts(program: Program, tiny_config: Path, tmp_path: Path) -> None:
+def test_what_is_typed_counts(in_process: Program, tiny_config: Path, tmp_path: Path) -> None:
     """DeepSpeed and accelerate files decide as they would in training."""
     own = tmp_path / "own.json"
     own.write_text('{"zero_optimization": {"stage": 1}} // mine\n', encoding="utf-8")
-    plan = program("plan", f"CONFIG={tiny_config}", "HARDWARE=2xH100", f"DEEPSPEED_CONFIG={own}", "JSON=1")
+    plan = in_process("plan", f"CONFIG={tiny_config}", "HARDWARE=2xH100", f"DEEPSPEED_CONFIG={own}", "JSON=1")
     assert plan.code == 0, plan.err
     assert plan.json["strategy"] == "zero1"
-    ours = program(
+    ours = in_process(
         "plan", f"CONFIG={tiny_config}", "HARDWARE=cpu", "ACCELERATE_CONFIG=accelerate_configs/cpu_fsdp2.yaml", "JSON=1"
     )
     assert ours.code == 0, ours.err
     assert ours.json["strategy"] == "fsdp2" and ours.json["world_size"] == 2
-    shown = program("plan", f"CONFIG={tiny_config}", "HARDWARE=cpu", "NUM_GPUS=2", "TRAIN_SEED=7").out
+    shown = in_process("plan", f"CONFIG={tiny_config}", "HARDWARE=cpu", "NUM_GPUS=2", "TRAIN_SEED=7").out
     assert f"to run it: make train-distributed CONFIG={tiny_config} NUM_GPUS=2 TRAIN_SEED=7" in shown
 
 
-def test_a_runs_own_plan_again(program: Program, tiny_config: Path, tmp_path: Path) -> None:
+def test_a_runs_own_plan_again(in_process: Program, tiny_config: Path, tmp_path: Path) -> None:
     """`RUN` is planned as it was launched, by what its preparation found."""
-    first = program("plan", f"CONFIG={tiny_config}", "HARDWARE=cpu", "NUM_GPUS=2", "LAUNCH_STRATEGY=zero1", "JSON=1")
+    first = in_process("plan", f"CONFIG={tiny_config}", "HARDWARE=cpu", "NUM_GPUS=2", "LAUNCH_STRATEGY=zero1", "JSON=1")
     assert first.code == 0, first.err
     run = tmp_path / "runs" / "before"
     run.mkdir(parents=True)
@@ -113,12 +113,12 @@ def test_a_runs_own_plan_again(program: Program, tiny_config: Path, tmp_path: Pa
     }
     model = {"name": "m", "path": "m", "source": "folder", "revision": None, "fingerprint": "f", "tokenizer_fingerprint": "t"}
     (run / "prepared.json").write_text(json.dumps({"model": model, "train": split, "validation": None}), encoding="utf-8")
-    again = program("plan", "RUN=before", "HARDWARE=cpu", "JSON=1")
+    again = in_process("plan", "RUN=before", "HARDWARE=cpu", "JSON=1")
     assert again.code == 0, again.err
     assert again.json["strategy"] == "zero1" and again.json["steps"] == 30
-    changed = program("plan", "RUN=before", "HARDWARE=cpu", "TRAIN_EPOCHS=1", "JSON=1")
+    changed = in_process("plan", "RUN=before", "HARDWARE=cpu", "TRAIN_EPOCHS=1", "JSON=1")
     assert changed.json["steps"] == 10
-    assert program("plan", "RUN=nothing").code == 5
+    assert in_process("plan", "RUN=nothing").code == 5
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_a_runs_own_plan_again(program: Program, tiny_config: Path, tmp_path: Pa
         (["CONFIG=missing.yaml"], 2, ["missing.yaml"]),
     ],
 )  # fmt: skip
-def test_refusals(program: Program, tmp_path: Path, words: list[str], code: int, parts: list[str]) -> None:
+def test_refusals(in_process: Program, tmp_path: Path, words: list[str], code: int, parts: list[str]) -> None:
     config = [] if words[0].startswith("CONFIG=") else ["CONFIG=configs/quickstart.yaml"]
-    done = program("plan", *config, *words)
+    done = in_process("plan", *config, *words)
     assert done.code == code, done.out + done.err
     assert done.err.startswith("error: ") and "Traceback" not in done.err
     assert not done.out or done.out.startswith("needs ")  # what does not fit is shown part by part

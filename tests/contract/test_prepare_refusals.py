@@ -15,10 +15,10 @@ import pytest
 
 from sft_play.config.load import load_config, save_config
 from sft_play.config.schema import Config
-from sft_play.prepare import prepare_run
+from sft_play.prepare import main, prepare_run
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared_index import lookup
-from tests.conftest import ROOT, Done, environment
+from tests.conftest import ROOT, Done, called, environment
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def configure(folder: Path, data: Path | str, model: Path | str) -> Config:
 
 @pytest.fixture
 def start(tmp_path: Path, tiny: Path) -> Start:
-    """Runs the program on data and a model."""
+    """Prepares data for a model, in this process unless `env` is given."""
 
     def run(data: Path | str, model: Path | str = tiny, env: Mapping[str, str] | None = None) -> Done:
         configure(tmp_path, data, model)
@@ -52,13 +52,18 @@ def start(tmp_path: Path, tiny: Path) -> Start:
         kept = {
             name: value for name, value in inherited.items() if name.lower() not in ("http_proxy", "https_proxy", "all_proxy")
         }
-        done = subprocess.run(
-            [sys.executable, "-m", "sft_play.prepare", "--run", str(tmp_path / "run")],
-            capture_output=True, text=True, timeout=120, env=kept, cwd=ROOT, check=False,
-        )  # fmt: skip
-        assert "Traceback" not in done.stderr
-        assert done.returncode == 0 or not (tmp_path / "run" / "prepared.json").exists()
-        return Done(done.returncode, done.stdout, done.stderr)
+        arguments = ["--run", str(tmp_path / "run")]
+        if env is None:
+            done = called(lambda: main(arguments), kept)
+        else:  # the hub's library reads its variables when it is imported
+            ended = subprocess.run(
+                [sys.executable, "-m", "sft_play.prepare", *arguments],
+                capture_output=True, text=True, timeout=120, env=kept, cwd=ROOT, check=False,
+            )  # fmt: skip
+            done = Done(ended.returncode, ended.stdout, ended.stderr)
+        assert "Traceback" not in done.err
+        assert done.code == 0 or not (tmp_path / "run" / "prepared.json").exists()
+        return done
 
     return run
 

@@ -1,4 +1,4 @@
-"""`python -m sft_play data` on data of many kinds: what was read as what, and one clear error for each thing that cannot be read."""
+"""`make data` on data of many kinds: what was read as what, and one clear error for each thing that cannot be read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Done, environment, run_program
+from tests.conftest import Done, call_program, environment, run_program
 from tests.hub_server import COMMIT, serve_dataset
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,9 @@ def prepare(folder: Path, model: Path, sources: list[dict[str, Any]], *words: st
         f"model: {{name: {json.dumps(str(model))}, max_seq_len: 256}}\ndata: {{sources: {json.dumps(sources)}}}\n",
         encoding="utf-8",
     )
-    done = run_program(["data", f"CONFIG={config}", *words], environment(folder / "cache", folder / "runs", env), timeout=120)
+    variables, typed = environment(folder / "cache", folder / "runs", env), ["data", f"CONFIG={config}", *words]
+    # The hub's library reads its variables when it is imported.
+    done = run_program(typed, variables, timeout=120) if env else call_program(typed, variables)
     assert "Traceback" not in done.err, done.err
     return done
 

@@ -3,53 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
+from tests.places import Place, question_rows
 from tests.tiny_models import build_tiny_llama
-
-WORDS = ["list", "tuple", "dict", "set", "string", "number", "file", "module", "class", "function", "loop", "test"]
-
-
-class Place:
-    """A folder with a model, data and runs, and the program called inside it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.config = folder / "demo.yaml"
-        self.environment = {
-            **os.environ,
-            "RUNS_DIR": str(folder / "runs"),
-            "SFT_PLAY_CACHE": str(folder / "cache"),
-            "OMP_NUM_THREADS": "1",
-        }
-
-    def run(self, *words: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "sft_play", *words],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-
-    def scores(self, *words: str) -> dict[str, Any]:
-        done = self.run("eval", *words, "JSON=1")
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
-
-    def folder_of(self, run: str, step: int) -> Path:
-        return self.folder / "runs" / run / "eval" / f"step-{step:06d}"
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +19,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     place = Place(tmp_path_factory.mktemp("evaluate"))
     model = build_tiny_llama(place.folder / "model")
     for name, start, count in (("train", 0, 24), ("val", 100, 11)):
-        rows = [
-            {"prompt": f"What is {' '.join(WORDS[: i % 9 + 1])} {i}?", "completion": f"The {WORDS[i % 12]} is a {WORDS[i % 7]}."}
-            for i in range(start, start + count)
-        ]
-        (place.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (place.folder / f"{name}.jsonl").write_text(question_rows(start, count, longest=9))
     place.config.write_text(
         f"model: {{name: {model}, max_seq_len: 128}}\ntuning: {{mode: lora}}\n"
         f"data: {{train_path: {place.folder / 'train.jsonl'}, val_path: {place.folder / 'val.jsonl'}}}\n"
@@ -123,11 +81,10 @@ def test_other_settings_and_weights_are_scored_anew(place: Place) -> None:
     ],
 )
 def test_wrong_calls(place: Place, words: tuple[str, ...], code: int, message: str) -> None:
-    done = place.run("eval", *words)
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not done.stdout
+    done = place.call("eval", *words)
+    assert done.code == code, done.err
+    assert message in done.err
+    assert not done.out
 
 
 def test_run_without_validation_rows_and_weights_of_another_backend_are_refused(place: Place) -> None:
@@ -150,8 +107,9 @@ def test_run_without_validation_rows_and_weights_of_another_backend_are_refused(
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("train-distributed", ("NUM_GPUS=2",)),
-        ("train-fsdp", ("NUM_GPUS=2",)),
+        # DDP's scores are compared in test_scores_while_training.py, FSDP2's answers in test_training_strategies.py.
+        pytest.param("train-distributed", ("NUM_GPUS=2",), marks=pytest.mark.long),
+        pytest.param("train-fsdp", ("NUM_GPUS=2",), marks=pytest.mark.long),
         ("train-deepspeed", ("NUM_GPUS=2", "LAUNCH_STRATEGY=zero3")),
     ],
 )

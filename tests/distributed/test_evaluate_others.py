@@ -12,16 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_evaluate import WORDS, Place
+from tests.places import Place, question_rows
 from tests.tiny_models import build_tiny_llama
-
-
-def rows_of(start: int, count: int) -> str:
-    rows = [
-        {"prompt": f"What is {' '.join(WORDS[: i % 5 + 1])} {i}?", "completion": f"The {WORDS[i % 12]} is a {WORDS[i % 7]}."}
-        for i in range(start, start + count)
-    ]
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +22,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     place = Place(tmp_path_factory.mktemp("others"))
     model = build_tiny_llama(place.folder / "model")
     for name, start, count in (("train", 0, 24), ("val", 100, 11), ("other", 200, 6)):
-        (place.folder / f"{name}.jsonl").write_text(rows_of(start, count))
+        (place.folder / f"{name}.jsonl").write_text(question_rows(start, count, longest=5))
     place.config.write_text(
         f"model: {{name: {model}, max_seq_len: 128}}\n"
         f"data: {{train_path: {place.folder / 'train.jsonl'}, val_path: {place.folder / 'val.jsonl'}}}\n"
@@ -157,11 +149,10 @@ def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_wrong_calls(place: Place, words: tuple[str, ...], code: int, message: str) -> None:
-    done = place.run(*words)
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not done.stdout
+    done = place.call(*words)
+    assert done.code == code, done.err
+    assert message in done.err
+    assert not done.out
 
 
 def test_data_of_a_wrong_kind(place: Place) -> None:

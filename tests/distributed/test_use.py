@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,30 +16,10 @@ from typing import Any
 import pytest
 
 from sft_play.launch.network import free_port
+from tests.places import Place
 from tests.tiny_models import build_tiny_llama
 
 QUESTIONS = ["What is a list?", "What is a tuple?", "What is a much longer question about dictionaries and sets good for?"]
-
-
-class Place:
-    """A folder with a model, data and a trained run, and the program called inside it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.environment = {
-            **os.environ,
-            "RUNS_DIR": str(folder / "runs"),
-            "SFT_PLAY_CACHE": str(folder / "cache"),
-            "OMP_NUM_THREADS": "1",
-        }
-
-    def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "sft_play", *words]
-
-    def run(self, *words: str, stdin: str = "", timeout: int = 240) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(*words), input=stdin, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
-        )
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +29,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     rows = [{"prompt": f"What is {i}?", "completion": f"{i} is a number."} for i in range(24)]
     data = place.folder / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (place.folder / "demo.yaml").write_text(
+    place.config.write_text(
         f"model: {{name: {model}, max_seq_len: 128}}\ntuning: {{mode: lora}}\ndata: {{train_path: {data}}}\n"
         "train: {max_steps: 4, global_batch_size: 8, learning_rate: 0.02, generation_max_new_tokens: 12}\n"
     )
-    done = place.run("train", f"CONFIG={place.folder / 'demo.yaml'}", "RUN_NAME=demo")
+    done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=demo")
     assert done.returncode == 0, done.stderr
     return place
 
@@ -117,10 +95,9 @@ def test_bad_input_is_reported_by_line_and_nothing_is_lost(place: Place, tmp_pat
     ],
 )
 def test_wrong_calls_of_infer(place: Place, words: tuple[str, ...], code: int, message: str) -> None:
-    done = place.run("infer", *words, timeout=60)
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    done = place.call("infer", *words)
+    assert done.code == code, done.err
+    assert message in done.err
 
 
 @pytest.mark.parametrize("command", ["infer", "merge", "eval", "serve"])

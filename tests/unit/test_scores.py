@@ -21,6 +21,7 @@ from sft_play.training.scores import how_scored, metrics_for, perplexity, score_
 from sft_play.training.shares import choose_rows, share_batches, spread
 from sft_play.training.text_metrics import ROUGE as METRICS
 from sft_play.training.text_metrics import exact_match, normalised, rouge, token_f1, without_words
+from tests.library_metric import library_metric
 
 PAIRS = [
     ("Return the sum of two numbers.", "Returns sums of the numbers"),
@@ -129,29 +130,6 @@ def test_exact_match_and_f1_are_those_of_squad(reference: str, answer: str, matc
     assert exact_match(reference, answer) == match
     assert token_f1(reference, answer) == pytest.approx(f1)
     assert normalised(normalised(answer)) == normalised(answer)
-
-
-SCRIPT = """import datasets
-import evaluate
-
-
-class Share(evaluate.Metric):
-    def _info(self):
-        text = datasets.Value("string")
-        features = datasets.Features({"predictions": text, "references": text})
-        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
-
-    def _compute(self, predictions, references):
-        each = [float(p == r) for p, r in zip(predictions, references)]
-        lengths = sum(map(len, predictions)) / max(1, sum(map(len, references)))
-        return RETURNED
-"""
-
-
-def library_metric(folder: Path, name: str, returned: str) -> str:
-    (folder / name).mkdir()
-    (folder / name / f"{name}.py").write_text(SCRIPT.replace("RETURNED", returned))
-    return f"evaluate:{folder / name}"
 
 
 def test_metrics_of_the_evaluate_library_from_a_local_folder(tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""A folder with a model, data and runs of its own, and the program called inside it: what tests of a trained run share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import Done, call_program, environment
+
+WORDS = ["list", "tuple", "dict", "set", "string", "number", "file", "module", "class", "function", "loop", "test"]
+
+
+class Place:
+    """A folder, its configuration, and commands on its runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "demo.yaml"
+        self.environment = environment(folder / "cache", folder / "runs", {"OMP_NUM_THREADS": "1"})
+
+    def command(self, *words: str) -> list[str]:
+        """Returns what a shell would start."""
+        return [sys.executable, "-m", "sft_play", *words]
+
+    def run(self, *words: str, stdin: str = "", timeout: int = 300) -> subprocess.CompletedProcess[str]:
+        """Runs a command in a process of its own."""
+        return subprocess.run(
+            self.command(*words), input=stdin, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
+        )
+
+    def call(self, *words: str) -> Done:
+        """Runs a command in this process: for refusals, which need nothing that a process of their own would show."""
+        return call_program(list(words), self.environment)
+
+    def scores(self, *words: str) -> dict[str, Any]:
+        """Returns what `eval JSON=1` prints."""
+        done = self.run("eval", *words, "JSON=1")
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def folder_of(self, run: str, step: int) -> Path:
+        """Returns the folder of a run's evaluation."""
+        return self.folder / "runs" / run / "eval" / f"step-{step:06d}"
+
+
+def question_rows(start: int, count: int, *, longest: int) -> str:
+    """Returns questions of 1 to `longest` words with their answers, as lines of JSON."""
+    rows = [
+        {
+            "prompt": f"What is {' '.join(WORDS[: i % longest + 1])} {i}?",
+            "completion": f"The {WORDS[i % 12]} is a {WORDS[i % 7]}.",
+        }
+        for i in range(start, start + count)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows)
