@@ -200,6 +200,12 @@ def _check_keys(document: JsonDocument, problems: list[UserError]) -> None:
             _check_section(document, section, part, keys, problems)
         elif part is not None and section != "zero_optimization":
             problems.append(UserError(f"`{section}` is `{part}`; expected an object", place=document.place(section)))
+    for part in ("offload_optimizer", "offload_param"):
+        if _at(document.value, f"zero_optimization.{part}.device") == "nvme":
+            place = document.place(f"zero_optimization.{part}.device")
+            problems.append(
+                UserError(f"`{part}.device` is `nvme`: states there cannot be saved in a checkpoint", place=place, hint="use `cpu`")
+            )
 
 
 def _check_section(

@@ -15,7 +15,7 @@ from sft_play.runs.folder import RunFolder
 from tests.tiny_models import build_tiny_llama, build_tiny_mixtral
 from tests.training_runs import Trial, column, copy_run, holdings, make_plan, make_run, must_train, rows
 
-SHARES = {1: ((4, 2),), 2: ((2, 2), (2, 2)), 3: ((1, 3), (1, 3), (1, 2))}
+SHARES = {1: ((4, 2),), 2: ((2, 2), (2, 2)), 3: ((1, 3),) * 3}
 """Micro-batch and accumulation of each rank; 8 rows a step everywhere."""
 HERE = 5
 """The checkpoint to go on from: in the middle of the second epoch (an epoch has 3 steps)."""

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import DeepSpeedOptimizerWrapper
 from torch import Tensor, distributed
 
 import deepspeed
@@ -64,7 +63,7 @@ def trainer_of(name: str) -> Any:
     engine, wrapped, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     world = distributed.get_world_size()
     return SimpleNamespace(
-        model=model, model_wrapped=engine, optimizer=DeepSpeedOptimizerWrapper(wrapped), lr_scheduler=None,
+        model=model, model_wrapped=engine, optimizer=wrapped, lr_scheduler=None,
         is_deepspeed_enabled=True, is_fsdp_enabled=False, plan=SimpleNamespace(strategy=f"zero{zero['stage']}", world_size=world),
         args=SimpleNamespace(process_index=distributed.get_rank(), world_size=world),
         config=SimpleNamespace(tuning=SimpleNamespace(mode="full"), train=SimpleNamespace(seed=1)),

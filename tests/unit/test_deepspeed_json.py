@@ -104,6 +104,15 @@ def test_stage_must_be_1_2_or_3(tmp_path: Path, text: str) -> None:
     assert "zero_optimization" in refusal(tmp_path, text)
 
 
+@pytest.mark.parametrize("part", ["offload_optimizer", "offload_param"])
+def test_states_on_nvme_are_refused_since_no_checkpoint_could_hold_them(part: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 3,\n "' + part + '": {"device": "nvme", "nvme_path": "/tmp"}}}')
+    with pytest.raises(UserError, match=f"`{part}.device` is `nvme`") as caught:
+        read_user_json(path)
+    assert caught.value.place == f"{path}:2"
+
+
 def test_old_offload_is_translated_with_a_notice(tmp_path: Path) -> None:
     text = '{"zero_optimization": {"stage": 2,\n "cpu_offload": true, "cpu_offload_use_pin_memory": false}}'
     user = read_user_json(write(tmp_path / "ds.json", text))
