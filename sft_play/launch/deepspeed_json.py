@@ -204,7 +204,9 @@ def _check_keys(document: JsonDocument, problems: list[UserError]) -> None:
         if _at(document.value, f"zero_optimization.{part}.device") == "nvme":
             place = document.place(f"zero_optimization.{part}.device")
             problems.append(
-                UserError(f"`{part}.device` is `nvme`: states there cannot be saved in a checkpoint", place=place, hint="use `cpu`")
+                UserError(
+                    f"`{part}.device` is `nvme`: states there cannot be saved in a checkpoint", place=place, hint="use `cpu`"
+                )
             )
 
 
