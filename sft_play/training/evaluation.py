@@ -20,7 +20,7 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.evaluations import PREDICTIONS, SCORES
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, PreparedSplit
-from sft_play.training.generation import decide, write_evaluation
+from sft_play.training.generation import decide
 from sft_play.training.library_metrics import check_library_metrics
 from sft_play.training.loss import label_tokens, token_loss_sum
 from sft_play.training.measures import HeldOut, answer_rows, sources_of
@@ -56,15 +56,7 @@ def score_run(
         print(f"note: {warning}", file=sys.stderr)
     for name in (SCORES, PREDICTIONS):  # never older scores beside newer answers
         (out / name).unlink(missing_ok=True)
-    return write_evaluation(
-        out,
-        step=step,
-        loss=held_out.loss,
-        label_tokens=held_out.label_tokens,
-        result=result,
-        settings=settings,
-        facts=held_out.facts(result),
-    )
+    return held_out.publish(out, step=step, result=result, settings=settings)
 
 
 def held_out_loss(

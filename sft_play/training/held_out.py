@@ -13,7 +13,7 @@ import torch
 
 from sft_play.errors import DataError
 from sft_play.runs.prepared import Prepared
-from sft_play.training.generation import GenerationResult, decide, write_evaluation
+from sft_play.training.generation import GenerationResult, decide
 from sft_play.training.loss import all_sum, label_tokens, token_loss_sum
 from sft_play.training.measures import HeldOut, answer_rows, sources_of
 from sft_play.training.shares import answerable, share_batches
@@ -128,13 +128,5 @@ def _answers(trainer: SftTrainer, rows: Any, ready: list[int], held_out: HeldOut
             "max_seconds": config.eval.max_seconds,
             "during": "training",
         }
-        write_evaluation(
-            trainer.run.evaluation(step),
-            step=step,
-            loss=held_out.loss,
-            label_tokens=held_out.label_tokens,
-            result=result,
-            settings=settings,
-            facts=held_out.facts(result),
-        )
+        held_out.publish(trainer.run.evaluation(step), step=step, result=result, settings=settings)
     return result

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.runs.prepared import PreparedSplit
-from sft_play.training.generation import Budget, GenerationResult, score_by_generation
+from sft_play.training.generation import Budget, GenerationResult, score_by_generation, write_evaluation
 from sft_play.training.scores import perplexity
 from sft_play.training.shares import choose_rows
 
@@ -49,14 +50,17 @@ class HeldOut:
             found |= {f"{prefix}_loss/{name}": loss, f"{prefix}_perplexity/{name}": perplexity(loss)}
         return found | {f"{prefix}_label_tokens": self.label_tokens, f"{prefix}_loss_rows_per_second": self.rows_per_second}
 
-    def facts(self, result: GenerationResult | None) -> dict[str, Any]:
-        """Returns what `scores.json` says of each source, where there are several, and of the speed of all."""
+    def publish(self, folder: Path, *, step: int, result: GenerationResult | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Publishes these losses with the scored answers, as `write_evaluation`; returns the content of `scores.json`."""
         speed = {"loss_seconds": self.seconds, "loss_rows_per_second": self.rows_per_second}
         sources = {
             name: {"loss": loss, "perplexity": perplexity(loss), "label_tokens": count}
             for name, (loss, count) in self.sources.items()
         }
-        return {**({"sources": sources} if sources else {}), "speed": speed | (result.speed() if result else {})}
+        facts = {**({"sources": sources} if sources else {}), "speed": speed | (result.speed() if result else {})}
+        return write_evaluation(
+            folder, step=step, loss=self.loss, label_tokens=self.label_tokens, result=result, settings=settings, facts=facts
+        )
 
 
 def sources_of(split: PreparedSplit | None, rows: Any) -> tuple[list[str], list[int]]:
