@@ -24,9 +24,9 @@ ROWS ?= 200000
 $(foreach v,$(typed),$(eval unexport $(v)))
 
 override commands := quickstart config plan data inspect gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
-	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve stamp audit bench soak tensorboard \
+	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve runs stop logs stamp audit bench soak tensorboard \
 	tensorboard-stop help
-.PHONY: $(commands) install test check test-all test-gpu bench-training bench-evaluation bench-preparation format render
+.PHONY: $(commands) install test check test-all test-gpu bench-training bench-evaluation bench-saving bench-preparation format render
 
 # A command refuses the variables that it does not know; without one, nobody would.
 ifneq ($(MAKECMDGOALS),)
@@ -80,6 +80,10 @@ bench-training: $(VENV)/.bench
 # Answers a second beside one-by-one and batched `generate`, as ratios of medians.
 bench-evaluation: $(VENV)/.dev
 	@$(bin)/python -m benchmarks.evaluation
+
+# Seconds of a save, its share of a step, with and without verification.
+bench-saving: $(VENV)/.dev
+	@$(bin)/python -m benchmarks.saving
 
 # Rows a second of `make data` beside a plain `datasets.map(apply_chat_template)`; ROWS=20000 makes it shorter.
 bench-preparation: $(VENV)/.dev

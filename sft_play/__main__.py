@@ -110,6 +110,13 @@ COMMANDS: dict[str, Command] = {
     "serve": Command(
         "sft_play.serve:main", "an OpenAI-compatible endpoint on 127.0.0.1, or HOST= with a token", RUN | {"HOST", "PORT", "CHECKPOINT"}
     ),
+    "runs": Command(
+        "sft_play.launch.run_list:main", "the list of runs: state, steps, loss, best score, age", frozenset({"JSON"}), overrides=False
+    ),
+    "stop": Command("sft_play.launch.running:stop", "a clean stop of a RUN that is under way: saved, then left", RUN, overrides=False),
+    "logs": Command(
+        "sft_play.launch.running:logs", "the log of a rank; FOLLOW=1 goes on with it", RUN | {"RANK", "FOLLOW"}, overrides=False
+    ),
     "stamp": Command(
         "sft_play.launch.stamps:main",
         "what made a RUN, a checkpoint or a model, or what differs between A and B",

@@ -245,7 +245,7 @@ def _unknown(one: _Given, known: frozenset[str], command: str, row: CommandRow) 
     if meant := names.settings(one.name, one.text):
         typed = " ".join(f"{variable_name(key)}={value}" for key, value in meant.items())
         return UserError(f"unknown variable `{one.name}`", hint=f"here that is `{typed}`")
-    better = names.suggest(one.name, options=known)
+    better = names.suggest(one.name, options=known if "RANK" in row.options else known - {"RANK"})  # elsewhere it is `NODE_RANK`
     section = one.name.lower().partition("_")[0].partition(".")[0].lstrip("-")
     if better:
         value = one.text if one.text and one.text.isprintable() else "1" if better == "JSON" else "..."

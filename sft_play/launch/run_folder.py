@@ -89,7 +89,7 @@ def held(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
         except OSError:
             owner = os.read(descriptor, 20).decode(errors="replace").strip()
             raise UserError(
@@ -100,6 +100,16 @@ def held(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Takes the lock. Raises `OSError` when it stays with another: one that only looks (`make runs`) has it for a moment."""
+    for _ in range(10):
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.02)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

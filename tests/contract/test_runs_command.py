@@ -1,0 +1,155 @@
+"""`make runs`, `stop`, `logs`: what they say of runs in every state. Training runs are in tests/distributed/test_stops.py."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.files import append_json_line, write_json
+from sft_play.launch.run_list import age
+from sft_play.launch.running import holders
+from sft_play.runs.folder import RunFolder
+from tests.conftest import ROOT, Program
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from sft_play.launch.run_folder import ended_by_signals, held, record_event
+from sft_play.runs.folder import RunFolder
+run = RunFolder(Path(sys.argv[1]))
+with held(run):
+    print("held", flush=True)
+    try:
+        with ended_by_signals():
+            time.sleep(60)
+    finally:
+        record_event(run, "stopped", code=143, signal="SIGTERM", step=4, saved="step-000004")
+"""
+
+
+def make_run(runs: Path, name: str, *events: str, best: str = "loss") -> RunFolder:
+    run = RunFolder(runs / name)
+    run.logs.mkdir(parents=True)
+    write_json(run.config, {"config": {"train": {"metric_for_best_model": best}}, "origins": {}})
+    write_json(run.plan, {"steps": 8})
+    for event in events:
+        append_json_line(run.events, {"event": event, "node": 0, "time": 0, "code": 3 if event == "failed" else 0})
+    if events:
+        for step in (1, 2):
+            append_json_line(run.metrics, {"kind": "train", "step": step, "loss": 3.0 / step})
+            append_json_line(run.metrics, {"kind": "eval", "step": step, "eval_loss": 2.0 + step, "eval_rougeL": 0.1 * step})
+    return run
+
+
+def hold(run: RunFolder) -> subprocess.Popen[str]:
+    """Starts a process that holds a run's lock as its launcher does."""
+    words = [sys.executable, "-c", HOLDER, str(run.path)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_all_states_are_listed(in_process: Program, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    states = {
+        "done": ("started", "finished"), "broken": ("started", "failed"), "asked": ("started", "stopped"), "gone": ("started",),
+        "none": (),
+    }  # fmt: skip
+    for name, events in states.items():
+        make_run(runs, name, *events, best="rougeL" if name == "done" else "loss")
+    held_run = make_run(runs, "now", "started")
+    process = hold(held_run)
+    try:
+        listed = {row["name"]: row for row in in_process("runs", "JSON=1", runs=runs).json}
+        text = in_process("runs", runs=runs).out
+    finally:
+        process.kill()
+        process.wait()
+    assert {name: row["state"] for name, row in listed.items()} == {
+        "done": "finished", "broken": "failed", "asked": "stopped", "gone": "killed", "none": "never started", "now": "running"
+    }  # fmt: skip
+    assert (listed["done"]["step"], listed["done"]["steps"], listed["done"]["loss"]) == (2, 8, 1.5)
+    assert (listed["done"]["best"], listed["gone"]["best"]) == (0.2, 3.0)
+    assert "failed (3)" in text and "0.2000 rougeL" in text and "2/8" in text
+    assert in_process("runs", runs=tmp_path / "empty").out.startswith("no runs in")
+    assert [age(seconds) for seconds in (30, 600, 7300, 400000)] == ["30 s", "10 min", "2 h", "5 d"]
+
+
+def test_stop_asks_the_process_that_holds_the_lock(program: Program, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", "now", "started")
+    process = hold(run)
+    assert holders(run)[0].process is not None
+    done = program("stop", "RUN=now")
+    assert process.wait(10) == 143
+    assert done.code == 0 and "stopped by SIGTERM after step 4; checkpoint step-000004 is whole" in done.out, done.err
+    again = program("stop", "RUN=now")
+    assert again.code == 2 and "nothing trains `now` now" in again.err
+
+
+def test_stop_leaves_a_stranger_alone(program: Program, tmp_path: Path) -> None:
+    """The lock is held, but the number in it has gone to another process."""
+    run = make_run(tmp_path / "runs", "now", "started")
+    stranger = subprocess.Popen(["sleep", "60"])
+    lock = run.path / ".launcher-node0.lock"
+    lock.write_text(f"{stranger.pid}\n")
+    try:
+        with lock.open("r+b") as stream:
+            assert program("stop", "RUN=now").code == 2, "nobody holds the lock"
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            done = program("stop", "RUN=now")
+        assert done.code == 3 and "another machine" in done.err
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("logs", "RUN=now", "RANK=7"), "there are those of ranks 0, 1"),
+        (("logs",), "`make logs` needs `RUN=name-or-folder`"),
+        (("logs", "RUN=nothing"), "there is no run `nothing`"),
+        (("logs", "RUN=now", "FOLLOW=maybe"), "expected `1` or `0`"),
+        (("stop",), "`make stop` needs `RUN=name-or-folder`"),
+        (("logs", "RUN=now", "rank=1"), "`RANK=1`"),
+    ],
+)
+def test_refusals(in_process: Program, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    run = make_run(tmp_path / "runs", "now", "started")
+    for rank in (0, 1):
+        run.rank_log(rank).write_text(f"rank {rank} speaks\n")
+    done = in_process(*words, runs=tmp_path / "runs")
+    assert done.code in (2, 5) and said in done.err, done.err
+
+
+def test_logs_of_a_rank_and_what_is_added(in_process: Program, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", "now", "started")
+    run.rank_log(1).write_text("first\n")
+    assert in_process("logs", "RUN=now", "RANK=1").out == "first\n"
+    found: Any = in_process("logs", "RUN=now", "RANK=1", "JSON=1").json
+    assert found["rank"] == 1 and found["text"] == "first\n"
+    launcher = hold(run)
+    words = [sys.executable, "-m", "sft_play", "logs", "RUN=now", "RANK=1", "FOLLOW=1"]
+    env = {**os.environ, "RUNS_DIR": str(tmp_path / "runs"), "PYTHONPATH": str(ROOT)}
+    follower = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT)
+    try:
+        assert follower.stdout is not None and follower.stdout.readline() == "first\n"
+        with run.rank_log(1).open("a") as stream:
+            stream.write("second\n")
+        assert follower.stdout.readline() == "second\n"
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(10) == 143 and follower.wait(10) == 0
+    finally:
+        for process in (launcher, follower):
+            process.kill()
+            process.wait()
+    assert json.loads(run.events.read_text().splitlines()[-1])["saved"] == "step-000004"
