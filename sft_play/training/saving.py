@@ -113,6 +113,7 @@ class Saver(TrainerCallback):
         self.tidy()
         if self._pending is not None and not self._sum(self._pending.running):
             self.finish()
+            self.trainer.doing.enter("training", step=state.global_step + 1)
 
     def tidy(self, *, wait_seconds: float = 0.0) -> None:
         """Removes old checkpoints once the newest has been read from the disk; what is not read in time keeps them. Rank 0's own work."""
