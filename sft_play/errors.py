@@ -92,6 +92,11 @@ class Problems(UserError):
         return "\n\n".join(p.render() for p in self.problems[:MOST_PROBLEMS]) + more
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of what an error of a library says; its kind where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def raise_all(problems: Sequence[UserError]) -> None:
     """Raises nothing for no problem, the problem itself for one, `Problems` for more."""
     if len(problems) == 1:

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from sft_play.data.inside import require_inside
 from sft_play.data.unpack import open_bytes, seekable
-from sft_play.errors import DataError
+from sft_play.errors import DataError, first_line
 
 BATCH_ROWS = 1024
 """Rows that are in memory at once."""
@@ -47,7 +47,7 @@ def read_arrow(path: Path) -> Iterator[Placed]:
 
 
 def _broken(what: str, path: Path, error: Exception) -> DataError:
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    said = first_line(error)
     return DataError(f"is not {what}, or is damaged: {said}", place=str(path))
 
 

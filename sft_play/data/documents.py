@@ -17,7 +17,7 @@ from typing import Any
 from sft_play.data.encodings import CONVERT, refuse_wide
 from sft_play.data.left import EMPTY, SCANNED
 from sft_play.data.pdf import pdf_text
-from sft_play.errors import DataError
+from sft_play.errors import DataError, first_line
 
 PLAIN = (".txt", ".text", ".md", ".markdown", ".rst")
 HTML = (".html", ".htm", ".xhtml")
@@ -128,7 +128,7 @@ def _html(data: bytes, place: str) -> _Read:
     try:
         tree = html.document_fromstring(data)
     except (LxmlError, ValueError) as error:
-        raise DataError(f"is not HTML: {str(error).splitlines()[0]}", place=place) from None
+        raise DataError(f"is not HTML: {first_line(error)}", place=place) from None
     found, pictures = tree.find(".//title"), tree.find(".//img") is not None
     title = found.text_content() if found is not None else None
     text = trafilatura.extract(data, include_comments=False, include_tables=True) or trafilatura.html2txt(data)
@@ -155,7 +155,7 @@ def _docx(data: bytes, place: str) -> _Read:
         pictures = any("image" in rel.reltype for rel in document.part.rels.values())
         return _Read(text=text, title=document.core_properties.title, pictures=pictures)
     except (OpcError, LxmlError, zipfile.BadZipFile, KeyError, ValueError, EOFError, OSError, AttributeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = first_line(error)
         raise DataError(f"is not a docx file that can be read: {first}", place=place, hint="open and save it again") from None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from sft_play.config.schema import DataSource
 from sft_play.data.arrow_read import without_nulls
 from sft_play.data.files_read import Placed
-from sft_play.errors import DataError
+from sft_play.errors import DataError, first_line
 from sft_play.plan.hub import hub_reachable
 
 DEFAULT_SPLIT = "train"
@@ -47,7 +47,7 @@ def _commit(source: DataSource) -> str | None:
 
 
 def _problem(source: DataSource, error: Exception, rows: int, hint: str) -> DataError:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = first_line(error)
     if rows:
         return DataError(f"reading broke off after row {rows:,}: {first}", place=source.path, hint="try again")
     if not hub_reachable():

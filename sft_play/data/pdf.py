@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from sft_play.errors import DataError
+from sft_play.errors import DataError, first_line
 
 REPEATED_PAGES = 3
 """From so many pages on, a first or last line that most of them share is a header or footer."""
@@ -38,7 +38,7 @@ def pdf_text(data: bytes, place: str) -> tuple[str, int, int]:
     # font, are divided by; a filter or a method of encryption that pypdf does not know is "not implemented".
     except (PyPdfError, ValueError, TypeError, KeyError, IndexError, AttributeError, OSError, RecursionError, AssertionError,
             ZeroDivisionError, NotImplementedError) as error:  # fmt: skip
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = first_line(error)
         raise DataError(f"is not a PDF that can be read: {first}", place=place, hint="fetch or save it again") from None
     return join_pages(pages), len(pages), pictures
 

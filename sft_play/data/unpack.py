@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from sft_play.errors import DataError
+from sft_play.errors import DataError, first_line
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Endings of compressed files, after the ending of what is in them: `rows.jsonl.gz`."""
@@ -80,7 +80,7 @@ def damage_told(path: Path) -> Iterator[None]:
         raise DataError(f"is not what its ending `{path.suffix}` says, or is damaged: {error}", place=str(path)) from None
     except OSError as error:
         if error.errno is None and is_compressed(path):
-            said = str(error).splitlines()[0]
+            said = first_line(error)
             if "truncated" in said.lower():
                 raise DataError(
                     "breaks off before the end of its compressed data", place=str(path), hint="copy the file again"

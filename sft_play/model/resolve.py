@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sft_play.config.schema import ModelConfig
-from sft_play.errors import DataError
+from sft_play.errors import DataError, first_line
 from sft_play.files import file_sha256, text_sha256
 from sft_play.model.digests import weights_sha256
 from sft_play.model.embedded import LABEL, embedded_folder, is_embedded
@@ -141,7 +141,7 @@ def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
     except HfHubHTTPError as error:
         if getattr(error.response, "status_code", None) in (401, 403):
             raise _gated(model.name) from error
-        raise DataError(f"the hub answered: {str(error).splitlines()[0]}", place=model.name, hint="try again later") from error
+        raise DataError(f"the hub answered: {first_line(error)}", place=model.name, hint="try again later") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise _offline(model.name) from error
 

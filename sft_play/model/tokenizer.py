@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.data.templates import adds_bos, fitted, quoted, styled
-from sft_play.errors import DataError
+from sft_play.errors import DataError, first_line
 from sft_play.model.folder import refuse_foreign_code
 from sft_play.runs.prepared import ChatFormat
 
@@ -28,7 +28,7 @@ def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust:
         # Without a word about trust transformers would ask at the terminal whether to run the code that a folder holds.
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = first_line(error)
         raise DataError(f"no tokenizer can be loaded: {first}", place=str(folder)) from error
     if not tokenizer.is_fast:
         raise DataError(

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft_play.errors import DataError, HardwareError, UserError
+from sft_play.errors import DataError, HardwareError, UserError, first_line
 from sft_play.files import file_sha256, text_sha256, write_json
 from sft_play.plan.plan import Plan
 from sft_play.runs.evaluations import BENCHMARKS, read_benchmarks
@@ -146,7 +146,7 @@ def _evaluate(model: Any, tokenizer: Any, name: str, manager: Any, limit: int | 
     try:
         results = simple_evaluate(model=wrapped, tasks=[name], task_manager=manager, limit=limit, log_samples=False)
     except (OSError, DatasetsError, ValueError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
+        first = first_line(error)
         hint = "the hub must be reachable the first time, or name a task file whose data are here"
         raise DataError(f"the benchmark could not be run: {first[:300]}", place=name, hint=hint) from error
     assert results is not None, "only other ranks get nothing"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.metrics import LIBRARY, library_parts, short_name
-from sft_play.errors import DataError
+from sft_play.errors import DataError, first_line
 from sft_play.training.intervals import Interval, mean_interval, resamples
 
 FEW_RESAMPLES = 100
@@ -33,7 +33,7 @@ class LibraryMetric:
         try:
             found = self._module.compute(predictions=list(answers), references=list(references))
         except Exception as error:  # a stranger's code raises anything
-            said = str(error).strip().split("\n")[0] or type(error).__name__
+            said = first_line(error)
             hint = "metrics of answers take two lists of texts, `predictions` and `references`"
             raise DataError(f"the metric `{self.metric}` cannot score texts: {said}", hint=hint) from error
         return self._number(found or {})
@@ -94,7 +94,7 @@ def _load(metric: str, where: str) -> Any:
     except ImportError as error:
         raise DataError(f"the metric `{metric}` needs a package that is not installed: {error}") from error
     except Exception as error:  # the library raises many kinds for what is one thing: it cannot be had
-        said = str(error).strip().split("\n")[0] or type(error).__name__
+        said = first_line(error)
         if not reached:
             said = "the hub does not answer, and nothing of that name is kept from before"
         hint = "check the name at https://huggingface.co/evaluate-metric, or give a local folder: evaluate:path/to/metric"
