@@ -127,7 +127,8 @@ def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[
 
     model = with_chat(resolve(config), chat_format(config.data))
     _tell(says(config, model))
-    found = prepare_data(config, model, functools.cache(lambda: _tokenizer(model)))
+    trust = config.model.trust_remote_code
+    found = prepare_data(config, model, functools.cache(lambda: _tokenizer(model, trust=trust)))
     for name, manifest in found.manifests.items():
         _tell(summary(("evaluation" if scored else "training") if name == "train" else name, manifest))
     prepared = Prepared(model=model, train=found.train, validation=found.validation)
@@ -135,12 +136,12 @@ def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[
     return prepared, found.manifests
 
 
-def _tokenizer(model: ResolvedModel) -> Any:
+def _tokenizer(model: ResolvedModel, *, trust: bool) -> Any:
     """Returns the model's tokenizer; says where a named template had to be fitted to it."""
     from sft_play.data.templates import end_note
     from sft_play.model.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(model.path, model.chat)
+    tokenizer = load_tokenizer(model.path, model.chat, trust=trust)
     note = end_note(model.chat.name, tokenizer) if model.chat and model.chat.name else None
     if note:
         _tell(note)
@@ -148,18 +149,15 @@ def _tokenizer(model: ResolvedModel) -> Any:
 
 
 def _offline_when_unreachable(config: Config) -> None:
-    """Sets the libraries' offline mode, before they are imported, where the hub is wanted but does not answer.
-
-    They would retry for half a minute; offline they take what is cached, or say at once what is missing.
-    """
+    """Sets the libraries' offline mode where the hub is wanted but does not answer."""
     from sft_play.data.read import is_hub
-    from sft_play.plan.hub import hub_reachable
+    from sft_play.plan.hub import offline_unless_reachable
 
     sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
     names = [name for name in (config.model.name, config.model.tokenizer) if name and name != "train"]
     wanted = any(not Path(name).expanduser().is_dir() for name in names) or any(is_hub(source) for source in sources)
-    if wanted and not hub_reachable():
-        os.environ["HF_HUB_OFFLINE"] = "1"
+    if wanted:
+        offline_unless_reachable()
 
 
 def _tell(text: str) -> None:
