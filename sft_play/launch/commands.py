@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,9 +36,19 @@ from sft_play.launch.resume import (
     options_of_run,
     restored_on_error,
 )
-from sft_play.launch.run_folder import choose_name, ended_by_signals, find_run, held, is_finished, record_event, reserved
+from sft_play.launch.run_folder import (
+    choose_name,
+    ended_by_signals,
+    find_run,
+    held,
+    is_finished,
+    record_event,
+    reserved,
+    stop_code,
+)
 from sft_play.launch.same_command import as_resume, existing_run
 from sft_play.launch.stopped import describe
+from sft_play.launch.stopped import facts as stop_facts
 from sft_play.launch.supervise import supervise
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
 from sft_play.plan.plan import Plan
@@ -185,7 +196,8 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
         elif lost.allows(outcome, checkpoint):
             print("\n" + restarts.announcement(outcome, checkpoint, lost), file=sys.stderr, flush=True)
             record_event(run, restarts.EVENT, node_rank=job.node.rank, **restarts.facts(outcome, checkpoint))
-            restarts.wait(lost, job.node)
+            with _stop_recorded(run, job):
+                restarts.wait(lost, job.node)
             job = job.elsewhere()
         else:
             outcome = lost.refused(outcome)
@@ -196,6 +208,17 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
         record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None,
                      **outcome.stop)  # fmt: skip
     return outcome
+
+
+@contextlib.contextmanager
+def _stop_recorded(run: RunFolder, job: Job) -> Iterator[None]:
+    """Records a stop that comes while no worker lives."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as stop:
+        number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
+        record_event(run, "stopped", node_rank=job.node.rank, code=stop_code(number), **stop_facts(run, (number,), ()))
+        raise
 
 
 def _with_less(

@@ -53,6 +53,8 @@ class StopRequest:
     doing: Activity
     heard: int | None = None
     """The signal, here or (SIGTERM) on another rank."""
+    during: str = "loading"
+    """The phase in which it was heard."""
     nothing_to_save: bool = True
     """Until the first step has ended."""
     step: int = 0
@@ -75,7 +77,7 @@ class StopRequest:
     def hear(self, number: int) -> None:
         """Takes up a request; the first counts."""
         if self.heard is None:
-            self.heard = number
+            self.heard, self.during = number, self.doing.phase
             threading.Thread(target=self._wait, name="time to leave", daemon=True).start()
 
     def share(self, store: Any) -> None:
@@ -93,7 +95,7 @@ class StopRequest:
         """Returns an exit record of a stop with what is known of it; any other as it is."""
         if self.heard is None or record["code"] not in (130, 143):
             return dict(record)
-        stop = {"signal": signal.Signals(self.heard).name, "phase": self.doing.phase, "step": self.step, "saved": self.saved}
+        stop = {"signal": signal.Signals(self.heard).name, "phase": self.during, "step": self.step, "saved": self.saved}
         return {**record, "stop": stop}
 
     def _read(self, reader: int) -> None:

@@ -296,6 +296,20 @@ def test_slurms_warning_reaches_two_ranks(double: Place, target: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("command", "words"), [("train-fsdp", ()), ("train-deepspeed", ("LAUNCH_STRATEGY=zero3",))])
+def test_sharded_ranks_leave_an_evaluation_together(
+    command: str, words: tuple[str, ...], tmp_path: Path, tiny: Path, cache: Path
+) -> None:
+    place = make_place(tmp_path, tiny, cache, (command, "NUM_GPUS=2", *words))
+    place.again("whole")
+    launch = place.start("sharded")
+    assert stop(launch, evaluating, signal.SIGTERM, "1") == 143, launch.output.read_text()
+    last = events(launch.run)[-1]
+    assert (last["step"], last["saved"], rows(launch, "eval")) == (EVERY, "step-000003", 0)
+    assert_same(place.again("sharded"))
+
+
+@pytest.mark.long
 def test_a_save_is_finished_and_none_follows(single: Place) -> None:
     launch = single.start("save", "TRAIN_SAVE_STEPS=2")
     assert stop(launch, saving, signal.SIGTERM) == 143, launch.output.read_text()
