@@ -29,7 +29,8 @@ EXACT = re.compile(r"\s*[A-Za-z0-9._-]+(?:\[[^\]]*\])?\s*==\s*([A-Za-z0-9.!+_-]+
 SECONDS = 900
 WAIT_SECONDS = 15
 """For each answer of the service."""
-SERVICE = "the advisories of the Python package index"
+SERVICES = {"pypi": "the package index's own advisories", "osv": "the open vulnerability database"}
+"""Option of `pip-audit` -> what it asks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +70,8 @@ class Hole:
 class Asked:
     """What came of asking for holes."""
 
+    service: str | None = None
+    """Who answered."""
     packages: int = 0
     """That an answer came for."""
     holes: tuple[Hole, ...] = ()
@@ -143,12 +146,24 @@ def _installed(name: str) -> str | None:
 
 
 def ask(constraints: Path, pins: Mapping[str, str]) -> Asked:
-    """Asks for the holes of every pin. Never raises: what went wrong is in the result."""
+    """Asks for the holes of every pin, of each service until one answers. Never raises: what went wrong is in the result."""
     if importlib.util.find_spec("pip_audit") is None:
         return Asked(failure="`pip-audit` is not installed: `make audit` installs it, or `pip install 'sft-play[audit]'`")
+    failures = []
+    for option, name in SERVICES.items():
+        asked = _ask_one(constraints, pins, option)
+        if asked.packages:
+            return asked
+        # pip-audit itself ends with 0 and "no known vulnerabilities" where the service knew none of the packages.
+        why = asked.failure or next(iter(asked.silent.values()), "it was asked about nothing")
+        failures.append(f"{name}: {why}")
+    return Asked(failure="; ".join(failures))
+
+
+def _ask_one(constraints: Path, pins: Mapping[str, str], service: str) -> Asked:
     words = [
         sys.executable, "-m", "pip_audit", "--requirement", str(constraints), "--no-deps", "--disable-pip", "--format", "json",
-        "--desc", "on", "--progress-spinner", "off", "--timeout", str(WAIT_SECONDS),
+        "--desc", "on", "--progress-spinner", "off", "--timeout", str(WAIT_SECONDS), "--vulnerability-service", service,
     ]  # fmt: skip
     try:
         done = subprocess.run(
@@ -161,10 +176,10 @@ def ask(constraints: Path, pins: Mapping[str, str]) -> Asked:
         asked = read_answer(found)
     except (ValueError, KeyError, TypeError):
         said = [line for line in done.stderr.splitlines() if line.strip()]
-        return Asked(failure=f"{SERVICE} could not be asked: {said[-1].strip() if said else f'exit code {done.returncode}'}")
+        return Asked(failure=said[-1].strip()[:300] if said else f"`pip-audit` ended with code {done.returncode}")
     named = {canonical(entry["name"]) for entry in found}
     unnamed = {name: "pip-audit says nothing about it" for name in pins if name not in named}
-    return Asked(packages=asked.packages, holes=asked.holes, silent={**asked.silent, **unnamed})
+    return Asked(service=SERVICES[service], packages=asked.packages, holes=asked.holes, silent={**asked.silent, **unnamed})
 
 
 def read_answer(entries: list[dict[str, Any]]) -> Asked:
@@ -211,11 +226,11 @@ def show(pins: Mapping[str, str], direct: list[Direct], problems: list[str], ask
     for problem in problems:
         print(f"  {problem}")
     if asked.failure:
-        print(f"known holes: not asked. {asked.failure}")
+        print(f"known holes: could not be asked for. {asked.failure}")
         return
     for name, why in asked.silent.items():
         print(f"  {name}: not asked: {why}")
-    print(f"known holes: {len(asked.holes)} in the {asked.packages} packages that {SERVICE} answered for")
+    print(f"known holes: {len(asked.holes)} in the {asked.packages} packages that {asked.service} answered for")
     rows = [
         ("package", "version", "hole", "fixed in"),
         *((h.package, h.version, h.id, h.fixed or "no version yet") for h in asked.holes),

@@ -177,8 +177,10 @@ if answer == "unreachable":
 lines = [line.split("==") for line in open(sys.argv[sys.argv.index("--requirement") + 1]).read().split() if "==" in line]
 hole = {"id": "PYSEC-2026-1", "fix_versions": ["9.9"], "aliases": ["CVE-2026-1"], "description": "a\\nhole"}
 found = [{"name": name, "version": version, "vulns": [hole] if answer == "hole" and name == "pyyaml" else []} for name, version in lines]
-if answer == "skipped":
-    found[0] = {"name": found[0]["name"], "skip_reason": "not on the index"}
+if answer in ("skipped", "ignorant"):
+    found[: 1 if answer == "skipped" else None] = [
+        {"name": entry["name"], "skip_reason": "not on the index"} for entry in found[: 1 if answer == "skipped" else None]
+    ]
 print(json.dumps({"dependencies": found, "fixes": []}))
 sys.exit(1 if answer == "hole" else 0)
 """
@@ -210,9 +212,12 @@ def test_an_audit_tells_holes_and_what_was_not_asked(audit: Any, tmp_path: Path)
     shown = audit("hole")
     assert shown.code == 3 and "PYSEC-2026-1" in shown.out and "9.9" in shown.out
     away = audit("unreachable")
-    assert away.code == 3 and "known holes: not asked" in away.out and "Could not connect" in away.out
+    assert away.code == 3 and "known holes: could not be asked for" in away.out and away.out.count("Could not connect") == 2
     skipped = audit("skipped", "JSON=1")
     assert skipped.code == 3 and list(skipped.json["asked"]["silent"].values()) == ["not on the index"]
+    ignorant = audit("ignorant")
+    assert ignorant.code == 3, "pip-audit itself ends with 0 where the service knows no package, and says that there is no hole"
+    assert "could not be asked for" in ignorant.out and "not on the index" in ignorant.out
 
 
 def test_an_audit_without_a_finding_is_clean(audit: Any) -> None:
@@ -227,7 +232,7 @@ def test_an_audit_without_pip_audit_says_so(in_process: Program) -> None:
     if importlib.util.find_spec("pip_audit"):
         pytest.skip("pip-audit is installed, and would ask the index")
     found = in_process("audit")
-    assert found.code == 3 and "known holes: not asked" in found.out and "make audit" in found.out
+    assert found.code == 3 and "could not be asked for" in found.out and "make audit" in found.out
 
 
 def test_an_audit_goes_through_pips_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
