@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import psutil
 
 from sft_play.launch.beats import MARK, Listener
+from sft_play.launch.bound import bound_to_parent
 from sft_play.launch.memory_kills import MemoryKills
 from sft_play.launch.run_folder import STOPS
 from sft_play.launch.stacks import remove_empty
@@ -45,6 +46,7 @@ def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFo
             stdout=console,
             stderr=agent_log,
             start_new_session=True,
+            preexec_fn=bound_to_parent(signal.SIGKILL),  # noqa: PLW1509 - a launcher has no threads; the workers leave with their agent
         )
         watch = Watch(agent=process.pid, run=run, ranks=ranks, kills=kills, beats=beats)
         try:

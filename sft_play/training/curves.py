@@ -87,8 +87,9 @@ class Curves(TrainerCallback):
 
     def _lose_writer(self) -> None:
         writer, self.writer = self.writer, None
-        with contextlib.suppress(OSError):
-            writer.close()
+        if writer is not None:  # it may be that none could be begun
+            with contextlib.suppress(OSError):
+                writer.close()
 
 
 def _keep_quiet() -> None:

@@ -96,6 +96,7 @@ def started(
 # ---- Two launchers
 
 
+@pytest.mark.long
 def test_resume_and_train_of_a_run_that_is_running(launcher: Launcher) -> None:
     process = started(launcher, "train", "TRAIN_SAVE_STEPS=1000", name="busy", until=lambda run: run.metrics.is_file())
     try:
@@ -152,6 +153,7 @@ def test_training_rows_that_have_changed_are_refused(
         rows.write_text(before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("harm", ["deleted", "changed", "cut"])
 def test_prepared_data_that_are_gone_or_changed_are_made_again(
     harm: str, torn: tuple[Launcher, RunFolder, list[list[object]]], tmp_path: Path
@@ -201,6 +203,7 @@ def test_dates_in_the_future_choose_nothing(torn: tuple[Launcher, RunFolder, lis
     assert [step for step, _ in read_curves(run.tensorboard)["train/loss"]] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 @needs_mounts
 def test_a_run_resumes_under_another_host_name(torn: tuple[Launcher, RunFolder, list[list[object]]]) -> None:
     """Two processes and a name that nothing resolves: what is local goes over the loopback."""
@@ -223,6 +226,7 @@ def test_a_run_resumes_under_another_host_name(torn: tuple[Launcher, RunFolder, 
 # ---- During a run
 
 
+@pytest.mark.long
 def test_a_cache_that_is_deleted_while_a_run_uses_it(launcher: Launcher) -> None:
     process = started(launcher, "train", "TRAIN_SAVE_STEPS=1000", name="cacheless", until=lambda run: run.metrics.is_file())
     run = RunFolder(launcher.runs / "cacheless")
@@ -254,15 +258,34 @@ def read_only(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(folder)], check=True, timeout=30)
 
 
+@pytest.mark.long
 @needs_mounts
 def test_a_run_folder_that_becomes_read_only(launcher: Launcher) -> None:
-    process = started(launcher, "train", "TRAIN_SAVE_STEPS=2", name="frozen", until=lambda run: run.checkpoint(4).is_dir())
+    """As with a full disk the run goes on, warns, and saves again when it can; a stop meanwhile says that nothing could be saved."""
+    words = ("TRAIN_SAVE_STEPS=2", "TRAIN_SAVE_TOTAL_LIMIT=2")
+    process = started(launcher, "train", *words, name="frozen", until=lambda run: run.checkpoint(4).is_dir())
     run = RunFolder(launcher.runs / "frozen")
+
+    def until(what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not what():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
     with read_only(run.path):
+        until(lambda: run.rank_log(0).read_text().count("read-only now") > 1)
+        before, skipped = newest_valid(run)
+        assert before is not None and not skipped
+        time.sleep(2)
+        assert newest_valid(run) == (before, [])
+    until(lambda: (newest := newest_valid(run)[0]) is not None and step_of(newest) > step_of(before))
+    with read_only(run.path):
+        process.send_signal(signal.SIGTERM)
         output, error = process.communicate(timeout=SECONDS)
     assert process.returncode == 3, error
-    said = one_error(error)
-    assert str(run.path) in said and "ead-only file system" in said and "make resume RUN=frozen" in said
+    assert "read-only" in one_error(error).lower() and str(run.path) in error
+    assert "make resume RUN=frozen" in error
     assert "Traceback" not in output
     newest, skipped = newest_valid(run)
     assert newest is not None and not skipped
@@ -286,6 +309,7 @@ def test_a_cache_that_cannot_be_written(launcher: Launcher, tmp_path: Path) -> N
     assert "SFT_PLAY_CACHE" in one_error(done.stderr)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Clock.can_be_made(), reason="needs a C compiler")
 def test_a_clock_that_is_set_back_during_a_run_and_before_its_resume(launcher: Launcher, tmp_path: Path) -> None:
     clock = Clock(tmp_path)
@@ -333,6 +357,7 @@ def test_a_clock_that_is_set_back_during_a_run_and_before_its_resume(launcher: L
 # ---- The port
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_port_that_is_taken_between_choosing_and_using_it(listens: bool, launcher: Launcher) -> None:
     """Another process takes the port as soon as it stands in the run's accelerate.yaml: the launch takes another.
@@ -369,6 +394,7 @@ def test_a_port_that_is_taken_between_choosing_and_using_it(listens: bool, launc
         assert f"port {taken[0]} was taken meanwhile; trying another" in done.stderr
 
 
+@pytest.mark.long
 def test_a_typed_port_that_is_taken_meanwhile(launcher: Launcher) -> None:
     """It is kept: one error, worth trying again."""
     with socket.socket() as probe:
