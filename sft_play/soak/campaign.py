@@ -15,7 +15,7 @@ from sft_play.files import read_json
 from sft_play.launch.verdict import LOST
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder
-from sft_play.soak.launches import NOTICE_SECONDS, Aim, Ended, Launch, environment
+from sft_play.soak.launches import LAUNCH_SECONDS, NOTICE_SECONDS, Aim, Ended, Launch, environment
 from sft_play.soak.phases import EVALUATING, LOADING, PREPARING, PUBLISHING, SAVING, TRAINING, last_rows
 from sft_play.soak.processes import LAUNCHER
 from sft_play.soak.same import compare_runs, half_written, read_metrics
@@ -128,10 +128,10 @@ def kill_and_go_on(soak: Soak, kills: int) -> None:
             finish_run(soak, ended)
         else:
             failures += 1
-            problem(
-                state,
-                f"launch {state.launches} of run {state.run} ended by itself with code {ended.code}: {last_error(ended.output)}",
+            how = (
+                f"had not ended after {LAUNCH_SECONDS:.0f} s" if ended.code is None else f"ended by itself with code {ended.code}"
             )
+            problem(state, f"launch {state.launches} of run {state.run} {how}: {last_error(ended.output)}")
             if failures >= MOST_FAILURES:
                 state.save()
                 raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -73,6 +74,7 @@ def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Returns tag -> (step, value) of every event in the order in which TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of the steps that a resumed run has made void
     events = EventAccumulator(str(folder), size_guidance={SCALARS: 0})
     events.Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()[SCALARS]}
