@@ -33,6 +33,9 @@ def write_weights(trainer: SftTrainer, weights: Mapping[str, Any], folder: Path)
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     model.save_pretrained(str(folder), state_dict=dict(weights))
     trainer.processing_class.save_pretrained(str(folder))
+    usual = next(folder.glob("*.json")).stat().st_mode
+    for path in folder.glob("*model*.safetensors"):
+        path.chmod(usual & 0o777)  # safetensors writes aside, for its owner alone
 
 
 def predicted_bytes(trainer: SftTrainer) -> int:

@@ -173,6 +173,9 @@ def compare(synchronous: RunFolder, background: RunFolder, *, ranks: int) -> Non
         known, states = (json.loads((run.checkpoints / name / "states.json").read_text()) for run in (synchronous, background))
         assert states | {"counters": {}} == known | {"counters": {}}
         assert sum("rng-rank" in file for file in found) == ranks
+        assert len({path.stat().st_mode for path in (background.checkpoints / name).iterdir()}) == 1, (
+            "all files may be read alike"
+        )
     assert column(background, "loss") == column(synchronous, "loss")
     for run, expected in ((synchronous, False), (background, True)):
         saves = rows(run, "save")
