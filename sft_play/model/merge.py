@@ -36,7 +36,7 @@ ROUNDED = 0.05
 """The same for weights that are rounded to 16 bits when they are saved."""
 PROMPTS = ("What is a file?", "Write one line of Python that adds two numbers.", "Name three colours, and say which you like.")
 """What both models are asked for their comparison."""
-LEFT_BEHIND = ("optimizer", "scheduler", "rng_state", "trainer_state", "training_args", "scaler")
+LEFT_BEHIND = ("optimizer-", "rng-", "states.json", "trainer_state")
 """Beginnings of names in a checkpoint that are no part of a model."""
 
 
