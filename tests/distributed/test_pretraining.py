@@ -88,10 +88,17 @@ def test_the_preset_runs_small_and_its_model_is_an_ordinary_folder(program: Prog
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_from_scratch_is_scored_with_its_own_tokenizer(program: Program, tmp_path: Path) -> None:
     """Its full weights, its last checkpoint and its random beginning; on its own rows, and answering others."""
     chat, other = ragged_rows(tmp_path / "chat.jsonl", 60), ragged_rows(tmp_path / "other.jsonl", 6, seed=1)
-    own = [f"DATA_SOURCES=[{{path: {chat}}}]", "DATA_VALIDATION=0.2", "TUNING_TASK=sft", "MODEL_MAX_SEQ_LEN=128", "TRAIN_LEARNING_RATE=0.01"]
+    own = [
+        f"DATA_SOURCES=[{{path: {chat}}}]",
+        "DATA_VALIDATION=0.2",
+        "TUNING_TASK=sft",
+        "MODEL_MAX_SEQ_LEN=256",
+        "TRAIN_LEARNING_RATE=0.01",
+    ]
     small = [word for word in SMALL if "MAX_SEQ_LEN" not in word]
     done = program("train", "CONFIG=configs/from_scratch.yaml", *small, *FEW, *own, "RUN_NAME=scored")
     assert done.code == 0, done.err
@@ -101,7 +108,9 @@ def test_a_run_from_scratch_is_scored_with_its_own_tokenizer(program: Program, t
     assert base.json["loss"] == pytest.approx(6.0, abs=0.15), "it knows nothing"
     assert trained.json["loss"] < base.json["loss"] - 0.2 and trained.json["rougeL"]["n"] == 3
     predictions = (Path(trained.json["folder"]) / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
-    assert all("<|im_start|>user" in json.loads(line)["prompt"] for line in predictions), "the tokenizer that was trained here, with ChatML"
+    assert all("<|im_start|>user" in json.loads(line)["prompt"] for line in predictions), (
+        "the tokenizer that was trained here, with ChatML"
+    )
     scored = program("eval", "RUN=scored", "CHECKPOINT=last", f"DATA={other}", *few)
     assert scored.code == 0 and scored.json["rougeL"]["n"] == 3 and scored.json["settings"]["data"] == str(other), scored.err
 
