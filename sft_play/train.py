@@ -335,6 +335,6 @@ def planned(plan: Plan, rank: int, *, resumed: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     code = main()
-    if code not in IN_ORDER:
+    if code not in IN_ORDER:  # after a stop trackers may have something to send: `StopRequest` gives them a few seconds
         os._exit(code)  # peers may hang in a collective operation that this rank has left; the launcher ends them
     sys.exit(code)

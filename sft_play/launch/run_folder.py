@@ -120,6 +120,11 @@ _heard: list[int] = []
 """Signals that came inside `ended_by_signals` and have not ended it yet."""
 
 
+def signals_to_hear() -> list[signal.Signals]:
+    """Returns `STOPS`, without SIGHUP where `nohup` has it ignored."""
+    return [number for number in STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
 def stop_code(number: int) -> int:
     """Returns the exit code of a stop that this signal asked for."""
     return 130 if number == signal.SIGINT else 143
@@ -143,7 +148,7 @@ def ended_by_signals() -> Iterator[None]:
             first = time.monotonic()
             raise_what_was_heard()
 
-    previous = {number: signal.signal(number, end) for number in STOPS}
+    previous = {number: signal.signal(number, end) for number in signals_to_hear()}
     try:
         yield
     finally:

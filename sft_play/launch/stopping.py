@@ -13,7 +13,7 @@ from types import FrameType
 
 import psutil
 
-from sft_play.launch.run_folder import STOPS
+from sft_play.launch.run_folder import signals_to_hear
 from sft_play.launch.watch import Watch, is_alive
 
 LEAVE_SECONDS = 24.0
@@ -67,6 +67,11 @@ class Stop:
         if not workers and process.poll() is None and not self.asked:
             process.terminate()
 
+    def is_done(self, watch: Watch) -> bool:
+        """Whether all workers have left and said why: then nobody needs to wait for their parent's clearing up."""
+        left = bool(watch.workers) and not any(is_alive(worker) for worker in watch.workers)
+        return left and all(watch.run.rank_exit(rank).is_file() for rank in watch.ranks)
+
     def late(self, watch: Watch) -> list[int]:
         """Returns the ranks that should have left by now, and do not write a checkpoint."""
         if time.monotonic() - self.since < LEAVE_SECONDS:
@@ -82,7 +87,7 @@ def _saves(watch: Watch, rank: int) -> bool:
 @contextlib.contextmanager
 def signals_noted(stop: Stop) -> Iterator[None]:
     """Lets `stop` hear the signals meanwhile."""
-    previous = {number: signal.signal(number, stop.note) for number in STOPS}
+    previous = {number: signal.signal(number, stop.note) for number in signals_to_hear()}
     try:
         yield
     finally:

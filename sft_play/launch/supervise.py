@@ -80,7 +80,7 @@ def _wait(process: subprocess.Popen[bytes], stop: Stop, watch: Watch, mark: str)
             say(f"ranks {', '.join(map(str, late))} have not left within {LEAVE_SECONDS:.0f} s; killing all workers")
         if stop.at_once and not killed:
             say("killing the workers")
-        if not killed and (late or stop.at_once or watch.is_over(stopping=stop.wanted)):
+        if not killed and (late or stop.at_once or (stop.wanted and stop.is_done(watch)) or watch.is_over(stopping=stop.wanted)):
             killed = True
             _kill_descendants(process, mark)
         time.sleep(POLL_SECONDS)

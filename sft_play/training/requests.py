@@ -62,6 +62,7 @@ class StopRequest:
     saved: int | None = None
     """The step of the newest checkpoint of this process."""
     _ended: bool = False
+    _code: int = 1
     _ending: threading.Lock = field(default_factory=threading.Lock)
 
     def listen(self) -> None:
@@ -89,7 +90,7 @@ class StopRequest:
         with self._ending:
             if not self._ended:
                 leave_record(self.run, self.rank, self.with_facts(record))
-                self._ended = True
+                self._code, self._ended = int(record["code"]), True
 
     def with_facts(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Returns an exit record of a stop with what is known of it; any other as it is."""
@@ -116,7 +117,7 @@ class StopRequest:
                 self._leave(f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint; the last one is whole")
             time.sleep(LOOK_SECONDS)
         time.sleep(AFTER_SAVE_SECONDS)  # an interpreter that hangs in its last clearing up must not keep its launcher waiting
-        os._exit(code_of(self.heard or signal.SIGTERM))
+        os._exit(self._code)
 
     def _leave(self, why: str) -> None:
         assert self.heard is not None

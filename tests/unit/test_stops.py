@@ -124,6 +124,16 @@ def test_the_first_signal_counts_and_only_ctrl_c_hurries() -> None:
     assert stop.at_once and stop.signals[0] == signal.SIGUSR1
 
 
+def test_nohup_is_obeyed() -> None:
+    program = "import signal, sys\nfrom sft_play.launch.run_folder import signals_to_hear\nprint([n.name for n in signals_to_hear()])"
+    said = {}
+    for before in ("", "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"):
+        words = [sys.executable, "-c", f"import signal\n{before}{program}"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        said[before] = subprocess.run(words, capture_output=True, text=True, env=env, timeout=60, check=True).stdout
+    assert ["SIGHUP" in text for text in said.values()] == [True, False] and all("SIGUSR1" in text for text in said.values())
+
+
 STOPPED: dict[str, Any] = {"code": 143, "time": 1.0, "stop": {"signal": "SIGTERM", "phase": "training", "step": 7, "saved": 7}}
 
 
