@@ -29,7 +29,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-class Model(torch.nn.Module):
+class Model(torch.nn.Module):  # type: ignore[misc]
     """Sizes that no world divides."""
 
     def __init__(self) -> None:
