@@ -20,6 +20,7 @@ from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
 from sft_play.launch.deepspeed_resolve import resolve
 from sft_play.launch.disk import require_disk_space
 from sft_play.launch.environment import worker_environment
+from sft_play.launch.extension_locks import remove_abandoned_locks
 from sft_play.launch.job import Job, job_of
 from sft_play.launch.local import show_launch, worker_arguments
 from sft_play.launch.options import CommandStrategy, read_options
@@ -259,6 +260,8 @@ def _attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpo
     """Writes the run's files and runs the workers to their end. With an `event`, which is recorded, plan and command are shown."""
     notices = write_launch_files(job, plan, run)
     environment = worker_environment(plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads)
+    if plan.strategy.startswith("zero"):
+        remove_abandoned_locks(environment.variables)
     arguments = worker_arguments(run, job.node, checkpoint=checkpoint)
     console = sys.stderr if job.call.json else sys.stdout
     if event:
