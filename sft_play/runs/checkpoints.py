@@ -7,6 +7,7 @@ writes holds the run's writer lock, which the kernel gives back however it ends:
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -180,11 +181,11 @@ def _no_writer(run: RunFolder) -> Iterator[bool]:
         yield False
         return
     try:
+        free = True
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield True
+        except OSError as error:
+            free = error.errno not in (errno.EACCES, errno.EAGAIN)  # any other says that this disk knows no locks
+        yield free
     finally:
         os.close(descriptor)
