@@ -105,6 +105,9 @@ def verify(folder: Path, *, needed: Callable[[str], bool] | None = None, from_di
         return f"its manifest cannot be read: {error}"
     if not listed:
         return "its manifest lists no file"
+    outside = next((name for name in listed if Path(name).is_absolute() or ".." in Path(name).parts), None)
+    if outside is not None:
+        return f"its manifest names `{outside}`, which is not in the folder"
     chosen = {name: facts for name, facts in listed.items() if needed is None or needed(name)}
     return damage(folder, chosen, from_disk=from_disk)
 

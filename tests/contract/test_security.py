@@ -24,6 +24,7 @@ from sft_play.errors import CheckpointError, DataError, UserError
 from sft_play.launch.environment import mask
 from sft_play.model.folder import check_folder, check_trained, refuse_foreign_code
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import verify
 from sft_play.runs.weights import weights_folder
 from tests.conftest import Program, environment
 from tests.documents import ROOT
@@ -389,6 +390,12 @@ def test_a_checkpoint_is_a_name_and_no_path(wanted: str, tmp_path: Path) -> None
     (run.checkpoints / "step-000001").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="has no checkpoint"):
         weights_folder(run, wanted)
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/hostname", "a/../../x"])
+def test_a_manifest_names_only_files_of_its_checkpoint(name: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": {name: {"bytes": 1, "sha256": "0" * 64}}}))
+    assert verify(tmp_path) == f"its manifest names `{name}`, which is not in the folder"
 
 
 def test_a_link_among_checkpoints_does_not_lead_out(tmp_path: Path) -> None:
