@@ -24,8 +24,8 @@ from sft_play.plan.scratch import label
 from sft_play.runs.checkpoints import clean_up, newest_valid
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
-from sft_play.runs.states_facts import check_states, read_facts
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
+from sft_play.runs.states_facts import check_states, read_facts
 
 
 def launch_facts(options: LaunchOptions) -> dict[str, Any]:
