@@ -13,7 +13,9 @@ from sft_play.config.ranges import REFUSED
 
 SECRET = re.compile(r"(.*[_.])?(token|api_?key|secret|secret_key|access_key|password|passwd|credentials?)", re.IGNORECASE)
 """Names of what must never stand in a file or on a command line."""
-SECRETS_HINT = "tokens and passwords come from the environment (`HF_TOKEN` for the hub) or from `hf auth login`, and are never written down"
+SECRETS_HINT = (
+    "tokens and passwords come from the environment (`HF_TOKEN` for the hub) or from `hf auth login`, and are never written down"
+)
 
 ALIASES: Mapping[str, str] = {
     # transformers, TRL, PEFT
@@ -178,6 +180,14 @@ def _by_likeness(flat: str, rest: str, section: str, known: set[str]) -> str | N
 
 
 ALIASES_OF_KEYS: Mapping[str, str] = {name: key for name, key in ALIASES.items() if not key.isupper()}
+
+
+def closest_section(name: str) -> str | None:
+    """Returns the section of a file (`data`) that a mistyped one (`bata`) stands for."""
+    close = get_close_matches(
+        name.lower(), [section for section in sections() if section and "." not in section], n=1, cutoff=0.7
+    )
+    return close[0] if close else None
 
 
 def refusal(key: str) -> tuple[str | None, str] | None:

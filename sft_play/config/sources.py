@@ -126,7 +126,7 @@ def _unknown_key(key: str, place: str, node: Node, *, look: bool = True) -> User
         return UserError(f"unknown key `{key}`", place=place, hint=names.SECRETS_HINT)
     if meant := names.settings(leaf, node.text if node.text is not None else str(node.value)):
         return UserError(f"unknown key `{key}`", place=place, hint=f"here that is {_listed(meant)}")
-    better = names.suggest(leaf, section) if look else None
+    better = (None if section else names.closest_section(leaf)) or (names.suggest(leaf, section) if look else None)
     hint = f"did you mean `{better}`?" if better else "docs/configuration.md lists every key"
     return UserError(f"unknown key `{key}`", place=place, hint=hint)
 

@@ -14,7 +14,7 @@ CASES = {
     "missing file": (None, [], "there is no file `"),
     "YAML syntax": ("model: {name: x\ntrain: 1\n", [], "x.yaml:2:6: not YAML"),
     "unknown key": (GOOD + "train:\n  learning_rat: 1\n", [], "x.yaml:4: unknown key `train.learning_rat`"),
-    "unknown section": (GOOD + "trian: {seed: 1}\n", [], "x.yaml:3: unknown key `trian`"),
+    "unknown section": (GOOD + "trian: {seed: 1}\n", [], "did you mean `train`?"),
     "key of another tool": (GOOD + "lora_r: 8\n", [], "did you mean `tuning.lora.r`?"),
     "unknown variable": (GOOD, ["TRAIN_LEARNIG_RATE=1"], "did you mean `TRAIN_LEARNING_RATE=1`?"),
     "short of an option": (GOOD, ["NUM_GPU=2"], "did you mean `NUM_GPUS=2`?"),
