@@ -82,7 +82,7 @@ class StopOnRequest(TrainerCallback):
         self.request.step = state.global_step
         self.request.saved = state.global_step or None
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            self.request.share(_store())
+            self.request.share(_store)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.request.step = state.global_step

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,9 +81,9 @@ class StopRequest:
             self.heard, self.during = number, self.doing.phase
             threading.Thread(target=self._wait, name="time to leave", daemon=True).start()
 
-    def share(self, store: Any) -> None:
-        """Tells other ranks through `store` (a torch `Store` of this thread's own), and hears from them, about every second."""
-        threading.Thread(target=self._share, args=(store,), name="requests to others", daemon=True).start()
+    def share(self, connect: Callable[[], Any]) -> None:
+        """Tells other ranks and hears from them, about every second, through a torch `Store` that `connect` opens for it alone."""
+        threading.Thread(target=self._share, args=(connect,), name="requests to others", daemon=True).start()
 
     def finish(self, record: Mapping[str, Any]) -> None:
         """Writes this process's exit record; from here on it only has to leave."""
@@ -130,9 +130,10 @@ class StopRequest:
             leave_record(self.run, self.rank, self.with_facts({"code": code_of(self.heard), "error": "", "note": why}))
             os._exit(code_of(self.heard))
 
-    def _share(self, store: Any) -> None:
+    def _share(self, connect: Callable[[], Any]) -> None:
         told = False
-        with contextlib.suppress(RuntimeError):  # the store goes with the last process; whoever misses it is told by other ways
+        with contextlib.suppress(RuntimeError):  # without a store, and when it is gone, ranks still agree at the end of each step
+            store = connect()
             while not self._ended:
                 if self.heard is not None and not told:
                     store.set(KEY, str(int(self.heard)))
