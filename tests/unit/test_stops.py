@@ -56,6 +56,27 @@ if child == 0:
     os._exit(0)
 print('helper ended with', os.waitpid(child, 0)[1], request.heard, flush=True)
 """
+SHARED = """
+from datetime import timedelta
+from torch.distributed import TCPStore
+server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+def connect():
+    return TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+def refused():
+    raise RuntimeError("there is no store")
+requests.PATIENCE_SECONDS = 60.0
+other = requests.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=1, doing=Activity())
+alone = requests.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=2, doing=Activity())
+for one, way in ((request, connect), (other, connect), (alone, refused)):
+    one.nothing_to_save = False
+    one.share(way)
+print('ready', flush=True)
+while other.heard is None:
+    time.sleep(0.1)
+print('heard', other.heard, alone.heard, flush=True)
+import os
+os._exit(0)
+"""
 
 
 def start(folder: Path, body: str) -> tuple[subprocess.Popen[str], str]:
@@ -111,6 +132,13 @@ def test_helpers_neither_die_of_the_signal_nor_pass_it_on(tmp_path: Path) -> Non
     assert "helper ended with 0 None" in output
 
 
+def test_other_ranks_hear_of_it_between_steps(tmp_path: Path) -> None:
+    process, _ = start(tmp_path, SHARED)
+    process.send_signal(signal.SIGUSR1)
+    output, error = process.communicate(timeout=60)
+    assert output == f"heard {int(signal.SIGUSR1)} None\n", error
+
+
 def test_the_first_signal_counts_and_only_ctrl_c_hurries() -> None:
     stop = Stop()
     stop.note(signal.SIGUSR1)
@@ -125,7 +153,9 @@ def test_the_first_signal_counts_and_only_ctrl_c_hurries() -> None:
 
 
 def test_nohup_is_obeyed() -> None:
-    program = "import signal, sys\nfrom sft_play.launch.run_folder import signals_to_hear\nprint([n.name for n in signals_to_hear()])"
+    program = (
+        "import signal, sys\nfrom sft_play.launch.run_folder import signals_to_hear\nprint([n.name for n in signals_to_hear()])"
+    )
     said = {}
     for before in ("", "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"):
         words = [sys.executable, "-c", f"import signal\n{before}{program}"]
