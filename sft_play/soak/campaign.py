@@ -25,6 +25,8 @@ AIMS = {"time": 55, SAVING: 22, EVALUATING: 10, PREPARING: 8, PUBLISHING: 5}
 """Weights: a random moment, or a random moment inside a phase that is waited for, since short phases are seldom hit."""
 WITHIN = {SAVING: 0.4, EVALUATING: 1.0, PREPARING: 2.0, PUBLISHING: 0.1}
 """How long after a phase began it is killed at the latest, in seconds, before its true length is known."""
+IN_STEPS = 0.45
+"""Share of the random moments that lie after the start-up, which takes most of a short run's time."""
 MOST_FAILURES = 3
 """Launches in a row that may fail by themselves before the soak gives up."""
 LOGS_KEPT = 30
@@ -151,15 +153,17 @@ def begin_run(soak: Soak) -> None:
 
 
 def choose_aim(state: State, chance: random.Random) -> Aim:
-    """Returns the next moment: anywhere between the start and some seconds of steps, or inside a phase."""
+    """Returns the next moment: anywhere in the start-up or in some seconds of steps, or inside a phase."""
     kinds = dict(AIMS)
     if state.run_kills:  # the rows are cached by now, so that the preparation is short
         kinds[PREPARING] //= 2
     kind = chance.choices(list(kinds), list(kinds.values()))[0]
     if kind != "time":
-        return Aim(kind=kind, seconds=chance.uniform(0, state.marks.get(f"{kind} lasts", WITHIN[kind])))
+        return Aim(kind=kind, seconds=chance.uniform(0, 0.9 * state.marks.get(f"{kind} lasts", WITHIN[kind])))
     ready, end = state.marks.get(TRAINING, 10.0), state.marks["end"]
-    return Aim(kind="time", seconds=chance.uniform(0.05, ready + min(end - ready, 2 + 0.5 * ready)))
+    if chance.random() < IN_STEPS:
+        return Aim(kind="time", seconds=chance.uniform(ready, ready + min(end - ready, 2 + 0.5 * ready)))
+    return Aim(kind="time", seconds=chance.uniform(0.05, ready))
 
 
 def learn(state: State, ended: Ended) -> None:

@@ -154,7 +154,8 @@ def aimed_at(watcher: Watcher, phase: str) -> bool:
 def _shoot(watcher: Watcher, aim: Aim, chance: random.Random) -> Shot | None:
     """Kills one process, or all; the phase is what was seen right before, and a save counts only if it is unfinished right after."""
     family = watcher.family
-    family.look()
+    if aim.kind not in (SAVING, PUBLISHING):  # looking takes a part of so short a phase, and all processes are known by then
+        family.look()
     living = family.living()
     target = choose_target(list(living.values()), chance)
     if target is None:

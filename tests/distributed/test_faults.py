@@ -123,7 +123,7 @@ def test_a_base_model_that_has_changed_is_refused(torn: tuple[Launcher, RunFolde
     launcher, run, _ = torn
     weights = own_model / "model.safetensors"
     before = weights.read_bytes()
-    checkpoints = {path: path.stat().st_mtime_ns for path in run.checkpoints.rglob("*")}
+    checkpoints = {path: path.lstat().st_mtime_ns for path in run.checkpoints.rglob("*")}
     try:
         weights.write_bytes(before[:-4] + bytes([before[-4] ^ 1]) + before[-3:])
         done = launcher("resume", "RUN=half")
@@ -135,7 +135,7 @@ def test_a_base_model_that_has_changed_is_refused(torn: tuple[Launcher, RunFolde
         assert str(own_model) in one_error(done.stderr)
     finally:
         weights.write_bytes(before)
-    assert {path: path.stat().st_mtime_ns for path in run.checkpoints.rglob("*")} == checkpoints
+    assert {path: path.lstat().st_mtime_ns for path in run.checkpoints.rglob("*")} == checkpoints
 
 
 def test_training_rows_that_have_changed_are_refused(
