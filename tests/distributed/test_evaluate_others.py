@@ -77,9 +77,9 @@ def test_other_rows_of_a_run_and_a_plain_model_beside_it(place: Place) -> None:
 
 
 def test_runs_side_by_side(place: Place) -> None:
-    done = place.run("compare", "RUNS=one@base one", "METRIC=chrf", "ROWS=3", "JSON=1")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    done = place.call("compare", "RUNS=one@base one", "METRIC=chrf", "ROWS=3", "JSON=1")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
     assert found["settings"] == {}
     assert found["facts"]["weights"][1].endswith("(step 2)")
     lines = [
@@ -98,10 +98,10 @@ def test_runs_side_by_side(place: Place) -> None:
     first = found["rows"][0]
     assert [one["answer"] for one in first["answers"]] == [side[first["row"]]["answer"] for side in lines]
 
-    shown = place.run("compare", "RUNS=one@base,one")
-    assert shown.returncode == 0, shown.stderr
-    assert "paired difference" in shown.stdout
-    assert f"{found['losses']['loss'][0]:.4g}" in shown.stdout
+    shown = place.call("compare", "RUNS=one@base,one")
+    assert shown.code == 0, shown.err
+    assert "paired difference" in shown.out
+    assert f"{found['losses']['loss'][0]:.4g}" in shown.out
 
 
 def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
@@ -110,14 +110,14 @@ def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
     answers = runs / "elsewhere" / "eval" / "step-000002" / "predictions.jsonl"
     lines = [json.loads(line) for line in answers.read_text().splitlines()]
     answers.write_text("".join(json.dumps({**line, "reference": "another"}) + "\n" for line in lines))
-    done = place.run("compare", "RUNS=one elsewhere")
-    assert done.returncode == 4, done.stderr
-    assert "answered no row in common" in done.stderr
+    done = place.call("compare", "RUNS=one elsewhere")
+    assert done.code == 4, done.err
+    assert "answered no row in common" in done.err
 
     answers.write_text("".join(json.dumps({**line, "row": line["row"] + 1000 * (i < 2)}) + "\n" for i, line in enumerate(lines)))
-    done = place.run("compare", "RUNS=one elsewhere", "JSON=1")
-    assert done.returncode == 0, done.stderr
-    assert "2 of 7 answers of `elsewhere` are left out" in " ".join(json.loads(done.stdout)["notes"])
+    done = place.call("compare", "RUNS=one elsewhere", "JSON=1")
+    assert done.code == 0, done.err
+    assert "2 of 7 answers of `elsewhere` are left out" in " ".join(json.loads(done.out)["notes"])
     shutil.rmtree(runs / "elsewhere")
 
 

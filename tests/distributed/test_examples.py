@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, environment, metrics
+from tests.conftest import ROOT, Program, environment, metrics
 
 EXAMPLES = {
     "02_your_jsonl": ("single", 8), "03_two_processes": ("ddp", 8), "04_zero": ("zero2", 8), "05_fsdp2": ("fsdp2", 8),
@@ -28,7 +28,22 @@ def command_of(example: str) -> list[str]:
     return shlex.split(block.group(1))
 
 
+LONG = ("05_fsdp2",)
+"""The same command with the same number of processes is in test_training_equivalence.py."""
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_planned_as_its_readme_says(example: str, tiny: Path, in_process: Program) -> None:
+    _, command, *words = command_of(example)
+    typed = [word for word in words if not word.startswith("RUN_NAME=")]
+    own = [f"MODEL_NAME={tiny}"] if example != "08_from_scratch" else []
+    strategy = {"train-fsdp": ["LAUNCH_STRATEGY=fsdp2"]}.get(command, [])
+    done = in_process("plan", *typed, *own, *strategy, "HARDWARE=cpu", "JSON=1")
+    assert done.code == 0, done.err
+    assert (done.json["strategy"], done.json["global_batch_size"]) == EXAMPLES[example]
+
+
+@pytest.mark.parametrize("example", [pytest.param(one, marks=pytest.mark.long if one in LONG else ()) for one in EXAMPLES])
 def test_an_example_runs_as_its_readme_says(example: str, tiny: Path, cache: Path, tmp_path: Path) -> None:
     make, *words = command_of(example)
     assert make == "make"

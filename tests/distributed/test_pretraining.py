@@ -140,8 +140,8 @@ def test_sharding_strategies_read_the_same_random_weights(command: list[str], pr
 
 
 @pytest.mark.parametrize("source", ["formula", "trace"])
-def test_the_preset_is_planned_by_formula_and_by_trace(source: str, program: Program) -> None:
-    done = program("plan", "CONFIG=configs/from_scratch.yaml", "HARDWARE=24GB", f"SOURCE={source}", "JSON=1")
+def test_the_preset_is_planned_by_formula_and_by_trace(source: str, in_process: Program) -> None:
+    done = in_process("plan", "CONFIG=configs/from_scratch.yaml", "HARDWARE=24GB", f"SOURCE={source}", "JSON=1")
     assert done.code == 0, done.err
     plan = done.json
     assert (plan["source"], plan["global_batch_size"]) == (source, 32)

@@ -114,8 +114,8 @@ def test_a_metric_that_cannot_be_had_is_an_error_before_anything_starts(place: P
         ("[rouge1,blue]", 2, "did you mean `bleu`?"),
         (f"[evaluate:{place.folder / 'nothing'}]", 4, "no folder or script"),
     ):
-        done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=refused", f"EVAL_METRICS={metric}")
-        assert done.returncode == code, done.stderr
-        assert words in done.stderr
-        assert "Traceback" not in done.stderr
+        done = place.call("train", f"CONFIG={place.config}", "RUN_NAME=refused", f"EVAL_METRICS={metric}")
+        assert done.code == code, done.err
+        assert words in done.err
+        assert "Traceback" not in done.err, "not of the preparation either, which is a process of its own"
         assert not Path(place.folder / "runs" / "refused").exists()
