@@ -114,6 +114,7 @@ def test_what_a_turn_thinks(message: Message, thought: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_is_left_out_is_printed_and_stands_in_the_manifest(tiny: Path, program: Program, tmp_path: Path) -> None:
     data, config = tmp_path / "thoughts.jsonl", tmp_path / "x.yaml"
     data.write_text("".join(json.dumps({"messages": m}) + "\n" for m in (APART, WITHIN)), encoding="utf-8")
