@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.errors import CheckpointError
 from sft_play.runs.states_facts import check_states, optimizer_file, random_file
-from sft_play.training.states.facts import plain, restored, set_groups
+from sft_play.training.states.facts import groups_of, plain, restored, scheduler_of, set_groups, set_scheduler
 from sft_play.training.states.pieces import Piece, flat_shares, partition, reads
 from sft_play.training.states.random_states import fresh_seed, random_states, restore_random_states
 from sft_play.training.states.shelf import INDEX, Shelf
@@ -166,6 +166,35 @@ def test_groups_keep_how_they_are_computed() -> None:
     assert group["params"][0] is weight
     with pytest.raises(CheckpointError, match="2 groups"):
         set_groups(optimizer, [{}, {}])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 0), (1,)), ((1,), (1, 0)), ((0, 1), (1,)), ((1, 0), (1, 0)), ((1, 1), (1, 1))]
+)
+def test_a_schedule_goes_on_where_groups_without_parameters_were_dropped(before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    def made(filled: tuple[int, ...]) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(1))] if has else []} for has in filled]
+        optimizer = torch.optim.AdamW(groups, lr=0.5)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+    optimizer, scheduler = made(before)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    kept, groups = json.loads(json.dumps(scheduler_of(scheduler, optimizer))), groups_of(optimizer)
+    again, other = made(after)
+    set_groups(again, groups)
+    set_scheduler(other, again, kept)
+    for _ in range(2):
+        rates = [
+            [group["lr"] for group, has in zip(one.param_groups, filled, strict=True) if has]
+            for one, filled in ((optimizer, before), (again, after))
+        ]
+        assert rates[0] == rates[1]
+        assert other.last_epoch == scheduler.last_epoch
+        for stepped in (scheduler, other):
+            stepped.optimizer.step()
+            stepped.step()
 
 
 def draws() -> list[Any]:

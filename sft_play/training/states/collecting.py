@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from sft_play.runs.states_facts import FORMAT, NAME, StatesFacts, optimizer_file, random_file
 from sft_play.training.states.bundles import Bundle, Layout, Share, layout_of
-from sft_play.training.states.facts import ELEMENTWISE, engine_of, groups_of, plain, scaler_of
+from sft_play.training.states.facts import ELEMENTWISE, engine_of, groups_of, plain, scaler_of, scheduler_of
 from sft_play.training.states.pieces import Kind, Piece
 from sft_play.training.states.random_states import random_states
 from sft_play.training.states.shelf import INDEX
@@ -141,7 +141,7 @@ def _facts(trainer: Any, layout: Layout, collector: _Collector) -> StatesFacts:
         reshardable=name in ELEMENTWISE and all(one.kind != "rank" for one in collector.pieces),
         files=world if layout.sharded else 1,
         groups=groups_of(layout.optimizer),
-        scheduler=plain(trainer.lr_scheduler.state_dict(), "scheduler") if trainer.lr_scheduler is not None else None,
+        scheduler=scheduler_of(trainer.lr_scheduler, layout.optimizer),
         scaler=scaler_of(trainer),
         engine=engine_of(trainer),
         counters=trainer.counters(),

@@ -79,6 +79,31 @@ def set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
                 group[name] = tuple(value) if isinstance(value, list) else value
 
 
+def scheduler_of(scheduler: Any, optimizer: Any) -> dict[str, Any] | None:
+    """Returns a scheduler's state, and which of the groups that it counts have parameters: DeepSpeed drops those without."""
+    if scheduler is None:
+        return None
+    return {"state": plain(scheduler.state_dict(), "scheduler"), "filled": _filled(optimizer)}
+
+
+def set_scheduler(scheduler: Any, optimizer: Any, kept: dict[str, Any] | None) -> None:
+    """Puts a scheduler's state back; its values for groups that have no parameters here stay what they are now."""
+    if scheduler is None or kept is None:
+        return
+    state, now, filled = restored(kept["state"]), scheduler.state_dict(), _filled(optimizer)
+    if len(filled) != len(kept["filled"]):
+        for name, value in state.items():
+            if isinstance(value, list) and len(value) == len(kept["filled"]):
+                mine = iter([one for one, has in zip(value, kept["filled"], strict=True) if has])
+                state[name] = [next(mine) if has else one for one, has in zip(now[name], filled, strict=True)]
+    scheduler.load_state_dict(state)
+
+
+def _filled(optimizer: Any) -> list[bool]:
+    found = [bool(group["params"]) for group in optimizer.param_groups]
+    return found if any(found) else [True] * len(found)
+
+
 def scaler_of(trainer: Any) -> dict[str, Any] | None:
     """Returns the state of the loss scaler, accelerate's or DeepSpeed's; `None` where the run has none."""
     if trainer.is_deepspeed_enabled:

@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from sft_play.errors import CheckpointError
 from sft_play.runs.states_facts import check_states, optimizer_file, read_facts
 from sft_play.training.states.bundles import Bundle, layout_of
-from sft_play.training.states.facts import restored, set_engine, set_groups, set_scaler
+from sft_play.training.states.facts import restored, set_engine, set_groups, set_scaler, set_scheduler
 from sft_play.training.states.random_states import restore_random_states
 from sft_play.training.states.shelf import Shelf, dtype_of
 
@@ -45,8 +45,7 @@ def restore(trainer: Any, checkpoint: Path) -> None:
                 layout.optimizer.state[bundle.key] = state
         layout.finish()
     set_groups(layout.optimizer, facts.groups)
-    if facts.scheduler is not None and trainer.lr_scheduler is not None:
-        trainer.lr_scheduler.load_state_dict(restored(facts.scheduler))
+    set_scheduler(trainer.lr_scheduler, layout.optimizer, facts.scheduler)
     set_scaler(trainer, facts.scaler)
     set_engine(trainer, facts.engine)
     trainer.set_counters(facts.counters)
