@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.options import options_of
 from benchmarks.training import MODEL, describe_machine
 from sft_play.config.load import load_config, save_config
 from sft_play.files import write_json, write_text
@@ -65,12 +66,11 @@ class Setting:
 
 def main(arguments: Sequence[str]) -> int:
     """Measures, prints the table, and writes it when asked; 1 when a goal is missed."""
-    options = dict(argument.split("=", 1) for argument in arguments)
-    pairs, rows, tokens = (int(options.pop(name, value)) for name, value in (("pairs", 1), ("rows", 200), ("tokens", 128)))
-    document = options.pop("write", None)
-    if options:
-        print(f"unknown arguments: {', '.join(options)}; there are pairs, rows, tokens and write", file=sys.stderr)
+    options = options_of(arguments, pairs=1, rows=200, tokens=128)
+    if options is None:
         return 2
+    numbers, document = options
+    pairs, rows, tokens = numbers["pairs"], numbers["rows"], numbers["tokens"]
     with tempfile.TemporaryDirectory(prefix="bench-evaluation-") as folder:
         setting = prepare(Path(folder), rows, tokens)
     found = measure(setting, pairs)

@@ -26,8 +26,10 @@ from statistics import median
 
 import psutil
 
+from benchmarks.options import options_of
 from benchmarks.training import MODEL, describe_machine
 from sft_play.files import write_json, write_text
+from sft_play.plan.detect import cpu_threads
 
 ROWS, PAIRS = 200_000, 1
 WORDS = (19, 48)
@@ -68,12 +70,11 @@ def main(arguments: Sequence[str]) -> int:
     """Measures, prints the table, and writes the page when asked; 1 when a bound is missed."""
     if arguments and arguments[0] == PLAIN:
         return plain(*arguments[1:])
-    options = dict(argument.split("=", 1) for argument in arguments)
-    rows, pairs = int(options.pop("rows", ROWS)), int(options.pop("pairs", PAIRS))
-    document = options.pop("write", None)
-    if options:
-        print(f"unknown arguments: {', '.join(options)}; there are rows, pairs and write", file=sys.stderr)
+    options = options_of(arguments, rows=ROWS, pairs=PAIRS)
+    if options is None:
         return 2
+    numbers, document = options
+    rows, pairs = numbers["rows"], numbers["pairs"]
     found: dict[str, list[Measurement]] = {name: [] for name in NAMES}
     for pair in range(pairs):
         with tempfile.TemporaryDirectory(prefix="bench-preparation-") as folder:
@@ -91,7 +92,10 @@ def measure(folder: Path, rows: int, seed: int) -> dict[str, Measurement]:
     """Runs both on a new file of conversations, and ours again from the cache."""
     file = write_rows(folder / "rows.jsonl", rows, seed)
     config = folder / "bench.yaml"
-    settings = {"model": {"name": MODEL, "max_seq_len": 2048}, "data": {"sources": [{"path": str(file)}], "num_proc": cores()}}
+    settings = {
+        "model": {"name": MODEL, "max_seq_len": 2048},
+        "data": {"sources": [{"path": str(file)}], "num_proc": cpu_threads()},
+    }
     write_json(config, settings)  # JSON is YAML
     command = [sys.executable, "-m", "sft_play", "data", f"CONFIG={config}", "JSON=1"]
     cache = {"SFT_PLAY_CACHE": str(folder / "cache"), "HF_DATASETS_CACHE": str(folder / "datasets")}
@@ -104,7 +108,7 @@ def measure(folder: Path, rows: int, seed: int) -> dict[str, Measurement]:
     manifest = json.loads(output)["train"]
     assert manifest["rows_read"] == rows, manifest
     again, _ = run_measured(command, cache)
-    work = [sys.executable, "-m", "benchmarks.preparation", PLAIN, str(file), str(folder / "mapped"), model, str(cores())]
+    work = [sys.executable, "-m", "benchmarks.preparation", PLAIN, str(file), str(folder / "mapped"), model, str(cpu_threads())]
     theirs, output = run_measured(work, cache)
     tokens = manifest["split"]["tokens"]
     return {
@@ -130,11 +134,6 @@ def plain(file: str, folder: str, model: str, processes: str) -> int:
     mapped.save_to_disk(folder)
     print(sum(mapped["length"]))
     return 0
-
-
-def cores() -> int:
-    """Returns the cores that this process may use: as many processes do both use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def write_rows(path: Path, count: int, seed: int) -> Path:
@@ -205,7 +204,7 @@ def held_bytes(pid: int) -> int:
 def table(found: Mapping[str, Sequence[Measurement]], rows: int, pairs: int) -> tuple[str, bool]:
     """Returns the table as markdown, and whether all bounds hold."""
     lines = [
-        f"{time.strftime('%Y-%m-%d')}, {describe_machine()}; {rows:,} rows, {cores()} processes, "
+        f"{time.strftime('%Y-%m-%d')}, {describe_machine()}; {rows:,} rows, {cpu_threads()} processes, "
         f"load average {os.getloadavg()[0]:.0f}, "
         + (f"medians of {pairs} interleaved pairs:" if pairs > 1 else "one measurement each:"),
         "",

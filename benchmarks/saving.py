@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.options import options_of
 from benchmarks.training import MODEL, describe_machine, run_measured
 from sft_play.data.builtin import read_builtin
 from sft_play.files import read_json, write_json, write_text
@@ -55,12 +56,11 @@ class Found:
 
 def main(arguments: Sequence[str]) -> int:
     """Measures, prints the table, and writes it when asked; 1 when verification takes more than its goal."""
-    options = dict(argument.split("=", 1) for argument in arguments)
-    steps, every = int(options.pop("steps", 6)), int(options.pop("every", 2))
-    document = options.pop("write", None)
-    if options:
-        print(f"unknown arguments: {', '.join(options)}; there are steps, every and write", file=sys.stderr)
+    options = options_of(arguments, steps=6, every=2)
+    if options is None:
         return 2
+    numbers, document = options
+    steps, every = numbers["steps"], numbers["every"]
     found: dict[tuple[str, bool], Found] = {}
     with tempfile.TemporaryDirectory(prefix="bench-saving-", dir=os.environ.get("RUNS_DIR") or None) as folder:
         for mode in MODES:

@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.options import options_of
 from sft_play.data.batches import GlobalBatchSampler
 from sft_play.data.builtin import read_builtin
 from sft_play.files import read_json, write_json, write_text
+from sft_play.plan.detect import cpu_threads
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
@@ -59,12 +61,11 @@ class Measurement:
 
 def main(arguments: Sequence[str]) -> int:
     """Measures, prints the table, and writes it when asked; 1 when losses differ or a goal is missed."""
-    options = dict(argument.split("=", 1) for argument in arguments)
-    pairs, steps = int(options.pop("pairs", 5)), int(options.pop("steps", 8))
-    document = options.pop("write", None)
-    if options:
-        print(f"unknown arguments: {', '.join(options)}; there are pairs, steps and write", file=sys.stderr)
+    options = options_of(arguments, pairs=5, steps=8)
+    if options is None:
         return 2
+    numbers, document = options
+    pairs, steps = numbers["pairs"], numbers["steps"]
     with tempfile.TemporaryDirectory(prefix="bench-training-") as folder:
         found = measure(Path(folder), pairs, steps)
     text, good = table(found, pairs, steps)
@@ -218,9 +219,8 @@ def describe_machine() -> str:
     import transformers
 
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU, fp32"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    return f"{cores} cores ({platform.machine()}), {device}, {versions}"
+    return f"{cpu_threads()} cores ({platform.machine()}), {device}, {versions}"
 
 
 def page(text: str) -> str:
