@@ -40,7 +40,7 @@ class Watch(threading.Thread):
         self.over = threading.Event()
 
     def run(self) -> None:
-        while not self.over.wait(0.05):
+        while not self.over.wait(0.2):
             for folder in Path("/proc").glob("[0-9]*"):
                 try:
                     words = (folder / "cmdline").read_bytes().decode(errors="replace")
@@ -145,6 +145,7 @@ def test_a_run_is_repeated_from_its_folder_to_the_bit(trained: tuple[Place, str]
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_no_other_command_writes_or_shows_a_token(trained: tuple[Place, str]) -> None:
     place, _ = trained
     shown = ""
