@@ -68,7 +68,8 @@ check: $(VENV)/.dev
 	$(pytest) tests/unit tests/contract -m "not long and not gpu and not slow"
 
 test-all: $(VENV)/.bench
-	$(pytest) "$(TESTS)" -m "not gpu"
+	$(pytest) "$(TESTS)" -m "not gpu and not quiet"
+	@$(bin)/python -m pytest "$(TESTS)" -m quiet
 
 test-gpu: $(VENV)/.dev
 	@$(bin)/python -m pytest "$(TESTS)" -m gpu

@@ -131,6 +131,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Of the two halves of `make test-all`, one may have nothing to do for the `TESTS` that were named."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and "quiet" in session.config.option.markexpr:
+        session.exitstatus = pytest.ExitCode.OK
+
+
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     """Returns the rows of one kind of a run's metrics.jsonl."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

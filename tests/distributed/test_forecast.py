@@ -24,6 +24,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
+@pytest.mark.quiet
 @pytest.mark.long
 def test_the_forecast_is_near_real_runs(program: Program, small: Path, tmp_path: Path) -> None:
     rows = ragged_rows(tmp_path / "rows.jsonl", 200)
