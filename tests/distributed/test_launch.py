@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from sft_play.launch.network import free_port
 from tests.tiny_models import build_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -141,12 +142,13 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
 
 def test_two_processes_are_stopped_and_resumed(launcher: Launcher) -> None:
     process = launcher.start(
-        "train-distributed",
+        "train-distributed-tb",
         f"CONFIG={launcher.config}",
         "NUM_GPUS=2",
         "RUN_NAME=two",
         "TRAIN_MAX_STEPS=4000",
         "TRAIN_SAVE_STEPS=1000",
+        f"TENSORBOARD_PORT={free_port()}",
     )
     run = launcher.runs / "two"
     launcher.wait_for(run / "metrics.jsonl", process)
@@ -157,6 +159,8 @@ def test_two_processes_are_stopped_and_resumed(launcher: Launcher) -> None:
     assert process.returncode == 143, error
     assert "save a checkpoint" in error
     assert "make resume RUN=two" in error
+    assert "make tensorboard-stop" in error
+    assert "has ended" in launcher("tensorboard-stop").stdout
     assert not any(worker.is_running() for worker in workers.values())
     assert launcher.events("two")[-1] == launcher.events("two")[-1] | {"event": "stopped", "code": 143}
     assert (run / "logs" / "rank1.log").is_file()
