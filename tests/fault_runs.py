@@ -35,11 +35,23 @@ def tiny_config(folder: Path, model: Path, *lines: str, rows: int = 16) -> Path:
 
 @dataclass
 class Started:
-    """A launch, and its processes."""
+    """A launch, and its processes; as a context it is killed where a test has failed."""
 
     process: subprocess.Popen[str]
     run: Path
     mark: str = ""
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait(timeout=30)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        for process in self.left() if self.mark else []:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
         """Waits for something while the launch runs."""
@@ -57,18 +69,24 @@ class Started:
     def workers(self) -> dict[int, psutil.Process]:
         """Returns rank -> worker, and remembers the launch's mark."""
         found = {}
-        for child in psutil.Process(self.process.pid).children(recursive=True):
+        for child in [child for agent in self._agents() for child in agent.children()]:
             with contextlib.suppress(psutil.Error):
-                line, variables = child.cmdline(), child.environ()
-                if "sft_play.train" in line and "accelerate.commands.launch" not in line and MARK in variables:
-                    found[int(variables.get("RANK", "0"))] = child
-                    self.mark = variables[MARK]
+                if "sft_play.train" in child.cmdline():
+                    found[int(child.environ().get("RANK", "0"))] = child
+                    self.mark = child.environ()[MARK]
         return found
 
     def agent(self) -> psutil.Process:
         """Returns `accelerate launch`."""
-        children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if "accelerate.commands.launch" in child.cmdline())
+        return self._agents()[0]
+
+    def _agents(self) -> list[psutil.Process]:
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if "accelerate.commands.launch" in child.cmdline():
+                    found.append(child)
+        return found
 
     def left(self) -> list[psutil.Process]:
         """Returns the living processes of this launch, wherever they are."""

@@ -81,6 +81,8 @@ def announcement(outcome: Outcome, checkpoint: Path | None, state: Restarts) -> 
 def first_line(outcome: Outcome) -> str:
     """Returns what happened, without what follows from it."""
     line = outcome.message.strip().partition("\n")[0].removeprefix("error: ")
+    if outcome.cause == "peer":
+        return f"rank {outcome.rank} lost its connection to another rank ({line[:100]})"
     return line.removesuffix("; all other ranks were stopped").removesuffix("; all ranks were stopped")
 
 

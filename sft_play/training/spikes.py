@@ -69,7 +69,7 @@ class SpikeGuard(TrainerCallback, ExportableState):
         append_json_line(self.path, facts)
         if self.rank == 0:
             done = "its update is left out" if skipped else "the update is made"
-            times = f"{norm / median:.0f} times the median {median:.3g}" if median else f"the median is {median:.3g}"
+            times = f"{norm / median:.1f} times the median {median:.3g}" if median else f"the median is {median:.3g}"
             print(f"step {step}: the gradient norm jumps to {norm:.3g}, {times}; {done}; rows: {self.path}", flush=True)
         return skipped
 

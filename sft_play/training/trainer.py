@@ -146,13 +146,13 @@ class SftTrainer(Trainer):
         if math.isfinite(norm):
             return
         bad = self._gather((~torch.isfinite(self._window[:1])).double())[:, 0]
-        blamed = [rank for rank, flag in enumerate(bad.tolist()) if flag] or list(range(self.plan.world_size))
-        paths = [self.run.bad_rows(rank) for rank in blamed]
+        blamed = [rank for rank, flag in enumerate(bad.tolist()) if flag]
         step, mine = self.state.global_step + 1, self.args.process_index
-        if mine in blamed:
+        if not blamed or mine in blamed:
             write_json(self.run.bad_rows(mine), {"step": step, "rows": self._step_rows})
-        if len(blamed) < self.plan.world_size:
-            raise no_number("loss", float("nan"), step=step, path=paths[0], ranks=blamed)
+        if blamed:
+            raise no_number("loss", float(self._window[0]) if mine in blamed else math.nan, step=step,
+                            path=self.run.bad_rows(mine if mine in blamed else blamed[0]), ranks=blamed)  # fmt: skip
         raise no_number("gradient norm", norm, step=step, path=self.run.bad_rows(mine))
 
     def _require_finite(self, what: str, value: Any) -> None:

@@ -29,53 +29,53 @@ def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(variables: dict[str, str], config: str) -> list[tuple[int, float, float, float]]:
-    launch = start(variables, *TWO, config, name="undisturbed")
-    code, error = launch.end()
-    assert code == 0, error
-    assert json.loads((launch.run / "training_metrics.json").read_text())["restarts"] == []
-    return learnt(launch.run)
+    with start(variables, *TWO, config, name="undisturbed") as launch:
+        code, error = launch.end()
+        assert code == 0, error
+        assert json.loads((launch.run / "training_metrics.json").read_text())["restarts"] == []
+        return learnt(launch.run)
 
 
 def test_a_killed_rank(variables: dict[str, str], config: str, undisturbed: list[tuple[int, float, float, float]]) -> None:
-    launch = start(variables, *TWO, config, name="killed")
-    launch.wait_for_step(7)
-    launch.workers()[1].kill()
-    code, error = launch.end()
-    assert code == 0, error
-    assert "restarting: rank 1 was killed by SIGKILL" in error
-    assert "(restart 1 of 1)" in error
-    assert learnt(launch.run) == undisturbed
-    events = launch.events()
-    assert [event["event"] for event in events] == ["started", "restarted", "finished"]
-    assert (events[1]["rank"], events[1]["cause"]) == (1, "killed")
-    assert events[1]["checkpoint"].startswith("step-0000")
-    (restart,) = json.loads((launch.run / "training_metrics.json").read_text())["restarts"]
-    assert restart == {key: events[1][key] for key in ("rank", "cause", "error", "checkpoint")}
+    with start(variables, *TWO, config, name="killed") as launch:
+        launch.wait_for_step(7)
+        launch.workers()[1].kill()
+        code, error = launch.end()
+        assert code == 0, error
+        assert "restarting: rank 1 was killed by SIGKILL" in error
+        assert "(restart 1 of 1)" in error
+        assert learnt(launch.run) == undisturbed
+        events = launch.events()
+        assert [event["event"] for event in events] == ["started", "restarted", "finished"]
+        assert (events[1]["rank"], events[1]["cause"]) == (1, "killed")
+        assert events[1]["checkpoint"].startswith("step-0000")
+        (restart,) = json.loads((launch.run / "training_metrics.json").read_text())["restarts"]
+        assert restart == {key: events[1][key] for key in ("rank", "cause", "error", "checkpoint")}
 
 
 @pytest.mark.long
 def test_a_frozen_rank(variables: dict[str, str], config: str, undisturbed: list[tuple[int, float, float, float]]) -> None:
-    launch = start(variables, *TWO, config, name="frozen")
-    launch.wait_for_step(7)
-    launch.workers()[1].send_signal(signal.SIGSTOP)
-    code, error = launch.end()
-    assert code == 0, error
-    assert f"restarting: rank 1 ({socket.gethostname()}) is frozen" in error
-    assert learnt(launch.run) == undisturbed
+    with start(variables, *TWO, config, name="frozen") as launch:
+        launch.wait_for_step(7)
+        launch.workers()[1].send_signal(signal.SIGSTOP)
+        code, error = launch.end()
+        assert code == 0, error
+        assert f"restarting: rank 1 ({socket.gethostname()}) is frozen" in error
+        assert learnt(launch.run) == undisturbed
 
 
 @pytest.mark.long
 def test_it_gives_up_without_progress(variables: dict[str, str], config: str) -> None:
-    launch = start(variables, *TWO, config, "TRAIN_SAVE_STEPS=1000", "TRAIN_MAX_STEPS=100000", name="again")
-    launch.wait_for_step(2)
-    first = launch.workers()
-    first[0].kill()
-    launch.wait_for(lambda: 0 in (now := launch.workers()) and now[0].pid != first[0].pid)
-    (launch.run / "metrics.jsonl").unlink()
-    launch.wait_for_step(2)
-    launch.workers()[1].kill()
-    code, error = launch.end()
-    assert code == 75, error
-    assert "going on from step 0: there is no checkpoint yet" in error
-    assert "1 of 1 restart without a newer checkpoint are used up (`launch.max_restarts`)" in error
-    assert [event["event"] for event in launch.events()] == ["started", "restarted", "failed"]
+    with start(variables, *TWO, config, "TRAIN_SAVE_STEPS=1000", "TRAIN_MAX_STEPS=100000", name="again") as launch:
+        launch.wait_for_step(2)
+        first = launch.workers()
+        first[0].kill()
+        launch.wait_for(lambda: 0 in (now := launch.workers()) and now[0].pid != first[0].pid)
+        (launch.run / "metrics.jsonl").unlink()
+        launch.wait_for_step(2)
+        launch.workers()[1].kill()
+        code, error = launch.end()
+        assert code == 75, error
+        assert "going on from step 0: there is no checkpoint yet" in error
+        assert "1 of 1 restart without a newer checkpoint are used up (`launch.max_restarts`)" in error
+        assert [event["event"] for event in launch.events()] == ["started", "restarted", "failed"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,7 +28,7 @@ def variables(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.fixture(scope="module")
 def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"CONFIG={tiny_config(tmp_path_factory.mktemp('watched'), tiny)}"
+    return f"CONFIG={tiny_config(tmp_path_factory.mktemp('watched'), tiny, rows=4000)}"
 
 
 def gone_within(launch: Started, seconds: float) -> float:
@@ -39,88 +41,96 @@ def gone_within(launch: Started, seconds: float) -> float:
 
 
 def test_a_killed_launcher_leaves_no_process(variables: dict[str, str], config: str) -> None:
-    launch = start(variables, *TWO, config, name="launcher")
-    launch.wait_for_step(2)
-    assert sorted(launch.workers()) == [0, 1]
-    launch.process.kill()
-    launch.process.communicate(timeout=30)
-    gone_within(launch, 30)
-    assert "the launcher is gone; rank 0 leaves" in (launch.run / "logs" / "rank0.log").read_text()
+    with start(variables, *TWO, config, name="launcher") as launch:
+        launch.wait_for_step(2)
+        assert sorted(launch.workers()) == [0, 1]
+        launch.process.kill()
+        launch.process.communicate(timeout=30)
+        gone_within(launch, 30)
+        assert "the launcher is gone; rank 0 leaves" in (launch.run / "logs" / "rank0.log").read_text()
 
 
 @pytest.mark.long
 def test_a_killed_agent_is_named(variables: dict[str, str], config: str) -> None:
-    launch = start(variables, *TWO, config, name="agent")
-    launch.wait_for_step(2)
-    launch.workers()
-    launch.agent().kill()
-    code, error = launch.end(within=30)
-    assert code == 75, error
-    assert "`accelerate launch`) was killed by SIGKILL" in error
-    assert launch.left() == []
-    assert launch.events()[-1] | {"event": "failed", "code": 75, "rank": None} == launch.events()[-1]
+    with start(variables, *TWO, config, name="agent") as launch:
+        launch.wait_for_step(2)
+        launch.workers()
+        launch.agent().kill()
+        code, error = launch.end(within=30)
+        assert code == 75, error
+        assert "`accelerate launch`) was killed by SIGKILL" in error
+        assert launch.left() == []
+        assert launch.events()[-1] | {"event": "failed", "code": 75, "rank": None} == launch.events()[-1]
 
 
 @pytest.mark.long
 def test_a_frozen_rank_is_named_within_30_seconds(variables: dict[str, str], config: str) -> None:
-    launch = start(variables, *TWO, config, name="frozen")
-    launch.wait_for_step(2)
-    launch.workers()[1].send_signal(signal.SIGSTOP)
-    code, error = launch.end(within=30)
-    assert code == 75, error
-    assert f"rank 1 ({socket.gethostname()}) is frozen" in error
-    assert "stopped by a signal for 20 s" in error
-    assert str(launch.run / "logs" / "rank1.log") in error
-    assert launch.left() == []
+    with start(variables, *TWO, config, name="frozen") as launch:
+        launch.wait_for_step(2)
+        launch.workers()[1].send_signal(signal.SIGSTOP)
+        code, error = launch.end(within=30)
+        assert code == 75, error
+        assert f"rank 1 ({socket.gethostname()}) is frozen" in error
+        assert "stopped by a signal for 20 s" in error
+        assert str(launch.run / "logs" / "rank1.log") in error
+        assert launch.left() == []
 
 
 @pytest.mark.long
 def test_a_pause_shorter_than_that_is_no_loss(variables: dict[str, str], config: str) -> None:
-    launch = start(variables, *TWO, config, name="pause")
-    launch.wait_for_step(2)
-    everyone = [*launch.workers().values(), psutil.Process(launch.process.pid)]
-    for process in everyone:  # a computer that sleeps
-        process.send_signal(signal.SIGSTOP)
-    time.sleep(25)
-    for process in everyone:
-        process.send_signal(signal.SIGCONT)
-    step = launch.run / "metrics.jsonl"
-    size = step.stat().st_size
-    launch.wait_for(lambda: step.stat().st_size > size)
-    time.sleep(3)
-    assert launch.process.poll() is None
-    launch.process.send_signal(signal.SIGTERM)
-    assert launch.end(within=60)[0] == 143
+    with start(variables, *TWO, config, name="pause") as launch:
+        launch.wait_for_step(2)
+        everyone = [*launch.workers().values(), psutil.Process(launch.process.pid)]
+        for process in everyone:  # a computer that sleeps
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(25)
+        for process in everyone:
+            process.send_signal(signal.SIGCONT)
+        step = launch.run / "metrics.jsonl"
+        size = step.stat().st_size
+        launch.wait_for(lambda: step.stat().st_size > size)
+        time.sleep(3)
+        assert launch.process.poll() is None
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.end(within=60)[0] == 143
 
 
 @pytest.mark.long
 def test_a_rank_that_waits_for_ever_is_named_with_the_stacks_of_all(variables: dict[str, str], config: str) -> None:
     words = ("TRAIN_DATALOADER_NUM_WORKERS=1", "LAUNCH_HANG_SECONDS=8")
-    launch = start(variables, *TWO, config, *words, name="hang")
-    launch.wait_for_step(2)
-    helpers = [child for child in launch.workers()[1].children() if "resource_tracker" not in " ".join(child.cmdline())]
-    assert helpers
-    for helper in helpers:
-        helper.send_signal(signal.SIGSTOP)
-    code, error = launch.end(within=40)
-    assert code == 75, error
-    assert f"rank 1 ({socket.gethostname()}) made no step for" in error
-    assert "rank 0" in error
-    assert "waiting for other ranks" in error
-    assert "waiting for the rows of the next" in error
-    for rank in range(2):
-        assert "train.py" in (launch.run / "logs" / f"stack-rank{rank}.txt").read_text()
-    assert launch.left() == []
-    assert launch.events()[-1]["rank"] == 1
+    with start(variables, *TWO, config, *words, name="hang") as launch:
+        launch.wait_for_step(2)
+        helpers = [child for child in launch.workers()[1].children() if "resource_tracker" not in " ".join(child.cmdline())]
+        assert helpers
+        for helper in helpers:
+            helper.send_signal(signal.SIGSTOP)
+        code, error = launch.end(within=40)
+        assert code == 75, error
+        assert f"rank 1 ({socket.gethostname()}) made no step for" in error
+        assert "rank 0" in error
+        assert "waiting for other ranks" in error
+        assert "waiting for the rows of the next" in error
+        for rank in range(2):
+            assert "train.py" in (launch.run / "logs" / f"stack-rank{rank}.txt").read_text()
+        assert launch.left() == []
+        assert launch.events()[-1]["rank"] == 1
 
 
 @pytest.mark.long
 def test_a_rank_that_does_not_join_is_named(variables: dict[str, str], config: str) -> None:
-    launch = start(variables, *TWO, config, "LAUNCH_TIMEOUT_SECONDS=8", name="absent")
-    launch.wait_for(lambda: 1 in launch.workers())
-    launch.workers()[1].send_signal(signal.SIGSTOP)
-    code, error = launch.end(within=60)
-    assert code == 75, error
-    assert "rank 1 of 2 did not join within 8 s" in error
-    assert f"there are: 0 ({socket.gethostname()})" in error
-    assert launch.left() == []
+    with start(variables, *TWO, config, "LAUNCH_TIMEOUT_SECONDS=1", name="absent") as launch:
+        launch.wait_for(lambda: 1 in launch.workers())
+        slow = launch.workers()[1]
+        while launch.process.poll() is None and slow.is_running():  # it lives, and does not get far
+            with contextlib.suppress(psutil.NoSuchProcess):
+                slow.send_signal(signal.SIGSTOP)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launch.process.wait(timeout=5)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                slow.send_signal(signal.SIGCONT)
+                time.sleep(0.05)
+        code, error = launch.end(within=30)
+        assert code == 75, error
+        assert "rank 1 of 2 did not join within 1 s" in error, error
+        assert f"there are: 0 ({socket.gethostname()})" in error
+        assert launch.left() == []

@@ -141,7 +141,7 @@ from sft_play.launch import watch as module
 from sft_play.launch.supervise import supervise
 from sft_play.runs.folder import RunFolder
 import os
-module.GRACE_SECONDS = 2.0
+module.GRACE_SECONDS, module.DEAD_SECONDS = 2.0, 3.0
 agent = [sys.executable, sys.argv[2], sys.argv[1]]
 outcome = supervise(agent, os.environ, RunFolder(Path(sys.argv[1])), range(2), console=1)
 print(outcome.message, file=sys.stderr)

@@ -1,0 +1,117 @@
+"""Steps whose gradient norm jumps, in training: reported, left out, alike on a resumed run; and rows whose loss is no number."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from sft_play.errors import UserError
+from sft_play.launch.beats import Beat
+from sft_play.training.heartbeat import NotJoined, roll_call
+from sft_play.training.spikes import SpikeGuard
+from tests.unit.test_plan_make import plan_of
+
+
+def guard(path: Path, mode: str = "skip", factor: float = 5.0) -> SpikeGuard:
+    return SpikeGuard(mode, factor, path / "logs" / "spikes.jsonl", 0)
+
+
+def begin(one: SpikeGuard, step: int = 0, held: dict[str, Any] | None = None) -> None:
+    state = SimpleNamespace(global_step=step, stateful_callbacks={"SpikeGuard": held} if held else {})
+    one.on_train_begin(None, state, None)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "logs" / "spikes.jsonl").read_text().splitlines()]
+
+
+def test_a_jump_is_written_down_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = guard(tmp_path)
+    assert not any(one.jumps(1.0 if step > 1 else 99.0, step=step, rows=[step]) for step in range(1, 12)), "too early to judge"
+    assert one.jumps(5.1, step=12, rows=[7, 3])
+    assert not one.jumps(5.0, step=13, rows=[8]), "five times is allowed"
+    assert not one.jumps(math.nan, step=14, rows=[9])
+    (line,) = lines(tmp_path)
+    assert (line["step"], line["norm"], line["median"], line["rows"], line["skipped"]) == (12, 5.1, 1.0, [7, 3], True)
+    said = capsys.readouterr().out
+    assert "step 12: the gradient norm jumps to 5.1, 5.1 times the median 1" in said
+    assert "its update is left out" in said
+    assert one.found == [12]
+
+
+def test_report_makes_the_update(tmp_path: Path) -> None:
+    one = guard(tmp_path, "report")
+    assert not any(one.jumps(1.0, step=step, rows=[]) for step in range(10))
+    assert not one.jumps(50.0, step=10, rows=[1])
+    assert not lines(tmp_path)[0]["skipped"]
+
+
+def test_off_looks_at_nothing(tmp_path: Path) -> None:
+    one = guard(tmp_path, "off")
+    assert not any(one.jumps(10.0**step, step=step, rows=[]) for step in range(40))
+    assert one.norms == []
+
+
+def test_a_new_level_is_one_after_a_while(tmp_path: Path) -> None:
+    one = guard(tmp_path)
+    for step in range(50):
+        one.jumps(1.0, step=step, rows=[])
+    skipped = [one.jumps(100.0, step=50 + step, rows=[]) for step in range(40)]
+    assert skipped == [True] * 25 + [False] * 15
+    assert len(one.norms) == 50
+
+
+def test_a_resumed_guard_decides_alike(tmp_path: Path) -> None:
+    whole, first = guard(tmp_path / "a"), guard(tmp_path / "b")
+    norms = [1.0 + step % 3 for step in range(20)] + [40.0, 1.0, 9.0, 30.0]
+    for step, norm in enumerate(norms[:15]):
+        assert whole.jumps(norm, step=step, rows=[]) == first.jumps(norm, step=step, rows=[])
+    held = json.loads(json.dumps(first.state()))
+    first.jumps(1e6, step=15, rows=[])  # what the lost process had still written
+    second = guard(tmp_path / "b")
+    begin(second, 14, held)
+    assert lines(tmp_path / "b") == []
+    rest = list(enumerate(norms))[15:]
+    assert [whole.jumps(n, step=s, rows=[]) for s, n in rest] == [second.jumps(n, step=s, rows=[]) for s, n in rest]
+    assert (whole.norms, whole.found) == (second.norms, second.found)
+
+
+def test_a_new_run_in_the_same_process_starts_afresh(tmp_path: Path) -> None:
+    one = guard(tmp_path)
+    one.jumps(1.0, step=1, rows=[])
+    begin(one)
+    assert one.norms == []
+
+
+def beat(rank: int, mark: str = "") -> Beat:
+    return Beat(
+        rank=rank, number=1, host=f"node{rank}", pid=1, mark=mark, phase="loading", step=None, micro_step=None, quiet=0, limit=9
+    )
+
+
+def test_ranks_that_did_not_come_are_named() -> None:
+    store = distributed.HashStore()
+    with pytest.raises(NotJoined, match=r"ranks 1, 2 of 3 did not join within 0\.3 s") as caught:
+        roll_call(store, beat(0), 3, 0.3)
+    assert caught.value.exit_code == 75
+    assert caught.value.facts == {"cause": "not_joined", "blames": 1}
+    assert "there are: 0 (node0)" in str(caught.value)
+
+
+def test_only_ranks_of_other_launchers_are_watched_through_the_store() -> None:
+    store = distributed.HashStore()
+    for rank, mark in ((2, "b"), (1, "a")):
+        with pytest.raises(NotJoined):
+            roll_call(store, beat(rank, mark), 3, 0.0)
+    assert list(roll_call(store, beat(0, "a"), 3, 1.0)) == [2]
+
+
+def test_skipping_is_refused_where_the_update_comes_first() -> None:
+    with pytest.raises(UserError, match="under zero2 DeepSpeed makes the update before its gradient norm is known"):
+        plan_of(command_strategy="zero", spike_guard="skip")
