@@ -95,7 +95,8 @@ def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
     size = sum(p.stat().st_size for p in weights.iterdir() if p.is_file())
     _require_disk(partial, size)
     for path in weights.iterdir():
-        if path.is_file() and not path.name.startswith((*LEFT_BEHIND, "manifest")):
+        foreign = path.suffix in (".pt", ".pth", ".bin", ".pkl")  # no run writes a pickle, so none goes into what is published
+        if path.is_file() and not foreign and not path.name.startswith((*LEFT_BEHIND, "manifest")):
             shutil.copy2(path, partial / path.name)
     own = has_tokenizer(partial)
     source, chat = (partial, None) if own else (Path(prepared.model.path), prepared.model.chat)
