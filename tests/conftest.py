@@ -8,10 +8,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from unittest import mock
 
 import pytest
@@ -94,17 +94,34 @@ def program(cache: Path, tmp_path: Path) -> Program:
     return run
 
 
+@contextlib.contextmanager
+def _leading_to(descriptor: int, stream: IO[str]) -> Iterator[None]:
+    kept = os.dup(descriptor)
+    os.dup2(stream.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)
+
+
 def called(function: Callable[[], int], env: Mapping[str, str], *, cwd: Path = ROOT) -> Done:
-    """Calls a program's `main` in this process: what it prints and returns is the same, and nothing is imported for it anew."""
+    """Calls a program's `main` in this process: what it and its children print, and its code, are the same; its imports are made."""
     with (
-        tempfile.TemporaryFile("w+", encoding="utf-8") as out,  # files and no buffers: a child may inherit them
-        tempfile.TemporaryFile("w+", encoding="utf-8") as err,
+        tempfile.TemporaryFile("a+", encoding="utf-8") as out,
+        tempfile.TemporaryFile("a+", encoding="utf-8") as err,
         mock.patch.dict(os.environ, env, clear=True),
         contextlib.chdir(cwd),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
+        _leading_to(1, out),
+        _leading_to(2, err),
     ):
-        code = function()
+        try:
+            code = function()
+        except SystemExit as ended:
+            assert isinstance(ended.code, int), ended
+            code = ended.code
         for stream in (out, err):
             stream.seek(0)
         return Done(code, out.read(), err.read())
