@@ -25,14 +25,14 @@ def nothing_wrong(done: Done) -> None:
 
 
 def test_a_short_soak(cache: Path, tmp_path: Path) -> None:
-    done = soak(cache, tmp_path, "STRATEGY=single", "KILLS=3", "SEED=5", *SHORT, timeout=300)
+    done = soak(cache, tmp_path, "STRATEGY=single", "KILLS=2", "SEED=5", *SHORT, timeout=500)
     nothing_wrong(done)
     found = done.json
-    assert found["kills"] == sum(found["by_phase"].values()) == sum(found["by_target"].values()) == 3
+    assert found["kills"] == sum(found["by_phase"].values()) == sum(found["by_target"].values()) == 2
     assert found["steps_lost"]["max"] <= 5, "the save interval"
-    assert found["launches"] >= 3 + 1 + found["runs"], "three were killed, one made the reference, each run ended once"
+    assert found["launches"] >= 2 + 1 + found["runs"], "two were killed, one made the reference, each run ended once"
     state = json.loads((tmp_path / "soak-single" / "state.json").read_text())
-    assert [kill["number"] for kill in state["kills"]] == [1, 2, 3]
+    assert [kill["number"] for kill in state["kills"]] == [1, 2]
     assert not list((tmp_path / "soak-single" / "runs").glob("disturbed-*")), "runs that are equal are not kept"
 
     # Another chunk must be of the same soak; one without kills shows the table of all that came before.
@@ -42,7 +42,7 @@ def test_a_short_soak(cache: Path, tmp_path: Path) -> None:
     words = ["soak", "STRATEGY=single", "KILLS=0", "SEED=5", f"OUT={table}", *SHORT]
     shown = run_program(words, environment(cache, tmp_path), timeout=60)
     assert shown.code == 0, shown.err
-    assert "3 kills" in shown.out and "to the bit" in shown.out
+    assert "2 kills" in shown.out and "to the bit" in shown.out
     assert table.read_text() == f"<!-- soak single -->\n{shown.out.rstrip()}\n<!-- end -->\n"
     table.write_text("before\n<!-- soak single -->\nold\n<!-- end -->\nafter\n")
     assert run_program(words, environment(cache, tmp_path), timeout=60).code == 0
