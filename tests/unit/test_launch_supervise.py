@@ -248,3 +248,16 @@ def test_a_second_ctrl_c_kills_but_a_repeated_warning_does_not(supervised: tuple
     process.communicate(timeout=30)
     assert process.returncode == 143
     assert alive(pids) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's subreaper")
+def test_a_frozen_worker_is_named(supervised: tuple[subprocess.Popen[bytes], Path]) -> None:
+    process, folder = supervised
+    pids = everybody(folder)
+    time.sleep(1.5)  # the supervisor has seen both
+    os.kill(int((folder / "pids-1").read_text().split()[0]), signal.SIGSTOP)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 75, error
+    assert b"rank 1 (" in error and b"is frozen: stopped by a signal for 3 s" in error
+    assert b"rank1.log" in error
+    assert alive(pids) == []
