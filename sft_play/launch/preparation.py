@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -15,6 +16,13 @@ from sft_play.launch.environment import DROPPED
 
 END_SECONDS = 6.0
 """Three times this, and everything has ended within the 25 s of a stop on request."""
+
+
+def end_with_launcher() -> None:
+    """Makes the kernel send this process SIGTERM when its launcher dies, however it does (Linux)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
 
 
 def run_preparation(words: Sequence[str]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import pytest
+from safetensors.torch import load_file, save_file
 
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import verify
@@ -58,7 +61,10 @@ def test_sharded_weights_are_published_whole_and_answer_the_same(strategy: str, 
         answers = [(r.evaluation(step) / "predictions.jsonl").read_text() for r in (alone, run)]
         assert answers[0] == answers[1]
         assert verify(run.checkpoint(step)) is None
-    scores = [[{k: v for k, v in row.items() if not k.endswith(("seconds", "_second"))} for row in rows(r, "eval")] for r in (alone, run)]
+    scores = [
+        [{k: v for k, v in row.items() if not k.endswith(("seconds", "_second"))} for row in rows(r, "eval")]
+        for r in (alone, run)
+    ]
     assert [row["eval_answers"] for row in scores[1]] == [7, 7]
     for left, right in zip(*scores, strict=True):
         assert left.pop("kind") == right.pop("kind")
@@ -99,9 +105,61 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
     assert not run.model.exists()
 
 
-def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp_path: Path) -> None:
-    import shutil
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("zero2", "zero3", "fsdp2"))]
+)
+def test_the_rank_whose_rows_have_no_loss_is_named(strategy: str, tmp_path: Path) -> None:
+    """One row holds a token whose embedding is no number; every rank stops before the update, and that row's rank has its file."""
+    base, settings = (
+        build_tiny_llama(tmp_path / "base", tie_word_embeddings=False),
+        ("train.eval_strategy: no", "train.eval_steps: null"),
+    )
+    run = make_run(tmp_path / "run", base, Trial(strategy=strategy, ranks=HALVES, settings=settings))
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(base, spoilt)
+    columns = datasets.load_from_disk(str(run.path / "rows" / "train")).to_dict()
+    used = [set(ids) for ids in columns["input_ids"]]
+    row = columns["row"].index(5)
+    token = next(token for token in used[row] if sum(token in others for others in used) == 1)
+    weights = load_file(spoilt / "model.safetensors")
+    weights["model.embed_tokens.weight"][token] = float("nan")
+    save_file(weights, spoilt / "model.safetensors", metadata={"format": "pt"})
+    prepared = json.loads(run.prepared.read_text())
+    prepared["model"]["path"] = str(spoilt)
+    run.prepared.write_text(json.dumps(prepared))
+    assert train(run).returncode != 0
+    end = ended_with(run)
+    assert end["code"] == 4, logs(run)
+    (path,) = run.logs.glob("bad-rows-rank*.json")
+    assert 5 in json.loads(path.read_text())["rows"]
+    assert path.name in end["error"]
+    assert "the loss of step" in end["error"]
 
+
+@pytest.mark.parametrize("strategy", ["single", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "fsdp2"))])
+def test_updates_left_out_are_left_out_by_a_resumed_run_too(strategy: str, tied: Path, tmp_path: Path) -> None:
+    ranks = ((4, 2),) if strategy == "single" else HALVES
+    settings = ("train.max_steps: 24", "train.save_steps: 14", "train.eval_strategy: no", "train.eval_steps: null",
+                "train.spike_guard: skip", "train.spike_factor: 1.05")  # fmt: skip
+    run = must_train(make_run(tmp_path / "run", tied, Trial(strategy=strategy, ranks=ranks, steps=24, settings=settings)))
+    found = [json.loads(line) for line in (run.logs / "spikes.jsonl").read_text().splitlines()]
+    steps = sorted({line["step"] for line in found})
+    assert steps and steps[0] > 10 and all(line["skipped"] and line["norm"] > 1.05 * line["median"] for line in found)
+    assert len(found) == len(steps) * len(ranks)
+    before, after = (run.path / f"checkpoints/step-{step:06d}" for step in (14, 24))
+    assert before.is_dir() and after.is_dir()
+    again = copy_run(run, tmp_path / "again")
+    for folder in (again.model, again.checkpoint(24)):
+        shutil.rmtree(folder)
+    must_train(again, again.checkpoint(14))
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert column(again, name) == column(run, name)
+    kept = [(line["step"], line["rank"], line["norm"], line["rows"]) for line in found]
+    lines = [json.loads(line) for line in (again.logs / "spikes.jsonl").read_text().splitlines()]
+    assert sorted((line["step"], line["rank"], line["norm"], line["rows"]) for line in lines) == sorted(kept)
+
+
+def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp_path: Path) -> None:
     whole = trained(Trial(settings=("train.logging_steps: 3", "train.dataloader_num_workers: 1")))
     assert [row["step"] for row in rows(whole)] == [3, 4, 6, 8], "also at checkpoints and at the end"
     run = copy_run(whole, tmp_path / "again")
