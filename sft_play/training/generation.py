@@ -179,7 +179,8 @@ def score_by_generation(
 
     `rows` hold `row` (an id, unique), `prompt_ids` and `reference`, the same on every rank. `synced` says that a forward pass
     is a collective operation (ZeRO-3, FSDP2). `progress(done, all)` is told the batches of this rank. `stop` may end it on all ranks
-    with an exception of its own. All ranks must call this together and get the same result. Raises `ValueError` when there are no rows, `DataError` when a metric fails.
+    with an exception of its own. All ranks must call this together and get the same result. Raises `ValueError` when there are
+    no rows, `DataError` when a metric fails.
     """
     if not rows:
         raise ValueError("no rows to answer")
