@@ -95,6 +95,8 @@ def judge(
         permanent = [r for r in failed if 1 <= _code(r[1]) <= 5]
         if permanent and len(signals) == 1:
             return _recorded(run, permanent[0])
+        if silent and is_read_only(run.path):  # nothing was saved, and no rank could write that down
+            return _vanished(run, silent[0], "was asked to stop, and its last steps could not be saved", None)
         return Outcome(code=stop_code(signals[0]), stop=stop_facts(run, signals, [facts for _, facts in failed]))
     if loss and loss.text and not (loss.cause == "agent" and memory_kill):
         return _seen(run, loss)

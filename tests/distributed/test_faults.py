@@ -252,7 +252,11 @@ def read_only(folder: Path) -> Iterator[None]:
     """Lays a read-only mount of a folder over itself, as a file system does that the kernel has found errors in."""
     subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True, timeout=30)
     try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True, timeout=30)
+        deadline = time.monotonic() + 30
+        while subprocess.run(
+            ["mount", "-o", "remount,bind,ro", str(folder)], capture_output=True, timeout=30, check=False
+        ).returncode:
+            assert time.monotonic() < deadline, "something always writes there"  # the kernel refuses while a file is open
         yield
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True, timeout=30)
