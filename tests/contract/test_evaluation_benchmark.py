@@ -10,9 +10,10 @@ from benchmarks.evaluation import BATCHED, OURS, SINGLE, Measurement, main, page
 
 
 def measured(**seconds: float) -> dict[str, list[Measurement]]:
-    found = {OURS: 10.0, SINGLE: 32.0, BATCHED: 16.0} | {{"single": SINGLE, "batched": BATCHED}[k]: v for k, v in seconds.items()}
+    """One prompt at a time answers only every fourth: the first of two, in half the time."""
+    found = {OURS: 10.0, SINGLE: 16.0, BATCHED: 16.0} | {{"single": SINGLE, "batched": BATCHED}[k]: v for k, v in seconds.items()}
     return {
-        name: [Measurement(seconds=s, cpu_seconds=s, answers=("a", "b")) for s in (value, value, 99.0)]
+        name: [Measurement(seconds=s, cpu_seconds=s, answers=("a", "b")[: 1 + (name != SINGLE)]) for s in (value, value, 99.0)]
         for name, value in found.items()
     }
 
@@ -22,11 +23,11 @@ def test_ratios_are_of_medians_and_answers_are_compared() -> None:
     found[BATCHED] = [Measurement(seconds=16.0, cpu_seconds=16.0, answers=("a", "c"))] * 3
     text, good = table(found, 8, 64)
     assert good
-    assert "| `generate`, one prompt at a time | 0.06 | 3.20 times as fast | 3 times | 3.20 times | 0 of 2 |" in text
+    assert "| `generate`, one prompt at a time | 0.06 | 3.20 times as fast | 3 times | 3.20 times | 0 of 1 |" in text
     assert "1.60 times as fast | 1.5 times | 1.60 times | 1 of 2 |" in text
 
 
-@pytest.mark.parametrize("found", [measured(single=29.0), measured(batched=14.0)], ids=["single", "batched"])
+@pytest.mark.parametrize("found", [measured(single=14.5), measured(batched=14.0)], ids=["single", "batched"])
 def test_missed_goals_fail(found: dict[str, list[Measurement]]) -> None:
     text, good = table(found, 8, 64)
     assert not good
