@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -46,9 +47,18 @@ def read_json(path: Path) -> Any:
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Appends one JSON object as a line in a single write, so that concurrent writers do not mix."""
-    with path.open("ab") as stream:
-        stream.write((json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8"))
+    """Appends one JSON object as a line in a single write, so that concurrent writers do not mix.
+
+    Raises `OSError` on a full disk; what a part of the line has taken there is given back, so that the next line begins a line.
+    """
+    line = (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8")
+    with path.open("ab", buffering=0) as stream:
+        written = stream.write(line)
+        if written < len(line):
+            end = stream.tell()
+            if os.fstat(stream.fileno()).st_size == end:  # nobody has written after it
+                os.ftruncate(stream.fileno(), end - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def file_sha256(path: Path) -> str:

@@ -36,7 +36,6 @@ def test_a_signal_during_preparation_leaves_no_run_and_no_process(tmp_path: Path
         f"MODEL_NAME={tiny}",
         "MODEL_MAX_SEQ_LEN=64",
         f"DATA_TRAIN_PATH={ROOT}/examples/02_your_jsonl/train.jsonl",
-        "DATA_SOURCES=[]",
     ]
     command = [sys.executable, "-m", "sft_play", "train", "CONFIG=configs/quickstart.yaml", "RUN_NAME=cut", *words]
     process = subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)

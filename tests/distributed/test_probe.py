@@ -15,7 +15,7 @@ PARTS = {"frozen": 100, "activations": 50, "logits": 30, "context": 10, "fragmen
 @pytest.mark.slow
 def test_a_probe_runs_the_longest_rows_and_is_remembered(program: Program, tiny: Path, tmp_path: Path) -> None:
     words = [
-        "CONFIG=configs/quickstart.yaml", f"MODEL_NAME={tiny}", "MODEL_MAX_SEQ_LEN=128", "DATA_SOURCES=[]", "DATA_VALIDATION=",
+        "CONFIG=configs/quickstart.yaml", f"MODEL_NAME={tiny}", "MODEL_MAX_SEQ_LEN=128", "DATA_VALIDATION=",
         f"DATA_TRAIN_PATH={ROOT}/examples/02_your_jsonl/train.jsonl", "NUM_GPUS=2", "JSON=1",
     ]  # fmt: skip
     env = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}

@@ -236,7 +236,7 @@ def test_before_the_first_step_all_leave_at_once(double: Place) -> None:
 @pytest.mark.parametrize(("changed", "words"), [
     (("TRAIN_LEARNING_RATE=1e-3",), ("`train.learning_rate` cannot change", "TRAIN_LEARNING_RATE=1e-3")),
     (("MODEL_MAX_SEQ_LEN=128",), ("max_seq_len", "set `model.max_seq_len` back")),
-    (("RUN_NAME=",), ("`RUN_NAME` is empty",)),
+    (("RUN_NAME=other",), ("`RUN_NAME` is given twice",)),
 ])  # fmt: skip
 def test_another_run_is_refused_as_resume_refuses_it(double: Place, changed: tuple[str, ...], words: tuple[str, ...]) -> None:
     before = figures(Path(double.environment["RUNS_DIR"]) / "whole")

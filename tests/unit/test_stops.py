@@ -157,7 +157,7 @@ def test_nohup_is_obeyed() -> None:
         "import signal, sys\nfrom sft_play.launch.run_folder import signals_to_hear\nprint([n.name for n in signals_to_hear()])"
     )
     said = {}
-    for before in ("", "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"):
+    for before in (f"signal.signal(signal.SIGHUP, signal.{action})\n" for action in ("SIG_DFL", "SIG_IGN")):
         words = [sys.executable, "-c", f"import signal\n{before}{program}"]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         said[before] = subprocess.run(words, capture_output=True, text=True, env=env, timeout=60, check=True).stdout
