@@ -16,8 +16,6 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
-from sft_play.training.growing_cache import GrowingLayer, growing_cache
-
 SHARE_STOPPED = 0.25
 """Share of a batch that must have ended before it is changed: each change costs a copy of the cache."""
 
@@ -107,7 +105,7 @@ def _admitted(model: Any, batch: _Batch | None, new: _Batch) -> _Batch:
     if batch is None:
         return new
     positions = (new.mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]
-    new.cache = growing_cache(model)
+    new.cache = DynamicCache()
     if new.ids.shape[1] < 2:  # nothing stands before the last token
         new.ids, new.mask = pad(new.ids, (1, 0)), pad(new.mask, (1, 0))
         positions = torch.zeros_like(new.ids[:, :-1])
@@ -155,7 +153,7 @@ def _advanced(
         input_ids=batch.ids,
         attention_mask=batch.mask,
         generation_config=generation,
-        past_key_values=growing_cache(model) if batch.cache is None else batch.cache,
+        past_key_values=batch.cache,
         stopping_criteria=StoppingCriteriaList([*cut, *([ended] if changes else [])]),
     )
     new = output.sequences[:, batch.ids.shape[1] :]
@@ -181,4 +179,4 @@ def _advanced(
 
 def _refillable(cache: Any) -> bool:
     """Whether rows may be added to a cache: it holds plain keys and values of all tokens, in every layer."""
-    return isinstance(cache, DynamicCache) and all(type(layer) in (DynamicLayer, GrowingLayer) for layer in cache.layers)
+    return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
-from sft_play.errors import HardwareError
+from sft_play.errors import CheckpointError, HardwareError
 from sft_play.plan.plan import Plan
 
 EXPECTED = {
@@ -62,6 +63,22 @@ def check_world(plan: Plan, accelerator: Any) -> None:
             f"the plan is {plan.strategy} over {plan.world_size} ranks, torch has {found}, "
             f"accelerate has {accelerator.num_processes} under {kind}",
             hint="this run would not train what was planned; please report it with `make doctor JSON=1`",
+        )
+
+
+def check_start(plan: Plan, checkpoint: Path | None) -> None:
+    """Raises `CheckpointError` on every rank when they would go on from different checkpoints: machines with a run folder each."""
+    import torch
+
+    mine = checkpoint.name if checkpoint else "its start"
+    starts: list[str | None] = [mine] * plan.world_size
+    if plan.world_size > 1:
+        torch.distributed.all_gather_object(starts, mine)
+    if len(set(starts)) > 1:
+        told = ", ".join(f"rank {rank} from {start}" for rank, start in enumerate(starts))
+        raise CheckpointError(
+            f"the ranks would go on from different checkpoints: {told}",
+            hint="let RUNS_DIR be a folder that all machines share, or copy the run's `checkpoints/` from node 0 to the others",
         )
 
 

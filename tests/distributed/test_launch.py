@@ -217,6 +217,16 @@ def test_two_nodes_by_hand(launcher: Launcher) -> None:
         assert launcher.events("nodes", runs)[-1]["event"] == "finished"
     holdings = [launcher.folder / f"runs{r}" / "nodes" / "logs" / f"holdings-rank{r}.json" for r in range(2)]
     assert all(path.is_file() for path in holdings)
+    again = [
+        launcher.start(
+            "resume", "RUN=nodes", f"NODE_RANK={rank}", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}", "TRAIN_MAX_STEPS=9",
+            RUNS_DIR=str(launcher.folder / f"runs{rank}"),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [node.communicate(timeout=SECONDS)[1] for node in again]
+    assert [node.returncode for node in again] == [5, 5], said
+    assert "rank 0 from step-000002, rank 1 from its start" in said[0] and "hint: let RUNS_DIR be a folder that all" in said[0], said
 
 
 @pytest.mark.parametrize(
