@@ -18,8 +18,8 @@ def choose_rows(count: int, samples: int, seed: int) -> list[int]:
 def share_size(count: int, batch_size: int) -> int:
     """Returns how many prompts are given to a rank together, where `batch_size` at once are answered and others wait.
 
-    Four to eight batches, or one where rows are few: the more of them the less a batch runs half empty at its end; but never so many that there are fewer than
-    four shares for the ranks, unless a share is a batch. Does not depend on the number of ranks, so neither do the answers.
+    Four to eight batches, or one where rows are few. The more of them, the less a batch runs half empty at its end; but there are at
+    least four shares for the ranks. Does not depend on the number of ranks, so neither do the answers.
     """
     batches = min(8, count // (4 * batch_size))
     return batch_size * (batches if batches >= 4 else 1)
