@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import stat
 import subprocess
@@ -28,6 +27,7 @@ from sft_play.runs.manifest import verify
 from sft_play.runs.weights import weights_folder
 from tests.conftest import Program, environment
 from tests.documents import ROOT
+from tests.pickles import Evil
 from tests.tiny_models import build_tiny_llama
 
 SECRET = "hf_" + "Planted0Secret" * 3
@@ -239,16 +239,6 @@ def test_code_of_another_repository_is_refused_even_when_trusted(with_code: Path
 
 
 # ---- Pickles
-
-
-class Evil:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.mark),)
 
 
 @pytest.mark.slow

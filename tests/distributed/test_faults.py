@@ -232,19 +232,24 @@ def test_a_cache_that_is_deleted_while_a_run_uses_it(launcher: Launcher) -> None
     run = RunFolder(launcher.runs / "cacheless")
     shutil.rmtree(launcher.environment["SFT_PLAY_CACHE"])
     steps = len(metrics(run.path))
+    stopped_after(process, run, steps + 5)  # over the end of an epoch of two steps
+    newest, _ = newest_valid(run)
+    assert newest is not None
+    done = launcher("resume", "RUN=cacheless", f"TRAIN_MAX_STEPS={step_of(newest) + 1}")
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in metrics(run.path)] == list(range(1, step_of(newest) + 2))
+
+
+def stopped_after(process: subprocess.Popen[str], run: RunFolder, steps: int) -> None:
+    """Stops a training by SIGTERM when it has logged so many steps."""
     deadline = time.monotonic() + SECONDS
-    while len(metrics(run.path)) < steps + 5:  # over the end of an epoch of two steps
+    while len(metrics(run.path)) < steps:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=SECONDS)
     assert process.returncode == 143, error
-    newest, _ = newest_valid(run)
-    assert newest is not None
-    done = launcher("resume", "RUN=cacheless", f"TRAIN_MAX_STEPS={step_of(newest) + 1}")
-    assert done.returncode == 0, done.stderr
-    assert [row["step"] for row in metrics(run.path)] == list(range(1, step_of(newest) + 2))
 
 
 @contextmanager
@@ -337,14 +342,7 @@ def test_a_clock_that_is_set_back_during_a_run_and_before_its_resume(launcher: L
     run = RunFolder(launcher.runs / "back")
     clock.turn(-DAY)
     steps = len(metrics(run.path))
-    deadline = time.monotonic() + SECONDS
-    while len(metrics(run.path)) < steps + 6:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=SECONDS)
-    assert process.returncode == 143, error
+    stopped_after(process, run, steps + 6)
     clock.turn(-3 * DAY)
     newest, _ = newest_valid(run)
     assert newest is not None

@@ -20,6 +20,7 @@ import pytest
 
 from sft_play.launch.network import free_port
 from tests.conftest import metrics
+from tests.pickles import Evil
 from tests.places import Place, question_rows
 from tests.tiny_models import build_tiny_llama
 
@@ -159,16 +160,6 @@ def test_no_other_command_writes_or_shows_a_token(trained: tuple[Place, str]) ->
     assert watch.seen == set()
     assert [value for value in SECRETS.values() if value in shown] == []
     assert planted_in(place.folder) == []
-
-
-class Evil:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.mark),)
 
 
 @pytest.mark.slow
