@@ -32,6 +32,7 @@ from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publ
 from sft_play.runs.manifest import seal
 from sft_play.runs.space import SPARE_MEMORY_BYTES, Room, describe, free_bytes, free_memory_bytes, size, with_spare
 from sft_play.training.holdings import bytes_held
+from sft_play.training.loss import all_sum
 from sft_play.training.metrics import MetricsFile
 from sft_play.training.states import collect
 from sft_play.training.weights_out import gather_weights, predicted_bytes
@@ -315,5 +316,4 @@ class Saver(TrainerCallback):
                 callback.add({"kind": "save", **row})
 
     def _sum(self, flag: bool) -> int:
-        value = torch.tensor([float(flag)], dtype=torch.float64, device=self.trainer._sums_on())
-        return int(self.trainer._gather(value).sum())
+        return int(all_sum(torch.tensor([int(flag)], device=self.trainer._sums_on())).item())
