@@ -60,6 +60,7 @@ from sft_play.plan.sources import memory_of
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
+from sft_play.runs.stamp import divided
 
 MOST_PORTS = 3
 """How often another port is tried where each was taken before it could be used."""
@@ -269,6 +270,7 @@ def _attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpo
         print(f"{show_plan(plan)}\n{show_launch(arguments, replace(environment, notes=notes))}", file=console)
         print(f"run {run.path}\n", file=console, flush=True)
         record_event(run, event, node_rank=job.node.rank, world_size=plan.world_size, strategy=plan.strategy,
+                     steps=plan.steps, batches=divided(plan.ranks),
                      checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
     return supervise(arguments, environment.variables, run, job.ranks_here(plan), console=console.fileno())
 

@@ -13,7 +13,7 @@ from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import read_json
 from sft_play.launch.resume import first_launch
-from sft_play.launch.run_folder import find_run
+from sft_play.launch.run_folder import find_run, read_events
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import LATER, NAME, RULES, Stamp
 
@@ -77,7 +77,7 @@ def _part(run: RunFolder, part: str) -> Path:
 def run_again(run: RunFolder) -> str | None:
     """Returns the command that repeats a run from its folder; `None` for one whose workers never started.
 
-    What the plan chose for this machine and this moment (the micro-batch, recomputation) is written out, since free memory decides it.
+    What the plan chose for this machine and this moment is written out: free memory decides it, and so does what is typed.
     """
     try:
         launch, plan, config = first_launch(run), read_json(run.plan), read_json(run.config)["config"]
@@ -86,14 +86,44 @@ def run_again(run: RunFolder) -> str | None:
         words += [f"NUM_GPUS={plan['world_size'] // plan['num_nodes']}"] if many else []
         words += [f"NUM_NODES={plan['num_nodes']} NODE_RANK=... MASTER_ADDR=..."] if plan["num_nodes"] > 1 else []
         words += [f"DEEPSPEED_CONFIG={run.deepspeed}"] if launch["deepspeed"] else []
-        divided = {(rank["micro_batch"], rank["accumulation"]) for rank in plan["ranks"]}
-        if len(divided) == 1 and not plan.get("pack_tokens") and config["train"]["batch_size"] == "auto":
-            words.append(f"TRAIN_BATCH_SIZE={divided.pop()[0]}")
-        if config["train"]["gradient_checkpointing"] == "auto":
-            words.append(f"TRAIN_GRADIENT_CHECKPOINTING={str(plan['gradient_checkpointing']).lower()}")
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError):
+        if many and not launch["deepspeed"] and config.get("launch", {}).get("strategy", "auto") == "auto":
+            words.append(f"LAUNCH_STRATEGY={plan['strategy']}")
+        words += _chosen(plan, config["train"])
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return "make " + " ".join(word if word.startswith("NUM_NODES") else _typed(word) for word in words)
+
+
+def _chosen(plan: Mapping[str, Any], train: Mapping[str, Any]) -> list[str]:
+    """Returns what `auto` became where free memory decided, or where typing one of these would decide another."""
+    words = []
+    divided = {(rank["micro_batch"], rank["accumulation"]) for rank in plan["ranks"]}
+    if len(divided) == 1 and train["batch_size"] == "auto" and train.get("grad_accum", "auto") == "auto":
+        words.append(f"TRAIN_BATCH_SIZE={divided.pop()[0]}")
+    if train.get("packing", "auto") == "auto":
+        words.append(f"TRAIN_PACKING={'on' if plan.get('pack_tokens') else 'off'}")
+    if train["gradient_checkpointing"] == "auto":
+        words.append(f"TRAIN_GRADIENT_CHECKPOINTING={str(plan['gradient_checkpointing']).lower()}")
+    return words
+
+
+def parts_of(run: RunFolder) -> list[str]:
+    """Returns, in words, each part of a run that was made in other ways one after the other; empty for a run made in one way.
+
+    Parts differ in processes, strategy, how a batch is divided, or steps in all (by which the learning rate falls).
+    """
+    parts: list[tuple[str, str]] = []
+    known: dict[str, Any] = {}
+    for event in read_events(run):
+        if not isinstance(event, dict) or event.get("event") not in ("started", "resumed", "recovered") or event.get("node"):
+            continue
+        facts = event if event["event"] != "recovered" else {"batches": event.get("after")}
+        known |= {name: facts[name] for name in ("world_size", "strategy", "steps", "batches") if facts.get(name) is not None}
+        words = [f"{name.replace('_', ' ')} {_text(value)}" for name, value in known.items()]
+        text = ", ".join(words)
+        if not parts or parts[-1][1] != text:
+            parts.append((f"from {event.get('checkpoint') or 'the start'}", text))
+    return [f"{start}: {text}" for start, text in parts] if len(parts) > 1 else []
 
 
 def _typed(word: str) -> str:
@@ -105,10 +135,13 @@ def _one(call: Call) -> int:
     name = call.options["RUN"]
     folder = find(f"{name}@{call.options['CHECKPOINT']}" if "CHECKPOINT" in call.options else name)
     stamp = Stamp.load(folder)
-    again = run_again(RunFolder(folder)) if (folder / "events.jsonl").is_file() else None
+    is_run = (folder / "events.jsonl").is_file()
+    again, parts = (run_again(RunFolder(folder)), parts_of(RunFolder(folder))) if is_run else (None, [])
     if call.json:
         rules = {field: asdict(rule) for field, rule in RULES.items()}
-        print(json.dumps({"folder": str(folder), "stamp": asdict(stamp), "rules": rules, "again": again}, indent=2))
+        print(
+            json.dumps({"folder": str(folder), "stamp": asdict(stamp), "rules": rules, "again": again, "parts": parts}, indent=2)
+        )
         return 0
     print(f"{folder}, after {stamp.step} steps\n" if stamp.step else f"{folder}\n")
     rows = [("", "", *PURPOSES)]
@@ -118,8 +151,10 @@ def _one(call: Call) -> int:
             rows.append((label, text, *(verdicts if number == 0 else ("",) * len(PURPOSES))))
     _print_table(rows)
     print("\nrefuse, warn, allow: what happens when that field differs")
+    if parts:
+        print("\nmade in parts, which no one command repeats to the last bit:\n  " + "\n  ".join(parts))
     if again:
-        print(f"\nrun it again: {again}")
+        print(f"\nrun it again{', all of it as in its last part' if parts else ''}: {again}")
     return 0
 
 

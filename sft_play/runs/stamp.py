@@ -167,9 +167,13 @@ PLANNED = (
 
 
 def _plan(plan: PlanFacts) -> dict[str, Any]:
-    facts = {name: getattr(plan, name) for name in PLANNED}
-    divided = Counter((rank.micro_batch, rank.accumulation) for rank in plan.ranks)
-    return facts | {"batches": [f"{ranks} x {micro} x {steps}" for (micro, steps), ranks in divided.items()]}
+    return {name: getattr(plan, name) for name in PLANNED} | {"batches": divided(plan.ranks)}
+
+
+def divided(ranks: Sequence[RankFacts]) -> list[str]:
+    """Returns how a batch is divided: ranks x micro-batch x accumulation, for each that differs."""
+    found = Counter((rank.micro_batch, rank.accumulation) for rank in ranks)
+    return [f"{count} x {micro} x {steps}" for (micro, steps), count in found.items()]
 
 
 def _devices(plan: PlanFacts) -> list[str]:

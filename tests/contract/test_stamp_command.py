@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from sft_play.launch.audit import direct_dependencies, environment, read_answer, read_pins
+from sft_play.launch.stamps import parts_of, run_again
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import RULES, Stamp
 from tests.conftest import Done, Program, call_program, run_program
 from tests.conftest import environment as variables
@@ -64,8 +66,37 @@ def test_one_stamp_with_what_each_difference_means(runs: Path) -> None:
         (first, *_) = [line for line in lines if line.startswith((f"{field} ", f"{field}."))]
         assert first.split()[-4:] == [rule.resume, rule.merge, rule.infer, rule.eval], first
     assert "run it again: make train CONFIG=" in shown.out and "RUN_NAME=one-again TRAIN_BATCH_SIZE=4" in shown.out
+    assert "TRAIN_BATCH_SIZE=4 TRAIN_PACKING=off TRAIN_GRADIENT_CHECKPOINTING=false" in shown.out
+    assert "made in parts" not in shown.out
     as_json = ask(runs, "RUN=one", "JSON=1").json
     assert as_json["stamp"]["backend"] == "bnb" and as_json["rules"]["backend"]["resume"] == "refuse"
+
+
+def test_a_packed_run_is_repeated_packed(tmp_path: Path) -> None:
+    ranks = ({"rank": 0, "micro_batch": 2, "accumulation": 3, "device": "cpu", "device_name": "cpu"},)
+    run = make_run(tmp_path, "packed", stamp(), {"command": "auto"}, world_size=2, strategy="ddp", pack_tokens=128)
+    plan = json.loads((run / "plan.json").read_text())
+    (run / "plan.json").write_text(json.dumps(plan | {"ranks": ranks}))
+    again = run_again(RunFolder(run))
+    assert again is not None
+    assert again.endswith("NUM_GPUS=2 LAUNCH_STRATEGY=ddp TRAIN_BATCH_SIZE=2 TRAIN_PACKING=on TRAIN_GRADIENT_CHECKPOINTING=false")
+
+
+def test_a_run_made_in_parts_says_so(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "parts", stamp())
+    facts = {"command": "single", "num_gpus": None, "num_nodes": 1, "deepspeed": None}
+    events = [
+        {"event": "started", "world_size": 1, "strategy": "single", "steps": 4, "batches": ["1 x 4 x 2"], "launch": facts},
+        {"event": "resumed", "world_size": 1, "strategy": "single", "steps": 4, "batches": ["1 x 4 x 2"], "launch": facts,
+         "checkpoint": "step-000002"},
+        {"event": "resumed", "world_size": 2, "strategy": "ddp", "steps": 8, "batches": ["2 x 4 x 1"], "launch": facts,
+         "checkpoint": "step-000004"},
+    ]  # fmt: skip
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    start, second = parts_of(RunFolder(run))
+    assert start.startswith("from the start: world size 1, strategy single, steps 4")
+    assert second.startswith("from step-000004: world size 2, strategy ddp, steps 8")
+    assert "made in parts, which no one command repeats" in ask(tmp_path, "RUN=parts").out
 
 
 @pytest.mark.parametrize(
