@@ -107,6 +107,7 @@ def require_best(trainer: SftTrainer) -> None:
 
 def _answers(trainer: SftTrainer, rows: Any, ready: list[int], held_out: HeldOut) -> GenerationResult:
     config, step = trainer.config, trainer.state.global_step
+    trainer.doing.enter("evaluating", step=step)  # an error names no rows of the loss any more
     result = answer_rows(
         trainer.accelerator.unwrap_model(trainer.model_wrapped),  # hooks of ZeRO-3 and FSDP2 sit in the model itself
         trainer.processing_class,
@@ -119,6 +120,7 @@ def _answers(trainer: SftTrainer, rows: Any, ready: list[int], held_out: HeldOut
         synced=trainer.plan.strategy in SHARDED,
         device=trainer.args.device,
         stop=trainer.stop,
+        alive=trainer.doing.get_on,
     )
     if trainer.is_world_process_zero():
         settings = {
