@@ -137,6 +137,8 @@ def road(
     trainer.saver.finish()
     if stop.stopped:
         trainer.saver.require_saved()
+    else:
+        doing.enter("saving", step=trainer.state.global_step)  # from here on a stop lets the model be written
     save_holdings(run, trainer, holdings)
     if stop.stopped:
         return stop.code

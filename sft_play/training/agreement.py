@@ -79,14 +79,14 @@ class StopOnRequest(TrainerCallback):
     # ---- Steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.request.step = state.global_step
+        self.request.step = self.request.first_step = state.global_step
         self.request.saved = state.global_step or None
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             self.request.share(_store)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.request.step = state.global_step
-        self.request.nothing_to_save = args.save_strategy == "no"
+        self.request.nothing_to_save = args.save_strategy == "no" and state.global_step < state.max_steps
         if self._agreed()[0]:
             self._stop(args, state, control)
 
@@ -100,9 +100,11 @@ class StopOnRequest(TrainerCallback):
             control.should_log = control.should_evaluate = control.should_save = False
 
     def _stop(self, args: Any, state: Any, control: Any) -> None:
-        self.stopped = True
-        control.should_training_stop = True
         control.should_evaluate = False
+        control.should_training_stop = True
+        if args.save_strategy == "no" and state.global_step >= state.max_steps:
+            return  # all is trained, and only the model can keep it: it is written, and the run is complete
+        self.stopped = True
         control.should_save = args.save_strategy != "no" and state.global_step > 0 and self.request.saved != state.global_step
         control.should_log = control.should_log or control.should_save
 

@@ -45,6 +45,14 @@ time.sleep(4)
 request.saved = 4
 request.finish({"code": 143, "error": ""})
 """
+PUBLISHING = """
+request.step = 4
+doing.enter('saving', step=4)
+print('ready', flush=True)
+time.sleep(4)
+request.finish({"code": 0, "error": ""})
+"""
+UNSAVED = "request.step = 4; doing.enter('training', step=5); print('ready', flush=True); time.sleep(60)"
 HELPERS = """
 import os
 request.nothing_to_save = False
@@ -121,6 +129,36 @@ def test_a_save_is_finished_however_long_it_takes(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
     assert "note" not in record(tmp_path) and record(tmp_path)["stop"]["saved"] == 4
+
+
+def test_a_model_is_published_though_no_checkpoint_is_ever_saved(tmp_path: Path) -> None:
+    process, _ = start(tmp_path, PUBLISHING)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert (process.returncode, record(tmp_path)["code"]) == (0, 0)
+
+
+def test_what_is_lost_without_checkpoints_is_said(tmp_path: Path) -> None:
+    process, _ = start(tmp_path, UNSAVED)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert record(tmp_path)["note"] == "`train.save_strategy` is `no`, so nothing of this run is kept; step 4 had ended"
+
+
+@pytest.mark.parametrize(("strategy", "step", "stops"), [("no", 3, True), ("no", 8, False), ("steps", 8, True)])
+def test_a_stop_after_the_last_step_writes_the_model_where_nothing_else_keeps_it(strategy: str, step: int, stops: bool) -> None:
+    from transformers import TrainerControl
+
+    from sft_play.training.agreement import StopOnRequest
+    from sft_play.training.memory_errors import Activity
+    from sft_play.training.requests import StopRequest
+
+    request = StopRequest(run=RunFolder(Path("nowhere")), rank=0, doing=Activity())
+    request.heard, callback, control = signal.SIGTERM, StopOnRequest(request, "cpu"), TrainerControl(should_evaluate=True)
+    callback.on_step_end(SimpleNamespace(save_strategy=strategy), SimpleNamespace(global_step=step, max_steps=8), control)
+    assert (callback.stopped, control.should_training_stop, control.should_evaluate) == (stops, True, False)
+    assert request.nothing_to_save == (strategy == "no" and step < 8) and control.should_save == (strategy != "no")
 
 
 def test_helpers_neither_die_of_the_signal_nor_pass_it_on(tmp_path: Path) -> None:
