@@ -30,7 +30,7 @@ from sft_play.errors import HardwareError
 from sft_play.files import append_json_line
 from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publish, published, rotate
 from sft_play.runs.manifest import seal
-from sft_play.runs.space import SPARE_MEMORY_BYTES, Room, describe, free_bytes, free_memory_bytes, size, with_spare
+from sft_play.runs.space import SPARE_MEMORY_BYTES, Room, describe, free_bytes, free_memory_bytes, side_file, size, with_spare
 from sft_play.training.holdings import bytes_held
 from sft_play.training.metrics import MetricsFile
 from sft_play.training.states import collect
@@ -71,6 +71,8 @@ class Saver(TrainerCallback):
         self.totals = Totals()
         self.problem: str | None = None
         """Why the newest save failed, the same on every rank; `None` after one that succeeded."""
+        self.together: tuple[int, ...] = tuple(range(trainer.plan.world_size))
+        """The ranks that write into one folder with rank 0 (`world.ranks_together`)."""
         self._pending: Writing | None = None
         self._check: DiskCheck | None = None
         self._predicted = 0
@@ -130,9 +132,17 @@ class Saver(TrainerCallback):
             )
             self._event("checkpoint_damaged", checkpoint=check.checkpoint.name, reason=check.damage)
 
+    def link_best(self) -> None:
+        """Lets `best` point at the best step's checkpoint, where that is there; rank 0's own work."""
+        run, step = self.trainer.run, self.trainer.state.best_global_step
+        if self.trainer.is_world_process_zero() and step and run.checkpoint(step).is_dir():
+            with side_file(run.best, "the link to the best checkpoint"):
+                link(run.best, run.checkpoint(step))
+
     def require_saved(self) -> None:
         """Raises `HardwareError` when the newest save failed, on every rank alike: nothing comes after the last one."""
         self.finish()
+        self.link_best()
         if self.problem is not None:
             raise HardwareError(
                 f"the last save failed: {self.problem}; {self._kept()}",
@@ -228,7 +238,7 @@ class Saver(TrainerCallback):
             problem = None
             if trainer.is_world_process_zero():
                 try:
-                    seal(writing.folder)
+                    seal(writing.folder, ranks=self.together)
                     checkpoint = publish(trainer.run, writing.step)
                     self._after(checkpoint, writing)
                 except OSError as error:
