@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from sft_play.errors import CheckpointError, UserError
-from sft_play.files import append_json_line, read_json
+from sft_play.files import append_json_line, read_json, read_json_lines
 from sft_play.runs.folder import RunFolder, run_path, runs_folder
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
@@ -165,14 +165,7 @@ def raise_what_was_heard() -> None:
 
 def read_events(run: RunFolder) -> list[dict[str, Any]]:
     """Returns the run's events, oldest first; a line that a crash cut short is left out."""
-    import json
-
-    events = []
-    text = run.events.read_text(encoding="utf-8") if run.events.is_file() else ""
-    for line in text.split("\n"):
-        with contextlib.suppress(json.JSONDecodeError):
-            events.append(json.loads(line))
-    return events
+    return [event for event in read_json_lines(run.events) if isinstance(event.get("event"), str)]
 
 
 def record_event(run: RunFolder, event: str, *, node_rank: int = 0, **facts: Any) -> None:

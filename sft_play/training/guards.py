@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from sft_play.errors import DataError
 from sft_play.files import write_json
+from sft_play.runs.space import side_file
 from sft_play.training.holdings import bytes_held, gradients_held, optimizer_held, parameters_held
 
 
@@ -66,14 +67,21 @@ class Holdings(TrainerCallback):
 
     def save(self, path: Path, *, rows_trained: list[int], rows_scored: list[int]) -> None:
         """Writes the counts with the ids of the rows that this rank trained and scored."""
-        write_json(path, self.counts | {"rows_trained": sorted(rows_trained), "rows_scored": sorted(rows_scored)})
+        with side_file(path, "what a rank holds"):
+            write_json(path, self.counts | {"rows_trained": sorted(rows_trained), "rows_scored": sorted(rows_scored)})
 
 
 def require_finite(what: str, value: float, *, step: int, rows: list[int], path: Path) -> None:
     """Raises `DataError` when `what` of this step (its loss, its gradient norm) is no number, and keeps the rows' ids."""
     if not math.isfinite(value):
-        write_json(path, {"step": step, "rows": rows})
+        keep_bad_rows(path, step=step, rows=rows)
         raise no_number(what, value, step=step, path=path)
+
+
+def keep_bad_rows(path: Path, *, step: int, rows: list[int]) -> None:
+    """Writes the ids of the rows of a step that is no number."""
+    with side_file(path, "the rows of a step that is no number"):
+        write_json(path, {"step": step, "rows": rows})
 
 
 def no_number(what: str, value: float, *, step: int, path: Path, ranks: Sequence[int] = ()) -> DataError:

@@ -13,6 +13,7 @@ import torch
 
 from sft_play.errors import DataError
 from sft_play.runs.prepared import Prepared
+from sft_play.runs.space import side_file
 from sft_play.training.generation import GenerationResult, decide
 from sft_play.training.loss import all_sum, label_tokens, token_loss_sum
 from sft_play.training.measures import HeldOut, answer_rows, sources_of
@@ -130,5 +131,7 @@ def _answers(trainer: SftTrainer, rows: Any, ready: list[int], held_out: HeldOut
             "max_seconds": config.eval.max_seconds,
             "during": "training",
         }
-        held_out.publish(trainer.run.evaluation(step), step=step, result=result, settings=settings)
+        folder = trainer.run.evaluation(step)
+        with side_file(folder, "the answers of an evaluation"):  # its scores go to `metrics.jsonl`, which waits for room
+            held_out.publish(folder, step=step, result=result, settings=settings)
     return result

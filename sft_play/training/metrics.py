@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from sft_play.files import write_text
+from sft_play.files import read_json_lines, write_text
 from sft_play.runs.space import describe
 
 TRAIN_KEYS = ("loss", "rank_loss", "rank_tokens", "grad_norm", "learning_rate", "tokens_per_second")
@@ -24,16 +24,7 @@ ROWS_KEPT = 10_000
 
 def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Returns the whole rows of a metrics file up to and including `step`; a torn last line is left out."""
-    rows = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").split("\n"):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if row.get("step", 0) <= step:
-                rows.append(row)
-    return rows
+    return [row for row in read_json_lines(path) if "kind" in row and isinstance(row.get("step"), int) and row["step"] <= step]
 
 
 def finite(value: Any) -> Any:
@@ -57,6 +48,10 @@ class MetricsFile(TrainerCallback):
         self._warned = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step and not self.path.is_file() and state.is_world_process_zero:
+            print(
+                f"warning: {self.path}: it is gone; it begins again after step {state.global_step}", file=sys.stderr, flush=True
+            )
         # From the start again nothing is kept, not even an evaluation before the first step.
         rows = rows_until(self.path, state.global_step) if state.global_step else []
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))

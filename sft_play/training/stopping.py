@@ -10,8 +10,9 @@ from torch import distributed
 from transformers import EarlyStoppingCallback
 
 from sft_play.errors import DataError
-from sft_play.files import append_json_line
+from sft_play.files import append_json_line, read_json_lines
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.space import side_file
 from sft_play.training.metrics import rows_until
 
 
@@ -62,6 +63,8 @@ class Patience(EarlyStoppingCallback):
             self.check_metric_value(args, state, control, row[key])
             if is_better(row[key], state.best_metric, greater=bool(args.greater_is_better)):
                 state.best_metric, state.best_global_step = row[key], row["step"]
+        if rows and self._exhausted():  # it had stopped, and was ended before its model was published
+            self._stop(state, control, args.metric_for_best_model, rows[-1][key])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
         if self.patience is None or state.global_step == 0:
@@ -69,10 +72,19 @@ class Patience(EarlyStoppingCallback):
         name = args.metric_for_best_model
         value = value_of(metrics, name)
         self.check_metric_value(args, state, control, value)
-        if self.early_stopping_patience_counter < self.patience:
-            return
+        if self._exhausted():
+            control.should_save = control.should_save or args.save_strategy != "no"
+            self._stop(state, control, name, value)
+
+    def _exhausted(self) -> bool:
+        return self.patience is not None and self.early_stopping_patience_counter >= self.patience
+
+    def _recorded(self, step: int) -> bool:
+        return any(row.get("event") == "stopped_early" and row.get("step") == step for row in read_json_lines(self.run.events))
+
+    def _stop(self, state: Any, control: Any, name: str, value: float) -> None:
+        """Ends training after this step, says why, and records it once."""
         control.should_training_stop = True
-        control.should_save = control.should_save or args.save_strategy != "no"
         times = "evaluation" if self.patience == 1 else "evaluations in a row"
         better = f" by more than {self.early_stopping_threshold:g}" if self.early_stopping_threshold else ""
         self.reason = (
@@ -81,8 +93,11 @@ class Patience(EarlyStoppingCallback):
         )
         if state.is_world_process_zero:
             print(self.reason, flush=True)
+            if self._recorded(state.global_step):  # before it was resumed
+                return
             event = {"event": "stopped_early", "time": time.time(), "node": 0, "step": state.global_step, "reason": self.reason}
-            append_json_line(self.run.events, event)
+            with side_file(self.run.events, "the event `stopped_early`"):
+                append_json_line(self.run.events, event)
 
 
 def _of_rank_0(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,16 +23,14 @@ from transformers import Trainer
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, Collator
-from sft_play.files import write_json
 from sft_play.plan.plan import Plan
-from sft_play.runs.checkpoints import link
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import PreparedSplit
 from sft_play.runs.stamp import Stamp
 from sft_play.training.agreement import EvaluationStopped, StopOnRequest
 from sft_play.training.feeding import IDLE, sampler_of, step_totals, train_loader
 from sft_play.training.flops import operations_per_token, peak_operations
-from sft_play.training.guards import no_number, require_finite
+from sft_play.training.guards import keep_bad_rows, no_number, require_finite
 from sft_play.training.held_out import evaluate
 from sft_play.training.loss import label_tokens, token_loss_sum
 from sft_play.training.memory_errors import Activity
@@ -149,7 +147,7 @@ class SftTrainer(Trainer):
         blamed = [rank for rank, flag in enumerate(bad.tolist()) if flag]
         step, mine = self.state.global_step + 1, self.args.process_index
         if not blamed or mine in blamed:
-            write_json(self.run.bad_rows(mine), {"step": step, "rows": self._step_rows})
+            keep_bad_rows(self.run.bad_rows(mine), step=step, rows=self._step_rows)
         if blamed:
             raise no_number("loss", float(self._window[0]) if mine in blamed else math.nan, step=step,
                             path=self.run.bad_rows(mine if mine in blamed else blamed[0]), ranks=blamed)  # fmt: skip
@@ -240,6 +238,7 @@ class SftTrainer(Trainer):
         """Puts a checkpoint's states back when model and optimizer are wrapped; the base class would load pickles."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         if resume_from_checkpoint is not None:
+            self.state.compute_steps(self.args, max_steps)  # the checkpoint's state brought the intervals of the run that wrote it
             restore(self, Path(resume_from_checkpoint))
         return prepared
 
@@ -270,9 +269,7 @@ class SftTrainer(Trainer):
         self.state.best_metric = value
         self.state.best_global_step = self.state.global_step
         self.saver.finish()
-        checkpoint = self.run.checkpoint(self.state.global_step)
-        if self.is_world_process_zero() and checkpoint.is_dir():  # an epoch's evaluation comes after the save of its last step
-            link(self.run.best, checkpoint)
+        self.saver.link_best()  # an epoch's evaluation comes after the save of its last step
         if self.config.train.load_best_model_at_end:
             self.control.should_save = True
         return True
