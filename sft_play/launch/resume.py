@@ -12,7 +12,7 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, UserError
-from sft_play.files import write_bytes
+from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed_json import UserDeepSpeed
 from sft_play.launch.json_with_comments import JsonDocument
 from sft_play.launch.options import LaunchOptions
@@ -124,15 +124,34 @@ def choose_checkpoint(run: RunFolder) -> Path | None:
     """Returns the newest valid checkpoint, says which were passed over and why; `None` (said too) when the run has none yet."""
     for left in clean_up(run):
         print(f"removed: {left}", file=sys.stderr)
-    checkpoint, skipped = newest_valid(run)
-    for reason in skipped:
-        print(f"passed over: {reason}", file=sys.stderr)
+    checkpoint, skipped = newest_told(run)
     if checkpoint is None and skipped:
         raise CheckpointError(
             f"`{run.name}` has no valid checkpoint", hint="the reasons stand above; start again under another RUN_NAME"
         )
+    if checkpoint is None and (lost := _saved_once(run)):
+        raise CheckpointError(
+            f"`{run.name}` had saved checkpoints (the last at step {lost}), and none is left in `{run.checkpoints.name}/`; it would train"
+            " again from its start",
+            place=str(run.checkpoints),
+            hint="put them back, or start again under a new RUN_NAME",
+        )
     print(f"resuming {run.path} from {checkpoint.name if checkpoint else 'its start: it has no checkpoint yet'}", file=sys.stderr)
     return checkpoint
+
+
+def newest_told(run: RunFolder) -> tuple[Path | None, list[str]]:
+    """Returns the newest valid checkpoint and why newer ones were passed over, which is said too."""
+    checkpoint, skipped = newest_valid(run)
+    for reason in skipped:
+        print(f"passed over: {reason}", file=sys.stderr, flush=True)
+    return checkpoint, skipped
+
+
+def _saved_once(run: RunFolder) -> int | None:
+    """Returns the newest step whose checkpoint the run's metrics know of; `None` when there was none."""
+    rows = [row for row in read_json_lines(run.metrics) if row.get("kind") == "save" and not row.get("failed")]
+    return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=None)
 
 
 CHANGEABLE = frozenset({

@@ -16,6 +16,7 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl
 from sft_play.training.loss import all_sum
 from sft_play.training.metrics import rows_until
 from sft_play.training.requests import StopRequest
+from sft_play.training.stopping import catch_up, of_rank_0
 
 if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
@@ -148,7 +149,7 @@ class StopOnRequest(TrainerCallback):
 class MissedEvaluation(TrainerCallback):
     """Makes the evaluation that was due at the checkpoint from which a run goes on, when its figures were never written.
 
-    Must be the last callback: the rows of `metrics.jsonl` after the checkpoint are gone by then, and the best value so far is known.
+    A schedule that goes by evaluations is shown what it has missed. Must be the last callback: the rows of `metrics.jsonl` after the checkpoint are gone by then, and the best value so far is known.
     """
 
     def __init__(self, trainer: SftTrainer) -> None:
@@ -156,13 +157,12 @@ class MissedEvaluation(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer
-        if not state.global_step or not evaluation_due(args, state, trainer.plan.steps_per_epoch):
+        if not state.global_step:
             return
-        rows = rows_until(trainer.run.metrics, state.global_step)
-        made = torch.tensor([float(any(r["kind"] == "eval" and r["step"] == state.global_step for r in rows))], device=args.device)
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.broadcast(made, src=0)  # other nodes may not have the file
-        if not made.item():
+        rows = of_rank_0([row for row in rows_until(trainer.run.metrics, state.global_step) if row["kind"] == "eval"])
+        catch_up(trainer.lr_scheduler, args.metric_for_best_model, rows)
+        due = evaluation_due(args, state, trainer.plan.steps_per_epoch) and not control.should_training_stop
+        if due and not any(row["step"] == state.global_step for row in rows):
             metrics = trainer._evaluate(None, None)
             trainer._determine_best_metric(metrics, None)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from torch import distributed
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import EarlyStoppingCallback
+from transformers.optimization import GreedyLR
 
 from sft_play.errors import DataError
 from sft_play.files import append_json_line, read_json_lines
@@ -35,6 +38,19 @@ def is_better(value: float, best: float | None, *, greater: bool) -> bool:
     return best is None or (value > best if greater else value < best)
 
 
+def catch_up(scheduler: Any, name: str | None, rows: Sequence[dict[str, Any]]) -> None:
+    """Shows a scheduler that goes by evaluations those of `rows` that it has not seen when its checkpoint was written.
+
+    An epoch's last checkpoint is written before the epoch's evaluation. `rows`: evaluations of `metrics.jsonl` up to the checkpoint.
+    """
+    if name is None or not isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):
+        return
+    shown = [row for row in rows if row["step"] > 0]  # one before the first step is not shown to it
+    for row in shown[scheduler.last_epoch :]:
+        value = row.get(metric_key(name))
+        scheduler.step(math.nan if value is None else value)
+
+
 class Patience(EarlyStoppingCallback):
     """transformers' early stopping, that says why, saves where it stops, and counts on after a resume.
 
@@ -56,7 +72,7 @@ class Patience(EarlyStoppingCallback):
             return
         key = metric_key(args.metric_for_best_model)
         found = [row for row in rows_until(self.run.metrics, state.global_step) if row.get(key) is not None and row["step"] > 0]
-        rows = _of_rank_0(found)
+        rows = of_rank_0(found)
         if rows:
             state.best_metric, state.best_global_step = None, None
         for row in rows:
@@ -100,7 +116,8 @@ class Patience(EarlyStoppingCallback):
                 append_json_line(self.run.events, event)
 
 
-def _of_rank_0(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def of_rank_0(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns rank 0's rows on every rank: other nodes may not have its files. Collective."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return list(rows)
     shared = [list(rows)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,12 @@ from sft_play.training.states import restore, restore_random
 from sft_play.training.stopping import Patience, is_better, value_of
 
 
+ROWS_NOTED = 100_000
+"""Rows that each rank remembers having trained, the newest."""
+HISTORY = 16
+"""Logged rows that transformers' state holds, in memory and in checkpoints; `metrics.jsonl` has all."""
+
+
 class SftTrainer(Trainer):
     """transformers' Trainer over prepared rows, obeying a plan."""
 
@@ -53,7 +60,7 @@ class SftTrainer(Trainer):
         self.doing, self.split = doing, split
         self.config, self.plan, self.run, self.stamp = config, plan, run, stamp
         self.collator = Collator(plan.layout, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
-        self.rows_trained: list[int] = []
+        self.rows_trained: deque[int] = deque(maxlen=ROWS_NOTED)
         self.rows_scored: list[int] = []
         self.said_how_evaluated = False
         self.tokens_trained = 0
@@ -150,12 +157,13 @@ class SftTrainer(Trainer):
             keep_bad_rows(self.run.bad_rows(mine), step=step, rows=self._step_rows)
         if blamed:
             raise no_number("loss", float(self._window[0]) if mine in blamed else math.nan, step=step,
-                            path=self.run.bad_rows(mine if mine in blamed else blamed[0]), ranks=blamed)  # fmt: skip
-        raise no_number("gradient norm", norm, step=step, path=self.run.bad_rows(mine))
+                            path=self.run.bad_rows(mine if mine in blamed else blamed[0]), kept=self.saver.kept(), ranks=blamed)  # fmt: skip
+        raise no_number("gradient norm", norm, step=step, path=self.run.bad_rows(mine), kept=self.saver.kept())
 
     def _require_finite(self, what: str, value: Any) -> None:
         path = self.run.bad_rows(self.args.process_index)
-        require_finite(what, float(value), step=self.state.global_step + 1, rows=self._step_rows, path=path)
+        step, rows = self.state.global_step + 1, self._step_rows
+        require_finite(what, float(value), step=step, rows=rows, path=path, kept=self.saver.kept)
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """Counted by the plan; the base class would walk over all parameters at every micro-step."""
@@ -184,6 +192,7 @@ class SftTrainer(Trainer):
             self._window.zero_()
             self._begun = now
         super().log(logs, start_time)
+        del self.state.log_history[:-HISTORY]
 
     def _gather(self, values: Tensor) -> Tensor:
         """Returns [world_size, ...] with every rank's `values`."""
@@ -238,7 +247,9 @@ class SftTrainer(Trainer):
         """Puts a checkpoint's states back when model and optimizer are wrapped; the base class would load pickles."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         if resume_from_checkpoint is not None:
-            self.state.compute_steps(self.args, max_steps)  # the checkpoint's state brought the intervals of the run that wrote it
+            self.state.compute_steps(
+                self.args, max_steps
+            )  # the checkpoint's state brought the intervals of the run that wrote it
             restore(self, Path(resume_from_checkpoint))
         return prepared
 
