@@ -34,6 +34,7 @@ from sft_play.launch.resume import (
     compare_fully,
     is_longer,
     launch_facts,
+    newest_told,
     options_of_run,
     restored_on_error,
 )
@@ -184,7 +185,10 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     lost = Restarts(limit=job.loaded.config.launch.max_restarts, step=step_of(checkpoint) if checkpoint else 0)
     outcome, retries, ports = _attempt(job, plan, run, event=event, checkpoint=checkpoint), 0, 0
     while outcome.code == LOST:
-        checkpoint, _ = newest_valid(run)
+        checkpoint, damaged = newest_told(run)
+        if damaged and checkpoint is None and (outcome.cause in (OUT_OF_MEMORY, "port") or lost.limit):
+            outcome = restarts.nothing_to_go_on_from(run, outcome)
+            break
         if outcome.cause == OUT_OF_MEMORY:
             found = recovery.remedy(job.loaded.config, job.shape, plan, job.options.request, outcome, retries)
             if isinstance(found, recovery.Refusal):

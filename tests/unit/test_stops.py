@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import LoadedConfig, load_config
+from sft_play.launch.restarts import nothing_to_go_on_from
 from sft_play.launch.run_folder import stop_code
 from sft_play.launch.same_command import changes
 from sft_play.launch.stopped import describe, facts, stop_of
 from sft_play.launch.stopping import Stop
+from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import write_manifest
 from tests.conftest import ROOT
 
 WORKER = """
@@ -212,13 +215,34 @@ def test_one_worker_that_was_asked_stops_the_run() -> None:
     assert stop_of([], [0], None) is None
 
 
+DAMAGE = "step-000008: `weights` has another checksum than the manifest says"
+
+
 def test_what_the_event_says(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    run.checkpoint(7).mkdir(parents=True)
+    for step in (7, 8):
+        run.checkpoint(step).mkdir(parents=True)
+        (run.checkpoint(step) / "weights").write_text("as they were")
+        write_manifest(run.checkpoint(step))
+    (run.checkpoint(8) / "weights").write_text("as they wear")
     found = facts(run, (signal.SIGUSR1,), [STOPPED, {**STOPPED, "note": "left late"}])
-    assert found == {"signal": "SIGUSR1", "step": 7, "phase": "training", "saved": "step-000007", "note": "left late"}
-    assert describe(found) == "stopped by SIGUSR1 after step 7; checkpoint step-000007 is whole; left late"
-    assert describe(facts(RunFolder(tmp_path / "none"), (signal.SIGINT,), [])) == "stopped by SIGINT; there is no checkpoint"
+    assert found == {
+        "signal": "SIGUSR1",
+        "step": 7,
+        "phase": "training",
+        "saved": "step-000007",
+        "note": f"left late; damaged: {DAMAGE}",
+    }
+    assert describe(found) == "stopped by SIGUSR1 after step 7; checkpoint step-000007 is whole; left late; damaged: " + DAMAGE
+    assert (
+        describe(facts(RunFolder(tmp_path / "none"), (signal.SIGINT,), [])) == "stopped by SIGINT; there is no whole checkpoint"
+    )
+
+
+def test_a_launch_never_begins_anew_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
+    lost = Outcome(code=75, rank=1, message="error: rank 1 was killed by SIGKILL; all other ranks were stopped", cause="killed")
+    end = nothing_to_go_on_from(RunFolder(tmp_path / "mine"), lost)
+    assert end.code == 5 and "`mine` has no valid checkpoint" in end.message and "rank 1 was killed by SIGKILL" in end.message
 
 
 def loaded(folder: Path, train: str) -> LoadedConfig:
