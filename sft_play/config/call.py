@@ -92,7 +92,7 @@ class _Given:
 
     @property
     def origin(self) -> str:
-        return f"{'make ' if self.make else ''}{self.name}={self.text}"
+        return names.without_secret(f"{'make ' if self.make else ''}{self.name}={self.text}", self.name)
 
 
 def parse_call(arguments: Sequence[str], commands: Mapping[str, CommandRow], environ: Mapping[str, str] | None = None) -> Call:
