@@ -149,7 +149,8 @@ class StopOnRequest(TrainerCallback):
 class MissedEvaluation(TrainerCallback):
     """Makes the evaluation that was due at the checkpoint from which a run goes on, when its figures were never written.
 
-    A schedule that goes by evaluations is shown what it has missed. Must be the last callback: the rows of `metrics.jsonl` after the checkpoint are gone by then, and the best value so far is known.
+    A schedule that goes by evaluations is shown what it has missed. Must be the last callback: the rows of `metrics.jsonl` after the
+    checkpoint are gone by then, and the best value so far is known.
     """
 
     def __init__(self, trainer: SftTrainer) -> None:
@@ -159,6 +160,7 @@ class MissedEvaluation(TrainerCallback):
         trainer = self.trainer
         if not state.global_step:
             return
+        args.eval_on_start = False  # it was at the run's start; here it would be a second row of this step
         rows = of_rank_0([row for row in rows_until(trainer.run.metrics, state.global_step) if row["kind"] == "eval"])
         catch_up(trainer.lr_scheduler, args.metric_for_best_model, rows)
         due = evaluation_due(args, state, trainer.plan.steps_per_epoch) and not control.should_training_stop

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,17 @@ ROWS_KEPT = 10_000
 def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Returns the whole rows of a metrics file up to and including `step`; a torn last line is left out."""
     return [row for row in read_json_lines(path) if "kind" in row and isinstance(row.get("step"), int) and row["step"] <= step]
+
+
+def saving_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns what saving took in a whole run, resumes included, of the rows of `metrics.jsonl`: `training_metrics.json` has it as `saving`.
+
+    `pause_seconds`: how long training stood still, for saves that failed too.
+    """
+    saves = [row for row in rows if row.get("kind") == "save"]
+    failed = sum("failed" in row for row in saves)
+    parts = ("pause_seconds", "write_seconds", "verify_seconds", "bytes")
+    return {"saved": len(saves) - failed, "failed": failed, **{part: sum(row.get(part) or 0 for row in saves) for part in parts}}
 
 
 def finite(value: Any) -> Any:

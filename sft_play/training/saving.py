@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +29,7 @@ from transformers.trainer_callback import ExportableState
 from sft_play.errors import HardwareError
 from sft_play.files import append_json_line
 from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publish, published, rotate
-from sft_play.runs.manifest import seal
+from sft_play.runs.manifest import seal, verify
 from sft_play.runs.space import SPARE_MEMORY_BYTES, Room, describe, free_bytes, free_memory_bytes, side_file, size, with_spare
 from sft_play.training.holdings import bytes_held
 from sft_play.training.metrics import MetricsFile
@@ -50,25 +50,11 @@ EVENTS_KEPT = 100
 """Events that wait for room on the disk, at most."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Totals:
-    """What saving took in a whole run, on rank 0; `training_metrics.json` has it as `saving`."""
-
-    saved: int = 0
-    failed: int = 0
-    pause_seconds: float = 0.0
-    """How long training stood still."""
-    write_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    bytes: int = 0
-
-
 class Saver(TrainerCallback):
     """Saves checkpoints of one trainer; as its callback it publishes what a thread has written meanwhile."""
 
     def __init__(self, trainer: SftTrainer) -> None:
         self.trainer = trainer
-        self.totals = Totals()
         self.problem: str | None = None
         """Why the newest save failed, the same on every rank; `None` after one that succeeded."""
         self.together: tuple[int, ...] = tuple(range(trainer.plan.world_size))
@@ -110,6 +96,14 @@ class Saver(TrainerCallback):
             self._pending = None
             self._settle(writing, started)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Moves `best` where a process ended between the naming of the best checkpoint and the link, or a copy has a folder there."""
+        run, step = self.trainer.run, state.best_global_step
+        if not (state.global_step and step and self.trainer.is_world_process_zero()):
+            return
+        if run.best.resolve() != run.checkpoint(step).resolve() and verify(run.checkpoint(step)) is None:
+            self.link_best()
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Publishes a pending checkpoint when every rank has written its part; asks for it by one number."""
         self.tidy()
@@ -145,7 +139,7 @@ class Saver(TrainerCallback):
         self.link_best()
         if self.problem is not None:
             raise HardwareError(
-                f"the last save failed: {self.problem}; {self._kept()}",
+                f"the last save failed: {self.problem}; {self.kept()}",
                 place=str(self.trainer.run.checkpoints),
                 hint=f"make room, then: make resume RUN={self.trainer.run.name}",
             )
@@ -265,12 +259,6 @@ class Saver(TrainerCallback):
     # ---- What is told
 
     def _saved(self, writing: Writing, pause: float, write: float, verify: float, *, bytes_written: int) -> None:
-        totals = self.totals
-        totals.saved += 1
-        totals.pause_seconds += pause
-        totals.write_seconds += write
-        totals.verify_seconds += verify
-        totals.bytes += bytes_written
         if self.problem is not None:
             self._say(f"checkpoints are saved again: {writing.folder.name[1:].removesuffix('.partial')}")
             self._event("saved_again", step=writing.step)
@@ -288,20 +276,19 @@ class Saver(TrainerCallback):
         """Removes what was written, and warns, once until a save succeeds again."""
         trainer, first = self.trainer, self.problem is None
         self.problem = reason
-        self.totals.failed += 1
-        self.totals.pause_seconds += pause
         if not trainer.is_world_process_zero():
             return
         discard(trainer.run, step)
         if first:
             goes_on = "training goes on and tries again at the next save"
             self._say(
-                f"warning: {trainer.run.path}: the checkpoint of step {step} was not saved: {reason}; {self._kept()}; {goes_on}"
+                f"warning: {trainer.run.path}: the checkpoint of step {step} was not saved: {reason}; {self.kept()}; {goes_on}"
             )
         self._event("save_failed", step=step, reason=reason)
         self._row(step=step, pause_seconds=pause, failed=reason)
 
-    def _kept(self) -> str:
+    def kept(self) -> str:
+        """Returns which checkpoint there is, in words."""
         names = [path.name for path in published(self.trainer.run)[:1]]
         return f"the last checkpoint, {names[0]}, is as it was" if names else "there is no checkpoint yet"
 

@@ -40,7 +40,6 @@ from sft_play.training.spikes import SpikeGuard
 from sft_play.training.states import restore, restore_random
 from sft_play.training.stopping import Patience, is_better, value_of
 
-
 ROWS_NOTED = 100_000
 """Rows that each rank remembers having trained, the newest."""
 HISTORY = 16
@@ -150,6 +149,7 @@ class SftTrainer(Trainer):
         """Raises on all ranks when the norm, the same on each, is no number. Those whose loss is none either had the bad rows."""
         if math.isfinite(norm):
             return
+        self.saver.finish()  # what is being written meanwhile is published
         bad = self._gather((~torch.isfinite(self._window[:1])).double())[:, 0]
         blamed = [rank for rank, flag in enumerate(bad.tolist()) if flag]
         step, mine = self.state.global_step + 1, self.args.process_index

@@ -12,7 +12,7 @@ from sft_play.launch.run_folder import has_started, read_events
 from sft_play.launch.run_list import row_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.space import side_file
-from sft_play.training.metrics import rows_until
+from sft_play.training.metrics import rows_until, saving_totals
 
 TORN = '{"event": "failed", "reason": "Größe'.encode()[:-2]
 """A line that a crash has cut inside a letter."""
@@ -64,3 +64,11 @@ def test_a_full_disk_gives_one_warning_until_there_is_room_again(tmp_path: Path,
 def test_other_errors_are_not_hidden() -> None:
     with pytest.raises(OSError, match="else"), side_file(Path("/"), "the answers"):
         raise OSError(errno.EPIPE, "else")
+
+
+def test_what_saving_took_is_counted_over_all_launches() -> None:
+    save = {"kind": "save", "step": 2, "pause_seconds": 1.0, "write_seconds": 2.0, "verify_seconds": 0.5, "bytes": 10}
+    lost = {"kind": "save", "step": 4, "pause_seconds": 0.25, "failed": "no space"}
+    assert saving_totals([save, {"kind": "train", "step": 2}, lost, save]) == {
+        "saved": 2, "failed": 1, "pause_seconds": 2.25, "write_seconds": 4.0, "verify_seconds": 1.0, "bytes": 20,
+    }  # fmt: skip
