@@ -77,10 +77,10 @@ class Patience(EarlyStoppingCallback):
             state.best_metric, state.best_global_step = None, None
         for row in rows:
             self.check_metric_value(args, state, control, row[key])
+            if row is rows[-1] and self._exhausted():  # it had stopped, and was ended before its model was published
+                self._stop(state, control, args.metric_for_best_model, row[key])
             if is_better(row[key], state.best_metric, greater=bool(args.greater_is_better)):
                 state.best_metric, state.best_global_step = row[key], row["step"]
-        if rows and self._exhausted():  # it had stopped, and was ended before its model was published
-            self._stop(state, control, args.metric_for_best_model, rows[-1][key])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
         if self.patience is None or state.global_step == 0:
