@@ -37,6 +37,7 @@ from sft_play.launch.resume import (
     newest_told,
     options_of_run,
     restored_on_error,
+    with_its_batch,
 )
 from sft_play.launch.run_folder import (
     choose_name,
@@ -160,6 +161,11 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
     checkpoint = choose_checkpoint(run)
     if checkpoint:
         compare_early(checkpoint, loaded.config)
+        world = (options.request.num_gpus or before.world_size // before.num_nodes) * options.request.num_nodes
+        loaded, note = with_its_batch(loaded, call, before, world)
+        if note:
+            print(note, file=sys.stderr)
+            options = recovery.without_batch_numbers(options)
     job = job_of(call, loaded, options)
     job.plan(None)
     with restored_on_error(run.prepared):

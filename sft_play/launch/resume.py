@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
+from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import read_json_lines, write_bytes
@@ -18,6 +19,7 @@ from sft_play.launch.json_with_comments import JsonDocument
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.recovery import remedies_so_far, without_batch_numbers
 from sft_play.launch.run_folder import read_events
+from sft_play.plan.batch import global_rows
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scratch import label
@@ -182,6 +184,32 @@ def check_overrides(call: Call) -> None:
 def is_longer(call: Call) -> bool:
     """Whether this resume asks a complete run to go on."""
     return any(o.key in LONGER for o in call.overrides)
+
+
+def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -> tuple[LoadedConfig, str | None]:
+    """Returns the configuration with the run's own global batch, and a note where a number that was given no longer makes it.
+
+    `train.batch_size` and `train.grad_accum` both given make the global batch, times the number of processes (`world`): where that, or one
+    of them, is another now, the other is computed anew. Both typed now, or a typed global batch, stay for the stamp to judge.
+    """
+    train, typed, wanted = loaded.config.train, {o.key for o in call.overrides}, before.global_batch_size
+    changes: dict[str, Any] = {"global_batch_size": wanted}
+    note = None
+    given = "train.global_batch_size" in typed or {"train.batch_size", "train.grad_accum"} <= typed
+    if given or global_rows(train, world) == wanted:
+        return loaded, None
+    if train.batch_size != "auto" and train.grad_accum != "auto":
+        free = "batch_size" if "train.grad_accum" in typed else "grad_accum"
+        changes[free] = "auto"
+        note = (
+            f"note: the run's global batch stays {wanted} rows; `train.batch_size` {train.batch_size} x `train.grad_accum` {train.grad_accum}"
+            f" x {world} process{'es' if world > 1 else ''} would be {train.batch_size * train.grad_accum * world}, so `train.{free}` is"
+            " computed anew"
+        )
+    elif train.global_batch_size != "auto":
+        return loaded, None
+    config = replace(loaded.config, train=replace(train, **changes))
+    return replace(loaded, config=config, origins={**loaded.origins, **{f"train.{key}": "resume" for key in changes}}), note
 
 
 def compare_early(checkpoint: Path, config: Config) -> None:
