@@ -36,6 +36,7 @@ from sft_play.launch.resume import (
     launch_facts,
     newest_told,
     options_of_run,
+    refuse_fewer_steps,
     restored_on_error,
     with_its_batch,
 )
@@ -49,7 +50,7 @@ from sft_play.launch.run_folder import (
     reserved,
     stop_code,
 )
-from sft_play.launch.same_command import as_resume, existing_run
+from sft_play.launch.same_command import as_long, as_resume, existing_run
 from sft_play.launch.stopped import describe
 from sft_play.launch.stopped import facts as stop_facts
 from sft_play.launch.supervise import supervise
@@ -118,6 +119,7 @@ def start_run(
     loaded = call.load_config()
     options, loaded = read_options(call, loaded, command)
     if existing := existing_run(options, loaded):
+        loaded = as_long(loaded, existing)
         again = as_resume(call, options, loaded, existing)
         check_overrides(again)
         with ended_by_signals(), held(existing, node_rank=options.request.node_rank):
@@ -151,12 +153,12 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         raise CheckpointError(
             f"`{run.name}` was never launched, so there is nothing to go on from", hint="start it again under another RUN_NAME"
         )
-    if is_finished(run) and not is_longer(call):
+    before = Plan.load(run.plan)
+    if is_finished(run) and not is_longer(loaded.config, before):
         if newest := newest_valid(run)[0]:
             compare_early(newest, loaded.config)
         print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
         return Outcome(code=0)
-    before = Plan.load(run.plan)
     options = options_of_run(call, run, before.world_size // before.num_nodes)
     checkpoint = choose_checkpoint(run)
     if checkpoint:
@@ -166,6 +168,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         if note:
             print(note, file=sys.stderr)
             options = recovery.without_batch_numbers(options)
+        refuse_fewer_steps(loaded.config, before, checkpoint)
     job = job_of(call, loaded, options)
     job.plan(None)
     with restored_on_error(run.prepared):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -23,7 +24,7 @@ from sft_play.plan.batch import global_rows
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scratch import label
-from sft_play.runs.checkpoints import clean_up, newest_valid
+from sft_play.runs.checkpoints import clean_up, newest_valid, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
@@ -74,7 +75,7 @@ def options_of_run(call: Call, run: RunFolder, world_per_node: int) -> LaunchOpt
             force_checkpointing=force_checkpointing,
         ),
         master_address=address,
-        master_port=call.integer("MASTER_PORT", minimum=1),
+        master_port=call.port("MASTER_PORT"),
         deepspeed=deepspeed,
         fsdp=facts["fsdp"],
     )
@@ -181,9 +182,26 @@ def check_overrides(call: Call) -> None:
         )
 
 
-def is_longer(call: Call) -> bool:
-    """Whether this resume asks a complete run to go on."""
-    return any(o.key in LONGER for o in call.overrides)
+def steps_asked(config: Config, plan: Plan) -> int:
+    """Returns the optimizer steps in all that a configuration asks for; `plan` is the run's last, which knows those of an epoch."""
+    if config.train.max_steps > 0 or not plan.steps_per_epoch:
+        return max(config.train.max_steps, 0)
+    return max(1, math.ceil(config.train.epochs * plan.steps_per_epoch))
+
+
+def is_longer(config: Config, plan: Plan) -> bool:
+    """Whether this configuration asks a complete run, whose last plan is `plan`, to go on."""
+    return steps_asked(config, plan) > (plan.steps or 0)
+
+
+def refuse_fewer_steps(config: Config, plan: Plan, checkpoint: Path) -> None:
+    """Raises `UserError` where fewer steps are asked for than have been made."""
+    asked, made = steps_asked(config, plan), step_of(checkpoint)
+    if 0 < asked < made:
+        raise UserError(
+            f"{asked} steps in all are asked for, and `{checkpoint.name}` has made {made}",
+            hint="leave `train.max_steps` and `train.epochs` away, or ask for more",
+        )
 
 
 def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -> tuple[LoadedConfig, str | None]:

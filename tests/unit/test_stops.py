@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,16 +16,19 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.load import LoadedConfig, load_config
+from sft_play.config.load import LoadedConfig, load_config, read_config, save_config
+from sft_play.errors import UserError
 from sft_play.launch.restarts import nothing_to_go_on_from
+from sft_play.launch.resume import CHANGEABLE, is_longer, refuse_fewer_steps, steps_asked
 from sft_play.launch.run_folder import stop_code
-from sft_play.launch.same_command import changes
+from sft_play.launch.same_command import as_long, changes
 from sft_play.launch.stopped import describe, facts, stop_of
 from sft_play.launch.stopping import Stop
 from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import write_manifest
 from tests.conftest import ROOT
+from tests.plans import simple_plan
 
 WORKER = """
 import sys, time
@@ -259,6 +263,45 @@ def test_keys_that_changed_are_found_with_their_place(tmp_path: Path) -> None:
         ("train.max_steps", "9"), ("train.weight_decay", "0.1"), ("train.logging_first_step", "false")
     }  # fmt: skip
     assert all("one.yaml" in one.origin for one in found)
+
+
+@pytest.mark.parametrize(
+    ("train", "asked", "longer"),
+    [
+        ("max_steps: 6", 6, False),
+        ("max_steps: 10", 10, False),
+        ("max_steps: 11", 11, True),
+        ("max_steps: 6, epochs: 99", 6, False),
+        ("epochs: 2.5", 8, False),
+        ("epochs: 4", 12, True),
+    ],
+)
+def test_a_complete_run_goes_on_only_where_more_steps_are_asked_for(tmp_path: Path, train: str, asked: int, longer: bool) -> None:
+    config, plan = loaded(tmp_path, train).config, simple_plan(steps=10, steps_per_epoch=3)
+    assert (steps_asked(config, plan), is_longer(config, plan)) == (asked, longer)
+
+
+def test_fewer_steps_than_were_made_are_refused(tmp_path: Path) -> None:
+    config, plan = loaded(tmp_path, "max_steps: 3").config, simple_plan(steps=10, steps_per_epoch=3)
+    refuse_fewer_steps(config, plan, tmp_path / "step-000003")
+    with pytest.raises(UserError, match="3 steps in all are asked for, and `step-000008` has made 8"):
+        refuse_fewer_steps(config, plan, tmp_path / "step-000008")
+
+
+def test_the_first_command_leaves_a_run_that_was_made_longer_as_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    save_config(loaded(tmp_path, "max_steps: 10"), run.config)
+    simple_plan(steps=10, steps_per_epoch=3).save(run.plan)
+    kept = as_long(loaded(tmp_path, "max_steps: 6"), run)
+    assert kept.config.train.max_steps == 10 and changes(read_config(run.config), kept) == []
+    assert "keeps its 10 steps" in capsys.readouterr().err
+    assert as_long(loaded(tmp_path, "max_steps: 12"), run).config.train.max_steps == 12
+
+
+def test_the_documentation_lists_the_keys_that_a_resume_may_change() -> None:
+    section = (ROOT / "docs" / "launching.md").read_text().partition("## Resuming\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`((?:train|eval|launch)\.\w+)`", section)) == CHANGEABLE
 
 
 def test_whether_an_evaluation_is_due_is_transformers_own_rule() -> None:
