@@ -114,7 +114,12 @@ def raise_all(problems: Sequence[UserError]) -> None:
 
 def _safe(text: str) -> str:
     """Returns `text` for a terminal: what moves the cursor, hides or turns letters round is written as its escape; long lines are cut."""
-    return "\n".join(_cut(line if line.isprintable() else _escaped(line)) for line in without_tokens(text).split("\n"))
+    return "\n".join(_cut(line) for line in printable(without_tokens(text)).split("\n"))
+
+
+def printable(text: str) -> str:
+    """Returns `text` with its line ends, and with escapes for what moves a terminal's cursor, hides or turns letters round."""
+    return "\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n"))
 
 
 def _escaped(line: str) -> str:

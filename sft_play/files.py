@@ -43,8 +43,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Returns the parsed JSON of `path`. Raises `OSError` or `json.JSONDecodeError`."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Returns the parsed JSON of `path`. Raises `OSError` or `ValueError`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -97,6 +100,14 @@ def is_file_name(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return b"\0" not in written and len(written) <= LONGEST_PATH and all(len(p) <= LONGEST_PART for p in written.split(b"/"))
+
+
+def typed_path(text: str) -> Path:
+    """Returns the path that a user typed, `~` and `~name` replaced where there is such a user."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
 
 
 def current_umask() -> int:

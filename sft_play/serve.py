@@ -55,7 +55,7 @@ def main(call: Call) -> int:
     run = find_run(call.options["RUN"])
     weights = weights_folder(run, call.options.get("CHECKPOINT"))
     check_packages()
-    port = choose_port(call.integer("PORT", minimum=1), address)
+    port = choose_port(call.port("PORT"), address)
     folder = servable(run, weights)
     name = served_name(run, label_of(run, weights))
     with _stop_on_signals() as stopped, _named(folder, name):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
-from sft_play.errors import CheckpointError, UserError
-from sft_play.files import read_json
+from sft_play.errors import CheckpointError, UserError, printable, without_tokens
+from sft_play.files import read_json, typed_path
 from sft_play.launch.resume import first_launch
 from sft_play.launch.run_folder import find_run, read_events
 from sft_play.runs.folder import RunFolder
@@ -48,7 +48,7 @@ def find(name: str) -> Path:
 
     Raises `CheckpointError` with what exists.
     """
-    folder = Path(name).expanduser()
+    folder = typed_path(name)
     if "/" in name and (folder / NAME).is_file():
         return folder
     head, at, part = name.rpartition("@")
@@ -122,7 +122,7 @@ def parts_of(run: RunFolder) -> list[str]:
         words = [f"{name.replace('_', ' ')} {_text(value)}" for name, value in known.items()]
         text = ", ".join(words)
         if not parts or parts[-1][1] != text:
-            parts.append((f"from {event.get('checkpoint') or 'the start'}", text))
+            parts.append((f"from {_text(event.get('checkpoint') or 'the start')}", text))
     return [f"{start}: {text}" for start, text in parts] if len(parts) > 1 else []
 
 
@@ -143,7 +143,7 @@ def _one(call: Call) -> int:
             json.dumps({"folder": str(folder), "stamp": asdict(stamp), "rules": rules, "again": again, "parts": parts}, indent=2)
         )
         return 0
-    print(f"{folder}, after {stamp.step} steps\n" if stamp.step else f"{folder}\n")
+    print(_one_line(f"{folder}, after {_text(stamp.step)} steps" if stamp.step else str(folder)) + "\n")
     rows = [("", "", *PURPOSES)]
     for field, rule in RULES.items():
         verdicts = tuple(getattr(rule, purpose) for purpose in PURPOSES)
@@ -154,7 +154,7 @@ def _one(call: Call) -> int:
     if parts:
         print("\nmade in parts, which no one command repeats to the last bit:\n  " + "\n  ".join(parts))
     if again:
-        print(f"\nrun it again{', all of it as in its last part' if parts else ''}: {again}")
+        print(f"\nrun it again{', all of it as in its last part' if parts else ''}: {_one_line(again)}")
     return 0
 
 
@@ -178,7 +178,9 @@ def _difference(call: Call) -> int:
         facts = {"a": str(folders[0]), "b": str(folders[1]), "steps": [a.step, b.step], "differences": found}
         print(json.dumps(facts, indent=2))
         return 0
-    print(f"A {folders[0]}, after {a.step} steps\nB {folders[1]}, after {b.step} steps\n")
+    for letter, folder, stamp in zip("AB", folders, (a, b), strict=True):
+        print(_one_line(f"{letter} {folder}, after {_text(stamp.step)} steps"))
+    print()
     if not found:
         print("the same in every field")
         return 0
@@ -186,7 +188,7 @@ def _difference(call: Call) -> int:
     for row in found:
         one, other = _pair(row["a"], row["b"])
         for number, part in enumerate(one):
-            label = row["field"] + (f".{part}" if part else "")
+            label = _one_line(row["field"] + (f".{part}" if part else ""))
             verdicts = tuple(row[purpose] for purpose in PURPOSES) if number == 0 else ("",) * len(PURPOSES)
             rows.append((label, one[part], other[part], *verdicts))
     _print_table(rows)
@@ -210,7 +212,7 @@ def _lines(field: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yields name and text of a field, one line for each entry of a mapping."""
     if isinstance(value, Mapping) and value:
         for name, part in value.items():
-            yield f"{field}.{name}", _text(part)
+            yield _one_line(f"{field}.{name}"), _text(part)
     else:
         yield field, _text(value)
 
@@ -219,8 +221,13 @@ def _text(value: Any) -> str:
     if value is None or (isinstance(value, (Mapping, list, tuple)) and not value):
         return "-"
     if isinstance(value, str):
-        return f"{value[:12]}..." if len(value) in (40, 64) and value.isalnum() else value
-    return json.dumps(value, ensure_ascii=False)
+        return f"{value[:12]}..." if len(value) in (40, 64) and value.isalnum() else _one_line(value)
+    return _one_line(json.dumps(value, ensure_ascii=False))
+
+
+def _one_line(text: str) -> str:
+    """A stamp may be a stranger's: nothing in it steers the terminal, makes a line of its own, or shows a token."""
+    return printable(without_tokens(text)).replace("\n", "\\n")
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError
+from sft_play.errors import CheckpointError, printable, without_tokens
 from sft_play.files import read_json, write_json
 from sft_play.runs.origin import code_sha256, git_state, machine, versions
 from sft_play.runs.prepared import Prepared
@@ -291,7 +291,7 @@ def refuse(differences: Sequence[Difference], what: str) -> list[str]:
             f"{what} was made by something else: " + "; ".join(str(difference) for difference in refused),
             hint="start a new run for what is new; the old one is unchanged",
         )
-    return [f"note: {difference}" for difference in differences]
+    return [f"note: {printable(without_tokens(str(difference)))}" for difference in differences]
 
 
 def _changed(part: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,6 +103,10 @@ def test_serve_refuses_an_open_address_without_a_token(in_process: Program) -> N
 
 
 def test_tensorboard_stays_on_this_machine(in_process: Program) -> None:
+    for host in ("127.0.0.2", "::1"):
+        refused = in_process("tensorboard", f"HOST={host}")
+        assert refused.code == 2 and "TensorBoard listens on 127.0.0.1 only" in refused.err
+    assert "expected a port, 1 to 65535" in in_process("tensorboard", "TENSORBOARD_PORT=70000").err
     done = in_process("tensorboard", "HOST=0.0.0.0", "TENSORBOARD_PORT=7007")
     assert done.code == 2
     assert "ssh -L 7007:127.0.0.1:7007" in done.err

@@ -17,7 +17,7 @@ import pytest
 from sft_play.launch.audit import direct_dependencies, environment, read_answer, read_pins
 from sft_play.launch.stamps import parts_of, run_again
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.stamp import RULES, Stamp
+from sft_play.runs.stamp import RULES, Stamp, compare, refuse
 from tests.conftest import Done, Program, call_program, run_program
 from tests.conftest import environment as variables
 from tests.documents import ROOT
@@ -80,6 +80,26 @@ def test_a_packed_run_is_repeated_packed(tmp_path: Path) -> None:
     again = run_again(RunFolder(run))
     assert again is not None
     assert again.endswith("NUM_GPUS=2 LAUNCH_STRATEGY=ddp TRAIN_BATCH_SIZE=2 TRAIN_PACKING=on TRAIN_GRADIENT_CHECKPOINTING=false")
+
+
+def test_a_strangers_stamp_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    evil = dataclasses.replace(
+        stamp(), base_model="\x1b[2J\x1b]0;x\x07evil\nA second line", versions={**stamp().versions, "\x1b[31m": "\u202e"}
+    )
+    make_run(tmp_path, "evil", evil)
+    make_run(tmp_path, "good", stamp())
+    for words in (["RUN=evil"], ["A=evil", "B=good"]):
+        shown = ask(tmp_path, *words)
+        assert shown.code == 0 and "\\x1b[2J" in shown.out and "evil\\nA second line" in shown.out
+        assert all(line.isprintable() for line in shown.out.split("\n"))
+    [note, *_] = refuse(compare(stamp(), dataclasses.replace(stamp(), base_model="\x1b[2Jx"), "infer"), "x")
+    assert note.isprintable() and "\\x1b[2J" in note
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser9/x", "~nosuchuser9/x@last"])
+def test_a_run_of_nobody_is_not_there(name: str, runs: Path) -> None:
+    done = ask(runs, f"RUN={name}")
+    assert done.code == 5 and "there is no run" in done.err
 
 
 def test_a_run_made_in_parts_says_so(tmp_path: Path) -> None:
