@@ -26,7 +26,7 @@ from sft_play.launch.environment import mask
 from sft_play.model.folder import check_folder, check_trained, refuse_foreign_code
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import verify
-from sft_play.runs.weights import weights_folder
+from sft_play.runs.weights import kind_of, weights_folder
 from tests.conftest import Program, environment
 from tests.documents import ROOT
 from tests.tiny_models import build_tiny_llama
@@ -465,3 +465,17 @@ def test_a_run_is_named_and_not_placed(name: str, in_process: Program, tmp_path:
     done = in_process("train", "CONFIG=quickstart", f"MODEL_NAME={tiny}", f"RUN_NAME={name}")
     assert done.code == 2 and "RUN_NAME" in done.err
     assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("names", "kind"), [
+    (("adapter_config.json", "adapter_model.safetensors"), "adapter"),
+    (("adapter_config.json", "adapter_model-2.safetensors", "adapter_model.bin"), None),
+    (("config.json", "model.safetensors"), "full"),
+    (("config.json", "model.safetensors.index.json", "model-00001-of-00001.safetensors"), "full"),
+    (("config.json", "other.safetensors", "pytorch_model.bin"), None),
+    (("config.json", "optimizer-rank0.safetensors", "pytorch_model.bin"), None),
+])  # fmt: skip
+def test_weights_count_only_under_the_names_that_are_read(names: tuple[str, ...], kind: str | None, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    assert kind_of(tmp_path) == kind

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.launch.audit import direct_dependencies, environment, read_answer, read_pins
+from sft_play.launch.audit import direct_dependencies, environment, read_answer, read_pins, unpinned
 from sft_play.launch.stamps import parts_of, run_again
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import RULES, Stamp, compare, refuse
@@ -200,6 +200,15 @@ def test_the_command_that_repeats_a_run_is_its_own(
 
 
 # ---- audit
+
+
+def test_every_installed_requirement_is_pinned() -> None:
+    pins, _ = read_pins(ROOT / "constraints.txt")
+    direct = list(direct_dependencies(ROOT / "pyproject.toml", pins))
+    assert list(unpinned(direct, pins)) == []
+    without = {name: version for name, version in pins.items() if name != "urllib3"}
+    [(name, by)] = unpinned(direct, without)
+    assert name == "urllib3" and by in pins
 
 
 def test_every_direct_dependency_is_pinned() -> None:
