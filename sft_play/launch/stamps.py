@@ -184,7 +184,7 @@ def _difference(call: Call) -> int:
     if not found:
         print("the same in every field")
         return 0
-    rows = [("", "A", "B", *PURPOSES)]
+    rows: list[tuple[str, ...]] = [("", "A", "B", *PURPOSES)]
     for row in found:
         one, other = _pair(row["a"], row["b"])
         for number, part in enumerate(one):
