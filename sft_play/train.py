@@ -32,7 +32,16 @@ from sft_play.training.exit_record import describe_full_disk, ran_out_of_disk, r
 from sft_play.training.heartbeat import Heartbeat, beating, hang_limit
 from sft_play.training.memory_errors import Activity, describe, ran_out_of_memory
 from sft_play.training.requests import StopRequest, code_of, is_lost_peer
-from sft_play.training.world import check_launch, check_start, check_world, launched_world, leave, prepare_state
+from sft_play.training.world import (
+    check_folders,
+    check_launch,
+    check_start,
+    check_world,
+    launched_world,
+    leave,
+    prepare_state,
+    ranks_together,
+)
 
 if TYPE_CHECKING:
     from sft_play.training.agreement import StopOnRequest
@@ -130,6 +139,8 @@ def road(
     trainer, stop, holdings = build(run, config, plan, prepared, stamp, console, doing, request)
     trainer.add_callback(MissedEvaluation(trainer))
     check_world(plan, trainer.accelerator)
+    trainer.saver.together = ranks_together(plan, run.path)
+    check_folders(plan, config.train.save_strategy, trainer.saver.together)
     check_start(plan, checkpoint)
     if trainer.is_world_process_zero():
         clean_up(run)

@@ -188,11 +188,13 @@ class Saver(TrainerCallback):
         """Returns what is to be written, copied where training goes on meanwhile. Collective."""
         trainer = self.trainer
         background = trainer.config.train.async_save and self._memory_allows()
+        apart = trainer.args.process_index not in self.together
         weights = gather_weights(trainer, clone=background)
         states = collect(trainer, clone=background)
         return Writing(
             step=step,
-            folder=partial_folder(trainer.run, step),
+            folder=trainer.run.random_states(step) if apart else partial_folder(trainer.run, step),
+            apart=apart,
             rank=trainer.args.process_index,
             states=states,
             weights=weights,
