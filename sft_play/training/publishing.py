@@ -40,7 +40,7 @@ def choose(run: RunFolder, best_step: int | None) -> Choice:
     named = run.checkpoints / run.best.readlink() if run.best.is_symlink() else run.best if run.best.is_dir() else None
     candidates = [run.checkpoint(best_step)] if best_step else []
     candidates += [named] if named is not None and named not in candidates else []
-    lost = []
+    lost: list[str] = []
     for checkpoint in candidates:
         reason = verify(checkpoint)
         if reason is None:
