@@ -122,9 +122,9 @@ def ending(run: RunFolder, node_rank: int, *, begun: float, asked: float) -> dic
     times = [float(event.get("time", 0.0)) for event in events]
     started = [at for event, at in zip(events, times, strict=True) if event["event"] in ("started", "resumed") and at >= begun]
     since = started[-1] if started else asked
-    for event, at in zip(reversed(events), reversed(times), strict=True):
-        if event["event"] in FINAL_EVENTS and at >= since:
-            return event
+    ended = [event for event, at in zip(events, times, strict=True) if event["event"] in FINAL_EVENTS and at >= since]
+    if ended:
+        return dict(ended[-1])
     if started:
         return {"event": "unknown", "code": HardwareError.exit_code}
     return {"event": "stopped", "code": 143, "note": "its workers had not started; nothing was trained in this launch"}

@@ -290,7 +290,7 @@ def test_a_rank_that_cannot_be_told_yet_is_looked_at_again(tmp_path: Path) -> No
     """Of several ranks one without `RANK` in its environment is not known; a single one needs none."""
     words = [sys.executable, "-c", "import time; time.sleep(60)", "-m", "sft_play.train"]
     without = {name: value for name, value in os.environ.items() if name != "RANK"}
-    found = {}
+    found: dict[int, list[int]] = {}
     for ranks, variables in ((range(2), without), (range(2), {**without, "RANK": "1"}), (range(3, 4), without)):
         worker, beats, kills = subprocess.Popen(words, env=variables), Listener("mark"), MemoryKills.begin()
         try:
