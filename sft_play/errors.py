@@ -15,9 +15,16 @@ import re
 from collections.abc import Sequence
 
 TOKEN = re.compile(
-    r"(?<![A-Za-z0-9])(hf_|api_org_|sk-(?:proj-|ant-)?|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA)[A-Za-z0-9]{16,}"
+    r"(?<![A-Za-z0-9])(?:"
+    r"(hf_|api_org_|gh[pousr]_|sk-)[A-Za-z0-9]{16}|(sk-(?:proj|ant|svcacct|admin|or)-|github_pat_|glpat-)[A-Za-z0-9_-]{16}"
+    r"|(xox[abeprs]-)[A-Za-z0-9-]{10}|(AKIA|ASIA)[A-Z0-9]{16}"
+    r")(?:[A-Za-z0-9_-]|\.(?=[A-Za-z0-9_-]))*"
 )
-"""Tokens of the hub, of GitHub and GitLab, of OpenAI and Anthropic, of Slack, of AWS, by how they begin."""
+"""Tokens of the hub, of GitHub and GitLab, of OpenAI and Anthropic, of Slack, of AWS, by how they begin, to their last letter."""
+NAMED = re.compile(
+    r"""((?:token|api_?key|secret|access_key|passw(?:or)?d)["'`]?\s*[=:]\s*["'`]?)[0-9a-f]{40}(?![0-9a-f])""", re.IGNORECASE
+)
+"""Tokens without a beginning of their own (Weights & Biases), where the name before them says what they are: commits look alike."""
 
 LONGEST_LINE = 1_000
 """Characters of one line of a message; of a longer one its beginning and its end are shown."""
@@ -27,7 +34,7 @@ MOST_PROBLEMS = 40
 
 def without_tokens(text: str) -> str:
     """Returns `text` with each token that it holds cut down to its first letters."""
-    return TOKEN.sub(lambda found: f"{found[1]}...", text)
+    return NAMED.sub(r"\1...", TOKEN.sub(lambda found: f"{next(filter(None, found.groups()))}...", text))
 
 
 class UserError(Exception):
@@ -107,7 +114,12 @@ def raise_all(problems: Sequence[UserError]) -> None:
 
 def _safe(text: str) -> str:
     """Returns `text` for a terminal: what moves the cursor, hides or turns letters round is written as its escape; long lines are cut."""
-    return "\n".join(_cut(line if line.isprintable() else _escaped(line)) for line in without_tokens(text).split("\n"))
+    return "\n".join(_cut(line) for line in printable(without_tokens(text)).split("\n"))
+
+
+def printable(text: str) -> str:
+    """Returns `text` with its line ends, and with escapes for what moves a terminal's cursor, hides or turns letters round."""
+    return "\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n"))
 
 
 def _escaped(line: str) -> str:

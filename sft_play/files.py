@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -42,17 +43,37 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Returns the parsed JSON of `path`. Raises `OSError` or `json.JSONDecodeError`."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Returns the parsed JSON of `path`. Raises `OSError` or `ValueError`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the JSON objects of a file that has one on each line; what is none is left out.
+
+    A crash or a full disk may cut the last line anywhere, inside a letter too. Empty where there is no file; raises other `OSError`s.
+    """
+    rows = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_bytes().decode("utf-8", errors="replace").split("\n"):
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                rows += [row] if isinstance(row, dict) else []
+    return rows
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Appends one JSON object as a line in a single write, so that concurrent writers do not mix.
+    """Appends one JSON object as a line in a single write, so that concurrent writers do not mix; a line that was cut short stays alone.
 
     Raises `OSError` on a full disk; what a part of the line has taken there is given back, so that the next line begins a line.
     """
     line = (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8")
-    with path.open("ab", buffering=0) as stream:
+    with path.open("ab+", buffering=0) as stream:
+        size = stream.seek(0, os.SEEK_END)
+        if size and os.pread(stream.fileno(), 1, size - 1) not in (b"\n", b""):
+            line = b"\n" + line
         written = stream.write(line)
         if written < len(line):
             end = stream.tell()
@@ -79,6 +100,14 @@ def is_file_name(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return b"\0" not in written and len(written) <= LONGEST_PATH and all(len(p) <= LONGEST_PART for p in written.split(b"/"))
+
+
+def typed_path(text: str) -> Path:
+    """Returns the path that a user typed, `~` and `~name` replaced where there is such a user."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
 
 
 def current_umask() -> int:

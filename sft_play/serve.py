@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sft_play.config.load import read_config
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import file_sha256, text_sha256
-from sft_play.launch.access import TOKEN_VARIABLE, Guard, address_of, is_loopback, serve_token
+from sft_play.launch.access import TOKEN_VARIABLE, Checked, Guard, address_of, is_loopback, serve_token
 from sft_play.launch.network import port_is_free
 from sft_play.launch.run_folder import find_run
 from sft_play.model.folder import check_trained
@@ -55,7 +55,7 @@ def main(call: Call) -> int:
     run = find_run(call.options["RUN"])
     weights = weights_folder(run, call.options.get("CHECKPOINT"))
     check_packages()
-    port = choose_port(call.integer("PORT", minimum=1), address)
+    port = choose_port(call.port("PORT"), address)
     folder = servable(run, weights)
     name = served_name(run, label_of(run, weights))
     with _stop_on_signals() as stopped, _named(folder, name):
@@ -187,7 +187,7 @@ def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int
             only_model(self._model_manager, name)
             config = self.server.config
             assert not config.loaded, "the application must not be in use yet"
-            config.app = Guard(config.app, token=place.token, address=place.address)
+            config.app = Guard(Checked(config.app), token=place.token, address=place.address)
             super().start_server()
 
     logging.disable_progress_bar()

@@ -8,32 +8,40 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from sft_play.config.load import read_config
 from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError, HardwareError, UserError
-from sft_play.files import read_json, sync_folder, write_json
+from sft_play.errors import UserError
+from sft_play.files import write_json
+from sft_play.launch.beats import MARK
+from sft_play.launch.bound import woken_with_parent
 from sft_play.launch.restarts import restarts
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import clean_up
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
-from sft_play.runs.states_facts import is_state_file
 from sft_play.training.console import quiet_libraries, redirect
 from sft_play.training.exit_record import describe_full_disk, ran_out_of_disk, reserve
 from sft_play.training.heartbeat import Heartbeat, beating, hang_limit
 from sft_play.training.memory_errors import Activity, describe, ran_out_of_memory
 from sft_play.training.requests import StopRequest, code_of, is_lost_peer
-from sft_play.training.world import check_launch, check_start, check_world, launched_world, leave, prepare_state
+from sft_play.training.world import (
+    check_folders,
+    check_launch,
+    check_start,
+    check_world,
+    launched_world,
+    leave,
+    prepare_state,
+    ranks_together,
+)
 
 if TYPE_CHECKING:
     from sft_play.training.agreement import StopOnRequest
@@ -52,6 +60,7 @@ def main(arguments: list[str] | None = None, program: Program | None = None) -> 
     parser.add_argument("--run", type=Path, required=True, help="folder of the run")
     parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
     options = parser.parse_args(arguments)
+    woken_with_parent()
     run = RunFolder(options.run)
     rank, _ = launched_world()
     console = redirect(run.rank_log(rank), rank)
@@ -92,11 +101,13 @@ def verdict(problem: Exception, run: RunFolder, doing: Activity) -> dict[str, An
 
 def say(problem: Exception, record: dict[str, Any]) -> None:
     """Writes an error down: a user's mistake in one line, everything else with its traceback; what the launcher itself
-    explains (memory, a full disk) goes to the rank's log alone, and not to the console."""
+    says (all but what nobody foresaw) goes to the rank's log alone, and not to the console a second time."""
     with contextlib.suppress(MemoryError, OSError):  # the record counts, and is written even when there is no room to say more
-        if "cause" in record:
+        told = MARK in os.environ and record["code"] != 1  # by the launcher, which ends with a worker's words
+        if told or "cause" in record:
             with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace") as log:
-                traceback.print_exception(problem, file=log)
+                if not isinstance(problem, UserError):
+                    traceback.print_exception(problem, file=log)
                 print(record["error"], file=log)
             return
         if not isinstance(problem, UserError):
@@ -118,6 +129,7 @@ def road(
     """The road, top to bottom."""
     from sft_play.training.agreement import MissedEvaluation
     from sft_play.training.held_out import require_best
+    from sft_play.training.publishing import publish_model
     from sft_play.training.saving import END_SECONDS
 
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
@@ -127,6 +139,8 @@ def road(
     trainer, stop, holdings = build(run, config, plan, prepared, stamp, console, doing, request)
     trainer.add_callback(MissedEvaluation(trainer))
     check_world(plan, trainer.accelerator)
+    trainer.saver.together = ranks_together(plan, run.path)
+    check_folders(plan, config.train.save_strategy, trainer.saver.together)
     check_start(plan, checkpoint)
     if trainer.is_world_process_zero():
         clean_up(run)
@@ -137,14 +151,17 @@ def road(
     trainer.saver.finish()
     if stop.stopped:
         trainer.saver.require_saved()
+    else:
+        doing.enter("saving", step=trainer.state.global_step)  # from here on a stop lets the model be written
     save_holdings(run, trainer, holdings)
     if stop.stopped:
         return stop.code
     doing.enter("saving", step=trainer.state.global_step)
     trainer.saver.tidy(wait_seconds=END_SECONDS)
-    publish_model(run, trainer, config)
+    model_step = publish_model(run, trainer, config)
     if trainer.is_world_process_zero():
-        write_json(run.training_metrics, summary(trainer, time.time() - started, resumed=checkpoint is not None))
+        facts = summary(trainer, time.time() - started, resumed=checkpoint is not None)
+        write_json(run.training_metrics, facts | {"model_step": model_step})
     trainer.saver.require_saved()
     return 0
 
@@ -235,77 +252,20 @@ def save_holdings(run: RunFolder, trainer: SftTrainer, holdings: Holdings) -> No
     holdings.save(run.rank_holdings(rank), rows_trained=trainer.rows_trained, rows_scored=trainer.rows_scored)
 
 
-def publish_model(run: RunFolder, trainer: SftTrainer, config: Config) -> None:
-    """Publishes the last weights, or the best checkpoint's, as `model/`, by rename. Raises `HardwareError` where it cannot be written."""
-    from sft_play.runs.space import describe, errno_of
-    from sft_play.training.weights_out import gather_weights
-
-    best = run.best.resolve() if config.train.load_best_model_at_end and run.best.exists() else None
-    weights = gather_weights(trainer, clone=False) if best is None else None
-    problem: str | None = None
-    if trainer.is_world_process_zero():
-        try:
-            write_model(run, trainer, best, weights)
-        except Exception as error:  # what safetensors and tokenizers raise for a full disk is no OSError
-            shutil.rmtree(run.path / ".model.partial", ignore_errors=True)
-            if errno_of(error) is None:
-                raise
-            problem = describe(error)
-    reason = trainer.saver.agreed(problem)
-    if reason is not None:
-        hint = f"the last checkpoint is as it was; make room, then: make resume RUN={run.name}"
-        raise HardwareError(f"the model was not written: {reason}", place=str(run.model), hint=hint)
-
-
-def write_model(run: RunFolder, trainer: SftTrainer, best: Path | None, weights: Mapping[str, Any] | None) -> None:
-    """Writes `model/` aside, syncs it to the disk, and gives it its name."""
-    from sft_play.runs.manifest import sync_below
-    from sft_play.training.trainer import stamp_at
-    from sft_play.training.weights_out import write_weights
-
-    partial, replaced = run.path / ".model.partial", run.path / ".model.replaced"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    step = trainer.state.global_step
-    if best is None:
-        assert weights is not None
-        write_weights(trainer, weights, partial)
-    else:
-        copy_weights(best, partial)
-        step = int(read_json(best / "trainer_state.json")["global_step"])
-    stamp_at(trainer.stamp, step).save(partial)
-    sync_below(partial)
-    shutil.rmtree(replaced, ignore_errors=True)
-    if run.model.exists():  # a run that was made longer
-        run.model.rename(replaced)
-    partial.rename(run.model)
-    sync_folder(run.path)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def copy_weights(checkpoint: Path, folder: Path) -> None:
-    """Copies weights, configuration and tokenizer of a checkpoint; the states for resuming stay behind."""
-    left_out = {"trainer_state.json", "manifest.json", "stamp.json", "zero_to_fp32.py", "latest"}
-    for path in checkpoint.iterdir():
-        if path.is_file() and path.name not in left_out and path.suffix not in (".pt", ".pth", ".bin") and not is_state_file(path.name):
-            shutil.copy2(path, folder / path.name)
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError("the best checkpoint holds no weights", place=str(checkpoint))
-
-
 def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, Any]:
     """Returns the content of `training_metrics.json`."""
-    from sft_play.training.metrics import finite
+    from sft_play.training.metrics import finite, rows_until, saving_totals
     from sft_play.training.trainer import peak_memory_bytes
 
-    train = [row for row in trainer.state.log_history if "rank_loss" in row]
-    scores = [row for row in trainer.state.log_history if "eval_loss" in row]
+    rows = rows_until(trainer.run.metrics, trainer.state.global_step)
+    losses = [row["loss"] for row in rows if row["kind"] == "train" and row.get("loss") is not None]
+    scores = [row for row in rows if row["kind"] == "eval"]
     spent = trainer.training_seconds()
     return {
         "steps": trainer.state.global_step,
         "epochs": trainer.state.epoch,
-        "train_loss": finite(sum(row["loss"] for row in train) / len(train)) if train else None,
-        "final_loss": finite(train[-1]["loss"]) if train else None,
+        "train_loss": finite(sum(losses) / len(losses)) if losses else None,
+        "final_loss": finite(losses[-1]) if losses else None,
         "tokens": trainer.tokens_trained,
         "tokens_per_second": trainer.tokens_trained / spent if spent else None,
         "seconds": seconds,
@@ -313,7 +273,7 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
         "training_seconds": spent,
         "peak_memory_bytes": peak_memory_bytes(),
         "forecast": planned(trainer.plan, trainer.args.process_index, resumed=resumed),
-        "saving": asdict(trainer.saver.totals),
+        "saving": saving_totals(rows),
         "recoveries": [dict(recovery) for recovery in trainer.plan.recoveries],
         "restarts": restarts(trainer.run),
         "stopped_early": trainer.stopped_early(),

@@ -21,6 +21,7 @@ from sft_play.files import is_file_name
 if TYPE_CHECKING:
     from sft_play.config.load import LoadedConfig
 
+LARGEST_PORT = 65_535
 FOR_MAKE = frozenset({"PYTHON", "VENV"})
 """Variables that make itself uses."""
 STANDS_FOR = {"MODEL": "MODEL_NAME", "DATA": "DATA_TRAIN_PATH", "SEED": "TRAIN_SEED"}
@@ -62,6 +63,13 @@ class Call:
 
         return load_for_call(self, default)
 
+    def port(self, name: str) -> int | None:
+        """Returns a port, `None` when it was not given. Raises `UserError`."""
+        port = self.integer(name, minimum=1)
+        if port is not None and port > LARGEST_PORT:
+            raise UserError(f"`{name}` is `{port}`; expected a port, 1 to {LARGEST_PORT}")
+        return port
+
     def integer(self, name: str, minimum: int = 0) -> int | None:
         """Returns a whole-number option, `None` when it was not given. Raises `UserError`."""
         text = self.options.get(name)
@@ -92,7 +100,7 @@ class _Given:
 
     @property
     def origin(self) -> str:
-        return f"{'make ' if self.make else ''}{self.name}={self.text}"
+        return names.without_secret(f"{'make ' if self.make else ''}{self.name}={self.text}", self.name)
 
 
 def parse_call(arguments: Sequence[str], commands: Mapping[str, CommandRow], environ: Mapping[str, str] | None = None) -> Call:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 DEFAULT = "default"
 NOT_KEYS = ("SFT_PLAY_",)
 """Variables of the program itself, such as `SFT_PLAY_CACHE`."""
+DEEPEST = 60
+"""Levels of lists and mappings that a saved configuration may have."""
 OLD_TIMEOUT = "NCCL_TIMEOUT"
 
 
@@ -107,6 +109,16 @@ def _is_saved(path: Path) -> bool:
     return isinstance(saved, dict) and {"config", "origins"} <= saved.keys()
 
 
+def _is_deep(value: object) -> bool:
+    """Whether lists and mappings lie in each other deeper than any configuration; what reads them calls itself at each level."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            part for one in level for part in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+        ]
+    return bool(level)
+
+
 def _read_saved(path: Path) -> tuple[Values, Path | None]:
     """Returns the values of a run's `config.json`, and the file that they came from. Raises `CheckpointError`."""
     try:
@@ -115,6 +127,8 @@ def _read_saved(path: Path) -> tuple[Values, Path | None]:
         tree["train"] = {**tree["train"], **tree["train"]["extra"]}
         del tree["train"]["extra"]
         source = Path(saved["path"]) if saved.get("path") else None
+        if _is_deep(tree):
+            raise ValueError(f"nested deeper than {DEEPEST} levels")
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no run in `{path.parent}`", hint="RUN= takes the name or the folder of a run") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -204,7 +218,7 @@ def _read_overrides(overrides: Iterable[Override], found: Values) -> None:
 def _refused(key: str, place: str) -> UserError:
     instead, why = names.refusal(key) or (None, "there is no such key")
     hint = f"use `{variable_name(instead) if '.' in instead else instead}`" if instead else None
-    return UserError(f"`{key}` is not taken: {why}", place=place, hint=hint)
+    return UserError(f"`{key}` is not taken: {why}", place=names.without_secret(place, key), hint=hint)
 
 
 # ---- Together

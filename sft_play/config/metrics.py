@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
-from pathlib import Path
 
 from sft_play.config.schema import Config
+from sft_play.files import is_file_name, typed_path
 
 LIBRARY = "evaluate:"
 """Prefix of a metric of the `evaluate` library: `evaluate:NAME_OR_PATH`, or `evaluate:NAME_OR_PATH:SCORE` for one of several scores."""
@@ -29,7 +29,7 @@ def library_parts(metric: str) -> tuple[str, str | None]:
     """Returns (name or path, score or `None`) of `evaluate:NAME_OR_PATH[:SCORE]`; a path that exists is never cut."""
     where = metric.removeprefix(LIBRARY)
     head, colon, tail = where.rpartition(":")
-    if colon and head and re.fullmatch(r"\w+", tail) and not Path(where).expanduser().exists():
+    if colon and head and re.fullmatch(r"\w+", tail) and not (is_file_name(where) and typed_path(where).exists()):
         return head, tail
     return where, None
 
@@ -40,6 +40,11 @@ def unknown(metric: str) -> tuple[str, str] | None:
         return None
     if metric.startswith(LIBRARY):
         where, _ = library_parts(metric)
+        if not is_file_name(where):
+            return (
+                "names no metric of the `evaluate` library: no folder can be called so",
+                "evaluate:exact_match, or evaluate:path/to/folder",
+            )
         return (
             None
             if where.strip("/ ")

@@ -13,9 +13,20 @@ from sft_play.config.ranges import REFUSED
 
 SECRET = re.compile(r"(.*[_.])?(token|api_?key|secret|secret_key|access_key|password|passwd|credentials?)", re.IGNORECASE)
 """Names of what must never stand in a file or on a command line."""
+SECRET_VARIABLE = re.compile(
+    r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|ACCESS_KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH(?!OR)", re.IGNORECASE
+)
+"""What stands somewhere in the names of environment variables whose values are never shown, nor taken into a configuration."""
 SECRETS_HINT = (
     "tokens and passwords come from the environment (`HF_TOKEN` for the hub) or from `hf auth login`, and are never written down"
 )
+
+
+def without_secret(origin: str, name: str) -> str:
+    """Returns an origin (`make NAME=value`) without the value where `name`, or the key that it stands for, is that of a secret."""
+    head, given, _ = origin.partition("=")
+    return f"{head}=..." if given and SECRET.fullmatch(name) else origin
+
 
 ALIASES: Mapping[str, str] = {
     # transformers, TRL, PEFT

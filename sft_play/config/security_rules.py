@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import TOKEN, UserError, without_tokens
+from sft_play.files import is_file_name, typed_path
 
 Origins = Mapping[str, str]
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -34,7 +34,8 @@ def tokens(config: Config, origins: Origins) -> Iterator[UserError]:
 def code(config: Config, origins: Origins) -> Iterator[UserError]:
     """A stranger's code runs only at a commit that was named; the code in a folder of this machine is the user's own."""
     model = config.model
-    if not model.trust_remote_code or Path(model.name).expanduser().is_dir() or COMMIT.fullmatch(model.revision or ""):
+    own = is_file_name(model.name) and typed_path(model.name).is_dir()
+    if not model.trust_remote_code or own or COMMIT.fullmatch(model.revision or ""):
         return
     given = f"`model.revision` is `{model.revision}`" if model.revision else "`model.revision` is not given"
     yield _problem(

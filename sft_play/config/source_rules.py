@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from sft_play.config.filters import Condition
 from sft_play.config.schema import Config, DataSource
+from sft_play.config.yaml_source import scalar_text
 from sft_play.errors import DataError, UserError
 
 Origins = Mapping[str, str]
@@ -23,7 +24,10 @@ def entries(config: Config, origins: Origins) -> Iterator[UserError]:
         name = f"{key}[{index}]"
         if source.rows is not None and source.rows < 1:
             yield _problem(
-                origins, key, f"`{name}.rows` is {source.rows}; expected an integer >= 1", "leave it out to take all rows"
+                origins,
+                key,
+                f"`{name}.rows` is {scalar_text(source.rows)}; expected an integer >= 1",
+                "leave it out to take all rows",
             )
         for text in ("filter", "name", "split", "config", "revision"):
             given = getattr(source, text)

@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from sft_play.config.yaml_source import FLOAT, Node, scalar_text
 
 LARGEST_INTEGER = 2**31 - 1
+LARGEST_FREE = 2**63 - 1
 MOST_WORDS = 15
 """Longer choices are not written out in a message; `docs/configuration.md` lists them."""
 
@@ -174,13 +175,12 @@ def _is_writable(text: str) -> bool:
 
 
 def _number(value: float, parts: tuple[Any, ...], limits: Range) -> Any:
+    if isinstance(value, int) and abs(value) > max(LARGEST_INTEGER, limits.maximum or 0):
+        return INVALID  # before anything makes a float of it, which 309 digits are too long for
     if not math.isfinite(value) or not limits.holds(value):
         return INVALID
-    if isinstance(value, int):
-        if abs(value) > max(LARGEST_INTEGER, limits.maximum or 0):
-            return INVALID
-        if int in parts:
-            return value
+    if isinstance(value, int) and int in parts:
+        return value
     return float(value) if float in parts else INVALID
 
 
@@ -225,6 +225,8 @@ def _mapping(node: Node, key: str, problems: list[Mismatch]) -> Any:
                 check(child, f"{name}[{index}]")
         elif isinstance(part.value, float) and not math.isfinite(part.value):
             problems.append(Mismatch(key=name, node=part, problem=f"is `{shown(part)}`; expected a finite number"))
+        elif isinstance(part.value, int) and abs(part.value) > LARGEST_FREE:
+            problems.append(Mismatch(key=name, node=part, problem=f"is `{shown(part)}`; expected an integer of at most 64 bits"))
         elif isinstance(part.value, str) and not _is_writable(part.value):
             problems.append(Mismatch(key=name, node=part, problem=f"has `{shown(part)}`; expected text without null characters"))
 

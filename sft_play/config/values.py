@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_origin
 
+from sft_play.config import names
 from sft_play.config.keys import REQUIRED, Key, find_key, schema_keys
 from sft_play.config.types import allows_null, options, shown, takes_text
 from sft_play.config.yaml_source import Node, parse_yaml, resolve_scalar, wrap
@@ -94,6 +95,7 @@ def interpolate(found: Values) -> None:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    OmegaConf.register_resolver("oc.env", _variable, replace=True)
     unresolved = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
     for key in list(open_ones):
         try:
@@ -114,6 +116,15 @@ def interpolate(found: Values) -> None:
             continue
         value = found.values[key]
         found.values[key] = Value(_again(wrap(plain, value.node.line)), value.origin, layer=value.layer)
+
+
+def _variable(name: str, *default: Any) -> Any:
+    """`${oc.env:NAME}`, but never a secret: what a configuration holds is kept in the run folder and shown."""
+    from omegaconf.resolvers import oc
+
+    if names.SECRET_VARIABLE.search(name):
+        raise ValueError(f"`{name}` is named like a secret, and what a configuration holds is kept in files")
+    return oc.env(name, *default)
 
 
 def _as_read(key: str, value: Value) -> Any:

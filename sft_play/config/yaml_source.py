@@ -194,6 +194,10 @@ UNPRINTABLE = re.compile(
 OLD_BOOLEANS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 
 
+LONGEST_DECIMAL = 2_000
+"""Bits of an integer that is still written in decimals."""
+
+
 def scalar_text(value: Any) -> str:
     """Returns a scalar, list or mapping as YAML on one line, which YAML 1.1 readers understand in the same way."""
     if value is None:
@@ -208,6 +212,8 @@ def scalar_text(value: Any) -> str:
         return "{" + ", ".join(f"{_string_text(str(k))}: {scalar_text(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(scalar_text(part) for part in value) + "]"
+    if isinstance(value, int) and value.bit_length() > LONGEST_DECIMAL:
+        return hex(value)  # Python writes no longer one in decimals
     return str(value)
 
 

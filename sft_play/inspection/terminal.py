@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from sft_play.errors import printable
 from sft_play.inspection.samples import Piece, Sample
 from sft_play.plan.mixture import Mixture
 
@@ -21,17 +22,17 @@ def show(split: str, manifest: Mapping[str, Any], samples: Sequence[Sample], wor
     """Prints a legend, the samples, how sources are mixed and what was left out."""
     if words and not samples:  # that no row holds them is said already
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)  # `[/x]` and `:x:` are data here
     colours = console.color_system is not None
     legend = Text("trained", style=f"{TRAINED} bold") if colours else Text("{}trained{}".format(*WITHOUT_COLOUR))
     console.print(Text.assemble(legend, "  read only  ", Text("special token", style=SPECIAL if colours else ""), " ↵ line end"))
     for sample in samples:
         title = f"{split} row {sample.index} of {sample.source}: {sample.tokens} tokens, {sample.trained} trained"
-        console.print(Rule(title, align="left", characters="─" if console.encoding.startswith("utf") else "-"))
+        console.print(Rule(printable(title), align="left", characters="─" if console.encoding.startswith("utf") else "-"))
         console.print(Text.assemble(*(_coloured(piece) for piece in sample.pieces)) if colours else Text(_marked(sample)))
     console.print()
     for line in mixture.describe() if mixture else []:
-        console.print(f"mixture: {line}")
+        console.print(f"mixture: {printable(line)}")
     for line in left_out(manifest):
         console.print(line)
     if words is None and len(samples) < manifest["split"]["rows"]:
@@ -45,13 +46,16 @@ def _coloured(piece: Piece) -> Text:
 
 def _marked(sample: Sample) -> str:
     before, after = WITHOUT_COLOUR
-    text = "".join(f"{before}{_with_line_ends(piece)}{after}" if piece.trained else piece.text for piece in sample.pieces)
+    text = "".join(
+        f"{before}{_with_line_ends(piece)}{after}" if piece.trained else printable(piece.text) for piece in sample.pieces
+    )
     return text.replace(after + before, "")
 
 
 def _with_line_ends(piece: Piece) -> str:
     """A line end that is learnt must be seen."""
-    return piece.text.replace("\n", "↵\n") if piece.trained else piece.text
+    text = printable(piece.text)
+    return text.replace("\n", "↵\n") if piece.trained else text
 
 
 def left_out(manifest: Mapping[str, Any]) -> list[str]:
@@ -62,5 +66,5 @@ def left_out(manifest: Mapping[str, Any]) -> list[str]:
         for reason, count in reasons.items():
             places = [example["place"] for example in source.get("left_out", []) if example["reason"] == reason]
             shown = f": {', '.join(places[:3])}{', ...' if count > len(places[:3]) else ''}" if places else ""
-            lines.append(f"left out of {source['name']}: {count:,} {reason}{shown}")
+            lines.append(f"left out of {printable(source['name'])}: {count:,} {reason}{printable(shown)}")
     return lines or ["no row was left out"]

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from types import NoneType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -106,6 +107,62 @@ class Guard:
         if any(origin not in self._own for origin in origins):
             return 403, "the request comes from a page of another site"
         return None
+
+
+class Checked:
+    """An ASGI application that answers 400 for requests that transformers' server would break on (500, without a word)."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Reads the body of a request that has JSON, and passes it on when it is one that can be answered."""
+        if scope["type"] != "http" or scope.get("method") != "POST" or scope.get("path") not in CHECKED:
+            await self.app(scope, receive, send)
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return  # the client has gone
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        if (wrong := wrong_with(scope["path"], body)) is not None:
+            await _answer(send, 400, wrong)
+            return
+        left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again() -> Message:
+            return left.pop() if left else await receive()
+
+        await self.app(scope, again, send)
+
+
+CHAT = "/v1/chat/completions"
+CHECKED = frozenset({CHAT, "/v1/completions", "/v1/responses", "/load_model"})
+
+
+def wrong_with(path: str, body: bytes) -> str | None:
+    """Returns what is wrong with the body of a request, `None` where nothing is."""
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return "the body is not JSON"
+    if not isinstance(asked, dict):
+        return "the body is no JSON object"
+    if not isinstance(asked.get("model", ""), (str, NoneType)):
+        return "`model` is no text"
+    if path != CHAT:
+        return None
+    messages = asked.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return "`messages` must be a list with at least one message"
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f"`messages[{index}]` must be an object with a `role`"
+        if not isinstance(message.get("content"), (str, list, NoneType)):
+            return f"`messages[{index}].content` must be text, or a list of parts"
+    return None
 
 
 def _hostname(url: str) -> str | None:

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PIN = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9.!+_-]+)")
 NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 EXACT = re.compile(r"\s*[A-Za-z0-9._-]+(?:\[[^\]]*\])?\s*==\s*([A-Za-z0-9.!+_-]+)\s*")
+WITH_PYTHON = frozenset({"pip", "setuptools", "wheel"})
+"""They come with the virtual environment."""
 SECONDS = 900
 WAIT_SECONDS = 15
 """For each answer of the service."""
@@ -86,6 +88,9 @@ def main(call: Call) -> int:
     pins, problems = read_pins(ROOT / "constraints.txt")
     direct = list(direct_dependencies(ROOT / "pyproject.toml", pins))
     problems += [f"`{one.name}` ({one.group}) {one.problem}" for one in direct if one.problem]
+    problems += [
+        f"`{name}` (needed by {by}) is installed and not pinned in constraints.txt" for name, by in unpinned(direct, pins)
+    ]
     asked = ask(ROOT / "constraints.txt", pins)
     clean = not problems and not asked.holes and not asked.silent and asked.failure is None
     if call.json:
@@ -136,6 +141,31 @@ def direct_dependencies(path: Path, pins: Mapping[str, str]) -> Iterator[Direct]
             yield Direct(
                 name=name, group=group, pinned=exact[1] if exact else pins.get(name), installed=_installed(name)
             )  # fmt: skip
+
+
+def unpinned(direct: Iterable[Direct], pins: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields each installed package without a pin that one of `direct` needs, through however many others, and what needs it."""
+    waiting = [(one.name, "pyproject.toml") for one in direct if one.installed is not None]
+    seen = {name for name, _ in waiting}
+    while waiting:
+        name, by = waiting.pop()
+        try:
+            needed = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another system or an extra that was not asked for
+        if name not in pins and name not in WITH_PYTHON and by != "pyproject.toml":
+            yield name, by
+        for requirement in needed:
+            found = NAME.match(requirement)
+            other = canonical(found[1]) if found and not _is_extra(requirement) else name
+            if other not in seen:
+                seen.add(other)
+                waiting.append((other, name))
+
+
+def _is_extra(requirement: str) -> bool:
+    """Whether a requirement belongs to an extra of its package, which nobody may have asked for."""
+    return re.search(r"\bextra\s*==", requirement.partition(";")[2]) is not None
 
 
 def _installed(name: str) -> str | None:

@@ -28,3 +28,10 @@ def bound_to_parent(number: signal.Signals) -> Callable[[], None] | None:
             os._exit(128 + int(number))
 
     return bind
+
+
+def woken_with_parent() -> None:
+    """Makes the kernel continue this process (SIGCONT) when its parent has gone: one that was stopped could not notice it, and would
+    stay. Harmless to one that runs, and to one whose parent leaves in order while it still saves."""
+    if _libc is not None:
+        _libc.prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGCONT), 0, 0, 0)

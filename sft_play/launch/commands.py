@@ -34,8 +34,11 @@ from sft_play.launch.resume import (
     compare_fully,
     is_longer,
     launch_facts,
+    newest_told,
     options_of_run,
+    refuse_fewer_steps,
     restored_on_error,
+    with_its_batch,
 )
 from sft_play.launch.run_folder import (
     choose_name,
@@ -47,7 +50,7 @@ from sft_play.launch.run_folder import (
     reserved,
     stop_code,
 )
-from sft_play.launch.same_command import as_resume, existing_run
+from sft_play.launch.same_command import as_long, as_resume, existing_run
 from sft_play.launch.stopped import describe
 from sft_play.launch.stopped import facts as stop_facts
 from sft_play.launch.supervise import supervise
@@ -60,6 +63,7 @@ from sft_play.plan.sources import memory_of
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
+from sft_play.runs.stamp import divided
 
 MOST_PORTS = 3
 """How often another port is tried where each was taken before it could be used."""
@@ -115,6 +119,7 @@ def start_run(
     loaded = call.load_config()
     options, loaded = read_options(call, loaded, command)
     if existing := existing_run(options, loaded):
+        loaded = as_long(loaded, existing)
         again = as_resume(call, options, loaded, existing)
         check_overrides(again)
         with ended_by_signals(), held(existing, node_rank=options.request.node_rank):
@@ -148,16 +153,22 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         raise CheckpointError(
             f"`{run.name}` was never launched, so there is nothing to go on from", hint="start it again under another RUN_NAME"
         )
-    if is_finished(run) and not is_longer(call):
+    before = Plan.load(run.plan)
+    if is_finished(run) and not is_longer(loaded.config, before):
         if newest := newest_valid(run)[0]:
             compare_early(newest, loaded.config)
         print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
         return Outcome(code=0)
-    before = Plan.load(run.plan)
     options = options_of_run(call, run, before.world_size // before.num_nodes)
     checkpoint = choose_checkpoint(run)
     if checkpoint:
         compare_early(checkpoint, loaded.config)
+        world = (options.request.num_gpus or before.world_size // before.num_nodes) * options.request.num_nodes
+        loaded, note = with_its_batch(loaded, call, before, world)
+        if note:
+            print(note, file=sys.stderr)
+            options = recovery.without_batch_numbers(options)
+        refuse_fewer_steps(loaded.config, before, checkpoint)
     job = job_of(call, loaded, options)
     job.plan(None)
     with restored_on_error(run.prepared):
@@ -183,7 +194,10 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     lost = Restarts(limit=job.loaded.config.launch.max_restarts, step=step_of(checkpoint) if checkpoint else 0)
     outcome, retries, ports = _attempt(job, plan, run, event=event, checkpoint=checkpoint), 0, 0
     while outcome.code == LOST:
-        checkpoint, _ = newest_valid(run)
+        checkpoint, damaged = newest_told(run)
+        if damaged and checkpoint is None and (outcome.cause in (OUT_OF_MEMORY, "port") or lost.limit):
+            outcome = restarts.nothing_to_go_on_from(run, outcome)
+            break
         if outcome.cause == OUT_OF_MEMORY:
             found = recovery.remedy(job.loaded.config, job.shape, plan, job.options.request, outcome, retries)
             if isinstance(found, recovery.Refusal):
@@ -269,6 +283,7 @@ def _attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpo
         print(f"{show_plan(plan)}\n{show_launch(arguments, replace(environment, notes=notes))}", file=console)
         print(f"run {run.path}\n", file=console, flush=True)
         record_event(run, event, node_rank=job.node.rank, world_size=plan.world_size, strategy=plan.strategy,
+                     steps=plan.steps, batches=divided(plan.ranks),
                      checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
     return supervise(arguments, environment.variables, run, job.ranks_here(plan), console=console.fileno())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -31,12 +32,26 @@ def checkpoint_bytes(plan: Plan) -> int:
     return weights + total("optimizer", shards=sharded)
 
 
-def needed_bytes(plan: Plan, config: Config) -> int:
-    """Returns what the run will hold at its fullest: kept checkpoints, the best one, a new one beside them, and `model/`."""
+def needed_bytes(plan: Plan, config: Config, run: RunFolder) -> int:
+    """Returns what the run will still take at its fullest: kept checkpoints, the best one, a new one beside them, and `model/`.
+
+    Checkpoints that it has already have their space; they never have that of the new one or of the model.
+    """
     one = checkpoint_bytes(plan)
     limit = config.train.save_total_limit
-    kept = 0 if config.train.save_strategy == "no" else (3 if limit is None else limit) + 2
-    return SPARE_BYTES + one * (kept + 1)
+    kept = 0 if config.train.save_strategy == "no" else (3 if limit is None else limit) + 1
+    there = min(kept * one, occupied_bytes(run.checkpoints))
+    return SPARE_BYTES + one * (kept + 1 + bool(kept)) - there
+
+
+def occupied_bytes(folder: Path) -> int:
+    """Returns the bytes that the files below `folder` take on the disk; 0 where it is not there."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += (Path(path) / name).lstat().st_blocks * 512
+    return total
 
 
 def is_full(folder: Path) -> bool:
@@ -57,7 +72,7 @@ def is_read_only(folder: Path) -> bool:
 
 def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:
     """Raises `HardwareError` when the disk of the run folder is too small for the run's checkpoints."""
-    needed = needed_bytes(plan, config)
+    needed = needed_bytes(plan, config, run)
     free = shutil.disk_usage(run.path).free
     if free < needed:
         raise HardwareError(

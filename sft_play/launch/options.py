@@ -66,7 +66,7 @@ def read_options(
             offload_parameters=deepspeed is not None and deepspeed.stage == 3 and deepspeed.offloads("param"),
         ),
         master_address=call.options.get("MASTER_ADDR") or choices.master_address,
-        master_port=_one("MASTER_PORT", call.integer("MASTER_PORT", minimum=1), choices.master_port, choices),
+        master_port=_one("MASTER_PORT", call.port("MASTER_PORT"), choices.master_port, choices),
         run_name=call.options.get("RUN_NAME"),
         deepspeed=deepspeed,
         fsdp=choices.fsdp,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sft_play.errors import CheckpointError
 from sft_play.launch.environment import Node
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
@@ -76,6 +77,13 @@ def announcement(outcome: Outcome, checkpoint: Path | None, state: Restarts) -> 
     """Returns the one line that says what happened and where it goes on."""
     source = checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"
     return f"restarting: {first_line(outcome)}; going on from {source} in {state.pause():g} s (restart {state.used} of {state.limit})"
+
+
+def nothing_to_go_on_from(run: RunFolder, outcome: Outcome) -> Outcome:
+    """Returns the end of a launch whose checkpoints are all damaged: beginning at step 0 would write over what may be rescued."""
+    text = f"error: `{run.name}` has no valid checkpoint to go on from; the reasons stand above"
+    message = f"{text}\n\nhint: start again under another RUN_NAME\n\nwhy it had ended: {first_line(outcome)}"
+    return Outcome(code=CheckpointError.exit_code, rank=outcome.rank, message=message)
 
 
 def first_line(outcome: Outcome) -> str:

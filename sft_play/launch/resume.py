@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
+from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, UserError
-from sft_play.files import write_bytes
+from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed_json import UserDeepSpeed
 from sft_play.launch.json_with_comments import JsonDocument
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.recovery import remedies_so_far, without_batch_numbers
 from sft_play.launch.run_folder import read_events
+from sft_play.plan.batch import global_rows
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scratch import label
-from sft_play.runs.checkpoints import clean_up, newest_valid
+from sft_play.runs.checkpoints import clean_up, newest_valid, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
@@ -72,7 +75,7 @@ def options_of_run(call: Call, run: RunFolder, world_per_node: int) -> LaunchOpt
             force_checkpointing=force_checkpointing,
         ),
         master_address=address,
-        master_port=call.integer("MASTER_PORT", minimum=1),
+        master_port=call.port("MASTER_PORT"),
         deepspeed=deepspeed,
         fsdp=facts["fsdp"],
     )
@@ -124,15 +127,34 @@ def choose_checkpoint(run: RunFolder) -> Path | None:
     """Returns the newest valid checkpoint, says which were passed over and why; `None` (said too) when the run has none yet."""
     for left in clean_up(run):
         print(f"removed: {left}", file=sys.stderr)
-    checkpoint, skipped = newest_valid(run)
-    for reason in skipped:
-        print(f"passed over: {reason}", file=sys.stderr)
+    checkpoint, skipped = newest_told(run)
     if checkpoint is None and skipped:
         raise CheckpointError(
             f"`{run.name}` has no valid checkpoint", hint="the reasons stand above; start again under another RUN_NAME"
         )
+    if checkpoint is None and (lost := _saved_once(run)):
+        raise CheckpointError(
+            f"`{run.name}` had saved checkpoints (the last at step {lost}), and none is left in `{run.checkpoints.name}/`; it would train"
+            " again from its start",
+            place=str(run.checkpoints),
+            hint="put them back, or start again under a new RUN_NAME",
+        )
     print(f"resuming {run.path} from {checkpoint.name if checkpoint else 'its start: it has no checkpoint yet'}", file=sys.stderr)
     return checkpoint
+
+
+def newest_told(run: RunFolder) -> tuple[Path | None, list[str]]:
+    """Returns the newest valid checkpoint and why newer ones were passed over, which is said too."""
+    checkpoint, skipped = newest_valid(run)
+    for reason in skipped:
+        print(f"passed over: {reason}", file=sys.stderr, flush=True)
+    return checkpoint, skipped
+
+
+def _saved_once(run: RunFolder) -> int | None:
+    """Returns the newest step whose checkpoint the run's metrics know of; `None` when there was none."""
+    rows = [row for row in read_json_lines(run.metrics) if row.get("kind") == "save" and not row.get("failed")]
+    return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=None)
 
 
 CHANGEABLE = frozenset({
@@ -160,9 +182,52 @@ def check_overrides(call: Call) -> None:
         )
 
 
-def is_longer(call: Call) -> bool:
-    """Whether this resume asks a complete run to go on."""
-    return any(o.key in LONGER for o in call.overrides)
+def steps_asked(config: Config, plan: Plan) -> int:
+    """Returns the optimizer steps in all that a configuration asks for; `plan` is the run's last, which knows those of an epoch."""
+    if config.train.max_steps > 0 or not plan.steps_per_epoch:
+        return max(config.train.max_steps, 0)
+    return max(1, math.ceil(config.train.epochs * plan.steps_per_epoch))
+
+
+def is_longer(config: Config, plan: Plan) -> bool:
+    """Whether this configuration asks a complete run, whose last plan is `plan`, to go on."""
+    return steps_asked(config, plan) > (plan.steps or 0)
+
+
+def refuse_fewer_steps(config: Config, plan: Plan, checkpoint: Path) -> None:
+    """Raises `UserError` where fewer steps are asked for than have been made."""
+    asked, made = steps_asked(config, plan), step_of(checkpoint)
+    if 0 < asked < made:
+        raise UserError(
+            f"{asked} steps in all are asked for, and `{checkpoint.name}` has made {made}",
+            hint="leave `train.max_steps` and `train.epochs` away, or ask for more",
+        )
+
+
+def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -> tuple[LoadedConfig, str | None]:
+    """Returns the configuration with the run's own global batch, and a note where a number that was given no longer makes it.
+
+    `train.batch_size` and `train.grad_accum` both given make the global batch, times the number of processes (`world`): where that, or one
+    of them, is another now, the other is computed anew. Both typed now, or a typed global batch, stay for the stamp to judge.
+    """
+    train, typed, wanted = loaded.config.train, {o.key for o in call.overrides}, before.global_batch_size
+    changes: dict[str, Any] = {"global_batch_size": wanted}
+    note = None
+    given = "train.global_batch_size" in typed or {"train.batch_size", "train.grad_accum"} <= typed
+    if given or global_rows(train, world) == wanted:
+        return loaded, None
+    if train.batch_size != "auto" and train.grad_accum != "auto":
+        free = "batch_size" if "train.grad_accum" in typed else "grad_accum"
+        changes[free] = "auto"
+        note = (
+            f"note: the run's global batch stays {wanted} rows; `train.batch_size` {train.batch_size} x `train.grad_accum` {train.grad_accum}"
+            f" x {world} process{'es' if world > 1 else ''} would be {train.batch_size * train.grad_accum * world}, so `train.{free}` is"
+            " computed anew"
+        )
+    elif train.global_batch_size != "auto":
+        return loaded, None
+    config = replace(loaded.config, train=replace(train, **changes))
+    return replace(loaded, config=config, origins={**loaded.origins, **{f"train.{key}": "resume" for key in changes}}), note
 
 
 def compare_early(checkpoint: Path, config: Config) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sft_play.errors import CheckpointError, UserError
-from sft_play.files import append_json_line, read_json
+from sft_play.errors import CheckpointError, HardwareError, UserError
+from sft_play.files import append_json_line, read_json, read_json_lines
 from sft_play.runs.folder import RunFolder, run_path, runs_folder
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
@@ -83,10 +83,14 @@ def _make(run: RunFolder, node_rank: int) -> bool:
 def held(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
     """Keeps a run for one launcher of this node: of two that train in one folder, each would overwrite the other's files.
 
-    The kernel gives the lock back when this process ends, however it ends. Raises `UserError` when another has it.
+    The kernel gives the lock back when this process ends, however it ends. Raises `UserError` when another has it, `HardwareError`
+    where nothing can be written.
     """
     path = run.path / f".launcher-node{node_rank}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise _not_writable(run, error) from error
     try:
         try:
             _lock(descriptor)
@@ -95,11 +99,19 @@ def held(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
             raise UserError(
                 f"the run `{run.name}` is in use: process {owner or '?'} trains it", hint="wait for it, or end that process first"
             ) from None
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
+        try:
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+        except OSError as error:
+            raise _not_writable(run, error) from error
         yield
     finally:
         os.close(descriptor)
+
+
+def _not_writable(run: RunFolder, error: OSError) -> HardwareError:
+    hint = "a run needs a folder that can be written, and room on its disk: `df` and `mount` say more, or set RUNS_DIR"
+    return HardwareError(f"the run cannot be written: {error.strerror}", place=str(run.path), hint=hint)
 
 
 def _lock(descriptor: int) -> None:
@@ -165,14 +177,7 @@ def raise_what_was_heard() -> None:
 
 def read_events(run: RunFolder) -> list[dict[str, Any]]:
     """Returns the run's events, oldest first; a line that a crash cut short is left out."""
-    import json
-
-    events = []
-    text = run.events.read_text(encoding="utf-8") if run.events.is_file() else ""
-    for line in text.split("\n"):
-        with contextlib.suppress(json.JSONDecodeError):
-            events.append(json.loads(line))
-    return events
+    return [event for event in read_json_lines(run.events) if isinstance(event.get("event"), str)]
 
 
 def record_event(run: RunFolder, event: str, *, node_rank: int = 0, **facts: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
-from sft_play.files import read_json
+from sft_play.files import read_json, read_json_lines
 from sft_play.launch.run_folder import FINAL_EVENTS, read_events
 from sft_play.launch.running import holders
 from sft_play.runs.folder import RunFolder, runs_folder
@@ -98,13 +98,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _metrics(path: Path) -> list[dict[str, Any]]:
-    rows = []
     with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8").split("\n"):
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                rows += [row] if isinstance(row, dict) and "step" in row else []
-    return rows
+        return [row for row in read_json_lines(path) if isinstance(row.get("step"), int)]
+    return []
 
 
 def table(rows: list[Row]) -> str:

@@ -9,14 +9,16 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError
-from sft_play.launch.run_folder import find_run, read_events
+from sft_play.launch.run_folder import FINAL_EVENTS, find_run, read_events
 from sft_play.launch.stopped import describe
 from sft_play.launch.watch import is_alive
 from sft_play.runs.folder import RunFolder
@@ -63,6 +65,14 @@ def _owner(path: Path) -> psutil.Process | None:
     return None
 
 
+def _begun(holder: Holder) -> float:
+    """Returns when a launcher began, somewhat early: the kernel counts from the machine's start, in hundredths of a second."""
+    with contextlib.suppress(psutil.Error):
+        assert holder.process is not None
+        return holder.process.create_time() - 0.5
+    return time.time()
+
+
 def stop(call: Call) -> int:
     """`make stop RUN=`: asks the run's launcher here to save and leave, waits for it and says what is saved."""
     if not call.options.get("RUN"):
@@ -77,34 +87,67 @@ def stop(call: Call) -> int:
             f"the launcher of `{run.name}` runs on another machine, or under another user",
             hint="type `make stop` there; the stop of one machine stops all",
         )
+    asked, begun = time.time(), _begun(mine[0])
     for holder in mine:
         assert holder.process is not None
-        print(f"asking process {holder.process.pid} to stop `{run.name}`", file=sys.stderr, flush=True)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            holder.process.send_signal(signal.SIGTERM)
+        _ask(holder.process, run)
     deadline = time.monotonic() + LONGEST_SECONDS
     while left := [holder.process for holder in mine if holder.process and is_alive(holder.process)]:  # a zombie has left
         if time.monotonic() > deadline:
             pid = left[0].pid
             raise HardwareError(f"process {pid} has not left within {LONGEST_SECONDS:.0f} s", hint=f"kill -KILL {pid}")
         time.sleep(0.1)
-    return _told(call, run)
+    return _told(call, run, ending(run, mine[0].node_rank, begun=begun, asked=asked))
 
 
-def _told(call: Call, run: RunFolder) -> int:
-    events = read_events(run)
-    last = events[-1] if events else {}
+def _ask(launcher: psutil.Process, run: RunFolder) -> None:
+    print(f"asking process {launcher.pid} to stop `{run.name}`", file=sys.stderr, flush=True)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        suspended = launcher.status() == psutil.STATUS_STOPPED
+        launcher.send_signal(signal.SIGTERM)
+        if suspended:  # by Ctrl-Z: it would hear nothing before it goes on
+            print(f"process {launcher.pid} was suspended; it is continued, so that it can stop", file=sys.stderr, flush=True)
+            launcher.send_signal(signal.SIGCONT)
+
+
+def ending(run: RunFolder, node_rank: int, *, begun: float, asked: float) -> dict[str, Any]:
+    """Returns the event with which one launcher ended: its own, never one that an earlier launch left.
+
+    `begun`, `asked`: when the launcher began and was asked to stop (seconds since 1970). The event is `removed` where the run's folder
+    went with it, `unknown` where its workers had started and it could not write how they ended.
+    """
     if not run.path.is_dir():
-        last = {"event": "removed"}
+        return {"event": "removed", "code": 143}
+    events = [event for event in read_events(run) if event.get("node", 0) == node_rank]
+    times = [float(event.get("time", 0.0)) for event in events]
+    started = [at for event, at in zip(events, times, strict=True) if event["event"] in ("started", "resumed") and at >= begun]
+    since = started[-1] if started else asked
+    ended = [event for event, at in zip(events, times, strict=True) if event["event"] in FINAL_EVENTS and at >= since]
+    if ended:
+        return dict(ended[-1])
+    if started:
+        return {"event": "unknown", "code": HardwareError.exit_code}
+    return {"event": "stopped", "code": 143, "note": "its workers had not started; nothing was trained in this launch"}
+
+
+def _told(call: Call, run: RunFolder, last: Mapping[str, Any]) -> int:
+    name, event = run.name, last["event"]
     if call.json:
         print(json.dumps({"run": str(run.path), **last}))
-    elif last.get("event") == "stopped":
-        print(f"{describe(last)}\nmake resume RUN={run.name} goes on")
-    elif last.get("event") == "finished":
-        print(f"`{run.name}` was finished before it could be stopped")
+    elif event == "removed":
+        print(f"`{name}` was stopped before its workers started; nothing was trained, and its folder is removed")
+    elif event == "stopped" and "signal" not in last:
+        print(f"stopped; {last['note']}\nmake resume RUN={name} goes on")
+    elif event == "stopped":
+        print(f"{describe(last)}\nmake resume RUN={name} goes on")
+    elif event == "finished":
+        print(f"`{name}` was finished before it could be stopped")
+    elif event == "failed":
+        print(f"{last.get('error') or 'error: it failed'}\n\n`{name}` failed while it was asked to stop", file=sys.stderr)
     else:
-        print(f"`{run.name}` was stopped before its workers started; nothing was trained")
-    return 0 if last.get("event") != "failed" else int(last.get("code", 1))
+        text = f"error: the launcher of `{name}` has left, but `{run.events}` does not say how: it may be that nothing can be written there"
+        print(f"{text}\n\nhint: see what the launcher printed, and {run.logs}", file=sys.stderr)
+    return int(last.get("code", 1)) if event in ("failed", "unknown") else 0
 
 
 def logs(call: Call) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 from sft_play.config.call import Call, Override
-from sft_play.config.load import LoadedConfig, read_config
+from sft_play.config.load import DEFAULT, LoadedConfig, override_config, read_config
 from sft_play.config.show import flatten
 from sft_play.errors import UserError
 from sft_play.launch.options import COMMAND_FOR, LaunchOptions
-from sft_play.launch.resume import first_launch, launch_facts
+from sft_play.launch.resume import LONGER, first_launch, launch_facts, steps_asked
 from sft_play.launch.run_folder import has_started
+from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder, runs_folder
 
 OF_A_START = frozenset({"CONFIG", "RUN_NAME", "ACCELERATE_CONFIG", "DEEPSPEED_CONFIG"})
@@ -33,6 +35,19 @@ def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | No
         )
     run = RunFolder(runs_folder() / options.run_name)
     return run if run.config.is_file() and has_started(run) else None
+
+
+def as_long(loaded: LoadedConfig, run: RunFolder) -> LoadedConfig:
+    """Returns the configuration with the run's own length where that is greater: `make resume` has made the run longer since."""
+    plan = Plan.load(run.plan)
+    if steps_asked(loaded.config, plan) >= (plan.steps or 0):
+        return loaded
+    own = read_config(run.config)
+    print(f"note: `{run.name}` keeps its {plan.steps} steps; `make resume` changes them", file=sys.stderr)
+    flat = flatten(own)
+    return override_config(
+        loaded, [Override(key=key, text=str(flat[key]), origin=own.origins.get(key, DEFAULT)) for key in sorted(LONGER)]
+    )
 
 
 def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: RunFolder) -> Call:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
-from sft_play.errors import CheckpointError, UserError
-from sft_play.files import read_json
+from sft_play.errors import CheckpointError, UserError, printable, without_tokens
+from sft_play.files import read_json, typed_path
 from sft_play.launch.resume import first_launch
-from sft_play.launch.run_folder import find_run
+from sft_play.launch.run_folder import find_run, read_events
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import LATER, NAME, RULES, Stamp
 
@@ -48,7 +48,7 @@ def find(name: str) -> Path:
 
     Raises `CheckpointError` with what exists.
     """
-    folder = Path(name).expanduser()
+    folder = typed_path(name)
     if "/" in name and (folder / NAME).is_file():
         return folder
     head, at, part = name.rpartition("@")
@@ -77,7 +77,7 @@ def _part(run: RunFolder, part: str) -> Path:
 def run_again(run: RunFolder) -> str | None:
     """Returns the command that repeats a run from its folder; `None` for one whose workers never started.
 
-    What the plan chose for this machine and this moment (the micro-batch, recomputation) is written out, since free memory decides it.
+    What the plan chose for this machine and this moment is written out: free memory decides it, and so does what is typed.
     """
     try:
         launch, plan, config = first_launch(run), read_json(run.plan), read_json(run.config)["config"]
@@ -86,14 +86,44 @@ def run_again(run: RunFolder) -> str | None:
         words += [f"NUM_GPUS={plan['world_size'] // plan['num_nodes']}"] if many else []
         words += [f"NUM_NODES={plan['num_nodes']} NODE_RANK=... MASTER_ADDR=..."] if plan["num_nodes"] > 1 else []
         words += [f"DEEPSPEED_CONFIG={run.deepspeed}"] if launch["deepspeed"] else []
-        divided = {(rank["micro_batch"], rank["accumulation"]) for rank in plan["ranks"]}
-        if len(divided) == 1 and not plan.get("pack_tokens") and config["train"]["batch_size"] == "auto":
-            words.append(f"TRAIN_BATCH_SIZE={divided.pop()[0]}")
-        if config["train"]["gradient_checkpointing"] == "auto":
-            words.append(f"TRAIN_GRADIENT_CHECKPOINTING={str(plan['gradient_checkpointing']).lower()}")
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError):
+        if many and not launch["deepspeed"] and config.get("launch", {}).get("strategy", "auto") == "auto":
+            words.append(f"LAUNCH_STRATEGY={plan['strategy']}")
+        words += _chosen(plan, config["train"])
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return "make " + " ".join(word if word.startswith("NUM_NODES") else _typed(word) for word in words)
+
+
+def _chosen(plan: Mapping[str, Any], train: Mapping[str, Any]) -> list[str]:
+    """Returns what `auto` became where free memory decided, or where typing one of these would decide another."""
+    words = []
+    divided = {(rank["micro_batch"], rank["accumulation"]) for rank in plan["ranks"]}
+    if len(divided) == 1 and train["batch_size"] == "auto" and train.get("grad_accum", "auto") == "auto":
+        words.append(f"TRAIN_BATCH_SIZE={divided.pop()[0]}")
+    if train.get("packing", "auto") == "auto":
+        words.append(f"TRAIN_PACKING={'on' if plan.get('pack_tokens') else 'off'}")
+    if train["gradient_checkpointing"] == "auto":
+        words.append(f"TRAIN_GRADIENT_CHECKPOINTING={str(plan['gradient_checkpointing']).lower()}")
+    return words
+
+
+def parts_of(run: RunFolder) -> list[str]:
+    """Returns, in words, each part of a run that was made in other ways one after the other; empty for a run made in one way.
+
+    Parts differ in processes, strategy, how a batch is divided, or steps in all (by which the learning rate falls).
+    """
+    parts: list[tuple[str, str]] = []
+    known: dict[str, Any] = {}
+    for event in read_events(run):
+        if not isinstance(event, dict) or event.get("event") not in ("started", "resumed", "recovered") or event.get("node"):
+            continue
+        facts = event if event["event"] != "recovered" else {"batches": event.get("after")}
+        known |= {name: facts[name] for name in ("world_size", "strategy", "steps", "batches") if facts.get(name) is not None}
+        words = [f"{name.replace('_', ' ')} {_text(value)}" for name, value in known.items()]
+        text = ", ".join(words)
+        if not parts or parts[-1][1] != text:
+            parts.append((f"from {_text(event.get('checkpoint') or 'the start')}", text))
+    return [f"{start}: {text}" for start, text in parts] if len(parts) > 1 else []
 
 
 def _typed(word: str) -> str:
@@ -105,12 +135,15 @@ def _one(call: Call) -> int:
     name = call.options["RUN"]
     folder = find(f"{name}@{call.options['CHECKPOINT']}" if "CHECKPOINT" in call.options else name)
     stamp = Stamp.load(folder)
-    again = run_again(RunFolder(folder)) if (folder / "events.jsonl").is_file() else None
+    is_run = (folder / "events.jsonl").is_file()
+    again, parts = (run_again(RunFolder(folder)), parts_of(RunFolder(folder))) if is_run else (None, [])
     if call.json:
         rules = {field: asdict(rule) for field, rule in RULES.items()}
-        print(json.dumps({"folder": str(folder), "stamp": asdict(stamp), "rules": rules, "again": again}, indent=2))
+        print(
+            json.dumps({"folder": str(folder), "stamp": asdict(stamp), "rules": rules, "again": again, "parts": parts}, indent=2)
+        )
         return 0
-    print(f"{folder}, after {stamp.step} steps\n" if stamp.step else f"{folder}\n")
+    print(_one_line(f"{folder}, after {_text(stamp.step)} steps" if stamp.step else str(folder)) + "\n")
     rows = [("", "", *PURPOSES)]
     for field, rule in RULES.items():
         verdicts = tuple(getattr(rule, purpose) for purpose in PURPOSES)
@@ -118,8 +151,10 @@ def _one(call: Call) -> int:
             rows.append((label, text, *(verdicts if number == 0 else ("",) * len(PURPOSES))))
     _print_table(rows)
     print("\nrefuse, warn, allow: what happens when that field differs")
+    if parts:
+        print("\nmade in parts, which no one command repeats to the last bit:\n  " + "\n  ".join(parts))
     if again:
-        print(f"\nrun it again: {again}")
+        print(f"\nrun it again{', all of it as in its last part' if parts else ''}: {_one_line(again)}")
     return 0
 
 
@@ -143,15 +178,17 @@ def _difference(call: Call) -> int:
         facts = {"a": str(folders[0]), "b": str(folders[1]), "steps": [a.step, b.step], "differences": found}
         print(json.dumps(facts, indent=2))
         return 0
-    print(f"A {folders[0]}, after {a.step} steps\nB {folders[1]}, after {b.step} steps\n")
+    for letter, folder, stamp in zip("AB", folders, (a, b), strict=True):
+        print(_one_line(f"{letter} {folder}, after {_text(stamp.step)} steps"))
+    print()
     if not found:
         print("the same in every field")
         return 0
-    rows = [("", "A", "B", *PURPOSES)]
+    rows: list[tuple[str, ...]] = [("", "A", "B", *PURPOSES)]
     for row in found:
         one, other = _pair(row["a"], row["b"])
         for number, part in enumerate(one):
-            label = row["field"] + (f".{part}" if part else "")
+            label = _one_line(row["field"] + (f".{part}" if part else ""))
             verdicts = tuple(row[purpose] for purpose in PURPOSES) if number == 0 else ("",) * len(PURPOSES)
             rows.append((label, one[part], other[part], *verdicts))
     _print_table(rows)
@@ -175,7 +212,7 @@ def _lines(field: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yields name and text of a field, one line for each entry of a mapping."""
     if isinstance(value, Mapping) and value:
         for name, part in value.items():
-            yield f"{field}.{name}", _text(part)
+            yield _one_line(f"{field}.{name}"), _text(part)
     else:
         yield field, _text(value)
 
@@ -184,8 +221,13 @@ def _text(value: Any) -> str:
     if value is None or (isinstance(value, (Mapping, list, tuple)) and not value):
         return "-"
     if isinstance(value, str):
-        return f"{value[:12]}..." if len(value) in (40, 64) and value.isalnum() else value
-    return json.dumps(value, ensure_ascii=False)
+        return f"{value[:12]}..." if len(value) in (40, 64) and value.isalnum() else _one_line(value)
+    return _one_line(json.dumps(value, ensure_ascii=False))
+
+
+def _one_line(text: str) -> str:
+    """A stamp may be a stranger's: nothing in it steers the terminal, makes a line of its own, or shows a token."""
+    return printable(without_tokens(text)).replace("\n", "\\n")
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:

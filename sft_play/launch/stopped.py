@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sft_play.runs.checkpoints import published
+from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
 
 
@@ -24,17 +24,17 @@ def stop_of(
 
 
 def facts(run: RunFolder, signals: Sequence[int], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what the event `stopped` keeps: `signal`, `step` (the last that ended) and `saved`, the newest checkpoint."""
+    """Returns what the event `stopped` keeps: `signal`, `step` (the last that ended) and `saved`, the newest valid checkpoint."""
     told = [record["stop"] for record in records if "stop" in record]
     name = signal.Signals(signals[0]).name if signals else told[0]["signal"] if told else None
-    newest = published(run)
-    notes = [str(record["note"]) for record in records if "note" in record]
+    newest, damaged = newest_valid(run)
+    notes = [str(record["note"]) for record in records if "note" in record][:1] + [f"damaged: {reason}" for reason in damaged]
     return {
         "signal": name,
         "step": max((int(one["step"]) for one in told), default=None),
         "phase": told[0]["phase"] if told else None,
-        "saved": newest[0].name if newest else None,
-        "note": notes[0] if notes else None,
+        "saved": newest.name if newest else None,
+        "note": "; ".join(notes) or None,
     }
 
 
@@ -42,6 +42,6 @@ def describe(stop: Mapping[str, Any]) -> str:
     """Returns the line that says how a run was stopped and what is saved."""
     saved, step = stop.get("saved"), stop.get("step")
     after = f" after step {step}" if step else ""
-    whole = f"checkpoint {saved} is whole" if saved else "there is no checkpoint"
+    whole = f"checkpoint {saved} is whole" if saved else "there is no whole checkpoint"
     note = f"; {stop['note']}" if stop.get("note") else ""
     return f"stopped by {stop.get('signal') or 'a signal'}{after}; {whole}{note}"

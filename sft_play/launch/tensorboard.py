@@ -66,7 +66,7 @@ def pid_file() -> Path:
 def start(call: Call) -> int:
     """Starts TensorBoard, prints its URL once it answers. One that runs already stays, unless another port or folder is asked for."""
     _refuse_other_hosts(call)
-    wanted = call.integer("TENSORBOARD_PORT", minimum=1)
+    wanted = call.port("TENSORBOARD_PORT")
     name = call.options.get("RUN")
     folder = (find_run(name).tensorboard if name else runs_folder()).resolve()
     server = remembered()
@@ -87,8 +87,11 @@ def start(call: Call) -> int:
 
 def _refuse_other_hosts(call: Call) -> None:
     """Raises `UserError` for an address that others can reach: TensorBoard asks nobody for a password, and shows files."""
-    if is_loopback(address := address_of(call.options.get("HOST"))):
+    address = address_of(call.options.get("HOST"))
+    if address == HOST:
         return
+    if is_loopback(address):
+        raise UserError(f"`HOST` is `{address}`, but TensorBoard listens on {HOST} only", hint="leave HOST away")
     port = call.options.get("TENSORBOARD_PORT") or DEFAULT_PORT
     raise UserError(
         f"`HOST` is `{address}`, which other machines can reach, and TensorBoard would show all runs to whoever asks",

@@ -6,7 +6,9 @@ import contextlib
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import psutil
 
@@ -24,6 +26,7 @@ DEAD_SECONDS = 20.0
 LONGEST_LOOK = 1.0
 """Seconds that count at most between two looks: a launcher that was itself suspended must not blame its workers."""
 WORKER_MODULES = frozenset({"sft_play.train", "sft_play.probe"})
+AGENT_MODULE = "accelerate.commands.launch"
 BUSY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_TRACING_STOP})
 """States in which a silent process is not dead: it computes, waits for a disk, or a debugger holds it."""
 
@@ -52,6 +55,8 @@ class Watch:
     """What was seen first."""
     lost_at: float | None = None
     looked_at: float = field(default_factory=time.monotonic)
+    agent_stopped: float = 0.0
+    """Seconds for which the workers' parent has been stopped by a signal."""
 
     def look(self) -> None:
         """Takes note of new workers, and of the first that has gone with an error, without a record, or has stopped living."""
@@ -60,8 +65,9 @@ class Watch:
         self._find_workers()
         for worker in self.workers:
             self.kills.follow(worker.pid)
+        frozen_agent = self._frozen_agent(passed)
         if self.loss is None:
-            found = self._gone() or self._frozen(heard, passed) or self._hanging()
+            found = frozen_agent or self._gone() or self._frozen(heard, passed) or self._hanging()
             if found:
                 self.loss, self.lost_at = found, now
 
@@ -84,8 +90,10 @@ class Watch:
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.agent).children():
                 with contextlib.suppress(psutil.Error):
-                    if child not in self.workers and not WORKER_MODULES.isdisjoint(child.cmdline()):
-                        self.workers[child] = int(child.environ().get("RANK", self.ranks.start))
+                    if child not in self.workers and is_worker(child.cmdline()):
+                        rank = child.environ().get("RANK") or (str(self.ranks.start) if len(self.ranks) == 1 else "")
+                        if rank.isdigit() and int(rank) in self.ranks:  # else it is looked at again
+                            self.workers[child] = int(rank)
 
     def _gone(self) -> Loss | None:
         # Of several that went at once, one without a record went first: the others could still say that their peer had gone.
@@ -94,6 +102,17 @@ class Watch:
                 record = exit_records(self.run, range(rank, rank + 1)).get(rank)
                 if record is None or record["code"] != 0:
                     return Loss(cause="failed" if record else "killed", rank=rank)
+        return None
+
+    def _frozen_agent(self, passed: float) -> Loss | None:
+        """The workers' parent, stopped by a signal: it keeps their store, and would never say that they have ended."""
+        with contextlib.suppress(psutil.Error):
+            stopped = psutil.Process(self.agent).status() == psutil.STATUS_STOPPED
+            self.agent_stopped = self.agent_stopped + passed if stopped else 0.0
+            if self.agent_stopped > DEAD_SECONDS:
+                who = "the process that had started the workers (`accelerate launch`)"
+                text = f"{who} is frozen: stopped by a signal for {DEAD_SECONDS:.0f} s; all ranks were stopped"
+                return Loss(cause="agent", rank=None, text=text)
         return None
 
     def _frozen(self, heard: set[int], passed: float) -> Loss | None:
@@ -131,6 +150,12 @@ class Watch:
         hint = f"`launch.hang_seconds` is the patience; stacks of all threads: {self.run.logs}/stack-rank*.txt"
         rank = blamed[0] if len(blamed) == 1 else None
         return Loss(cause="hang", rank=rank, text=f"{said}; all ranks were stopped\n{lines}", hint=hint)
+
+
+def is_worker(arguments: Sequence[str]) -> bool:
+    """Whether a command line is a worker's: one that was forked and has not begun its program yet still bears its parent's."""
+    modules = {after for before, after in pairwise(arguments) if before == "-m"}
+    return AGENT_MODULE not in modules and not WORKER_MODULES.isdisjoint(modules)
 
 
 def is_alive(process: psutil.Process) -> bool:

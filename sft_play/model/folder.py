@@ -50,6 +50,7 @@ def _check_config(folder: Path, place: str) -> None:
             place=place,
             hint="set `model.name` to the base model" if adapter else "a model folder holds config.json, weights and a tokenizer",
         )
+    refuse_embedded_adapter(folder, place)
     try:
         config = json.loads(path.read_bytes())
     except ValueError as error:
@@ -97,6 +98,15 @@ def _indexed(index: Path) -> set[str]:
 def _outside(names: set[str]) -> str | None:
     """Returns a name that leads out of the folder, or into another one; weight files lie beside their index."""
     return next((name for name in sorted(names) if Path(name).name != name or name in ("", ".", "..") or "\\" in name), None)
+
+
+def refuse_embedded_adapter(folder: Path, place: str) -> None:
+    """Raises `DataError` for a model folder with an adapter in it: transformers would load both, and not say which weights are missing."""
+    if (folder / "adapter_config.json").is_file():
+        raise DataError(
+            "this model folder holds an adapter too (`adapter_config.json`)", place=place,
+            hint="merge the adapter into the model first, or move `adapter_config.json` and its weights away",
+        )  # fmt: skip
 
 
 def refuse_foreign_code(folder: Path) -> None:

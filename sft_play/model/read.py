@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, HardwareError
-from sft_play.model.folder import refuse_foreign_code
+from sft_play.model.folder import refuse_embedded_adapter, refuse_foreign_code
 
 
 def read_model(
@@ -31,6 +31,7 @@ def read_model(
     Raises `CheckpointError` when weights are missing, of another shape, or unreadable; `UserError` for an architecture that
     transformers does not know.
     """
+    refuse_embedded_adapter(folder, str(folder))
     arguments: dict[str, Any] = {"device_map": {"": device}} if device else {}
     if quantization_config is not None:
         arguments["quantization_config"] = quantization_config

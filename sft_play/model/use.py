@@ -90,6 +90,21 @@ def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
     return with_chat(dataclasses.replace(again, name=prepared.model.name), prepared.model.chat)
 
 
+def unchanged_base(config: Config, prepared: Prepared) -> ResolvedModel:
+    """Returns the run's base, whose files are those that it was trained over. Raises `CheckpointError` when they have changed."""
+    base = current_base(config, prepared)
+    for what, then, now in (
+        ("weights or configuration", prepared.model.fingerprint, base.fingerprint),
+        ("tokenizer or chat template", prepared.model.tokenizer_fingerprint, base.tokenizer_fingerprint),
+    ):
+        if then != now:
+            raise CheckpointError(
+                f"the {what} of the base have changed since the run: they were `{then[:12]}...` and are `{now[:12]}...`", place=base.path,
+                hint="restore the base model's files; MODEL= scores them as they are now",
+            )  # fmt: skip
+    return base
+
+
 def read_base(config: Config, plan: Plan, base: ResolvedModel, device: str) -> Any:
     """Returns the base as training saw it, on `device`: quantised in the same way, or plain."""
     folder = Path(base.path)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from sft_play.errors import CheckpointError, first_line
 from sft_play.files import read_json, write_json
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
@@ -111,7 +112,11 @@ class Plan:
 
     @staticmethod
     def load(path: Path) -> Plan:
-        return Plan.from_json(read_json(path))
+        """Reads a run's plan. Raises `CheckpointError` for a file that is none."""
+        try:
+            return Plan.from_json(read_json(path))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"not the plan of a run: {first_line(error)}", place=str(path)) from error
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Plan:

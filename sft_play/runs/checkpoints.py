@@ -85,11 +85,15 @@ def publish(run: RunFolder, step: int) -> Path:
 
 
 def link(name: Path, target: Path) -> None:
-    """Points the relative link `name` at `target` in one step."""
-    temporary = name.with_name(f".{name.name}.new")
+    """Points the relative link `name` at `target` in one step. A folder in its place, of a run copied with links followed, goes."""
+    temporary, old = name.with_name(f".{name.name}.new"), name.with_name(f".{name.name}.old")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name)
+    if name.is_dir() and not name.is_symlink():
+        shutil.rmtree(old, ignore_errors=True)
+        name.rename(old)
     temporary.replace(name)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def rotate(run: RunFolder, keep: int | None, verified: Path) -> list[Path]:
@@ -143,6 +147,8 @@ def clean_up(run: RunFolder) -> list[str]:
             elif path.name in (".last.new", ".best.new"):
                 with contextlib.suppress(OSError):
                     path.unlink()
+            elif path.name in (".last.old", ".best.old"):
+                shutil.rmtree(path, ignore_errors=True)
     return said
 
 

@@ -106,6 +106,10 @@ class RunFolder:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
 
+    def random_states(self, step: int) -> Path:
+        """Random states of ranks that do not see rank 0's run folder, at the step of a checkpoint of rank 0's."""
+        return self.path / "random" / f"step-{step:06d}"
+
     @property
     def best(self) -> Path:
         return self.checkpoints / "best"

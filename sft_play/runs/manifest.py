@@ -56,12 +56,16 @@ def write_part(folder: Path, rank: int, files: Mapping[str, Facts]) -> None:
     write_json(folder / f".manifest-rank{rank}.json", {"files": files})
 
 
-def seal(folder: Path) -> None:
-    """Joins the ranks' parts to `manifest.json` and syncs the folder. A file in no part is described now.
+def seal(folder: Path, *, ranks: Iterable[int]) -> None:
+    """Joins the parts of `ranks` to `manifest.json` and syncs the folder. A file in no part is described now.
 
-    Raises `OSError` where a file is missing or has another size than its rank wrote.
+    Raises `OSError` where a part or a file is missing, or a file has another size than its rank wrote.
     """
     parts = [path for path in folder.iterdir() if PART.fullmatch(path.name)]
+    missing = set(ranks) - {int(path.name.removeprefix(".manifest-rank").removesuffix(".json")) for path in parts}
+    if missing:
+        names = ", ".join(map(str, sorted(missing)))
+        raise OSError(f"what rank {names} wrote is not in `{folder}`: do all ranks see one folder?")
     files: dict[str, Facts] = {}
     for part in parts:
         files |= read_json(part)["files"]
@@ -86,7 +90,7 @@ def sync_below(folder: Path) -> None:
 
 def write_manifest(folder: Path) -> None:
     """Describes every file below `folder` in `manifest.json`."""
-    seal(folder)
+    seal(folder, ranks=())
 
 
 def verify(folder: Path, *, needed: Callable[[str], bool] | None = None, from_disk: bool = False) -> str | None:

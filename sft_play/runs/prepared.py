@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sft_play.errors import CheckpointError, first_line
 from sft_play.files import read_json, write_json
 
 
@@ -111,7 +112,11 @@ class Prepared:
 
     @staticmethod
     def load(path: Path) -> Prepared:
-        return Prepared.from_json(read_json(path))
+        """Reads what preparation found. Raises `CheckpointError` for a file that says nothing of that."""
+        try:
+            return Prepared.from_json(read_json(path))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"not what preparation found: {first_line(error)}", place=str(path)) from error
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Prepared:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config, DataSource
+from sft_play.errors import CheckpointError
 from sft_play.files import file_sha256, text_sha256
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import Prepared
@@ -29,7 +30,7 @@ def lookup(config: Config) -> Prepared | None:
         return None
     try:
         prepared = Prepared.load(path)
-    except (OSError, ValueError, TypeError, KeyError):  # written by another version: as good as never
+    except CheckpointError:  # written by another version: as good as never
         return None
     folders = [prepared.model.path, *(split.path for split in (prepared.train, prepared.validation) if split)]
     return prepared if all(Path(folder).is_dir() for folder in folders) else None

@@ -6,6 +6,8 @@ import contextlib
 import errno
 import os
 import re
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,8 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 UNWRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EFBIG})
 RUST = re.compile(r"os error (\d+)\b")
 """How safetensors names an error of the system."""
+_unwritten: set[str] = set()
+"""What `side_file` has warned of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,26 @@ def describe(error: BaseException) -> str:
     if number in UNWRITABLE and number is not None:
         return f"the run folder cannot be written: {os.strerror(number)}"
     return str(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def side_file(path: Path, what: str) -> Iterator[None]:
+    """Lets the body write a file that the run can do without: a full or read-only disk gives one warning until `what` is written again.
+
+    Other errors are raised.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM | UNWRITABLE:
+            raise
+        if what not in _unwritten:
+            print(
+                f"warning: {path}: {what} could not be written: {describe(error)}; training goes on", file=sys.stderr, flush=True
+            )
+        _unwritten.add(what)
+    else:
+        _unwritten.discard(what)
 
 
 def free_memory_bytes() -> int | None:

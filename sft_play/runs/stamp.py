@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError
+from sft_play.errors import CheckpointError, printable, without_tokens
 from sft_play.files import read_json, write_json
 from sft_play.runs.origin import code_sha256, git_state, machine, versions
 from sft_play.runs.prepared import Prepared
@@ -167,9 +167,13 @@ PLANNED = (
 
 
 def _plan(plan: PlanFacts) -> dict[str, Any]:
-    facts = {name: getattr(plan, name) for name in PLANNED}
-    divided = Counter((rank.micro_batch, rank.accumulation) for rank in plan.ranks)
-    return facts | {"batches": [f"{ranks} x {micro} x {steps}" for (micro, steps), ranks in divided.items()]}
+    return {name: getattr(plan, name) for name in PLANNED} | {"batches": divided(plan.ranks)}
+
+
+def divided(ranks: Sequence[RankFacts]) -> list[str]:
+    """Returns how a batch is divided: ranks x micro-batch x accumulation, for each that differs."""
+    found = Counter((rank.micro_batch, rank.accumulation) for rank in ranks)
+    return [f"{count} x {micro} x {steps}" for (micro, steps), count in found.items()]
 
 
 def _devices(plan: PlanFacts) -> list[str]:
@@ -287,7 +291,7 @@ def refuse(differences: Sequence[Difference], what: str) -> list[str]:
             f"{what} was made by something else: " + "; ".join(str(difference) for difference in refused),
             hint="start a new run for what is new; the old one is unchanged",
         )
-    return [f"note: {difference}" for difference in differences]
+    return [f"note: {printable(without_tokens(str(difference)))}" for difference in differences]
 
 
 def _changed(part: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from sft_play.runs.states_facts import is_state_file
 
 Kind = Literal["adapter", "full"]
 
+FULL = ("model.safetensors", "model.safetensors.index.json")
 STEP_NAME = re.compile(r"step-\d+")
 
 
@@ -27,7 +28,9 @@ def weights_folder(run: RunFolder, wanted: str | None) -> Path:
     name = wanted or "last"
     folder = (run.checkpoints / name).resolve()
     plain = Path(name).name == name and (STEP_NAME.fullmatch(name) or name in ("best", "last"))
-    inside = folder.parent == run.checkpoints.resolve()  # `last` and `best` are links, and those of a stranger's run may lead anywhere
+    inside = (
+        folder.parent == run.checkpoints.resolve()
+    )  # `last` and `best` are links, and those of a stranger's run may lead anywhere
     if plain and inside and STEP_NAME.fullmatch(folder.name) and folder.is_dir():
         damage = verify(folder, needed=_is_for_use)
         if damage:
@@ -48,10 +51,11 @@ def _is_for_use(name: str) -> bool:
 
 
 def kind_of(folder: Path) -> Kind | None:
-    """Returns what a folder holds: an adapter, a full model, or neither. Only safetensors count: a run publishes nothing else."""
+    """Returns what a folder holds: an adapter, a full model, or neither. Only safetensors count, and only by the names under which
+    PEFT and transformers look for them: beside others they would fall back to pickles."""
     if (folder / "adapter_config.json").is_file():
-        return "adapter" if any(folder.glob("adapter_model*.safetensors")) else None
-    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return "adapter" if (folder / "adapter_model.safetensors").is_file() else None
+    if (folder / "config.json").is_file() and any((folder / name).is_file() for name in FULL):
         return "full"
     return None
 

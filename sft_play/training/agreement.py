@@ -16,6 +16,7 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl
 from sft_play.training.loss import all_sum
 from sft_play.training.metrics import rows_until
 from sft_play.training.requests import StopRequest
+from sft_play.training.stopping import catch_up, of_rank_0
 
 if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
@@ -79,14 +80,14 @@ class StopOnRequest(TrainerCallback):
     # ---- Steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.request.step = state.global_step
+        self.request.step = self.request.first_step = state.global_step
         self.request.saved = state.global_step or None
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             self.request.share(_store)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.request.step = state.global_step
-        self.request.nothing_to_save = args.save_strategy == "no"
+        self.request.nothing_to_save = args.save_strategy == "no" and state.global_step < state.max_steps
         if self._agreed()[0]:
             self._stop(args, state, control)
 
@@ -100,9 +101,11 @@ class StopOnRequest(TrainerCallback):
             control.should_log = control.should_evaluate = control.should_save = False
 
     def _stop(self, args: Any, state: Any, control: Any) -> None:
-        self.stopped = True
-        control.should_training_stop = True
         control.should_evaluate = False
+        control.should_training_stop = True
+        if args.save_strategy == "no" and state.global_step >= state.max_steps:
+            return  # all is trained, and only the model can keep it: it is written, and the run is complete
+        self.stopped = True
         control.should_save = args.save_strategy != "no" and state.global_step > 0 and self.request.saved != state.global_step
         control.should_log = control.should_log or control.should_save
 
@@ -146,7 +149,8 @@ class StopOnRequest(TrainerCallback):
 class MissedEvaluation(TrainerCallback):
     """Makes the evaluation that was due at the checkpoint from which a run goes on, when its figures were never written.
 
-    Must be the last callback: the rows of `metrics.jsonl` after the checkpoint are gone by then, and the best value so far is known.
+    A schedule that goes by evaluations is shown what it has missed. Must be the last callback: the rows of `metrics.jsonl` after the
+    checkpoint are gone by then, and the best value so far is known.
     """
 
     def __init__(self, trainer: SftTrainer) -> None:
@@ -154,13 +158,13 @@ class MissedEvaluation(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer
-        if not state.global_step or not evaluation_due(args, state, trainer.plan.steps_per_epoch):
+        if not state.global_step:
             return
-        rows = rows_until(trainer.run.metrics, state.global_step)
-        made = torch.tensor([float(any(r["kind"] == "eval" and r["step"] == state.global_step for r in rows))], device=args.device)
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.broadcast(made, src=0)  # other nodes may not have the file
-        if not made.item():
+        args.eval_on_start = False  # it was at the run's start; here it would be a second row of this step
+        rows = of_rank_0([row for row in rows_until(trainer.run.metrics, state.global_step) if row["kind"] == "eval"])
+        catch_up(trainer.lr_scheduler, args.metric_for_best_model, rows)
+        due = evaluation_due(args, state, trainer.plan.steps_per_epoch) and not control.should_training_stop
+        if due and not any(row["step"] == state.global_step for row in rows):
             metrics = trainer._evaluate(None, None)
             trainer._determine_best_metric(metrics, None)
 

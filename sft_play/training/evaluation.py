@@ -15,7 +15,7 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import Collator
 from sft_play.model.chunked_head import chunk_head
 from sft_play.model.tokenizer import load_tokenizer
-from sft_play.model.use import best_device, current_base, load_for_use, quantised, read_base
+from sft_play.model.use import best_device, load_for_use, quantised, read_base, unchanged_base
 from sft_play.plan.plan import Plan
 from sft_play.runs.evaluations import PREDICTIONS, SCORES
 from sft_play.runs.folder import RunFolder
@@ -82,7 +82,7 @@ def load_weights(run: RunFolder, weights: Path | None, config: Config, device: s
     """Returns (model, tokenizer) in evaluation mode: of `weights`, or the base as training saw it."""
     if weights is not None:
         return load_for_use(run, weights, device)
-    base = current_base(config, Prepared.load(run.prepared))
+    base = unchanged_base(config, Prepared.load(run.prepared))
     model = read_base(config, Plan.load(run.plan), base, device)
     tokenizer = load_tokenizer(base.path, base.chat, trust=config.model.trust_remote_code)
     return (model if quantised(model) else model.to(device)).eval(), tokenizer

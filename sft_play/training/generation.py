@@ -174,13 +174,14 @@ def score_by_generation(
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] | None = None,
     stop: Interruption | None = None,
+    alive: Callable[[], None] | None = None,
 ) -> GenerationResult:
     """Answers every row's `prompt_ids` and scores the answers against its `reference` by `metrics` (`eval.metrics`).
 
     `rows` hold `row` (an id, unique), `prompt_ids` and `reference`, the same on every rank. `synced` says that a forward pass
-    is a collective operation (ZeRO-3, FSDP2). `progress(done, all)` is told the batches of this rank. `stop` may end it on all ranks
-    with an exception of its own. All ranks must call this together and get the same result. Raises `ValueError` when there are
-    no rows, `DataError` when a metric fails.
+    is a collective operation (ZeRO-3, FSDP2). `progress(done, all)` is told the batches of this rank, `alive` of every forward
+    pass. `stop` may end it on all ranks with an exception of its own. All ranks must call this together and get the same result.
+    Raises `ValueError` when there are no rows, `DataError` when a metric fails.
     """
     if not rows:
         raise ValueError("no rows to answer")
@@ -194,7 +195,7 @@ def score_by_generation(
     enough = stop.asked_here if stop else None
     if stop:
         stop.begin_evaluation()
-    with _ready_to_generate(model, synced=synced) as ready:
+    with _ready_to_generate(model, synced=synced, alive=alive) as ready:
         together = share_size(len(rows), batch_size) if refills(ready, settings, synced=synced) else batch_size
         lengths = [len(prompt) for prompt in prompts]
         mine, rounds = share_batches(lengths, together, rank, world_size, spread_by=spread_by)
@@ -336,7 +337,7 @@ def _gather(answers: list[Any], world_size: int) -> list[Any]:
 
 
 @contextmanager
-def _ready_to_generate(model: Any, *, synced: bool) -> Iterator[Any]:
+def _ready_to_generate(model: Any, *, synced: bool, alive: Callable[[], None] | None) -> Iterator[Any]:
     """Yields the model inside any wrapper, in evaluation mode, with only our generation settings; puts all back afterwards.
 
     `generate` of an adapter model calls the causal model below FSDP2's root, so the root's own parameters are gathered here
@@ -353,9 +354,13 @@ def _ready_to_generate(model: Any, *, synced: bool) -> Iterator[Any]:
     root = model if synced and isinstance(model, FSDPModule) else None
     if root is not None:
         root.unshard()
+    # Every pass of the model is progress, one that only keeps other ranks company too.
+    hook = bare.register_forward_pre_hook(lambda *_: alive()) if alive else None
     try:
         yield model
     finally:
+        if hook is not None:
+            hook.remove()
         if root is not None:
             root.reshard()
         model.generation_config, bare.generation_config = kept, bare_kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from sft_play.errors import DataError
 from sft_play.files import write_json
+from sft_play.runs.space import side_file
 from sft_play.training.holdings import bytes_held, gradients_held, optimizer_held, parameters_held
 
 
@@ -64,23 +65,30 @@ class Holdings(TrainerCallback):
             self.counts["optimizer"] = optimizer_held(references["optimizer"])
             self.counts["bytes"] = bytes_held(references["model"], references["optimizer"])
 
-    def save(self, path: Path, *, rows_trained: list[int], rows_scored: list[int]) -> None:
-        """Writes the counts with the ids of the rows that this rank trained and scored."""
-        write_json(path, self.counts | {"rows_trained": sorted(rows_trained), "rows_scored": sorted(rows_scored)})
+    def save(self, path: Path, *, rows_trained: Iterable[int], rows_scored: Iterable[int]) -> None:
+        """Writes the counts with the ids of the (newest) rows that this rank trained and scored."""
+        with side_file(path, "what a rank holds"):
+            write_json(path, self.counts | {"rows_trained": sorted(rows_trained), "rows_scored": sorted(rows_scored)})
 
 
-def require_finite(what: str, value: float, *, step: int, rows: list[int], path: Path) -> None:
+def require_finite(what: str, value: float, *, step: int, rows: list[int], path: Path, kept: Callable[[], str]) -> None:
     """Raises `DataError` when `what` of this step (its loss, its gradient norm) is no number, and keeps the rows' ids."""
     if not math.isfinite(value):
+        keep_bad_rows(path, step=step, rows=rows)
+        raise no_number(what, value, step=step, path=path, kept=kept())
+
+
+def keep_bad_rows(path: Path, *, step: int, rows: list[int]) -> None:
+    """Writes the ids of the rows of a step that is no number."""
+    with side_file(path, "the rows of a step that is no number"):
         write_json(path, {"step": step, "rows": rows})
-        raise no_number(what, value, step=step, path=path)
 
 
-def no_number(what: str, value: float, *, step: int, path: Path, ranks: Sequence[int] = ()) -> DataError:
-    """Returns the error; `ranks` are those that had the bad rows, where it is known."""
+def no_number(what: str, value: float, *, step: int, path: Path, kept: str, ranks: Sequence[int] = ()) -> DataError:
+    """Returns the error; `kept` says what checkpoint there is, `ranks` are those that had the bad rows, where it is known."""
     who = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
     return DataError(
-        f"the {what} of step {step} is {value}{who}; training has stopped and the last checkpoint is whole",
+        f"the {what} of step {step} is {value}{who}; training has stopped; {kept}",
         place=str(path),
         hint="lower TRAIN_LEARNING_RATE, look at the rows named there, or set TRAIN_BF16=true instead of fp16; then `make resume`",
     )

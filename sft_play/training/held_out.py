@@ -13,6 +13,7 @@ import torch
 
 from sft_play.errors import DataError
 from sft_play.runs.prepared import Prepared
+from sft_play.runs.space import side_file
 from sft_play.training.generation import GenerationResult, decide
 from sft_play.training.loss import all_sum, label_tokens, token_loss_sum
 from sft_play.training.measures import HeldOut, answer_rows, sources_of
@@ -107,6 +108,7 @@ def require_best(trainer: SftTrainer) -> None:
 
 def _answers(trainer: SftTrainer, rows: Any, ready: list[int], held_out: HeldOut) -> GenerationResult:
     config, step = trainer.config, trainer.state.global_step
+    trainer.doing.enter("evaluating", step=step)  # an error names no rows of the loss any more
     result = answer_rows(
         trainer.accelerator.unwrap_model(trainer.model_wrapped),  # hooks of ZeRO-3 and FSDP2 sit in the model itself
         trainer.processing_class,
@@ -119,6 +121,7 @@ def _answers(trainer: SftTrainer, rows: Any, ready: list[int], held_out: HeldOut
         synced=trainer.plan.strategy in SHARDED,
         device=trainer.args.device,
         stop=trainer.stop,
+        alive=trainer.doing.get_on,
     )
     if trainer.is_world_process_zero():
         settings = {
@@ -128,5 +131,7 @@ def _answers(trainer: SftTrainer, rows: Any, ready: list[int], held_out: HeldOut
             "max_seconds": config.eval.max_seconds,
             "during": "training",
         }
-        held_out.publish(trainer.run.evaluation(step), step=step, result=result, settings=settings)
+        folder = trainer.run.evaluation(step)
+        with side_file(folder, "the answers of an evaluation"):  # its scores go to `metrics.jsonl`, which waits for room
+            held_out.publish(folder, step=step, result=result, settings=settings)
     return result

@@ -50,16 +50,17 @@ def bytes_held(model: Any, optimizer: Any) -> dict[str, int]:
     """
     engine = getattr(optimizer, "optimizer", optimizer)
     inner = getattr(engine, "optimizer", engine)
-    weights = [_local(parameter) for parameter in model.parameters()]
+    weights = [local_part(parameter) for parameter in model.parameters()]
     mine = {_identity(tensor) for tensor in weights}
     kept = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
     kept += [parameter for group in inner.param_groups for parameter in group["params"]]
     kept += getattr(engine, "fp32_partitioned_groups_flat", [])  # ZeRO-3's masters
-    others = [tensor for tensor in map(_local, kept) if _identity(tensor) not in mine]
+    others = [tensor for tensor in map(local_part, kept) if _identity(tensor) not in mine]
     return {"weights": _storage_bytes(weights), "optimizer": _storage_bytes(others)}
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns the plain tensor with what this rank holds of `tensor`: a DTensor's shard, ZeRO-3's partition, else the tensor."""
     partition = getattr(tensor, "ds_tensor", None)
     local: Tensor = getattr(tensor, "_local_tensor", tensor) if partition is None else partition
     return local

@@ -9,6 +9,7 @@ from typing import Any
 
 from sft_play.config.metrics import LIBRARY, library_parts, short_name
 from sft_play.errors import DataError, first_line
+from sft_play.files import typed_path
 from sft_play.training.intervals import Interval, mean_interval, resamples
 
 FEW_RESAMPLES = 100
@@ -78,7 +79,7 @@ def _is_number(value: Any) -> bool:
 
 def _load(metric: str, where: str) -> Any:
     """Returns the library's module for `where`; its files go to a folder of this process, since ranks share nothing here."""
-    path = Path(where).expanduser()
+    path = typed_path(where)
     local, reached = path.exists(), True
     if not local and (where.startswith((".", "/", "~")) or where.endswith(".py")):
         raise DataError(f"the metric `{metric}` is not there: no folder or script `{where}`", hint="a folder holds NAME/NAME.py")

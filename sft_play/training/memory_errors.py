@@ -53,6 +53,10 @@ class Activity:
         """Takes up the next micro-batch."""
         self.micro_step, self.rows, self.since = (self.micro_step or 0) + 1, list(rows), time.monotonic()
 
+    def get_on(self) -> None:
+        """Says that the training thread makes progress within what it does."""
+        self.since = time.monotonic()
+
     def __str__(self) -> str:
         words = {
             "loading": "while the model was loaded",

@@ -8,13 +8,13 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
-from sft_play.files import write_text
+from sft_play.files import read_json_lines, write_text
 from sft_play.runs.space import describe
 
 TRAIN_KEYS = ("loss", "rank_loss", "rank_tokens", "grad_norm", "learning_rate", "tokens_per_second")
@@ -24,16 +24,18 @@ ROWS_KEPT = 10_000
 
 def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Returns the whole rows of a metrics file up to and including `step`; a torn last line is left out."""
-    rows = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").split("\n"):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if row.get("step", 0) <= step:
-                rows.append(row)
-    return rows
+    return [row for row in read_json_lines(path) if "kind" in row and isinstance(row.get("step"), int) and row["step"] <= step]
+
+
+def saving_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns what saving took in a whole run, resumes included, of the rows of `metrics.jsonl`: `training_metrics.json` has it as `saving`.
+
+    `pause_seconds`: how long training stood still, for saves that failed too.
+    """
+    saves = [row for row in rows if row.get("kind") == "save"]
+    failed = sum("failed" in row for row in saves)
+    parts = ("pause_seconds", "write_seconds", "verify_seconds", "bytes")
+    return {"saved": len(saves) - failed, "failed": failed, **{part: sum(row.get(part) or 0 for row in saves) for part in parts}}
 
 
 def finite(value: Any) -> Any:
@@ -57,6 +59,10 @@ class MetricsFile(TrainerCallback):
         self._warned = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step and not self.path.is_file() and state.is_world_process_zero:
+            print(
+                f"warning: {self.path}: it is gone; it begins again after step {state.global_step}", file=sys.stderr, flush=True
+            )
         # From the start again nothing is kept, not even an evaluation before the first step.
         rows = rows_until(self.path, state.global_step) if state.global_step else []
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))

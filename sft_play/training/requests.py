@@ -5,6 +5,7 @@ hear them. What the request leads to:
 
 - before the first step has ended there is nothing to save: the process leaves at once;
 - afterwards the ranks agree at the end of a step (`training.agreement`), save and leave;
+- without checkpoints (`train.save_strategy` is `no`) the process leaves at once, unless the last step has ended: then the model is written;
 - when no end of a step came within `PATIENCE_SECONDS` the process leaves without a new checkpoint, except in the middle of a save.
 """
 
@@ -56,9 +57,11 @@ class StopRequest:
     during: str = "loading"
     """The phase in which it was heard."""
     nothing_to_save: bool = True
-    """Until the first step has ended."""
+    """Until the first step has ended; without checkpoints until the last has."""
     step: int = 0
     """The last optimizer step that has ended."""
+    first_step: int = 0
+    """The step that this process went on from."""
     saved: int | None = None
     """The step of the newest checkpoint of this process."""
     _ended: bool = False
@@ -109,15 +112,21 @@ class StopRequest:
         """Ends the process where it does not end by itself."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not self._ended:
-            if self.nothing_to_save:
-                self._leave("nothing is lost: no step has ended since the start")
             if self.doing.phase == "saving":  # it is finished, however long it takes
                 deadline = max(deadline, time.monotonic() + AFTER_SAVE_SECONDS)
+            elif self.nothing_to_save:
+                self._leave(self._why_nothing())
             if time.monotonic() > deadline:
                 self._leave(f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint; the last one is whole")
             time.sleep(LOOK_SECONDS)
         time.sleep(AFTER_SAVE_SECONDS)  # an interpreter that hangs in its last clearing up must not keep its launcher waiting
         os._exit(self._code)
+
+    def _why_nothing(self) -> str:
+        if self.step == self.first_step:
+            return "nothing is lost: no step has ended since the start"
+        since = f"after step {self.first_step}" if self.first_step else "of this run"
+        return f"`train.save_strategy` is `no`, so nothing {since} is kept; step {self.step} had ended"
 
     def _leave(self, why: str) -> None:
         assert self.heard is not None

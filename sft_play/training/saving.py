@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +29,8 @@ from transformers.trainer_callback import ExportableState
 from sft_play.errors import HardwareError
 from sft_play.files import append_json_line
 from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publish, published, rotate
-from sft_play.runs.manifest import seal
-from sft_play.runs.space import SPARE_MEMORY_BYTES, Room, describe, free_bytes, free_memory_bytes, size, with_spare
+from sft_play.runs.manifest import seal, verify
+from sft_play.runs.space import SPARE_MEMORY_BYTES, Room, describe, free_bytes, free_memory_bytes, side_file, size, with_spare
 from sft_play.training.holdings import bytes_held
 from sft_play.training.loss import all_sum
 from sft_play.training.metrics import MetricsFile
@@ -51,27 +51,15 @@ EVENTS_KEPT = 100
 """Events that wait for room on the disk, at most."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Totals:
-    """What saving took in a whole run, on rank 0; `training_metrics.json` has it as `saving`."""
-
-    saved: int = 0
-    failed: int = 0
-    pause_seconds: float = 0.0
-    """How long training stood still."""
-    write_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    bytes: int = 0
-
-
 class Saver(TrainerCallback):
     """Saves checkpoints of one trainer; as its callback it publishes what a thread has written meanwhile."""
 
     def __init__(self, trainer: SftTrainer) -> None:
         self.trainer = trainer
-        self.totals = Totals()
         self.problem: str | None = None
         """Why the newest save failed, the same on every rank; `None` after one that succeeded."""
+        self.together: tuple[int, ...] = tuple(range(trainer.plan.world_size))
+        """The ranks that write into one folder with rank 0 (`world.ranks_together`)."""
         self._pending: Writing | None = None
         self._check: DiskCheck | None = None
         self._predicted = 0
@@ -109,6 +97,14 @@ class Saver(TrainerCallback):
             self._pending = None
             self._settle(writing, started)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Moves `best` where a process ended between the naming of the best checkpoint and the link, or a copy has a folder there."""
+        run, step = self.trainer.run, state.best_global_step
+        if not (state.global_step and step and self.trainer.is_world_process_zero()):
+            return
+        if run.best.resolve() != run.checkpoint(step).resolve() and verify(run.checkpoint(step)) is None:
+            self.link_best()
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Publishes a pending checkpoint when every rank has written its part; asks for it by one number."""
         self.tidy()
@@ -131,12 +127,20 @@ class Saver(TrainerCallback):
             )
             self._event("checkpoint_damaged", checkpoint=check.checkpoint.name, reason=check.damage)
 
+    def link_best(self) -> None:
+        """Lets `best` point at the best step's checkpoint, where that is there; rank 0's own work."""
+        run, step = self.trainer.run, self.trainer.state.best_global_step
+        if self.trainer.is_world_process_zero() and step and run.checkpoint(step).is_dir():
+            with side_file(run.best, "the link to the best checkpoint"):
+                link(run.best, run.checkpoint(step))
+
     def require_saved(self) -> None:
         """Raises `HardwareError` when the newest save failed, on every rank alike: nothing comes after the last one."""
         self.finish()
+        self.link_best()
         if self.problem is not None:
             raise HardwareError(
-                f"the last save failed: {self.problem}; {self._kept()}",
+                f"the last save failed: {self.problem}; {self.kept()}",
                 place=str(self.trainer.run.checkpoints),
                 hint=f"make room, then: make resume RUN={self.trainer.run.name}",
             )
@@ -185,11 +189,13 @@ class Saver(TrainerCallback):
         """Returns what is to be written, copied where training goes on meanwhile. Collective."""
         trainer = self.trainer
         background = trainer.config.train.async_save and self._memory_allows()
+        apart = trainer.args.process_index not in self.together
         weights = gather_weights(trainer, clone=background)
         states = collect(trainer, clone=background)
         return Writing(
             step=step,
-            folder=partial_folder(trainer.run, step),
+            folder=trainer.run.random_states(step) if apart else partial_folder(trainer.run, step),
+            apart=apart,
             rank=trainer.args.process_index,
             states=states,
             weights=weights,
@@ -229,7 +235,7 @@ class Saver(TrainerCallback):
             problem = None
             if trainer.is_world_process_zero():
                 try:
-                    seal(writing.folder)
+                    seal(writing.folder, ranks=self.together)
                     checkpoint = publish(trainer.run, writing.step)
                     self._after(checkpoint, writing)
                 except OSError as error:
@@ -256,12 +262,6 @@ class Saver(TrainerCallback):
     # ---- What is told
 
     def _saved(self, writing: Writing, pause: float, write: float, verify: float, *, bytes_written: int) -> None:
-        totals = self.totals
-        totals.saved += 1
-        totals.pause_seconds += pause
-        totals.write_seconds += write
-        totals.verify_seconds += verify
-        totals.bytes += bytes_written
         if self.problem is not None:
             self._say(f"checkpoints are saved again: {writing.folder.name[1:].removesuffix('.partial')}")
             self._event("saved_again", step=writing.step)
@@ -279,20 +279,19 @@ class Saver(TrainerCallback):
         """Removes what was written, and warns, once until a save succeeds again."""
         trainer, first = self.trainer, self.problem is None
         self.problem = reason
-        self.totals.failed += 1
-        self.totals.pause_seconds += pause
         if not trainer.is_world_process_zero():
             return
         discard(trainer.run, step)
         if first:
             goes_on = "training goes on and tries again at the next save"
             self._say(
-                f"warning: {trainer.run.path}: the checkpoint of step {step} was not saved: {reason}; {self._kept()}; {goes_on}"
+                f"warning: {trainer.run.path}: the checkpoint of step {step} was not saved: {reason}; {self.kept()}; {goes_on}"
             )
         self._event("save_failed", step=step, reason=reason)
         self._row(step=step, pause_seconds=pause, failed=reason)
 
-    def _kept(self) -> str:
+    def kept(self) -> str:
+        """Returns which checkpoint there is, in words."""
         names = [path.name for path in published(self.trainer.run)[:1]]
         return f"the last checkpoint, {names[0]}, is as it was" if names else "there is no checkpoint yet"
 

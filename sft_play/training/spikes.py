@@ -12,10 +12,12 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from sft_play.files import append_json_line, write_text
+from sft_play.files import append_json_line, read_json_lines, write_text
+from sft_play.runs.space import side_file
 
 WINDOW, LEAST = 50, 10
 """Finite norms that are compared with at most, and at least."""
+WHAT = "the rows of a step whose gradient norm jumps"
 
 
 class SpikeGuard(TrainerCallback, ExportableState):
@@ -38,10 +40,10 @@ class SpikeGuard(TrainerCallback, ExportableState):
         attributes = (held or {}).get("attributes", {})
         self.norms, self.found = list(attributes.get("norms", [])), list(attributes.get("found", []))
         if self.rank == 0 and self.path.is_file():
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-            if len(kept) < len(lines):
-                write_text(self.path, "".join(line + "\n" for line in kept))
+            lines = read_json_lines(self.path)
+            kept = [line for line in lines if isinstance(line.get("step"), int) and line["step"] <= state.global_step]
+            with side_file(self.path, WHAT):
+                write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def jumps(self, norm: float, *, step: int, rows: list[int]) -> bool:
         """Takes up the norm of a step; returns whether its update is to be left out. A norm that is no number is not judged here."""
@@ -65,8 +67,9 @@ class SpikeGuard(TrainerCallback, ExportableState):
             "rows": rows,
             "time": time.time(),
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        append_json_line(self.path, facts)
+        with side_file(self.path, WHAT):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            append_json_line(self.path, facts)
         if self.rank == 0:
             done = "its update is left out" if skipped else "the update is made"
             times = f"{norm / median:.1f} times the median {median:.3g}" if median else f"the median is {median:.3g}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,16 +24,14 @@ from transformers import Trainer
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, Collator
-from sft_play.files import write_json
 from sft_play.plan.plan import Plan
-from sft_play.runs.checkpoints import link
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import PreparedSplit
 from sft_play.runs.stamp import Stamp
 from sft_play.training.agreement import EvaluationStopped, StopOnRequest
 from sft_play.training.feeding import IDLE, sampler_of, step_totals, train_loader
 from sft_play.training.flops import operations_per_token, peak_operations
-from sft_play.training.guards import no_number, require_finite
+from sft_play.training.guards import keep_bad_rows, no_number, require_finite
 from sft_play.training.held_out import evaluate
 from sft_play.training.loss import label_tokens, token_loss_sum
 from sft_play.training.memory_errors import Activity
@@ -40,6 +39,11 @@ from sft_play.training.saving import Saver
 from sft_play.training.spikes import SpikeGuard
 from sft_play.training.states import restore, restore_random
 from sft_play.training.stopping import Patience, is_better, value_of
+
+ROWS_NOTED = 100_000
+"""Rows that each rank remembers having trained, the newest."""
+HISTORY = 16
+"""Logged rows that transformers' state holds, in memory and in checkpoints; `metrics.jsonl` has all."""
 
 
 class SftTrainer(Trainer):
@@ -55,7 +59,7 @@ class SftTrainer(Trainer):
         self.doing, self.split = doing, split
         self.config, self.plan, self.run, self.stamp = config, plan, run, stamp
         self.collator = Collator(plan.layout, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
-        self.rows_trained: list[int] = []
+        self.rows_trained: deque[int] = deque(maxlen=ROWS_NOTED)
         self.rows_scored: list[int] = []
         self.said_how_evaluated = False
         self.tokens_trained = 0
@@ -145,19 +149,21 @@ class SftTrainer(Trainer):
         """Raises on all ranks when the norm, the same on each, is no number. Those whose loss is none either had the bad rows."""
         if math.isfinite(norm):
             return
+        self.saver.finish()  # what is being written meanwhile is published
         bad = self._gather((~torch.isfinite(self._window[:1])).double())[:, 0]
         blamed = [rank for rank, flag in enumerate(bad.tolist()) if flag]
         step, mine = self.state.global_step + 1, self.args.process_index
         if not blamed or mine in blamed:
-            write_json(self.run.bad_rows(mine), {"step": step, "rows": self._step_rows})
+            keep_bad_rows(self.run.bad_rows(mine), step=step, rows=self._step_rows)
         if blamed:
             raise no_number("loss", float(self._window[0]) if mine in blamed else math.nan, step=step,
-                            path=self.run.bad_rows(mine if mine in blamed else blamed[0]), ranks=blamed)  # fmt: skip
-        raise no_number("gradient norm", norm, step=step, path=self.run.bad_rows(mine))
+                            path=self.run.bad_rows(mine if mine in blamed else blamed[0]), kept=self.saver.kept(), ranks=blamed)  # fmt: skip
+        raise no_number("gradient norm", norm, step=step, path=self.run.bad_rows(mine), kept=self.saver.kept())
 
     def _require_finite(self, what: str, value: Any) -> None:
         path = self.run.bad_rows(self.args.process_index)
-        require_finite(what, float(value), step=self.state.global_step + 1, rows=self._step_rows, path=path)
+        step, rows = self.state.global_step + 1, self._step_rows
+        require_finite(what, float(value), step=step, rows=rows, path=path, kept=self.saver.kept)
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """Counted by the plan; the base class would walk over all parameters at every micro-step."""
@@ -186,6 +192,7 @@ class SftTrainer(Trainer):
             self._window.zero_()
             self._begun = now
         super().log(logs, start_time)
+        del self.state.log_history[:-HISTORY]
 
     def _gather(self, values: Tensor) -> Tensor:
         """Returns [world_size, ...] with every rank's `values`."""
@@ -240,6 +247,9 @@ class SftTrainer(Trainer):
         """Puts a checkpoint's states back when model and optimizer are wrapped; the base class would load pickles."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         if resume_from_checkpoint is not None:
+            self.state.compute_steps(
+                self.args, max_steps
+            )  # the checkpoint's state brought the intervals of the run that wrote it
             restore(self, Path(resume_from_checkpoint))
         return prepared
 
@@ -270,9 +280,7 @@ class SftTrainer(Trainer):
         self.state.best_metric = value
         self.state.best_global_step = self.state.global_step
         self.saver.finish()
-        checkpoint = self.run.checkpoint(self.state.global_step)
-        if self.is_world_process_zero() and checkpoint.is_dir():  # an epoch's evaluation comes after the save of its last step
-            link(self.run.best, checkpoint)
+        self.saver.link_best()  # an epoch's evaluation comes after the save of its last step
         if self.config.train.load_best_model_at_end:
             self.control.should_save = True
         return True

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sft_play.training.holdings import local_part
+
 if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
 
@@ -61,16 +63,20 @@ def _copied(state: Mapping[str, Any], model: Any) -> dict[str, Any]:
 
     Frozen parameters never change, and what was gathered is a copy already. Tied weights must stay tied: they are written once.
     """
-    frozen = {p.untyped_storage().data_ptr() for p in model.parameters() if not p.requires_grad}
-    living = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    frozen = {_address(p) for p in model.parameters() if not p.requires_grad}
+    living = {_address(p) for p in (*model.parameters(), *model.buffers())}
     copies: dict[tuple[Any, ...], Tensor] = {}
     copied: dict[str, Any] = {}
     for name, value in state.items():
-        if not torch.is_tensor(value) or value.untyped_storage().data_ptr() not in living - frozen:
+        if not torch.is_tensor(value) or _address(value) not in living - frozen:
             copied[name] = value
             continue
-        key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
+        key = (_address(value), value.storage_offset(), value.shape, value.stride(), value.dtype)
         if key not in copies:
             copies[key] = value.detach().to("cpu", copy=True)
         copied[name] = copies[key]
     return copied
+
+
+def _address(tensor: Tensor) -> int:
+    return int(local_part(tensor).untyped_storage().data_ptr())  # a DTensor's own storage has none

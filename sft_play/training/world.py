@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from sft_play.errors import CheckpointError, HardwareError
 from sft_play.plan.plan import Plan
+from sft_play.runs.states_facts import SHARDED
 
 EXPECTED = {
     "single": ("NO",),
@@ -63,6 +67,42 @@ def check_world(plan: Plan, accelerator: Any) -> None:
             f"the plan is {plan.strategy} over {plan.world_size} ranks, torch has {found}, "
             f"accelerate has {accelerator.num_processes} under {kind}",
             hint="this run would not train what was planned; please report it with `make doctor JSON=1`",
+        )
+
+
+def ranks_together(plan: Plan, folder: Path) -> tuple[int, ...]:
+    """Returns the ranks that see the run folder of rank 0, the same on each. Collective where there are several machines.
+
+    The disk itself is asked: rank 0 writes a file with a random name, the others look for it.
+    """
+    import torch
+
+    if plan.num_nodes == 1 or plan.world_size == 1:
+        return tuple(range(plan.world_size))
+    told: list[str | None] = [None]
+    if launched_world()[0] == 0:
+        mark = f".seen-{secrets.token_hex(8)}"
+        with contextlib.suppress(OSError):  # a folder that cannot be written says so again, and better, when a checkpoint is
+            (folder / mark).touch()
+            told = [mark]
+    torch.distributed.broadcast_object_list(told, src=0)
+    seen: list[bool | None] = [None] * plan.world_size
+    torch.distributed.all_gather_object(seen, told[0] is None or (folder / told[0]).exists())
+    if launched_world()[0] == 0 and told[0] is not None:
+        with contextlib.suppress(OSError):
+            (folder / told[0]).unlink()
+    return tuple(rank for rank, one in enumerate(seen) if one)
+
+
+def check_folders(plan: Plan, save_strategy: str, together: Collection[int]) -> None:
+    """Raises `CheckpointError` where a checkpoint could not be complete: parts of the states on machines with run folders of their own."""
+    apart = [str(rank) for rank in range(plan.world_size) if rank not in together]
+    if apart and plan.strategy in SHARDED and save_strategy != "no":
+        raise CheckpointError(
+            f"under {plan.strategy} every machine writes a part of each checkpoint, and rank {', '.join(apart)} does not see the run folder"
+            " of rank 0",
+            hint="let RUNS_DIR be a folder that all machines share, or take `make train-distributed` with `launch.strategy: ddp`, or set"
+            " `train.save_strategy: no`",
         )
 
 

@@ -40,6 +40,8 @@ class Writing:
     best: bool
     """Whether this step's evaluation was the best so far."""
     background: bool
+    apart: bool = False
+    """Whether this rank does not see rank 0's folder: what it writes stays beside its own, and in no manifest."""
     pause_seconds: float = 0.0
     write_seconds: float = 0.0
     """Until everything was on the disk."""
@@ -79,7 +81,8 @@ class Writing:
             sync(files)
             times.append(time.perf_counter())
             self.problem = damage(self.folder, facts, from_disk=self.background)  # in a thread it keeps no step waiting
-            write_part(self.folder, self.rank, facts)
+            if not self.apart:
+                write_part(self.folder, self.rank, facts)
             times.append(time.perf_counter())
             self.write_seconds = times[1] - times[0] + times[3] - times[2]
             self.verify_seconds = times[2] - times[1] + times[4] - times[3]

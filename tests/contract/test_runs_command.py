@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from sft_play.files import append_json_line, write_json
+from sft_play.launch.run_folder import record_event
 from sft_play.launch.run_list import age
 from sft_play.launch.running import holders
 from sft_play.runs.folder import RunFolder
@@ -26,12 +28,14 @@ from sft_play.launch.run_folder import ended_by_signals, held, record_event
 from sft_play.runs.folder import RunFolder
 run = RunFolder(Path(sys.argv[1]))
 with held(run):
-    print("held", flush=True)
     try:
         with ended_by_signals():
+            print("held", flush=True)
             time.sleep(60)
     finally:
-        record_event(run, "stopped", code=143, signal="SIGTERM", step=4, saved="step-000004")
+        end = dict(code=143, signal="SIGTERM", step=4, saved="step-000004") if sys.argv[2] == "stopped" else dict(code=3, error="error: full")
+        if sys.argv[2] != "silent":
+            record_event(run, sys.argv[2], **end)
 """
 
 
@@ -49,9 +53,9 @@ def make_run(runs: Path, name: str, *events: str, best: str = "loss") -> RunFold
     return run
 
 
-def hold(run: RunFolder) -> subprocess.Popen[str]:
-    """Starts a process that holds a run's lock as its launcher does."""
-    words = [sys.executable, "-c", HOLDER, str(run.path)]
+def hold(run: RunFolder, end: str = "stopped") -> subprocess.Popen[str]:
+    """Starts a process that holds a run's lock as its launcher does, and records how it ends unless that is `silent`."""
+    words = [sys.executable, "-c", HOLDER, str(run.path), end]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
@@ -92,6 +96,48 @@ def test_stop_asks_the_process_that_holds_the_lock(program: Program, tmp_path: P
     assert done.code == 0 and "stopped by SIGTERM after step 4; checkpoint step-000004 is whole" in done.out, done.err
     again = program("stop", "RUN=now")
     assert again.code == 2 and "nothing trains `now` now" in again.err
+
+
+def test_stop_tells_what_this_launcher_did_and_nothing_older(program: Program, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", "now", "started", "failed")
+    preparing = hold(run, "silent")
+    done = program("stop", "RUN=now")
+    assert preparing.wait(10) == 143
+    assert done.code == 0 and "its workers had not started; nothing was trained in this launch" in done.out, done.out + done.err
+    failing = hold(run, "failed")
+    done = program("stop", "RUN=now")
+    assert failing.wait(10) == 143
+    assert done.code == 3 and "error: full" in done.err and "failed while it was asked to stop" in done.err, done.err
+    mute = hold(run, "silent")
+    record_event(run, "resumed")
+    done = program("stop", "RUN=now")
+    assert mute.wait(10) == 143
+    assert done.code == 3 and "does not say how" in done.err, done.err
+
+
+def test_stop_continues_a_launcher_that_is_suspended(program: Program, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", "now", "started")
+    process = hold(run)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        done = program("stop", "RUN=now")
+        assert process.wait(10) == 143
+    finally:
+        process.kill()
+    assert done.code == 0 and "was suspended; it is continued" in done.err, done.err
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="a read-only mount needs root on Linux")
+def test_a_run_that_cannot_be_written_is_one_error(program: Program, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", "now", "started")
+    with contextlib.ExitStack() as stack:
+        place = str(run.path)
+        if subprocess.run(["mount", "--bind", "-o", "ro", place, place], capture_output=True, timeout=30, check=False).returncode:
+            pytest.skip("nothing can be mounted here")
+        stack.callback(subprocess.run, ["umount", "-l", place], check=True, timeout=30)
+        done = program("resume", "RUN=now")
+    assert done.code == 3 and "the run cannot be written: Read-only file system" in done.err, done.err
+    assert "Traceback" not in done.err
 
 
 def test_stop_leaves_a_stranger_alone(program: Program, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import stat
 import subprocess
 import sys
@@ -19,12 +20,12 @@ from sft_play.config.load import load_config, read_config, save_config
 from sft_play.config.schema import DataSource
 from sft_play.config.types import options
 from sft_play.data.read import read_source
-from sft_play.errors import CheckpointError, DataError, UserError
+from sft_play.errors import CheckpointError, DataError, UserError, without_tokens
 from sft_play.launch.environment import mask
 from sft_play.model.folder import check_folder, check_trained, refuse_foreign_code
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import verify
-from sft_play.runs.weights import weights_folder
+from sft_play.runs.weights import kind_of, weights_folder
 from tests.conftest import Program, environment
 from tests.documents import ROOT
 from tests.pickles import Evil
@@ -151,6 +152,52 @@ def test_a_token_on_the_command_line_is_refused_and_not_repeated(word: str, in_p
     assert SECRET[:20] not in done.out + done.err, "logs keep what a command prints"
 
 
+@pytest.mark.parametrize("token", [
+    "sk-ant-api03-Ab_cd-Planted0Secret0Planted-xyzAA", "xoxb-1234-567890123-PlantedSecret0", "sk-svcacct-a-b_cPlanted0Secret0Planted",
+    "sk-proj-A-b_cPlanted0Secret0Planted", "glpat-a-b_cPlanted0Secret", "glpat-Planted0Secret0Planted0.01.0z1abcdefg", "ASIAPLANTED0SECRET00",
+    "hf_Planted0Secret0Planted-Tail_Tail", "github_pat_11AA_Planted0Secret0Planted",
+])  # fmt: skip
+def test_every_letter_of_a_token_is_left_out(token: str) -> None:
+    shown = without_tokens(f"a `{token}` b")
+    assert shown.startswith("a `") and shown.endswith("...` b") and not re.search("(?i)planted|tail|secret", shown), shown
+    assert without_tokens(f"WANDB_API_KEY={'ab1' * 13}c") == "WANDB_API_KEY=..."
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ab1" * 13 + "c", "model.revision: " + "0" * 40, "sk-learn-something-quite-long", "disk-AAAAAAAAAAAAAAAAAAAA", "hf_x.jsonl"],
+)
+def test_what_is_no_token_is_left_alone(text: str) -> None:
+    assert without_tokens(text) == text
+
+
+@pytest.mark.parametrize(
+    "word", ["TRAIN_HUB_TOKEN", "HF_TOKEN", "API_KEY", "train.api_key", "PASSWORD", "TRAIN_PASSWORD", "train.hub_token"]
+)
+def test_the_value_of_a_key_named_like_a_secret_is_never_repeated(word: str, in_process: Program, tmp_path: Path) -> None:
+    done = in_process("config", "CONFIG=quickstart", f"{word}=hunter2hunter2")
+    assert done.code == 2 and "hunter2" not in done.out + done.err
+    done = in_process("runs", f"{word}=hunter2hunter2")
+    assert done.code == 2 and "hunter2" not in done.out + done.err
+    done = in_process("config", "CONFIG=quickstart", env={f"SFT_{word.upper().replace('.', '_')}": "hunter2hunter2"})
+    assert "hunter2" not in done.out + done.err
+    path = tmp_path / "c.yaml"
+    for text in (f"{word.lower()}: hunter2hunter2", f"data: {{sources: [{{path: x, {word.lower()}: hunter2hunter2}}]}}"):
+        path.write_text(f"model: {{name: x/y}}\n{text}\n")
+        done = in_process("config", f"CONFIG={path}")
+        assert done.code == 2 and "hunter2" not in done.out + done.err
+
+
+@pytest.mark.parametrize(
+    "text", ["${oc.env:MY_TOKEN}", "a ${oc.env:MY_TOKEN,x}", "${oc.env:${oc.env:INNER}}", "${oc.decode:${oc.env:MY_TOKEN}}"]
+)
+def test_a_secret_of_the_environment_is_not_taken_into_a_configuration(text: str, in_process: Program, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"model: {{name: x/y}}\ndata: {{train_path: x, system: '{text}'}}\n")
+    done = in_process("config", f"CONFIG={path}", env={"MY_TOKEN": "hunter2hunter2", "INNER": "MY_TOKEN"})
+    assert done.code == 2 and "hunter2" not in done.out + done.err and "named like a secret" in done.err
+
+
 def test_a_token_in_an_sft_variable_is_refused_and_not_repeated(in_process: Program) -> None:
     done = in_process(
         "config",
@@ -167,6 +214,11 @@ def test_a_token_in_an_sft_variable_is_refused_and_not_repeated(in_process: Prog
 def test_secrets_of_the_environment_are_masked(name: str) -> None:
     assert "Planted" not in mask(name, SECRET) and "Planted" not in mask("HF_HOME", SECRET)
     assert mask("HF_ENDPOINT", "https://me:Planted@hub.example/x") == "https://(not shown)@hub.example/x"
+    assert mask("HF_ENDPOINT", "https://me:Plan/te@d@hub.example/x") == "https://(not shown)@hub.example/x"
+    assert (
+        mask("HF_ENDPOINT", "https://hub.example/x?a=1&access_token=Planted&b=2")
+        == "https://hub.example/x?a=1&access_token=(not shown)&b=2"
+    )
     assert mask("HF_HOME", "/data/hf") == "/data/hf" and mask("TOKENIZERS_PARALLELISM", "false") == "false"
 
 
@@ -403,3 +455,17 @@ def test_a_run_is_named_and_not_placed(name: str, in_process: Program, tmp_path:
     done = in_process("train", "CONFIG=quickstart", f"MODEL_NAME={tiny}", f"RUN_NAME={name}")
     assert done.code == 2 and "RUN_NAME" in done.err
     assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("names", "kind"), [
+    (("adapter_config.json", "adapter_model.safetensors"), "adapter"),
+    (("adapter_config.json", "adapter_model-2.safetensors", "adapter_model.bin"), None),
+    (("config.json", "model.safetensors"), "full"),
+    (("config.json", "model.safetensors.index.json", "model-00001-of-00001.safetensors"), "full"),
+    (("config.json", "other.safetensors", "pytorch_model.bin"), None),
+    (("config.json", "optimizer-rank0.safetensors", "pytorch_model.bin"), None),
+])  # fmt: skip
+def test_weights_count_only_under_the_names_that_are_read(names: tuple[str, ...], kind: str | None, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    assert kind_of(tmp_path) == kind

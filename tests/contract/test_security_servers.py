@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sft_play.errors import UserError
-from sft_play.launch.access import TOKEN_VARIABLE, Guard, Message, address_of, is_loopback, serve_token
+from sft_play.launch.access import CHAT, TOKEN_VARIABLE, Checked, Guard, Message, address_of, is_loopback, serve_token
 from tests.conftest import Program
 
 TOKEN = "a-token-of-26-letters-here"
@@ -28,6 +28,46 @@ def test_addresses(typed: str | None, address: str, own: bool) -> None:
 def test_what_is_no_address_is_refused(typed: str) -> None:
     with pytest.raises(UserError, match="expected an IP address"):
         address_of(typed)
+
+
+GOOD = b'{"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (CHAT, GOOD, None), (CHAT, b'{"messages": [{"role": "assistant", "tool_calls": []}]}', None), ("/v1/models", b"no JSON", None),
+        (CHAT, b'{"model": 5}', "`model` is no text"), ("/load_model", b'{"model": 5}', "`model` is no text"),
+        ("/load_model", b'{"model": "demo"}', None), (CHAT, b'{"model": "demo", "messages": []}', "at least one message"),
+        (CHAT, b'{"model": "demo"}', "at least one message"), (CHAT, b'{"messages": "Hello"}', "at least one message"),
+        (CHAT, b'{"messages": [5]}', "`messages[0]`"), (CHAT, b'{"messages": [{"role": "user", "content": 5}]}', "`messages[0].content`"),
+        (CHAT, b"{", "not JSON"), (CHAT, b"[]", "no JSON object"), (CHAT, b"[" * 100_000, "not JSON"), (CHAT, b"\xff", "not JSON"),
+    ],
+)  # fmt: skip
+def test_a_request_that_cannot_be_answered_is_refused_in_words(path: str, body: bytes, said: str | None) -> None:
+    parts: list[Message] = [
+        {"type": "http.request", "body": body[:9], "more_body": True},
+        {"type": "http.request", "body": body[9:]},
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return parts.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def echo(scope: Message, receive: Any, send: Any) -> None:
+        read, more = b"", True
+        while more:
+            message = await receive()
+            read, more = read + message["body"], message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": read})
+
+    asyncio.run(Checked(echo)({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send))
+    assert sent[0]["status"] == (400 if said else 200)
+    assert sent[1]["body"] == body if said is None else said in sent[1]["body"].decode()
 
 
 def test_an_address_that_others_reach_needs_a_token() -> None:
@@ -103,6 +143,10 @@ def test_serve_refuses_an_open_address_without_a_token(in_process: Program) -> N
 
 
 def test_tensorboard_stays_on_this_machine(in_process: Program) -> None:
+    for host in ("127.0.0.2", "::1"):
+        refused = in_process("tensorboard", f"HOST={host}")
+        assert refused.code == 2 and "TensorBoard listens on 127.0.0.1 only" in refused.err
+    assert "expected a port, 1 to 65535" in in_process("tensorboard", "TENSORBOARD_PORT=70000").err
     done = in_process("tensorboard", "HOST=0.0.0.0", "TENSORBOARD_PORT=7007")
     assert done.code == 2
     assert "ssh -L 7007:127.0.0.1:7007" in done.err

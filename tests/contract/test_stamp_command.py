@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from sft_play.launch.audit import direct_dependencies, environment, read_answer, read_pins
-from sft_play.runs.stamp import RULES, Stamp
+from sft_play.launch.audit import direct_dependencies, environment, read_answer, read_pins, unpinned
+from sft_play.launch.stamps import parts_of, run_again
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.stamp import RULES, Stamp, compare, refuse
 from tests.conftest import Done, Program, call_program, run_program
 from tests.conftest import environment as variables
 from tests.documents import ROOT
@@ -64,8 +66,57 @@ def test_one_stamp_with_what_each_difference_means(runs: Path) -> None:
         (first, *_) = [line for line in lines if line.startswith((f"{field} ", f"{field}."))]
         assert first.split()[-4:] == [rule.resume, rule.merge, rule.infer, rule.eval], first
     assert "run it again: make train CONFIG=" in shown.out and "RUN_NAME=one-again TRAIN_BATCH_SIZE=4" in shown.out
+    assert "TRAIN_BATCH_SIZE=4 TRAIN_PACKING=off TRAIN_GRADIENT_CHECKPOINTING=false" in shown.out
+    assert "made in parts" not in shown.out
     as_json = ask(runs, "RUN=one", "JSON=1").json
     assert as_json["stamp"]["backend"] == "bnb" and as_json["rules"]["backend"]["resume"] == "refuse"
+
+
+def test_a_packed_run_is_repeated_packed(tmp_path: Path) -> None:
+    ranks = ({"rank": 0, "micro_batch": 2, "accumulation": 3, "device": "cpu", "device_name": "cpu"},)
+    run = make_run(tmp_path, "packed", stamp(), {"command": "auto"}, world_size=2, strategy="ddp", pack_tokens=128)
+    plan = json.loads((run / "plan.json").read_text())
+    (run / "plan.json").write_text(json.dumps(plan | {"ranks": ranks}))
+    again = run_again(RunFolder(run))
+    assert again is not None
+    assert again.endswith("NUM_GPUS=2 LAUNCH_STRATEGY=ddp TRAIN_BATCH_SIZE=2 TRAIN_PACKING=on TRAIN_GRADIENT_CHECKPOINTING=false")
+
+
+def test_a_strangers_stamp_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    evil = dataclasses.replace(
+        stamp(), base_model="\x1b[2J\x1b]0;x\x07evil\nA second line", versions={**stamp().versions, "\x1b[31m": "\u202e"}
+    )
+    make_run(tmp_path, "evil", evil)
+    make_run(tmp_path, "good", stamp())
+    for words in (["RUN=evil"], ["A=evil", "B=good"]):
+        shown = ask(tmp_path, *words)
+        assert shown.code == 0 and "\\x1b[2J" in shown.out and "evil\\nA second line" in shown.out
+        assert all(line.isprintable() for line in shown.out.split("\n"))
+    [note, *_] = refuse(compare(stamp(), dataclasses.replace(stamp(), base_model="\x1b[2Jx"), "infer"), "x")
+    assert note.isprintable() and "\\x1b[2J" in note
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser9/x", "~nosuchuser9/x@last"])
+def test_a_run_of_nobody_is_not_there(name: str, runs: Path) -> None:
+    done = ask(runs, f"RUN={name}")
+    assert done.code == 5 and "there is no run" in done.err
+
+
+def test_a_run_made_in_parts_says_so(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "parts", stamp())
+    facts = {"command": "single", "num_gpus": None, "num_nodes": 1, "deepspeed": None}
+    events = [
+        {"event": "started", "world_size": 1, "strategy": "single", "steps": 4, "batches": ["1 x 4 x 2"], "launch": facts},
+        {"event": "resumed", "world_size": 1, "strategy": "single", "steps": 4, "batches": ["1 x 4 x 2"], "launch": facts,
+         "checkpoint": "step-000002"},
+        {"event": "resumed", "world_size": 2, "strategy": "ddp", "steps": 8, "batches": ["2 x 4 x 1"], "launch": facts,
+         "checkpoint": "step-000004"},
+    ]  # fmt: skip
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    start, second = parts_of(RunFolder(run))
+    assert start.startswith("from the start: world size 1, strategy single, steps 4")
+    assert second.startswith("from step-000004: world size 2, strategy ddp, steps 8")
+    assert "made in parts, which no one command repeats" in ask(tmp_path, "RUN=parts").out
 
 
 @pytest.mark.parametrize(
@@ -149,6 +200,15 @@ def test_the_command_that_repeats_a_run_is_its_own(
 
 
 # ---- audit
+
+
+def test_every_installed_requirement_is_pinned() -> None:
+    pins, _ = read_pins(ROOT / "constraints.txt")
+    direct = list(direct_dependencies(ROOT / "pyproject.toml", pins))
+    assert list(unpinned(direct, pins)) == []
+    without = {name: version for name, version in pins.items() if name != "urllib3"}
+    [(name, by)] = unpinned(direct, without)
+    assert name == "urllib3" and by in pins
 
 
 def test_every_direct_dependency_is_pinned() -> None:

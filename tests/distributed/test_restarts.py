@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,38 @@ def test_it_gives_up_without_progress(variables: dict[str, str], config: str) ->
         assert "going on from step 0: there is no checkpoint yet" in error
         assert "1 of 1 restart without a newer checkpoint are used up (`launch.max_restarts`)" in error
         assert [event["event"] for event in launch.events()] == ["started", "restarted", "failed"]
+
+
+@pytest.mark.long
+def test_damaged_checkpoints_are_told_and_none_means_no_restart(variables: dict[str, str], config: str) -> None:
+    with start(variables, *TWO, config, name="damaged") as launch:
+        launch.wait_for_step(12)
+        workers = launch.workers()
+        for worker in workers.values():
+            worker.suspend()
+        saved = sorted((launch.run / "checkpoints").glob("step-*"))
+        for checkpoint in saved:
+            with (checkpoint / "adapter_model.safetensors").open("r+b") as stream:
+                stream.seek(-1, 2)
+                last = stream.read(1)
+                stream.seek(-1, 2)
+                stream.write(bytes([last[0] ^ 1]))
+        workers[1].kill()
+        workers[0].resume()
+        code, error = launch.end()
+        assert code == 5, error
+        assert saved and all(f"passed over: {checkpoint.name}: " in error for checkpoint in saved), error
+        assert "has no valid checkpoint to go on from" in error and "rank 1 was killed" in error
+        assert [event["event"] for event in launch.events()] == ["started", "failed"]
+
+
+@pytest.mark.long
+def test_a_frozen_rank_leaves_with_a_killed_launcher(variables: dict[str, str], config: str) -> None:
+    with start(variables, *TWO, config, "TRAIN_MAX_STEPS=100000", name="orphan") as launch:
+        launch.wait_for_step(7)
+        launch.workers()[1].suspend()
+        launch.process.kill()
+        deadline = time.monotonic() + 30
+        while left := launch.left():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.5)

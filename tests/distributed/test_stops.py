@@ -370,3 +370,25 @@ def test_a_folder_that_was_only_reserved_is_taken(single: Place) -> None:
     launch.process.wait(10)
     assert (launch.run / "config.json").is_file() and not (launch.run / "events.jsonl").exists()
     assert_same(single.again("reserved"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", [publishing, lambda launch: rows(launch, "train") == STEPS], ids=["model", "last-evaluation"])
+def test_what_no_checkpoint_keeps_is_published_after_the_last_step(single: Place, moment: Callable[[Launch], bool]) -> None:
+    launch = single.start(f"only-model-{time.monotonic_ns()}", "TRAIN_SAVE_STRATEGY=no")
+    assert stop(launch, moment, signal.SIGTERM) == 0, launch.output.read_text()
+    weights = Path("model") / "adapter_model.safetensors"
+    assert (launch.run / weights).read_bytes() == (launch.run.parent / "whole" / weights).read_bytes()
+    assert events(launch.run)[-1]["event"] == "finished" and not checkpoints(launch.run)
+
+
+@pytest.mark.long
+def test_a_run_that_was_made_longer_stays_so(single: Place) -> None:
+    run = single.again("longer").run
+    done = run_program(["resume", f"RUN={run}", f"TRAIN_MAX_STEPS={STEPS + 2}"], single.environment)
+    assert done.code == 0, done.err
+    config, happened = (run / "config.json").read_bytes(), events(run)
+    assert "is complete" in single.again("longer").output.read_text()
+    done = run_program(["resume", f"RUN={run}", f"TRAIN_MAX_STEPS={STEPS - 2}"], single.environment)
+    assert done.code == 0 and "is complete" in done.err, done.err
+    assert (run / "config.json").read_bytes() == config and events(run) == happened

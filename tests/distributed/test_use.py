@@ -176,6 +176,9 @@ def test_serve_answers_under_the_runs_name_and_ends_on_sigterm(place: Place) -> 
             assert answer["choices"][0]["message"]["role"] == "assistant"
             with pytest.raises(urllib.error.HTTPError):
                 ask(f"{facts['url']}/chat/completions", {**body, "model": "another"})
+            for wrong in ({**body, "messages": []}, {**body, "model": 5}):
+                with pytest.raises(urllib.error.HTTPError, match="400"):
+                    ask(f"{facts['url']}/chat/completions", wrong)
             second = subprocess.Popen(
                 place.command("serve", "RUN=demo", f"PORT={port}"), env=place.environment, stderr=subprocess.PIPE, text=True
             )

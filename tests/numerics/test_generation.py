@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +242,16 @@ def test_rows_without_a_reference_count_for_loss_only() -> None:
     generate, reason = decide(config, purpose="eval", validation_rows=30, answerable_rows=0)
     assert not generate
     assert reason == "loss only: no validation row asks for an answer (documents, plain text and tokens have no reference)"
+
+
+@pytest.mark.parametrize("synced", [False, True])
+def test_every_forward_pass_of_an_evaluation_with_answers_is_progress(folder: Path, synced: bool) -> None:
+    """A healthy evaluation that takes hours must never look like one that hangs."""
+    passes: list[str] = []
+    model, tokenizer = load(folder)
+    alive = partial(passes.append, "alive")
+    result = score_by_generation(model, tokenizer, rows()[:4], batch_size=4, max_new_tokens=10, synced=synced, alive=alive)
+    count = len(passes)
+    assert count >= max(answer.tokens for answer in result.predictions) > 2, "at least one for each token of the longest answer"
+    model(torch.tensor([[300]]))
+    assert len(passes) == count, "what watched the model is gone again"

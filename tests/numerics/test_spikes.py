@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from torch import distributed
+from transformers import TrainerState
 
 from sft_play.errors import UserError
 from sft_play.launch.beats import Beat
@@ -115,3 +116,14 @@ def test_only_ranks_of_other_launchers_are_watched_through_the_store() -> None:
 def test_skipping_is_refused_where_the_update_comes_first() -> None:
     with pytest.raises(UserError, match="under zero2 DeepSpeed makes the update before its gradient norm is known"):
         plan_of(command_strategy="zero", spike_guard="skip")
+
+
+def test_a_full_disk_or_a_torn_file_of_spikes_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    guard = SpikeGuard("skip", 5.0, Path("/dev/full"), 0)
+    assert not any(guard.jumps(1.0, step=step, rows=[step]) for step in range(1, 20))
+    assert guard.jumps(50.0, step=20, rows=[20])
+    assert "could not be written: no space is left on the disk; training goes on" in capsys.readouterr().err
+    torn = tmp_path / "spikes.jsonl"
+    torn.write_bytes(b'{"step": 3, "rows": [1]}\n{"step": 9, "rows": [2]}\n7\n{"step": 4, "ro')
+    SpikeGuard("skip", 5.0, torn, 0).on_train_begin(None, TrainerState(global_step=5), None)
+    assert torn.read_text() == '{"step": 3, "rows": [1]}\n'

@@ -23,6 +23,7 @@ from sft_play.training.states.pieces import Piece, flat_shares, partition, reads
 from sft_play.training.states.random_states import fresh_seed, random_states, restore_random_states
 from sft_play.training.states.shelf import INDEX, Shelf
 from sft_play.training.states.tensor_file import NAMES, write_tensors
+from sft_play.training.weights_out import _copied
 
 
 def piece(start: int, end: int, *, numel: int = 100, file: str = "f", name: str = "w") -> Piece:
@@ -251,3 +252,53 @@ def test_states_of_another_version_are_refused(content: str | None, message: str
     with pytest.raises(CheckpointError, match=message) as caught:
         check_states(tmp_path, strategy="ddp", world_size=2)
     assert "hint:" in caught.value.render()
+
+
+def test_weights_of_sharded_parameters_are_copied(tmp_path: Path) -> None:
+    """FSDP2 with `train.async_save`: parameters are DTensors, whose own storage has no address; what was gathered is a copy already."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(4, 3)
+        mesh = init_device_mesh("cpu", (1,))
+        weight = distribute_tensor(model.weight.detach(), mesh, [Replicate()])
+        model.weight = torch.nn.Parameter(weight)
+        gathered = {"weight": model.weight.full_tensor().detach(), "bias": model.bias.detach()}
+        expected = {name: value.clone() for name, value in gathered.items()}
+        copied = _copied(gathered, model)
+        with torch.no_grad():
+            model.weight.mul_(2)
+            model.bias.mul_(2)
+        assert all(torch.equal(copied[name], expected[name]) for name in expected)
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("steps", [8, 12])
+def test_a_run_made_longer_takes_its_first_step_under_the_new_schedule(steps: int) -> None:
+    """`linear` ends at 0.0, which the groups of the last checkpoint hold; for a run of the same length nothing changes to the bit."""
+    from transformers import get_scheduler
+
+    def made(total: int) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=3e-4)
+        return optimizer, get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=total)
+
+    def stepped(optimizer: torch.optim.Optimizer, scheduler: Any, count: int) -> float:
+        for _ in range(count):
+            optimizer.step()
+            scheduler.step()
+        return float(optimizer.param_groups[0]["lr"])
+
+    kept = 8 if steps > 8 else 5
+    old, old_schedule = made(8)
+    stepped(old, old_schedule, kept)
+    new, new_schedule = made(steps)
+    set_groups(new, json.loads(json.dumps(groups_of(old))))
+    set_scheduler(new_schedule, new, json.loads(json.dumps(scheduler_of(old_schedule, old))))
+    undisturbed = stepped(*made(steps), kept)
+    assert undisturbed > 0
+    assert new.param_groups[0]["lr"] == undisturbed == new_schedule.get_last_lr()[0]
+    assert stepped(new, new_schedule, 1) == stepped(*made(steps), kept + 1)

@@ -30,7 +30,7 @@ def save(run: RunFolder, step: int, content: str = "weights") -> Path:
     (partial / "inner").mkdir(parents=True)
     (partial / "weights.safetensors").write_text(f"{content} of step {step}")
     (partial / "inner" / "state.pt").write_text("state")
-    seal(partial)
+    seal(partial, ranks=())
     return publish(run, step)
 
 
@@ -140,7 +140,7 @@ def dies_while_publishing(run: RunFolder, wanted: int) -> bool:
             for name in ("rename", "replace", "symlink_to", "unlink", "mkdir"):
                 setattr(Path, name, dying(getattr(Path, name)))
             os.replace, os.fsync, os.rename, shutil.rmtree = map(dying, (os.replace, os.fsync, os.rename, shutil.rmtree))
-            seal(partial_folder(run, 8))
+            seal(partial_folder(run, 8), ranks=())
             rotate(run, 1, publish(run, 8))
             os._exit(0)
         finally:
@@ -191,7 +191,10 @@ def test_each_rank_lists_its_own_files_and_the_parts_are_joined(run: RunFolder) 
         (partial / name).write_text(f"content of {name}")
     write_part(partial, 0, describe(partial, [partial / name for name in names[:2]]))
     write_part(partial, 1, describe(partial, [partial / name for name in names[2:4]]))
-    seal(partial)
+    with pytest.raises(OSError, match="what rank 2, 3 wrote is not in"):
+        seal(partial, ranks=range(4))
+    assert not (partial / "manifest.json").exists()
+    seal(partial, ranks=range(2))
     listed = json.loads((partial / "manifest.json").read_text())["files"]
     assert set(listed) == set(names), "and what no rank has listed"
     assert not list(partial.glob(".*"))
@@ -209,7 +212,7 @@ def test_what_changed_since_its_rank_wrote_it_is_not_sealed(run: RunFolder, chan
     write_part(partial, 1, describe(partial, [state]))
     change(state)
     with pytest.raises(OSError, match=words):
-        seal(partial)
+        seal(partial, ranks=[1])
     assert not (partial / "manifest.json").exists()
     assert newest_valid(run) == (None, [])
 
@@ -285,3 +288,19 @@ def test_what_a_live_process_writes_is_left_alone_until_it_has_ended(run: RunFol
         writer.wait(30)
     assert clean_up(run) == ["step-000008: the process that wrote it ended before it was complete"]
     assert newest_valid(run) == (run.checkpoint(4), [])
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_a_run_copied_with_its_links_followed_gets_its_links_back(run: RunFolder, what: str) -> None:
+    older = save(run, 4)
+    for name in (run.last, run.best):
+        name.unlink(missing_ok=True)
+        shutil.copytree(older, name) if what == "folder" else name.write_text("a disk without links")
+    newer = save(run, 8)
+    checkpoints.link(run.best, older)
+    assert (run.last.resolve(), run.best.resolve()) == (newer.resolve(), older.resolve())
+    assert run.last.is_symlink() and run.best.is_symlink()
+    assert not list(run.checkpoints.glob(".*"))
+    shutil.copytree(older, run.checkpoints / ".last.old")  # its process ended between the two
+    clean_up(run)
+    assert not list(run.checkpoints.glob(".*"))

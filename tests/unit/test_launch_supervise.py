@@ -15,8 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
+from sft_play.launch.beats import Listener
+from sft_play.launch.memory_kills import MemoryKills
 from sft_play.launch.run_folder import exit_records
 from sft_play.launch.verdict import judge
+from sft_play.launch.watch import Watch, is_worker
 from sft_play.runs.folder import RunFolder
 from sft_play.training.exit_record import describe_full_disk, leave_record, ran_out_of_disk, reserve
 
@@ -152,7 +155,7 @@ import os, subprocess, sys, time
 folder, worker = sys.argv[1], {worker!r}
 def start(rank):
     environment = dict(os.environ, RANK=str(rank))
-    return subprocess.Popen([sys.executable, worker, folder, "sft_play.train"], start_new_session=True, env=environment)
+    return subprocess.Popen([sys.executable, worker, folder, "-m", "sft_play.train"], start_new_session=True, env=environment)
 workers = [start(rank) for rank in range(2)]
 sys.exit(max(abs(w.wait()) for w in workers))  # like torchrun, it says nothing before all have ended
 """
@@ -261,3 +264,76 @@ def test_a_frozen_worker_is_named(supervised: tuple[subprocess.Popen[bytes], Pat
     assert b"rank 1 (" in error and b"is frozen: stopped by a signal for 3 s" in error
     assert b"rank1.log" in error
     assert alive(pids) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's subreaper")
+def test_a_frozen_agent_is_named(supervised: tuple[subprocess.Popen[bytes], Path]) -> None:
+    process, folder = supervised
+    pids = everybody(folder)
+    agent = psutil.Process(process.pid).children()[0]
+    agent.suspend()
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 75, error
+    assert b"(`accelerate launch`) is frozen: stopped by a signal for 3 s" in error
+    assert alive([*pids, agent.pid]) == []
+
+
+def test_a_worker_is_told_from_its_parent_and_from_a_copy_of_it() -> None:
+    assert is_worker(["python", "-u", "-m", "sft_play.train", "--run", "x"])
+    assert is_worker(["python", "-m", "sft_play.probe", "--run", "x"])
+    agent = ["python", "-m", "accelerate.commands.launch", "--config_file", "a", "-m", "sft_play.train", "--run", "x"]
+    assert not is_worker(agent), "between fork and exec a worker looks like this"
+    assert not is_worker([]) and not is_worker(["cat", "sft_play.train"])
+
+
+def test_a_rank_that_cannot_be_told_yet_is_looked_at_again(tmp_path: Path) -> None:
+    """Of several ranks one without `RANK` in its environment is not known; a single one needs none."""
+    words = [sys.executable, "-c", "import time; time.sleep(60)", "-m", "sft_play.train"]
+    without = {name: value for name, value in os.environ.items() if name != "RANK"}
+    found: dict[int, list[int]] = {}
+    for ranks, variables in ((range(2), without), (range(2), {**without, "RANK": "1"}), (range(3, 4), without)):
+        worker, beats, kills = subprocess.Popen(words, env=variables), Listener("mark"), MemoryKills.begin()
+        try:
+            watch = Watch(agent=os.getpid(), run=run_with(tmp_path / str(len(found)), {}), ranks=ranks, kills=kills, beats=beats)
+            deadline = time.monotonic() + 10
+            while not is_worker(psutil.Process(worker.pid).cmdline()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            watch._find_workers()
+            found[len(found)] = [rank for process, rank in watch.workers.items() if process.pid == worker.pid]
+        finally:
+            worker.kill()
+            worker.wait()
+            beats.close()
+            kills.close()
+    assert list(found.values()) == [[], [1], [3]]
+
+
+STOPPED_CHILD = """
+import os, signal, sys, time
+from sft_play.launch.bound import woken_with_parent
+if sys.argv[1:] == ["child"]:
+    woken_with_parent()
+    print(os.getpid(), flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    print("woken", flush=True)
+else:
+    import subprocess
+    subprocess.Popen([sys.executable, "-c", os.environ["PROGRAM"], "child"])
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's word to children")
+def test_a_stopped_worker_wakes_when_its_parent_is_killed() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", STOPPED_CHILD], stdout=subprocess.PIPE, text=True, env={**os.environ, "PROGRAM": STOPPED_CHILD}
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    deadline = time.monotonic() + 20
+    while child.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    assert parent.stdout.readline() == "woken\n"

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.schema import ModelConfig
-from sft_play.errors import DataError
+from sft_play.config.schema import Config, DataConfig, ModelConfig
+from sft_play.errors import CheckpointError, DataError
 from sft_play.files import file_sha256
 from sft_play.model.digests import weights_sha256
 from sft_play.model.resolve import hub_reachable, resolve_model, says
+from sft_play.model.use import unchanged_base
+from sft_play.runs.prepared import Prepared
 from tests.conftest import ROOT, environment
 from tests.tiny_models import build_tiny_llama
 
@@ -69,6 +71,20 @@ def test_one_changed_weight_in_the_middle_changes_the_fingerprint(model: Path) -
     assert changed.fingerprint != first.fingerprint
 
 
+@pytest.mark.parametrize("changed", ["weights", "template"])
+def test_a_base_that_has_changed_is_not_scored_as_the_runs(changed: str, model: Path) -> None:
+    config = Config(model=ModelConfig(name=str(model)), data=DataConfig(train_path="x"))
+    prepared = Prepared(model=resolve_model(config.model), train=None, validation=None)
+    assert unchanged_base(config, prepared).fingerprint == prepared.model.fingerprint
+    if changed == "weights":
+        build_tiny_llama(model, seed=1)
+    else:
+        (model / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(CheckpointError, match="of the base have changed since the run") as caught:
+        unchanged_base(config, prepared)
+    assert caught.value.hint and "restore" in caught.value.hint
+
+
 def test_the_checksum_of_an_unchanged_weight_file_comes_from_the_cache(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +113,14 @@ def test_an_adapter_folder_names_what_to_set(model: Path) -> None:
     error = refused(model)
     assert "adapter, not a model" in error.message
     assert error.hint == "set `model.name` to the base model"
+
+
+def test_a_model_folder_with_an_adapter_in_it_is_refused(model: Path) -> None:
+    """transformers would load the adapter too, and not report the weights that are missing."""
+    (model / "adapter_config.json").write_text("{}")
+    error = refused(model)
+    assert "holds an adapter too" in error.message
+    assert error.hint and "merge the adapter into the model first" in error.hint
 
 
 @pytest.mark.parametrize(

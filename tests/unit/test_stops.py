@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,13 +16,19 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.load import LoadedConfig, load_config
+from sft_play.config.load import LoadedConfig, load_config, read_config, save_config
+from sft_play.errors import UserError
+from sft_play.launch.restarts import nothing_to_go_on_from
+from sft_play.launch.resume import CHANGEABLE, is_longer, refuse_fewer_steps, steps_asked
 from sft_play.launch.run_folder import stop_code
-from sft_play.launch.same_command import changes
+from sft_play.launch.same_command import as_long, changes
 from sft_play.launch.stopped import describe, facts, stop_of
 from sft_play.launch.stopping import Stop
+from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import write_manifest
 from tests.conftest import ROOT
+from tests.plans import simple_plan
 
 WORKER = """
 import sys, time
@@ -45,6 +52,14 @@ time.sleep(4)
 request.saved = 4
 request.finish({"code": 143, "error": ""})
 """
+PUBLISHING = """
+request.step = 4
+doing.enter('saving', step=4)
+print('ready', flush=True)
+time.sleep(4)
+request.finish({"code": 0, "error": ""})
+"""
+UNSAVED = "request.step = 4; doing.enter('training', step=5); print('ready', flush=True); time.sleep(60)"
 HELPERS = """
 import os
 request.nothing_to_save = False
@@ -123,6 +138,36 @@ def test_a_save_is_finished_however_long_it_takes(tmp_path: Path) -> None:
     assert "note" not in record(tmp_path) and record(tmp_path)["stop"]["saved"] == 4
 
 
+def test_a_model_is_published_though_no_checkpoint_is_ever_saved(tmp_path: Path) -> None:
+    process, _ = start(tmp_path, PUBLISHING)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert (process.returncode, record(tmp_path)["code"]) == (0, 0)
+
+
+def test_what_is_lost_without_checkpoints_is_said(tmp_path: Path) -> None:
+    process, _ = start(tmp_path, UNSAVED)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert record(tmp_path)["note"] == "`train.save_strategy` is `no`, so nothing of this run is kept; step 4 had ended"
+
+
+@pytest.mark.parametrize(("strategy", "step", "stops"), [("no", 3, True), ("no", 8, False), ("steps", 8, True)])
+def test_a_stop_after_the_last_step_writes_the_model_where_nothing_else_keeps_it(strategy: str, step: int, stops: bool) -> None:
+    from transformers import TrainerControl
+
+    from sft_play.training.agreement import StopOnRequest
+    from sft_play.training.memory_errors import Activity
+    from sft_play.training.requests import StopRequest
+
+    request = StopRequest(run=RunFolder(Path("nowhere")), rank=0, doing=Activity())
+    request.heard, callback, control = signal.SIGTERM, StopOnRequest(request, "cpu"), TrainerControl(should_evaluate=True)
+    callback.on_step_end(SimpleNamespace(save_strategy=strategy), SimpleNamespace(global_step=step, max_steps=8), control)
+    assert (callback.stopped, control.should_training_stop, control.should_evaluate) == (stops, True, False)
+    assert request.nothing_to_save == (strategy == "no" and step < 8) and control.should_save == (strategy != "no")
+
+
 def test_helpers_neither_die_of_the_signal_nor_pass_it_on(tmp_path: Path) -> None:
     process, ready = start(tmp_path, HELPERS)
     child = int(ready.split()[1])
@@ -174,13 +219,34 @@ def test_one_worker_that_was_asked_stops_the_run() -> None:
     assert stop_of([], [0], None) is None
 
 
+DAMAGE = "step-000008: `weights` has another checksum than the manifest says"
+
+
 def test_what_the_event_says(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    run.checkpoint(7).mkdir(parents=True)
+    for step in (7, 8):
+        run.checkpoint(step).mkdir(parents=True)
+        (run.checkpoint(step) / "weights").write_text("as they were")
+        write_manifest(run.checkpoint(step))
+    (run.checkpoint(8) / "weights").write_text("as they wear")
     found = facts(run, (signal.SIGUSR1,), [STOPPED, {**STOPPED, "note": "left late"}])
-    assert found == {"signal": "SIGUSR1", "step": 7, "phase": "training", "saved": "step-000007", "note": "left late"}
-    assert describe(found) == "stopped by SIGUSR1 after step 7; checkpoint step-000007 is whole; left late"
-    assert describe(facts(RunFolder(tmp_path / "none"), (signal.SIGINT,), [])) == "stopped by SIGINT; there is no checkpoint"
+    assert found == {
+        "signal": "SIGUSR1",
+        "step": 7,
+        "phase": "training",
+        "saved": "step-000007",
+        "note": f"left late; damaged: {DAMAGE}",
+    }
+    assert describe(found) == "stopped by SIGUSR1 after step 7; checkpoint step-000007 is whole; left late; damaged: " + DAMAGE
+    assert (
+        describe(facts(RunFolder(tmp_path / "none"), (signal.SIGINT,), [])) == "stopped by SIGINT; there is no whole checkpoint"
+    )
+
+
+def test_a_launch_never_begins_anew_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
+    lost = Outcome(code=75, rank=1, message="error: rank 1 was killed by SIGKILL; all other ranks were stopped", cause="killed")
+    end = nothing_to_go_on_from(RunFolder(tmp_path / "mine"), lost)
+    assert end.code == 5 and "`mine` has no valid checkpoint" in end.message and "rank 1 was killed by SIGKILL" in end.message
 
 
 def loaded(folder: Path, train: str) -> LoadedConfig:
@@ -197,6 +263,45 @@ def test_keys_that_changed_are_found_with_their_place(tmp_path: Path) -> None:
         ("train.max_steps", "9"), ("train.weight_decay", "0.1"), ("train.logging_first_step", "false")
     }  # fmt: skip
     assert all("one.yaml" in one.origin for one in found)
+
+
+@pytest.mark.parametrize(
+    ("train", "asked", "longer"),
+    [
+        ("max_steps: 6", 6, False),
+        ("max_steps: 10", 10, False),
+        ("max_steps: 11", 11, True),
+        ("max_steps: 6, epochs: 99", 6, False),
+        ("epochs: 2.5", 8, False),
+        ("epochs: 4", 12, True),
+    ],
+)
+def test_a_complete_run_goes_on_only_where_more_steps_are_asked_for(tmp_path: Path, train: str, asked: int, longer: bool) -> None:
+    config, plan = loaded(tmp_path, train).config, simple_plan(steps=10, steps_per_epoch=3)
+    assert (steps_asked(config, plan), is_longer(config, plan)) == (asked, longer)
+
+
+def test_fewer_steps_than_were_made_are_refused(tmp_path: Path) -> None:
+    config, plan = loaded(tmp_path, "max_steps: 3").config, simple_plan(steps=10, steps_per_epoch=3)
+    refuse_fewer_steps(config, plan, tmp_path / "step-000003")
+    with pytest.raises(UserError, match="3 steps in all are asked for, and `step-000008` has made 8"):
+        refuse_fewer_steps(config, plan, tmp_path / "step-000008")
+
+
+def test_the_first_command_leaves_a_run_that_was_made_longer_as_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    save_config(loaded(tmp_path, "max_steps: 10"), run.config)
+    simple_plan(steps=10, steps_per_epoch=3).save(run.plan)
+    kept = as_long(loaded(tmp_path, "max_steps: 6"), run)
+    assert kept.config.train.max_steps == 10 and changes(read_config(run.config), kept) == []
+    assert "keeps its 10 steps" in capsys.readouterr().err
+    assert as_long(loaded(tmp_path, "max_steps: 12"), run).config.train.max_steps == 12
+
+
+def test_the_documentation_lists_the_keys_that_a_resume_may_change() -> None:
+    section = (ROOT / "docs" / "launching.md").read_text().partition("## Resuming\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`((?:train|eval|launch)\.\w+)`", section)) == CHANGEABLE
 
 
 def test_whether_an_evaluation_is_due_is_transformers_own_rule() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from sft_play.errors import CheckpointError
 
@@ -97,6 +98,25 @@ def set_scheduler(scheduler: Any, optimizer: Any, kept: dict[str, Any] | None) -
                 mine = iter([one for one, has in zip(value, kept["filled"], strict=True) if has])
                 state[name] = [next(mine) if has else one for one, has in zip(now[name], filled, strict=True)]
     scheduler.load_state_dict(state)
+    _follow(scheduler)
+
+
+def _follow(scheduler: Any) -> None:
+    """Gives the groups the learning rate that this run's schedule has at this step: one that was made longer has another than was kept.
+
+    Of schedules that are functions of the step, where it is the same number to the bit in a run of the same length.
+    """
+    while not isinstance(scheduler, LRScheduler) and hasattr(scheduler, "scheduler"):
+        scheduler = scheduler.scheduler  # accelerate's wrapper
+    if not isinstance(scheduler, LambdaLR):
+        return
+    rates = [base * rule(scheduler.last_epoch) for base, rule in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=False):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    scheduler._last_lr = rates
 
 
 def _filled(optimizer: Any) -> list[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 from sft_play.errors import CheckpointError
-from sft_play.runs.states_facts import check_states, optimizer_file, read_facts
+from sft_play.runs.states_facts import check_states, optimizer_file, random_file, read_facts
 from sft_play.training.states.bundles import Bundle, layout_of
 from sft_play.training.states.facts import restored, set_engine, set_groups, set_scaler, set_scheduler
 from sft_play.training.states.random_states import restore_random_states
@@ -49,14 +50,37 @@ def restore(trainer: Any, checkpoint: Path) -> None:
     set_scaler(trainer, facts.scaler)
     set_engine(trainer, facts.engine)
     trainer.set_counters(facts.counters)
+    _say_fresh(trainer, checkpoint)
     restore_random(trainer, checkpoint)
 
 
 def restore_random(trainer: Any, checkpoint: Path) -> None:
     """Puts this rank's random states back."""
-    restore_random_states(
-        checkpoint, trainer.args.process_index, seed=trainer.config.train.seed, step=int(checkpoint.name.rpartition("-")[2])
-    )
+    folder, step = _random_folder(trainer, checkpoint)
+    restore_random_states(folder, trainer.args.process_index, seed=trainer.config.train.seed, step=step)
+
+
+def _random_folder(trainer: Any, checkpoint: Path) -> tuple[Path, int]:
+    """Returns where this rank's random states are, the checkpoint or what a machine with a folder of its own keeps; and their step."""
+    step = int(checkpoint.name.rpartition("-")[2])
+    own = trainer.run.random_states(step)
+    here = (checkpoint / random_file(trainer.args.process_index)).is_file() or not own.is_dir()
+    return (checkpoint if here else own), step
+
+
+def _say_fresh(trainer: Any, checkpoint: Path) -> None:
+    """Says which ranks have no random states to go on with. Collective."""
+    folder, _ = _random_folder(trainer, checkpoint)
+    missing = not (folder / random_file(trainer.args.process_index)).is_file()
+    flags = trainer._gather(torch.tensor([float(missing)], dtype=torch.float64, device=trainer._sums_on()))
+    fresh = [str(rank) for rank, flag in enumerate(flags.flatten().tolist()) if flag]
+    if fresh and trainer.is_world_process_zero():
+        who = f"rank{'s' if len(fresh) > 1 else ''} {', '.join(fresh)}"
+        print(
+            f"note: {checkpoint.name} has no random states of {who}: drawn anew from `train.seed` and the step",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _put_values(shelf: Shelf, bundle: Bundle, ties: Mapping[str, str]) -> None:

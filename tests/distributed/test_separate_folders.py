@@ -1,0 +1,74 @@
+"""Machines with run folders of their own: what each keeps, and what is refused since no checkpoint could be complete."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sft_play.launch.network import free_port
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import verify
+from tests.distributed.test_launch import Launcher
+
+pytestmark = pytest.mark.long
+SECONDS = 240
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, tiny: Path) -> Launcher:
+    return Launcher(tmp_path, tiny)
+
+
+def on_both(launcher: Launcher, *words: str) -> list[tuple[int, str]]:
+    """Returns code and words of the two nodes."""
+    shared = ("MASTER_ADDR=127.0.0.1", f"MASTER_PORT={free_port()}")
+    nodes = [
+        launcher.start(*words, f"NODE_RANK={rank}", *shared, RUNS_DIR=str(launcher.folder / f"runs{rank}")) for rank in range(2)
+    ]
+    ended = [node.communicate(timeout=SECONDS) for node in nodes]
+    return [(node.returncode, "".join(said)) for node, said in zip(nodes, ended, strict=True)]
+
+
+def start(launcher: Launcher, command: str, *words: str) -> list[tuple[int, str]]:
+    return on_both(launcher, command, f"CONFIG={launcher.config}", "NUM_NODES=2", "NUM_GPUS=1", "RUN_NAME=apart", *words)
+
+
+def test_parts_of_states_on_two_disks_are_refused_before_a_step(launcher: Launcher) -> None:
+    found = start(launcher, "train-fsdp")
+    assert [code for code, _ in found] == [5, 5], found
+    said = found[0][1]
+    assert "under fsdp2 every machine writes a part of each checkpoint, and rank 1 does not see the run folder of rank 0" in said
+    assert "RUNS_DIR" in said
+    for rank in range(2):
+        run = RunFolder(launcher.folder / f"runs{rank}" / "apart")
+        assert not run.checkpoints.exists() and not list(run.path.glob(".seen-*"))
+
+
+def test_each_machine_keeps_the_random_states_of_its_ranks(launcher: Launcher) -> None:
+    words = ("TRAIN_MAX_STEPS=4", "TRAIN_SAVE_STEPS=2", "TUNING_LORA_DROPOUT=0.3")
+    for code, said in start(launcher, "train-distributed", *words):
+        assert code == 0, said
+    first, second = (RunFolder(launcher.folder / f"runs{rank}" / "apart") for rank in range(2))
+    assert verify(first.checkpoint(2)) is None and not (first.checkpoint(2) / "rng-rank1.safetensors").exists()
+    assert [path.name for path in second.random_states(2).iterdir()] == ["rng-rank1.safetensors"]
+    assert not list(second.path.glob("checkpoints/.*")) and not list(first.path.glob(".seen-*"))
+    expected = (first.model / "adapter_model.safetensors").read_bytes()
+
+    def again() -> str:
+        shutil.rmtree(first.checkpoint(4), ignore_errors=True)
+        shutil.rmtree(first.model)
+        shutil.rmtree(second.checkpoints, ignore_errors=True)
+        shutil.copytree(first.checkpoints, second.checkpoints, symlinks=True)
+        for run in (first, second):
+            lines = [line for line in run.events.read_text().splitlines(keepends=True) if '"finished"' not in line]
+            run.events.write_text("".join(lines))
+        found = on_both(launcher, "resume", "RUN=apart")
+        assert [code for code, _ in found] == [0, 0], found
+        return found[0][1] + first.rank_log(0).read_text()
+
+    assert "no random states" not in again()
+    assert (first.model / "adapter_model.safetensors").read_bytes() == expected
+    shutil.rmtree(second.path / "random")
+    assert "note: step-000002 has no random states of rank 1: drawn anew" in again()

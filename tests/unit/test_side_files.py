@@ -1,0 +1,74 @@
+"""Files beside the training: torn ones are read as far as they go, and a full disk that takes none of them ends no run."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from sft_play.files import append_json_line, read_json_lines
+from sft_play.launch.run_folder import has_started, read_events
+from sft_play.launch.run_list import row_of
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.space import side_file
+from sft_play.training.metrics import rows_until, saving_totals
+
+TORN = '{"event": "failed", "reason": "Größe'.encode()[:-2]
+"""A line that a crash has cut inside a letter."""
+
+
+def test_a_line_cut_inside_a_letter_costs_nothing_but_itself(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert read_json_lines(path) == []
+    append_json_line(path, {"event": "started"})
+    with path.open("ab") as stream:
+        stream.write(TORN[: TORN.index("ö".encode()) + 1])
+    assert read_json_lines(path) == [{"event": "started"}]
+    append_json_line(path, {"event": "resumed"})
+    append_json_line(path, {"event": "finished"})
+    assert [row["event"] for row in read_json_lines(path)] == ["started", "resumed", "finished"]
+
+
+def test_what_is_no_object_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'7\n[1]\n"x"\nnull\n\n\x00\x00\xff\n{"step": 1}\n{"step":')
+    assert read_json_lines(tmp_path / "a.jsonl") == [{"step": 1}]
+
+
+def test_a_run_with_torn_files_is_listed_and_found_again(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.config.write_text("{}")
+    run.events.write_bytes(b'{"event": "started", "time": 1, "node": 0}\n7\n{"time": 3}\n' + TORN[: TORN.index("ö".encode()) + 1])
+    rows = b'{"kind": "train", "step": 1, "loss": 2.0}\n{"kind": "train", "step": 2, "loss": 1.5}\n'
+    run.metrics.write_bytes(rows + b'{"step": "x"}\n{"kind": "train", "step": 3, "what": "\xc3')
+    assert [event["event"] for event in read_events(run)] == ["started"]
+    assert has_started(run)
+    found = row_of(run)
+    assert (found.state, found.step, found.loss) == ("killed", 2, 1.5)
+    assert [row["step"] for row in rows_until(run.metrics, 9)] == [1, 2]
+    assert [row["step"] for row in rows_until(run.metrics, 1)] == [1]
+
+
+def test_a_full_disk_gives_one_warning_until_there_is_room_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full, room = Path("/dev/full"), tmp_path / "a.jsonl"
+    for path, warned in ((full, True), (full, False), (room, False), (full, True)):
+        with side_file(path, "the answers"):
+            append_json_line(path, {"step": 1})
+        said = capsys.readouterr().err
+        assert (
+            "warning: /dev/full: the answers could not be written: no space is left on the disk; training goes on" in said
+        ) is warned
+    assert read_json_lines(room) == [{"step": 1}]
+
+
+def test_other_errors_are_not_hidden() -> None:
+    with pytest.raises(OSError, match="else"), side_file(Path("/"), "the answers"):
+        raise OSError(errno.EPIPE, "else")
+
+
+def test_what_saving_took_is_counted_over_all_launches() -> None:
+    save = {"kind": "save", "step": 2, "pause_seconds": 1.0, "write_seconds": 2.0, "verify_seconds": 0.5, "bytes": 10}
+    lost = {"kind": "save", "step": 4, "pause_seconds": 0.25, "failed": "no space"}
+    assert saving_totals([save, {"kind": "train", "step": 2}, lost, save]) == {
+        "saved": 2, "failed": 1, "pause_seconds": 2.25, "write_seconds": 4.0, "verify_seconds": 1.0, "bytes": 20,
+    }  # fmt: skip
