@@ -108,12 +108,19 @@ COMMANDS: dict[str, Command] = {
     ),
     "merge": Command("sft_play.export:main", "adapters merged into a model that any tool loads", RUN | {"OUT", "CHECKPOINT"}),
     "serve": Command(
-        "sft_play.serve:main", "an OpenAI-compatible endpoint on 127.0.0.1, or HOST= with a token", RUN | {"HOST", "PORT", "CHECKPOINT"}
+        "sft_play.serve:main",
+        "an OpenAI-compatible endpoint on 127.0.0.1, or HOST= with a token",
+        RUN | {"HOST", "PORT", "CHECKPOINT"},
     ),
     "runs": Command(
-        "sft_play.launch.run_list:main", "the list of runs: state, steps, loss, best score, age", frozenset({"JSON"}), overrides=False
+        "sft_play.launch.run_list:main",
+        "the list of runs: state, steps, loss, best score, age",
+        frozenset({"JSON"}),
+        overrides=False,
     ),
-    "stop": Command("sft_play.launch.running:stop", "a clean stop of a RUN that is under way: saved, then left", RUN, overrides=False),
+    "stop": Command(
+        "sft_play.launch.running:stop", "a clean stop of a RUN that is under way: saved, then left", RUN, overrides=False
+    ),
     "logs": Command(
         "sft_play.launch.running:logs", "the log of a rank; FOLLOW=1 goes on with it", RUN | {"RANK", "FOLLOW"}, overrides=False
     ),
@@ -124,7 +131,10 @@ COMMANDS: dict[str, Command] = {
         overrides=False,
     ),
     "audit": Command(
-        "sft_play.launch.audit:main", "known holes in the dependencies, and whether all are pinned", frozenset({"JSON"}), overrides=False
+        "sft_play.launch.audit:main",
+        "known holes in the dependencies, and whether all are pinned",
+        frozenset({"JSON"}),
+        overrides=False,
     ),
     "bench": Command(
         "sft_play.bench:main",
@@ -137,7 +147,10 @@ COMMANDS: dict[str, Command] = {
         COMMON | {"KILLS", "STRATEGY", "SEED", "RUN_NAME", "OUT"},
     ),
     "tensorboard": Command(
-        "sft_play.launch.tensorboard:start", "curves of all runs", frozenset({"JSON", "RUN", "HOST", "TENSORBOARD_PORT"}), overrides=False
+        "sft_play.launch.tensorboard:start",
+        "curves of all runs",
+        frozenset({"JSON", "RUN", "HOST", "TENSORBOARD_PORT"}),
+        overrides=False,
     ),
     "tensorboard-stop": Command(
         "sft_play.launch.tensorboard:stop", "end the TensorBoard that this project started", frozenset({"JSON"}), overrides=False

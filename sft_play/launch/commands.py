@@ -128,7 +128,11 @@ def start_run(
     job.plan(None)  # refuses what cannot work before anything is downloaded
     name = choose_name(options.run_name, loaded.path)
     rank, again_too = job.node.rank, loaded.config.launch.auto_resume
-    with ended_by_signals(), reserved(name, node_rank=rank, never_started_too=again_too) as run, held(run, node_rank=job.node.rank):
+    with (
+        ended_by_signals(),
+        reserved(name, node_rank=rank, never_started_too=again_too) as run,
+        held(run, node_rank=job.node.rank),
+    ):
         save_config(loaded, run.config)
         prepare(run)
         if before_launch:

@@ -10,9 +10,7 @@ from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
 
 
-def stop_of(
-    failed: Sequence[tuple[int, Mapping[str, Any]]], silent: Sequence[int], lost: int | None
-) -> Mapping[str, Any] | None:
+def stop_of(failed: Sequence[tuple[int, Mapping[str, Any]]], silent: Sequence[int], lost: int | None) -> Mapping[str, Any] | None:
     """Returns the record of the worker that left first, when it left because it was asked to; `None` when another cause came first.
 
     `failed`: the records of workers that did not finish, the earliest first; `lost`: the rank that was seen to go first. A rank that

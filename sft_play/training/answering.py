@@ -117,7 +117,9 @@ def answer_batch(
     device = device or model.device
     with torch.no_grad():
         if refills(model, settings, synced=synced):
-            output = generate_refilling(model, prompts, generation, at_once=max(1, settings.batch_size), device=device, enough=enough)
+            output = generate_refilling(
+                model, prompts, generation, at_once=max(1, settings.batch_size), device=device, enough=enough
+            )
         else:
             output = _generate_together(model, prompts, generation, device=device, synced=synced, enough=enough)
     stops = set(generation.eos_token_id)
@@ -133,7 +135,13 @@ def refills(model: Any, settings: AnswerSettings, *, synced: bool) -> bool:
 
 
 def _generate_together(
-    model: Any, prompts: Sequence[Sequence[int]], generation: GenerationConfig, *, device: Any, synced: bool, enough: Enough | None
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    generation: GenerationConfig,
+    *,
+    device: Any,
+    synced: bool,
+    enough: Enough | None,
 ) -> list[list[int]]:
     longest = max(map(len, prompts))
     input_ids = torch.full((len(prompts), longest), generation.pad_token_id, dtype=torch.long)

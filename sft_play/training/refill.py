@@ -67,7 +67,13 @@ class _EnoughStopped(StoppingCriteria):
 
 
 def generate_refilling(
-    model: Any, prompts: Sequence[Sequence[int]], generation: GenerationConfig, *, at_once: int, device: Any, enough: Enough | None = None
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    generation: GenerationConfig,
+    *,
+    at_once: int,
+    device: Any,
+    enough: Enough | None = None,
 ) -> list[list[int]]:
     """Returns each prompt's new tokens, with the one that ended it where one did; at most `generation.max_new_tokens`.
 

@@ -117,7 +117,9 @@ class StopRequest:
             elif self.nothing_to_save:
                 self._leave(self._why_nothing())
             if time.monotonic() > deadline:
-                self._leave(f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint; the last one is whole")
+                self._leave(
+                    f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint; the last one is whole"
+                )
             time.sleep(LOOK_SECONDS)
         time.sleep(AFTER_SAVE_SECONDS)  # an interpreter that hangs in its last clearing up must not keep its launcher waiting
         os._exit(self._code)

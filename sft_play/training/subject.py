@@ -296,7 +296,9 @@ def _batch_size(config: Config, plan: Plan, split: PreparedSplit) -> int:
 
 def _content(folder: Path) -> str:
     """Returns one hash over the names and contents of the weights and what shapes them."""
-    weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin") and not is_state_file(path.name))
+    weights = sorted(
+        path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin") and not is_state_file(path.name)
+    )
     shaping = ("config.json", "adapter_config.json", "tokenizer.json")
     others = sorted(path for path in folder.iterdir() if path.suffix == ".jinja" or path.name in shaping)
     digests: Mapping[str, str] = dict(zip((path.name for path in weights), weights_sha256(weights), strict=True))

@@ -95,7 +95,9 @@ class Writing:
     def _write(self, trainer: SftTrainer) -> list[Path]:
         """Returns the files of this rank."""
         assert self.states is not None
-        self.folder.mkdir(parents=True, exist_ok=True)  # rank 0 made it; on a network disk, or another machine's own, it is not there
+        self.folder.mkdir(
+            parents=True, exist_ok=True
+        )  # rank 0 made it; on a network disk, or another machine's own, it is not there
         if self.weights is None or self.trainer_state is None:
             return self.states.write(self.folder)
         from sft_play.training.trainer import stamp_at

@@ -29,8 +29,12 @@ def make(*words: str, cache: Path, runs: Path) -> subprocess.CompletedProcess[st
 
 
 # make takes blanks before a value away, so those cannot be typed to it
-typed_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20).map(str.lstrip).filter(
-    lambda text: bool(text) and not text.startswith("~")  # a user's folder, refused where there is no such user
+typed_text = (
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+    .map(str.lstrip)
+    .filter(
+        lambda text: bool(text) and not text.startswith("~")  # a user's folder, refused where there is no such user
+    )
 )
 
 

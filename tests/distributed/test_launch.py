@@ -71,6 +71,14 @@ class Launcher:
             assert time.monotonic() < deadline
             time.sleep(0.1)
 
+    def wait_for_steps(self, run: Path, steps: int, process: subprocess.Popen[str]) -> None:
+        """Waits until the metrics hold this many lines: a rank that has not ended a step yet has nothing to save when it is asked to stop."""
+        deadline = time.monotonic() + SECONDS
+        while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("\n") < steps:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -151,7 +159,7 @@ def test_two_processes_are_stopped_and_resumed(launcher: Launcher) -> None:
         f"TENSORBOARD_PORT={free_port()}",
     )
     run = launcher.runs / "two"
-    launcher.wait_for(run / "metrics.jsonl", process)
+    launcher.wait_for_steps(run, 3, process)
     workers = workers_of(run)
     assert sorted(workers) == [0, 1]
     process.send_signal(signal.SIGTERM)
@@ -226,7 +234,9 @@ def test_two_nodes_by_hand(launcher: Launcher) -> None:
     ]  # fmt: skip
     said = [node.communicate(timeout=SECONDS)[1] for node in again]
     assert [node.returncode for node in again] == [5, 5], said
-    assert "rank 0 from step-000002, rank 1 from its start" in said[0] and "hint: let RUNS_DIR be a folder that all" in said[0], said
+    assert "rank 0 from step-000002, rank 1 from its start" in said[0] and "hint: let RUNS_DIR be a folder that all" in said[0], (
+        said
+    )
 
 
 @pytest.mark.parametrize(

@@ -279,8 +279,13 @@ def test_overrides_of_a_saved_run_replace_what_contradicts_them(write: Write, tm
         assert config.train.warmup_steps == 3 and config.train.extra["adam_beta1"] == 0.6
 
 
+def is_kept_as_it_is(text: str) -> bool:
+    """Whether a text is neither empty nor a path in somebody's home folder, which is written out in full or refused."""
+    return bool(text.strip()) and not text.startswith("~")
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
-@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(str.strip))
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(is_kept_as_it_is))
 def test_any_text_is_saved_read_back_and_shown(tmp_path: Path, text: str) -> None:
     from sft_play.config.show import as_yaml, flatten
 

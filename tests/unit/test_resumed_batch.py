@@ -17,7 +17,9 @@ def loaded(folder: Path, *typed: str, **train: object) -> tuple[LoadedConfig, Ca
     path = folder / "x.yaml"
     lines = "".join(f"  {key}: {value}\n" for key, value in train.items())
     path.write_text("model: {name: x}\ndata: {train_path: x.jsonl}\ntrain:\n  max_steps: 4\n" + lines)
-    overrides = tuple(Override(key=f"train.{key}", text=str(value), origin="make") for key, value in (one.split("=") for one in typed))
+    overrides = tuple(
+        Override(key=f"train.{key}", text=str(value), origin="make") for key, value in (one.split("=") for one in typed)
+    )
     return load_config(path, overrides), Call(command="resume", overrides=overrides)
 
 
