@@ -112,6 +112,50 @@ COMMANDS: dict[str, Command] = {
         "an OpenAI-compatible endpoint on 127.0.0.1, or HOST= with a token",
         RUN | {"HOST", "PORT", "CHECKPOINT"},
     ),
+    "cluster-check": Command(
+        "sft_play.launch.cluster.check:main",
+        "whether all machines of CLUSTER are ready for CONFIG: reachable, alike, connected, with what is not and its remedy",
+        COMMON | {"CLUSTER", "RUN"},
+    ),
+    "cluster-install": Command(
+        "sft_play.launch.cluster.install:main",
+        "make the environment on every machine of CLUSTER",
+        frozenset({"CLUSTER", "JSON"}),
+        overrides=False,
+    ),
+    "train-cluster": Command(
+        "sft_play.launch.cluster.train:main",
+        "one run over all machines of CLUSTER, started from here over SSH",
+        COMMON | {"CLUSTER", "RUN_NAME", "RUN", "MASTER_PORT", "DEEPSPEED_CONFIG"},
+    ),
+    "cluster-status": Command(
+        "sft_play.launch.cluster.status:main",
+        "what runs on each machine of CLUSTER, and how far it is",
+        frozenset({"CLUSTER", "RUN", "JSON"}),
+        overrides=False,
+    ),
+    "cluster-logs": Command(
+        "sft_play.launch.cluster.status:logs",
+        "a rank's log from its machine; FOLLOW=1 goes on",
+        frozenset({"CLUSTER", "RUN", "RANK", "FOLLOW", "JSON"}),
+        overrides=False,
+    ),
+    "cluster-stop": Command(
+        "sft_play.launch.cluster.status:stop",
+        "a clean stop of RUN on all machines of CLUSTER",
+        frozenset({"CLUSTER", "RUN", "JSON"}),
+        overrides=False,
+    ),
+    "slurm": Command(
+        "sft_play.launch.slurm.command:main",
+        "an sbatch script for CONFIG, from the plan; SUBMIT=1 submits it",
+        COMMON | {"HARDWARE", "NUM_GPUS", "NUM_NODES", "RUN_NAME", "OUT", "SUBMIT", "DEEPSPEED_CONFIG"},
+    ),
+    "kubernetes": Command(
+        "sft_play.launch.kubernetes.command:main",
+        "manifests for CONFIG, from the plan",
+        COMMON | {"HARDWARE", "NUM_GPUS", "NUM_NODES", "RUN_NAME", "OUT", "DEEPSPEED_CONFIG"},
+    ),
     "runs": Command(
         "sft_play.launch.run_list:main",
         "the list of runs: state, steps, loss, best score, age",

@@ -58,6 +58,18 @@ RANGES: Mapping[str, Range] = {
     "launch.hang_seconds": Range(above=0),
     "launch.max_restarts": FROM_ZERO,
     "launch.max_oom_retries": FROM_ZERO,
+    "launch.powersgd_rank": POSITIVE,
+    "launch.local_steps": POSITIVE,
+    "launch.outer_learning_rate": Range(above=0),
+    "launch.outer_momentum": SHARE,
+    "launch.join_seconds": POSITIVE,
+    "slurm.cpus_per_gpu": POSITIVE,
+    "slurm.warning_seconds": Range(minimum=30),
+    "slurm.max_requeues": FROM_ZERO,
+    "kubernetes.cpus": POSITIVE,
+    "kubernetes.port": Range(minimum=1024, maximum=65535),
+    "kubernetes.max_restarts": FROM_ZERO,
+    "kubernetes.finished_seconds": FROM_ZERO,
 }
 
 ROW_ORDER = "rows follow a permutation made from `train.seed`, so that any number of processes trains on the same batches"

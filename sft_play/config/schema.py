@@ -154,6 +154,9 @@ class DataConfig:
     """Text around every turn."""
     num_proc: int | Auto = "auto"
     """Processes that prepare the data; `auto` is the processor's cores, and one for small data."""
+    sync: Literal["rsync", "shared"] = "rsync"
+    """How the machines of a cluster get prepared data, base model and checkpoints: `rsync` copies what they need; `shared` expects run
+    folder and cache on a file system that all of them see."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,8 +285,115 @@ class LaunchConfig:
     """How often a launch goes on by itself from the last checkpoint after a rank was lost; 0 is never."""
     auto_resume: bool = False
     """Go on with the run of that `RUN_NAME` when it exists, so that the same command starts and continues it."""
+    balance: Literal["auto", "off"] = "auto"
+    """With unlike devices: give each rank the share of every step that its memory and its measured speed allow, or equal shares."""
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """Send gradients between ranks in 16 bits, or as factors of low rank (DDP only)."""
+    powersgd_rank: int = 4
+    """Rank of the factors of `compression: powersgd`."""
+    local_steps: int = 1
+    """Optimizer steps that each rank makes by itself between two averages of the trained weights (DDP only, as DiLoCo does); 1 is
+    ordinary training, where every step is shared."""
+    outer_learning_rate: float = 0.7
+    """With `launch.local_steps`: step size of the outer Nesterov optimizer; 1 with momentum 0 is plain averaging."""
+    outer_momentum: float = 0.9
+    """With `launch.local_steps`: momentum of the outer Nesterov optimizer."""
+    network: str | None = None
+    """Speed of the network between machines, such as `1Gbit`, for the plan; a cluster's inventory states it too."""
+    slow_network: Literal["refuse", "allow"] = "refuse"
+    """Whether a strategy that sends the weights themselves (ZeRO-3, FSDP2) may run over a network on which that takes most of the time."""
+    join_seconds: int = 600
+    """How long a node waits for the other nodes of a run before it gives up."""
+    elastic: str | None = None
+    """`MIN:MAX` machines (`2:4`): a cluster run goes on from the last checkpoint with those that are left, and takes one that returns."""
     max_oom_retries: int = 3
     """How often a run that ran out of memory goes on by itself, with half the micro-batch and twice the accumulation; 0 is never."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmConfig:
+    """What `make slurm` asks the scheduler for. Nodes and GPUs come from the plan."""
+
+    partition: str | None = None
+    """Partition; the cluster's default when not given."""
+    account: str | None = None
+    """Account that is charged."""
+    qos: str | None = None
+    """Quality of service."""
+    time: str = "24:00:00"
+    """Longest time of the job, as sbatch takes it (`days-hours:minutes:seconds`)."""
+    gpu_type: str | None = None
+    """Type of GPU as the cluster names it (`--gpus-per-node=TYPE:COUNT`)."""
+    cpus_per_gpu: int = 8
+    """CPU cores for each GPU; without GPUs, for each process."""
+    memory: str | None = None
+    """Memory of a node (`200G`); the partition's default when not given."""
+    constraint: str | None = None
+    """Feature that the nodes must have."""
+    warning_seconds: int = 120
+    """How long before the end of its time the run is asked to save and leave."""
+    max_requeues: int = 20
+    """How often a job that was preempted, ran out of time or lost a peer is queued again to go on; 0 is never."""
+    array: str | None = None
+    """Task indices of a job array (`0-3`, `1-10%1`): each task is a run of its own, named `RUN_NAME-INDEX`."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines before the launch, such as `module load cuda`. These, and nothing else, are given to a shell."""
+    options: list[str] = field(default_factory=list)
+    """Further sbatch options (`--exclusive`, `--mail-type=END`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KubernetesConfig:
+    """What `make kubernetes` renders. Pods and GPUs come from the plan."""
+
+    kind: Literal["pytorchjob", "trainjob", "job", "skypilot"] = "pytorchjob"
+    """`pytorchjob` (Training Operator v1), `trainjob` (Trainer v2), `job` (no operator: an indexed Job), `skypilot` (a task for clouds)."""
+    image: str = "sft-play:latest"
+    """Container image, made by the `Dockerfile` of this project."""
+    namespace: str | None = None
+    """Namespace; that of the current context when not given."""
+    models_claim: str = "models"
+    """PersistentVolumeClaim that holds models and prepared data; read and written by all pods."""
+    runs_claim: str = "runs"
+    """PersistentVolumeClaim that holds run folders."""
+    tracking_claim: str | None = None
+    """PersistentVolumeClaim of a tracker's files (Aim), mounted at `/tracking`."""
+    create_claims: bool = False
+    """Render the claims too; needs `kubernetes.storage_class`."""
+    storage_class: str | None = None
+    """Storage class of the claims that are rendered; `ReadWriteMany` where there are several pods."""
+    storage_size: str = "200Gi"
+    """Size of each claim that is rendered."""
+    token_secret: str | None = None
+    """Name of a Secret whose key `HF_TOKEN` holds the hub's token."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Name under which the cluster counts GPUs."""
+    cpus: int = 8
+    """CPU cores of a pod."""
+    memory: str = "64Gi"
+    """Memory of a pod, `/dev/shm` included."""
+    shm: str = "16Gi"
+    """Size of `/dev/shm`."""
+    port: int = 29500
+    """Port on which the ranks meet."""
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    """Labels that the nodes must have."""
+    replica_selectors: list[Mapping[str, str]] = field(default_factory=list)
+    """Labels for the node of each pod, in order of ranks, where pods need different GPUs; kinds that cannot are refused."""
+    infiniband: bool = False
+    """Use InfiniBand: asks for the rdma resource and unlimited locked memory."""
+    rdma_resource: str = "rdma/ib"
+    """Name under which the cluster counts InfiniBand devices."""
+    hca: str | None = None
+    """Adapters for NCCL (`NCCL_IB_HCA`), such as `mlx5`."""
+    max_restarts: int = 10
+    """How often a pod that lost a peer or was preempted is started again."""
+    finished_seconds: int = 604800
+    """Seconds after its end until a finished job is removed."""
+    queue: str | None = None
+    """Kueue queue (label `kueue.x-k8s.io/queue-name`)."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Further environment variables of the pods."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,3 +406,5 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
