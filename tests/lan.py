@@ -1,0 +1,285 @@
+"""Several machines on one: each host is a network namespace with its own address, host name, mounts and sshd, on a switch of given speed.
+
+    with lan(tmp_path, nodes=3, rate_mbit=1000) as net:
+        net.run(0, [net.python, "-m", "sft_play", "cluster-check", f"CLUSTER={net.inventory(tmp_path / 'c.yaml')}"])
+
+Hosts are counted from 0 (`node1` is host 0, at 192.168.77.11). All see the same files, except the folders named in `private`. The test
+itself stands outside: nothing of it reaches a host but by `run`, `popen` and `command`. The namespaces have no name: they end with
+their processes, all of which are ended when the test ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.yaml_source import dump_yaml
+from tests.conftest import ROOT, environment
+
+TOOLS = ("ip", "tc", "nsenter", "unshare", "mount", "ssh", "ssh-keygen", "sshd")
+SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+KEEPER = """
+set -e
+hostname "$1"
+if [ -n "$2" ]; then mount --bind "$2" /etc/hosts; fi
+
+shift 3
+while [ $# -gt 0 ]; do mkdir -p "$1" "$2"; mount --bind "$1" "$2"; shift 2; done
+echo ready
+set +e
+while kill -0 PARENT 2>/dev/null; do sleep 1; done
+me=$(readlink /proc/self/ns/net)
+for one in /proc/[0-9]*; do
+  [ "$(readlink $one/ns/net 2>/dev/null)" = "$me" ] && [ "${one#/proc/}" != $$ ] && kill -9 "${one#/proc/}" 2>/dev/null
+done
+"""
+"""Holds the namespaces of a host; when the test process has died without cleaning up, it ends what is left in them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LanHost:
+    """One machine."""
+
+    name: str
+    address: str
+    keeper: int
+    """Process that holds the namespaces; `/proc/KEEPER/net/dev` counts this host's bytes."""
+    private: Mapping[Path, Path]
+    """A folder that only this host sees -> where the test finds it."""
+
+    @property
+    def namespace(self) -> str:
+        """The network namespace, as `nsenter --net=` takes it."""
+        return f"/proc/{self.keeper}/ns/net"
+
+
+@dataclass(kw_only=True, slots=True)
+class Lan:
+    """The hosts, and what can be done to them."""
+
+    folder: Path
+    hosts: tuple[LanHost, ...] = ()
+    switch: int = 0
+    """Process that holds the switch's namespace."""
+    ssh_config: Path
+    variables: Mapping[str, str]
+    """Environment of everything that `run` and `popen` start, and of SSH sessions."""
+    keepers: list[subprocess.Popen[str]] = field(default_factory=list)
+    python: str = sys.executable
+
+    def command(self, k: int, argv: Sequence[str | Path], *, cwd: Path = ROOT) -> list[str]:
+        """Returns what starts `argv` on host `k`, in `cwd` as that host sees it."""
+        inside = ["nsenter", "-t", str(self.hosts[k].keeper), "-n", "-u", "-m", "--", "env", "-C", str(cwd)]
+        return [*inside, *map(str, argv)]
+
+    def run(
+        self, k: int, argv: Sequence[str | Path], *, timeout: float = 60, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs `argv` on host `k` to its end."""
+        return subprocess.run(
+            self.command(k, argv, cwd=cwd), env={**self.variables, **(env or {})}, capture_output=True, text=True,
+            timeout=timeout, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def popen(
+        self, k: int, argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path = ROOT, **options: Any
+    ) -> subprocess.Popen[str]:
+        """Starts `argv` on host `k` in a session of its own; it is killed when the LAN goes, if not before."""
+        options = {"stdin": subprocess.DEVNULL, "text": True, "start_new_session": True, **options}
+        return subprocess.Popen(self.command(k, argv, cwd=cwd), env={**self.variables, **(env or {})}, **options)
+
+    def link(self, k: int, up: bool) -> None:
+        """Plugs host `k`'s cable in at the switch, or pulls it."""
+        _inside(self.switch, "ip", "link", "set", f"p{k + 1}", "up" if up else "down")
+
+    def rate(self, k: int, mbit: float) -> None:
+        """Sets the speed of host `k`'s cable in both directions, Mbit/s."""
+        for keeper, device in ((self.hosts[k].keeper, "eth0"), (self.switch, f"p{k + 1}")):
+            _inside(keeper, "tc", *f"qdisc replace dev {device} root tbf rate {mbit:g}mbit burst 256kb latency 30ms".split())
+
+    def sent_bytes(self, k: int) -> int:
+        """Returns how many bytes host `k`'s interface has sent so far, headers included."""
+        for line in Path(f"/proc/{self.hosts[k].keeper}/net/dev").read_text().splitlines():
+            name, _, counters = line.partition(":")
+            if name.strip() == "eth0":
+                return int(counters.split()[8])
+        raise AssertionError("eth0 is gone")
+
+    def pids(self, k: int) -> list[int]:
+        """Returns the processes of host `k`, its keeper and sshd included; process numbers are the machine's own."""
+        return _processes(self.hosts[k].namespace)
+
+    def inventory(self, path: Path, hosts: Mapping[str, Mapping[str, Any]] | None = None, **top: Any) -> Path:
+        """Writes an inventory of all hosts; `hosts` adds keys by host name (`{"node2": {"gpus": 1}}`), `top` at the top."""
+        each = {h.name: {"address": h.address, **(hosts or {}).get(h.name, {})} for h in self.hosts}
+        more = {name: dict(keys) for name, keys in (hosts or {}).items() if name not in each}
+        common = {"user": "root", "python": self.python, "folder": str(ROOT), "interface": "eth0", **top.pop("defaults", {})}
+        path.write_text(dump_yaml({"ssh_config": str(self.ssh_config), **top, "defaults": common, "hosts": each | more}))
+        return path
+
+
+@contextlib.contextmanager
+def lan(
+    folder: Path,
+    nodes: int = 3,
+    rate_mbit: float | None = 1000,
+    *,
+    private: Sequence[Path] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[Lan]:
+    """Yields `nodes` hosts on one switch, each behind a cable of `rate_mbit` (`None`: as fast as the machine).
+
+    `private` are folders that every host sees as its own (`net.hosts[k].private[path]` is where the test finds host k's);
+    `variables` come on top of `tests.conftest.environment` (cache and runs under `folder`), in SSH sessions too. Skips without root.
+    """
+    _require()
+    folder = folder.resolve()
+    (folder / "ssh").mkdir(parents=True, exist_ok=True)
+    env = environment(folder / "cache", folder / "runs", {"OMP_NUM_THREADS": "1", **(variables or {})})
+    net = Lan(folder=folder, ssh_config=folder / "ssh" / "config", variables={**env, "PATH": SEARCHED})
+    try:
+        _build(net, nodes, rate_mbit, private, variables or {})
+        yield net
+    finally:
+        _end(net)
+
+
+def _require() -> None:
+    missing = [tool for tool in TOOLS if not shutil.which(tool, path=SEARCHED)]
+    if missing:
+        pytest.skip(f"no {', '.join(missing)} here: a LAN of namespaces cannot be made")
+    if os.geteuid() != 0:
+        pytest.skip("not root: a LAN of namespaces cannot be made")
+    tried = subprocess.run(["unshare", "-n", "-u", "-m", "true"], capture_output=True, text=True, check=False, timeout=20)
+    if tried.returncode:
+        pytest.skip(f"no namespaces here: {tried.stderr.strip()}")
+
+
+def _build(net: Lan, nodes: int, rate_mbit: float | None, private: Sequence[Path], variables: Mapping[str, str]) -> None:
+    names = [(f"node{k}", f"192.168.77.{10 + k}") for k in range(1, nodes + 1)]
+    hosts_file = net.folder / "hosts"
+    hosts_file.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in names))
+    net.switch = _keep(net, "switch", None, {})
+    _inside(net.switch, "ip", "link", "add", "br0", "type", "bridge")
+    _inside(net.switch, "ip", "link", "set", "br0", "up")
+    found = []
+    for k, (name, address) in enumerate(names, start=1):
+        own = {path: net.folder / name / f"private{i}" for i, path in enumerate(private)}
+        keeper = _keep(net, name, hosts_file, own)
+        _inside(keeper, "ip", "link", "set", "lo", "up")
+        joined = f"ip link add name eth0 netns {keeper} type veth peer name p{k} netns {net.switch}"
+        _inside(net.switch, *joined.split())
+        _inside(keeper, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
+        _inside(keeper, "ip", "link", "set", "eth0", "up")
+        _inside(net.switch, "ip", "link", "set", f"p{k}", "master", "br0", "up")
+        found.append(LanHost(name=name, address=address, keeper=keeper, private=own))
+    net.hosts = tuple(found)
+    if rate_mbit is not None:
+        for k in range(nodes):
+            net.rate(k, rate_mbit)
+    _serve_ssh(net, variables)
+
+
+def _keep(net: Lan, name: str, hosts_file: Path | None, private: Mapping[Path, Path]) -> int:
+    """Starts the process that holds a host's namespaces, and returns its number."""
+    mounts = [str(part) for seen, outside in private.items() for part in (outside, seen)]
+    script = KEEPER.replace("PARENT", str(os.getpid()))
+    keeper = subprocess.Popen(
+        ["unshare", "-n", "-u", "-m", "sh", "-c", script, "sh", name, str(hosts_file or ""), "mounts", *mounts],
+        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, start_new_session=True,
+    )  # fmt: skip
+    net.keepers.append(keeper)
+    assert keeper.stdout is not None
+    assert keeper.stdout.readline() == "ready\n", f"{name} could not be made"
+    return keeper.pid
+
+
+def _serve_ssh(net: Lan, variables: Mapping[str, str]) -> None:
+    """Writes keys and configurations, starts one sshd a host and waits until each listens."""
+    ssh = net.folder / "ssh"
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd's own, for the process without rights
+    _key(ssh / "id")
+    shutil.copyfile(ssh / "id.pub", ssh / "authorized_keys")
+    known, client = "", ""
+    kept = ("SFT_PLAY_CACHE", "RUNS_DIR", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", *variables)
+    for host in net.hosts:
+        key = _key(ssh / f"{host.name}_key")
+        known += f"{host.name},{host.address} {' '.join(key.with_suffix('.pub').read_text().split()[:2])}\n"
+        client += f"Host {host.name} {host.address}\n HostName {host.address}\n"
+        config = ssh / f"{host.name}.conf"
+        config.write_text(
+            f"ListenAddress {host.address}\nPort 22\nHostKey {key}\nPidFile none\nAuthorizedKeysFile {ssh}/authorized_keys\n"
+            "StrictModes no\nUsePAM no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\nMaxStartups 50\n"
+            "Subsystem sftp internal-sftp\nSetEnv " + " ".join(shlex.quote(f"{name}={net.variables[name]}") for name in kept) + "\n"
+        )
+        sshd = str(shutil.which("sshd", path=SEARCHED))
+        started = net.command(net.hosts.index(host), [sshd, "-D", "-f", config, "-E", ssh / f"{host.name}.log"])
+        net.keepers.append(subprocess.Popen(started, stdin=subprocess.DEVNULL, text=True, start_new_session=True))
+    (ssh / "known_hosts").write_text(known)
+    net.ssh_config.write_text(
+        f"{client}Host *\n User root\n IdentityFile {ssh}/id\n IdentitiesOnly yes\n UserKnownHostsFile {ssh}/known_hosts\n"
+        " GlobalKnownHostsFile /dev/null\n StrictHostKeyChecking yes\n BatchMode yes\n LogLevel ERROR\n"
+    )
+    deadline = time.monotonic() + 20
+    while not all(_listens(host) for host in net.hosts):
+        assert time.monotonic() < deadline, "sshd does not listen"
+        time.sleep(0.05)
+
+
+def _listens(host: LanHost) -> bool:
+    rows = Path(f"/proc/{host.keeper}/net/tcp").read_text().splitlines()[1:]
+    return any(row.split()[1].endswith(":0016") and row.split()[3] == "0A" for row in rows)
+
+
+def _key(path: Path) -> Path:
+    if not path.exists():
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True, timeout=20)
+    return path
+
+
+def _inside(keeper: int, *argv: str) -> None:
+    done = subprocess.run(
+        ["nsenter", "-t", str(keeper), "-n", *argv], capture_output=True, text=True, timeout=20, check=False,
+        env={**os.environ, "PATH": SEARCHED},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr}"
+
+
+def _processes(namespace: str) -> list[int]:
+    """Returns the processes of a network namespace."""
+    wanted, found = Path(namespace).readlink(), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended
+                if (entry / "ns" / "net").readlink() == wanted:
+                    found.append(int(entry.name))
+    return found
+
+
+def _end(net: Lan) -> None:
+    """Ends every process of every host, the keepers last: the namespaces, their links and mounts go with them."""
+    own = {keeper.pid for keeper in net.keepers}
+    for holder in [*(host.keeper for host in net.hosts), *([net.switch] if net.switch else [])]:
+        with contextlib.suppress(OSError):
+            assert Path(f"/proc/{holder}/ns/net").readlink() != Path("/proc/self/ns/net").readlink()  # never the machine itself
+            for pid in _processes(f"/proc/{holder}/ns/net"):
+                if pid not in own:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+    for keeper in reversed(net.keepers):
+        keeper.kill()
+        keeper.wait(timeout=20)
+        if keeper.stdout is not None:
+            keeper.stdout.close()
