@@ -30,6 +30,10 @@ class RankPlan:
     """Parts: frozen, quant_state, adapters, gradients, optimizer, buffers, activations, recompute, logits, context, ..."""
     peak_bytes: int
     capacity_bytes: int
+    most_rows: int = 0
+    """The largest micro-batch that fits this rank; 0 in plans of earlier versions."""
+    cost: tuple[float, float] | tuple[()] = ()
+    """(seconds of a micro-step however few its rows, seconds of each row or pack), measured or by prior; `()` when unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +85,8 @@ class Plan:
     """Whether DeepSpeed keeps optimizer states and gradients in the machine's memory."""
     offload_parameters: bool = False
     """Whether ZeRO-3 keeps the weights there too."""
+    node_ranks: tuple[int, ...] = ()
+    """Ranks of each node; empty where all have the same number."""
     loss_chunk: int = 0
     """Label positions for which head and loss are computed at a time; 0 for all at once."""
     most_rows: int = 0
@@ -123,9 +129,14 @@ class Plan:
         return Plan(
             **{
                 **value,
-                "ranks": tuple(RankPlan(**r) for r in value["ranks"]),
+                "ranks": tuple(_rank(rank) for rank in value["ranks"]),
+                "node_ranks": tuple(value.get("node_ranks", ())),
                 "reasons": tuple(value["reasons"]),
                 "remedies": tuple(value["remedies"]),
                 "recoveries": tuple(value.get("recoveries", ())),
             }
         )
+
+
+def _rank(value: dict[str, Any]) -> RankPlan:
+    return RankPlan(**{**value, "cost": tuple(value.get("cost", ()))})

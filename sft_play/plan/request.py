@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sft_play.plan.hardware import Device
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRequest:
@@ -16,6 +18,8 @@ class LaunchRequest:
     """Processes on this machine."""
     num_nodes: int = 1
     node_rank: int = 0
+    node_devices: tuple[tuple[Device, ...], ...] = ()
+    """The devices of every node's ranks, in the order of the nodes; empty when nodes have not met: then each has those of this one."""
     zero_stage: int | None = None
     """Stage of a user's own DeepSpeed JSON."""
     offload_optimizer: bool = False
