@@ -1,0 +1,1 @@
+"""Several machines over SSH from one terminal: checked, installed, started, watched, stopped."""

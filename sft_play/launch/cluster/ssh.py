@@ -1,0 +1,178 @@
+"""Commands on the machines of a cluster. A host whose address is one of this machine's own needs no SSH.
+
+Words reach the other side letter for letter (they are quoted for the shell that sshd starts), host keys are checked, and nothing ever
+asks for a password: a terminal that waits on one of eight machines looks like a run that hangs.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import shlex
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from sft_play.config.cluster import Host, Inventory
+from sft_play.errors import HardwareError
+
+Result = TypeVar("Result")
+CONNECT_SECONDS = 5
+OPTIONS = (
+    "BatchMode=yes", "StrictHostKeyChecking=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=3", "ServerAliveCountMax=3",
+    "LogLevel=ERROR", "ControlMaster=no", "ClearAllForwardings=yes",
+)  # fmt: skip
+"""Connections of the user's own configuration that are shared or forward ports would outlive ours, or be refused the second time."""
+NO_FOLDER = 96
+"""Exit code of `in_folder` where the folder is not there."""
+NO_PROGRAM = 127
+"""A shell's exit code for a program that is not there."""
+SSH_FAILED = 255
+TIMED_OUT = 124
+IN_FOLDER = (
+    'h() { case "$1" in "~/"*) printf "%s" "$HOME/${1#"~/"}";; *) printf "%s" "$1";; esac; }; '
+    f'f=$(h "$1"); cd "$f" 2>/dev/null || {{ echo "there is no folder $f" >&2; exit {NO_FOLDER}; }}; p=$(h "$2"); shift 2; '
+)
+"""`~/` is the user's home over there; no path is ever part of a script's text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a command on a host ended."""
+
+    code: int
+    """Its exit code; 255 where SSH itself failed, 124 after the time limit, -N for signal N of a local one."""
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trouble:
+    """Why SSH did not reach a host."""
+
+    id: str
+    text: str
+    remedy: str
+
+
+def arguments(host: Host, inventory: Inventory, argv: Sequence[str], *, tty: bool = False) -> list[str]:
+    """Returns the local command line that runs `argv` on `host`, in its home folder by SSH, or as it is on this machine.
+
+    With `tty` the remote side gets a terminal: what it runs ends with the connection.
+    """
+    if is_here(host):
+        return list(argv)
+    words = ["ssh", "-tt" if tty else "-T"]
+    if inventory.ssh_config is not None:
+        words += ["-F", str(inventory.ssh_config)]
+    for option in OPTIONS:
+        words += ["-o", option]
+    words += ["-p", str(host.port)] if host.port is not None else []
+    words += ["-l", host.user] if host.user is not None else []
+    return [*words, "--", host.ssh or host.address, shlex.join(argv)]
+
+
+def in_folder(host: Host, argv: Sequence[str], variables: Mapping[str, str] | None = None) -> list[str]:
+    """Returns the words that run `argv` in the host's project folder, with `variables` on top of its environment.
+
+    For `arguments` and `run_on`. `argv[0]` may be `~/...`, and counts from the folder when it is a relative path. Exits with 96 where
+    the folder is not there, with 127 where the program is not.
+    """
+    given = "env " + " ".join(shlex.quote(f"{name}={value}") for name, value in variables.items()) + " " if variables else ""
+    return ["sh", "-c", f'{IN_FOLDER}exec {given}"$p" "$@"', "sh", host.folder, *argv]
+
+
+def run_on(host: Host, inventory: Inventory, argv: Sequence[str], *, input: str | None = None, timeout: float) -> Done:
+    """Runs `argv` on `host` to its end, at most `timeout` seconds; `input` is its standard input."""
+    try:
+        done = subprocess.run(
+            arguments(host, inventory, argv), input=input, stdin=subprocess.DEVNULL if input is None else None,
+            capture_output=True, text=True, errors="replace", timeout=timeout, check=False, cwd=Path.home() if is_here(host) else None,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        return Done(TIMED_OUT, _text(error.stdout), f"{_text(error.stderr)}no answer within {timeout:g} s")
+    except FileNotFoundError:
+        if not is_here(host):
+            raise no_client() from None
+        return Done(NO_PROGRAM, "", f"there is no program `{argv[0]}`")
+    except PermissionError as error:
+        return Done(126, "", str(error))
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def no_client() -> HardwareError:
+    """Returns the error for a machine without the `ssh` program."""
+    return HardwareError("there is no `ssh` on this machine", hint="apt install openssh-client")
+
+
+def on_all(inventory: Inventory, call: Callable[[Host], Result]) -> dict[str, Result]:
+    """Returns host name -> what `call` returned for it; all hosts at once. An exception of `call` is raised when all have ended."""
+    with ThreadPoolExecutor(max_workers=max(1, len(inventory.hosts))) as pool:
+        started = {host.name: pool.submit(call, host) for host in inventory.hosts}
+        return {name: future.result() for name, future in started.items()}
+
+
+def is_here(host: Host) -> bool:
+    """Whether `host` is this machine: its address is one of the addresses that interfaces here have."""
+    return _is_own(host.address)
+
+
+@functools.cache
+def _is_own(address: str) -> bool:
+    own = _own_addresses()
+    try:
+        found = {ipaddress.ip_address(address.partition("%")[0])}
+    except ValueError:
+        try:
+            entries = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            return False
+        found = {ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in entries}
+    return any(one.is_loopback or one in own for one in found)
+
+
+@functools.cache
+def _own_addresses() -> frozenset[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    import psutil
+
+    inet = (socket.AF_INET, socket.AF_INET6)
+    entries = [entry for given in psutil.net_if_addrs().values() for entry in given if entry.family in inet]
+    return frozenset(ipaddress.ip_address(entry.address.partition("%")[0]) for entry in entries)
+
+
+def trouble(host: Host, inventory: Inventory, message: str) -> Trouble:
+    """Returns what an SSH that ended with 255 (or was silent) says about `host`, and what to do; `message` is its stderr."""
+    target = host.ssh or host.address
+    user = f"{host.user}@" if host.user else ""
+    with_config = f" -F {inventory.ssh_config}" if inventory.ssh_config else ""
+    port = f" -p {host.port}" if host.port else ""
+    last = next((line.strip() for line in reversed(message.splitlines()) if line.strip()), "no answer")
+    low = message.lower()
+    if "remote host identification has changed" in low or "host key for" in low and "has changed" in low:
+        text = f"the host key of `{target}` is not the one that is known: another machine answers there, or it was installed anew"
+        return Trouble(id="host-key-changed", text=text, remedy=f"when you know why: `ssh-keygen -R {target}`, then as for a new host")
+    if "host key verification failed" in low or "host key is known" in low:
+        remedy = f"log in once and compare the fingerprint: `ssh{with_config}{port} {user}{target}`"
+        return Trouble(id="unknown-host-key", text=f"the host key of `{target}` is not known here", remedy=remedy)
+    if "permission denied" in low or "too many authentication failures" in low:
+        remedy = f"`ssh-copy-id{with_config}{port} {user}{target}` (after `ssh-keygen` where there is no key; `ssh-add` where it has a passphrase)"
+        return Trouble(id="refused-key", text=f"`{target}` refuses this machine's key: {last}", remedy=remedy)
+    if "could not resolve" in low or "name or service not known" in low:
+        return Trouble(
+            id="unknown-name", text=f"`{target}` is not a name that can be resolved here", remedy="give its IP address, or add it to /etc/hosts"
+        )
+    if "connection refused" in low:
+        remedy = "on it: `sudo apt install openssh-server`, `sudo systemctl enable --now ssh`; then check `port` in the inventory"
+        return Trouble(id="no-sshd", text=f"`{target}` is there, but no sshd listens: {last}", remedy=remedy)
+    if "no route" in low or "timed out" in low or "no answer" in low or "unreachable" in low:
+        remedy = f"is it on, plugged in, and not asleep? `ping {host.address}`; does its firewall let port {host.port or 22} in?"
+        return Trouble(id="unreachable", text=f"`{target}` cannot be reached: {last}", remedy=remedy)
+    return Trouble(id="ssh", text=f"ssh to `{target}` failed: {last}", remedy=f"try `ssh{with_config}{port} {user}{target} true` by hand")
+
+
+def _text(stream: str | bytes | None) -> str:
+    return stream.decode(errors="replace") if isinstance(stream, bytes) else stream or ""
