@@ -1,0 +1,270 @@
+"""The container's entry point: `python -m sft_play.launch.entry train-distributed CONFIG=... RUN_NAME=...`.
+
+Schedulers tell a container its place in their own variables (`PET_*`, `JOB_COMPLETION_INDEX`, `SKYPILOT_*`, `SLURM_*`); here they become
+`NUM_NODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` of the command that people type by hand, with `LAUNCH_AUTO_RESUME=true`, so that
+the same container starts a run and goes on with it. Signals are passed on, and exit code 75 becomes 175: a PyTorchJob with restart
+policy `ExitCode` tries again only from 128 on (contract section 7).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from sft_play.errors import HardwareError, RetryableError, UserError
+
+TRAINING = frozenset({
+    "quickstart", "train", "train-tb", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb", "train-fsdp",
+})  # fmt: skip
+"""Commands that start a run, and with `launch.auto_resume` go on with it."""
+LAUNCHED = TRAINING | {"resume"}
+WORTH_ANOTHER_TRY, FOR_KUBERNETES = 75, 175
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+JOIN_SECONDS = 600.0
+"""As `launch.join_seconds`; `LAUNCH_JOIN_SECONDS=` among the words wins."""
+LOOK_SECONDS = 1.0
+HOST_LIST = re.compile(r"(?P<name>[^,\[]+)(?:\[(?P<numbers>[0-9]+)[^\]]*\](?P<rest>[^,\[]*))?")
+"""The first of a list as Slurm writes it: `node[003-007,12],other` is `node003`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a scheduler put this container; `None` is what it does not say."""
+
+    source: str
+    """Whose variables said it."""
+    nodes: int | None = None
+    rank: int | None = None
+    master: str | None = None
+    port: int | None = None
+    gpus: int | None = None
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command at this container's place and returns its exit code, 175 for 75."""
+    words = list(sys.argv[1:] if words is None else words)
+    try:
+        command = normalised(words, os.environ)
+        if words and words[0] in LAUNCHED:
+            _wait_for_master(command)
+            print(f"entry: {shlex.join(['python', '-m', 'sft_play', *command])}", file=sys.stderr, flush=True)
+        code = supervised([sys.executable, "-m", "sft_play", *command])
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        code = error.exit_code
+    return FOR_KUBERNETES if code == WORTH_ANOTHER_TRY else code
+
+
+def normalised(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Returns the words of `python -m sft_play`: those given, and what the scheduler says of this container's place.
+
+    What was typed wins where the scheduler is silent, and must agree with it where it is not. Raises `UserError`.
+    """
+    if not words or words[0] not in LAUNCHED:
+        return list(words)
+    typed = dict(word.partition("=")[::2] for word in words[1:])
+    place = place_of(environ)
+    nodes = _agreed("NUM_NODES", typed, place.nodes, place) or 1
+    rank = _agreed("NODE_RANK", typed, place.rank, place)
+    added: dict[str, str] = {}
+    if nodes > 1:
+        added["NUM_NODES"] = str(nodes)
+        if rank is None:
+            raise UserError(
+                f"`NUM_NODES` is {nodes}, and no variable says which of them this is",
+                place="environment", hint="a PyTorchJob, a TrainJob, an indexed Job, SkyPilot and Slurm say it; else give NODE_RANK",
+            )  # fmt: skip
+        if not 0 <= rank < nodes:
+            raise UserError(f"this is node {rank} by {place.source}, but `NUM_NODES` is {nodes}", place="environment")
+        added["NODE_RANK"] = str(rank)
+        master = typed.get("MASTER_ADDR") or place.master
+        if master:
+            added["MASTER_ADDR"] = _seen_from_outside(master, rank, environ)
+        if place.port:
+            added["MASTER_PORT"] = str(place.port)
+    if place.gpus and words[0] != "train":
+        added["NUM_GPUS"] = str(place.gpus)
+    if words[0] in TRAINING and typed.get("RUN_NAME"):
+        added["LAUNCH_AUTO_RESUME"] = "true"
+    ours = [f"{name}={text}" for name, text in added.items() if name not in typed or name == "MASTER_ADDR"]
+    return [word for word in words if not (word.startswith("MASTER_ADDR=") and "MASTER_ADDR" in added)] + ours
+
+
+def place_of(environ: Mapping[str, str]) -> Place:
+    """Returns this container's place by the variables of whatever scheduler started it. Raises `UserError` for nonsense in them."""
+    if environ.get("SKYPILOT_NODE_RANK"):
+        addresses = environ.get("SKYPILOT_NODE_IPS", "").split()
+        return Place(
+            source="SkyPilot", nodes=_number(environ, "SKYPILOT_NUM_NODES"), rank=_number(environ, "SKYPILOT_NODE_RANK"),
+            master=addresses[0] if addresses else None, gpus=_number(environ, "SKYPILOT_NUM_GPUS_PER_NODE"),
+        )  # fmt: skip
+    if environ.get("PET_NNODES") or environ.get("PET_NODE_RANK"):
+        return _of_operator(environ)
+    if environ.get("JOB_COMPLETION_INDEX"):
+        return Place(
+            source="the indexed Job", rank=_number(environ, "JOB_COMPLETION_INDEX"), master=environ.get("MASTER_ADDR") or None,
+            port=_number(environ, "MASTER_PORT"),
+        )  # fmt: skip
+    if environ.get("SLURM_NODEID") and environ.get("SLURM_JOB_ID"):
+        return _of_slurm(environ)
+    if environ.get("RANK") and environ.get("WORLD_SIZE"):
+        return _of_operator(environ)
+    return Place(source="nobody")
+
+
+def _of_operator(environ: Mapping[str, str]) -> Place:
+    """PyTorchJob (Training Operator v1) and TrainJob (Trainer v2).
+
+    `RANK` is a pod's number there, and `WORLD_SIZE` pods times `PET_NPROC_PER_NODE`: with one process a pod it counts pods.
+    """
+    wanted = environ.get("PET_NPROC_PER_NODE", "")
+    processes = int(wanted) if wanted.isdecimal() and int(wanted) else None  # `auto` and `gpu` leave it to us
+    nodes = environ.get("PET_NNODES", "")
+    low, between, high = nodes.partition(":")
+    if between and low != high:
+        raise UserError(
+            f"`PET_NNODES` is `{nodes}`, and the number of nodes must be one", place="environment",
+            hint="leave `elasticPolicy` out: a run goes on by itself when it is started again with other machines",
+        )  # fmt: skip
+    count = _number({"PET_NNODES": high or low}, "PET_NNODES") if nodes else None
+    rank = _number(environ, "PET_NODE_RANK")
+    if count is None and (world := _number(environ, "WORLD_SIZE")):
+        count = world // (processes or 1)
+    return Place(
+        source="the operator", nodes=count, rank=rank if rank is not None else _number(environ, "RANK"),
+        master=environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR") or None,
+        port=_number(environ, "PET_MASTER_PORT") or _number(environ, "MASTER_PORT"), gpus=processes,
+    )  # fmt: skip
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Place:
+    """One task on each node: the first node is the master, and the port goes by the job, so that two jobs do not meet."""
+    listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    job = _number(environ, "SLURM_JOB_ID") or 0
+    return Place(
+        source="Slurm",
+        nodes=_number(environ, "SLURM_STEP_NUM_NODES") or _number(environ, "SLURM_NNODES") or _number(environ, "SLURM_JOB_NUM_NODES"),
+        rank=_number(environ, "SLURM_NODEID"),
+        master=environ.get("MASTER_ADDR") or first_host(listed),
+        port=_number(environ, "MASTER_PORT") or 20_000 + job % 10_000,
+        gpus=_number(environ, "SLURM_GPUS_ON_NODE"),
+    )
+
+
+def first_host(listed: str) -> str | None:
+    """Returns the first machine of a list as Slurm writes it (`n[3-5,7],m1` is `n3`); `None` of an empty one."""
+    match = HOST_LIST.match(listed)
+    return f"{match['name']}{match['numbers'] or ''}{match['rest'] or ''}" if match else None
+
+
+def supervised(argv: Sequence[str]) -> int:
+    """Runs `argv`, passes signals on to it, and returns its exit code, 128 + N where signal N ended it.
+
+    Process 1 of a container inherits the orphans of all others, so whatever ends meanwhile is taken off the kernel's list too.
+    """
+    child = 0
+    early: list[int] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        if child:
+            os.kill(child, number)
+        else:
+            early.append(number)
+
+    previous = {number: signal.signal(number, pass_on) for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        child = os.posix_spawn(argv[0], list(argv), os.environ, setsigdef=list(previous))
+        for number in early:
+            os.kill(child, number)
+        while True:
+            ended, status = os.waitpid(-1, 0)
+            if ended == child:
+                code = os.waitstatus_to_exitcode(status)
+                return code if code >= 0 else 128 - code
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _agreed(name: str, typed: Mapping[str, str], told: int | None, place: Place) -> int | None:
+    """Returns what was typed, or what the scheduler says. Raises `UserError` where the two differ."""
+    given = _number(typed, name)
+    if given is not None and told is not None and given != told:
+        raise UserError(
+            f"`{name}` is {given}, but {place.source} says {told}", hint="render the job again, or leave the word out of its command"
+        )
+    return told if given is None else given
+
+
+def _number(values: Mapping[str, str], name: str) -> int | None:
+    text = values.get(name, "").strip()
+    if not text:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise UserError(f"`{name}` is `{text}`; expected an integer >= 0", place="environment")
+    return int(text)
+
+
+def _seen_from_outside(master: str, rank: int, environ: Mapping[str, str]) -> str:
+    """Returns an address at which the other nodes find the master: some operators tell the master itself that it is `localhost`."""
+    if not _is_loopback(master):
+        return master
+    if rank:
+        raise HardwareError(
+            f"the master's address is `{master}`, which is this machine's own, and this is node {rank}", place="environment"
+        )
+    return environ.get("POD_IP") or _own_address() or master
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+def _own_address() -> str | None:
+    """Returns the address under which this machine's name is known, `None` when that is a loopback one."""
+    try:
+        address = str(socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)[0][4][0])
+    except OSError:
+        return None
+    return None if _is_loopback(address) else address
+
+
+def _wait_for_master(words: Sequence[str]) -> None:
+    """Waits until the master's name has an address: a pod's name is known a while after the pod. Raises `RetryableError`."""
+    typed = dict(word.partition("=")[::2] for word in words)
+    master = typed.get("MASTER_ADDR")
+    if not master or typed.get("NUM_NODES", "1") == "1":
+        return
+    seconds = float(_number(typed, "LAUNCH_JOIN_SECONDS") or JOIN_SECONDS)
+    end, told = time.monotonic() + seconds, False
+    while True:
+        try:
+            socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            if time.monotonic() > end:
+                raise RetryableError(
+                    f"the master `{master}` has no address after {seconds:g} s: {error}",
+                    hint="is its pod scheduled (`kubectl get pods`), and is there a headless Service of that name?",
+                ) from error
+        else:
+            return
+        if not told:
+            print(f"entry: waiting up to {seconds:g} s for the name `{master}`", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(LOOK_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
