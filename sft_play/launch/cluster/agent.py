@@ -1,0 +1,188 @@
+"""The other end of `remote`: asks machines of a cluster, and holds a conversation with each launcher that it has started there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.cluster import Host, Inventory
+from sft_play.errors import HardwareError, UserError
+from sft_play.launch.cluster.ssh import NO_FOLDER, NO_PROGRAM, SSH_FAILED, TIMED_OUT, arguments, in_folder, is_here, no_client, run_on, trouble
+
+SOURCES = ("remote", "remote_processes", "remote_launch")
+BOOT = """import json, sys, types
+for name, text in json.loads(sys.stdin.buffer.readline()):
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, name, "exec"), module.__dict__)
+sys.exit(module.main())
+"""
+"""Reads the modules that follow, in the order of their imports, and runs the last; nothing is left on the machine's disk."""
+TALK_SECONDS = 2.0
+"""How often a launcher's machine hears that somebody listens."""
+ERROR_LETTERS = 4000
+
+
+@cache
+def program() -> str:
+    """Returns the line that `BOOT` reads."""
+    folder, package = Path(__file__).parent, "sft_play.launch.cluster"
+    return json.dumps([(f"{package}.{name}", (folder / f"{name}.py").read_text(encoding="utf-8")) for name in SOURCES]) + "\n"
+
+
+def request_of(host: Host, do: str, **values: Any) -> str:
+    """Returns program and request, as they are written to a machine's Python. On this machine the working folder is the project's."""
+    folder = str(Path.cwd()) if is_here(host) else host.folder
+    return program() + json.dumps({"do": do, "folder": folder, **values}) + "\n"
+
+
+def python_of(host: Host, inventory: Inventory) -> list[str]:
+    """Returns the local command line of a Python on `host` that runs `BOOT`. Here it is the one that runs this."""
+    if is_here(host):
+        return [sys.executable, "-u", "-c", BOOT]
+    return arguments(host, inventory, in_folder(host, [host.python, "-u", "-c", BOOT]))
+
+
+def ask(host: Host, inventory: Inventory, do: str, *, timeout: float, **values: Any) -> dict[str, Any]:
+    """Returns the answer to one request. Raises `HardwareError` where the machine cannot be asked, with what to do."""
+    text = request_of(host, do, **values)
+    if is_here(host):
+        done = subprocess.run([sys.executable, "-c", BOOT], input=text, capture_output=True, text=True, timeout=timeout, check=False)
+        code, out, err = done.returncode, done.stdout, done.stderr
+    else:
+        answer = run_on(host, inventory, in_folder(host, [host.python, "-c", BOOT]), input=text, timeout=timeout)
+        code, out, err = answer.code, answer.stdout, answer.stderr
+    lines = [parsed for line in out.splitlines() if (parsed := parse(line)) is not None]
+    if lines and "problem" in lines[-1]:
+        raise HardwareError(f"host `{host.name}`: {lines[-1]['problem']}", place=host.place or None)
+    if code or not lines:
+        raise refused(host, inventory, code, err)
+    return lines[-1]
+
+
+def parse(line: str) -> dict[str, Any] | None:
+    """Returns a line's JSON object; `None` for what a login script prints."""
+    with contextlib.suppress(ValueError):
+        value = json.loads(line)
+        return value if isinstance(value, dict) else None
+    return None
+
+
+def refused(host: Host, inventory: Inventory, code: int, err: str) -> UserError:
+    """Returns the error for a machine that could not be asked: what is wrong, and the remedy."""
+    if code in (SSH_FAILED, TIMED_OUT):
+        why = trouble(host, inventory, err)
+        return HardwareError(f"host `{host.name}`: {why.text}", place=host.place or None, hint=why.remedy)
+    if code in (NO_FOLDER, NO_PROGRAM, 126):
+        what = f"no folder `{host.folder}`" if code == NO_FOLDER else f"no Python `{host.python}` in `{host.folder}`"
+        return HardwareError(
+            f"host `{host.name}` has no environment: {what}",
+            place=host.place or None,
+            hint=f"make it: make cluster-install CLUSTER={inventory.path}",
+        )
+    last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), f"exit code {code}")
+    return HardwareError(f"host `{host.name}`: its Python `{host.python}` failed: {last}", place=host.place or None)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What came from a launcher's machine, and when (monotonic seconds)."""
+
+    node: int
+    facts: Mapping[str, Any]
+    at: float
+
+
+class Agent:
+    """A conversation with the launcher of one machine. What it says comes into a queue that all conversations share."""
+
+    def __init__(self, node: int, host: Host, inventory: Inventory, inbox: queue.Queue[Message], **request: Any) -> None:
+        self.node, self.host, self.inventory, self.inbox = node, host, inventory, inbox
+        self.heard = time.monotonic()
+        """When its machine last said something."""
+        self.error = ""
+        """The end of what ssh, or the Python there, has printed."""
+        self.closed = False
+        """The conversation has ended: ssh has gone."""
+        self._talked = 0.0
+        try:
+            self.process = subprocess.Popen(
+                python_of(host, inventory), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except FileNotFoundError as error:
+            raise no_client() from error
+        self._outbox: queue.Queue[bytes | None] = queue.Queue()
+        self._outbox.put(request_of(host, "launch", node=node, **request).encode())
+        for target in (self._write, self._read, self._read_errors):
+            threading.Thread(target=target, name=f"{target.__name__}-{host.name}", daemon=True).start()
+
+    def say(self, **command: Any) -> None:
+        """Sends a command; a dead link never makes us wait."""
+        self._outbox.put((json.dumps(command) + "\n").encode())
+
+    def talk(self) -> None:
+        """Lets the machine know that somebody listens."""
+        now = time.monotonic()
+        if now - self._talked > TALK_SECONDS:
+            self._talked = now
+            self.say(here=True)
+
+    def close(self) -> None:
+        """Ends the conversation, and ssh with it."""
+        self._outbox.put(None)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=0.5)
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(timeout=10)
+
+    def refusal(self) -> UserError | None:
+        """Returns why there was no conversation, where ssh or the Python there has said so."""
+        code = self.process.poll()
+        return refused(self.host, self.inventory, code, self.error) if code else None
+
+    def _write(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            while (line := self._outbox.get()) is not None:
+                self.process.stdin.write(line)
+                self.process.stdin.flush()
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):
+            for line in iter(self.process.stdout.readline, b""):
+                self.heard = time.monotonic()
+                if (facts := parse(line.decode("utf-8", "replace"))) is not None:
+                    self.inbox.put(Message(self.node, facts, self.heard))
+        self.process.wait()
+        self.closed = True
+        self.inbox.put(Message(self.node, {"closed": self.process.returncode}, time.monotonic()))
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        with contextlib.suppress(OSError, ValueError):
+            for line in iter(self.process.stderr.readline, b""):
+                self.error = (self.error + line.decode("utf-8", "replace"))[-ERROR_LETTERS:]
+
+
+def hosts_that_answer(inventory: Inventory, hosts: Sequence[Host], *, timeout: float = 8.0) -> dict[str, bool]:
+    """Returns host name -> whether ssh reaches it now, all asked at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def answers(host: Host) -> bool:
+        return is_here(host) or run_on(host, inventory, ["true"], timeout=timeout).code == 0
+
+    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
+        return dict(zip((host.name for host in hosts), pool.map(answers, hosts), strict=True))

@@ -1,0 +1,219 @@
+"""The launcher of a run on one machine of a cluster: started, told of, and ended with the connection. See `remote`.
+
+It is a child with a session of its own. It gets SIGTERM (save and leave) when it is told to stop, when standard input ends, when nobody has
+been heard for `SILENT_SECONDS`, and by the kernel when this process is killed. Whatever it leaves behind is found by a variable that all its
+descendants inherit, and killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from sft_play.launch.cluster.remote import facts, one_checkpoint, runs_folder, tell, tidy_code, write
+from sft_play.launch.cluster.remote_processes import CHUNK, TOKEN, end, kill_all, machine, pid_file, send, status, tail
+
+SILENT_SECONDS = 15.0
+"""How long the machine that started us may be silent; it sends a line every two seconds."""
+GONE_SECONDS = 29.0
+"""How long a launcher may take to save and leave once nobody listens any more; a save that takes longer goes on while it grows."""
+TICK_SECONDS, BEAT_SECONDS = 0.2, 1.0
+
+
+class Launch:
+    """One launcher, from its start to the last of its processes."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.request = request
+        self.run = runs_folder() / request["run"]
+        self.node = int(request["node"])
+        self.token = str(request["token"])
+        self.commands: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.begun = time.time()
+        self.sizes = {path: path.stat().st_size for path in (self.run / "logs").glob("rank*.log")}
+        """How much of each rank's log has been sent, or was there before."""
+        self.records: set[str] = set()
+        self.heard = time.monotonic()
+        self.asked_at: float | None = None
+        self.has_pid_file = False
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Starts the launcher before any thread exists: the kernel binds it to the thread that made it."""
+        libc, parent = ctypes.CDLL(None), os.getpid()
+
+        def bound() -> None:
+            libc.prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
+            if os.getppid() != parent:
+                os._exit(143)
+
+        variables = {**os.environ, **self.request["variables"], TOKEN: self.token}
+        return subprocess.Popen(
+            self.request["argv"], env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True, preexec_fn=bound,  # noqa: PLW1509 - no thread has been started yet
+        )  # fmt: skip
+
+    def relay(self) -> list[threading.Thread]:
+        """Starts the threads that read: commands, and what the launcher prints."""
+        assert self.process.stdout is not None and self.process.stderr is not None
+        threads = [
+            threading.Thread(target=self.read, args=(stream, name), daemon=True)
+            for stream, name in ((self.process.stdout, "out"), (self.process.stderr, "err"))
+        ]
+        for thread in (*threads, threading.Thread(target=self.listen, daemon=True)):
+            thread.start()
+        return threads
+
+    def listen(self) -> None:
+        """Takes commands until the connection ends, which is one too."""
+        with contextlib.suppress(OSError, ValueError):
+            for line in iter(sys.stdin.buffer.readline, b""):
+                self.commands.put(json.loads(line))
+        self.commands.put(None)
+
+    def read(self, stream: IO[bytes], name: str) -> None:
+        """Passes on what the launcher prints, letters whole."""
+        import codecs
+
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        while content := os.read(stream.fileno(), CHUNK):
+            if text := decoder.decode(content):
+                tell(**{name: text})
+
+    def obey(self) -> bool:
+        """Takes up what was said; returns whether somebody still listens."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self.commands.get_nowait()
+                if command is None:
+                    return False
+                self.heard = time.monotonic()
+                if "signal" in command:
+                    self.ask(int(command["signal"]))
+                elif command.get("kill"):
+                    send([self.process.pid], signal.SIGKILL)
+                    kill_all(self.token)
+        return time.monotonic() - self.heard < SILENT_SECONDS
+
+    def ask(self, number: int) -> None:
+        """Asks the launcher to save and leave."""
+        self.asked_at = self.asked_at or time.monotonic()
+        send([self.process.pid], number)
+
+    def keep_pid_file(self) -> None:
+        """Writes it as soon as the run has a folder here."""
+        path = pid_file(self.run, self.node)
+        if not self.has_pid_file and self.run.is_dir():
+            own = {"token": self.token, "node": self.node, "agent": os.getpid(), "launcher": self.process.pid}
+            text = json.dumps(own | {"machine": machine(), "host": socket.gethostname(), "started": self.begun})
+            with contextlib.suppress(OSError):
+                path.write_text(text, encoding="utf-8")
+                self.has_pid_file = True
+
+    def send_logs(self) -> None:
+        """Sends what has been added to the logs of the ranks, and the records of those that have ended."""
+        for path in sorted((self.run / "logs").glob("rank*.log")) if self.request["stream"] else []:
+            with contextlib.suppress(OSError), path.open("rb") as stream:
+                sent = self.sizes.get(path, 0)
+                size = os.fstat(stream.fileno()).st_size
+                stream.seek(sent if sent <= size else 0)
+                while content := stream.read(CHUNK):
+                    tell(log=path.name, text=content.decode("utf-8", "replace"))
+                self.sizes[path] = stream.tell()
+        for path in sorted((self.run / "logs").glob("exit-rank*.json")):
+            with contextlib.suppress(OSError, ValueError):
+                if path.name not in self.records and path.stat().st_mtime >= self.begun - 1:
+                    text = path.read_text(encoding="utf-8")
+                    tell(record=path.name, facts=json.loads(text))
+                    self.records.add(path.name)
+
+    def state(self) -> str:
+        """`starting` until this machine's workers have been started, then `running`."""
+        if self.asked_at is not None:
+            return "stopping"
+        return "running" if self.event("started", "resumed") else "starting"
+
+    def event(self, *names: str) -> dict[str, Any] | None:
+        """The last event of these names that this node recorded since it was started."""
+        found = None
+        with contextlib.suppress(OSError):
+            for line in (self.run / "events.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    one = json.loads(line)
+                    mine = isinstance(one, dict) and one.get("node", 0) == self.node and one.get("time", 0) >= self.begun
+                    found = one if mine and one.get("event") in names else found
+        return found
+
+    def saves(self) -> bool:
+        """Whether a checkpoint is still being written: its folder has been touched within some seconds."""
+        newest = 0.0
+        for folder in (self.run / "checkpoints").glob(".step-*.partial"):
+            with contextlib.suppress(OSError):
+                newest = max([newest, folder.stat().st_mtime, *(path.stat().st_mtime for path in folder.iterdir())])
+        return time.time() - newest < 5
+
+    def supervise(self) -> int:
+        """Waits for the end of the launcher, and sees to it that it comes when nobody listens."""
+        readers, beat, gone_at = self.relay(), 0.0, None
+        while self.process.poll() is None:
+            if not self.obey() and gone_at is None:
+                gone_at = time.monotonic()
+                self.ask(signal.SIGTERM)
+            if gone_at is not None and time.monotonic() - gone_at > GONE_SECONDS and not self.saves():
+                send([self.process.pid], signal.SIGKILL)
+                kill_all(self.token)
+            self.keep_pid_file()
+            self.send_logs()
+            if time.monotonic() - beat > BEAT_SECONDS:
+                beat = time.monotonic()
+                tell(beat=self.state())
+            time.sleep(TICK_SECONDS)
+        left = kill_all(self.token)
+        for reader in readers:
+            reader.join(timeout=5)
+        self.send_logs()
+        pid_file(self.run, self.node).unlink(missing_ok=True)
+        tell(ended=self.process.returncode, event=self.event("finished", "failed", "stopped"), left=left)
+        return 0
+
+
+def launch(request: dict[str, Any]) -> int:
+    """Runs a launcher under this connection."""
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):  # the connection's end is seen on standard input
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the launcher would inherit
+    try:
+        running = Launch(request)
+    except OSError as error:
+        tell(problem=f"{request['argv'][0]}: {error.strerror or error}")
+        return 1
+    return running.supervise()
+
+
+OPERATIONS = {
+    "facts": facts, "write": write, "tidy_code": tidy_code, "one_checkpoint": one_checkpoint, "tail": tail, "status": status, "end": end,
+    "launch": launch,
+}  # fmt: skip
+
+
+def main() -> int:
+    """Answers the request on standard input."""
+    request = json.loads(sys.stdin.buffer.readline())
+    folder = Path(request["folder"]).expanduser()
+    if folder.is_dir():
+        os.chdir(folder)
+    try:
+        return int(OPERATIONS[request["do"]](request))
+    except OSError as error:
+        tell(problem=f"{error.filename or folder}: {error.strerror or error}")
+        return 1
