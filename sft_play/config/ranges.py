@@ -64,7 +64,7 @@ RANGES: Mapping[str, Range] = {
     "launch.outer_momentum": SHARE,
     "launch.join_seconds": POSITIVE,
     "slurm.cpus_per_gpu": POSITIVE,
-    "slurm.warning_seconds": Range(minimum=30),
+    "slurm.warning_seconds": Range(minimum=30, maximum=65_535),
     "slurm.max_requeues": FROM_ZERO,
     "kubernetes.cpus": POSITIVE,
     "kubernetes.port": Range(minimum=1024, maximum=65535),
