@@ -162,8 +162,13 @@ def _values_of(tree: Mapping[str, Any], origins: Mapping[str, str], place: str) 
 
 def save_config(loaded: LoadedConfig, path: Path) -> None:
     """Writes `config.json`: the whole configuration, the origin of every key, and the file it came from."""
+    write_json(path, saved_form(loaded))
+
+
+def saved_form(loaded: LoadedConfig) -> dict[str, Any]:
+    """Returns what `config.json` holds."""
     value = {"config": dataclasses.asdict(_plain(loaded.config)), "origins": dict(loaded.origins)}
-    write_json(path, value | {"path": str(loaded.path) if loaded.path else None})
+    return value | {"path": str(loaded.path) if loaded.path else None}
 
 
 def _plain(config: Config) -> Config:
