@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from sft_play.plan.balance import Slots
 from sft_play.plan.mixture import permutation
 from sft_play.plan.packing import best_fit
 
 Item = TypeVar("Item")
-Slots = tuple[int, int]
-"""Rows (with packing: packs) per micro-step, micro-steps per optimizer step."""
+Shares = tuple[Slots, ...]
+"""The slots of every rank."""
 
 
 class GlobalBatchSampler:
-    """Yields lists of row indices: one rank's micro-batches, `accumulation` of them per optimizer step.
+    """Yields lists of row indices: one rank's micro-batches, `turns` of them per optimizer step on every rank.
 
     Every optimizer step takes the next `global_batch` rows of an order that depends on seed and epoch only, so the rows of
     step n are the same for every world size. The last step of an epoch takes what is left: no row is dropped. Ranks take
-    contiguous spans in proportion to their slots; a list may be empty (a dummy micro-step), so that all ranks run equally many.
+    contiguous spans in proportion to their slots; a list may be empty, and a rank with fewer micro-steps than `turns` has its
+    empty ones first, so that the last micro-step, which updates, is a real one on as many ranks as can be.
 
     With `pack_tokens` the rows of each global batch are put into packs of at most so many tokens, and slots hold packs: as few
-    micro-steps as hold them all, after micro-steps that are empty on every rank.
+    micro-steps as hold them all, after micro-steps that are empty on every rank. Ranks whose numbers of micro-steps differ are
+    dealt packs so that their tokens are in proportion to their slots.
+
+    Shares may change while training: `adopt` says from which optimizer step on. What a step trains never depends on them.
     """
 
     def __init__(
@@ -35,19 +40,25 @@ class GlobalBatchSampler:
         order: Callable[[int], list[int]] | None = None,
         lengths: Sequence[int] = (),
         pack_tokens: int = 0,
+        turns: int = 0,
     ) -> None:
-        """`order` returns the `rows` indices of an epoch (default: a permutation); `lengths` are needed for packing."""
-        capacity = sum(micro * steps for micro, steps in ranks)
-        if rows < 1 or global_batch < 1 or (capacity < global_batch and not pack_tokens):
+        """`order` returns the `rows` indices of an epoch (default: a permutation); `lengths` are needed for packing; `turns` is at
+        least the most micro-steps of any rank."""
+        self.turns = max(turns, *(steps for _, steps in ranks))
+        self.global_batch = global_batch
+        self.pack_tokens = pack_tokens
+        if rows < 1 or global_batch < 1 or not self.holds(ranks):
+            capacity = sum(micro * steps for micro, steps in ranks)
             raise ValueError(f"{rows} rows in global batches of {global_batch} do not fit {capacity} slots")
         self.rows = rows
-        self.global_batch = global_batch
-        self.ranks = tuple(ranks)
         self.rank = rank
         self.seed = seed
         self.epoch = 0
         self.lengths = lengths
-        self.pack_tokens = pack_tokens
+        self.changes: list[tuple[int, Shares]] = [(0, tuple(ranks))]
+        """Which shares hold from which optimizer step on; 0 is the first of the run."""
+        self.next_step = 0
+        """The first optimizer step of the run whose rows have not been cut yet; a loader that fetches ahead is beyond the trainer."""
         self._order = order
 
     @property
@@ -55,47 +66,89 @@ class GlobalBatchSampler:
         """Optimizer steps per epoch."""
         return -(-self.rows // self.global_batch)
 
+    @property
+    def ranks(self) -> Shares:
+        """The shares that were adopted last."""
+        return self.changes[-1][1]
+
+    def shares_at(self, step: int) -> Shares:
+        """Returns the shares of an optimizer step of the run."""
+        return next(shares for start, shares in reversed(self.changes) if start <= step)
+
+    def holds(self, shares: Sequence[Slots]) -> bool:
+        """Whether slots have room for every step, in no more micro-steps than there are."""
+        room = sum(micro * (self.turns if self.pack_tokens else steps) for micro, steps in shares)
+        return max(steps for _, steps in shares) <= self.turns and (room >= self.global_batch or bool(self.pack_tokens and room))
+
+    def adopt(self, step: int, shares: Sequence[Slots]) -> None:
+        """Lets `shares` hold from an optimizer step on that has not been cut. Raises `ValueError` for one that has, or for too few slots."""
+        if step < self.next_step or not self.holds(shares) or len(shares) != len(self.ranks):
+            raise ValueError(f"shares {shares} cannot hold from step {step} on: {self.next_step} steps are cut, {self.turns} turns")
+        self.changes = [(start, kept) for start, kept in self.changes if start < step] + [(step, tuple(shares))]
+
     def set_epoch(self, epoch: int) -> None:
         """Chooses the permutation; called by accelerate's loader at the start of each epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.steps * self.ranks[self.rank][1]
+        return self.steps * self.turns
 
     def order(self) -> list[int]:
         """Returns this epoch's row indices."""
         return self._order(self.epoch) if self._order else permutation(self.rows, self.seed, self.epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self.order()
-        for start in range(0, self.rows, self.global_batch):
-            yield from self.share(order[start : start + self.global_batch])
+        order, first = self.order(), self.epoch * self.steps
+        for index, start in enumerate(range(0, self.rows, self.global_batch)):
+            self.next_step = first + index + 1
+            yield from self.share(order[start : start + self.global_batch], self.shares_at(first + index))
 
-    def share(self, batch: Sequence[int]) -> list[list[int]]:
-        """Returns this rank's micro-batches of one global batch."""
+    def share(self, batch: Sequence[int], shares: Shares | None = None) -> list[list[int]]:
+        """Returns this rank's micro-batches of one global batch, `turns` of them."""
+        shares = shares or self.ranks
         if self.pack_tokens:
-            return self._share_packs(batch)
-        mine = _cut(batch, [micro * steps for micro, steps in self.ranks])[self.rank]
-        return _cut(mine, [1] * self.ranks[self.rank][1])
+            found = self._share_packs(batch, shares)
+        else:
+            mine = _cut(batch, [micro * steps for micro, steps in shares])[self.rank]
+            found = _cut(mine, [1] * shares[self.rank][1])
+        return [[]] * (self.turns - len(found)) + found
 
-    def _share_packs(self, batch: Sequence[int]) -> list[list[int]]:
+    def _share_packs(self, batch: Sequence[int], shares: Shares) -> list[list[int]]:
         sizes = [self.lengths[row] for row in batch]
         packs = best_fit(sizes, self.pack_tokens)
         # Fullest first: packs that ranks work on at the same time are about as long.
         packs.sort(key=lambda pack: -sum(sizes[index] for index in pack))
-        most = max(steps for _, steps in self.ranks)
-        slots = [sum(micro for micro, steps in self.ranks if steps > turn) for turn in range(most)]
-        turns = next((turn + 1 for turn in range(most) if sum(slots[: turn + 1]) >= len(packs)), 0)
-        if not turns:
-            raise ValueError(f"{len(packs)} packs do not fit {sum(slots)} slots")
-        found = []
-        for turn, span in enumerate(_cut(packs, slots[:turns])):
-            weights = [micro if steps > turn else 0 for micro, steps in self.ranks]
-            mine = _cut(span, weights)[self.rank]
-            found.append([batch[index] for pack in mine for index in pack])
-        found = found[: self.ranks[self.rank][1]]
-        # Empty ones first, so that the last micro-step, which updates, is a real one on as many ranks as can be.
-        return [[]] * (self.ranks[self.rank][1] - len(found)) + found
+        if len({steps for _, steps in shares}) == 1:
+            turns = _by_turns(packs, shares, self.rank)
+        else:
+            weights = [sum(sizes[index] for index in pack) for pack in packs]
+            mine = [packs[index] for index in _dealt(weights, shares, self.turns)[self.rank]]
+            turns = _cut(mine, [1] * -(-len(mine) // max(1, shares[self.rank][0])))
+        return [[batch[index] for pack in packs_of_turn for index in pack] for packs_of_turn in turns]
+
+
+def _by_turns(packs: Sequence[Item], shares: Shares, rank: int) -> list[list[Item]]:
+    """Returns a rank's packs of each micro-step, for ranks that make as many: all share out the packs of each."""
+    micros, steps = [micro for micro, _ in shares], shares[0][1]
+    turns = -(-len(packs) // sum(micros))
+    if turns > steps:
+        raise ValueError(f"{len(packs)} packs do not fit {sum(micros) * steps} slots")
+    return [_cut(span, micros)[rank] for span in _cut(packs, [sum(micros)] * turns)]
+
+
+def _dealt(weights: Sequence[int], shares: Shares, turns: int) -> list[list[int]]:
+    """Returns which packs each rank gets, given their tokens, the most first: each goes where tokens per slot are then the fewest."""
+    slots = [micro * steps for micro, steps in shares]
+    found: list[list[int]] = [[] for _ in shares]
+    loads = [0] * len(shares)
+    for index, weight in enumerate(weights):
+        free = [rank for rank, (micro, _) in enumerate(shares) if len(found[rank]) < micro * turns]
+        if not free:
+            raise ValueError(f"{len(weights)} packs do not fit {sum(micro for micro, _ in shares) * turns} slots")
+        rank = min(free, key=lambda one: ((loads[one] + weight) / slots[one], one))
+        found[rank].append(index)
+        loads[rank] += weight
+    return found
 
 
 def _cut(rows: Sequence[Item], weights: Sequence[int]) -> list[list[Item]]:

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from sft_play.data.batches import GlobalBatchSampler, Slots
+from sft_play.data.batches import GlobalBatchSampler
 from sft_play.errors import UserError
 from sft_play.launch.recovery import announcement, remedy
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
+from sft_play.plan.balance import Slots
 from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.packing import best_fit, most_packs

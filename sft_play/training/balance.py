@@ -1,0 +1,336 @@
+"""Shares of a step for unequal ranks, looked at again while training (contract B11).
+
+Each rank measures the seconds of its own micro-steps, waiting for other ranks left out. Every few optimizer steps, between two of them,
+all ranks gather what they measured and come by `plan.balance.share_out` to the same new shares. Where these are forecast to save more
+than 5 %, they hold from the first step on whose rows no rank has cut yet. Which rows a step trains never depends on shares.
+
+Ranks on unlike devices are looked at from the fifth step on. Ranks on alike devices keep equal shares until one has been slower by 15 %
+three times running: a laptop that throttles is met, and the noise of a shared machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from sft_play.config.schema import Config
+from sft_play.data.batches import GlobalBatchSampler, Shares
+from sft_play.plan.balance import Cost, Slots, share_out, spans, step_seconds
+from sft_play.plan.plan import Plan, RankPlan
+from sft_play.training.metrics import MetricsFile
+
+if TYPE_CHECKING:
+    from sft_play.training.trainer import SftTrainer
+
+HEADROOM = 2
+"""Under DDP a rank may come to make so many times the micro-steps that the plan gives to any."""
+UNCOUNTED = 2
+"""Steps of a process that tell nothing of later ones."""
+FIRST, EVERY = 5, 10
+"""Steps of a process after which ranks look at each other for the first time, and then between two looks."""
+GAIN = 1.05
+"""How many times faster a step must be by forecast."""
+GAP, LOOKS = 1.15, 3
+"""Between alike devices: how many times slower the slowest rank must be, and how many times running."""
+SECONDS = {True: 2.0, False: 0.5}
+"""Alike devices or not -> seconds that a rank must have computed before what was measured counts."""
+KEPT = 0.5
+"""Weight of what was measured before, beside the newest."""
+NAMED = 8
+"""Ranks whose rows are told one by one, at most."""
+
+
+def rebalances(config: Config, plan: Plan) -> bool:
+    """Whether shares may change while training.
+
+    Under ZeRO-3 and FSDP2 ranks wait for each other inside every layer, so none can tell its own speed: there the plan's shares stay.
+    """
+    return config.launch.balance == "auto" and plan.world_size > 1 and plan.strategy in ("ddp", "zero1", "zero2")
+
+
+def together(plan: Plan) -> bool:
+    """Whether all ranks must make the same micro-steps: their engine communicates in each. Under DDP they meet in the last one only."""
+    return plan.strategy not in ("single", "ddp")
+
+
+def turns_of(config: Config, plan: Plan) -> int:
+    """Returns the micro-steps of an optimizer step as the training loop counts them, the same on every rank; some may be empty."""
+    most = max(rank.accumulation for rank in plan.ranks)
+    if together(plan) or not rebalances(config, plan):
+        return most
+    needed = max(-(-plan.global_batch_size // rank.micro_batch) for rank in plan.ranks if rank.micro_batch)
+    return max(most, min(needed, HEADROOM * most))
+
+
+class Stopwatch:
+    """Seconds of this rank's micro-steps that have rows, without what it waits for others.
+
+    A backward pass ends for us when all gradients of this rank are there: a callback that the pass itself queues before DDP queues the
+    one that waits for the all-reduces. With ZeRO, which communicates in the backward pass, only the forward pass counts. On a GPU events
+    on its stream are compared when the sums are taken, so that nothing waits for the device meanwhile.
+    """
+
+    def __init__(self, device: torch.device, *, forward_only: bool) -> None:
+        self.device = device
+        self.forward_only = forward_only
+        self._sums = [0.0, 0.0, 0.0, 0.0]
+        self._begun: Any = None
+        self._events: list[tuple[Any, Any]] = []
+
+    def begin(self, batch: Mapping[str, Any]) -> None:
+        """Call before the forward pass of a micro-step."""
+        self._begun = None
+        if batch["rows"]:
+            self._sums[1] += len(batch["rows"])
+            self._sums[2] += batch["input_ids"].numel()
+            self._sums[3] += 1
+            self._begun = self._now()
+
+    def passed(self, loss: Tensor) -> None:
+        """Call when the forward pass has given the loss, whose backward pass comes next."""
+        if self._begun is None:
+            return
+        if self.forward_only:
+            self._end()
+        elif loss.requires_grad:
+            loss.register_hook(self._queue)
+
+    def take(self) -> list[float]:
+        """Returns seconds, rows, tokens (padding included) and micro-steps since the last call, and begins anew."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            self._sums[0] += sum(begun.elapsed_time(ended) for begun, ended in self._events) / 1000
+        found, self._sums, self._events = self._sums, [0.0, 0.0, 0.0, 0.0], []
+        return found
+
+    def _queue(self, _: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _end(self) -> None:
+        ended = self._now()
+        if isinstance(ended, float):
+            self._sums[0] += ended - self._begun
+        else:
+            self._events.append((self._begun, ended))
+        self._begun = None
+
+
+class Judge:
+    """Decides from what all ranks measured whether other shares are worth it; the same on every rank. No torch, no communication."""
+
+    def __init__(self, plan: Plan, turns: int) -> None:
+        self.plan, self.turns = plan, turns
+        self.alike = len({rank.device_name for rank in plan.ranks}) == 1
+        slots = sum(rank.micro_batch * rank.accumulation for rank in plan.ranks)
+        self.rows = slots if plan.pack_tokens else plan.global_batch_size
+        """What is shared out: a step's rows, with packing as many packs as it may have."""
+        self.sums = [[0.0] * 4 for _ in plan.ranks]
+        """Seconds, rows, tokens, micro-steps of each rank, older ones with less weight."""
+        self._window = [[0.0] * 4 for _ in plan.ranks]
+        self._looks = 0
+
+    def look(self, measured: Sequence[Sequence[float]], shares: Shares) -> Shares | None:
+        """Returns the shares to change to from `shares`, `None` to go on. `measured`: of each rank, as `Stopwatch.take` gives it."""
+        self._window = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(self._window, measured, strict=True)]
+        if max(seconds for seconds, *_ in self._window) < SECONDS[self.alike]:
+            return None
+        window, self._window = self._window, [[0.0] * 4 for _ in window] if (window := self._window) else []
+        self.sums = [
+            [KEPT * a + b for a, b in zip(*pair, strict=True)] if pair[1][2] else pair[0]
+            for pair in zip(self.sums, window, strict=True)
+        ]
+        if self.alike:
+            self._looks = self._looks + 1 if self._uneven(window, shares) else 0
+            if self._looks < LOOKS:
+                return None
+        self._looks = 0
+        found = self._better(self.sums, shares)
+        return found
+
+    def _uneven(self, window: Sequence[Sequence[float]], shares: Shares) -> bool:
+        """Whether this window alone speaks for other shares."""
+        paces = [pace for pace in paces_of(window) if pace]
+        changed = len({spans(self.rows, shares)[0], *spans(self.rows, shares)}) > 1
+        return (changed or max(paces) >= GAP * min(paces)) and self._better(window, shares) is not None
+
+    def _better(self, sums: Sequence[Sequence[float]], shares: Shares) -> Shares | None:
+        costs = self.costs(sums)
+        if not all(cost.most_rows for cost, (micro, _) in zip(costs, shares, strict=True) if micro):
+            return None  # a rank that has work was not measured
+        found = within(self.rows, costs, self.turns, same_steps=together(self.plan))
+        if found is None or found == shares:
+            return None
+        before, after = (step_seconds(one, costs, rows=self.rows) for one in (shares, found))
+        return found if before > GAIN * after else None
+
+    def costs(self, sums: Sequence[Sequence[float]]) -> list[Cost]:
+        """Returns what a row (or pack) costs each rank; one that was never measured can take none.
+
+        The seconds of a token are measured; how much of a micro-step is there however few its rows is the plan's estimate.
+        """
+        tokens, units = sum(one[2] for one in sums), sum(one[1] for one in sums)
+        if self.plan.pack_tokens:
+            units = sum(one[3] * rank.micro_batch for one, rank in zip(sums, self.plan.ranks, strict=True))
+        found = []
+        for (seconds, _, mine, steps), rank in zip(sums, self.plan.ranks, strict=True):
+            if not (seconds and mine):
+                found.append(Cost(fixed_seconds=0.0, row_seconds=1.0, most_rows=0))
+                continue
+            row, micro_step = seconds / mine * tokens / max(units, 1.0), seconds / steps
+            fixed = self._fixed_share(rank) * micro_step
+            found.append(Cost(fixed_seconds=fixed, row_seconds=row * (1 - fixed / micro_step), most_rows=self.most(rank)))
+        return found
+
+    @staticmethod
+    def _fixed_share(rank: RankPlan) -> float:
+        if not rank.cost or not rank.micro_batch:
+            return 0.0
+        fixed, row = rank.cost
+        return min(0.9, fixed / max(fixed + rank.micro_batch * row, 1e-12))
+
+    def most(self, rank: RankPlan) -> int:
+        """Returns the largest micro-batch that a rank may come to have.
+
+        Under DDP more rows mean more micro-steps of the size that was planned. Elsewhere the micro-batch grows, within its memory.
+        """
+        if not together(self.plan) or self.plan.recoveries:
+            return rank.micro_batch
+        return max(rank.micro_batch, rank.most_rows)
+
+    def allows(self, shares: Shares) -> bool:
+        """Whether each rank's memory holds its part of shares that another process found."""
+        fits = all(micro <= self.most(rank) for (micro, _), rank in zip(shares, self.plan.ranks, strict=True))
+        return fits and (not together(self.plan) or len({steps for _, steps in shares}) == 1)
+
+
+def paces_of(sums: Sequence[Sequence[float]]) -> list[float]:
+    """Returns each rank's seconds per token; 0 where nothing was measured."""
+    return [seconds / tokens if tokens else 0.0 for seconds, _, tokens, _ in sums]
+
+
+def within(rows: int, costs: Sequence[Cost], turns: int, *, same_steps: bool) -> Shares | None:
+    """Returns `share_out` with at most `turns` micro-steps each; `None` where there are no such shares.
+
+    A rank that would need more gets as many as it can make, and the others share the rest.
+    """
+    if not any(cost.most_rows for cost in costs):
+        return None
+    found: Shares = share_out(rows, costs, same_steps=same_steps)
+    over = [rank for rank, (_, steps) in enumerate(found) if steps > turns]
+    if not over:
+        return found
+    full: dict[int, Slots] = {rank: (costs[rank].most_rows, turns) for rank in over}
+    rest = [rank for rank in range(len(costs)) if rank not in full]
+    left = rows - sum(micro * steps for micro, steps in full.values())
+    if same_steps or (left > 0 and not rest):
+        return None
+    if left > 0:
+        shared = within(left, [costs[rank] for rank in rest], turns, same_steps=False)
+        if shared is None:
+            return None
+        full |= dict(zip(rest, shared, strict=True))
+    return tuple(full.get(rank, (0, 1)) for rank in range(len(costs)))
+
+
+class Balancer(TrainerCallback):
+    """Looks at the ranks' speeds between optimizer steps of one trainer, and changes its sampler's shares."""
+
+    def __init__(self, trainer: SftTrainer) -> None:
+        self.trainer = trainer
+        self.active = rebalances(trainer.config, trainer.plan)
+        self.stopwatch = Stopwatch(torch.device(trainer.args.device), forward_only=together(trainer.plan))
+        self.judge = Judge(trainer.plan, turns_of(trainer.config, trainer.plan))
+        self.sampler: GlobalBatchSampler | None = None
+        """Set when the training rows are made ready."""
+        self._steps = 0
+
+    def begin(self, batch: Mapping[str, Any]) -> None:
+        """Call before the forward pass of a micro-step."""
+        if self.active:
+            self.stopwatch.begin(batch)
+
+    def passed(self, loss: Tensor) -> None:
+        """Call between forward and backward pass."""
+        if self.active:
+            self.stopwatch.passed(loss)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._steps = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Counts, and looks when it is time. Collective then: all ranks make the same steps."""
+        self._steps += 1
+        if not self.active or self.sampler is None:
+            return
+        if self._steps == UNCOUNTED:
+            self.stopwatch.take()
+        elif self._steps == FIRST or self._steps % EVERY == 0:
+            self._look(self.sampler, state.global_step)
+
+    def _look(self, sampler: GlobalBatchSampler, step: int) -> None:
+        mine = [*self.stopwatch.take(), float(sampler.next_step)]
+        table = self.trainer._gather(torch.tensor(mine, dtype=torch.float64, device=self.trainer._sums_on())).tolist()
+        before = sampler.ranks
+        after = self.judge.look([row[:4] for row in table], before)
+        first = max(int(row[4]) for row in table)  # whatever a rank's loader has fetched ahead stays as it was cut
+        if after is not None and sampler.holds(after):
+            sampler.adopt(first, after)
+            self._tell(step, first + 1, before, after)
+
+    def _tell(self, step: int, first: int, before: Shares, after: Shares) -> None:
+        if not self.trainer.is_world_process_zero():
+            return
+        paces, unit = paces_of(self.judge.sums), "packs" if self.trainer.plan.pack_tokens else "rows"
+        now, then = spans(self.judge.rows, after), spans(self.judge.rows, before)
+        print(f"from step {first} on: {describe(paces, now, then, unit)}", file=sys.stderr, flush=True)
+        row = {"kind": "balance", "step": step, "from_step": first, "shares": after, unit: now, "seconds_per_token": paces}
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, MetricsFile):
+                callback.add(row)
+
+    # ---- Checkpoints
+
+    def kept(self) -> list[Any]:
+        """Returns the shares in force and those that are to come, for a checkpoint; nothing where they are the plan's."""
+        if self.sampler is None or len(self.sampler.changes) == 1:
+            return []
+        step, changes = self.trainer.state.global_step, self.sampler.changes
+        past = [one for one in changes if one[0] <= step][-1:]
+        return [[start, [list(slots) for slots in shares]] for start, shares in [*past, *(one for one in changes if one[0] > step)]]
+
+    def resume(self, kept: Sequence[Any]) -> None:
+        """Goes on with a checkpoint's shares where this plan has as many ranks, and memory and micro-steps for them."""
+        if not self.active or self.sampler is None:
+            return
+        changes: list[tuple[int, Shares]] = [(start, tuple((m, s) for m, s in shares)) for start, shares in kept]
+        if all(len(one) == len(self.sampler.ranks) and self.judge.allows(one) and self.sampler.holds(one) for _, one in changes):
+            for start, shares in changes:
+                self.sampler.adopt(start, shares)
+
+
+def describe(paces: Sequence[float], now: Sequence[int], then: Sequence[int], unit: str) -> str:
+    """Returns a change of shares in words; `paces` are seconds per token."""
+    known = [pace for pace in paces if pace]
+    slowest = max(range(len(paces)), key=lambda rank: paces[rank])
+    times = paces[slowest] / min(known)
+    why = f"rank {slowest} is {times:.1f} times slower" if times >= GAP else "the ranks are about equally fast"
+    if len(paces) > 2 and times >= GAP:
+        why += f" than rank {paces.index(min(known))}"
+    return f"{why}: {unit} per step {_listed(now)} instead of {_listed(then)}"
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return " + ".join(map(str, counts)) if len(counts) <= NAMED else f"{min(counts)} to {max(counts)} a rank"
