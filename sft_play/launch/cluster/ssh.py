@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 CONNECT_SECONDS = 5
 OPTIONS = (
     "BatchMode=yes", "StrictHostKeyChecking=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=3", "ServerAliveCountMax=3",
-    "LogLevel=ERROR", "ControlMaster=no", "ClearAllForwardings=yes",
+    "LogLevel=ERROR", "ControlPath=none", "ClearAllForwardings=yes",
 )  # fmt: skip
 """Connections of the user's own configuration that are shared or forward ports would outlive ours, or be refused the second time."""
 NO_FOLDER = 96
