@@ -201,9 +201,9 @@ def _batches(config: Config, plan: Plan, rows: int) -> Iterator[list[list[list[i
         for sampler in samplers:
             sampler.set_epoch(step // samplers[0].steps)
         cut = [list(sampler) for sampler in samplers]
-        for start in range(0, len(cut[0]), plan.ranks[0].accumulation):
+        for start in range(0, len(cut[0]), samplers[0].turns):
             if step < plan.steps:
-                yield [micro[start : start + rank.accumulation] for micro, rank in zip(cut, plan.ranks, strict=True)]
+                yield [micro[start : start + samplers[0].turns] for micro in cut]
             step += 1
 
 

@@ -68,5 +68,5 @@ def prepare_soak(call: Call, folder: Path, strategy: str, seed: int) -> Soak:
         state.save()
     if config is None:
         config = str(write_material(folder, seed))
-    words = [*COMMANDS[strategy], f"CONFIG={config}", "LAUNCH_AUTO_RESUME=true", *overrides]
+    words = [*COMMANDS[strategy], f"CONFIG={config}", "LAUNCH_AUTO_RESUME=true", "LAUNCH_BALANCE=off", *overrides]
     return Soak(folder=folder, state=state, words=words, own_cache=call.options.get("CONFIG") is None)

@@ -14,6 +14,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
+from sft_play.training.balance import turns_of
 from sft_play.training.world import uses_cpu_flag
 
 OWN_TRACKER = "tensorboard"
@@ -59,8 +60,8 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
     extra = {name: value for name, value in train.extra.items() if name not in own}
     values: dict[str, Any] = {
         "output_dir": str(run.path),
-        "per_device_train_batch_size": mine.micro_batch,
-        "gradient_accumulation_steps": mine.accumulation,
+        "per_device_train_batch_size": max(1, mine.micro_batch),
+        "gradient_accumulation_steps": turns_of(config, plan),
         "per_device_eval_batch_size": plan.eval_batch_size,
         "max_steps": plan.steps,
         "learning_rate": plan.learning_rate,

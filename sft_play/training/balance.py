@@ -147,7 +147,7 @@ class Judge:
         self._window = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(self._window, measured, strict=True)]
         if max(seconds for seconds, *_ in self._window) < SECONDS[self.alike]:
             return None
-        window, self._window = self._window, [[0.0] * 4 for _ in window] if (window := self._window) else []
+        window, self._window = self._window, [[0.0] * 4 for _ in measured]
         self.sums = [
             [KEPT * a + b for a, b in zip(*pair, strict=True)] if pair[1][2] else pair[0]
             for pair in zip(self.sums, window, strict=True)
@@ -157,14 +157,13 @@ class Judge:
             if self._looks < LOOKS:
                 return None
         self._looks = 0
-        found = self._better(self.sums, shares)
-        return found
+        return self._better(self.sums, shares)
 
     def _uneven(self, window: Sequence[Sequence[float]], shares: Shares) -> bool:
         """Whether this window alone speaks for other shares."""
         paces = [pace for pace in paces_of(window) if pace]
-        changed = len({spans(self.rows, shares)[0], *spans(self.rows, shares)}) > 1
-        return (changed or max(paces) >= GAP * min(paces)) and self._better(window, shares) is not None
+        rows = spans(self.rows, shares)
+        return (max(rows) > min(rows) + 1 or max(paces) >= GAP * min(paces)) and self._better(window, shares) is not None
 
     def _better(self, sums: Sequence[Sequence[float]], shares: Shares) -> Shares | None:
         costs = self.costs(sums)

@@ -64,6 +64,8 @@ class Curves(TrainerCallback):
                 self.writer.add_scalar(f"eval/{name.removeprefix('eval_')}", value, step)
         for rank, loss in enumerate(logs.get("rank_loss", [])):
             self.writer.add_scalar(f"rank_loss/{rank}", loss, step)
+        for rank, tokens in enumerate(logs.get("rank_tokens", [])):
+            self.writer.add_scalar(f"rank_tokens/{rank}", tokens, step)
         if "loss" in logs:
             self._devices(step)
         # A process that is killed takes along what it has not written, and a checkpoint may follow: its steps are never made again.

@@ -17,11 +17,12 @@ from sft_play.plan.mixture import row_order
 from sft_play.plan.plan import Plan
 from sft_play.runs.prepared import PreparedSplit
 from sft_play.runs.prepared_rows import row_integers
+from sft_play.training.balance import turns_of
 from sft_play.training.loss import all_sum, label_tokens
 from sft_play.training.requests import ignored_by_helpers
 
 IDLE = "idle"
-"""Set in a batch that is empty on every rank: there is nothing to do, and no collective operation is missed."""
+"""Set in a batch that is empty where nothing is to be done for it: no collective operation is missed."""
 
 
 def sampler_of(config: Config, plan: Plan, split: PreparedSplit, dataset: Any, rank: int) -> GlobalBatchSampler:
@@ -42,13 +43,30 @@ def sampler_of(config: Config, plan: Plan, split: PreparedSplit, dataset: Any, r
         order=order,
         lengths=lengths or (),
         pack_tokens=plan.pack_tokens,
+        turns=turns_of(config, plan),
     )
+
+
+class _Rows:
+    """The rows of a dataset, which an empty micro-batch does not ask for any."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.dataset.__getitems__(indices) if indices else []
 
 
 def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, args: TrainingArguments) -> DataLoaderShard:
     """Returns this rank's micro-batches; accelerate must not share them out again."""
     loader = DataLoaderShard(
-        dataset,
+        _Rows(dataset),
         device=args.device,
         batch_sampler=sampler,
         collate_fn=collator,
@@ -62,14 +80,17 @@ def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, 
     return loader
 
 
-def step_totals(batches: list[Batch], device: torch.device) -> Tensor:
-    """Returns the label tokens of an optimizer step over all ranks, 1 at least, and marks the micro-batches empty on every rank.
+def step_totals(batches: list[Batch], device: torch.device, *, together: bool) -> Tensor:
+    """Returns the label tokens of an optimizer step over all ranks, 1 at least, and marks the micro-batches that are left out.
 
-    One small collective operation: [label tokens, rows of micro-step 0, rows of micro-step 1, ...].
+    Where ranks make every micro-step `together`, only those empty on every rank. Else all that are empty on this one, but the last, in
+    which gradients meet. One small collective operation: [label tokens, rows of micro-step 0, rows of micro-step 1, ...].
     """
-    labels = torch.stack([label_tokens(batch) for batch in batches]).sum()
+    counts = [label_tokens(batch) for batch in batches if batch["rows"]]
+    labels = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.long)
     rows = torch.tensor([len(batch["rows"]) for batch in batches])
     totals = all_sum(torch.cat([labels[None].to(device), rows.to(device)]))
-    for batch, count in zip(batches, totals[1:].tolist(), strict=True):
+    found = totals[1:] if together else torch.cat([rows[:-1].to(device), totals[-1:]])
+    for batch, count in zip(batches, found.tolist(), strict=True):
         batch[IDLE] = count == 0
     return totals[0].clamp(min=1)

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from sft_play.files import read_json_lines, write_text
 from sft_play.runs.space import describe
 
-TRAIN_KEYS = ("loss", "rank_loss", "rank_tokens", "grad_norm", "learning_rate", "tokens_per_second")
+TRAIN_KEYS = ("loss", "rank_loss", "rank_tokens", "rank_rows", "grad_norm", "learning_rate", "tokens_per_second")
 ROWS_KEPT = 10_000
 """Rows that wait for room on the disk, at most; the oldest go first."""
 

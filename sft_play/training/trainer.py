@@ -29,6 +29,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import PreparedSplit
 from sft_play.runs.stamp import Stamp
 from sft_play.training.agreement import EvaluationStopped, StopOnRequest
+from sft_play.training.balance import Balancer, together
 from sft_play.training.feeding import IDLE, sampler_of, step_totals, train_loader
 from sft_play.training.flops import operations_per_token, peak_operations
 from sft_play.training.guards import keep_bad_rows, no_number, require_finite
@@ -71,11 +72,13 @@ class SftTrainer(Trainer):
         )
         self.add_callback(self.spikes)
         self.loss_is_scaled_for_ga = True  # `compute_loss` divides by the label tokens of the whole global batch
-        self._window = torch.zeros(3, dtype=torch.float64, device=self._sums_on())
+        self._window = torch.zeros(4, dtype=torch.float64, device=self._sums_on())
         self._step_rows: list[int] = []
         self._seconds, self._begun = 0.0, time.perf_counter()
         self.saver = Saver(self)
         self.add_callback(self.saver)
+        self.balancer = Balancer(self)
+        self.add_callback(self.balancer)
 
     def _sums_on(self) -> torch.device:
         return torch.device(self.args.device)
@@ -92,6 +95,7 @@ class SftTrainer(Trainer):
     def get_train_dataloader(self) -> Any:
         """Returns this rank's micro-batches; accelerate must not share them out again."""
         sampler = sampler_of(self.config, self.plan, self.split, self.train_dataset, self.args.process_index)
+        self.balancer.sampler = sampler
         loader = train_loader(sampler, self.train_dataset, self.collator, self.args)
         return self.accelerator.prepare_data_loader(loader)
 
@@ -100,12 +104,13 @@ class SftTrainer(Trainer):
         self.doing.enter("training", step=self.state.global_step + 1)
         self._step_rows = [row for batch in batch_samples for row in batch["rows"]]
         self.rows_trained += self._step_rows
-        return step_totals(batch_samples, device)
+        return step_totals(batch_samples, device, together=together(self.plan))
 
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Skips a micro-step that is empty on every rank: no pass, so nothing that accumulates gradients ever sees it."""
+        """Skips a micro-step that is empty (`step_totals`): no pass, so nothing that accumulates gradients ever sees it."""
         if inputs.pop(IDLE):
             return torch.zeros((), device=self.args.device)
+        self.balancer.begin(inputs)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
 
@@ -120,7 +125,9 @@ class SftTrainer(Trainer):
         total = token_loss_sum(model, inputs)
         if self.is_deepspeed_enabled:  # it makes the update inside the backward pass
             self._require_finite("loss", total.detach())
-        self._window += torch.stack([total.detach().double(), label_tokens(inputs).double(), self._tokens_in(inputs).double()])
+        self.balancer.passed(total)
+        sums = [total.detach().double(), label_tokens(inputs).double(), self._tokens_in(inputs).double()]
+        self._window += torch.stack([*sums, torch.full_like(sums[0], len(inputs["rows"]))])
         return total * self.plan.world_size / num_items_in_batch
 
     def _tokens_in(self, inputs: Batch) -> Tensor:
@@ -178,8 +185,9 @@ class SftTrainer(Trainer):
             windows = self._gather(self._window)
             tokens, seconds = float(windows[:, 2].sum()), max(now - self._begun, 1e-9)
             extra: dict[str, Any] = {
-                "rank_loss": [float(total / max(count, 1)) for total, count, _ in windows.tolist()],
-                "rank_tokens": [int(count) for _, count, _ in windows.tolist()],
+                "rank_loss": [float(total / max(count, 1)) for total, count, *_ in windows.tolist()],
+                "rank_tokens": [int(count) for _, count, *_ in windows.tolist()],
+                "rank_rows": [int(rows) for *_, rows in windows.tolist()],
                 "tokens_per_second": tokens / seconds,
                 "memory_gib": peak_memory_bytes() / 2**30,
             }
@@ -263,11 +271,13 @@ class SftTrainer(Trainer):
 
     def counters(self) -> dict[str, Any]:
         """Returns what is counted from the run's start, for a checkpoint."""
-        return {"tokens_trained": self.tokens_trained, "training_seconds": self._seconds}
+        shares = self.balancer.kept()
+        return {"tokens_trained": self.tokens_trained, "training_seconds": self._seconds, **({"shares": shares} if shares else {})}
 
     def set_counters(self, kept: Mapping[str, Any]) -> None:
         """Puts back what `counters` returned."""
         self.tokens_trained, self._seconds = int(kept["tokens_trained"]), float(kept["training_seconds"])
+        self.balancer.resume(kept.get("shares", ()))
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Remembers the best step; the base class would look for checkpoints under its own names."""
