@@ -24,7 +24,7 @@ from sft_play.launch.extension_locks import remove_abandoned_locks
 from sft_play.launch.job import Job, job_of
 from sft_play.launch.local import show_launch, worker_arguments
 from sft_play.launch.options import CommandStrategy, read_options
-from sft_play.launch.preparation import run_preparation
+from sft_play.launch.preparation import delivered, run_preparation
 from sft_play.launch.render import accelerate_yaml
 from sft_play.launch.restarts import Restarts
 from sft_play.launch.resume import (
@@ -184,7 +184,13 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
 
 
 def prepare(run: RunFolder, *words: str) -> None:
-    """Resolves the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours."""
+    """Resolves the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours.
+
+    Where another machine has done so for this one, what it brought is taken.
+    """
+    if not words and (prepared := delivered(run)):
+        prepared.save(run.prepared)
+        return
     run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *words])
 
 
@@ -195,7 +201,7 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
         probe(job, run, prepared)
     plan = replace(job.plan(prepared), recoveries=recovery.recoveries(run))
     require_disk_space(plan, job.loaded.config, run)
-    lost = Restarts(limit=job.loaded.config.launch.max_restarts, step=step_of(checkpoint) if checkpoint else 0)
+    lost = Restarts(limit=restarts.limit_of(job.loaded.config), step=step_of(checkpoint) if checkpoint else 0)
     outcome, retries, ports = _attempt(job, plan, run, event=event, checkpoint=checkpoint), 0, 0
     while outcome.code == LOST:
         checkpoint, damaged = newest_told(run)

@@ -9,10 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from sft_play.errors import RetryableError
+from sft_play.errors import DataError, RetryableError, UserError
+from sft_play.files import read_json
 from sft_play.launch.bound import bound_to_parent
 from sft_play.launch.environment import DROPPED
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import Prepared
 
 END_SECONDS = 6.0
 """Three times this, and everything has ended within the 25 s of a stop on request."""
@@ -63,3 +67,27 @@ def _stop(process: subprocess.Popen[bytes], *, told: bool) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
             return
+
+
+DELIVERED = "SFT_PLAY_PREPARED"
+"""Variable that names a file: model and data were prepared on another machine and brought to this one (`launch.cluster`)."""
+
+
+def delivered(run: RunFolder) -> Prepared | None:
+    """Returns what another machine has prepared for this run, with where it stands here; `None` where nothing was brought.
+
+    Raises `UserError` where the variable is not meant for this run, `DataError` where what it names is not there.
+    """
+    if not (name := os.environ.get(DELIVERED)):
+        return None
+    try:
+        found = read_json(Path(name))
+        prepared, meant = Prepared.from_json(found["prepared"]), str(found["run"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"`{DELIVERED}` does not name what a cluster's master brought: {error}", place=name) from error
+    if meant != run.name:
+        raise UserError(f"`{DELIVERED}` is meant for the run `{meant}`, not for `{run.name}`", place=name, hint=f"unset {DELIVERED}")
+    folders = [prepared.model.path, *(split.path for split in (prepared.train, prepared.validation) if split)]
+    if missing := [folder for folder in folders if not Path(folder).is_dir()]:
+        raise DataError(f"`{missing[0]}`, which the master should have brought, is not on this machine", place=name)
+    return prepared

@@ -6,6 +6,7 @@ This is the launcher's work, not torchrun's: across nodes its `--max-restarts` w
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.launch.environment import Node
 from sft_play.launch.run_folder import read_events
@@ -26,6 +28,8 @@ KEPT = ("rank", "cause", "error", "checkpoint")
 FIRST_SECONDS, MOST_SECONDS = 2.0, 60.0
 OTHERS_SECONDS = 60.0
 """How long a node waits for node 0's last launch to be gone."""
+CONTROLLED = "SFT_PLAY_CLUSTER"
+"""Variable of a launcher that `train-cluster` has started: that command starts all machines again, so none does so by itself."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,6 +65,11 @@ class Restarts:
         times = "restart" if self.limit == 1 else "restarts"
         why = f"{self.used} of {self.limit} {times} without a newer checkpoint are used up (`launch.max_restarts`)"
         return replace(outcome, message=f"{outcome.message}\n\n{why}")
+
+
+def limit_of(config: Config) -> int:
+    """Returns how often in a row this launcher may start again by itself."""
+    return 0 if os.environ.get(CONTROLLED) else config.launch.max_restarts
 
 
 def facts(outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from sft_play.runs.prepared import Prepared
 
 MOST_FILES = 50_000
 """Of a source: their states are read within a second or two. A plan must come at once, and a folder may be `/`."""
-NO_MATTER = ("sources", "validation", "train_path", "val_path", "num_proc", "mix_by", "exhausted")
+NO_MATTER = ("sources", "validation", "train_path", "val_path", "num_proc", "mix_by", "exhausted", "sync")
 """Keys of `data` that change no row, or are looked at source by source."""
 
 

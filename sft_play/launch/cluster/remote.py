@@ -47,7 +47,9 @@ def hub_folder() -> Path:
 
 
 def facts(request: dict[str, Any]) -> int:
-    """Folders, versions without importing anything heavy, GPUs, and which of the files in `seen` this machine sees."""
+    """Folders, versions without importing anything heavy, GPUs, and in which folders this machine sees the file `mark`, made elsewhere."""
+    mark = request["mark"]
+    os.environ.update(request.get("variables", {}))
     folder = Path(request["folder"]).expanduser()
     sys.path.insert(0, str(folder))
     versions = {}
@@ -68,7 +70,9 @@ def facts(request: dict[str, Any]) -> int:
         hub=str(hub_folder()),
         gpus=gpus(),
         rsync=shutil.which("rsync") is not None,
-        seen=[path for path in request.get("seen", ()) if Path(path).exists()],
+        home=str(Path.home()),
+        shares_runs=(runs_folder() / mark).exists(),
+        shares_cache=(cache_folder() / mark).exists(),
         port_free=port_is_free(request["port"]) if request.get("port") else None,
         linux=sys.platform == "linux",
     )

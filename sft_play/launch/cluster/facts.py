@@ -1,0 +1,159 @@
+"""What is known of the machines of a cluster before a run is started on them, and what does not allow it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.cluster import Host, Inventory
+from sft_play.errors import HardwareError, UserError, raise_all
+from sft_play.launch.cluster.agent import ask
+from sft_play.launch.cluster.ssh import is_here
+from sft_play.runs.folder import cache_folder, runs_folder
+
+SECONDS = 20.0
+"""How long a machine may take to answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """One machine, as its own Python sees it. Paths are absolute, and that machine's."""
+
+    host: str
+    """Its own host name."""
+    home: str
+    folder: str | None
+    """The project; `None` where it is not there."""
+    runs: str
+    cache: str
+    hub: str
+    """Where huggingface_hub keeps models."""
+    python: str
+    versions: Mapping[str, str]
+    code: bool
+    """Whether the project can be imported there."""
+    gpus: int
+    rsync: bool
+    shares_runs: bool
+    """Its folder of runs is this machine's: a network disk."""
+    shares_cache: bool
+    port_free: bool | None
+    linux: bool
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> Facts:
+        """Returns a machine's answer."""
+        return cls(**{item.name: answer[item.name] for item in fields(cls)})
+
+
+@contextlib.contextmanager
+def _mark() -> Iterator[str]:
+    """Leaves a file in the folders of runs and cache, by which another machine can tell that it sees the same ones."""
+    name = f".seen-{secrets.token_hex(8)}"
+    made = []
+    try:
+        for folder in (runs_folder(), cache_folder()):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+            made.append(folder / name)
+        yield name
+    except OSError as error:
+        raise HardwareError(f"cannot be written: {error.strerror}", place=str(error.filename)) from error
+    finally:
+        for path in made:
+            path.unlink(missing_ok=True)
+
+
+def gather(inventory: Inventory, hosts: Sequence[Host], variables: Mapping[str, str]) -> dict[str, Facts | UserError]:
+    """Asks all hosts at once; returns host name -> its facts, or why it cannot be asked."""
+    with _mark() as mark, ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
+
+        def one(host: Host) -> Facts | UserError:
+            mine = {} if is_here(host) else dict(variables)
+            try:
+                return Facts.of(ask(host, inventory, "facts", timeout=SECONDS, mark=mark, variables=mine))
+            except UserError as error:
+                return error
+
+        return dict(zip((host.name for host in hosts), pool.map(one, hosts), strict=True))
+
+
+def shared_variables(shared: bool) -> dict[str, str]:
+    """Returns where all machines keep runs and cache when these are on a disk that all of them see."""
+    if not shared:
+        return {}
+    return {"RUNS_DIR": str(runs_folder().absolute()), "SFT_PLAY_CACHE": str(cache_folder().absolute())}
+
+
+def check(inventory: Inventory, found: Mapping[str, Facts], *, shared: bool) -> None:
+    """Raises every reason why no run can be started on these machines, each with its remedy."""
+    problems: list[UserError] = []
+    own = found[inventory.master.name]
+    for host in inventory.hosts:
+        facts = found.get(host.name)
+        if facts is not None and not is_here(host):
+            problems += _problems(host, facts, own, inventory, shared)
+    for host in inventory.hosts:
+        if host.name in found and host.gpus is not None and host.gpus > found[host.name].gpus:
+            text = f"host `{host.name}` has {_count(found[host.name].gpus, 'GPU')}, and the inventory states {host.gpus}"
+            hint = "`nvidia-smi` there shows what its driver sees; correct `gpus` in the inventory (0 trains on its CPU)"
+            problems.append(HardwareError(text, place=host.place or None, hint=hint))
+    raise_all(problems)
+
+
+def _problems(host: Host, facts: Facts, own: Facts, inventory: Inventory, shared: bool) -> Iterator[UserError]:
+    place = host.place or None
+    install = f"make cluster-install CLUSTER={inventory.path}"
+    if not facts.code or "torch" not in facts.versions:
+        what = "the project cannot be imported" if not facts.code else "it has no torch"
+        yield HardwareError(f"host `{host.name}` has no environment: {what}", place=place, hint=f"make it: {install}")
+        return
+    if not facts.linux:
+        yield HardwareError(f"host `{host.name}` does not run Linux", place=place)
+    apart = [f"{name} {facts.versions.get(name, 'is missing')} (here {version})"
+             for name, version in own.versions.items() if facts.versions.get(name) != version]  # fmt: skip
+    if _minor(facts.python) != _minor(own.python):
+        apart.insert(0, f"Python {facts.python} (here {own.python})")
+    if apart:
+        yield HardwareError(f"host `{host.name}` has other versions: {', '.join(apart)}", place=place, hint=f"make them alike: {install}")
+    if shared and not (facts.shares_runs and facts.shares_cache):
+        folders = [str(f.absolute()) for f, sees in ((runs_folder(), facts.shares_runs), (cache_folder(), facts.shares_cache)) if not sees]
+        text = f"`data.sync` is `shared`, but host `{host.name}` does not see this machine's {' nor its '.join(f'`{f}`' for f in folders)}"
+        hint = "mount them there at the same place (RUNS_DIR and SFT_PLAY_CACHE say where they are), or take `data.sync: rsync`"
+        yield HardwareError(text, place=place, hint=hint)
+    if not shared and not facts.rsync:
+        yield HardwareError(f"host `{host.name}` has no `rsync`", place=place, hint="on it: sudo apt install rsync; or `data.sync: shared`")
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _count(number: int, what: str) -> str:
+    return f"no {what}" if not number else f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def require_master_here(inventory: Inventory) -> None:
+    """Raises `UserError` where the first host is another machine: its launcher, logs and checkpoints are this command's own."""
+    if sys.platform != "linux":
+        raise HardwareError("cluster runs need Linux on every machine, this one too")
+    if not is_here(inventory.master):
+        raise UserError(
+            f"the first host, `{inventory.master.name}` ({inventory.master.address}), is the master, and this machine has not that address",
+            place=inventory.master.place or None,
+            hint="type the command on the first host, or put this machine first in the inventory (`CLUSTER_HOSTS=\"name name\"` orders them)",
+        )
+
+
+def forwarded(ambient: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns the user's own settings of communication that reach every machine; those that name devices or folders are each machine's."""
+    ambient = os.environ if ambient is None else ambient
+    own = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
+    return {k: v for k, v in ambient.items() if (k.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_")) and k not in own) or k == "OMP_NUM_THREADS"}
