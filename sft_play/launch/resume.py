@@ -168,12 +168,14 @@ CHANGEABLE = frozenset({
 """Keys that a resumed run may change: none of them changes an update that has been made."""
 STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size", "launch.strategy")
 """Keys that the stamp holds: comparing it gives the better message."""
+ELSEWHERE = ("slurm.", "kubernetes.")
+"""Sections that say where a run is started, and nothing of what it computes."""
 LONGER = frozenset({"train.max_steps", "train.epochs"})
 
 
 def check_overrides(call: Call) -> None:
     """Raises `UserError` for overrides that would make it another run."""
-    refused = [o for o in call.overrides if o.key not in CHANGEABLE and not o.key.startswith(STAMPED)]
+    refused = [o for o in call.overrides if o.key not in CHANGEABLE and not o.key.startswith((*STAMPED, *ELSEWHERE))]
     if refused:
         keys = ", ".join(f"`{o.key}`" for o in refused)
         raise UserError(

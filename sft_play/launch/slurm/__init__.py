@@ -1,0 +1,1 @@
+"""Slurm: a batch script from the plan, and its submission."""
