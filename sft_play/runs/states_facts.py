@@ -50,6 +50,9 @@ class StatesFacts:
     """DeepSpeed's counters."""
     counters: dict[str, Any]
     """What `training_metrics.json` counts from the run's start."""
+    own: dict[str, Any] | None = None
+    """Of ranks that have states of their own under DDP (`training.states.own`): their number, and what each has trained since the last
+    average; `None` elsewhere."""
 
 
 def read_facts(checkpoint: Path) -> StatesFacts:

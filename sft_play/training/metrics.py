@@ -71,7 +71,8 @@ class MetricsFile(TrainerCallback):
         logs = logs or {}
         if "rank_loss" in logs:
             row = {"kind": "train", "step": state.global_step, "epoch": logs.get("epoch")}
-            self.add(row | {key: finite(logs.get(key)) for key in TRAIN_KEYS})
+            own = {"rank_grad_norm": finite(logs["rank_grad_norm"])} if "rank_grad_norm" in logs else {}
+            self.add(row | {key: finite(logs.get(key)) for key in TRAIN_KEYS} | own)
         elif "eval_loss" in logs:
             row = {"kind": "eval", "step": state.global_step, "epoch": logs.get("epoch")}
             self.add(row | {k: finite(v) for k, v in logs.items() if k.startswith("eval_")})

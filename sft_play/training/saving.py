@@ -32,6 +32,7 @@ from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publ
 from sft_play.runs.manifest import seal, verify
 from sft_play.runs.space import SPARE_MEMORY_BYTES, Room, describe, free_bytes, free_memory_bytes, side_file, size, with_spare
 from sft_play.training.holdings import bytes_held
+from sft_play.training.local_steps import seen_as_average
 from sft_play.training.loss import all_sum
 from sft_play.training.metrics import MetricsFile
 from sft_play.training.states import collect
@@ -182,6 +183,8 @@ class Saver(TrainerCallback):
         held = bytes_held(trainer.model, trainer.optimizer)["optimizer"]
         if trainer.config.tuning.mode != "full":
             held += predicted_bytes(trainer)  # an adapter's weights stand beside its states too, under their full names
+        if trainer.local is not None:  # anchor, momentum and average on rank 0, own weights on the others
+            return (3 if trainer.is_world_process_zero() else 1) * 2 * predicted_bytes(trainer) + held
         shared = trainer.plan.strategy in ("single", "ddp") and not trainer.is_world_process_zero()
         return (predicted_bytes(trainer) if trainer.is_world_process_zero() else 0) + (0 if shared else held)
 
@@ -190,8 +193,11 @@ class Saver(TrainerCallback):
         trainer = self.trainer
         background = trainer.config.train.async_save and self._memory_allows()
         apart = trainer.args.process_index not in self.together
-        weights = gather_weights(trainer, clone=background)
-        states = collect(trainer, clone=background)
+        local, first = trainer.local, trainer.is_world_process_zero()
+        with seen_as_average(local):
+            weights = gather_weights(trainer, clone=background or (local is not None and local.window > 0))
+            average = local.copies() if local is not None and first else {}
+        states = collect(trainer, clone=background, average=average)
         return Writing(
             step=step,
             folder=trainer.run.random_states(step) if apart else partial_folder(trainer.run, step),

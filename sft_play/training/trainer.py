@@ -30,10 +30,12 @@ from sft_play.runs.prepared import PreparedSplit
 from sft_play.runs.stamp import Stamp
 from sft_play.training.agreement import EvaluationStopped, StopOnRequest
 from sft_play.training.balance import Balancer, together
+from sft_play.training.compression import PowerSgd, register
 from sft_play.training.feeding import IDLE, sampler_of, step_totals, train_loader
 from sft_play.training.flops import operations_per_token, peak_operations
 from sft_play.training.guards import keep_bad_rows, no_number, require_finite
 from sft_play.training.held_out import evaluate
+from sft_play.training.local_steps import local_steps_of, seen_as_average
 from sft_play.training.loss import label_tokens, token_loss_sum
 from sft_play.training.memory_errors import Activity
 from sft_play.training.saving import Saver
@@ -79,6 +81,10 @@ class SftTrainer(Trainer):
         self.add_callback(self.saver)
         self.balancer = Balancer(self)
         self.add_callback(self.balancer)
+        self.powersgd: PowerSgd | None = None
+        self.local = local_steps_of(self)
+        if self.local is not None:
+            self.add_callback(self.local)
 
     def _sums_on(self) -> torch.device:
         return torch.device(self.args.device)
@@ -104,7 +110,12 @@ class SftTrainer(Trainer):
         self.doing.enter("training", step=self.state.global_step + 1)
         self._step_rows = [row for batch in batch_samples for row in batch["rows"]]
         self.rows_trained += self._step_rows
-        return step_totals(batch_samples, device, together=together(self.plan))
+        total = step_totals(batch_samples, device, together=together(self.plan))
+        if self.powersgd is not None:
+            self.powersgd.step = self.state.global_step
+        if self.local is not None:
+            self.local.begin_step(batch_samples, total, IDLE)
+        return total
 
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Skips a micro-step that is empty (`step_totals`): no pass, so nothing that accumulates gradients ever sees it."""
@@ -112,14 +123,17 @@ class SftTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         self.balancer.begin(inputs)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        return loss
+        return loss if self.local is None else self.local.shared(loss)
 
     # ---- Loss
 
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
     ) -> Tensor:
-        """Returns `world_size * sum / N`, so that the average over ranks is the exact mean over N label tokens."""
+        """Returns `world_size * sum / N`, so that the average over ranks is the exact mean over N label tokens.
+
+        With `launch.local_steps` the mean over this rank's own: it makes its step by itself.
+        """
         assert num_items_in_batch is not None and not return_outputs
         self.doing.next_batch(inputs["rows"])
         total = token_loss_sum(model, inputs)
@@ -128,6 +142,8 @@ class SftTrainer(Trainer):
         self.balancer.passed(total)
         sums = [total.detach().double(), label_tokens(inputs).double(), self._tokens_in(inputs).double()]
         self._window += torch.stack([*sums, torch.full_like(sums[0], len(inputs["rows"]))])
+        if self.local is not None:
+            return total / self.local.own_tokens
         return total * self.plan.world_size / num_items_in_batch
 
     def _tokens_in(self, inputs: Batch) -> Tensor:
@@ -145,10 +161,15 @@ class SftTrainer(Trainer):
         self.doing.enter("updating", step=step)
         norm = super()._get_grad_norm(model, grad_norm)
         value = float(getattr(norm, "full_tensor", lambda: norm)())
+        if self.local is not None:
+            norm = value = self.local.agree(value)
         if not self.args.fp16:  # there the loss scaler expects infinities, and leaves such updates out
             self._require_finite_everywhere(value)
         self._require_finite("loss", self._window[0])
-        if self.spikes.jumps(value, step=step, rows=self._step_rows):
+        jumps = self.spikes.jumps(value, step=step, rows=self._step_rows)
+        if jumps and self.local is not None:
+            self.local.leave_out()
+        if jumps or (self.local is not None and self.local.empty):
             model.zero_grad(set_to_none=True)  # an optimizer passes over parameters without a gradient; the schedule goes on
         return norm
 
@@ -196,6 +217,8 @@ class SftTrainer(Trainer):
             if self.peak_flops:
                 self._operations = self._operations or operations_per_token(self.accelerator.unwrap_model(self.model))
                 extra["mfu"] = self._operations * tokens / seconds / (self.peak_flops * self.plan.world_size)
+            if self.local is not None:
+                extra["rank_grad_norm"] = self.local.norms
             logs = {**logs, **extra}
             self._window.zero_()
             self._begun = now
@@ -237,7 +260,8 @@ class SftTrainer(Trainer):
         """Returns token-weighted loss and perplexity of the validation rows, in all and per source, and scores of answers."""
         started = time.perf_counter()
         self.doing.enter("evaluating", step=self.state.global_step)
-        metrics = evaluate(self, self.eval_dataset if eval_dataset is None else eval_dataset, metric_key_prefix)
+        with seen_as_average(self.local):
+            metrics = evaluate(self, self.eval_dataset if eval_dataset is None else eval_dataset, metric_key_prefix)
         metrics[f"{metric_key_prefix}_seconds"] = time.perf_counter() - started
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -254,6 +278,9 @@ class SftTrainer(Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Puts a checkpoint's states back when model and optimizer are wrapped; the base class would load pickles."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self.powersgd = register(self)
+        if self.local is not None:
+            self.local.begin()
         if resume_from_checkpoint is not None:
             self.state.compute_steps(
                 self.args, max_steps

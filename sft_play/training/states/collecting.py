@@ -15,6 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from sft_play.runs.states_facts import FORMAT, NAME, StatesFacts, optimizer_file, random_file
 from sft_play.training.states.bundles import Bundle, Layout, Share, layout_of
 from sft_play.training.states.facts import ELEMENTWISE, engine_of, groups_of, plain, scaler_of, scheduler_of
+from sft_play.training.states.own import facts_of, has_own, take_extra
 from sft_play.training.states.pieces import Kind, Piece
 from sft_play.training.states.random_states import random_states
 from sft_play.training.states.shelf import INDEX
@@ -53,24 +54,29 @@ class States:
         return written
 
 
-def collect(trainer: Any, *, clone: bool) -> States:
+def collect(trainer: Any, *, clone: bool, average: Mapping[str, Tensor] | None = None) -> States:
     """Returns this rank's states after an optimizer step. Collective: all ranks call it together.
 
     With `clone` nothing that is returned shares memory with the trainer, so that it may train on while they are written.
+    `average`: where ranks have weights of their own, the average of each trained parameter, on rank 0.
     Raises `CheckpointError` for a state that cannot be saved (an object that is neither tensor nor number).
     """
     layout, rank = layout_of(trainer), int(trainer.args.process_index)
-    collector = _Collector(clone, in_weights_file(trainer))
-    if layout.sharded or rank == 0:
+    own = facts_of(trainer)
+    apart = own is not None and own["window"] > 0
+    collector = _Collector(clone, frozenset() if apart else in_weights_file(trainer))
+    if layout.sharded or rank == 0 or (own is not None and own["local"]):
         for bundle in layout.bundles:
             collector.take(bundle, layout.optimizer.state.get(bundle.key, {}))
+    if own is not None:
+        take_extra(trainer, collector.add, average or {})
     return States(
         rank=rank,
-        pieces=tuple(collector.pieces) if layout.sharded or rank == 0 else None,
+        pieces=tuple(collector.pieces) if layout.sharded or rank == 0 or has_own(trainer) else None,
         tensors=collector.tensors,
         values=collector.values,
         random=random_states(),
-        facts=_facts(trainer, layout, collector) if rank == 0 else None,
+        facts=_facts(trainer, layout, collector, own) if rank == 0 else None,
     )
 
 
@@ -103,9 +109,9 @@ class _Collector:
             self._slices(bundle, name, flat)
         elif state.numel() == 1 or [share.end - share.start for share in bundle.shares] == [_numel(bundle.shares[0])]:
             for share in bundle.shares:
-                self._add(name, state, share.name, "whole", 0, _numel(share), share.shape)
+                self.add(name, state, share.name, "whole", 0, _numel(share), share.shape)
         else:
-            self._add(name, state, bundle.label, "rank", 0, state.numel(), tuple(state.shape))
+            self.add(name, state, bundle.label, "rank", 0, state.numel(), tuple(state.shape))
 
     def _slices(self, bundle: Bundle, name: str, flat: Tensor) -> None:
         for share in bundle.shares:
@@ -113,9 +119,10 @@ class _Collector:
 
     def _slice(self, name: str, flat: Tensor, share: Share) -> None:
         part = flat[share.offset : share.offset + share.end - share.start]
-        self._add(name, part, share.name, "slice", share.start, share.end, share.shape)
+        self.add(name, part, share.name, "slice", share.start, share.end, share.shape)
 
-    def _add(self, state: str, tensor: Tensor, parameter: str, kind: Kind, start: int, end: int, shape: tuple[int, ...]) -> None:
+    def add(self, state: str, tensor: Tensor, parameter: str, kind: Kind, start: int, end: int, shape: tuple[int, ...]) -> None:
+        """Adds one piece."""
         kept = tensor.detach().to("cpu", copy=self.clone).contiguous()
         key = f"{state}/{parameter}"
         self.tensors[key] = kept
@@ -131,7 +138,7 @@ def _numel(share: Share) -> int:
     return int(torch.Size(share.shape).numel())
 
 
-def _facts(trainer: Any, layout: Layout, collector: _Collector) -> StatesFacts:
+def _facts(trainer: Any, layout: Layout, collector: _Collector, own: dict[str, Any] | None) -> StatesFacts:
     world, name = int(trainer.args.world_size), type(layout.optimizer).__name__
     return StatesFacts(
         format=FORMAT,
@@ -145,6 +152,7 @@ def _facts(trainer: Any, layout: Layout, collector: _Collector) -> StatesFacts:
         scaler=scaler_of(trainer),
         engine=engine_of(trainer),
         counters=trainer.counters(),
+        own=own,
     )
 
 

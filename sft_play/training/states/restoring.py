@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,9 @@ from sft_play.errors import CheckpointError
 from sft_play.runs.states_facts import check_states, optimizer_file, random_file, read_facts
 from sft_play.training.states.bundles import Bundle, layout_of
 from sft_play.training.states.facts import restored, set_engine, set_groups, set_scaler, set_scheduler
+from sft_play.training.states.own import EXTRA, VALUES, restore_extra, sources_of
 from sft_play.training.states.random_states import restore_random_states
 from sft_play.training.states.shelf import Shelf, dtype_of
-
-VALUES = ("master", "weight")
-"""States that are the parameter's own values, the one with more digits first."""
 
 
 def restore(trainer: Any, checkpoint: Path) -> None:
@@ -36,15 +34,17 @@ def restore(trainer: Any, checkpoint: Path) -> None:
             hint="set `train.optim` (or DeepSpeed's `optimizer`) back to what it was",
         )
     shelf = Shelf(checkpoint, facts.files)
+    sources = sources_of(trainer, checkpoint, facts, shelf)
     ties: Mapping[str, str] = getattr(trainer.model, "all_tied_weights_keys", None) or {}
     with torch.no_grad():
         layout.begin()
         for bundle in layout.bundles:
-            _put_values(shelf, bundle, ties)
-            state = _states(shelf, bundle, layout.optimizer)
+            _put_values(sources.values, bundle, ties, sources.order)
+            state = _states(sources.states, bundle, layout.optimizer)
             if state:
                 layout.optimizer.state[bundle.key] = state
         layout.finish()
+        restore_extra(trainer, facts, shelf, sources)
     set_groups(layout.optimizer, facts.groups)
     set_scheduler(trainer.lr_scheduler, layout.optimizer, facts.scheduler)
     set_scaler(trainer, facts.scaler)
@@ -83,10 +83,10 @@ def _say_fresh(trainer: Any, checkpoint: Path) -> None:
         )
 
 
-def _put_values(shelf: Shelf, bundle: Bundle, ties: Mapping[str, str]) -> None:
+def _put_values(shelf: Shelf, bundle: Bundle, ties: Mapping[str, str], order: Sequence[str]) -> None:
     for share in bundle.shares:
         target = bundle.local[share.offset : share.offset + share.end - share.start]
-        state = next((one for one in VALUES if shelf.pieces(share.name, one)), None)
+        state = next((one for one in order if shelf.pieces(share.name, one)), None)
         if state is not None:
             shelf.fill(target, share.name, state, share.start, share.end)
             continue
@@ -109,7 +109,7 @@ def _states(shelf: Shelf, bundle: Bundle, optimizer: Any) -> dict[str, Any]:
         return found
     for label in (*labels, bundle.label):
         for name in shelf.states(label):
-            if name not in found and name not in VALUES:
+            if name not in found and name not in VALUES and name not in EXTRA:
                 found[name] = _state(shelf, bundle, name, label, optimizer)
     for label in labels:
         for name, value in shelf.values(label).items():

@@ -24,20 +24,24 @@ INDEX = "index"
 class Shelf:
     """All optimizer pieces of a checkpoint, whoever wrote them."""
 
-    def __init__(self, checkpoint: Path, files: int) -> None:
-        """`files`: how many ranks wrote one. Raises `CheckpointError` for a file that is missing or not ours."""
+    def __init__(self, checkpoint: Path, files: int, *, only: Path | None = None) -> None:
+        """`files`: how many ranks wrote one; `only`: one file alone instead, wherever it is.
+
+        Raises `CheckpointError` for a file that is missing or not ours.
+        """
         self.checkpoint = checkpoint
         self.weights = _Weights(checkpoint)
         self._open: dict[str, Any] = {}
         self._pieces: dict[tuple[str, str], list[Piece]] = {}
         self._states: dict[str, list[str]] = {}
         self._values: dict[str, dict[str, Any]] = {}
-        for rank in range(files):
-            self._index(optimizer_file(rank))
+        for path in [only] if only else [checkpoint / optimizer_file(rank) for rank in range(files)]:
+            self._index(path)
 
-    def _index(self, name: str) -> None:
-        with readable(self.checkpoint / name):
-            file: Any = safe_open(self.checkpoint / name, framework="pt", device="cpu")
+    def _index(self, path: Path) -> None:
+        name = path.name
+        with readable(path):
+            file: Any = safe_open(path, framework="pt", device="cpu")
             self._open[name] = file
             index = json.loads((file.metadata() or {})[INDEX])
         for facts in index["pieces"]:
