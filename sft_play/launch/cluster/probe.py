@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sft_play.launch.cluster.probe_network import PIECE, all_reduce, close, command_of, listen, own_addresses, reach, read_text, route
+from sft_play.launch.cluster.probe_network import PIECE, all_reduce, close, command_of, listen, own_addresses, reach, reach_all, read_text, route
 
 MARK = "sft-play probe"
 """First line of the answers: what a login shell prints comes before it."""
@@ -196,7 +196,7 @@ def in_background(call: Any, arguments: dict[str, Any], timeout: float) -> Any:
     return found["ok"]
 
 
-CALLS = {one.__name__: one for one in (clock, facts, software, files, prepared, listen, close, reach, all_reduce)}
+CALLS = {one.__name__: one for one in (clock, facts, software, files, prepared, listen, close, reach, reach_all, all_reduce)}
 
 
 def serve() -> None:

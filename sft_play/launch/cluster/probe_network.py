@@ -129,6 +129,26 @@ def _holder(port: int) -> str | None:
     return f"a process of {user}" if user else None
 
 
+def reach_all(targets: list[tuple[str, int]], timeout: float) -> list[str | None]:
+    """Connects to every listener at once; returns for each why it could not be reached, `None` where it answers."""
+    found: list[str | None] = [f"no answer within {timeout:g} s"] * len(targets)
+
+    def try_one(k: int) -> None:
+        try:
+            reach(*targets[k], megabytes=0, timeout=timeout)
+            found[k] = None
+        except OSError as error:
+            found[k] = error.strerror or str(error)
+
+    workers = [threading.Thread(target=try_one, args=(k,), daemon=True) for k in range(len(targets))]
+    for worker in workers:
+        worker.start()
+    until = time.monotonic() + 2 * timeout
+    for worker in workers:
+        worker.join(max(0.0, until - time.monotonic()))
+    return found
+
+
 def reach(address: str, port: int, megabytes: int, timeout: float) -> dict[str, float]:
     """Returns the median round trip in ms to a listener and, with `megabytes`, the speed towards it in Mbit/s. Raises `OSError`."""
     with socket.create_connection((address, port), timeout=timeout) as link:

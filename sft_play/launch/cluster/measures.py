@@ -1,0 +1,300 @@
+"""Asks all machines of a cluster at once, and lets them reach each other. Judges nothing: `findings` does.
+
+Order: clocks and facts, then the network while nothing else runs, then torch, whose import takes seconds, then a sum over all machines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from sft_play.config.cluster import Host, Inventory
+from sft_play.launch.cluster.session import Gone, Refused, Session, Silent
+from sft_play.launch.cluster.ssh import CONNECT_SECONDS
+
+START_SECONDS = CONNECT_SECONDS + 3.0
+ROUND_TRIPS = 20
+CONNECT_LIMIT = 3.0
+"""Seconds for a connection between two machines."""
+MEGABYTES = 16
+"""Sent between two machines to see how fast that is."""
+SUM_MEGABYTES = 8
+SUM_SECONDS = 15.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What the machines shall agree with."""
+
+    port: int
+    """For the meeting of the ranks, on the master."""
+    backend: str = "auto"
+    """`nccl`, `gloo`, or `auto`: NCCL where all machines have GPUs."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """File of the project -> sha256, as on this machine."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """File of the data -> sha256, as on this machine."""
+    prepared: Mapping[str, str] = field(default_factory=dict)
+    """Prepared split -> fingerprint of its rows, as on this machine."""
+    shared: bool = False
+    """Whether runs and cache stand on a disk that all machines see (`data.sync: shared`)."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What is known of one host."""
+
+    host: Host
+    start: str | None = None
+    """Why its Python did not start; stderr of ssh and of what it ran. `None` where it did."""
+    code: int = 0
+    """Exit code then."""
+    lost: str | None = None
+    """What was being asked when it stopped answering."""
+    skew_seconds: float | None = None
+    """Its clock minus ours, +- half of the shortest round trip."""
+    ssh_ms: float | None = None
+    """The shortest round trip over SSH."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    software: Mapping[str, Any] = field(default_factory=dict)
+    code_files: Mapping[str, str | None] = field(default_factory=dict)
+    sources: Mapping[str, str | None] = field(default_factory=dict)
+    prepared: Mapping[str, str | None] = field(default_factory=dict)
+
+    @property
+    def answers(self) -> bool:
+        return self.start is None and self.lost is None
+
+
+@dataclass(slots=True)
+class Pair:
+    """The way from one machine to another."""
+
+    source: str
+    target: str
+    error: str | None = None
+    """Why a random high port of the target cannot be reached."""
+    rtt_ms: float | None = None
+    mbit: float | None = None
+
+
+@dataclass(slots=True)
+class Summed:
+    """A sum over all machines."""
+
+    backend: str
+    seconds: float | None = None
+    errors: Mapping[str, str] = field(default_factory=dict)
+    """Host name -> what it says."""
+    skipped: str | None = None
+    """Why it was not tried."""
+
+
+@dataclass(slots=True)
+class Examined:
+    """Everything that was found."""
+
+    hosts: dict[str, Seen]
+    pairs: list[Pair] = field(default_factory=list)
+    master_port: dict[str, str | None] = field(default_factory=dict)
+    """Host name -> why it cannot reach the master's port; `None` where it can."""
+    port_held: Mapping[str, Any] | None = None
+    """The master's answer where its port could not be opened."""
+    summed: Summed | None = None
+    seconds: float = 0.0
+
+
+def examine(inventory: Inventory, wanted: Wanted, *, seconds: float) -> Examined:
+    """Asks all hosts, within about `seconds`. Leaves nothing behind on them."""
+    return _Examination(inventory, wanted, seconds).run()
+
+
+class _Examination:
+    def __init__(self, inventory: Inventory, wanted: Wanted, seconds: float) -> None:
+        self.inventory, self.wanted = inventory, wanted
+        self.began = time.monotonic()
+        self.until = self.began + seconds
+        self.found = Examined(hosts={host.name: Seen(host) for host in inventory.hosts})
+        self.sessions: dict[str, Session] = {}
+
+    def run(self) -> Examined:
+        try:
+            self.sessions = {host.name: Session(host, self.inventory) for host in self.inventory.hosts}
+            self.each(self.meet)
+            self.network()
+            self.each(self.software)
+            self.found.summed = self.sum_over_all()
+        finally:
+            codes = self.parallel({name: session.close for name, session in self.sessions.items()})
+            for name, seen in self.found.hosts.items():
+                if seen.start is not None and name in codes:
+                    seen.start, seen.code = self.sessions[name].errors.strip() or seen.start, codes[name]
+        self.found.seconds = time.monotonic() - self.began
+        return self.found
+
+    # ---- Asking
+
+    def left(self, most: float) -> float:
+        """Returns the seconds that a request may take."""
+        return max(0.5, min(most, self.until - time.monotonic()))
+
+    def parallel(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+        with ThreadPoolExecutor(max_workers=max(1, len(calls))) as pool:
+            started = {name: pool.submit(call) for name, call in calls.items()}
+            return {name: future.result() for name, future in started.items()}
+
+    def each(self, call: Callable[[Seen], None]) -> None:
+        """Calls for every host that answers, all at once."""
+        self.parallel({name: lambda seen=seen: call(seen) for name, seen in self.found.hosts.items() if seen.answers})
+
+    def ask(self, seen: Seen, name: str, most: float, **request: Any) -> Any:
+        """Returns an answer; `None` where there is none, and the host is known as lost from then on. Raises `Refused`."""
+        if not seen.answers:
+            return None
+        try:
+            return self.sessions[seen.host.name].call(name, self.left(most), **request)
+        except (Silent, Gone) as error:
+            seen.lost = f"{name}: {error}"
+            return None
+
+    def meet(self, seen: Seen) -> None:
+        """Waits for the host's Python, compares the clocks, asks for what costs little."""
+        try:
+            self.sessions[seen.host.name].await_start(self.left(START_SECONDS))
+        except (Silent, Gone) as error:
+            seen.start = str(error)
+            return
+        self.clock(seen)
+        others = [host for host in self.inventory.hosts if host.name != seen.host.name]
+        towards = self.inventory.master.address if seen.host.name != self.inventory.master.name else (others or [seen.host])[0].address
+        seen.facts = self.ask(seen, "facts", 10, towards=towards) or {}
+        seen.code_files = self.ask(seen, "files", 10, paths=list(self.wanted.code)) or {}
+        seen.sources = self.ask(seen, "files", 15, paths=list(self.wanted.sources)) or {}
+        seen.prepared = self.ask(seen, "prepared", 5, names=list(self.wanted.prepared)) or {}
+
+    def clock(self, seen: Seen) -> None:
+        trips = []
+        for _ in range(ROUND_TRIPS):
+            sent = time.time()
+            theirs = self.ask(seen, "clock", 5)
+            if theirs is None:
+                return
+            received = time.time()
+            trips.append((received - sent, theirs - (sent + received) / 2))
+        shortest, skew = min(trips)
+        seen.ssh_ms, seen.skew_seconds = shortest * 1e3, skew
+
+    def software(self, seen: Seen) -> None:
+        seen.software = self.ask(seen, "software", 20) or {}
+
+    # ---- Network
+
+    def network(self) -> None:
+        """Opens the master's port and a random one on each host, lets all reach all, then measures pair by pair."""
+        answering = {name: seen for name, seen in self.found.hosts.items() if seen.answers}
+        master = answering.get(self.inventory.master.name)
+        opened = self.ask(master, "listen", 5, port=self.wanted.port) if master else None
+        if opened and opened["port"] is None:
+            self.found.port_held = opened
+        ports = {name: answer["port"] for name, answer in self.parallel(
+            {name: lambda seen=seen: self.ask(seen, "listen", 5, port=0) for name, seen in answering.items()}
+        ).items() if answer and answer["port"]}  # fmt: skip
+        master_open = bool(opened and opened["port"])
+        self.parallel({name: lambda seen=seen: self.reach(seen, ports, master_open) for name, seen in answering.items() if seen.answers})
+        for pairs in rounds(list(ports)):
+            if self.until - time.monotonic() < SUM_SECONDS:
+                break  # the sum over all machines says more
+            self.parallel({a: lambda a=a, b=b: self.measure(a, b, ports) for a, b in pairs})
+        self.each(lambda seen: self.ask(seen, "close", 5))
+
+    def reach(self, seen: Seen, ports: Mapping[str, int], master_open: bool) -> None:
+        """Lets one host connect to the others."""
+        others = [name for name in ports if name != seen.host.name]
+        targets = [(self.found.hosts[name].host.address, ports[name]) for name in others]
+        to_master = master_open and seen.host.name != self.inventory.master.name
+        if to_master:
+            targets.append((self.inventory.master.address, self.wanted.port))
+        answers = self.ask(seen, "reach_all", 2 * CONNECT_LIMIT + 2, targets=targets, timeout=CONNECT_LIMIT)
+        if answers is None:
+            return
+        if to_master:
+            self.found.master_port[seen.host.name] = answers.pop()
+        self.found.pairs += [Pair(seen.host.name, name, error) for name, error in zip(others, answers, strict=True)]
+
+    def measure(self, one: str, other: str, ports: Mapping[str, int]) -> None:
+        """Measures both ways between two hosts, one after the other."""
+        for source, target in ((one, other), (other, one)):
+            pair = next((pair for pair in self.found.pairs if (pair.source, pair.target) == (source, target)), None)
+            if pair is None or pair.error:
+                continue
+            address = self.found.hosts[target].host.address
+            try:
+                way = self.ask(
+                    self.found.hosts[source], "reach", 20, address=address, port=ports[target], megabytes=MEGABYTES, timeout=CONNECT_LIMIT
+                )  # fmt: skip
+            except Refused as error:
+                pair.error = str(error)
+                continue
+            if way:
+                pair.rtt_ms, pair.mbit = way["rtt_ms"], way["mbit"]
+
+    def sum_over_all(self) -> Summed | None:
+        """Lets torch sum over all machines as a training does; not where that can only hang."""
+        hosts = self.found.hosts
+        if len(hosts) < 2:
+            return None
+        gpus = all(seen.host.gpus != 0 and seen.software.get("usable_gpus") for seen in hosts.values())
+        summed = Summed(backend="nccl" if self.wanted.backend == "nccl" or (self.wanted.backend == "auto" and gpus) else "gloo")
+        why_not = [name for name, seen in hosts.items() if not seen.answers or not seen.software.get("torch")]
+        if why_not:
+            summed.skipped = f"{_names(why_not)} cannot take part"
+        elif self.found.port_held or any(self.found.master_port.values()) or any(pair.error for pair in self.found.pairs):
+            summed.skipped = "not all ports are open"
+        elif self.until - time.monotonic() < 3:
+            summed.skipped = "no time was left"
+        elif summed.backend == "nccl" and not gpus:
+            summed.skipped = "NCCL needs a GPU on every machine"
+        else:
+            self.sum_now(summed)
+        return summed
+
+    def sum_now(self, summed: Summed) -> None:
+        limit = self.left(SUM_SECONDS) - 1
+        times: dict[str, float] = {}
+        errors: dict[str, str] = {}
+
+        def one(rank: int, seen: Seen) -> None:
+            try:
+                answer = self.ask(
+                    seen, "all_reduce", limit + 1, backend=summed.backend, address=self.inventory.master.address, port=self.wanted.port,
+                    rank=rank, world=len(self.found.hosts), interface=seen.host.interface or (seen.facts.get("route") or {}).get("interface") or "",
+                    megabytes=SUM_MEGABYTES, timeout=limit, limit=limit,
+                )  # fmt: skip
+            except Refused as error:
+                errors[seen.host.name] = str(error)
+                return
+            if answer is None:
+                errors[seen.host.name] = seen.lost or "no answer"
+            else:
+                times[seen.host.name] = answer
+
+        self.parallel({name: lambda k=k, seen=seen: one(k, seen) for k, (name, seen) in enumerate(self.found.hosts.items())})
+        summed.errors = errors
+        summed.seconds = max(times.values()) if times and not errors else None
+
+
+def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
+    """Yields every pair of hosts once, in rounds in which no host stands twice (the circle method of tournaments)."""
+    ring: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
+    for _ in range(len(ring) - 1):
+        half = len(ring) // 2
+        pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
+        yield [(a, b) for a, b in pairs if a is not None and b is not None]
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
