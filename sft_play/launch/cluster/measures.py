@@ -54,6 +54,8 @@ class Seen:
     """Exit code then."""
     lost: str | None = None
     """What was being asked when it stopped answering."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """What it could not do -> why."""
     skew_seconds: float | None = None
     """Its clock minus ours, +- half of the shortest round trip."""
     ssh_ms: float | None = None
@@ -151,7 +153,15 @@ class _Examination:
         self.parallel({name: lambda seen=seen: call(seen) for name, seen in self.found.hosts.items() if seen.answers})
 
     def ask(self, seen: Seen, name: str, most: float, **request: Any) -> Any:
-        """Returns an answer; `None` where there is none, and the host is known as lost from then on. Raises `Refused`."""
+        """Returns an answer; `None` where there is none, and why is kept: a host that is silent once is lost from then on."""
+        try:
+            return self.ask_for(seen, name, most, **request)
+        except Refused as error:
+            seen.refused[name] = str(error)
+            return None
+
+    def ask_for(self, seen: Seen, name: str, most: float, **request: Any) -> Any:
+        """As `ask`, but raises `Refused`."""
         if not seen.answers:
             return None
         try:
@@ -232,7 +242,7 @@ class _Examination:
                 continue
             address = self.found.hosts[target].host.address
             try:
-                way = self.ask(
+                way = self.ask_for(
                     self.found.hosts[source], "reach", 20, address=address, port=ports[target], megabytes=MEGABYTES, timeout=CONNECT_LIMIT
                 )  # fmt: skip
             except Refused as error:
@@ -268,7 +278,7 @@ class _Examination:
 
         def one(rank: int, seen: Seen) -> None:
             try:
-                answer = self.ask(
+                answer = self.ask_for(
                     seen, "all_reduce", limit + 1, backend=summed.backend, address=self.inventory.master.address, port=self.wanted.port,
                     rank=rank, world=len(self.found.hosts), interface=seen.host.interface or (seen.facts.get("route") or {}).get("interface") or "",
                     megabytes=SUM_MEGABYTES, timeout=limit, limit=limit,
