@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from sft_play.config import kubernetes_rules, metric_rules, path_rules, security_rules, slurm_rules, source_rules, task_rules
+from sft_play.config import (
+    kubernetes_rules,
+    metric_rules,
+    network_rules,
+    path_rules,
+    security_rules,
+    slurm_rules,
+    source_rules,
+    task_rules,
+)
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 
@@ -108,7 +117,6 @@ def _warmup(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
 
 
 RULES: tuple[Rule, ...] = (
-    _names, _precision, _data, _evaluation, _launch, _warmup, *kubernetes_rules.RULES, *metric_rules.RULES, *path_rules.RULES, *security_rules.RULES,
-    *slurm_rules.RULES, *source_rules.RULES,
-    *task_rules.RULES,
+    _names, _precision, _data, _evaluation, _launch, _warmup, *kubernetes_rules.RULES, *metric_rules.RULES, *network_rules.RULES,
+    *path_rules.RULES, *security_rules.RULES, *slurm_rules.RULES, *source_rules.RULES, *task_rules.RULES,
 )  # fmt: skip

@@ -1,0 +1,60 @@
+"""Rules between the keys of slow networks (`launch.compression`, `launch.local_steps`). As those of `config.rules`: no effects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from sft_play.config.schema import Config
+from sft_play.errors import UserError
+
+Origins = Mapping[str, str]
+REPLICAS = ("auto", "ddp")
+"""Strategies under which every rank holds all weights that train."""
+
+
+def _problem(origins: Origins, key: str, text: str, hint: str) -> UserError:
+    place = origins.get(key, "default")
+    return UserError(text, place=None if place == "default" else place, hint=hint)
+
+
+def network_keys(config: Config) -> list[tuple[str, str]]:
+    """Returns the keys that change what replicas send each other, each with its value in words, and only those that are not as usual."""
+    launch = config.launch
+    found = [("launch.compression", f"`{launch.compression}`")] if launch.compression != "none" else []
+    return found + ([("launch.local_steps", str(launch.local_steps))] if launch.local_steps > 1 else [])
+
+
+def replicas_only(config: Config, origins: Origins) -> Iterator[UserError]:
+    """ZeRO and FSDP2 send parts of weights and states by operations of their own."""
+    if config.launch.strategy in REPLICAS:
+        return
+    for key, value in network_keys(config):
+        yield _problem(
+            origins, key, f"`{key}` is {value}, but under `launch.strategy: {config.launch.strategy}` ranks share out what it changes",
+            f"set `launch.strategy: ddp`, or leave `{key}` out",
+        )  # fmt: skip
+
+
+def together(config: Config, origins: Origins) -> Iterator[UserError]:
+    """What local steps and PowerSGD cannot be combined with."""
+    launch = config.launch
+    if launch.local_steps > 1 and launch.compression == "powersgd":
+        yield _problem(
+            origins, "launch.compression", f"`launch.compression` is `powersgd`, but with `launch.local_steps: {launch.local_steps}` no "
+            "gradients are sent", "take `fp16` or `bf16`, which narrow the averages too, or `launch.local_steps: 1`",
+        )  # fmt: skip
+    if not config.train.fp16:
+        return
+    if launch.local_steps > 1:
+        yield _problem(
+            origins, "launch.local_steps", f"`launch.local_steps` is {launch.local_steps}, but with `train.fp16` each rank would leave out "
+            "other steps and scale its loss otherwise", "set `train.bf16: true` instead of fp16, or `launch.local_steps: 1`",
+        )  # fmt: skip
+    if launch.compression == "powersgd":
+        yield _problem(
+            origins, "launch.compression", "`launch.compression` is `powersgd`, but with `train.fp16` gradients overflow now and then, and "
+            "PowerSGD would carry that into every later step", "set `train.bf16: true` instead of fp16, or `launch.compression: fp16`",
+        )  # fmt: skip
+
+
+RULES = (replicas_only, together)
