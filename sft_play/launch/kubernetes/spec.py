@@ -49,11 +49,11 @@ class Spec:
     def pods(self) -> int:
         return len(self.processes)
 
-    def words(self, processes: int | None = None) -> list[str]:
-        """Returns the words after `python -m sft_play.launch.entry`, for a pod with that many ranks."""
-        words = [self.command, f"CONFIG={SETTINGS}/{CONFIG_FILE}", f"RUN_NAME={self.run_name}"]
+    def words(self, processes: int | None = None, *, folder: str = SETTINGS) -> list[str]:
+        """Returns the words after `python -m sft_play.launch.entry`, for a pod with that many ranks and the files in `folder`."""
+        words = [self.command, f"CONFIG={folder}/{CONFIG_FILE}", f"RUN_NAME={self.run_name}"]
         if self.deepspeed_json is not None:
-            words.append(f"DEEPSPEED_CONFIG={SETTINGS}/{DEEPSPEED_FILE}")
+            words.append(f"DEEPSPEED_CONFIG={folder}/{DEEPSPEED_FILE}")
         if self.command != "train":
             words.append(f"NUM_GPUS={self.processes[0] if processes is None else processes}")
         if self.pods > 1:
