@@ -49,17 +49,18 @@ class Cost:
         return -(-rows // self.most_rows) * self.fixed_seconds + rows * self.row_seconds if rows else 0.0
 
 
-def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool) -> tuple[Slots, ...]:
+def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool, most_steps: int = 0) -> tuple[Slots, ...]:
     """Returns the slots of each rank for a step of `rows`, never slower by `step_seconds` than `equal_shares`.
 
     `same_steps`: all ranks must run equally many micro-steps (ZeRO, FSDP); else (DDP) each has a number of its own. Slots hold at
-    least `rows` in all, each rank's micro-batch at most its `most_rows`. Raises `ValueError` where no rank can take a row.
+    least `rows` in all, each rank's micro-batch at most its `most_rows`. `most_steps` (0: any number) bounds micro-steps that are the same
+    on all ranks, where memory lets it. Raises `ValueError` where no rank can take a row.
     """
     _check(rows, costs)
     if len(set(costs)) == 1:
         return equal_shares(rows, costs, same_steps=same_steps)
     if same_steps:
-        found = _same_steps(rows, costs)
+        found = _same_steps(rows, costs, most_steps or rows)
     else:
         found = tuple(map(_slots, costs, _counts(rows, costs)))
     if len(costs) <= MOST_SETTLED:
@@ -157,11 +158,11 @@ def _counts(rows: int, costs: Sequence[Cost]) -> list[int]:
     return counts
 
 
-def _same_steps(rows: int, costs: Sequence[Cost]) -> tuple[Slots, ...]:
+def _same_steps(rows: int, costs: Sequence[Cost], most_steps: int) -> tuple[Slots, ...]:
     """Returns slots with one number of micro-steps for all ranks that make k max t(b) least."""
     least = -(-rows // sum(cost.most_rows for cost in costs))
     best: tuple[float, list[int], int] | None = None
-    for steps in range(least, min(rows, least + MOST_TRIED) + 1):
+    for steps in range(least, max(least, min(rows, most_steps, least + MOST_TRIED)) + 1):
         micros = _poured(-(-rows // steps), costs)
         seconds = steps * max(cost.micro_step(micro) for cost, micro in zip(costs, micros, strict=True))
         if best is None or seconds < best[0]:

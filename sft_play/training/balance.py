@@ -227,7 +227,7 @@ def within(rows: int, costs: Sequence[Cost], turns: int, *, same_steps: bool) ->
     """
     if not any(cost.most_rows for cost in costs):
         return None
-    found: Shares = share_out(rows, costs, same_steps=same_steps)
+    found: Shares = share_out(rows, costs, same_steps=same_steps, most_steps=turns if same_steps else 0)
     over = [rank for rank, (_, steps) in enumerate(found) if steps > turns]
     if not over:
         return found
