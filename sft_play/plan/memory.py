@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.config.schema import Config
 from sft_play.plan.losses import LOGIT_BYTES, logit_bytes
+from sft_play.plan.replicas import slow_network_bytes
 from sft_play.plan.shape import UNQUANTISED, ModelShape
 
 MIB = 2**20
@@ -40,8 +41,6 @@ OPTIMIZER_BYTES = {
 else is taken for Adam: two moments in the type of the weights."""
 ADAM_MOMENTS = 2
 MICRO_STEP = ("activations", "recompute", "logits")
-AVERAGED_AT_A_TIME = 2**24
-"""Numbers that local steps average by one message."""
 FIRST_RETURNING = 2 / 3
 """Of the gradients that a layer's backward pass holds at a time, those that exist before it lets go of what it saved (traced)."""
 
@@ -175,8 +174,8 @@ def _states(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]
     optimizer = trained * OPTIMIZER_BYTES.get(setup.optim, ADAM_MOMENTS * step_width)
     if setup.zero:
         optimizer += trained * 4
-    buffers = _buffers(shape, setup, trained, width, full, frozen + quant_state + (weights if full else 0))
-    buffers += _slow_network_bytes(config, setup, trained, width)
+    buffers = slow_network_bytes(config, setup, trained, width)
+    buffers += _buffers(shape, setup, trained, width, full, frozen + quant_state + (weights if full else 0))
     if setup.strategy in ("zero1", "zero2", "zero3", "fsdp2"):
         optimizer /= shards
     if setup.strategy in ("zero2", "zero3", "fsdp2"):
@@ -232,18 +231,6 @@ def _buffers(shape: ModelShape, setup: Setup, trained: int, width: int, full: bo
         return 2 * per_layer + 0.9 * shape.hidden_size**2 * setup.width + ends + bucket
     # FSDP2 holds this layer and the next one whole, embedding and head from the first layer to the last, and reduces in fp32.
     return 2 * per_layer + ends + 4.0 * (shape.layer_linear_parameters if full else trained / shape.layers)
-
-
-def _slow_network_bytes(config: Config, setup: Setup, trained: int, width: int) -> float:
-    """What `launch.compression` and `launch.local_steps` hold beside DDP's buckets (`training.compression`, `training.local_steps`)."""
-    launch = config.launch
-    if setup.strategy != "ddp" or setup.world_size == 1:
-        return 0.0
-    if launch.local_steps > 1:
-        return 8.0 * trained + 8.0 * min(trained, AVERAGED_AT_A_TIME)  # anchor and momentum in fp32; differences on their way
-    if launch.compression == "powersgd":
-        return 8.0 * trained  # what was not sent yet, and gradients with it
-    return 2.0 * trained if launch.compression != "none" and width > 2 else 0.0
 
 
 def gathered_share(setup: Setup) -> float:
