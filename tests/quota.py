@@ -1,0 +1,71 @@
+"""A share of a core for a process, by the kernel's own CPU quota (cgroup v1 or v2): it computes slower, and nobody sleeps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+PERIOD = 10_000
+"""Microseconds between two allowances: short, so that each micro-step is slowed evenly."""
+
+
+def _controller() -> tuple[Path, int]:
+    """Returns the folder in which groups with the CPU controller can be made, and the version of its files; skips where there is none."""
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+        _, where, kind, options, *_ = line.split()
+        if kind == "cgroup" and "cpu" in options.split(","):
+            return Path(where), 1
+        if kind == "cgroup2":
+            with contextlib.suppress(OSError):
+                if "cpu" in (Path(where) / "cgroup.subtree_control").read_text(encoding="utf-8").split():
+                    return Path(where), 2
+    pytest.skip("no cgroup with the CPU controller is mounted")
+
+
+@contextlib.contextmanager
+def quota(share: float) -> Iterator[Path]:
+    """Yields a group whose processes get `share` of one core together; `move(pid, group)` puts one in. Skips without the right to."""
+    root, version = _controller()
+    group = root / f"sft-play-test-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        group.mkdir()
+    except OSError as problem:
+        pytest.skip(f"no group for a CPU quota can be made: {problem}")
+    try:
+        allowance = int(share * PERIOD)
+        if version == 1:
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD))
+            (group / "cpu.cfs_quota_us").write_text(str(allowance))
+        else:
+            (group / "cpu.max").write_text(f"{allowance} {PERIOD}")
+        yield group
+    finally:
+        for process in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):
+                (root / "cgroup.procs").write_text(process)
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def move(pid: int, group: Path) -> None:
+    """Puts a process with all its threads into a group."""
+    (group / "cgroup.procs").write_text(str(pid))
+
+
+def worker_of(launcher: int, rank: int, *, seconds: float = 60.0) -> int:
+    """Returns the id of a rank's worker among the children of a launcher, when it is there."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(launcher).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if "sft_play.train" in process.cmdline() and process.environ().get("RANK") == str(rank):
+                        return process.pid
+        time.sleep(0.05)
+    raise AssertionError(f"rank {rank} did not start within {seconds} s")
