@@ -107,8 +107,8 @@ class Agent:
 
     def __init__(self, node: int, host: Host, inventory: Inventory, inbox: queue.Queue[Message], **request: Any) -> None:
         self.node, self.host, self.inventory, self.inbox = node, host, inventory, inbox
-        self.heard = time.monotonic()
-        """When its machine last said something."""
+        self.begun = self.heard = time.monotonic()
+        """When its machine last said something, at first when it was asked."""
         self.error = ""
         """The end of what ssh, or the Python there, has printed."""
         self.closed = False

@@ -139,9 +139,9 @@ class Launch:
                     self.records.add(path.name)
 
     def state(self) -> str:
-        """`starting` until this machine's workers have been started, then `running`."""
+        """`starting` until this machine's workers have been started, then `running`; once it was told to stop, `stopping` or `saving`."""
         if self.asked_at is not None:
-            return "stopping"
+            return "saving" if self.saves() else "stopping"
         return "running" if self.event("started", "resumed") else "starting"
 
     def event(self, *names: str) -> dict[str, Any] | None:

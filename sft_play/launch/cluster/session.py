@@ -1,128 +1,222 @@
-"""A conversation with a host: its Python runs the probe, over SSH or here, and answers one request at a time."""
+"""One start of a run on all its machines: launchers begun, heard, told to stop together, until the last has ended.
+
+Machines that are lost (ssh has gone, or nothing was heard for `LOST_SECONDS`) make the others stop: SIGTERM, and after `GRACE_SECONDS` SIGKILL, so
+that everything has ended within 30 s of a cut link. A launcher that has ended with an error gives the others the same time to notice by
+themselves, since they can say more about it.
+"""
 
 from __future__ import annotations
 
-import json
 import queue
-import subprocess
-import threading
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from sft_play.config.cluster import Host, Inventory
-from sft_play.launch.cluster.probe import MARK
-from sft_play.launch.cluster.ssh import arguments, in_folder, is_here, no_client
+from sft_play.files import write_json
+from sft_play.launch.cluster.agent import Agent, Message
+from sft_play.launch.cluster.board import Board, Logs, say
+from sft_play.launch.stopping import Stop, signals_noted
+from sft_play.runs.folder import RunFolder
 
-MODULES = ("probe_network", "probe")
-"""Sent in this order, under their own names: the second imports the first."""
-BOOT = (
-    "import sys,json,types\n"
-    "n=int(sys.stdin.readline())\n"
-    "for name,text in json.loads(sys.stdin.read(n)):\n"
-    " m=types.ModuleType(name); sys.modules[name]=m; exec(compile(text,name,'exec'),m.__dict__)\n"
-    "m.serve()\n"
-)
-KEPT_LETTERS = 20_000
-"""Of what a host says on stderr, the last."""
-END_SECONDS = 3.0
-
-
-class Silent(Exception):
-    """No answer in time."""
-
-
-class Gone(Exception):
-    """The probe, or the connection, ended."""
+LOST_SECONDS = 12.0
+"""How long a machine may say nothing; its agent speaks every second, and ssh gives a dead link up after 9 s."""
+GRACE_SECONDS = 10.0
+"""How long launchers may take to notice by themselves, and once more after SIGTERM."""
+FINISHED_SECONDS = 120.0
+"""How long others may take to leave when node 0 has finished."""
+STOP_SECONDS = 90.0
+"""After a request to stop, when a launcher that neither ends nor says that it saves is killed; it has its own limit of 24 s."""
+START_SECONDS = 30.0
+"""How long ssh and a machine's Python may take to say the first word."""
+TICK_SECONDS = 0.2
+LARGEST_WORDS = 20_000
 
 
-class Refused(Exception):
-    """The probe could not do what was asked; says why."""
+@dataclass(kw_only=True, slots=True)
+class Node:
+    """One machine of this start."""
+
+    host: Host
+    agent: Agent
+    state: str = "starting"
+    code: int | None = None
+    """Exit code of its launcher."""
+    event: Mapping[str, Any] = field(default_factory=dict)
+    """With which its launcher said how the run ended."""
+    words: str = ""
+    """The end of what its launcher printed on stderr."""
+    records: dict[int, tuple[Mapping[str, Any], float]] = field(default_factory=dict)
+    """Rank -> what the worker recorded when it left, and when that came here."""
+    problem: str = ""
+    """Why its launcher could not be started."""
+    lost: str = ""
+    """Why it counts as lost."""
+    ended_at: float | None = None
+    """When it ended, or was lost (monotonic seconds)."""
+    left: int = 0
+    """Processes there that could not be killed."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.ended_at is not None
 
 
+@dataclass(kw_only=True, slots=True)
 class Session:
-    """The probe on one host. Not for several threads at once."""
+    """What is known while it goes on."""
 
-    def __init__(self, host: Host, inventory: Inventory) -> None:
-        """Starts; nothing is waited for. Raises `HardwareError` where there is no ssh program."""
-        self.host = host
-        self.errors = ""
-        words = arguments(host, inventory, in_folder(host, [host.python, "-u", "-B", "-c", BOOT]))
-        try:
-            self.process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", bufsize=1,
-                cwd=Path.home() if is_here(host) else None, start_new_session=True,
-            )  # fmt: skip
-        except FileNotFoundError:
-            raise no_client() from None
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        self.readers = [threading.Thread(target=self._read), threading.Thread(target=self._read_errors)]
-        for reader in self.readers:
-            reader.daemon = True
-            reader.start()
-        here = Path(__file__).parent
-        texts = [(f"sft_play.launch.cluster.{name}", (here / f"{name}.py").read_text(encoding="utf-8")) for name in MODULES]
-        source = json.dumps(texts)
-        self._write(f"{len(source)}\n{source}")
+    inventory: Inventory
+    run: RunFolder
+    nodes: list[Node]
+    inbox: queue.Queue[Message]
+    logs: Logs
+    board: Board
+    console: TextIO
+    """Where rank 0 prints."""
+    stop: Stop
+    streams: Sequence[bool]
+    """Of each machine, whether its files are sent here."""
+    wanted: Callable[[], bool]
+    """Whether another machine is to be taken in, for which this start is ended in order."""
+    asked: str = ""
+    """Why everything is being stopped: `signal`, `failure` or `grow`."""
+    asked_at: float = 0.0
+    killed: bool = False
+    _told: int = 0
 
-    def await_start(self, timeout: float) -> None:
-        """Waits for the probe's first line; what a login shell prints before it is passed over. Raises `Silent` or `Gone`."""
-        while self._line(timeout) != MARK:
-            pass
+    def watch(self) -> None:
+        """Returns when every launcher has ended or is lost."""
+        with signals_noted(self.stop):
+            while not all(node.over for node in self.nodes):
+                self._receive()
+                self._look()
+                self._decide()
+                self.logs.flush()
+                self.board.show([self._state(node) for node in self.nodes])
+        for node in self.nodes:
+            node.agent.close()
+        self._receive(wait=False)
+        self.logs.flush()
+        self.logs.close()
 
-    def call(self, name: str, timeout: float, **request: Any) -> Any:
-        """Returns what the probe's function `name` returns. Raises `Refused`, `Silent` or `Gone`."""
-        self._write(json.dumps({"call": name, **request}) + "\n")
-        try:
-            answer = json.loads(self._line(timeout))
-        except ValueError as error:
-            raise Refused(f"an answer that is none: {error}") from error
-        if "error" in answer:
-            raise Refused(answer["error"])
-        return answer["ok"]
+    @staticmethod
+    def _state(node: Node) -> str:
+        if node.lost:
+            return f"lost: {node.lost}"
+        if node.code is not None:
+            return "finished" if node.code == 0 else "stopped" if node.code in (130, 143) else f"ended with code {node.code}"
+        return node.state if not node.problem else "not started"
 
-    def close(self) -> int:
-        """Ends the probe, which ends when its input does, and returns the exit code of it or of ssh."""
-        try:
-            if self.process.stdin:
-                self.process.stdin.close()
-        except OSError:  # it has ended
-            pass
-        try:
-            code = self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
-        for reader in self.readers:
-            reader.join(END_SECONDS)
-        return code
+    # ---- What comes
 
-    def _write(self, text: str) -> None:
-        assert self.process.stdin is not None
+    def _receive(self, *, wait: bool = True) -> None:
         try:
-            self.process.stdin.write(text)
-            self.process.stdin.flush()
-        except (OSError, ValueError):  # it has ended: the missing answer says so
-            pass
-
-    def _line(self, timeout: float) -> str:
-        try:
-            line = self.lines.get(timeout=max(timeout, 0.01))
+            message = self.inbox.get(timeout=TICK_SECONDS) if wait else self.inbox.get_nowait()
+            while True:
+                self._take(self.nodes[message.node], message)
+                message = self.inbox.get_nowait()
         except queue.Empty:
-            raise Silent(f"no answer within {timeout:.0f} s") from None
-        if line is None:
-            self.lines.put(None)  # for the next call
-            raise Gone("the connection ended")
-        return line.rstrip("\n")
+            return
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.put(line)
-        self.lines.put(None)
-        self.process.stdout.close()
+    def _take(self, node: Node, message: Message) -> None:
+        facts, index = message.facts, message.node
+        if "out" in facts or "err" in facts:
+            self._printed(index, node, str(facts.get("out", facts.get("err"))), error="err" in facts)
+        elif "log" in facts:
+            self.logs.add(str(facts["log"]), str(facts["text"]))
+        elif "record" in facts:
+            self._recorded(index, node, str(facts["record"]), facts["facts"], message.at)
+        elif "beat" in facts:
+            node.state = str(facts["beat"])
+        elif "problem" in facts:
+            node.problem, node.ended_at = str(facts["problem"]), message.at
+        elif "ended" in facts:
+            node.code, node.event, node.left = int(facts["ended"]), facts.get("event") or {}, int(facts.get("left", 0))
+            node.ended_at = message.at
+        elif "closed" in facts and not node.over:
+            refusal = node.agent.refusal()
+            self._lose(node, refusal.message.partition(": ")[2] if refusal else "its connection has ended")
 
-    def _read_errors(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.errors = (self.errors + line)[-KEPT_LETTERS:]
-        self.process.stderr.close()
+    def _printed(self, index: int, node: Node, text: str, *, error: bool) -> None:
+        if error:
+            node.words = (node.words + text)[-LARGEST_WORDS:]
+        if index == 0:
+            stream = sys.stderr if error else self.console
+            stream.write(text)
+            stream.flush()
+        else:
+            self.logs.add(f"node{index}.log", text)
+
+    def _recorded(self, index: int, node: Node, name: str, facts: Mapping[str, Any], at: float) -> None:
+        rank = int("".join(filter(str.isdigit, name)))
+        node.records[rank] = facts, at
+        if self.streams[index] and self.run.logs.is_dir():
+            write_json(self.run.logs / Path(name).name, facts)
+
+    # ---- What follows
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for node in self.nodes:
+            if not node.over:
+                node.agent.talk()
+                limit = START_SECONDS if node.agent.heard == node.agent.begun else LOST_SECONDS
+                if now - node.agent.heard > limit:
+                    self._lose(node, f"no sign of life for {limit:.0f} s")
+
+    def _lose(self, node: Node, why: str) -> None:
+        node.lost, node.ended_at = why, time.monotonic()
+
+    def _decide(self) -> None:
+        now, going = time.monotonic(), [node for node in self.nodes if not node.over]
+        if self.stop.wanted and self._told < len(self.stop.signals):
+            self._told = len(self.stop.signals)
+            if not self.asked:
+                say("\nstopping all hosts: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them")
+            self._ask("signal", self.stop.signals[0])
+            if self.stop.at_once:
+                say("\nkilling the workers on all hosts")
+                self._kill(going)
+        elif not self.asked and any(node.lost or node.problem for node in self.nodes):
+            self._ask("failure", signal.SIGTERM)
+        elif not self.asked and self._ended_for(now) > (GRACE_SECONDS if self._failed() else FINISHED_SECONDS):
+            self._ask("failure", signal.SIGTERM)
+        elif not self.asked and self.wanted():
+            self._ask("grow", signal.SIGTERM)
+        patience = GRACE_SECONDS if self.asked == "failure" else STOP_SECONDS
+        if self.asked and self.asked != "failure" and any(node.lost for node in self.nodes):
+            patience = GRACE_SECONDS
+        if self.asked and not self.killed and now - self.asked_at > patience and not self._saving(now):
+            self._kill(going)
+
+    def _saving(self, now: float) -> bool:
+        """Whether a checkpoint may still be on its way to the disk; not when a machine is lost, since it would never be complete."""
+        lost = any(node.lost for node in self.nodes)
+        return not lost and any(node.state == "saving" for node in self.nodes if not node.over) and now - self.asked_at < 3600
+
+    def _failed(self) -> bool:
+        return any(node.code for node in self.nodes)
+
+    def _ended_for(self, now: float) -> float:
+        """Returns the seconds since the first launcher ended; 0 while all work."""
+        ends = [node.ended_at for node in self.nodes if node.ended_at is not None]
+        return now - min(ends) if ends else 0.0
+
+    def _ask(self, why: str, number: int) -> None:
+        if not self.asked:
+            self.asked_at = time.monotonic()
+        self.asked = self.asked or why
+        for node in self.nodes:
+            if not node.over:
+                node.agent.say(signal=int(number))
+
+    def _kill(self, going: Sequence[Node]) -> None:
+        self.killed = True
+        for node in going:
+            node.agent.say(kill=True)

@@ -1,0 +1,116 @@
+"""How one start on several machines ended, and what came first: each machine blames what it saw, often only that another had gone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sft_play.errors import HardwareError, printable
+from sft_play.launch.cluster.board import last_words
+from sft_play.launch.cluster.session import Node, Session
+from sft_play.launch.run_folder import stop_code
+from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, PEER_GONE, Outcome
+
+EARLIER_SECONDS = 12.0
+"""A machine is noticed to be lost so long after it went: only an error that came before that can have been first."""
+STOPPED = (130, 143)
+
+
+def judge(session: Session, ranks: Sequence[range]) -> Outcome:
+    """Says how it ended. `ranks`: those of each machine, empty where no plan was made.
+
+    The order of causes: a request to stop; an error that was recorded before a machine can have been lost; a lost machine; the earliest
+    cause that is a rank's own (its error, its death, want of memory); a launcher that failed without a word of a rank; whatever is left.
+    """
+    nodes = session.nodes
+    if session.asked in ("signal", "grow") and not any(node.lost or node.problem for node in nodes):
+        return _stopped(session)
+    own = sorted((at, rank, facts, place) for place, node in enumerate(nodes) for rank, (facts, at) in node.records.items() if is_own(rank, facts))
+    lost = sorted((node.ended_at or 0.0, place) for place, node in enumerate(nodes) if node.lost)
+    first_lost = lost[0][0] - EARLIER_SECONDS if lost else float("inf")
+    if own and own[0][0] < first_lost:
+        _, rank, facts, place = own[0]
+        return _rank_failed(nodes[place], rank, facts)
+    if session.asked == "signal":
+        return _stopped(session)
+    if lost:
+        return _host_lost(nodes, [place for _, place in lost], ranks)
+    if broken := next((node for node in nodes if node.problem), None):
+        return Outcome(code=HardwareError.exit_code, message=f"error: host `{broken.host.name}`: {broken.problem}")
+    if all(node.code == 0 for node in nodes):
+        return Outcome(code=0)
+    if killed := _killed(nodes):
+        return killed
+    if all(node.code in (0, *STOPPED) for node in nodes):
+        return Outcome(code=next(node.code for node in nodes if node.code), stop=_stop_facts(nodes))
+    return _launcher_failed(nodes)
+
+
+def is_own(rank: int, facts: Mapping[str, Any]) -> bool:
+    """Whether a rank's record tells of a failure of its own, not that another had gone or that it was asked to leave."""
+    code = int(facts.get("code", 0))
+    if code in (0, *STOPPED) or facts.get("blames") not in (None, rank) or facts.get("cause") in ("unreachable", "agent", "peer"):
+        return False
+    return not (code in (1, LOST) and facts.get("cause") != OUT_OF_MEMORY and PEER_GONE.search(str(facts.get("error") or "")))
+
+
+def _rank_failed(node: Node, rank: int, facts: Mapping[str, Any]) -> Outcome:
+    code, error = int(facts["code"]), str(facts.get("error") or "it failed").strip().removeprefix("error: ")
+    message = f"error: host `{node.host.name}`: {error}\n\nrank {rank} (`{node.host.name}`) failed first; all hosts were stopped"
+    return Outcome(code=code, rank=rank, message=message, cause=facts.get("cause") or ("failed" if code != LOST else "killed"))
+
+
+def _host_lost(nodes: Sequence[Node], places: Sequence[int], ranks: Sequence[range]) -> Outcome:
+    """Names the machines that have gone. One that was lost with all others means that this machine's own cable is the likely cause."""
+    first = nodes[places[0]]
+    names = ", ".join(f"`{nodes[place].host.name}` ({nodes[place].host.address})" for place in places)
+    which = f"host{'s' if len(places) > 1 else ''} {names} disappeared: {first.lost}"
+    here = [str(rank) for place in places for rank in (ranks[place] if place < len(ranks) else ())]
+    own = f"; {'ranks' if len(here) > 1 else 'rank'} {', '.join(here)} ran there" if here else ""
+    all_others = len(places) == len(nodes) - 1 > 1
+    hint = "all others are lost, so this machine's own link may be the cause" if all_others else "is it on, plugged in, and not asleep?"
+    text = f"error: {which}{own}; all other hosts were stopped\n\nhint: {hint}"
+    return Outcome(code=LOST, rank=int(here[0]) if here else None, message=text, cause="unreachable")
+
+
+def _killed(nodes: Sequence[Node]) -> Outcome | None:
+    """What a launcher says of a rank of its own that left no record: it was killed, or froze. The earliest."""
+    found = []
+    for node in nodes:
+        event, error = node.event, str(node.event.get("error") or "")
+        own = event.get("rank") is not None and event["rank"] not in node.records and "noticed by rank" not in error
+        if event.get("event") == "failed" and (own or "frozen" in error or "made no step" in error) and not PEER_GONE.search(error):
+            found.append((float(node.ended_at or 0.0), node))
+    if not found:
+        return None
+    _, node = min(found, key=lambda one: one[0])
+    text = str(node.event["error"]).removeprefix("error: ")
+    return Outcome(code=int(node.event["code"]), rank=node.event.get("rank"), message=f"error: host `{node.host.name}`: {text}", cause="killed")
+
+
+def _launcher_failed(nodes: Sequence[Node]) -> Outcome:
+    """A launcher that ended before its workers, or that only lost its peers. What node 0 has said stands on the console already."""
+    failed = sorted((node for node in nodes if node.code), key=lambda node: (not 1 <= (node.code or 0) <= 5, node.ended_at or 0.0))
+    first = failed[0]
+    code = first.code if first.code is not None and first.code > 0 else LOST
+    same = nodes[0].code == first.code and last_words(first.words)[:200] == last_words(nodes[0].words)[:200]
+    if first is nodes[0] or same:
+        return Outcome(code=code, message="")
+    words = last_words(first.words) or f"its launcher ended with code {first.code}"
+    return Outcome(code=code, message=f"error: host `{first.host.name}`: {words.removeprefix('error: ')}")
+
+
+def _stopped(session: Session) -> Outcome:
+    number = session.stop.signals[0] if session.stop.signals else 15
+    return Outcome(code=stop_code(number), stop=_stop_facts(session.nodes))
+
+
+def _stop_facts(nodes: Sequence[Node]) -> Mapping[str, Any]:
+    event = nodes[0].event
+    return {key: event.get(key) for key in ("signal", "step", "phase", "saved", "note")} if event.get("event") == "stopped" else {}
+
+
+def strays(nodes: Sequence[Node]) -> str:
+    """Returns a line about processes that could not be ended; empty where there are none."""
+    left = [f"{node.left} on `{node.host.name}`" for node in nodes if node.left]
+    return f"warning: processes that could not be killed: {printable(', '.join(left))}" if left else ""
