@@ -1,0 +1,203 @@
+"""A real Slurm on this machine: munge, slurmctld and two slurmd on the loopback, in a folder of its own.
+
+    with slurm_lab() as slurm:
+        slurm.run("sinfo", "-N")
+
+Only what this started is ended, by its pid files; the folder is removed. Tests skip with the reason where Slurm is not installed, where
+they are not root, or where its daemons do not come up here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sft_play.launch.network import free_port
+from tests.conftest import environment
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+NODES = ("n1", "n2")
+GONE = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"})
+"""States in which a job stays."""
+CONFIGURATION = """
+ClusterName=lab
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/run/munge.sock
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/run/slurmctld.pid
+SlurmdPidFile={folder}/run/slurmd-%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=30
+MinJobAge=3600
+SlurmdTimeout=60
+GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+SchedulerParameters=batch_sched_delay=0,bf_interval=2,sched_interval=5
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs=4 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs=4 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmLab:
+    """The cluster, as a user of its login node has it."""
+
+    folder: Path
+    variables: Mapping[str, str]
+    """`SLURM_CONF` and `PATH` for programs that talk to it."""
+
+    def environment(self, cache: Path, runs: Path, **extra: str) -> dict[str, str]:
+        """Returns what a command of a test inherits."""
+        return environment(cache, runs, {**self.variables, "OMP_NUM_THREADS": "1", **extra})
+
+    def run(self, *words: str, timeout: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Runs one of Slurm's programs."""
+        return subprocess.run(
+            words, env={**os.environ, **self.variables}, capture_output=True, text=True, timeout=timeout, check=check
+        )
+
+    def job(self, number: str) -> dict[str, str]:
+        """Returns what `scontrol show job` says: `JobState`, `Restarts`, `ExitCode`, ..."""
+        said = self.run("scontrol", "show", "job", number, "--oneliner").stdout
+        return dict(word.partition("=")[::2] for word in said.split() if "=" in word)
+
+    def wait(self, number: str, ready: Callable[[dict[str, str]], bool], *, seconds: float, logs: Path | None = None) -> dict[str, str]:
+        """Waits until a job is as wanted, and returns its facts; a requeued job need not wait the two minutes that Slurm gives it."""
+        deadline = time.monotonic() + seconds
+        while True:
+            facts = self.job(number)
+            if ready(facts):
+                return facts
+            said = "\n".join(path.read_text(errors="replace") for path in sorted(logs.glob("*.out"))) if logs else ""
+            assert time.monotonic() < deadline, f"{facts}\n{said}"
+            assert facts["JobState"] not in GONE, f"{facts}\n{said}"
+            if facts["JobState"] == "PENDING" and facts.get("Reason") == "BeginTime":
+                self.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+            time.sleep(0.5)
+
+    def ended(self, number: str, *, seconds: float, logs: Path | None = None) -> dict[str, str]:
+        """Waits until a job has ended for good."""
+        return self.wait(number, lambda facts: facts["JobState"] in GONE, seconds=seconds, logs=logs)
+
+
+@contextlib.contextmanager
+def slurm_lab() -> Iterator[SlurmLab]:
+    """Starts the cluster, and ends it however the body ends."""
+    _skip_unless_possible()
+    folder = Path(tempfile.mkdtemp(prefix=f"slurm-lab-{os.getpid()}-", dir="/tmp"))
+    try:
+        _write(folder)
+        variables = {"SLURM_CONF": str(folder / "etc" / "slurm.conf"), "PATH": SEARCHED}
+        lab = SlurmLab(folder=folder, variables=variables)
+        _start(lab)
+        yield lab
+    finally:
+        _end(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _skip_unless_possible() -> None:
+    missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
+    if missing:
+        pytest.skip(f"Slurm is not installed here: no {', '.join(missing)}")
+    if os.geteuid() != 0:
+        pytest.skip("Slurm's daemons need root")
+
+
+def _write(folder: Path) -> None:
+    folder.chmod(0o755)
+    for name in ("state", "log", "run", "etc", *(f"spool/{node}" for node in NODES)):
+        (folder / name).mkdir(parents=True)
+        (folder / name).chmod(0o755)
+    key = folder / "run" / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    host = socket.gethostname().partition(".")[0]
+    text = CONFIGURATION.format(
+        folder=folder, host=host, controller_port=free_port(), first_port=free_port(), second_port=free_port()
+    )
+    (folder / "etc" / "slurm.conf").write_text(text.lstrip())
+    (folder / "etc" / "gres.conf").write_text("NodeName=n[1-2] Name=gpu File=/dev/tty[0-1]\n")
+    unified = Path("/sys/fs/cgroup/cgroup.controllers").is_file()
+    # Slurm 22.05 refuses a machine that mounts both versions unless it is told which.
+    (folder / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n" if unified else "CgroupPlugin=cgroup/v1\n")
+
+
+def _start(lab: SlurmLab) -> None:
+    run = lab.folder / "run"
+    munge = ["munged", f"--key-file={run / 'munge.key'}", f"--socket={run / 'munge.sock'}", f"--pid-file={run / 'munged.pid'}",
+             f"--log-file={lab.folder / 'log' / 'munged.log'}", f"--seed-file={run / 'munged.seed'}"]  # fmt: skip
+    configuration = lab.variables["SLURM_CONF"]
+    for words in (munge, ["slurmctld", "-f", configuration], *(["slurmd", "-N", node, "-f", configuration] for node in NODES)):
+        done = lab.run(*words, check=False)
+        if done.returncode:
+            pytest.skip(f"`{words[0]}` does not start here: {(done.stderr or done.stdout).strip()[-500:]}")
+    deadline = time.monotonic() + 30
+    while True:
+        said = lab.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t", check=False).stdout.split()
+        if said[1::2] == ["idle"] * len(NODES):
+            return
+        if time.monotonic() > deadline:
+            words = "\n".join(path.read_text(errors="replace")[-600:] for path in sorted((lab.folder / "log").glob("slurmd-*.log")))
+            pytest.skip(f"Slurm's nodes do not come up here: {' '.join(said)}\n{words}")
+        time.sleep(0.2)
+
+
+def _end(folder: Path) -> None:
+    """Ends the daemons by their pid files, nodes first, and what jobs of this cluster have left."""
+    files = [*sorted((folder / "run").glob("slurmd-*.pid")), folder / "run" / "slurmctld.pid", folder / "run" / "munged.pid"]
+    family: list[psutil.Process] = []
+    for path in files:
+        with contextlib.suppress(OSError, ValueError, psutil.Error):
+            daemon = psutil.Process(int(path.read_text()))
+            if daemon.name() in ("slurmd", "slurmctld", "munged"):
+                family.append(daemon)
+    family += _steps(folder)
+    for process in family:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs(family, timeout=5)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=5)
+
+
+def _steps(folder: Path) -> list[psutil.Process]:
+    """Returns the jobs' shepherds (slurmstepd) of this cluster with all that they started: each knows its configuration."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get("SLURM_CONF") == str(folder / "etc" / "slurm.conf") and process.pid != os.getpid():
+                found.append(process)
+    return found
