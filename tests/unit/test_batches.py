@@ -37,7 +37,7 @@ def samplers(rows: int, batch: int, slots: Sequence[Slots], seed: int = 0, epoch
 
 def steps(sampler: GlobalBatchSampler) -> list[list[list[int]]]:
     """Returns the micro-batches of each optimizer step."""
-    micro, count = list(sampler), sampler.ranks[sampler.rank][1]
+    micro, count = list(sampler), sampler.turns
     return [micro[start : start + count] for start in range(0, len(micro), count)]
 
 
@@ -80,8 +80,9 @@ def test_all_ranks_run_equally_many_micro_steps_within_their_size(world: tuple[i
 def test_ranks_with_unequal_accumulation_still_take_every_row(rows: int, batch: int, slots: list[Slots]) -> None:
     batch = min(batch, sum(size * count for size, count in slots))
     for sampler, (size, count) in zip(samplers(rows, batch, slots), slots, strict=True):
-        assert len(list(sampler)) == sampler.steps * count
+        assert len(list(sampler)) == sampler.steps * max(steps for _, steps in slots)
         assert all(len(micro) <= size for micro in sampler)
+        assert all(sum(map(bool, step)) <= count and bool(step[-1]) == any(step) for step in steps(sampler))
     assert sorted(row for step in global_batches(rows, batch, slots) for row in step) == list(range(rows))
 
 
