@@ -1,0 +1,179 @@
+"""`make cluster-check CLUSTER=`: whether all machines are ready for a run, what is not, and the remedy. Changes nothing anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.call import Call
+from sft_play.config.cluster import Inventory, inventory_for_call
+from sft_play.config.schema import Config
+from sft_play.errors import UserError, printable
+from sft_play.files import file_sha256
+from sft_play.launch.cluster.finding import Finding, verdict
+from sft_play.launch.cluster.findings import GIB, judge
+from sft_play.launch.cluster.findings_network import ADAPTERS, sum_seconds
+from sft_play.launch.cluster.measures import SUM_MEGABYTES, Examined, Seen, Wanted, examine
+from sft_play.launch.cluster.sync import code_files, project
+from sft_play.runs.prepared_index import lookup, sources_of
+
+SECONDS = 28.0
+PORT = 29500
+NOT_CODE = ("docs/", "tests/", "benchmarks/", "examples/")
+"""Files of the project that no run executes."""
+MOST_SOURCE_BYTES, MOST_SOURCES = 512 * 2**20, 2_000
+"""Of the data's files: more would not be read within the time."""
+MOST_PAIRS = 12
+FAILED = 3
+
+
+def main(call: Call) -> int:
+    """Prints what was found; returns 0, or 3 where a machine cannot take part. Raises `UserError`."""
+    inventory = inventory_for_call(call)
+    given = call.options.get("CONFIG") or call.options.get("RUN")
+    if call.overrides and not given:
+        raise UserError(f"`{call.overrides[0].origin}` is given, but no configuration", hint="CONFIG=configs/home_lan.yaml")
+    config = call.load_config().config if given else None
+    wanted = wanted_of(config, call.port("MASTER_PORT") or PORT)
+    examined = examine(inventory, wanted, seconds=SECONDS)
+    findings = judge(examined, inventory, wanted, call.options["CLUSTER"])
+    if call.json:
+        print(json.dumps(as_json(examined, inventory, findings), indent=2))
+    else:
+        print(printable("\n".join(report(examined, inventory, wanted, findings))))
+    return FAILED if any(verdict(some) == "fail" for some in findings.values()) else 0
+
+
+def wanted_of(config: Config | None, port: int) -> Wanted:
+    """Returns what the machines shall agree with: this machine's code and, with a configuration, data and backend."""
+    code = {name: file_sha256(project() / name) for name in _code() if (project() / name).is_file()}
+    if config is None:
+        return Wanted(port=port, code=code)
+    known = lookup(config)
+    splits = [split for split in (known.train, known.validation) if split] if known else []
+    return Wanted(
+        port=port,
+        backend=config.launch.backend,
+        code=code,
+        sources=_sources(config),
+        prepared={Path(split.path).name: split.fingerprint for split in splits},
+        shared=config.data.sync == "shared",
+    )
+
+
+def _code() -> list[str]:
+    """Returns the files that a run executes, relative to the project; the package's own where there is no git."""
+    try:
+        names = code_files()
+    except UserError:
+        names = [str(path.relative_to(project())) for path in sorted((project() / "sft_play").rglob("*.py"))]
+    return [name for name in names if not name.startswith(NOT_CODE)]
+
+
+def _sources(config: Config) -> dict[str, str]:
+    """Returns the data's files that lie here -> sha256, as a configuration names them; nothing where they are too large to read."""
+    paths: list[Path] = []
+    for source in sources_of(config):
+        path = Path(source.path).expanduser()
+        if path.is_file():
+            paths.append(path)
+        elif path.is_dir():
+            paths += [one for one in sorted(path.rglob("*")) if one.is_file()][:MOST_SOURCES]
+        elif "*" in path.name and path.parent.is_dir():
+            paths += [one for one in sorted(path.parent.glob(path.name)) if one.is_file()][:MOST_SOURCES]
+    if sum(path.stat().st_size for path in paths) > MOST_SOURCE_BYTES or len(paths) > MOST_SOURCES:
+        return {}
+    here = Path.cwd()
+    return {str(path.relative_to(here) if path.is_relative_to(here) else path): file_sha256(path) for path in paths}
+
+
+# ---- Output
+
+
+def as_json(examined: Examined, inventory: Inventory, findings: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
+    """Returns everything that was measured and found."""
+    hosts = {}
+    for name, seen in examined.hosts.items():
+        known = {key: value for key, value in seen.facts.items() if key != "packages"}
+        hosts[name] = {
+            "verdict": verdict(findings[name]),
+            "findings": [dataclasses.asdict(one) for one in findings[name]],
+            "address": seen.host.address,
+            "skew_seconds": seen.skew_seconds,
+            "ssh_ms": seen.ssh_ms,
+            "software": dict(seen.software),
+            **known,
+        }
+    return {
+        "ok": all(host["verdict"] != "fail" for host in hosts.values()),
+        "seconds": round(examined.seconds, 2),
+        "master": inventory.master.name,
+        "hosts": hosts,
+        "pairs": [dataclasses.asdict(pair) for pair in examined.pairs],
+        "all_reduce": dataclasses.asdict(examined.summed) if examined.summed else None,
+    }
+
+
+def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: Mapping[str, Sequence[Finding]]) -> Iterator[str]:
+    """Yields the lines: a row for each host, the network, what is wrong with the remedy, the verdict."""
+    rows = [("host", "verdict", "python", "torch", "GPUs", "free", "clock", "disk free")]
+    rows += [_row(seen, verdict(findings[name])) for name, seen in examined.hosts.items()]
+    yield from _table(rows)
+    yield ""
+    yield from _network(examined)
+    for name, some in findings.items():
+        for one in some:
+            yield f"{name}: {one.severity}: {one.text}  [{one.id}]"
+            yield f"    remedy: {one.remedy}"
+    if any(findings.values()):
+        yield ""
+    compared = f"{len(wanted.code)} files of the project"
+    compared += f", {len(wanted.sources)} of the data, {len(wanted.prepared)} prepared splits" if wanted.sources or wanted.prepared else ""
+    yield f"compared: {compared}; port {wanted.port} of `{inventory.master.name}`; {examined.seconds:.1f} s"
+    counts = [verdict(some) for some in findings.values()]
+    failed = counts.count("fail")
+    yield f"{len(counts)} machines: {counts.count('ok')} ok, {counts.count('warning')} with a warning, {failed} cannot take part"
+
+
+def _row(seen: Seen, word: str) -> tuple[str, ...]:
+    if not seen.facts:
+        return (seen.host.name, word, *["-"] * 6)
+    gpus = list(seen.software.get("gpus") or ())
+    names = [gpu["name"].removeprefix("NVIDIA ").removeprefix("GeForce ") for gpu in gpus]
+    shown = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
+    free = f"{min(gpu['free_bytes'] for gpu in gpus) / GIB:.1f} GiB" if gpus else f"{seen.facts['ram_bytes'] / GIB:.0f} GiB RAM"
+    clock = "-" if seen.skew_seconds is None else f"{seen.skew_seconds * 1e3:+.1f} ms" if abs(seen.skew_seconds) < 1 else f"{seen.skew_seconds:+.1f} s"
+    disk = (seen.facts["disks"].get("runs") or {}).get("free_bytes")
+    return (
+        seen.host.name, word, seen.facts["python"], str(seen.software.get("torch") or "-"), shown, free, clock,
+        f"{disk / GIB:.1f} GiB" if disk is not None else "-",
+    )  # fmt: skip
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _network(examined: Examined) -> Iterator[str]:
+    """Yields the slowest pairs, what a step's gradients would take, and the sum that torch made."""
+    pairs = sorted((pair for pair in examined.pairs if pair.mbit is not None), key=lambda pair: pair.mbit or 0)
+    if pairs:
+        rows = [("from", "to", "round trip", "speed")]
+        rows += [(pair.source, pair.target, f"{pair.rtt_ms:.2f} ms", f"{pair.mbit:.0f} Mbit/s") for pair in pairs[:MOST_PAIRS]]
+        yield from _table(rows)
+        if len(pairs) > MOST_PAIRS:
+            yield f"and {len(pairs) - MOST_PAIRS} faster ways"
+        seconds = sum_seconds(ADAPTERS * 4, len(examined.hosts), pairs[0].mbit or 1)
+        yield f"gradients of {ADAPTERS / 1e6:.1f} M parameters in fp32 ({ADAPTERS * 4 / 1e6:.0f} MB) would take {seconds:.2f} s a step at the slowest speed"
+    summed = examined.summed
+    if summed and summed.seconds is not None:
+        yield f"a sum of {SUM_MEGABYTES} MiB over all machines ({summed.backend}): {summed.seconds:.3f} s"
+    elif summed:
+        yield f"a sum over all machines ({summed.backend}): {'not tried, ' + summed.skipped if summed.skipped else 'failed'}"
+    if pairs or summed:
+        yield ""

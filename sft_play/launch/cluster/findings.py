@@ -1,0 +1,216 @@
+"""What is wrong with a machine of a cluster, and the remedy: each thing that was measured against what a run needs. No effects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from sft_play.config.cluster import Inventory
+from sft_play.launch.cluster.finding import Finding, Severity, listed
+from sft_play.launch.cluster.findings_network import network_findings
+from sft_play.launch.cluster.measures import Examined, Seen, Wanted
+from sft_play.launch.cluster.ssh import NO_FOLDER, NO_PROGRAM, SSH_FAILED, trouble
+
+GIB = 2**30
+DISK_FAIL_BYTES = GIB
+"""With less, not even logs and a small adapter's checkpoints have room."""
+DISK_LOW_BYTES = 10 * GIB
+SHM_BYTES = GIB
+"""NCCL and data workers pass tensors through /dev/shm."""
+NOFILE = 4096
+SKEW_FAIL_SECONDS, SKEW_SECONDS = 5.0, 1.0
+FREE_SHARE = 0.8
+"""Of a GPU's memory; with less free, something else is using it."""
+PINNED = (
+    "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "unsloth", "datasets", "tokenizers", "safetensors", "numpy",
+    "huggingface-hub", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "sft-play",
+)  # fmt: skip
+"""Packages whose version changes what a rank computes or sends: these must be the same everywhere."""
+DRIVERS = {"11": 450, "12": 525, "13": 580}
+"""CUDA's major version -> the first driver that runs its programs (NVIDIA's CUDA compatibility table, minor versions included)."""
+
+
+def judge(examined: Examined, inventory: Inventory, wanted: Wanted, cluster: str) -> dict[str, list[Finding]]:
+    """Returns host name -> findings, the worst first; `cluster` is what `CLUSTER=` was."""
+    found: dict[str, list[Finding]] = {name: [] for name in examined.hosts}
+    reference = next((seen for seen in examined.hosts.values() if seen.facts), None)
+    for name, seen in examined.hosts.items():
+        found[name] += _start(seen, inventory, cluster)
+        if not seen.facts:
+            continue
+        found[name] += [*_clock(seen), *_system(seen), *_files(seen, wanted, cluster), *_gpus(seen)]
+        if reference is not None and reference is not seen:
+            found[name] += _apart(seen, reference, cluster)
+        found[name] += _torch(seen)
+    _one_machine_twice(examined, found)
+    _some_without_gpu(examined, found)
+    for name, more in network_findings(examined, inventory, wanted).items():
+        found[name] += more
+    return {name: sorted(some, key=lambda one: one.severity != "fail") for name, some in found.items()}
+
+
+def _start(seen: Seen, inventory: Inventory, cluster: str) -> Iterator[Finding]:
+    """Why its Python did not start, or stopped answering."""
+    host, install = seen.host, f"`make cluster-install CLUSTER={cluster}` makes it"
+    if seen.start is not None and seen.code == NO_FOLDER:
+        text = f"the project's folder `{host.folder}` is not there, so there is no environment either"
+        yield Finding(id="no-environment", severity="fail", text=text, remedy=install)
+    elif seen.start is not None and seen.code in (NO_PROGRAM, 126):
+        text = f"no environment: `{host.python}` in `{host.folder}` cannot be started"
+        yield Finding(id="no-environment", severity="fail", text=text, remedy=install)
+    elif seen.start is not None and seen.code in (SSH_FAILED, -9):
+        why = trouble(host, inventory, seen.start)
+        yield Finding(id=why.id, severity="fail", text=why.text, remedy=why.remedy)
+    elif seen.start is not None:
+        last = seen.start.strip().splitlines()[-1:] or ["no word"]
+        text = f"`{host.python}` ended with code {seen.code}: {last[0]}"
+        yield Finding(id="broken-python", severity="fail", text=text, remedy=f"start it there by hand; {install} anew")
+    elif seen.lost is not None:
+        text = f"it stopped answering ({seen.lost})"
+        yield Finding(id="lost", severity="fail", text=text, remedy="check again; a machine that swaps or sleeps does that")
+    for name, why in seen.refused.items():
+        yield Finding(id="not-measured", severity="warning", text=f"`{name}` could not be measured: {why}", remedy="see the reason given")
+
+
+def _clock(seen: Seen) -> Iterator[Finding]:
+    skew = seen.skew_seconds
+    if skew is not None and abs(skew) > SKEW_SECONDS:
+        yield Finding(
+            id="clock", severity="fail" if abs(skew) >= SKEW_FAIL_SECONDS else "warning",
+            text=f"its clock is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'} of this machine's",
+            remedy="`sudo timedatectl set-ntp true` on both; `timedatectl` then says `synchronized: yes`",
+        )  # fmt: skip
+
+
+def _system(seen: Seen) -> Iterator[Finding]:
+    disks: Mapping[str, Any] = seen.facts["disks"]
+    told: set[tuple[int, int]] = set()
+    for name in ("runs", "cache", "folder"):
+        disk = disks.get(name)
+        if disk is None:
+            continue
+        size = (disk["free_bytes"], disk["total_bytes"])
+        if not disk["writable"]:
+            remedy = "`ls -ld` and `mount` there say why"
+            yield Finding(id="read-only", severity="fail", text=f"`{disk['path']}` ({name}) cannot be written to", remedy=remedy)
+        if disk["free_bytes"] < DISK_LOW_BYTES and size not in told:
+            told.add(size)
+            severity: Severity = "fail" if disk["free_bytes"] < DISK_FAIL_BYTES else "warning"
+            text = f"the disk of `{disk['path']}` ({name}) has {disk['free_bytes'] / GIB:.2f} of {disk['total_bytes'] / GIB:.1f} GiB free"
+            yield Finding(id="disk", severity=severity, text=text, remedy="make room, or move it: `SFT_PLAY_CACHE` for the cache, `RUNS_DIR` for runs")
+    shm = disks.get("shm")
+    if shm and shm["free_bytes"] < SHM_BYTES:
+        text = f"/dev/shm has {shm['free_bytes'] / GIB:.2f} GiB free, through which processes of a machine pass tensors"
+        yield Finding(id="shm", severity="warning", text=text, remedy="`sudo mount -o remount,size=8G /dev/shm`; in a container `--shm-size=8g`")
+    if seen.facts["nofile"][0] != -1 and seen.facts["nofile"][0] < NOFILE:
+        remedy = f"`ulimit -n {NOFILE}` before the run, or `LimitNOFILE=` of sshd's unit"
+        yield Finding(id="nofile", severity="warning", text=f"a process may open {seen.facts['nofile'][0]} files only", remedy=remedy)
+    own = seen.facts["names_itself"]
+    if own and all(address.startswith("127.") or address == "::1" for address in own) and not seen.host.interface:
+        text = f"its own name, `{seen.facts['host_name']}`, is {', '.join(own)} to it: what asks for its address gets one that no other reaches"
+        remedy = f"put `{seen.host.address} {seen.facts['host_name']}` in its /etc/hosts instead, or give `interface` in the inventory"
+        yield Finding(id="own-name", severity="warning", text=text, remedy=remedy)
+    if not seen.facts["rsync"]:
+        text = "there is no `rsync`, by which code and data come to it"
+        yield Finding(id="rsync", severity="warning", text=text, remedy="`sudo apt install rsync`")
+
+
+def _files(seen: Seen, wanted: Wanted, cluster: str) -> Iterator[Finding]:
+    """Code and data against this machine's."""
+    apart = [path for path, digest in wanted.code.items() if seen.code_files.get(path) != digest]
+    if seen.code_files and apart:
+        text = f"{len(apart)} of the project's {len(wanted.code)} files are not the same as here: {listed(apart)}"
+        remedy = f"`make cluster-install CLUSTER={cluster}` copies them, as `make train-cluster` does before each run; by hand: the same commit"
+        yield Finding(id="code", severity="fail", text=text, remedy=remedy)
+    other = [path for path, digest in wanted.sources.items() if seen.sources.get(path) not in (digest, None)]
+    if other:
+        text = f"other data than here: {listed(other)}"
+        yield Finding(id="data", severity="fail", text=text, remedy="copy the files anew, and `make data` where they are right")
+    stale = [name for name, mark in wanted.prepared.items() if seen.prepared.get(name) not in (mark, None)]
+    if stale:
+        text = f"other prepared rows than here: {listed(stale)}"
+        yield Finding(id="data", severity="fail", text=text, remedy="remove them from its cache; `make train-cluster` brings the right ones")
+    missing = [name for name in wanted.prepared if seen.prepared and seen.prepared.get(name) is None]
+    if missing and wanted.shared:
+        text = f"`data.sync` is `shared`, but {listed(missing)} is not in its cache `{seen.facts['disks']['cache']['path']}`"
+        yield Finding(id="data", severity="fail", text=text, remedy="mount the shared folder there, and point `SFT_PLAY_CACHE` to it")
+
+
+def _gpus(seen: Seen) -> Iterator[Finding]:
+    soft = seen.software
+    if not soft:
+        return
+    gpus, stated = list(soft.get("gpus") or ()), seen.host.gpus
+    usable = int(soft.get("usable_gpus") or 0)
+    if stated is not None and stated > usable:
+        text = f"`gpus: {stated}` in the inventory, but torch finds {usable}" + (f" ({len(gpus)} in the machine)" if gpus else "")
+        remedy = f"correct `gpus` ({seen.host.place}), or see `make gpu-info` and `make doctor` on it"
+        yield Finding(id="gpus", severity="fail", text=text, remedy=remedy)
+    elif gpus and not usable and stated != 0 and not soft.get("hidden"):
+        text = f"it has {len(gpus)} GPUs, but torch {soft['torch']} cannot use them"
+        yield Finding(id="gpus", severity="fail", text=text, remedy="`make doctor` on it says why")
+    major = str(soft.get("cuda") or "").partition(".")[0]
+    driver = str(soft.get("driver") or "").partition(".")[0]
+    if driver.isdigit() and int(driver) < DRIVERS.get(major, 0):
+        text = f"driver {soft['driver']} is too old for CUDA {soft['cuda']}, which torch was built with (from {DRIVERS[major]} on)"
+        yield Finding(id="driver", severity="fail", text=text, remedy="`sudo ubuntu-drivers install`, then start it anew")
+    for k, gpu in enumerate(gpus):
+        if stated != 0 and gpu["free_bytes"] < FREE_SHARE * gpu["total_bytes"]:
+            held = f"; held by {', '.join(gpu['held_by'])}" if gpu["held_by"] else ""
+            text = f"GPU {k} ({gpu['name']}) has {gpu['free_bytes'] / GIB:.1f} of {gpu['total_bytes'] / GIB:.1f} GiB free{held}"
+            yield Finding(id="gpu-memory", severity="warning", text=text, remedy="end what uses it, a desktop's browser included; the plan takes what is free")
+
+
+def _torch(seen: Seen) -> Iterator[Finding]:
+    if seen.software.get("error"):
+        text = f"torch cannot be imported: {seen.software['error']}"
+        yield Finding(id="torch", severity="fail", text=text, remedy="`make install` anew on it (`make cluster-install`)")
+
+
+def _apart(seen: Seen, reference: Seen, cluster: str) -> Iterator[Finding]:
+    """Versions beside those of the first host that answers."""
+    here, there = reference.facts, seen.facts
+    first, install = f"`{reference.host.name}`", f"`make cluster-install CLUSTER={cluster}` makes them the same"
+    if here["python"] != there["python"]:
+        minor = here["python"].rpartition(".")[0] != there["python"].rpartition(".")[0]
+        text = f"Python {there['python']}, on {first} {here['python']}"
+        yield Finding(id="versions", severity="fail" if minor else "warning", text=text, remedy=install)
+    soft, other = seen.software, reference.software
+    for key, what in (("torch", "torch"), ("cuda", "CUDA of torch"), ("nccl", "NCCL")):
+        if soft and other and soft.get(key) != other.get(key) and not soft.get("error"):
+            text = f"{what} {soft.get(key) or 'none'}, on {first} {other.get(key) or 'none'}"
+            yield Finding(id="versions", severity="fail", text=text, remedy=install)
+    mine, theirs = here["packages"], there["packages"]
+    pinned = [name for name in PINNED if mine.get(name) != theirs.get(name) and not (name == "torch" and soft)]
+    rest = sorted(name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name] and name not in PINNED)
+    if pinned:
+        text = f"other versions than on {first}: {_versions(pinned, theirs, mine)}"
+        yield Finding(id="versions", severity="fail", text=text, remedy=install)
+    if rest:
+        text = f"smaller packages apart from {first}: {_versions(rest, theirs, mine)}"
+        yield Finding(id="packages", severity="warning", text=text, remedy=install)
+
+
+def _versions(names: Sequence[str], theirs: Mapping[str, str], mine: Mapping[str, str]) -> str:
+    return listed([f"{name} {theirs.get(name, 'missing')} (there {mine.get(name, 'missing')})" for name in names], marks="")
+
+
+def _one_machine_twice(examined: Examined, found: dict[str, list[Finding]]) -> None:
+    """Two names that lead to one machine: its GPUs would be asked for twice."""
+    first: dict[str, str] = {}
+    for name, seen in examined.hosts.items():
+        machine = seen.facts.get("machine") if seen.facts else None
+        if machine and first.setdefault(machine, name) != name:
+            text = f"`{first[machine]}` and `{name}` are one machine, `{seen.facts['host_name']}`"
+            remedy = "one entry for each machine; `gpus` says how many of its GPUs take part"
+            found[name].append(Finding(id="same-machine", severity="fail", text=text, remedy=remedy))
+
+
+def _some_without_gpu(examined: Examined, found: dict[str, list[Finding]]) -> None:
+    usable = {name: int(seen.software.get("usable_gpus") or 0) for name, seen in examined.hosts.items() if seen.software}
+    if not any(usable.values()):
+        return
+    for name, count in usable.items():
+        if not count and examined.hosts[name].host.gpus is None:
+            text = "it has no GPU that torch can use, while others have"
+            found[name].append(Finding(id="gpus", severity="fail", text=text, remedy="leave it out of the inventory, or see `make doctor` on it"))
