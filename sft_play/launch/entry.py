@@ -8,6 +8,7 @@ policy `ExitCode` tries again only from 128 on (contract section 7).
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from sft_play.errors import HardwareError, RetryableError, UserError
+from sft_play.launch.run_folder import ended_by_signals
 
 TRAINING = frozenset({
     "quickstart", "train", "train-tb", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb", "train-fsdp",
@@ -53,14 +55,17 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs the command at this container's place and returns its exit code, 175 for 75."""
     words = list(sys.argv[1:] if words is None else words)
     try:
-        command = normalised(words, os.environ)
-        if words and words[0] in LAUNCHED:
-            _wait_for_master(command)
-            print(f"entry: {shlex.join(['python', '-m', 'sft_play', *command])}", file=sys.stderr, flush=True)
-        code = supervised([sys.executable, "-m", "sft_play", *command])
+        with ended_by_signals():  # process 1 of a container hears no signal that it has no handler for
+            command = normalised(words, os.environ)
+            if words and words[0] in LAUNCHED:
+                _wait_for_master(command)
+                print(f"entry: {shlex.join(['python', '-m', 'sft_play', *command])}", file=sys.stderr, flush=True)
+            code = supervised([sys.executable, "-m", "sft_play", *command])
     except UserError as error:
         print(error.render(), file=sys.stderr)
         code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
     return FOR_KUBERNETES if code == WORTH_ANOTHER_TRY else code
 
 
@@ -86,17 +91,15 @@ def normalised(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
         if not 0 <= rank < nodes:
             raise UserError(f"this is node {rank} by {place.source}, but `NUM_NODES` is {nodes}", place="environment")
         added["NODE_RANK"] = str(rank)
-        master = typed.get("MASTER_ADDR") or place.master
-        if master:
-            added["MASTER_ADDR"] = _seen_from_outside(master, rank, environ)
+        if place.master and "MASTER_ADDR" not in typed:
+            added["MASTER_ADDR"] = _seen_from_outside(place.master, rank, environ)
         if place.port:
             added["MASTER_PORT"] = str(place.port)
     if place.gpus and words[0] != "train":
         added["NUM_GPUS"] = str(place.gpus)
     if words[0] in TRAINING and typed.get("RUN_NAME"):
         added["LAUNCH_AUTO_RESUME"] = "true"
-    ours = [f"{name}={text}" for name, text in added.items() if name not in typed or name == "MASTER_ADDR"]
-    return [word for word in words if not (word.startswith("MASTER_ADDR=") and "MASTER_ADDR" in added)] + ours
+    return [*words, *(f"{name}={text}" for name, text in added.items() if name not in typed)]
 
 
 def place_of(environ: Mapping[str, str]) -> Place:
@@ -176,7 +179,8 @@ def supervised(argv: Sequence[str]) -> int:
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         if child:
-            os.kill(child, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, number)
         else:
             early.append(number)
 
