@@ -307,7 +307,7 @@ def config_file(folder: Path, *lines: str) -> Path:
     path = folder / "demo.yaml"
     slurm = "slurm:\n" + "".join(f"  {line}\n" for line in lines) if lines else ""
     path.write_text(
-        "model:\n  name: Qwen/Qwen2.5-0.5B\n  max_seq_len: 512\ndata:\n  train_path: rows.jsonl\ntrain:\n  max_steps: 10\n" + slurm
+        "model:\n  name: TinyLlama/TinyLlama-1.1B-Chat-v1.0\n  max_seq_len: 512\ndata:\n  train_path: rows.jsonl\ntrain:\n  max_steps: 10\n" + slurm
     )
     return path
 
@@ -367,7 +367,7 @@ def test_script_and_frozen_configuration_lie_in_the_runs_folder(in_process: Prog
     assert "#SBATCH --gpus-per-node=4\n" in text
     (tmp_path / "demo.yaml").write_text("model:\n  name: another\n")  # a later edit
     frozen = read_config(folder / "job.config.json")
-    assert (frozen.config.train.learning_rate, frozen.config.model.name, frozen.config.train.seed) == (3e-5, "Qwen/Qwen2.5-0.5B", 7)
+    assert (frozen.config.train.learning_rate, frozen.config.model.name, frozen.config.train.seed) == (3e-5, "TinyLlama/TinyLlama-1.1B-Chat-v1.0", 7)
     assert frozen.typed("train.learning_rate") and not frozen.typed("train.weight_decay")
 
 
@@ -425,7 +425,7 @@ def test_bad_input_is_one_error_and_loses_nothing(in_process: Program, tmp_path:
 
 def test_a_model_that_does_not_fit_is_shown_and_nothing_is_written(in_process: Program, tmp_path: Path) -> None:
     config = config_file(tmp_path)
-    config.write_text(config.read_text().replace("Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-70B"))
+    config.write_text(config.read_text().replace("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.1-70B-Instruct"))
     done = in_process("slurm", f"CONFIG={config}", "HARDWARE=1x8GB", "TUNING_MODE=full", "RUN_NAME=demo")
     assert done.code in (2, 3), done.err
     assert not (tmp_path / "runs").exists()

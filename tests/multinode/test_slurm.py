@@ -1,0 +1,174 @@
+"""The generated script on a real Slurm: munge, slurmctld and two slurmd on this machine, ranks that meet over gloo on the CPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Done, metrics, ragged_rows, run_program
+from tests.slurm_lab import SlurmLab, slurm_lab
+
+STEPS = 400
+"""More than are made before the first stop comes."""
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[SlurmLab]:
+    with slurm_lab() as lab:
+        yield lab
+
+
+class Site:
+    """A shared folder with a configuration, seen by the login node and both compute nodes."""
+
+    def __init__(self, slurm: SlurmLab, folder: Path, model: Path, cache: Path) -> None:
+        self.slurm = slurm
+        self.folder = folder
+        self.runs = folder / "runs"
+        self.environment = slurm.environment(cache, self.runs)
+        self.config = folder / "demo.yaml"
+        ragged_rows(folder / "rows.jsonl", 24)
+        self.config.write_text(
+            f"model:\n  name: {model}\n  max_seq_len: 64\ntuning:\n  mode: lora\ndata:\n  train_path: rows.jsonl\n"
+            f"train:\n  global_batch_size: 4\n  max_steps: {STEPS}\n  save_steps: {STEPS}\nslurm:\n  time: '30'\n  cpus_per_gpu: 1\n"
+            "  warning_seconds: 60\n"
+        )
+
+    def make(self, *words: str) -> Done:
+        """Types `make slurm` with these words."""
+        return run_program(
+            ["slurm", f"CONFIG={self.config}", "HARDWARE=cpu", "NUM_GPUS=1", *words], self.environment, cwd=self.folder, timeout=120
+        )
+
+    def submit(self, name: str, *words: str) -> str:
+        """Returns the number of the job."""
+        done = self.make(f"RUN_NAME={name}", "SUBMIT=1", "JSON=1", *words)
+        assert done.code == 0, done.err
+        number = done.json["job"]
+        assert isinstance(number, str) and number.isdigit()
+        return number
+
+    def said(self, name: str) -> str:
+        return "\n".join(path.read_text(errors="replace") for path in sorted((self.runs / name / "slurm").glob("*.out")))
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.runs / name / "events.jsonl").read_text().splitlines()]
+
+    def steps(self, name: str) -> list[int]:
+        path = self.runs / name / "metrics.jsonl"
+        return [row["step"] for row in metrics(self.runs / name)] if path.exists() else []
+
+    def wait_for_step(self, name: str, number: str, step: int) -> None:
+        """Waits until the run has made a step."""
+
+        def made(facts: dict[str, str]) -> bool:
+            return max(self.steps(name), default=0) >= step
+
+        self.slurm.wait(number, made, seconds=120, logs=self.runs / name / "slurm")
+
+
+@pytest.fixture
+def site(slurm: SlurmLab, tmp_path: Path, tiny: Path, cache: Path) -> Site:
+    return Site(slurm, tmp_path, tiny, cache)
+
+
+def test_a_partition_that_does_not_exist_is_told_in_sbatchs_words(site: Site) -> None:
+    done = site.make("RUN_NAME=demo", "SUBMIT=1", "NUM_NODES=2", "SLURM_PARTITION=nowhere")
+    assert done.code == 2, done.err
+    assert "invalid partition" in done.err.lower()
+    assert "hint: `sinfo -s` lists the partitions" in done.err
+    assert (site.runs / "demo" / "slurm" / "job.sbatch").is_file()
+    assert site.slurm.run("squeue", "-h").stdout == ""
+
+
+def test_more_than_the_nodes_have_is_told_before_it_waits_for_ever(site: Site) -> None:
+    done = site.make("RUN_NAME=demo", "SUBMIT=1", "NUM_NODES=3")
+    assert done.code == 2, done.err
+    assert "hint: `sinfo -N -o" in done.err
+    assert site.slurm.run("squeue", "-h").stdout == ""
+
+
+def test_gpus_are_asked_for_by_node(site: Site) -> None:
+    done = run_program(
+        ["slurm", f"CONFIG={site.config}", "HARDWARE=2x24GB", "NUM_NODES=2", "RUN_NAME=gpus", "JSON=1"], site.environment, cwd=site.folder
+    )
+    assert done.code == 0, done.err
+    said = site.slurm.run("sbatch", "--test-only", done.json["script"])
+    assert "to start at" in said.stderr and "n[1-2]" in said.stderr
+
+
+def test_each_task_of_an_array_is_a_run_and_a_permanent_error_ends_it(site: Site) -> None:
+    """In a folder whose name holds what sbatch and shells read in their own way; the data are missing, which no second turn would mend."""
+    (site.folder / "rows.jsonl").unlink()
+    out = site.folder / "jobs 100%j #1 'x' $(touch made)"
+    out.mkdir()
+    number = site.submit("sweep", f"OUT={out}", "SLURM_ARRAY=1-2", "SLURM_SETUP=['export SFT_TRAIN_SEED=$SLURM_ARRAY_TASK_ID']")
+    for task in (1, 2):
+        facts = site.slurm.ended(f"{number}_{task}", seconds=90, logs=out)
+        assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "4:0", "0"), facts
+        text = (out / f"slurm-{number}_{task}.out").read_text()
+        assert f"run sweep-{task}" in text and "ended with code 4" in text, text
+        assert "rows.jsonl" in text
+    assert not list(site.folder.rglob("made"))
+    assert not list(out.glob("slurm-*.??????"))
+
+
+@pytest.mark.long
+def test_two_nodes_are_preempted_warned_queued_again_and_finish(site: Site) -> None:
+    """Turn 0 is preempted by an urgent job, turn 1 gets the early warning, turn 2 makes the rest."""
+    number = site.submit("demo", "NUM_NODES=2")
+    site.config.write_text("model: {name: another}\n")  # frozen: a later edit changes nothing
+    site.wait_for_step("demo", number, 3)
+    urgent = site.slurm.run(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+    ).stdout.strip()
+    site.slurm.ended(urgent, seconds=120)
+    first = len(site.steps("demo"))
+    site.wait_for_step("demo", number, first + 3)
+    site.slurm.run("scancel", "--signal=USR1", "--batch", number)
+    site.slurm.wait(number, lambda facts: facts["Restarts"] == "2", seconds=90, logs=site.runs / "demo" / "slurm")
+    second = len(site.steps("demo"))
+    facts = site.slurm.ended(number, seconds=180, logs=site.runs / "demo" / "slurm")
+    said = site.said("demo")
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "2"), said
+    assert site.steps("demo") == list(range(1, STEPS + 1))
+    assert 3 <= first < second < STEPS
+    for node in (0, 1):
+        happened = [(event["event"], event.get("code")) for event in site.events("demo") if event["node"] == node]
+        assert [name for name, _ in happened][1::2] == ["stopped", "stopped", "finished"], happened
+        assert [code for _, code in happened][1::2] == [143, 143, 0]
+    resumed = [event["checkpoint"] for event in site.events("demo") if event["event"] == "resumed" and event["node"] == 0]
+    assert resumed == [f"step-{first:06d}", f"step-{second:06d}"]
+    assert said.count("queued again, to go on from the last checkpoint") == 2
+    assert all(len(row["rank_tokens"]) == 2 for row in metrics(site.runs / "demo"))
+    assert (site.runs / "demo" / "model").is_dir()
+
+
+@pytest.mark.long
+def test_the_last_turn_and_a_cancelled_job_stay_ended_and_the_script_goes_on(site: Site) -> None:
+    number = site.submit("last", "NUM_NODES=2", "SLURM_MAX_REQUEUES=0", "SLURM_WARNING_SECONDS=45")
+    site.wait_for_step("last", number, 2)
+    site.slurm.run("scancel", "--signal=USR1", "--batch", number)
+    facts = site.slurm.ended(number, seconds=90, logs=site.runs / "last" / "slurm")
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "143:0", "0")
+    assert "slurm.max_requeues" in site.said("last")
+    saved = len(site.steps("last"))
+    script = str(site.runs / "last" / "slurm" / "job.sbatch")
+    number = site.slurm.run("sbatch", "--parsable", script).stdout.strip()
+    site.wait_for_step("last", number, saved + 2)
+    site.slurm.run("scancel", number)
+    facts = site.slurm.ended(number, seconds=90, logs=site.runs / "last" / "slurm")
+    assert facts["JobState"] == "CANCELLED"
+    deadline = time.monotonic() + 60
+    while "is left as it is" not in (said := site.said("last")):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.5)
+    assert site.slurm.job(number)["JobState"] == "CANCELLED"
+    steps = site.steps("last")
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > saved
+    assert (site.runs / "last" / "checkpoints" / f"step-{len(steps):06d}").is_dir()  # saved before it left
