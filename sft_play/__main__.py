@@ -115,7 +115,7 @@ COMMANDS: dict[str, Command] = {
     "cluster-check": Command(
         "sft_play.launch.cluster.check:main",
         "whether all machines of CLUSTER are ready for CONFIG: reachable, alike, connected, with what is not and its remedy",
-        COMMON | {"CLUSTER", "RUN"},
+        COMMON | {"CLUSTER", "RUN", "MASTER_PORT"},
     ),
     "cluster-install": Command(
         "sft_play.launch.cluster.install:main",

@@ -120,7 +120,7 @@ def parse_call(arguments: Sequence[str], commands: Mapping[str, CommandRow], env
         key = _key(one)
         if not _is_writable(one):
             problems.append(UserError(f"`{ascii(one.name)[1:-1]}` is not UTF-8 text"))
-        elif one.name in known:
+        elif one.name in known or _of_cluster(one.name, commands[command]):
             _option(one, command, commands, options, problems)
         elif key is None:
             problems.append(_unknown(one, known, command, commands[command]))
@@ -226,10 +226,15 @@ def _is_writable(one: _Given) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in one.name + one.text)
 
 
+def _of_cluster(name: str, row: CommandRow) -> bool:
+    """Whether a variable changes the inventory of `CLUSTER=`, as `config.cluster` decides: `CLUSTER_NETWORK`, `CLUSTER_LAPTOP_GPUS`."""
+    return name.startswith("CLUSTER_") and "CLUSTER" in row.options
+
+
 def _option(
     one: _Given, command: str, commands: Mapping[str, CommandRow], options: dict[str, str], problems: list[UserError]
 ) -> None:
-    if one.name not in commands[command].options:
+    if one.name not in commands[command].options and not _of_cluster(one.name, commands[command]):
         takers = [name for name, row in commands.items() if one.name in row.options]
         where = "it is for " + ", ".join(f"`{_prefix(one)}{name}`" for name in takers)
         if one.name in STANDS_FOR and commands[command].overrides:
