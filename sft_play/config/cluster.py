@@ -13,7 +13,6 @@ The first host is the master: rank 0 runs there, and the others must reach its `
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sft_play.config.cluster_host import ADDRESS, NAME, NETWORK, Host, Inventory, listed, meant, value_of
 from sft_play.config.sources import PRESETS, check_name
 from sft_play.config.types import shown
 from sft_play.config.yaml_source import Node, read_yaml, resolve_scalar
@@ -29,79 +29,15 @@ from sft_play.errors import UserError, raise_all
 if TYPE_CHECKING:
     from sft_play.config.call import Call
 
+__all__ = ["Host", "Inventory", "inventory_for_call", "inventory_path", "read_inventory", "variable"]
+
 INVENTORIES = PRESETS / "clusters"
 """The shipped inventories."""
 TOP_KEYS = ("extends", "network", "ssh_config", "defaults", "hosts")
 HOST_KEYS = ("address", "ssh", "user", "port", "gpus", "python", "folder", "interface")
 DEFAULT_KEYS = tuple(key for key in HOST_KEYS if key not in ("address", "ssh"))
-MEANT = {
-    "ip": "address", "host": "address", "hostname": "address", "host_name": "address", "addr": "address", "username": "user", "login": "user",
-    "ssh_user": "user", "ssh_port": "port", "num_gpus": "gpus", "gpu": "gpus", "slots": "gpus", "gpus_per_node": "gpus", "venv": "python",
-    "env": "python", "environment": "python", "interpreter": "python", "path": "folder", "dir": "folder", "directory": "folder", "workdir": "folder",
-    "iface": "interface", "ifname": "interface", "device": "interface", "nodes": "hosts", "machines": "hosts", "workers": "hosts",
-    "speed": "network", "bandwidth": "network", "config": "ssh_config", "vars": "defaults", "default": "defaults", "all": "defaults",
-}  # fmt: skip
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:_%-]{0,252}")
-USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
-INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,14}")
-NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(G|M)bit(?:/s)?", re.IGNORECASE)
 MOST_HOSTS = 256
 MOST_FILES = 20
-MOST_GPUS = 64
-FOLDER = "~/sft-play"
-PYTHON = ".venv/bin/python"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
-    """One machine."""
-
-    name: str
-    """As the user calls it; in messages, and in `CLUSTER_HOSTS=`."""
-    address: str
-    """Name or IP address by which the other machines reach it."""
-    ssh: str | None = None
-    """Where `ssh` goes when that is not `address`: a `Host` of the ssh configuration, such as one with a jump host or a tunnel."""
-    user: str | None = None
-    """For ssh; `None`: as ssh's configuration says."""
-    port: int | None = None
-    """Of its sshd; `None`: as ssh's configuration says, else 22."""
-    gpus: int | None = None
-    """GPUs to use, 0 for the CPU; `None`: all that are found."""
-    python: str = PYTHON
-    """Interpreter of the environment: absolute, `~/...`, or counted from `folder`."""
-    folder: str = FOLDER
-    """The project there: absolute or `~/...`."""
-    interface: str | None = None
-    """Network interface towards the others; `None`: that of the route to the master."""
-    place: str = ""
-    """Where the inventory names it, `file:line`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Inventory:
-    """The machines of a cluster, the master first."""
-
-    hosts: tuple[Host, ...]
-    network: str | None
-    """Speed of the network, such as `1Gbit`."""
-    ssh_config: Path | None
-    """For `ssh -F`; `None`: ssh's own files."""
-    path: Path
-
-    @property
-    def master(self) -> Host:
-        """The host of rank 0."""
-        return self.hosts[0]
-
-    def host(self, name: str) -> Host:
-        """Returns the host called `name`. Raises `UserError` for an unknown one."""
-        for host in self.hosts:
-            if host.name == name:
-                return host
-        names = [host.name for host in self.hosts]
-        raise UserError(f"`{name}` is not a host of `{self.path}`", hint=_meant(name, names) or f"it has {_listed(names)}")
 
 
 def inventory_for_call(call: Call) -> Inventory:
@@ -244,7 +180,7 @@ def _keys(node: Node, known: Sequence[str], what: str, path: Path, found: _Found
             hint = "`address: 192.168.1.10`, the address by which the others reach it"
             return found.problem(f"{what} has no keys", f"{path}:{node.line}", hint)
         if node.value is not None:
-            found.problem(f"{what} is `{shown(node)}`; expected {_listed(known)}", f"{path}:{node.line}")
+            found.problem(f"{what} is `{shown(node)}`; expected {listed(known)}", f"{path}:{node.line}")
         return None
     for key, part in _known(node, known, path, found).items():
         if part.value is None:
@@ -258,18 +194,8 @@ def _known(node: Node, known: Sequence[str], path: Path, found: _Found) -> dict[
     """Returns the entries of a mapping with known keys; the others are problems."""
     for key, part in node.value.items():
         if key not in known:
-            found.problem(f"unknown key `{key}`", f"{path}:{part.line}", _meant(key, known) or f"known: {_listed(known)}")
+            found.problem(f"unknown key `{key}`", f"{path}:{part.line}", meant(key, known) or f"known: {listed(known)}")
     return {key: part for key, part in node.value.items() if key in known}
-
-
-def _meant(key: str, known: Sequence[str]) -> str | None:
-    word = key.lower().replace("-", "_")
-    close = [MEANT[word]] if MEANT.get(word) in known else get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean `{close[0]}`?" if close else None
-
-
-def _listed(words: Sequence[str]) -> str:
-    return ", ".join(f"`{word}`" for word in words)
 
 
 # ---- Command line
@@ -301,7 +227,7 @@ def _change(found: _Found, changes: Mapping[str, str]) -> None:
             names = ["HOSTS", "NETWORK", "SSH_CONFIG", *(k.upper() for k in DEFAULT_KEYS)]
             names += [f"{host}_{k.upper()}" for host in by_variable for k in HOST_KEYS]
             close = get_close_matches(word, names, n=1, cutoff=0.6)
-            hint = f"did you mean `CLUSTER_{close[0]}`?" if close else f"the hosts are {_listed(list(found.hosts))}"
+            hint = f"did you mean `CLUSTER_{close[0]}`?" if close else f"the hosts are {listed(list(found.hosts))}"
             found.problem(f"unknown variable `{option}`", origin, hint)
 
 
@@ -311,7 +237,7 @@ def _choose(found: _Found, text: str, origin: str) -> None:
     for name in names:
         if name not in found.hosts:
             hosts = list(found.hosts)
-            found.problem(f"`{name}` is not a host", origin, _meant(name, hosts) or f"the inventory has {_listed(hosts)}")
+            found.problem(f"`{name}` is not a host", origin, meant(name, hosts) or f"the inventory has {listed(hosts)}")
     found.hosts = {name: found.hosts[name] for name in names if name in found.hosts}
 
 
@@ -351,33 +277,10 @@ def _host(name: str, keys: Mapping[str, _Given], found: _Found) -> Host | None:
         found.problem(f"host `{name}` has no `address`", place, hint)
     values: dict[str, Any] = {}
     for key, given in keys.items():
-        value = _value(key, given, found)
+        value = value_of(key, given.node, given.place, found.problems)
         if value is not None:
             values[key] = value
     return Host(name=name, place=place, **values) if len(found.problems) == before else None
-
-
-def _value(key: str, given: _Given, found: _Found) -> Any:
-    node = given.node
-    text = str(node.text if node.text is not None else node.value)
-    if key in ("port", "gpus"):
-        low, high = (1, 65_535) if key == "port" else (0, MOST_GPUS)
-        if isinstance(node.value, int) and not isinstance(node.value, bool) and low <= node.value <= high:
-            return node.value
-        return found.problem(f"`{key}` is `{shown(node)}`; expected an integer from {low} to {high}", given.place)
-    right, expected = True, ""
-    if isinstance(node.value, (dict, list)) or (isinstance(node.value, float) and not math.isfinite(node.value)):
-        right, expected = False, "text"
-    elif key in ("address", "ssh"):
-        right, expected = bool(ADDRESS.fullmatch(text)), "a name or an IP address"
-    elif key in ("user", "interface"):
-        right = bool((USER if key == "user" else INTERFACE).fullmatch(text))
-        expected = "a user's name" if key == "user" else "a network interface, such as `eth0`"
-    elif key == "folder":
-        right, expected = text.startswith(("/", "~/")) and text.isprintable(), "an absolute path, or `~/...` for one in the user's home there"
-    elif key == "python":
-        right, expected = bool(text.strip()) and text.isprintable() and not text.startswith("-"), "a Python interpreter"
-    return text if right else found.problem(f"`{key}` is `{shown(node)}`; expected {expected}", given.place)
 
 
 def _refuse_doubles(hosts: Sequence[Host], found: _Found) -> None:
