@@ -1,0 +1,177 @@
+"""The container's entry point: every scheduler's variables become our own command line, signals go on, 75 becomes 175."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+import pytest
+
+from sft_play.errors import HardwareError, UserError
+from sft_play.launch.entry import first_host, main, normalised, supervised
+from tests.conftest import ROOT
+
+WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
+TWO = (*WORDS, "NUM_GPUS=1", "NUM_NODES=2", "MASTER_PORT=23456")
+PYTORCHJOB = {
+    "MASTER_ADDR": "demo-master-0", "MASTER_PORT": "23456", "PET_MASTER_ADDR": "demo-master-0", "PET_MASTER_PORT": "23456",
+    "WORLD_SIZE": "2", "RANK": "1", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "1", "PYTHONUNBUFFERED": "0",
+}  # fmt: skip
+TRAINJOB = {
+    "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "demo-node-0-0.demo",
+    "PET_MASTER_PORT": "29500", "JOB_COMPLETION_INDEX": "1", "JOB_INDEX": "0",
+}  # fmt: skip
+JOB = {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "demo-0.demo"}
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_TASK_ID": "sky-1",
+}  # fmt: skip
+SLURM = {
+    "SLURM_JOB_ID": "4217", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "gpu[007-008]", "SLURM_PROCID": "1",
+    "SLURM_GPUS_ON_NODE": "1",
+}  # fmt: skip
+
+
+def added(words: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns what the scheduler's variables add to a command."""
+    found = normalised(words, environ)
+    assert tuple(found[: len(words)]) == words
+    return dict(word.partition("=")[::2] for word in found[len(words) :])
+
+
+@pytest.mark.parametrize(
+    ("environ", "words", "expected"),
+    [
+        (PYTORCHJOB, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-master-0"}),
+        (PYTORCHJOB, WORDS, {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "demo-master-0", "MASTER_PORT": "23456", "NUM_GPUS": "1"}),
+        ({k: v for k, v in PYTORCHJOB.items() if not k.startswith("PET_")}, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-master-0"}),
+        ({**PYTORCHJOB, "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4", "PET_NNODES": ""}, (*WORDS, "NUM_GPUS=4"),
+         {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "demo-master-0", "MASTER_PORT": "23456"}),
+        (TRAINJOB, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-node-0-0.demo"}),
+        (JOB, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-0.demo"}),
+        (SKYPILOT, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.4"}),
+        (SLURM, WORDS, {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "gpu007", "MASTER_PORT": "24217", "NUM_GPUS": "1"}),
+        ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "demo-master-0", "PET_NNODES": "1", "PET_NODE_RANK": "0"}, WORDS, {}),
+        ({}, WORDS, {}),
+    ],
+    ids=["pytorchjob", "pytorchjob, short", "pytorchjob, old", "pytorchjob, four processes", "trainjob", "job", "skypilot", "slurm",
+         "one pod", "nobody"],
+)  # fmt: skip
+def test_each_scheduler_becomes_our_own_words(environ: dict[str, str], words: tuple[str, ...], expected: dict[str, str]) -> None:
+    assert added(words, environ) == expected | {"LAUNCH_AUTO_RESUME": "true"}
+
+
+def test_what_is_no_training_stays_as_it_is() -> None:
+    for words in (["plan", "CONFIG=x"], ["help"], []):
+        assert normalised(words, PYTORCHJOB) == words
+    assert added(("resume", "RUN=demo"), PYTORCHJOB).get("LAUNCH_AUTO_RESUME") is None
+    assert added(("train", "CONFIG=x"), {}) == {}, "without RUN_NAME there is nothing to go on with"
+
+
+def test_the_masters_own_localhost_becomes_an_address_that_others_see() -> None:
+    environ = {**PYTORCHJOB, "PET_MASTER_ADDR": "localhost", "PET_NODE_RANK": "0", "RANK": "0", "POD_IP": "10.1.2.3"}
+    assert added(TWO, environ)["MASTER_ADDR"] == "10.1.2.3"
+    with pytest.raises(HardwareError, match="this machine's own, and this is node 1"):
+        normalised(TWO, {**environ, "PET_NODE_RANK": "1"})
+    assert "MASTER_ADDR" not in added((*TWO, "MASTER_ADDR=127.0.0.1"), environ), "what was typed stays"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words", "said"),
+    [
+        (PYTORCHJOB, (*WORDS, "NUM_NODES=3"), "`NUM_NODES` is 3, but the operator says 2"),
+        (PYTORCHJOB, (*TWO, "NODE_RANK=0"), "`NODE_RANK` is 0, but the operator says 1"),
+        ({}, TWO, "no variable says which of them this is"),
+        ({**JOB, "JOB_COMPLETION_INDEX": "2"}, TWO, "this is node 2 by the indexed Job, but `NUM_NODES` is 2"),
+        ({**TRAINJOB, "PET_NNODES": "1:4"}, WORDS, "`PET_NNODES` is `1:4`, and the number of nodes must be one"),
+        ({**SLURM, "SLURM_NODEID": "one"}, WORDS, "`SLURM_NODEID` is `one`; expected an integer"),
+    ],
+)  # fmt: skip
+def test_what_does_not_agree_is_refused(environ: dict[str, str], words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        normalised(words, environ)
+    assert said in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("listed", "first"),
+    [("n1", "n1"), ("n[3-5,7],m1", "n3"), ("node[001-004]", "node001"), ("a-b[7]-ib,c", "a-b7-ib"), ("a,b", "a"), ("", None)],
+)
+def test_the_first_of_slurms_list(listed: str, first: str | None) -> None:
+    assert first_host(listed) == first
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [("pass", 0), ("raise SystemExit(2)", 2), ("raise SystemExit(75)", 75), ("import os; os.kill(os.getpid(), 9)", 137)],
+)
+def test_the_programs_code_is_the_entrys(program: str, code: int) -> None:
+    assert supervised([sys.executable, "-c", program]) == code
+
+
+def entry(*words: str, env: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Starts the entry point as a container does."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SFT_", "PET_", "SLURM_"))}
+    return subprocess.Popen(
+        [sys.executable, "-m", "sft_play.launch.entry", *words],
+        env={**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_a_master_without_an_address_is_worth_another_try_and_a_wrong_word_is_not() -> None:
+    lost = entry(*TWO, "LAUNCH_JOIN_SECONDS=1", env={**PYTORCHJOB, "PET_MASTER_ADDR": "nobody.invalid"})
+    wrong = entry(*WORDS, "NO_SUCH=1", env=dict.fromkeys(PYTORCHJOB, ""))
+    _, said = lost.communicate(timeout=60)
+    assert lost.returncode == 175, said
+    assert "waiting up to 1 s for the name `nobody.invalid`" in said and "has no address after 1 s" in said, said
+    _, said = wrong.communicate(timeout=60)
+    assert wrong.returncode == 2, said
+    assert "NO_SUCH=1 LAUNCH_AUTO_RESUME=true" in said and "unknown variable" in said, said
+
+
+def test_a_signal_while_it_waits_ends_it_at_once() -> None:
+    waiting = entry(*TWO, env={**PYTORCHJOB, "PET_MASTER_ADDR": "nobody.invalid"})
+    assert waiting.stderr is not None
+    assert "waiting up to" in waiting.stderr.readline()
+    began = time.monotonic()
+    waiting.send_signal(signal.SIGTERM)
+    assert waiting.wait(timeout=30) == 143
+    assert time.monotonic() - began < 10
+    waiting.communicate()
+
+
+def test_a_signal_reaches_the_program(tmp_path) -> None:
+    mark = tmp_path / "mark"
+    program = (
+        "import pathlib, signal, sys, time\n"
+        f"mark = pathlib.Path({str(mark)!r})\n"
+        "def end(number, frame):\n    mark.write_text(str(number)); sys.exit(75)\n"
+        "signal.signal(signal.SIGUSR1, end)\nmark.write_text('ready')\ntime.sleep(60)\n"
+    )
+    outer = (
+        "import sys\nfrom sft_play.launch.entry import supervised\n"
+        f"sys.exit(supervised([sys.executable, '-c', {program!r}]))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", outer], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        until = time.monotonic() + 30
+        while not (mark.is_file() and mark.read_text() == "ready"):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=30) == 75
+        assert mark.read_text() == str(int(signal.SIGUSR1))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_75_becomes_175(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in (PYTORCHJOB | {"PET_MASTER_ADDR": "nobody.invalid"}).items():
+        monkeypatch.setenv(name, text)
+    assert main([*TWO, "LAUNCH_JOIN_SECONDS=1"]) == 175
+    assert "kubectl get pods" in capsys.readouterr().err
