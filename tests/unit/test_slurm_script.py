@@ -89,7 +89,12 @@ def test_bash_and_shellcheck_have_nothing_to_say(changes: dict[str, Any]) -> Non
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("what", ["folder", "logs", "words", "environment", "run_name"])
+@pytestdef test_a_backslash_in_the_outputs_path_is_refused() -> None:
+    with pytest.raises(UserError, match="backslash"):
+        render(batch_job(logs=Path("/a\\\\b")))
+
+
+.mark.parametrize("what", ["folder", "logs", "words", "environment", "run_name"])
 @pytest.mark.parametrize("letter", ["\n", "\r", "\x1b", "\0", "\x85"])
 def test_control_characters_are_refused(what: str, letter: str) -> None:
     bad: dict[str, Any] = {
@@ -222,7 +227,7 @@ def test_every_node_gets_the_command_that_a_person_would_type(bench: Bench) -> N
 def test_a_shell_interprets_nothing_of_the_users_values(bench: Bench) -> None:
     folder = bench.folder / EVIL.replace("/", "")
     folder.mkdir()
-    job = batch_job(folder, nodes=1, words=("python", f"CONFIG={EVIL}"), environment={"HF_HOME": EVIL, "RUNS_DIR": EVIL})
+    job = batch_job(folder, logs=bench.folder / "logs $(touch x) #", nodes=1, words=("python", f"CONFIG={EVIL}"), environment={"HF_HOME": EVIL, "RUNS_DIR": EVIL})
     done = bench.run((0,), job)
     assert done.code == 0, done.out
     assert bench.words(0)[0] == f"CONFIG={EVIL}"

@@ -54,6 +54,10 @@ def render(job: BatchJob) -> str:
     for name, text in _values(job):
         if any(ord(letter) < 32 or 127 <= ord(letter) < 160 or "\ud800" <= letter <= "\udfff" for letter in text):
             raise UserError(f"{name} holds a control character, which a batch script cannot take: `{ascii(text)[1:-1]}`")
+    if "\\" in str(job.logs):
+        raise UserError(
+            f"the path of the output holds a backslash, and sbatch would then put no job id into its name: `{job.logs}`", hint="choose another OUT="
+        )
     parts = [
         "#!/bin/bash\n" + HEADER,
         "\n".join(f"#SBATCH {line}" for line in options(job)),
