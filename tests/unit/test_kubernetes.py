@@ -1,0 +1,276 @@
+"""`make kubernetes`: what each kind of job is rendered to, from one plan, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sft_play.config.yaml_write import dump_documents
+from sft_play.errors import HardwareError, UserError
+from sft_play.launch.kubernetes.spec import name_of
+from tests.kubernetes_runs import KINDS, documents, documents_of, of_kind, pods, rendered
+
+TOKEN_LIKE = "hf_" + "AbCdEfGhIjKlMnOpQrSt"
+
+
+def container(template: Any) -> Any:
+    [one] = template["spec"]["containers"]
+    return one
+
+
+def environment(template: Any) -> dict[str, Any]:
+    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container(template)["env"]}
+
+
+def test_a_pytorchjob_has_a_master_and_workers_and_one_node_a_master_alone() -> None:
+    spec = of_kind(documents("NUM_NODES=3"), "PyTorchJob")["spec"]
+    replicas = spec["pytorchReplicaSpecs"]
+    assert {role: one["replicas"] for role, one in replicas.items()} == {"Master": 1, "Worker": 2}
+    assert {one["restartPolicy"] for one in replicas.values()} == {"ExitCode"}
+    assert spec["runPolicy"]["ttlSecondsAfterFinished"] == 604800 and spec["runPolicy"]["backoffLimit"] == 30
+    alone = of_kind(documents("NUM_NODES=1", "CONFIG=configs/l40s_single.yaml"), "PyTorchJob")["spec"]["pytorchReplicaSpecs"]
+    assert set(alone) == {"Master"}
+    assert container(alone["Master"]["template"])["args"][0] == "train"
+    four = of_kind(documents("HARDWARE=4xL40S"), "PyTorchJob")["spec"]
+    assert four["nprocPerNode"] == "4"
+    assert container(four["pytorchReplicaSpecs"]["Worker"]["template"])["resources"]["limits"]["nvidia.com/gpu"] == "4"
+
+
+def test_a_trainjob_has_a_runtime_of_its_own() -> None:
+    found = documents("KUBERNETES_KIND=trainjob")
+    runtime, job = of_kind(found, "TrainingRuntime"), of_kind(found, "TrainJob")
+    assert job["spec"]["runtimeRef"] == {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job["metadata"]["name"]}
+    assert job["spec"]["trainer"] == {"numNodes": 2, "numProcPerNode": 1}
+    failure = runtime["spec"]["template"]["spec"]["failurePolicy"]
+    assert failure["maxRestarts"] == 10 and failure["rules"][0]["action"] == "FailJobSet"
+
+
+def test_a_job_finds_its_first_pod_by_a_service() -> None:
+    found = documents("KUBERNETES_KIND=job")
+    service, job = of_kind(found, "Service"), of_kind(found, "Job")
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"] is True
+    assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    template = job["spec"]["template"]
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    assert template["spec"]["subdomain"] == service["metadata"]["name"]
+    assert environment(template)["MASTER_ADDR"] == "l40s-pair-0.l40s-pair"
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    assert rules[1]["onExitCodes"]["values"] == [1, 2, 3, 4, 5]
+    assert job["spec"]["podReplacementPolicy"] == "Failed"
+    assert [one["kind"] for one in documents("KUBERNETES_KIND=job", "NUM_NODES=1")] == ["ConfigMap", "Job"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_pod_keeps_the_rules(kind: str) -> None:
+    found = documents(f"KUBERNETES_KIND={kind}", "KUBERNETES_TRACKING_CLAIM=aim", "KUBERNETES_TOKEN_SECRET=hub", "KUBERNETES_PORT=23456")
+    for template in pods(found):
+        spec, one, env = template["spec"], container(template), environment(template)
+        assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert not one["securityContext"]["allowPrivilegeEscalation"] and spec["automountServiceAccountToken"] is False
+        assert spec["terminationGracePeriodSeconds"] >= 120
+        assert spec["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
+        assert one["command"] == ["python", "-m", "sft_play.launch.entry"]
+        assert one["args"] == [
+            "train-distributed", "CONFIG=/config/config.json", "RUN_NAME=l40s-pair", "NUM_GPUS=1", "NUM_NODES=2", "MASTER_PORT=23456",
+            "LAUNCH_JOIN_SECONDS=600",
+        ]  # fmt: skip
+        assert one["resources"]["requests"] == one["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "1"}
+        assert env["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}
+        assert env["RUNS_DIR"] == "/runs" and env["AIM_REPO"] == "/tracking" and env["NCCL_IB_DISABLE"] == "1"
+        mounts = {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}
+        assert mounts == {"/config": "config", "/dev/shm": "shm", "/models": "models", "/runs": "runs", "/tracking": "tracking"}
+        volumes = {volume.pop("name"): volume for volume in spec["volumes"]}
+        assert volumes["shm"] == {"emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}
+        assert volumes["tracking"] == {"persistentVolumeClaim": {"claimName": "aim"}}
+        assert one["ports"][0]["containerPort"] == 23456
+
+
+def test_the_configuration_in_the_map_is_the_resolved_one_and_goes_round(tmp_path: Path) -> None:
+    from sft_play.config.load import load_config
+
+    result = rendered("TRAIN_LEARNING_RATE=3e-5", "KUBERNETES_ENV={NCCL_DEBUG: INFO, A_B: '1'}",
+                      "KUBERNETES_NODE_SELECTOR={nvidia.com/gpu.product: NVIDIA-L40S}")  # fmt: skip
+    text = of_kind(documents_of(result.files), "ConfigMap")["data"]["config.json"]
+    assert text == result.spec.config_json
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    again = load_config(path, (), {})
+    assert again.config.train.learning_rate == 3e-5
+    assert dict(again.config.kubernetes.env) == {"NCCL_DEBUG": "INFO", "A_B": "1"}
+    assert dict(again.config.kubernetes.node_selector) == {"nvidia.com/gpu.product": "NVIDIA-L40S"}
+    assert again.typed("train.global_batch_size") and not again.typed("train.batch_size")
+
+
+def test_a_variable_of_ones_own_wins_over_ours() -> None:
+    env = environment(pods(documents("KUBERNETES_ENV={NCCL_DEBUG: INFO}"))[0])
+    assert env["NCCL_DEBUG"] == "INFO"
+
+
+def test_a_deepspeed_json_comes_along_letter_for_letter() -> None:
+    result = rendered("DEEPSPEED_CONFIG=deepspeed/zero2.json", "CONFIG=configs/l40s_single.yaml")
+    assert of_kind(documents_of(result.files), "ConfigMap")["data"]["deepspeed.json"] == Path("deepspeed/zero2.json").read_text()
+    assert result.spec.words()[:4] == [
+        "train-deepspeed", "CONFIG=/config/config.json", "RUN_NAME=l40s-single", "DEEPSPEED_CONFIG=/config/deepspeed.json",
+    ]  # fmt: skip
+
+
+def test_claims_are_of_their_own_file_and_for_many_pods_at_once() -> None:
+    words = ("KUBERNETES_CREATE_CLAIMS=true", "KUBERNETES_STORAGE_CLASS=nfs", "KUBERNETES_TRACKING_CLAIM=aim")
+    files = rendered(*words).files
+    claims = list(yaml.safe_load_all(files["claims.yaml"]))
+    assert [one["metadata"]["name"] for one in claims] == ["models", "runs", "aim"]
+    assert {tuple(one["spec"]["accessModes"]) for one in claims} == {("ReadWriteMany",)}
+    assert {one["spec"]["storageClassName"] for one in claims} == {"nfs"}
+    assert "PersistentVolumeClaim" not in files["pytorchjob.yaml"]
+    alone = yaml.safe_load(rendered(*words[:2], "NUM_NODES=1", "KUBERNETES_RUNS_CLAIM=models").files["claims.yaml"])
+    assert alone["spec"]["accessModes"] == ["ReadWriteOnce"]
+    [template] = pods(documents("NUM_NODES=1", "KUBERNETES_RUNS_CLAIM=models"))
+    assert {mount.get("subPath") for mount in container(template)["volumeMounts"]} == {None, "models", "runs"}
+
+
+def test_infiniband_when_asked() -> None:
+    result = rendered("KUBERNETES_INFINIBAND=true", "KUBERNETES_HCA=mlx5", "KUBERNETES_RDMA_RESOURCE=rdma/hca")
+    template = pods(documents_of(result.files))[0]
+    assert environment(template)["NCCL_IB_HCA"] == "mlx5" and environment(template)["NCCL_IB_DISABLE"] == "0"
+    assert container(template)["resources"]["limits"]["rdma/hca"] == "1"
+    assert container(template)["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert any("restricted" in note and "LimitMEMLOCK" in note for note in result.notes)
+
+
+def test_no_restart_is_none_and_a_queue_is_a_label() -> None:
+    spec = of_kind(documents("KUBERNETES_MAX_RESTARTS=0"), "PyTorchJob")["spec"]
+    assert {one["restartPolicy"] for one in spec["pytorchReplicaSpecs"].values()} == {"Never"}
+    for kind, name in (("pytorchjob", "PyTorchJob"), ("trainjob", "TrainJob"), ("job", "Job")):
+        job = of_kind(documents(f"KUBERNETES_KIND={kind}", "KUBERNETES_QUEUE=team-a"), name)
+        assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+
+
+def test_a_cpu_has_processes_and_no_gpu() -> None:
+    result = rendered("CONFIG=configs/quickstart.yaml", "HARDWARE=cpu", "NUM_GPUS=2", "KUBERNETES_KIND=job")
+    one = container(pods(documents_of(result.files))[0])
+    assert "NUM_GPUS=2" in one["args"] and set(one["resources"]["limits"]) == {"cpu", "memory"}
+
+
+UNLIKE = "KUBERNETES_REPLICA_SELECTORS=[{gpu: a}, {gpu: b}]"
+
+
+def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
+    master, worker = pods(documents(UNLIKE, "KUBERNETES_NODE_SELECTOR={zone: x}"))
+    assert master["spec"]["nodeSelector"] == {"zone": "x", "gpu": "a"} and worker["spec"]["nodeSelector"] == {"zone": "x", "gpu": "b"}
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "job"])
+def test_kinds_with_one_template_refuse_unlike_pods(kind: str) -> None:
+    with pytest.raises(UserError, match="one template for all its pods") as caught:
+        rendered(UNLIKE, f"KUBERNETES_KIND={kind}")
+    assert "pytorchjob" in (caught.value.hint or "")
+
+
+def test_workers_that_differ_and_a_wrong_number_of_selectors_are_refused() -> None:
+    with pytest.raises(UserError, match="its Master may differ"):
+        rendered("NUM_NODES=3", "KUBERNETES_REPLICA_SELECTORS=[{gpu: a}, {gpu: b}, {gpu: c}]")
+    with pytest.raises(UserError, match="has 2 entries, and the run has 3 pods"):
+        rendered("NUM_NODES=3", UNLIKE)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("KUBERNETES_CREATE_CLAIMS=true",), "`kubernetes.storage_class` is not given"),
+        (("KUBERNETES_CREATE_CLAIMS=true", "KUBERNETES_STORAGE_CLASS="), "`kubernetes.storage_class` is empty"),
+        (("KUBERNETES_STORAGE_CLASS=nfs",), "which needs `kubernetes.create_claims: true`"),
+        (("KUBERNETES_HCA=mlx5",), "which needs `kubernetes.infiniband: true`"),
+        (("KUBERNETES_NAMESPACE=My_Team",), "`kubernetes.namespace` is `My_Team`"),
+        (("KUBERNETES_MODELS_CLAIM=Models",), "`kubernetes.models_claim` is `Models`"),
+        (("KUBERNETES_TOKEN_SECRET=a_b",), "`kubernetes.token_secret` is `a_b`"),
+        (("KUBERNETES_GPU_RESOURCE=gpu",), "`kubernetes.gpu_resource` is `gpu`"),
+        (("KUBERNETES_MEMORY=64 GB",), "`kubernetes.memory` is `64 GB`; expected a quantity"),
+        (("KUBERNETES_SHM=64Gi",), "leaves nothing of `kubernetes.memory`"),
+        (("KUBERNETES_IMAGE=my image",), "`kubernetes.image` is `my image`"),
+        (("KUBERNETES_ENV={HF_TOKEN: x}",), "`HF_TOKEN`, a secret by its name"),
+        (("KUBERNETES_ENV={MASTER_ADDR: x}",), "`MASTER_ADDR`, which the manifests or the operator set"),
+        (("KUBERNETES_ENV={'a b': x}",), "expected names of environment variables"),
+        (("KUBERNETES_NODE_SELECTOR={'a b': x}",), "expected a label and its value"),
+        (("KUBERNETES_QUEUE=a b",), "`kubernetes.queue` is `a b`"),
+        (("RUN_NAME=My_Run",), "`RUN_NAME` is `My_Run`"),
+        (("RUN_NAME=" + "a" * 60,), "at most 54"),
+        (("KUBERNETES_PORT=80",), "`kubernetes.port`"),
+        (("KUBERNETES_KIND=pod",), "`kubernetes.kind`"),
+        (("KUBERNETES_KIND=skypilot", "KUBERNETES_QUEUE=a"), "which knows no `kubernetes.queue`"),
+    ],
+)
+def test_what_a_cluster_would_refuse_is_refused_here(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        rendered(*words)
+    assert said in caught.value.render()
+
+
+def test_a_token_in_the_environment_never_reaches_a_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN_LIKE)
+    for kind in (*KINDS, "skypilot"):
+        result = rendered(f"KUBERNETES_KIND={kind}", "KUBERNETES_TOKEN_SECRET=hub")
+        assert TOKEN_LIKE not in "".join(result.files.values())
+    with pytest.raises(UserError, match="looks like an access token"):
+        rendered(f"KUBERNETES_ENV={{WHERE: {TOKEN_LIKE}}}")
+
+
+def test_a_skypilot_task_writes_its_configuration_and_runs_the_entry_point() -> None:
+    result = rendered("KUBERNETES_KIND=skypilot", "KUBERNETES_TOKEN_SECRET=hub")
+    task = yaml.safe_load(result.files["skypilot.yaml"])
+    assert task["num_nodes"] == 2 and task["resources"]["accelerators"] == {"L40S": 1}
+    assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [175]}
+    assert task["secrets"] == {"HF_TOKEN": None} and task["volumes"] == {"/models": "models", "/runs": "runs"}
+    assert task["workdir"] == "." and "scripts/install.sh" in task["setup"]
+    assert task["run"].splitlines()[-1].startswith(".venv/bin/python -m sft_play.launch.entry train-distributed CONFIG=/tmp/")
+    image = yaml.safe_load(rendered("KUBERNETES_KIND=skypilot", "KUBERNETES_IMAGE=reg.example/x:1").files["skypilot.yaml"])
+    assert image["resources"]["image_id"] == "docker:reg.example/x:1" and "workdir" not in image and "setup" not in image
+    with pytest.raises(HardwareError, match="needs the GPU's name"):
+        rendered("KUBERNETES_KIND=skypilot", "HARDWARE=48GB")
+
+
+def test_the_skypilot_scripts_files_are_the_files(tmp_path: Path) -> None:
+    import subprocess
+
+    script = yaml.safe_load(rendered("KUBERNETES_KIND=skypilot").files["skypilot.yaml"])["run"].splitlines()
+    here = "\n".join(script[:-1]).replace("/tmp/sft-play-config", str(tmp_path))
+    subprocess.run(["bash", "-c", here], check=True, timeout=30)
+    assert json.loads((tmp_path / "config.json").read_text())["config"]["train"]["global_batch_size"] == 56
+
+
+def test_the_same_call_writes_the_same_bytes() -> None:
+    for kind in (*KINDS, "skypilot"):
+        assert rendered(f"KUBERNETES_KIND={kind}").files == rendered(f"KUBERNETES_KIND={kind}").files
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "pods_", "name"),
+    [
+        ("configs/l40s_pair.yaml", "pytorchjob", 2, "l40s-pair"), ("7B run.yaml", "job", 1, "run-7b-run"), ("_.yaml", "job", 1, "run"),
+        ("a" * 80 + ".yaml", "trainjob", 2, "a" * 54), ("a" * 53 + "-b.yaml", "trainjob", 2, "a" * 53),
+    ],
+)  # fmt: skip
+def test_a_files_name_is_made_to_fit(path: str, kind: str, pods_: int, name: str) -> None:
+    assert name_of(None, Path(path), kind, pods_) == (name, name)
+
+
+TEXT = st.text(st.characters(blacklist_categories=["Cs"]), max_size=40) | st.sampled_from(
+    ["no", "1", "0x1", "1e3", "~", "", " a", "a\n", "a\n\n", "\na", "a\n b\n", "a: b", "- a", "#", "a\tb", "a\r\nb", "---", "|", "y"]
+)
+VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.lists(st.dictionaries(TEXT, VALUE, max_size=4), min_size=1, max_size=3))
+def test_what_is_written_is_read_back(documents: list[dict[str, Any]]) -> None:
+    text = dump_documents(documents, "by: us\nand more")
+    assert list(yaml.safe_load_all(text)) == documents
