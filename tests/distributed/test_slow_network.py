@@ -1,0 +1,186 @@
+"""Slow networks in whole runs (contract B12): local steps that resume to the bit, compressed gradients, bytes as the interface counts them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder
+from tests.numerics.test_compression import ALONE
+from tests.tiny_models import build_tiny_llama
+from tests.training_runs import Trial, column, command, copy_run, ended_with, logs, make_plan, make_run, must_train, rows, train
+
+HALVES = ((2, 2), (2, 2))
+OFF = "launch.balance: \"off\""
+LOCAL = (OFF, "launch.local_steps: 4", "train.save_steps: 3", "train.eval_steps: 3", "tuning.lora.dropout: 0.1")
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_loss", "rank_tokens", "rank_grad_norm")
+SIZE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+"""A model of 0.8 million weights: gradients of 3.2 MB a step, beside which nothing else that is sent counts."""
+Trained = Callable[[Trial], RunFolder]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_llama(tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Trains a trial once; its folder is for reading only."""
+    folder = tmp_path_factory.mktemp("slow")
+
+    @functools.cache
+    def run_once(trial: Trial) -> RunFolder:
+        return must_train(make_run(folder / f"run{len(list(folder.glob('run?')))}", base, trial))
+
+    return run_once
+
+
+def back_to(run: RunFolder, path: Path, step: int) -> RunFolder:
+    """Returns a copy of a run that lost everything after a checkpoint."""
+    copy = copy_run(run, path)
+    for checkpoint in copy.checkpoints.glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+    shutil.rmtree(copy.model)
+    copy.best.unlink(missing_ok=True)
+    copy.last.unlink(missing_ok=True)
+    copy.last.symlink_to(f"step-{step:06d}")
+    return copy
+
+
+def exact(run: RunFolder) -> list[list[Any]]:
+    return [[row[key] for key in EXACT] for row in rows(run)]
+
+
+def numbers_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = load_file(path)
+    return found
+
+
+def test_a_run_with_local_steps_goes_on_to_the_bit_from_between_two_averages(trained: Trained, tmp_path: Path) -> None:
+    """Evaluations and saves stand between the averages of steps 4 and 8, and change nothing."""
+    import torch
+
+    run = trained(Trial(strategy="ddp", ranks=HALVES, mode="lora", settings=LOCAL, plan=(("warmup_steps", 1),)))
+    assert all(len(set(row["rank_grad_norm"])) == 2 and max(row["rank_grad_norm"]) == row["grad_norm"] for row in rows(run))
+    for row in rows(run):  # the logged loss is that of all tokens, whoever trained them
+        whole = sum(loss * count for loss, count in zip(row["rank_loss"], row["rank_tokens"], strict=True)) / sum(row["rank_tokens"])
+        assert whole == pytest.approx(row["loss"], abs=1e-5)
+    again = must_train_from(back_to(run, tmp_path / "again", 3), 3)
+    assert exact(again) == exact(run)
+    assert column(again, "eval_loss", "eval") == column(run, "eval_loss", "eval")
+    weights = [(one.model / "adapter_model.safetensors").read_bytes() for one in (run, again)]
+    assert weights[0] == weights[1]
+    # Ranks differ at step 3, and the checkpoint's own weights are their average.
+    folder = run.checkpoints / "step-000003"
+    mine, other = (numbers_of(folder / f"optimizer-rank{rank}.safetensors") for rank in (0, 1))
+    name = next(key for key in mine if key.startswith("weight/") and "lora_B" in key)
+    assert not torch.equal(mine[name], other[name])
+    tokens = json.loads((folder / "states.json").read_text())["own"]["tokens"]
+    average = (mine[name] * tokens[0] + other[name] * tokens[1]) / sum(tokens)
+    assert torch.allclose(mine[name.replace("weight/", "average/")], average, atol=1e-6)
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        saved = file.get_tensor(name.removeprefix("weight/").replace(".default", ""))
+    assert torch.equal(saved.flatten(), mine[name.replace("weight/", "average/")])
+
+
+def must_train_from(run: RunFolder, step: int) -> RunFolder:
+    """Goes on from a checkpoint; fails with the logs of the ranks."""
+    return must_train(run, run.checkpoints / f"step-{step:06d}")
+
+
+def test_gradients_in_16_bits_change_losses_by_less_than_a_thousandth(trained: Trained) -> None:
+    plain = trained(Trial(strategy="ddp", ranks=HALVES, settings=(OFF,)))
+    narrow = trained(Trial(strategy="ddp", ranks=HALVES, settings=(OFF, "launch.compression: fp16")))
+    assert column(narrow, "grad_norm") != column(plain, "grad_norm")
+    assert column(narrow, "loss") == pytest.approx(column(plain, "loss"), rel=1e-3)
+    assert column(narrow, "eval_loss", "eval") == pytest.approx(column(plain, "eval_loss", "eval"), rel=1e-3)
+
+
+@pytest.mark.long
+def test_bf16_is_close_too_and_powersgd_trains_and_goes_on_to_the_bit(trained: Trained, tmp_path: Path) -> None:
+    plain = trained(Trial(strategy="ddp", ranks=HALVES, settings=(OFF,)))
+    narrow = trained(Trial(strategy="ddp", ranks=HALVES, settings=(OFF, "launch.compression: bf16")))
+    assert column(narrow, "loss") == pytest.approx(column(plain, "loss"), rel=1e-2)
+    many = Trial(strategy="ddp", ranks=HALVES, settings=(OFF, "launch.compression: powersgd"), steps=24)
+    run = trained(many)
+    whole = trained(Trial(strategy="ddp", ranks=HALVES, settings=(OFF,), steps=24))
+    assert column(run, "loss")[:10] == column(whole, "loss")[:10], "the first steps are plain"
+    assert column(run, "loss")[11:] != column(whole, "loss")[11:]
+    assert column(run, "eval_loss", "eval")[-1] == pytest.approx(column(whole, "eval_loss", "eval")[-1], rel=0.05)
+    again = must_train_from(back_to(run, tmp_path / "again", 16), 16)
+    assert column(again, "loss") == column(run, "loss") and column(again, "grad_norm") == column(run, "grad_norm")
+
+
+@pytest.mark.long
+def test_local_steps_go_on_with_another_number_of_ranks(trained: Trained, tmp_path: Path) -> None:
+    """All begin with the average's weights, the mean of the ranks' moments, and the same anchor; so does one rank alone."""
+    run = trained(Trial(strategy="ddp", ranks=HALVES, settings=(OFF, "launch.local_steps: 4", "train.save_steps: 3")))
+    for ranks, strategy in ((((2, 2), (1, 2), (1, 2)), "ddp"), (((4, 2),), "single")):
+        again = back_to(run, tmp_path / strategy, 3)
+        make_plan(Trial(strategy=strategy, ranks=ranks)).save(again.plan)
+        must_train_from(again, 3)
+        assert Plan.load(again.plan).world_size == len(ranks)
+        assert [row["step"] for row in rows(again)] == list(range(1, 9))
+        assert column(again, "loss")[3:] == pytest.approx(column(run, "loss")[3:], rel=0.05)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("packed", [False, True])
+def test_local_steps_learn_about_as_much_with_packing_and_accumulation(packed: bool, trained: Trained) -> None:
+    plan = (("pack_tokens", 64),) if packed else ()
+    ranks = ((1, 4), (1, 4)) if packed else HALVES
+    every = trained(Trial(strategy="ddp", ranks=ranks, settings=(OFF,), plan=plan, steps=24))
+    local = trained(Trial(strategy="ddp", ranks=ranks, settings=(OFF, "launch.local_steps: 4"), plan=plan, steps=24))
+    first, last = column(every, "eval_loss", "eval")[0], column(every, "eval_loss", "eval")[-1]
+    found = column(local, "eval_loss", "eval")[-1]
+    assert found < first and found == pytest.approx(last, rel=0.1)
+
+
+@pytest.mark.long
+def test_a_loss_that_is_no_number_on_any_rank_stops_all(base: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", base, Trial(strategy="ddp", ranks=HALVES, settings=LOCAL, mode="lora", learning_rate=1e20))
+    assert train(run).returncode != 0
+    record = ended_with(run)
+    assert "training has stopped" in record["error"], logs(run)
+
+
+def bytes_of(folder: Path, base: Path, *settings: str, steps: int) -> int:
+    """Returns what a whole run of two ranks sent, in a network namespace of its own."""
+    trial = Trial(strategy="ddp", ranks=HALVES, settings=(OFF, "train.save_strategy: \"no\"", *settings), steps=steps)
+    run = make_run(folder / f"bytes-{steps}-{len(list(folder.iterdir()))}", base, trial)
+    arguments, variables = command(run)
+    counted = [*ALONE[:4], 'ip link set lo up; "$@"; code=$?; cat /proc/net/dev >"$COUNTS"; exit $code', "sh", *arguments]
+    counts = folder / "counts"
+    done = subprocess.run(
+        counted, env={**variables, "COUNTS": str(counts)}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:] + logs(run)
+    lines = counts.read_text().splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[8]) for line in lines)
+
+
+@pytest.mark.long
+def test_whole_runs_send_half_with_fp16_and_a_twelfth_with_16_local_steps(tmp_path: Path) -> None:
+    """Between runs of 4 and of 36 steps: what the model's start and the evaluations send is in both."""
+    if subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no network namespace can be made here (it needs root)")
+    base = build_tiny_llama(tmp_path / "model", **SIZE)
+    quiet = "train.eval_steps: 1000"
+    found = {}
+    for name, setting in (("none", "launch.compression: none"), ("fp16", "launch.compression: fp16"), ("local", "launch.local_steps: 16")):
+        # 4 and 36 steps hold 1 and 3 averages: the last step has one too.
+        found[name] = bytes_of(tmp_path, base, quiet, setting, steps=36) - bytes_of(tmp_path, base, quiet, setting, steps=4)
+    assert 0.45 < found["fp16"] / found["none"] < 0.56, found
+    assert found["none"] / found["local"] > 12, found

@@ -1,0 +1,183 @@
+"""One of several ranks that exchange gradients or weights over gloo, and say what came of it: run by `test_compression.py` and others.
+
+    python -m tests.numerics.exchange_ranks RANK WORLD MEETING_FILE OUT_FILE
+
+`OUT_FILE` gets a JSON object with the result of each case. Bytes are those of this network namespace's interfaces, as the kernel counts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import Linear, Sequential, Tanh
+from torch.nn.parallel import DistributedDataParallel
+
+from sft_play.training.compression import PowerSgd, narrow_hook, narrow_of, powersgd_hook
+from sft_play.training.local_steps import LocalSteps
+
+WIDTH = 256
+STEPS = 6
+
+
+def sent_bytes() -> int:
+    """Returns the bytes that all interfaces of this namespace have sent."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[8]) for line in lines)
+
+
+def model_of(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return Sequential(Linear(WIDTH, WIDTH), Tanh(), Linear(WIDTH, WIDTH), Tanh(), Linear(WIDTH, 1))
+
+
+def target(x: Tensor) -> Tensor:
+    return (x[:, :8] * torch.linspace(-1, 1, 8)).sum(1, keepdim=True)
+
+
+def wrapped(kind: str, *, bucket_mb: float = 0.1) -> tuple[Any, list[int], PowerSgd | None]:
+    """Returns a model under DDP with the hook of `kind`, the indices of buckets that came to it, and PowerSGD's states."""
+    ddp = DistributedDataParallel(model_of(), bucket_cap_mb=bucket_mb)
+    calls: list[int] = []
+    if kind == "none":
+        return ddp, calls, None
+    state: Any = narrow_of(kind, scaled=False)
+    hook: Any = narrow_hook
+    if kind == "powersgd":
+        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        state, hook = PowerSgd(rank=4, names=names, seed=1, plain_steps=2), powersgd_hook
+
+    def counted(given: Any, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        calls.append(bucket.index())
+        found: torch.futures.Future[Tensor] = hook(given, bucket)
+        return found
+
+    counted.__annotations__ = {"bucket": distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    ddp.register_comm_hook(state, counted)
+    return ddp, calls, state if kind == "powersgd" else None
+
+
+def train(kind: str, rank: int, *, steps: int, micro_steps: int = 1) -> dict[str, Any]:
+    """Returns losses over both ranks' rows, bytes of a later step, calls of the hook in each step, and the weights' sum."""
+    ddp, calls, powersgd = wrapped(kind)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
+    rows = torch.Generator().manual_seed(100 + rank)
+    losses, each, sent = [], [], []
+    for step in range(steps):
+        if powersgd is not None:
+            powersgd.step = step
+        distributed.barrier()
+        before, called = sent_bytes(), len(calls)
+        total = torch.zeros(())
+        for micro in range(micro_steps):
+            x = torch.randn(32, WIDTH, generator=rows)
+            with ddp.no_sync() if micro < micro_steps - 1 else torch.enable_grad():
+                loss = (ddp(x) - target(x)).pow(2).mean() / micro_steps
+                loss.backward()
+            total += loss.detach()
+        distributed.barrier()
+        sent.append(sent_bytes() - before)
+        each.append(len(calls) - called)
+        optimizer.step()
+        optimizer.zero_grad()
+        distributed.all_reduce(total)
+        losses.append(float(total) / distributed.get_world_size())
+    weights = [float(parameter.detach().double().sum()) for parameter in ddp.parameters()]
+    return {"losses": losses, "sent": sent[-1], "calls": each, "weights": weights, "error": _norms(powersgd)}
+
+
+def _norms(powersgd: PowerSgd | None) -> dict[str, float]:
+    return {name: float(error.norm()) for name, error in powersgd.error.items()} if powersgd else {}
+
+
+def trainer_of(model: Any, *, world: int, compression: str = "none", rate: float = 0.7, momentum: float = 0.9) -> Any:
+    """Returns what `LocalSteps` asks of a trainer."""
+
+    def gather(values: Tensor) -> Tensor:
+        parts = [torch.empty_like(values) for _ in range(world)]
+        distributed.all_gather(parts, values)
+        return torch.stack(parts)
+
+    launch = SimpleNamespace(local_steps=4, outer_learning_rate=rate, outer_momentum=momentum, compression=compression)
+    return SimpleNamespace(
+        config=SimpleNamespace(launch=launch), plan=SimpleNamespace(world_size=world), model=model, model_wrapped=SimpleNamespace(),
+        state=SimpleNamespace(global_step=0), doing=SimpleNamespace(enter=lambda *_, **__: None), _gather=gather,
+        _sums_on=lambda: torch.device("cpu"),
+    )  # fmt: skip
+
+
+def outer(rank: int, world: int) -> dict[str, Any]:
+    """Three outer steps from weights and token counts that differ, beside torch's own Nesterov on the weighted mean."""
+    local = LocalSteps(trainer_of(model_of(), world=world))
+    local.begin()
+    reference = [one.detach().clone().requires_grad_() for one in local.parameters]
+    nesterov = torch.optim.SGD(reference, lr=0.7, momentum=0.9, nesterov=True)
+    gaps, back = [], True
+    for turn in range(3):
+        chance = torch.Generator().manual_seed(10 * turn + rank)
+        with torch.no_grad():
+            for parameter in local.parameters:
+                parameter.add_(torch.randn(parameter.shape, generator=chance), alpha=0.01)
+        local.window, local.tokens = 4, (turn + 1) * (rank + 1)
+        own = [one.detach().clone() for one in local.parameters]
+        shares = [(one + 1) / sum(range(1, world + 1)) for one in range(world)]
+        for old, mine in zip(reference, own, strict=True):
+            mean = mine * shares[rank]
+            distributed.all_reduce(mean)
+            old.grad = old.detach() - mean
+        with local.averaged():
+            seen = [old.detach() - old.grad for old in reference if old.grad is not None]
+            gaps.append(_gap(local.parameters, seen))
+        back = back and all(torch.equal(one, kept) for one, kept in zip(local.parameters, own, strict=True))
+        nesterov.step()
+        local.synchronise()
+        gaps.append(_gap(local.parameters, reference))
+    return {"gap": max(gaps), "back": back, "window": local.window, "tokens": local.tokens}
+
+
+def _gap(mine: Any, others: Any) -> float:
+    return max(float((a.detach() - b.detach()).abs().max()) for a, b in zip(mine, others, strict=True))
+
+
+def averaging(world: int, compression: str) -> dict[str, Any]:
+    """Bytes of one outer step, and how far plain averages of equal weights are from them."""
+    local = LocalSteps(trainer_of(model_of(), world=world, compression=compression, rate=1.0, momentum=0.0))
+    local.begin()
+    local.window = local.tokens = 1
+    distributed.barrier()
+    before = sent_bytes()
+    local.synchronise()
+    distributed.barrier()
+    return {"sent": sent_bytes() - before, "gap": _gap(local.parameters, model_of().parameters())}
+
+
+def main(arguments: list[str]) -> None:
+    """Runs every case."""
+    rank, world, meeting, out = int(arguments[0]), int(arguments[1]), arguments[2], Path(arguments[3])
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    cases: dict[str, Callable[[], dict[str, Any]]] = {
+        kind: lambda kind=kind: train(kind, rank, steps=STEPS)  # type: ignore[misc]
+        for kind in ("none", "fp16", "bf16")
+    }
+    cases["powersgd"] = lambda: train("powersgd", rank, steps=60)
+    cases["plain60"] = lambda: train("none", rank, steps=60)
+    cases["accumulated"] = lambda: train("fp16", rank, steps=3, micro_steps=4)
+    cases["outer"] = lambda: outer(rank, world)
+    cases["average"] = lambda: averaging(world, "none")
+    cases["average-fp16"] = lambda: averaging(world, "fp16")
+    numbers = sum(parameter.numel() for parameter in model_of().parameters())
+    found = {"numbers": numbers, **{name: case() for name, case in cases.items()}}
+    out.write_text(json.dumps(found))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,130 @@
+"""Gradients in fewer bytes: exact where they can be, close where not, and as few bytes on the wire as promised."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft_play.training.compression import FP16_MOST, PowerSgd, narrow_of, orthogonal
+from tests.conftest import ROOT
+
+SECONDS = 120
+ALONE = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+"""A network namespace of its own, so that its interface counts nothing else."""
+
+
+def ranks_in_a_namespace(folder: Path, world: int) -> dict[str, Any]:
+    """Returns what rank 0 of `tests.numerics.exchange_ranks` found, all ranks in one network namespace."""
+    if shutil.which("unshare") is None or subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no network namespace can be made here (it needs root)")
+    each = [sys.executable, "-m", "tests.numerics.exchange_ranks"]
+    lines = [" ".join([*each, str(rank), str(world), str(folder / "meeting"), str(folder / f"{rank}.json")]) for rank in range(world)]
+    script = " & ".join(lines[1:]) + f" & {lines[0]}; code=$?; wait; exit $code"
+    variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*ALONE, "sh", "-c", script], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {str(rank): json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return ranks_in_a_namespace(tmp_path_factory.mktemp("exchange"), 2)
+
+
+def test_fp16_and_bf16_halve_the_bytes_on_the_wire_and_powersgd_sends_fewer(found: dict[str, Any]) -> None:
+    sent = {kind: found["0"][kind]["sent"] for kind in ("none", "fp16", "bf16", "powersgd")}
+    whole = 2 * 4 * found["0"]["numbers"]  # each of two ranks sends all of it once: 2 (N - 1) / N of it, N times
+    assert whole < sent["none"] < 1.1 * whole
+    for kind in ("fp16", "bf16"):
+        assert 0.45 < sent[kind] / sent["none"] < 0.55, sent
+    state = PowerSgd(rank=4, names={}, seed=1)
+    numbers = 2 * state.numbers_sent((256, 256)) + 3 * 256 + 1 + 256
+    assert sent["powersgd"] < 1.3 * 2 * 4 * numbers + 10_000 < sent["none"] / 8, sent
+
+
+def test_sixteen_bits_change_losses_by_less_than_a_thousandth(found: dict[str, Any]) -> None:
+    plain = found["0"]["none"]["losses"]
+    for kind, gap in (("fp16", 1e-3), ("bf16", 1e-2)):
+        losses = found["0"][kind]["losses"]
+        assert losses != plain
+        assert max(abs(a - b) / b for a, b in zip(losses, plain, strict=True)) < gap, (kind, losses, plain)
+        assert found["0"][kind]["weights"] == found["1"][kind]["weights"], "all ranks make the same update"
+
+
+def test_powersgd_converges_with_what_was_not_sent_kept_for_later(found: dict[str, Any]) -> None:
+    mine, plain = found["0"]["powersgd"], found["0"]["plain60"]
+    assert mine["weights"] == found["1"]["powersgd"]["weights"]
+    assert mine["losses"][:2] == plain["losses"][:2], "the first steps are plain"
+    assert mine["losses"][-1] < 0.2 * mine["losses"][0] and mine["losses"][-1] < 1.5 * plain["losses"][-1] + 0.02, mine["losses"][-5:]
+    assert set(mine["error"]) == {"0.weight", "2.weight"} and all(norm > 0 for norm in mine["error"].values())
+
+
+def test_gradients_are_sent_once_an_optimizer_step(found: dict[str, Any]) -> None:
+    once, accumulated = found["0"]["fp16"], found["0"]["accumulated"]
+    assert accumulated["calls"][1:] == once["calls"][1:3], "four micro-steps: each bucket once, as with one"
+    assert accumulated["sent"] < 1.05 * once["sent"]
+
+
+def test_outer_steps_are_torchs_nesterov_on_the_token_weighted_mean(found: dict[str, Any]) -> None:
+    for rank in ("0", "1"):
+        outer = found[rank]["outer"]
+        assert outer["gap"] < 1e-6 and outer["back"]
+        assert (outer["window"], outer["tokens"]) == (0, 0)
+
+
+def test_an_average_of_equal_weights_changes_nothing_and_takes_one_message_of_the_trained_weights(found: dict[str, Any]) -> None:
+    plain, narrow = found["0"]["average"], found["0"]["average-fp16"]
+    assert plain["gap"] == narrow["gap"] == 0.0
+    assert plain["sent"] < 1.1 * found["0"]["none"]["sent"]
+    assert narrow["sent"] < 0.55 * plain["sent"]
+
+
+def test_small_gradients_keep_their_digits_and_large_ones_do_not_overflow() -> None:
+    """The scale: gradients of a mean are small, and below 6e-5 fp16 loses digits."""
+    torch.manual_seed(0)
+    gradients = torch.randn(100_000) * torch.exp(torch.randn(100_000) * 2 - 14)  # around 1e-6, as of full tuning
+    kept = narrow_of("fp16", scaled=False)
+    assert kept is not None
+    mean = kept.unpack(sum((kept.pack(gradients, 2) for _ in range(2)), torch.zeros(())), torch.empty_like(gradients))
+    bare = gradients.half().float()
+    error, without = (((one - gradients).norm() / gradients.norm()).item() for one in (mean, bare))
+    assert error < 1e-3 < without, (error, without)
+    assert (bare == 0).float().mean() > 20 * (mean == 0).float().mean()
+    large = kept.unpack(kept.pack(torch.tensor([1e9, -1e9]), 1), torch.empty(2))
+    assert large.tolist() == [FP16_MOST / 1024, -FP16_MOST / 1024]
+
+
+def test_what_is_no_number_stays_none() -> None:
+    for kind in ("fp16", "bf16"):
+        narrow = narrow_of(kind, scaled=False)
+        assert narrow is not None
+        sent = narrow.pack(torch.tensor([math.nan, math.inf, 1.0]), 2)
+        assert sent.isnan().tolist() == [True, False, False] and sent.isinf().tolist() == [False, True, False]
+    scaled = narrow_of("fp16", scaled=True)
+    assert scaled is not None and scaled.pack(torch.tensor([1e6]), 2).isinf().all(), "a loss scaler must see it"
+    assert narrow_of("none", scaled=False) is None and narrow_of("powersgd", scaled=False) is None
+
+
+def test_matrices_that_factors_would_not_shrink_travel_whole() -> None:
+    state = PowerSgd(rank=4, names={}, seed=1)
+    assert state.numbers_sent((16, 4096)) == 4 * (16 + 4096), "LoRA's A: a quarter"
+    assert state.numbers_sent((4096, 16)) == 4 * (16 + 4096)
+    assert not state.compresses((8, 4096)) and state.numbers_sent((8, 4096)) == 8 * 4096
+    assert not state.compresses((4096,))
+    first = state.start_of("a", 32, 4, torch.device("cpu"))
+    assert torch.equal(first, state.start_of("a", 32, 4, torch.device("cpu"))) and not torch.equal(
+        first, state.start_of("b", 32, 4, torch.device("cpu"))
+    )
+    basis = orthogonal({"a": first, "zero": torch.zeros(32, 4)})
+    assert torch.allclose(basis["a"].T @ basis["a"], torch.eye(4), atol=1e-5) and basis["zero"].isfinite().all()

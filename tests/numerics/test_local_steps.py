@@ -1,0 +1,102 @@
+"""Local steps: when they are there, what goes with them, groups of weights, and states of several ranks read as one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sft_play.config.network_rules import RULES, network_keys
+from sft_play.config.schema import Config, LaunchConfig, ModelConfig, TrainConfig
+from sft_play.plan.memory import rank_memory
+from sft_play.training.local_steps import grouped, local_steps_of
+from sft_play.training.states.own import MeanShelf
+from sft_play.training.states.pieces import Piece
+from sft_play.training.states.shelf import INDEX, Shelf
+from sft_play.training.states.tensor_file import write_tensors
+from tests.unit.test_plan_memory import config as plan_config
+from tests.unit.test_plan_memory import LLAMA2, setup, shape
+
+
+def config_of(*, fp16: bool = False, **launch: Any) -> Config:
+    return Config(model=ModelConfig(name="m"), train=TrainConfig(fp16=fp16), launch=LaunchConfig(**launch))
+
+
+def problems(config: Config) -> list[str]:
+    return [str(problem) for rule in RULES for problem in rule(config, {})]
+
+
+@pytest.mark.parametrize(
+    ("launch", "keys"),
+    [
+        ({"strategy": "zero2", "local_steps": 8}, ["launch.local_steps"]),
+        ({"strategy": "fsdp2", "compression": "fp16"}, ["launch.compression"]),
+        ({"strategy": "zero3", "compression": "bf16", "local_steps": 2}, ["launch.compression", "launch.local_steps"]),
+        ({"compression": "powersgd", "local_steps": 2}, ["launch.compression"]),
+        ({"fp16": True, "local_steps": 2}, ["launch.local_steps"]),
+        ({"fp16": True, "compression": "powersgd"}, ["launch.compression"]),
+        ({"strategy": "ddp", "compression": "fp16", "local_steps": 16}, []),
+        ({"fp16": True, "compression": "fp16"}, []),
+        ({"strategy": "zero3"}, []),
+    ],
+)
+def test_what_does_not_go_together_is_named(launch: dict[str, Any], keys: list[str]) -> None:
+    found = problems(config_of(**launch))
+    assert len(found) == len(keys)
+    for key, text in zip(keys, found, strict=True):
+        assert f"`{key}` is" in text and "hint:" in text
+
+
+def test_keys_that_change_nothing_are_not_named() -> None:
+    assert network_keys(config_of()) == []
+    assert network_keys(config_of(local_steps=1, outer_momentum=0.5)) == []
+    assert network_keys(config_of(local_steps=4, compression="fp16")) == [("launch.compression", "`fp16`"), ("launch.local_steps", "4")]
+
+
+@pytest.mark.parametrize(("steps", "strategy", "world"), [(1, "ddp", 2), (4, "single", 1), (4, "zero2", 2)])
+def test_ordinary_training_has_none(steps: int, strategy: str, world: int) -> None:
+    """With one local step nothing is there at all: DDP sends gradients as ever."""
+    trainer: Any = SimpleNamespace(config=config_of(local_steps=steps), plan=SimpleNamespace(strategy=strategy, world_size=world))
+    assert local_steps_of(trainer) is None
+
+
+def test_weights_are_averaged_in_groups_of_bounded_size() -> None:
+    assert grouped([3, 3, 3, 9, 1, 1], most=6) == [[0, 1], [2], [3], [4, 5]]
+    assert grouped([]) == []
+
+
+def test_the_plan_counts_what_replicas_hold_for_slow_networks() -> None:
+    def buffers(**launch: Any) -> int:
+        one = replace(plan_config(LLAMA2), launch=LaunchConfig(**launch))
+        return rank_memory(one, shape(LLAMA2), setup(strategy="ddp", world_size=2), 1)["buffers"]
+
+    plain, trained = buffers(), buffers() / 4
+    assert buffers(compression="fp16") == plain + 2 * trained
+    assert buffers(compression="powersgd") == plain + 8 * trained
+    assert buffers(local_steps=16) == pytest.approx(plain + 8 * trained + 8 * min(trained, 2**24))
+
+
+def write_states(folder: Path, rank: int, moment: list[float], step: float) -> Path:
+    pieces = [
+        Piece(key="exp_avg/w", parameter="w", state="exp_avg", kind="slice", start=0, end=3, shape=(3,), dtype="float32"),
+        Piece(key="step/w", parameter="w", state="step", kind="whole", start=0, end=3, shape=(3,), dtype="float32"),
+    ]
+    path = folder / f"optimizer-rank{rank}.safetensors"
+    tensors = {"exp_avg/w": torch.tensor(moment), "step/w": torch.tensor(step)}
+    write_tensors(path, tensors, {INDEX: json.dumps({"pieces": [piece.facts() for piece in pieces], "values": {}})})
+    return path
+
+
+def test_a_rank_without_states_of_its_own_takes_the_mean_of_all(tmp_path: Path) -> None:
+    paths = [write_states(tmp_path, 0, [1.0, 2.0, 3.0], 7.0), write_states(tmp_path, 1, [3.0, 2.0, 1.0], 6.0)]
+    mean = MeanShelf([Shelf(tmp_path, 0, only=path) for path in paths])
+    target = torch.zeros(2)
+    mean.fill(target, "w", "exp_avg", 0, 2)
+    assert target.tolist() == [2.0, 2.0]
+    assert mean.states("w") == ["exp_avg", "step"]
+    assert mean.whole(mean.pieces("w", "step")[0]).item() == 7.0, "counts are the first rank's"
