@@ -1,0 +1,305 @@
+"""`make cluster-check` on three machines with links of 1 Gb/s: what is well is said to be, and each planted fault is found."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.lan import Lan, lan
+
+FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
+BESIDE_THE_POINT = {"disk", "shm", "nofile", "slow-network", "latency"}
+"""What a small or busy machine may be warned of in any test."""
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lan]:
+    folder = tmp_path_factory.mktemp("check")
+    with lan(folder, nodes=3, rate_mbit=1000, private=[folder / "data"]) as made:
+        for host in made.hosts:
+            (host.private[folder / "data"] / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 20)
+        yield made
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a check said."""
+
+    code: int
+    json: dict[str, Any]
+    seconds: float
+
+    def found(self, host: str, severity: str | None = None) -> dict[str, str]:
+        """Returns id -> text and remedy of a host's findings."""
+        rows = self.json["hosts"][host]["findings"]
+        return {row["id"]: f"{row['text']} | {row['remedy']}" for row in rows if severity in (None, row["severity"])}
+
+    def fails(self) -> dict[str, set[str]]:
+        """Returns host -> ids of what keeps it from taking part."""
+        return {host: set(self.found(host, "fail")) for host in self.json["hosts"]}
+
+
+def check(net: Lan, hosts: dict[str, dict[str, Any]] | None = None, *words: str, **top: Any) -> Checked:
+    """Types the command on the first machine."""
+    inventory = net.inventory(net.folder / "cluster.yaml", hosts, **top)
+    began = time.monotonic()
+    done = net.run(0, [net.python, "-m", "sft_play", "cluster-check", f"CLUSTER={inventory}", "JSON=1", *words], timeout=100)
+    assert done.stdout, done.stderr
+    return Checked(done.returncode, json.loads(done.stdout), time.monotonic() - began)
+
+
+def python_with(net: Lan, name: str, **variables: str) -> str:
+    """Returns an interpreter that starts with variables of its own."""
+    path = net.folder / name
+    path.write_text("#!/bin/sh\nexport " + " ".join(f"{k}={v!r}" for k, v in variables.items()) + f'\nexec {net.python} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def other_version(net: Lan) -> str:
+    """Returns an interpreter that sees another version of accelerate, and an older small package."""
+    for name in ("accelerate", "rich"):
+        folder = net.folder / "other" / f"{name}-0.0.1.dist-info"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0.1\n")
+    return python_with(net, "other-version", PYTHONPATH=str(net.folder / "other"))
+
+
+def configuration(net: Lan) -> Path:
+    path = net.folder / "demo.yaml"
+    train = net.folder / "data" / "train.jsonl"
+    path.write_text(f"model: {{name: builtin}}\ndata: {{train_path: {train}}}\nlaunch: {{backend: gloo}}\n")
+    return path
+
+
+@pytest.mark.slow
+def test_good_machines(net: Lan) -> None:
+    """Nothing is wrong, speeds and clocks are those of the links; no process of it is left on any machine."""
+    before = [len(net.pids(k)) for k in range(3)]
+    checked = check(net, None, f"CONFIG={configuration(net)}")
+    assert checked.fails() == {"node1": set(), "node2": set(), "node3": set()}
+    assert checked.code == 0
+    for name in ("node1", "node2", "node3"):
+        assert set(checked.found(name)) <= BESIDE_THE_POINT
+        assert abs(checked.json["hosts"][name]["skew_seconds"]) < 0.5
+    ways = {(pair["source"], pair["target"]): pair["mbit"] for pair in checked.json["pairs"]}
+    assert len(ways) == 6
+    assert all(100 < mbit < 1000 for mbit in ways.values() if mbit is not None), ways
+    assert sum(mbit is not None for mbit in ways.values()) >= 2
+    assert checked.json["all_reduce"]["backend"] == "gloo"
+    assert checked.json["all_reduce"]["seconds"] > 2 * 2 / 3 * 8 * 2**20 / 125e6  # of 8 MiB over 1 Gb/s
+    assert checked.json["seconds"] < 32
+    time.sleep(1)
+    assert [len(net.pids(k)) for k in range(3)] == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path(FAKETIME).exists(), reason="no libfaketime")
+def test_several_faults_at_once(net: Lan) -> None:
+    """Another version, a clock that is 10 s ahead, a GPU that is not there, and a port that somebody holds: all named, with remedies."""
+    holder = net.popen(0, [net.python, "-c", "import socket, time\ns = socket.create_server(('', 29500))\ntime.sleep(100)"])
+    try:
+        skewed = python_with(net, "skewed", LD_PRELOAD=FAKETIME, FAKETIME="+10s", DONT_FAKE_MONOTONIC="1")
+        hosts = {"node2": {"python": other_version(net), "gpus": 2}, "node3": {"python": skewed}}
+        checked = check(net, hosts, f"CONFIG={configuration(net)}")
+    finally:
+        holder.kill()
+        holder.wait()
+    assert checked.code == 3
+    assert checked.fails() == {"node1": {"port-taken"}, "node2": {"versions", "gpus"}, "node3": {"clock"}}
+    assert f"process {holder.pid}" in checked.found("node1")["port-taken"]
+    assert "MASTER_PORT=" in checked.found("node1")["port-taken"]
+    assert "accelerate 0.0.1" in checked.found("node2")["versions"]
+    assert "cluster-install CLUSTER=" in checked.found("node2")["versions"]
+    assert "rich 0.0.1" in checked.found("node2", "warning")["packages"]
+    assert "`gpus: 2`" in checked.found("node2")["gpus"]
+    assert "cluster.yaml:" in checked.found("node2")["gpus"]
+    assert "10.0 s ahead" in checked.found("node3")["clock"]
+    assert abs(checked.json["hosts"]["node3"]["skew_seconds"] - 10) < 0.2
+    assert checked.json["all_reduce"]["skipped"]
+
+
+@pytest.mark.long
+def test_closed_master_port(net: Lan) -> None:
+    rules = "table inet t {\n chain c {\n type filter hook input priority 0\n tcp dport 29500 drop\n }\n}\n"
+    (net.folder / "rules").write_text(rules)
+    assert net.run(0, ["nft", "-f", net.folder / "rules"]).returncode == 0
+    try:
+        checked = check(net)
+        other = check(net, None, "MASTER_PORT=29507")
+    finally:
+        net.run(0, ["nft", "flush", "ruleset"])
+    assert checked.fails() == {"node1": {"port-closed"}, "node2": set(), "node3": set()}
+    text = checked.found("node1")["port-closed"]
+    assert "`node2`, `node3`" in text
+    assert "ufw allow from 192.168.77.12 to any port 29500" in text
+    assert other.code == 0
+    assert other.json["all_reduce"]["seconds"]
+
+
+@pytest.mark.long
+def test_closed_high_ports(net: Lan) -> None:
+    """A firewall that lets in SSH only: gloo would hang without a word."""
+    rules = (
+        "table inet t {\n chain c {\n type filter hook input priority 0\n policy drop\n iif \"lo\" accept\n"
+        " ct state established,related accept\n tcp dport 22 accept\n }\n}\n"
+    )
+    (net.folder / "rules").write_text(rules)
+    assert net.run(2, ["nft", "-f", net.folder / "rules"]).returncode == 0
+    try:
+        checked = check(net)
+    finally:
+        net.run(2, ["nft", "flush", "ruleset"])
+    assert checked.fails() == {"node1": set(), "node2": set(), "node3": {"ports-closed"}}
+    assert "`node1`, `node2`" in checked.found("node3")["ports-closed"]
+    assert checked.seconds < 35
+
+
+@pytest.mark.long
+def test_full_disk(net: Lan) -> None:
+    runs = Path(net.variables["RUNS_DIR"])
+    runs.mkdir(exist_ok=True)
+    assert net.run(1, ["mount", "-t", "tmpfs", "-o", "size=1m", "none", runs]).returncode == 0
+    try:
+        checked = check(net)
+    finally:
+        net.run(1, ["umount", runs])
+    assert checked.fails() == {"node1": set(), "node2": {"disk"}, "node3": set()}
+    assert str(runs) in checked.found("node2")["disk"]
+
+
+@pytest.mark.long
+def test_other_data(net: Lan) -> None:
+    path = net.hosts[2].private[net.folder / "data"] / "train.jsonl"
+    kept = path.read_text()
+    path.write_text(kept + "{}\n")
+    try:
+        checked = check(net, None, f"CONFIG={configuration(net)}")
+    finally:
+        path.write_text(kept)
+    assert checked.fails() == {"node1": set(), "node2": set(), "node3": {"data"}}
+    assert "train.jsonl" in checked.found("node3")["data"]
+
+
+@pytest.mark.long
+def test_other_code(net: Lan) -> None:
+    """A file of the project that is not the same on one machine."""
+    changed = net.folder / "errors.py"
+    changed.write_text((ROOT / "sft_play" / "errors.py").read_text() + "\n# changed\n")
+    assert net.run(1, ["mount", "--bind", changed, ROOT / "sft_play" / "errors.py"]).returncode == 0
+    try:
+        checked = check(net)
+    finally:
+        net.run(1, ["umount", ROOT / "sft_play" / "errors.py"])
+    assert checked.fails() == {"node1": set(), "node2": {"code"}, "node3": set()}
+    assert "`sft_play/errors.py`" in checked.found("node2")["code"]
+
+
+@pytest.mark.long
+def test_machines_that_do_not_let_us_in(net: Lan) -> None:
+    """A refused key, no environment, no folder, no such machine: each with the way out, and all at once."""
+    hosts = {
+        "node1": {"python": "/nowhere/python"}, "node2": {"user": "daemon"}, "node3": {"folder": "/nowhere"},
+        "node4": {"address": "192.168.77.99"}, "node5": {"address": "no.such.host.invalid"},
+    }  # fmt: skip
+    checked = check(net, hosts)
+    assert checked.code == 3
+    assert checked.fails() == {
+        "node1": {"no-environment"}, "node2": {"refused-key"}, "node3": {"no-environment"}, "node4": {"unreachable"}, "node5": {"unknown-name"},
+    }  # fmt: skip
+    for name in ("node1", "node3"):
+        assert f"make cluster-install CLUSTER={net.folder}/cluster.yaml" in checked.found(name)["no-environment"]
+    assert "ssh-copy-id" in checked.found("node2")["refused-key"]
+    assert checked.seconds < 30
+
+
+@pytest.mark.long
+def test_unknown_host_key(net: Lan) -> None:
+    config = net.folder / "strangers"
+    config.write_text(net.ssh_config.read_text().replace(f"{net.folder}/ssh/known_hosts", "/dev/null"))
+    checked = check(net, ssh_config=str(config))
+    assert checked.fails() == {"node1": set(), "node2": {"unknown-host-key"}, "node3": {"unknown-host-key"}}
+    assert f"ssh -F {config}" in checked.found("node2")["unknown-host-key"]
+
+
+@pytest.mark.long
+def test_machine_under_two_names(net: Lan) -> None:
+    """One address twice is refused before anything is asked; two names of one address when the machine has answered."""
+    inventory = net.inventory(net.folder / "twins.yaml", {"twin": {"address": "192.168.77.12"}})
+    done = net.run(0, [net.python, "-m", "sft_play", "cluster-check", f"CLUSTER={inventory}"])
+    assert done.returncode == 2
+    assert "hosts `node2` and `twin` have one address, `192.168.77.12`" in done.stderr
+    checked = check(net, {"twin": {"address": "node2"}})
+    assert checked.fails()["twin"] == {"same-machine"}
+
+
+@pytest.mark.long
+def test_slow_link_and_cut_link(net: Lan) -> None:
+    net.rate(1, 100)
+    try:
+        slow = check(net, network="1Gbit")
+    finally:
+        net.rate(1, 1000)
+    assert slow.fails()["node2"] == set()
+    assert "`1Gbit`" in slow.found("node2", "warning")["slow-network"]
+    net.link(2, False)
+    try:
+        cut = check(net)
+    finally:
+        net.link(2, True)
+    assert cut.fails() == {"node1": set(), "node2": set(), "node3": {"unreachable"}}
+    assert cut.seconds < 30
+
+
+@pytest.mark.long
+def test_leaves_no_file_behind(net: Lan) -> None:
+    """A machine on which nothing can be written is checked like any other, and that it is so is what is found."""
+    folders = [ROOT, net.folder, Path.home()]
+    for folder in folders:
+        assert net.run(1, ["mount", "--bind", folder, folder]).returncode == 0
+        assert net.run(1, ["mount", "-o", "remount,ro,bind", folder]).returncode == 0
+    try:
+        assert net.run(1, ["touch", net.folder / "x"]).returncode != 0
+        checked = check(net)
+    finally:
+        for folder in reversed(folders):
+            net.run(1, ["umount", folder])
+    assert checked.fails() == {"node1": set(), "node2": {"read-only"}, "node3": set()}
+    assert checked.json["all_reduce"]["seconds"]
+
+
+@pytest.mark.long
+def test_own_name_is_loopback(net: Lan) -> None:
+    """Debian's `127.0.1.1 NAME`: named where no interface is given, with what to write instead."""
+    hosts = net.folder / "debian_hosts"
+    hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node2\n")
+    assert net.run(1, ["mount", "--bind", hosts, "/etc/hosts"]).returncode == 0
+    try:
+        checked = check(net, defaults={"interface": None})
+    finally:
+        net.run(1, ["umount", "/etc/hosts"])
+    assert checked.code == 0
+    assert "192.168.77.12 node2" in checked.found("node2", "warning")["own-name"]
+
+
+@pytest.mark.long
+def test_text(net: Lan) -> None:
+    """For people: a table, each fault with its remedy, the sum; the exit code says it too."""
+    inventory = net.inventory(net.folder / "cluster.yaml", {"node3": {"gpus": 4}}, network="1Gbit")
+    done = net.run(0, [net.python, "-m", "sft_play", "cluster-check", f"CLUSTER={inventory}"], timeout=60)
+    assert done.returncode == 3
+    assert "node3: fail: `gpus: 4` in the inventory" in done.stdout
+    assert "remedy: correct `gpus`" in done.stdout
+    assert "a sum of 8 MiB over all machines (gloo):" in done.stdout
+    assert "1 cannot take part" in done.stdout
+    without = [f"CLUSTER={inventory}", "CLUSTER_NODE3_GPUS=0", "CLUSTER_HOSTS=node1 node3"]
+    done = net.run(0, [net.python, "-m", "sft_play", "cluster-check", *without], timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "node2" not in done.stdout

@@ -1,0 +1,197 @@
+"""Inventories: what is read, what is refused, and what the command line changes."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.cluster import Host, inventory_path, read_inventory
+from sft_play.errors import UserError
+from sft_play.launch.cluster.measures import rounds
+from sft_play.launch.cluster.ssh import arguments, in_folder, is_here, trouble
+from tests.conftest import ROOT, Program
+
+GOOD = """
+network: 1Gbit
+defaults: {user: me, gpus: 1}
+hosts:
+  desktop: {address: 192.168.1.10, interface: enp5s0}
+  laptop: {address: 192.168.1.11, user: you, port: 2222}
+  old-desktop: 192.168.1.12
+"""
+
+
+def written(folder: Path, text: str, name: str = "c.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_values_and_defaults(tmp_path: Path) -> None:
+    inventory = read_inventory(written(tmp_path, GOOD))
+    desktop, laptop, old = inventory.hosts
+    assert inventory.network == "1Gbit"
+    assert inventory.master == desktop
+    assert (desktop.user, desktop.gpus, desktop.interface, desktop.port) == ("me", 1, "enp5s0", None)
+    assert (laptop.user, laptop.port) == ("you", 2222)
+    assert (old.name, old.address, old.user) == ("old-desktop", "192.168.1.12", "me")
+    assert old.place.endswith("c.yaml:7")
+    assert (old.folder, old.python) == ("~/sft-play", ".venv/bin/python")
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    text = """netwrk: 1Gbit
+defaults: {usr: me}
+hosts:
+  a: {ip: 1.2.3.4}
+  b: {address: 10.0.0.1, gpus: two, port: 99999}
+  c: {address: 10.0.0.2, folder: relative, user: "-oProxyCommand=x"}
+  d: {address: -oProxyCommand=x}
+  "e f": {address: 10.0.0.3}
+  g:
+"""
+    with pytest.raises(UserError) as caught:
+        read_inventory(written(tmp_path, text))
+    said = caught.value.render()
+    for part in (
+        "c.yaml:1: unknown key `netwrk`", "did you mean `network`?", "c.yaml:2: unknown key `usr`", "did you mean `user`?",
+        "c.yaml:4: unknown key `ip`", "did you mean `address`?", "host `a` has no `address`", "c.yaml:5: `gpus` is `two`", "`port` is `99999`",
+        "c.yaml:6: `folder` is `relative`", "`user` is `-oProxyCommand=x`", "c.yaml:7: `address` is `-oProxyCommand=x`",
+        "`e f` is not a name", "c.yaml:9: host `g` has no keys",
+    ):  # fmt: skip
+        assert part in said, part
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("hosts: {a: 10.0.0.1, b: 10.0.0.1}", "hosts `a` and `b` have one address, `10.0.0.1`"),
+        ("hosts: {a: 10.0.0.1, b: 127.0.0.1}", "every machine calls itself"),
+        ("hosts: [a, b]", "`hosts` is a list"),
+        ("hosts: {}", "no hosts"),
+        ("", "not an inventory"),
+        ("network: fast\nhosts: {a: 10.0.0.1}", "`network` is `fast`; expected a speed such as `1Gbit`"),
+        ("ssh_config: nowhere\nhosts: {a: 10.0.0.1}", "which is no file"),
+        ("extends: nowhere\nhosts: {a: 10.0.0.1}", "`extends` is `nowhere`"),
+        ("hosts: {a: {address: [1]}}", "expected text"),
+    ],
+)
+def test_refused(tmp_path: Path, text: str, part: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_inventory(written(tmp_path, text))
+    assert part in caught.value.render()
+
+
+def test_extends(tmp_path: Path) -> None:
+    """A fourth machine is one entry; a host may be changed, or left out; the parent's paths count from its own folder."""
+    (tmp_path / "base").mkdir()
+    written(tmp_path / "base", "Host *\n", "ssh")
+    written(tmp_path / "base", GOOD + "ssh_config: ssh\n")
+    child = written(tmp_path, "extends: base/c.yaml\nhosts:\n  laptop:\n  old-desktop: {gpus: 0}\n  attic: 192.168.1.13\n")
+    inventory = read_inventory(child)
+    assert [host.name for host in inventory.hosts] == ["desktop", "old-desktop", "attic"]
+    assert inventory.host("old-desktop").address == "192.168.1.12"
+    assert inventory.host("old-desktop").gpus == 0
+    assert inventory.ssh_config == tmp_path / "base" / "ssh"
+    with pytest.raises(UserError, match="`laptp` is not a host"):
+        inventory.host("laptp")
+    written(tmp_path, "extends: c.yaml\nhosts: {a: 10.0.0.1}\n")
+    with pytest.raises(UserError, match="in a circle"):
+        read_inventory(tmp_path / "c.yaml")
+
+
+def test_command_line(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD)
+    changes = {"CLUSTER_HOSTS": "old-desktop, desktop", "CLUSTER_NETWORK": "100Mbit", "CLUSTER_OLD_DESKTOP_GPUS": "2", "CLUSTER_FOLDER": "/srv/x"}
+    inventory = read_inventory(path, changes)
+    assert [(host.name, host.gpus, host.folder) for host in inventory.hosts] == [("old-desktop", 2, "/srv/x"), ("desktop", 1, "/srv/x")]
+    assert inventory.network == "100Mbit"
+    for changes, part in (
+        ({"CLUSTER_HOSTS": "desktop lapto"}, "did you mean `laptop`?"),
+        ({"CLUSTER_NETWORKS": "1Gbit"}, "did you mean `CLUSTER_NETWORK`?"),
+        ({"CLUSTER_LAPTOP_GPUS": "many"}, "CLUSTER_LAPTOP_GPUS=many: `gpus` is `many`"),
+    ):
+        with pytest.raises(UserError) as caught:
+            read_inventory(path, changes)
+        assert part in caught.value.render()
+
+
+def test_command_takes_them(in_process: Program, tmp_path: Path) -> None:
+    """The variables reach the inventory; a command without one is told so, and other commands know none of them."""
+    path = written(tmp_path, GOOD)
+    done = in_process("cluster-check", f"CLUSTER={path}", "CLUSTER_HOSTS=nobody")
+    assert done.code == 2
+    assert "CLUSTER_HOSTS=nobody: `nobody` is not a host" in done.err
+    done = in_process("cluster-check")
+    assert done.code == 2
+    assert "CLUSTER=configs/clusters/home_lan.yaml" in done.err
+    assert "did you mean `configs/clusters/home_lan.yaml`?" in in_process("cluster-check", "CLUSTER=configs/clusters/home_lam.yaml").err
+    assert "unknown variable `CLUSTER_HOSTS`" in in_process("train", "CLUSTER_HOSTS=a").err
+
+
+def test_shipped(tmp_path: Path) -> None:
+    inventory = read_inventory(inventory_path("home_lan"))
+    assert [host.name for host in inventory.hosts] == ["desktop", "laptop", "old-desktop"]
+    assert read_inventory(written(tmp_path, "extends: home_lan\n")).hosts == inventory.hosts
+    assert inventory_path(str(ROOT / "configs" / "clusters" / "home_lan.yaml")).is_file()
+
+
+def test_words_arrive_letter_for_letter(tmp_path: Path) -> None:
+    """No shell on the way changes a word; `~/` is the other side's home, in the folder and in the program."""
+    path = written(tmp_path, "hosts: {a: {address: 192.0.2.1, user: me, port: 22}, b: 192.0.2.2}")
+    inventory = read_inventory(path)
+    host = inventory.master
+    assert not is_here(host)
+    odd = ["a b", "$HOME", "`id`", "x'y\"z", "", "*", "~/x", "a;b", "-n", "\\", "é\n2"]
+    words = arguments(host, inventory, ["printf", "%s|", *odd])
+    assert words[:2] == ["ssh", "-T"]
+    assert {"BatchMode=yes", "StrictHostKeyChecking=yes", "ConnectTimeout=5"} <= set(words)
+    assert words[words.index("--") + 1] == "192.0.2.1"
+    done = subprocess.run(["sh", "-c", words[-1]], capture_output=True, text=True, check=True, timeout=10)
+    assert done.stdout == "".join(f"{word}|" for word in odd)
+    home = tmp_path / "the home"
+    (home / "sub").mkdir(parents=True)
+    script = written(home / "sub", '#!/bin/sh\nprintf "%s|" "$PWD" "$ODD" "$@"\n', "run")
+    script.chmod(0o755)
+    host = Host(name="a", address="192.0.2.1", folder="~/sub")
+    for program in ("./run", "~/sub/run", str(script)):
+        argv = in_folder(host, [program, *odd], {"ODD": "1 $2"})
+        done = subprocess.run(["sh", "-c", shlex.join(argv)], capture_output=True, text=True, check=True, timeout=10, env={"HOME": str(home), "PATH": "/usr/bin:/bin"})
+        assert done.stdout == "".join(f"{word}|" for word in [str(home / "sub"), "1 $2", *odd])
+    missing = in_folder(Host(name="a", address="192.0.2.1", folder="/nowhere"), ["true"])
+    assert subprocess.run(missing, capture_output=True, check=False, timeout=10).returncode == 96
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        ("Host key verification failed.", "unknown-host-key"),
+        ("WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!\nHost key verification failed.", "host-key-changed"),
+        ("me@x: Permission denied (publickey).", "refused-key"),
+        ("ssh: connect to host x port 22: Connection refused", "no-sshd"),
+        ("ssh: connect to host x port 22: No route to host", "unreachable"),
+        ("ssh: connect to host x port 22: Connection timed out", "unreachable"),
+        ("ssh: Could not resolve hostname x: Name or service not known", "unknown-name"),
+        ("kex_exchange_identification: read: Connection reset", "ssh"),
+    ],
+)
+def test_what_ssh_says(tmp_path: Path, message: str, name: str) -> None:
+    inventory = read_inventory(written(tmp_path, "hosts: {a: {address: 192.0.2.1, user: me, port: 2200}}"))
+    why = trouble(inventory.master, inventory, message)
+    assert why.id == name
+    assert why.remedy
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_rounds(count: int) -> None:
+    """Every pair once, and no host twice in a round."""
+    names = [f"n{k}" for k in range(count)]
+    found = list(rounds(names))
+    assert sorted(tuple(sorted(pair)) for one in found for pair in one) == sorted(itertools.combinations(names, 2))
+    for one in found:
+        used = [name for pair in one for name in pair]
+        assert len(used) == len(set(used))
