@@ -65,7 +65,7 @@ class LocalSteps(TrainerCallback):
         self.trainer.model_wrapped.require_backward_grad_sync = False
         trained = [(name, one) for name, one in self.trainer.model.named_parameters() if one.requires_grad]
         self.names, self.parameters = [name for name, _ in trained], [one for _, one in trained]
-        self.anchor = [parameter.detach().float().clone() for parameter in self.parameters]
+        self.anchor = [one.detach().float().clone(memory_format=torch.contiguous_format) for one in self.parameters]
         self.velocity = [torch.zeros_like(anchor) for anchor in self.anchor]
 
     def begin_step(self, batches: Sequence[Batch], total: Tensor, idle: str) -> None:
