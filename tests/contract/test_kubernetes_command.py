@@ -1,0 +1,90 @@
+"""`make kubernetes` as a user types it: files, JSON, the example of two L40S pods, and clear errors that write nothing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import Program
+from tests.documents import documented_commands
+from tests.kubernetes_runs import TWO, of_kind, pods
+
+EXAMPLE = "examples/09_two_l40s_pods/README.md"
+
+
+def test_files_go_to_the_runs_folder_and_json_says_which(in_process: Program, tmp_path: Path) -> None:
+    done = in_process("kubernetes", *TWO, "RUN_NAME=demo", "JSON=1")
+    assert done.code == 0, done.err
+    assert done.json["files"] == [str(tmp_path / "runs" / "demo" / "pytorchjob.yaml")]
+    assert done.json["pods"] == 2 and done.json["cards"] == ["L40S", "L40S"] and done.json["plan"]["world_size"] == 2
+    text = Path(done.json["files"][0]).read_text()
+    assert "# PyTorchJob of the run demo, rendered by: make kubernetes CONFIG=configs/l40s_pair.yaml HARDWARE=L40S" in text
+    again = in_process("kubernetes", *TWO, "RUN_NAME=demo")
+    assert again.code == 0 and Path(done.json["files"][0]).read_text() == text
+    assert "kubectl apply -f" in again.out and "2 pods with 1 GPU (L40S) each" in again.out
+    assert "these claims must exist: models, runs, each mounted by all pods at once" in again.err
+
+
+def test_without_hardware_it_is_this_machines(in_process: Program, tmp_path: Path) -> None:
+    done = in_process("kubernetes", "CONFIG=configs/quickstart.yaml", f"OUT={tmp_path / 'out'}", "KUBERNETES_KIND=job", "JSON=1",
+                      env={"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
+    assert done.code == 0, done.err
+    assert done.json["words"][0] == "train" and done.json["pods"] == 1
+    assert (tmp_path / "out" / "job.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("KUBERNETES_CREATE_CLAIMS=true", "KUBERNETES_STORAGE_CLASS="), 2, "`kubernetes.storage_class` is empty"),
+        (("RUN_NAME=Bad_Name",), 2, "hint: RUN_NAME=bad-name"),
+        (("HARDWARE=L50S",), 3, "`L50S` is not hardware that is known"),
+        (("HARDWARE=8GB", "MODEL_NAME=Qwen/Qwen2.5-14B-Instruct", "TUNING_MODE=full"), 3, "does not fit"),
+        (("SUBMIT=1",), 2, "SUBMIT"),
+    ],
+)
+def test_bad_input_is_one_error_and_nothing_is_written(
+    in_process: Program, tmp_path: Path, words: tuple[str, ...], code: int, said: str
+) -> None:
+    names = {word.partition("=")[0] for word in words}
+    done = in_process("kubernetes", *(word for word in TWO if word.partition("=")[0] not in names), *words, f"OUT={tmp_path / 'out'}")
+    assert done.code == code, done.err
+    assert said in done.err and "Traceback" not in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_said(in_process: Program, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = in_process("kubernetes", *TWO, f"OUT={tmp_path / 'file' / 'x'}")
+    assert done.code == 2 and "OUT: " in done.err
+
+
+def test_the_example_of_two_l40s_pods(in_process: Program, tmp_path: Path) -> None:
+    """28 rows per GPU fit, 56 make a step; both kinds are rendered by the commands of its README."""
+    plan, *renders = [shlex.split(one.text) for one in documented_commands() if one.document == EXAMPLE]
+    done = in_process(*plan[1:], "JSON=1")
+    assert done.code == 0, done.err
+    assert [(r["micro_batch"], r["accumulation"]) for r in done.json["ranks"]] == [(28, 1)] * 2
+    assert done.json["global_batch_size"] == 56
+    assert all(r["peak_bytes"] <= r["capacity_bytes"] for r in done.json["ranks"])
+    assert len(renders) == 2
+    for words in renders:
+        done = in_process(*(word for word in words[1:] if not word.startswith("OUT=")), f"OUT={tmp_path / 'out'}")
+        assert done.code == 0, done.err
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["claims.yaml", "job.yaml", "pytorchjob.yaml"]
+    claims = list(yaml.safe_load_all((tmp_path / "out" / "claims.yaml").read_text()))
+    assert [one["metadata"]["name"] for one in claims] == ["models", "runs", "aim"]
+    found = list(yaml.safe_load_all((tmp_path / "out" / "pytorchjob.yaml").read_text()))
+    for template in pods(found):
+        [container] = template["spec"]["containers"]
+        assert "MASTER_PORT=23456" in container["args"] and {"name": "AIM_REPO", "value": "/tracking"} in container["env"]
+        assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 23456}]
+        assert template["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L40S"}
+    config = json.loads(of_kind(found, "ConfigMap")["data"]["config.json"])["config"]
+    assert config["model"]["name"] == "HuggingFaceTB/SmolLM3-3B" and config["train"]["epochs"] == 4
+
+
