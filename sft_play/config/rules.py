@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from sft_play.config import (
+    elastic_rules,
     kubernetes_rules,
     metric_rules,
     network_rules,
@@ -117,6 +118,6 @@ def _warmup(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
 
 
 RULES: tuple[Rule, ...] = (
-    _names, _precision, _data, _evaluation, _launch, _warmup, *kubernetes_rules.RULES, *metric_rules.RULES, *network_rules.RULES,
+    _names, _precision, _data, _evaluation, _launch, _warmup, *elastic_rules.RULES, *kubernetes_rules.RULES, *metric_rules.RULES, *network_rules.RULES,
     *path_rules.RULES, *security_rules.RULES, *slurm_rules.RULES, *source_rules.RULES, *task_rules.RULES,
 )  # fmt: skip

@@ -5,9 +5,7 @@ This is the launcher's work, not torchrun's: across nodes its `--max-restarts` w
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +14,6 @@ from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
-from sft_play.launch.environment import Node
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
 from sft_play.runs.checkpoints import step_of
@@ -26,8 +23,6 @@ EVENT = "restarted"
 KEPT = ("rank", "cause", "error", "checkpoint")
 """Fields of the event that `training_metrics.json` keeps."""
 FIRST_SECONDS, MOST_SECONDS = 2.0, 60.0
-OTHERS_SECONDS = 60.0
-"""How long a node waits for node 0's last launch to be gone."""
 CONTROLLED = "SFT_PLAY_CLUSTER"
 """Variable of a launcher that `train-cluster` has started: that command starts all machines again, so none does so by itself."""
 
@@ -69,7 +64,12 @@ class Restarts:
 
 def limit_of(config: Config) -> int:
     """Returns how often in a row this launcher may start again by itself."""
-    return 0 if os.environ.get(CONTROLLED) else config.launch.max_restarts
+    return 0 if is_controlled() else config.launch.max_restarts
+
+
+def is_controlled() -> bool:
+    """Whether `train-cluster` has started this launcher."""
+    return bool(os.environ.get(CONTROLLED))
 
 
 def facts(outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:
@@ -103,18 +103,9 @@ def first_line(outcome: Outcome) -> str:
     return line.removesuffix("; all other ranks were stopped").removesuffix("; all ranks were stopped")
 
 
-def wait(state: Restarts, node: Node) -> None:
-    """Waits out the pause; on a node other than 0 also until node 0's last launch is gone, since its store would answer us."""
+def wait(state: Restarts) -> None:
+    """Waits out the pause."""
     time.sleep(state.pause())
-    until = time.monotonic() + OTHERS_SECONDS
-    while node.rank > 0 and time.monotonic() < until and _answers(node.master_address, node.master_port):
-        time.sleep(0.5)
-
-
-def _answers(host: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2.0):
-        return True
-    return False
 
 
 def restarts(run: RunFolder) -> list[Mapping[str, Any]]:

@@ -45,11 +45,16 @@ def launch_facts(options: LaunchOptions) -> dict[str, Any]:
     }
 
 
-def options_of_run(call: Call, run: RunFolder, world_per_node: int) -> LaunchOptions:
-    """Returns the options of the run's last launch, with what was typed now in their place. Raises `UserError`."""
-    facts = last_launch(run)
+def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
+    """Returns the options of the run's last launch on this node, with what was typed now in their place. Raises `UserError`.
+
+    `before` is the run's last plan.
+    """
+    node_rank = call.integer("NODE_RANK", minimum=0)
+    facts, own = last_launch(run, node_rank or 0), before.node_ranks
+    here = own[node_rank or 0] if (node_rank or 0) < len(own) else before.world_size // before.num_nodes
     num_nodes = call.integer("NUM_NODES", minimum=1) or int(facts["num_nodes"])
-    node_rank, address = call.integer("NODE_RANK", minimum=0), call.options.get("MASTER_ADDR")
+    address = call.options.get("MASTER_ADDR")
     if num_nodes > 1 and (node_rank is None or not address):
         raise UserError(f"`{run.name}` runs on {num_nodes} nodes, so every node needs `NODE_RANK` and `MASTER_ADDR`")
     if call.options.get("RUN_NAME") not in (None, run.name):
@@ -65,7 +70,7 @@ def options_of_run(call: Call, run: RunFolder, world_per_node: int) -> LaunchOpt
     options = LaunchOptions(
         request=LaunchRequest(
             command_strategy=_command(call, run, facts),
-            num_gpus=call.integer("NUM_GPUS", minimum=1) or facts["num_gpus"] or world_per_node,
+            num_gpus=call.integer("NUM_GPUS", minimum=1) or facts["num_gpus"] or here,
             num_nodes=num_nodes,
             node_rank=node_rank or 0,
             zero_stage=deepspeed.stage if deepspeed else None,
@@ -105,19 +110,23 @@ def _deepspeed_again(run: RunFolder, settings: Mapping[str, Any]) -> UserDeepSpe
 
 def first_launch(run: RunFolder) -> dict[str, Any]:
     """Returns the facts of the run's `started` event. Raises `CheckpointError` for a run whose workers never started."""
-    return _launches(run)[0]
+    return _launches(run, 0)[0]
 
 
-def last_launch(run: RunFolder) -> dict[str, Any]:
-    """Returns the facts of the launch that a user last asked for. Raises `CheckpointError` for a run whose workers never started."""
-    return _launches(run)[-1]
+def last_launch(run: RunFolder, node_rank: int) -> dict[str, Any]:
+    """Returns the facts of the launch that a user last asked for, on this node where nodes share the folder.
+
+    Raises `CheckpointError` for a run whose workers never started.
+    """
+    return _launches(run, node_rank)[-1]
 
 
-def _launches(run: RunFolder) -> list[dict[str, Any]]:
+def _launches(run: RunFolder, node_rank: int) -> list[dict[str, Any]]:
     kinds = ("started", "resumed")
-    found = [dict(event["launch"]) for event in read_events(run) if event.get("event") in kinds and "launch" in event]
+    found = [event for event in read_events(run) if event.get("event") in kinds and "launch" in event]
     if found:
-        return found
+        own = [event for event in found if event.get("node", 0) == node_rank]
+        return [dict(event["launch"]) for event in own or found]
     raise CheckpointError(
         f"`{run.name}` never started, so there is nothing to go on from", hint="start it again under another RUN_NAME"
     )
@@ -163,7 +172,7 @@ CHANGEABLE = frozenset({
     "train.dataloader_pin_memory", "train.batch_size", "train.grad_accum", "train.gradient_checkpointing", "eval.batch_size",
     "train.async_save", "train.spike_guard", "train.spike_factor",
     "launch.timeout_seconds", "launch.max_oom_retries", "launch.hang_seconds", "launch.max_restarts", "launch.auto_resume",
-    "launch.balance",
+    "launch.balance", "launch.elastic", "launch.join_seconds",
 })  # fmt: skip
 """Keys that a resumed run may change: none of them changes an update that has been made."""
 STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size", "launch.strategy")

@@ -152,8 +152,12 @@ def require_master_here(inventory: Inventory) -> None:
         )
 
 
+COMMON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "SFT_")
+"""Beginnings of such settings; `SFT_SECTION_KEY` is a key of the configuration."""
+
+
 def forwarded(ambient: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the user's own settings of communication that reach every machine; those that name devices or folders are each machine's."""
     ambient = os.environ if ambient is None else ambient
     own = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
-    return {k: v for k, v in ambient.items() if (k.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_")) and k not in own) or k == "OMP_NUM_THREADS"}
+    return {k: v for k, v in ambient.items() if (k.startswith(COMMON) and k not in own and not k.startswith("SFT_PLAY_")) or k == "OMP_NUM_THREADS"}

@@ -7,6 +7,7 @@ one line of JSON on standard input, answers are lines of JSON on standard output
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -49,7 +50,6 @@ def hub_folder() -> Path:
 def facts(request: dict[str, Any]) -> int:
     """Folders, versions without importing anything heavy, GPUs, and in which folders this machine sees the file `mark`, made elsewhere."""
     mark = request["mark"]
-    os.environ.update(request.get("variables", {}))
     folder = Path(request["folder"]).expanduser()
     sys.path.insert(0, str(folder))
     versions = {}
@@ -117,7 +117,7 @@ def write(request: dict[str, Any]) -> int:
 
 def tidy_code(request: dict[str, Any]) -> int:
     """Removes files that an earlier synchronisation brought and this one did not: they are gone from the project."""
-    listing = Path(".cluster", "synced")
+    listing = cache_folder() / "cluster" / f"synced-{hashlib.sha256(f"{socket.gethostname()}:{Path.cwd()}".encode()).hexdigest()[:16]}"
     now = set(request["files"])
     before = set(listing.read_text(encoding="utf-8").split("\0")) if listing.is_file() else set()
     removed = []
@@ -126,7 +126,7 @@ def tidy_code(request: dict[str, Any]) -> int:
         if not path.is_absolute() and ".." not in path.parts and (path.is_file() or path.is_symlink()):
             path.unlink()
             removed.append(name)
-    listing.parent.mkdir(exist_ok=True)
+    listing.parent.mkdir(parents=True, exist_ok=True)
     listing.write_text("\0".join(sorted(now)), encoding="utf-8")
     tell(ok=True, removed=removed)
     return 0

@@ -58,7 +58,7 @@ class Launch:
             if os.getppid() != parent:
                 os._exit(143)
 
-        variables = {**os.environ, **self.request["variables"], TOKEN: self.token}
+        variables = {**os.environ, TOKEN: self.token}
         return subprocess.Popen(
             self.request["argv"], env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             start_new_session=True, preexec_fn=bound,  # noqa: PLW1509 - no thread has been started yet
@@ -210,6 +210,7 @@ def main() -> int:
     """Answers the request on standard input."""
     request = json.loads(sys.stdin.buffer.readline())
     folder = Path(request["folder"]).expanduser()
+    os.environ.update(request.get("variables", {}))  # where runs and cache are
     if folder.is_dir():
         os.chdir(folder)
     try:

@@ -21,9 +21,21 @@ TOKEN = "SFT_PLAY_CLUSTER"
 CHUNK = 65536
 
 
+def places(request: dict[str, Any]) -> list[Path]:
+    """The folders of runs to look in: this machine's, and where the one that asks keeps its own, which may be a shared disk."""
+    found = {path.resolve(): path for path in (runs_folder(), *map(Path, request.get("also", ()))) if path.is_dir()}
+    return list(found.values())
+
+
+def folder_of(request: dict[str, Any]) -> Path:
+    """The folder of the run that is asked for."""
+    found = [place / request["run"] for place in places(request)]
+    return next((run for run in found if run.is_dir()), runs_folder() / request["run"])
+
+
 def tail(request: dict[str, Any]) -> int:
     """Sends the text of a run's log, and with `follow` what is added while its launcher here lives and somebody reads."""
-    run = runs_folder() / request["run"]
+    run = folder_of(request)
     path = run / "logs" / f"rank{int(request['rank'])}.log"
     if not path.is_file():
         tell(missing=True, ranks=ranks_here(run))
@@ -108,7 +120,7 @@ def machine() -> str:
 
 def status(request: dict[str, Any]) -> int:
     """Runs under way here: of `run`, or of all."""
-    runs = [runs_folder() / request["run"]] if request.get("run") else [path for path in runs_folder().glob("*") if path.is_dir()]
+    runs = [folder_of(request)] if request.get("run") else [path for place in places(request) for path in place.glob("*")]
     found = []
     for run in runs:
         for one in living(run):
@@ -130,7 +142,7 @@ def last_line(path: Path) -> str:
 
 def end(request: dict[str, Any]) -> int:
     """Ends what trains a run here: SIGTERM to its launcher (save and leave), SIGKILL to what is left after `grace` seconds."""
-    run, left = runs_folder() / request["run"], 0
+    run, left = folder_of(request), 0
     ended = living(run)
     send([one["launcher"] for one in ended], signal.SIGTERM if request["grace"] else signal.SIGKILL)
     until = time.monotonic() + request["grace"]

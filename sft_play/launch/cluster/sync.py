@@ -18,6 +18,7 @@ import sft_play
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.cluster.agent import ask
+from sft_play.launch.cluster.children import waited_for
 from sft_play.launch.cluster.facts import Facts
 from sft_play.launch.cluster.ssh import SSH_FAILED, arguments, no_client, run_on, trouble
 from sft_play.runs.checkpoints import step_of
@@ -185,19 +186,30 @@ def _rsync(host: Host, inventory: Inventory, words: Sequence[str], *, names: Seq
     argv = ["rsync", "-a", "--no-owner", "--no-group", "--secluded-args", "--timeout=60", "-e", shell, *words]
     text = "\0".join(names) if names else None
     try:
-        done = subprocess.run(
-            argv, input=text, stdin=subprocess.DEVNULL if text is None else None, capture_output=True, text=True, errors="replace",
-            timeout=timeout, check=False,
-        )  # fmt: skip
+        code, said = _run(argv, text, timeout)
     except FileNotFoundError as error:
         missing = error.filename == "rsync"
         raise HardwareError("there is no `rsync` on this machine", hint="apt install rsync") if missing else no_client() from error
     except subprocess.TimeoutExpired as error:
         raise HardwareError(f"host `{host.name}`: rsync took longer than {timeout:.0f} s", place=host.place or None) from error
-    if done.returncode == SSH_FAILED:
-        why = trouble(host, inventory, done.stderr)
+    if code == SSH_FAILED:
+        why = trouble(host, inventory, said)
         raise HardwareError(f"host `{host.name}`: {why.text}", place=host.place or None, hint=why.remedy)
-    if done.returncode:
-        lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("rsync error:")] or [f"exit code {done.returncode}"]
-        hint = "on it: sudo apt install rsync" if "not found" in done.stderr else None
+    if code:
+        lines = [line for line in said.strip().splitlines() if not line.startswith("rsync error:")] or [f"exit code {code}"]
+        hint = "on it: sudo apt install rsync" if "not found" in said else None
         raise HardwareError(f"host `{host.name}`: rsync failed: {lines[-1]}", place=host.place or None, hint=hint)
+
+
+def _run(argv: Sequence[str], text: str | None, timeout: float) -> tuple[int, str]:
+    """Runs a program to its end; returns its code and what it said on stderr. Raises `subprocess.TimeoutExpired`."""
+    with subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL if text is None else subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        errors="replace",
+    ) as process, waited_for(process):  # fmt: skip
+        try:
+            _, said = process.communicate(text, timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode, said

@@ -1,0 +1,125 @@
+"""`make cluster-install`: the project and its environment on every machine of an inventory, by the project's own `scripts/install.sh` there.
+
+The same command goes on where it stopped: files that are there are not sent again, and an environment that is newer than the pinned versions is
+left as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
+
+from sft_play.config.call import Call
+from sft_play.config.cluster import Host, Inventory, inventory_for_call
+from sft_play.errors import HardwareError, UserError, printable
+from sft_play.launch.cluster import sync
+from sft_play.launch.cluster.agent import ask
+from sft_play.launch.cluster.children import ended_with_us, waited_for
+from sft_play.launch.cluster.facts import require_master_here
+from sft_play.launch.cluster.ssh import arguments, in_folder, is_here
+
+INSTALL = """
+h() { case "$1" in "~/"*) printf "%s" "$HOME/${1#"~/"}";; *) printf "%s" "$1";; esac; }
+v=$(h "$2")
+if [ -x "$v/bin/python" ] && [ "$v/.runtime" -nt constraints.txt ] && [ "$v/.runtime" -nt pyproject.toml ]; then
+  echo "the environment in $v is up to date"; exit 0
+fi
+p=python$1; command -v "$p" >/dev/null || p=python3
+exec bash scripts/install.sh "$p" "$v" runtime
+"""
+"""Takes this machine's Python version (`3.11`) and the environment's folder; runs in the project's folder."""
+_printing = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Installed:
+    """How it went on one machine."""
+
+    host: str
+    ok: bool
+    detail: str
+    """Versions, or what failed."""
+    hint: str | None = None
+
+
+def main(call: Call) -> int:
+    """Installs on all machines at once; returns 0 when all are ready, else 3."""
+    inventory = inventory_for_call(call)
+    require_master_here(inventory)
+    files = sync.code_files()
+    for host in inventory.hosts:
+        venv_of(host)  # what cannot be installed into is told before anything is sent
+    with ThreadPoolExecutor(max_workers=len(inventory.hosts)) as pool, ended_with_us():
+        found = list(pool.map(lambda host: install(host, inventory, files), inventory.hosts))
+    failed = [one for one in found if not one.ok]
+    if call.json:
+        print(json.dumps([asdict(one) for one in found]))
+    for one in found if not call.json else ():
+        print(f"{'ready' if one.ok else 'failed'}  {one.host}: {one.detail}", file=sys.stdout if one.ok else sys.stderr)
+        if one.hint:
+            print(f"        hint: {one.hint}", file=sys.stderr)
+    if failed:
+        names = ", ".join(f"`{one.host}`" for one in failed)
+        print(f"\nerror: {names} cannot be used yet\n\nhint: mend what is said above and type the same command again: what is ready is kept",
+              file=sys.stderr)  # fmt: skip
+    return HardwareError.exit_code if failed else 0
+
+
+def venv_of(host: Host) -> str:
+    """Returns the environment's folder, from its interpreter. Raises `UserError` for one that is in no environment."""
+    python = PurePosixPath(host.python)
+    if python.parent.name != "bin" or not python.name.startswith("python") or len(python.parts) < 3:
+        raise UserError(
+            f"host `{host.name}`: `python` is `{host.python}`, which is no environment's interpreter",
+            place=host.place or None,
+            hint="`.venv/bin/python` is made in its `folder`; an environment of your own is yours to fill",
+        )
+    return str(python.parent.parent)
+
+
+def install(host: Host, inventory: Inventory, files: Sequence[str]) -> Installed:
+    """Brings the project to one machine and makes its environment; its output is shown with the host's name before each line."""
+    if is_here(host):
+        return Installed(host=host.name, ok=True, detail="this machine; `make install` keeps its environment")
+    try:
+        sync.send_code(host, inventory, files, tidy=False)
+        say(host, f"{len(files)} files of the project are there")
+        version = ".".join(map(str, sys.version_info[:2]))
+        words = in_folder(host, ["sh", "-c", INSTALL, "sh", version, venv_of(host)])
+        last, code = _run(host, inventory, words)
+        if code:
+            hint = f"to see more: ssh to `{host.name}`, cd {host.folder}, make install"
+            return Installed(host=host.name, ok=False, detail=f"scripts/install.sh ended with code {code}: {last}", hint=hint)
+        ask(host, inventory, "tidy_code", timeout=60, files=list(files))
+        answer = ask(host, inventory, "facts", timeout=60, mark=".")
+    except UserError as error:
+        return Installed(host=host.name, ok=False, detail=error.message, hint=error.hint)
+    if not answer["code"]:
+        return Installed(host=host.name, ok=False, detail="the project cannot be imported by its Python", hint="remove the environment there")
+    return Installed(host=host.name, ok=True, detail=f"Python {answer['python']}, torch {answer['versions'].get('torch', 'is missing')}")
+
+
+def say(host: Host, line: str) -> None:
+    """Prints one line of a machine."""
+    with _printing:
+        print(f"{host.name} | {printable(line)}", file=sys.stderr, flush=True)
+
+
+def _run(host: Host, inventory: Inventory, words: Sequence[str]) -> tuple[str, int]:
+    """Runs a command there, its output line by line here; returns the last line that tells of an error, and the exit code."""
+    last = ""
+    argv = arguments(host, inventory, words, tty=True)  # with a terminal it ends when this command does
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process, waited_for(process):
+        assert process.stdout is not None
+        for raw in iter(process.stdout.readline, b""):
+            line = raw.decode("utf-8", "replace").rstrip("\r\n")
+            if line.strip():
+                last = line if not line.startswith("hint:") else last
+                say(host, line)
+    return last.removeprefix("error: "), process.returncode

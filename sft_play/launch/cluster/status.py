@@ -1,0 +1,230 @@
+"""`make cluster-status`, `cluster-logs` and `cluster-stop`: runs under way on the machines of an inventory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import psutil
+
+from sft_play.config.call import Call
+from sft_play.config.cluster import Host, Inventory, inventory_for_call
+from sft_play.errors import HardwareError, UserError
+from sft_play.launch import running
+from sft_play.launch.cluster.agent import ask, parse, python_of, refused, request_of
+from sft_play.launch.cluster.board import host_speeds, last_row, shares
+from sft_play.launch.cluster.facts import require_master_here
+from sft_play.launch.cluster.ssh import is_here, on_all
+from sft_play.launch.cluster.task import command, controller
+from sft_play.launch.run_folder import find_run
+from sft_play.launch.stopped import describe
+from sft_play.launch.watch import is_alive
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder, runs_folder
+
+SECONDS = 20.0
+STOP_SECONDS = 27.0
+"""For launchers whose controlling command is gone: they have 24 s to save and leave."""
+Answer = Mapping[str, Any]
+
+
+def also() -> list[str]:
+    """Returns where this machine keeps runs: other machines may see the same disk."""
+    return [str(runs_folder().absolute())]
+
+
+def asked(inventory: Inventory, run: str | None) -> dict[str, Answer | UserError]:
+    """Returns what each machine says of runs under way, or why it cannot be asked."""
+
+    def one(host: Host) -> Answer | UserError:
+        try:
+            return ask(host, inventory, "status", timeout=SECONDS, run=run, also=also())
+        except UserError as error:
+            return error
+
+    return on_all(inventory, one)
+
+
+def main(call: Call) -> int:
+    """`make cluster-status`: what runs on each machine, and how far it is; 3 where one cannot be asked."""
+    inventory = inventory_for_call(call)
+    require_master_here(inventory)
+    name = find_run(call.options["RUN"]).name if call.options.get("RUN") else None
+    answers = asked(inventory, name)
+    rows = [row for host in inventory.hosts for row in _rows(host, answers[host.name])]
+    if call.json:
+        print(json.dumps(rows))
+    else:
+        _print(rows)
+    return HardwareError.exit_code if any(isinstance(answer, UserError) for answer in answers.values()) else 0
+
+
+def _rows(host: Host, answer: Answer | UserError) -> Iterator[dict[str, Any]]:
+    if isinstance(answer, UserError):
+        yield {"host": host.name, "address": host.address, "state": "unreachable", "error": answer.message, "hint": answer.hint}
+        return
+    if not answer["runs"]:
+        yield {"host": host.name, "address": host.address, "state": "idle", "gpus": answer["gpus"]}
+    for one in answer["runs"]:
+        run = RunFolder(runs_folder() / one["run"])
+        row = last_row(run.metrics, float(one["started"]))
+        ranks = shares(run, _nodes(run))
+        own = ranks[one["node"]] if one["node"] < len(ranks) else range(0)
+        speeds = host_speeds(row, ranks)
+        yield {
+            "host": host.name, "address": host.address, "state": "training" if row else "starting", "run": one["run"], "node": one["node"],
+            "ranks": list(own), "pid": one["launcher"], "processes": one["processes"], "step": row.get("step"), "steps": _steps(run),
+            "tokens_per_second": speeds[one["node"]] if one["node"] < len(speeds) else None, "seconds": time.time() - float(one["started"]),
+            "last": one["last"], "gpus": answer["gpus"],
+        }  # fmt: skip
+
+
+def _nodes(run: RunFolder) -> int:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return Plan.load(run.plan).num_nodes
+    return 0
+
+
+def _steps(run: RunFolder) -> int | None:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return Plan.load(run.plan).steps
+    return None
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    cells = [("host", "state", "run", "ranks", "step", "tokens/s", "processes")]
+    for row in rows:
+        if "run" not in row:
+            cells.append((row["host"], row["state"], "-", "-", "-", "-", "-"))
+            continue
+        speed, ranks = row["tokens_per_second"], ", ".join(map(str, row["ranks"])) or "-"
+        step = f"{row['step']}/{row['steps']}" if row["step"] is not None and row["steps"] else "-"
+        cells.append((row["host"], row["state"], row["run"], ranks, step, f"{speed:,.0f}" if speed is not None else "-", str(row["processes"])))
+    widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
+    print("\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells))
+    for row in rows:
+        if row.get("error"):
+            print(f"\n{row['error']}" + (f"\n\nhint: {row['hint']}" if row["hint"] else ""), file=sys.stderr)
+
+
+# ---- Logs
+
+
+def logs(call: Call) -> int:
+    """`make cluster-logs RUN= RANK= FOLLOW=1`: the log of a rank. `train-cluster` gathers them here; of others it comes from their machine."""
+    inventory = inventory_for_call(call)
+    if not call.options.get("RUN"):
+        raise UserError("`make cluster-logs` needs `RUN=name`", hint=f"make cluster-logs CLUSTER={inventory.path} RUN=NAME RANK=1")
+    run, rank = find_run(call.options["RUN"]), call.integer("RANK") or 0
+    here = replace(call, options={name: text for name, text in call.options.items() if not name.startswith("CLUSTER")})
+    if run.rank_log(rank).is_file():
+        return running.logs(here)
+    follow = call.options.get("FOLLOW", "0").lower() in ("1", "true")
+    there: set[int] = {int(path.stem[4:]) for path in run.logs.glob("rank*.log") if path.stem[4:].isdigit()}
+    for host in inventory.hosts:
+        if not is_here(host):
+            found = _tail(host, inventory, run, rank, follow=follow, as_json=call.json)
+            if found is None:
+                return 0
+            there |= set(found)
+    listed = f"there are those of ranks {', '.join(map(str, sorted(there)))}" if there else "its workers have not started yet"
+    raise UserError(f"`{run.name}` has no log of rank {rank} on any host that can be reached", hint=listed)
+
+
+def _tail(host: Host, inventory: Inventory, run: RunFolder, rank: int, *, follow: bool, as_json: bool) -> list[int] | None:
+    """Prints a log from its machine and returns `None`; else the ranks of which it has one."""
+    process = subprocess.Popen(python_of(host, inventory), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    text = ""
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(request_of(host, "tail", run=run.name, rank=rank, follow=follow, also=also()).encode())
+            process.stdin.flush()
+        for line in iter(process.stdout.readline, b""):
+            facts = parse(line.decode("utf-8", "replace")) or {}
+            if facts.get("missing"):
+                return [int(one) for one in facts["ranks"]]
+            text += str(facts.get("text", "")) if as_json else ""
+            if not as_json:
+                sys.stdout.write(str(facts.get("text", "")))
+                sys.stdout.flush()
+        if process.wait():
+            print(f"left out: {refused(host, inventory, process.returncode, process.stderr.read().decode('utf-8', 'replace')).message}",
+                  file=sys.stderr)  # fmt: skip
+            return []
+    finally:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            with contextlib.suppress(OSError):
+                stream.close()
+    if as_json:
+        print(json.dumps({"run": str(run.path), "rank": rank, "host": host.name, "text": text}))
+    return None
+
+
+# ---- Stop
+
+
+def stop(call: Call) -> int:
+    """`make cluster-stop RUN=`: asks the command that controls the run to stop all hosts; where it is gone, each host's launcher."""
+    inventory = inventory_for_call(call)
+    require_master_here(inventory)
+    if not call.options.get("RUN"):
+        raise UserError("`make cluster-stop` needs `RUN=name`", hint=f"make cluster-stop CLUSTER={inventory.path} RUN=NAME")
+    run = find_run(call.options["RUN"])
+    process = controller(run)
+    if process is not None:
+        return _stop_controller(call, inventory, run, process)
+    answers = asked(inventory, run.name)
+    training = [host for host in inventory.hosts if not isinstance(answers[host.name], UserError) and _runs(answers[host.name])]
+    unknown = [error for error in answers.values() if isinstance(error, UserError)]
+    if not training:
+        hint = f"{unknown[0].message}" if unknown else "`make cluster-status` shows what is under way"
+        raise UserError(f"nothing trains `{run.name}` on the hosts that can be reached", hint=hint)
+    print(f"the command that started `{run.name}` is gone; asking {', '.join(f'`{h.name}`' for h in training)}", file=sys.stderr, flush=True)
+    ended = on_all(
+        replace(inventory, hosts=tuple(training)), lambda host: ask(host, inventory, "end", timeout=60, run=run.name, grace=STOP_SECONDS, also=also())
+    )
+    left = {name: answer["left"] for name, answer in ended.items() if answer["left"]}
+    if call.json:
+        print(json.dumps({"run": str(run.path), "stopped": list(ended), "left": left, "unreachable": [error.message for error in unknown]}))
+    else:
+        print(f"stopped on {', '.join(f'`{name}`' for name in ended)}\n{command(inventory, run)} goes on")
+    for error in unknown:
+        print(f"warning: {error.message}", file=sys.stderr)
+    return HardwareError.exit_code if left or unknown else 0
+
+
+def _runs(answer: Answer | UserError) -> bool:
+    return not isinstance(answer, UserError) and bool(answer["runs"])
+
+
+def _stop_controller(call: Call, inventory: Inventory, run: RunFolder, process: psutil.Process) -> int:
+    begun, now = process.create_time() - 0.5, time.time()
+    print(f"asking process {process.pid} to stop `{run.name}` on all hosts", file=sys.stderr, flush=True)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGTERM)
+        if process.status() == psutil.STATUS_STOPPED:
+            process.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + running.LONGEST_SECONDS
+    while is_alive(process):
+        if time.monotonic() > deadline:
+            raise HardwareError(f"process {process.pid} has not left within {running.LONGEST_SECONDS:.0f} s", hint=f"kill -KILL {process.pid}")
+        time.sleep(0.1)
+    last = running.ending(run, 0, begun=begun, asked=now)
+    code = int(last.get("code", 1)) if last["event"] in ("failed", "unknown") else 0
+    if call.json:
+        print(json.dumps({"run": str(run.path), **last}))
+    elif last["event"] == "stopped":
+        print(f"{describe(last) if 'signal' in last else 'stopped'}\n{command(inventory, run)} goes on")
+    else:
+        print(f"`{run.name}`: {last['event']}", file=sys.stderr if code else sys.stdout)
+    return code

@@ -1,0 +1,230 @@
+"""What `train-cluster` was asked for, and the commands that it types on every machine: the ones that a person would."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from sft_play.config.call import Call
+from sft_play.config.cluster import Host, Inventory, inventory_for_call
+from sft_play.config.elastic_rules import elastic_bounds
+from sft_play.config.keys import variable_name
+from sft_play.config.load import LoadedConfig
+from sft_play.errors import HardwareError, UserError
+from sft_play.files import text_sha256
+from sft_play.launch.cluster.facts import Facts, forwarded, require_master_here, shared_variables
+from sft_play.launch.cluster.ssh import is_here
+from sft_play.launch.network import port_is_free
+from sft_play.launch.preparation import DELIVERED
+from sft_play.launch.resume import check_overrides
+from sft_play.launch.run_folder import choose_name, find_run, has_started
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
+
+FIRST_PORT, MOST_PORTS = 29500, 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One `train-cluster`."""
+
+    call: Call
+    inventory: Inventory
+    loaded: LoadedConfig
+    run: RunFolder
+    resuming: bool
+    """`RUN=` was given: the run exists and goes on."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether run folders and cache stand on a disk that all machines see."""
+        return self.loaded.config.data.sync == "shared"
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """The least and the most machines, where their number may change."""
+        return elastic_bounds(self.loaded.config.launch.elastic)
+
+    @property
+    def least(self) -> int:
+        """How many machines there must be."""
+        count = len(self.inventory.hosts)
+        return min(self.bounds[0], count) if self.bounds else count
+
+    @property
+    def most(self) -> int:
+        """How many machines there may be."""
+        count = len(self.inventory.hosts)
+        return min(self.bounds[1], count) if self.bounds else count
+
+
+def read_task(call: Call) -> Task:
+    """Returns what was asked for. Raises `UserError` for what cannot be started."""
+    inventory = inventory_for_call(call)
+    require_master_here(inventory)
+    name = call.options.get("RUN")
+    if not name:
+        loaded = call.load_config()
+        run = RunFolder(runs_folder() / choose_name(call.options.get("RUN_NAME"), loaded.path))
+        if run.path.exists() and not (loaded.config.launch.auto_resume and (not run.config.is_file() or has_started(run))):
+            raise UserError(
+                f"the run `{run.name}` exists already: `{run.path}`",
+                hint=f"choose another RUN_NAME, or go on with it: {command(inventory, run)}",
+            )
+    else:
+        run = find_run(name)
+        if call.options.get("CONFIG") or call.options.get("RUN_NAME"):
+            given = "CONFIG" if call.options.get("CONFIG") else "RUN_NAME"
+            raise UserError(f"`RUN` goes on with a run, and `{given}` starts a new one", hint="give one of them")
+        if run.path.resolve() != (runs_folder() / run.name).resolve():
+            raise UserError(f"`{run.path}` is not in `{runs_folder()}`, where the machines look for runs", hint="RUNS_DIR says where")
+        check_overrides(call)
+        loaded = call.load_config()
+    task = Task(call=call, inventory=inventory, loaded=loaded, run=run, resuming=bool(name))
+    _check_bounds(task)
+    return task
+
+
+def _check_bounds(task: Task) -> None:
+    bounds, count = task.bounds, len(task.inventory.hosts)
+    if bounds and bounds[0] > count:
+        raise UserError(
+            f"`launch.elastic` is `{task.loaded.config.launch.elastic}`, and the inventory has {count} host{'s' if count > 1 else ''}",
+            place=task.loaded.origins.get("launch.elastic"),
+            hint="lower its first number, or add hosts",
+        )
+
+
+def command(inventory: Inventory, run: RunFolder) -> str:
+    """Returns what a user types to go on with a run."""
+    return f"make train-cluster CLUSTER={inventory.path} RUN={run.name}"
+
+
+def require_one_disk(task: Task, hosts: Sequence[Host], facts: Mapping[str, Facts]) -> None:
+    """Raises `UserError` where parts of the states would stay on machines with run folders of their own."""
+    strategy, apart = task.loaded.config.launch.strategy, [h.name for h in hosts if not is_here(h) and not facts[h.name].shares_runs]
+    if apart and (strategy.startswith("zero") or strategy == "fsdp2" or task.call.options.get("DEEPSPEED_CONFIG")):
+        if task.loaded.config.train.save_strategy == "no":
+            return
+        raise UserError(
+            f"under ZeRO and FSDP2 every machine writes a part of each checkpoint, and `{apart[0]}` has a run folder of its own",
+            place=task.loaded.origins.get("launch.strategy"),
+            hint="`data.sync: shared` with RUNS_DIR on a network disk, or `launch.strategy: ddp`, or `train.save_strategy: no`",
+        )
+
+
+def choose_port(task: Task, attempt: int) -> int:
+    """Returns the port of one start: the typed one, else a free one from 29500 on, another for each attempt. Raises `HardwareError`."""
+    typed = task.call.port("MASTER_PORT")
+    if typed is not None:
+        if not port_is_free(typed):
+            who = "`ss -ltnp` says by which"
+            raise HardwareError(f"port {typed} is taken by another process on this machine", hint=f"{who}; or choose another MASTER_PORT")
+        return typed
+    ports = [FIRST_PORT + (attempt + k) % MOST_PORTS for k in range(MOST_PORTS)]
+    port = next((port for port in ports if port_is_free(port)), None)
+    if port is None:
+        raise HardwareError(f"ports {FIRST_PORT} to {FIRST_PORT + MOST_PORTS - 1} are all taken on this machine", hint="MASTER_PORT=40000")
+    if port != ports[0]:
+        print(f"port {ports[0]} is taken; taking {port}", file=sys.stderr, flush=True)
+    return port
+
+
+def files_folder(facts: Facts, run: RunFolder, host: Host) -> str:
+    """Returns where a machine keeps what it is told of a run; by host, since machines may share a cache."""
+    return f"{facts.cache}/cluster/{run.name}/{host.name}"
+
+
+def node_words(
+    task: Task, hosts: Sequence[Host], facts: Mapping[str, Facts], node: int, port: int, *, resume: bool, overrides: bool
+) -> list[str]:
+    """Returns argv of the launcher on one machine. `overrides`: what was typed beside `RUN=`, which only the first start needs."""
+    host, own = hosts[node], facts[hosts[node].name]
+    given = host.gpus if host.gpus is not None else own.gpus
+    words = [sys.executable if is_here(host) else _python(host, own), "-m", "sft_play"]
+    if resume:
+        words += ["resume", f"RUN={task.run.name}"]
+        words += [f"{variable_name(one.key)}={one.text}" for one in task.call.overrides] if overrides else []
+    else:
+        folder, json_file = files_folder(own, task.run, host), task.call.options.get("DEEPSPEED_CONFIG")
+        words += ["train-deepspeed" if json_file else "train-distributed", f"CONFIG={folder}/config.json", f"RUN_NAME={task.run.name}"]
+        words += [f"DEEPSPEED_CONFIG={folder}/deepspeed.json"] if json_file else []
+    words += [f"NUM_GPUS={max(1, given)}", f"NUM_NODES={len(hosts)}", f"MASTER_PORT={port}"]
+    return words + ([f"NODE_RANK={node}", f"MASTER_ADDR={task.inventory.master.address}"] if len(hosts) > 1 else [])
+
+
+def _python(host: Host, facts: Facts) -> str:
+    """Returns the interpreter of a machine's environment, absolute."""
+    if host.python.startswith("~/"):
+        return f"{facts.home}/{host.python.removeprefix('~/')}"
+    return host.python if host.python.startswith("/") or "/" not in host.python else f"{facts.folder}/{host.python}"
+
+
+def node_variables(task: Task, host: Host, facts: Facts) -> dict[str, str]:
+    """Returns what a machine's launcher gets on top of its own environment."""
+    given = shared_variables(task.shared) | {DELIVERED: f"{files_folder(facts, task.run, host)}/prepared.json"}
+    if not is_here(host):
+        given |= forwarded() | {"HF_HUB_OFFLINE": "1"}  # everything has been brought; asking the hub would make machines differ
+    if host.interface:
+        given |= {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": host.interface}
+    if host.gpus == 0:
+        given["CUDA_VISIBLE_DEVICES"] = ""
+    return given
+
+
+def is_begun(run: RunFolder) -> bool:
+    """Whether workers were ever started for a run, so that it is gone on with."""
+    try:
+        return has_started(run) and Plan.load(run.plan) is not None
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+# ---- Of two commands for one run, the second is refused; `cluster-stop` finds the first
+
+
+def lock_file(run: RunFolder) -> Path:
+    """Returns the file that the command which controls a run holds; not in its folder, which its own launcher makes."""
+    return cache_folder() / "cluster" / f"{text_sha256(str(run.path.absolute()))[:16]}.lock"
+
+
+@contextlib.contextmanager
+def controlling(run: RunFolder) -> Iterator[None]:
+    """Keeps a run for this command. Raises `UserError` when another controls it."""
+    path = lock_file(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
+            raise UserError(
+                f"the run `{run.name}` is in use: process {owner or '?'} trains it on a cluster", hint="wait for it, or: make cluster-stop"
+            ) from None
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def controller(run: RunFolder) -> psutil.Process | None:
+    """Returns the process of this machine that controls a run over its cluster now; `None` where there is none."""
+    path = lock_file(run)
+    with contextlib.suppress(OSError, ValueError, psutil.Error):
+        with path.open("rb") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+            except BlockingIOError:
+                pass
+        return psutil.Process(int(path.read_text(encoding="utf-8")))
+    return None

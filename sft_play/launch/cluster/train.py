@@ -1,0 +1,239 @@
+"""`make train-cluster`: one run on all machines of an inventory, started, watched, stopped and started again from here.
+
+Reads top to bottom: what was asked, which machines are there and alike, model and data prepared here and brought to them, launchers started over
+SSH (the command of `docs/launching.md`, "several machines by hand"), watched until the last has ended, and what came first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import secrets
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+from sft_play.config.call import Call
+from sft_play.config.cluster import Host
+from sft_play.config.load import save_config
+from sft_play.errors import UserError, raise_all
+from sft_play.launch import restarts
+from sft_play.launch.cluster import cause, elastic, sync
+from sft_play.launch.cluster.agent import Agent, Message, ask
+from sft_play.launch.cluster.board import Board, Logs, say, shares
+from sft_play.launch.cluster.children import ended_with_us
+from sft_play.launch.cluster.facts import Facts, check, shared_variables
+from sft_play.launch.cluster.remote import hub_folder
+from sft_play.launch.cluster.session import Node, Session
+from sft_play.launch.cluster.ssh import is_here
+from sft_play.launch.cluster.task import (
+    Task,
+    choose_port,
+    command,
+    controlling,
+    files_folder,
+    is_begun,
+    node_variables,
+    node_words,
+    read_task,
+    require_one_disk,
+)
+from sft_play.launch.preparation import run_preparation
+from sft_play.launch.restarts import Restarts
+from sft_play.launch.resume import newest_told
+from sft_play.launch.run_folder import ended_by_signals, record_event, stop_code
+from sft_play.launch.stopped import describe
+from sft_play.launch.stopping import Stop
+from sft_play.launch.verdict import LOST, Outcome
+from sft_play.runs.checkpoints import newest_valid, step_of
+from sft_play.runs.folder import RunFolder, cache_folder
+from sft_play.runs.prepared import Prepared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crew:
+    """The machines of one start."""
+
+    hosts: Sequence[Host]
+    facts: Mapping[str, Facts]
+
+    def away(self) -> list[Host]:
+        """Returns those that are other machines."""
+        return [host for host in self.hosts if not is_here(host)]
+
+
+def main(call: Call) -> int:
+    """Trains on the machines of `CLUSTER` and returns the exit code: 75 for a lost host, 130 or 143 for a stop on request."""
+    task = read_task(call)
+    with ended_by_signals(), controlling(task.run):
+        crew = _crew(task, *elastic.hosts_for_start(task, shared_variables(task.shared)))
+        if task.call.options.get("MASTER_PORT"):
+            choose_port(task, 0)  # a port that is taken is told before anything is prepared
+        prepared = prepare(task)
+        outcome = train(task, crew, prepared)
+    return finish(task, outcome)
+
+
+def train(task: Task, crew: Crew, prepared: Prepared) -> Outcome:
+    """Starts the run on its machines, and again after a lost one where that is allowed."""
+    newest = newest_valid(task.run)[0] if is_begun(task.run) else None
+    lost = Restarts(limit=0, step=step_of(newest) if newest else 0)
+    attempt, grown = 0, False
+    while True:
+        bring(task, crew, prepared)
+        session, returned = start(task, crew, attempt)
+        outcome = cause.judge(session, shares(task.run, len(crew.hosts)))
+        clear_up(task, crew, session)
+        grown = session.asked == "grow" and outcome.code == stop_code(15) and not session.stop.wanted
+        if grown:
+            say(f"\nstarting again with {', '.join(f'`{host.name}`' for host in returned)}")
+        elif not _again(task, crew, outcome, lost):
+            return lost.refused(outcome) if lost.limit and outcome.code == LOST else outcome
+        attempt += 1
+        crew = _crew(task, *elastic.hosts_for_restart(task, shared_variables(task.shared)))
+
+
+def _crew(task: Task, hosts: Sequence[Host], facts: Mapping[str, Facts]) -> Crew:
+    """Returns the machines. Raises every reason why one of them cannot be used."""
+    check(replace(task.inventory, hosts=tuple(hosts)), facts, shared=task.shared)
+    require_one_disk(task, hosts, facts)
+    say(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
+    return Crew(hosts=hosts, facts=facts)
+
+
+def _again(task: Task, crew: Crew, outcome: Outcome, lost: Restarts) -> bool:
+    """Whether to start again after a lost rank or machine; waits out the pause, and says and records why."""
+    launch = task.loaded.config.launch
+    elastic_too = task.bounds is not None and outcome.cause == "unreachable"
+    lost.limit = max(launch.max_restarts, len(task.inventory.hosts)) if elastic_too else launch.max_restarts
+    if outcome.code != LOST:
+        return False
+    checkpoint, damaged = newest_told(task.run) if is_begun(task.run) else (None, [])
+    if (damaged and checkpoint is None) or not lost.allows(outcome, checkpoint):
+        return False
+    say("\n" + restarts.announcement(outcome, checkpoint, lost))
+    if is_begun(task.run):
+        record_event(task.run, restarts.EVENT, **restarts.facts(outcome, checkpoint))
+    elastic.pause(lost.pause())
+    return True
+
+
+# ---- Before
+
+
+def prepare(task: Task) -> Prepared:
+    """Finds the model and prepares the data on this machine, once for all."""
+    folder = cache_folder() / "cluster"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"prepare-{task.run.name}-", dir=folder) as name:
+        run = RunFolder(Path(name))
+        save_config(task.loaded, run.config)
+        run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path)])
+        return Prepared.load(run.prepared)
+
+
+def bring(task: Task, crew: Crew, prepared: Prepared) -> None:
+    """Brings to every machine what it lacks: code, model, prepared rows, and of a run that goes on its newest checkpoint."""
+    checkpoint = newest_valid(task.run)[0] if is_begun(task.run) else None
+    away, files = crew.away(), sync.code_files() if crew.away() and not task.shared else []
+    if away:
+        what = "files on the shared disk" if task.shared else f"{len(files)} files of the project, model and data"
+        say(f"bringing to {len(away)} host{'s' if len(away) > 1 else ''} what they lack: {what}")
+
+    def one(host: Host) -> UserError | None:
+        try:
+            _bring_to(task, host, crew.facts[host.name], prepared, checkpoint, files)
+        except UserError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(max_workers=len(crew.hosts)) as pool, ended_with_us():
+        raise_all([problem for problem in pool.map(one, crew.hosts) if problem is not None])
+
+
+def _bring_to(task: Task, host: Host, facts: Facts, prepared: Prepared, checkpoint: Path | None, files: Sequence[str]) -> None:
+    inventory, there = task.inventory, prepared
+    if not is_here(host):
+        if not task.shared:
+            sync.send_code(host, inventory, files)
+            there = sync.send_prepared(host, inventory, facts, task.loaded.config, prepared, hub_folder())
+        if is_begun(task.run):
+            sync.send_run(host, inventory, facts, task.run, checkpoint)
+    with tempfile.TemporaryDirectory() as name:
+        save_config(task.loaded, Path(name) / "config.json")
+        config = (Path(name) / "config.json").read_text(encoding="utf-8")
+    folder = files_folder(facts, task.run, host)
+    given = {
+        f"{folder}/config.json": config,
+        f"{folder}/prepared.json": json.dumps({"run": task.run.name, "prepared": json.loads(sync.prepared_text(there))}),
+    }
+    if path := task.call.options.get("DEEPSPEED_CONFIG"):
+        given[f"{folder}/deepspeed.json"] = Path(path).expanduser().read_text(encoding="utf-8")
+    ask(host, inventory, "write", timeout=60, files=given)
+
+
+# ---- While it goes on
+
+
+def start(task: Task, crew: Crew, attempt: int) -> tuple[Session, list[Host]]:
+    """Starts the launchers and waits for the last to end; returns what is known, and machines that have come back meanwhile."""
+    port, resume = choose_port(task, attempt), is_begun(task.run) and (task.resuming or attempt > 0)
+    inbox: queue.Queue[Message] = queue.Queue()
+    nodes, streams = [], [not is_here(host) and not crew.facts[host.name].shares_runs for host in crew.hosts]
+    for place, host in enumerate(crew.hosts):
+        facts = crew.facts[host.name]
+        words = node_words(task, crew.hosts, crew.facts, place, port, resume=resume, overrides=attempt == 0)
+        request = {"argv": words, "variables": node_variables(task, host, facts), "run": task.run.name, "stream": streams[place]}
+        agent = Agent(place, host, task.inventory, inbox, token=secrets.token_hex(16), **request)
+        nodes.append(Node(host=host, agent=agent))
+    missing = [host for host in task.inventory.hosts if host not in crew.hosts]
+    growing = task.bounds is not None and len(crew.hosts) < task.most
+    returning = elastic.Returning(task.inventory, missing if growing else [], task.run, say)
+    console: TextIO = sys.stderr if task.call.json else sys.stdout
+    with contextlib.closing(returning):
+        session = Session(
+            inventory=task.inventory, run=task.run, nodes=nodes, inbox=inbox, logs=Logs(task.run), board=Board(task.run, [h.name for h in crew.hosts]),
+            console=console, stop=Stop(), streams=streams, wanted=returning.wanted,
+        )  # fmt: skip
+        session.watch()
+    return session, returning.back
+
+
+# ---- Afterwards
+
+
+def clear_up(task: Task, crew: Crew, session: Session) -> None:
+    """Ends what is left on machines that can be reached, and brings random states here, so that others can go on with them."""
+    if left := cause.strays(session.nodes):
+        say(left)
+    checkpoint = newest_valid(task.run)[0] if task.run.checkpoints.is_dir() else None
+
+    def one(node: Node) -> None:
+        with contextlib.suppress(UserError):  # a machine that is gone: what it has is missing, and drawn anew
+            if node.lost or node.code is None:
+                ask(node.host, task.inventory, "end", timeout=20, run=task.run.name, grace=0, variables=shared_variables(task.shared))
+            if checkpoint is not None:
+                sync.fetch_random_states(node.host, task.inventory, crew.facts[node.host.name], task.run, checkpoint)
+
+    away = [node for node in session.nodes if not is_here(node.host)]
+    with ThreadPoolExecutor(max_workers=max(1, len(away))) as pool:
+        list(pool.map(one, away))
+
+
+def finish(task: Task, outcome: Outcome) -> int:
+    """Says how it ended and what can be done next; returns the exit code."""
+    if outcome.message:
+        print(f"\n{outcome.message}", file=sys.stderr)
+    if outcome.stop:
+        print(f"\n{describe(outcome.stop)}", file=sys.stderr)
+    if outcome.code in (LOST, 130, 143) and is_begun(task.run):
+        print(f"hint: go on with: {command(task.inventory, task.run)}", file=sys.stderr)
+    if task.call.json:
+        model = str(task.run.model) if task.run.model.is_dir() else None
+        print(json.dumps({"run": str(task.run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None, "model": model}))
+    return outcome.code
