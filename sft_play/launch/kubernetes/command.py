@@ -94,7 +94,7 @@ def planned(call: Call, loaded: LoadedConfig) -> tuple[Plan, LaunchOptions]:
 
 
 def _processes(plan: Plan) -> tuple[int, ...]:
-    return (plan.world_size // plan.num_nodes,) * plan.num_nodes
+    return plan.node_ranks or (plan.world_size // plan.num_nodes,) * plan.num_nodes
 
 
 def _cards(plan: Plan, processes: tuple[int, ...]) -> tuple[str, ...]:

@@ -115,22 +115,23 @@ def selectors_of(settings: KubernetesConfig, pods: int) -> tuple[Mapping[str, st
 def refuse_unlike(spec: Spec) -> None:
     """Raises `UserError` where pods are to differ in a way that the kind of job cannot say."""
     kind = spec.settings.kind
-    pods = [(count, tuple(sorted(labels.items())), card)
-            for count, labels, card in zip(spec.processes, spec.selectors, spec.cards, strict=True)]  # fmt: skip
-    told = [(count, labels) for count, labels, _ in pods]
-    alike = len(set(told)) == 1 if kind != "pytorchjob" else len(set(told[1:])) <= 1
-    unlike_cards = {card for _, _, card in pods}
-    if not alike:
-        one = "one template for all its workers (its Master may differ)" if kind == "pytorchjob" else "one template for all its pods"
+    pods = [
+        (count, tuple(sorted(labels.items())), card)
+        for count, labels, card in zip(spec.processes, spec.selectors, spec.cards, strict=True)
+    ]
+    one_template = pods[1:] if kind == "pytorchjob" else pods
+    if len(set(one_template)) > 1:
+        which = "all its workers (its Master may differ)" if kind == "pytorchjob" else "all its pods"
         raise UserError(
-            f"the pods are to have different GPUs, and a {KINDS[kind]} has {one}",
+            f"the pods are to have different GPUs, and a {KINDS[kind]} has one template for {which}",
             place="kubernetes.kind",
-            hint=WHERE_UNLIKE if kind != "pytorchjob" else "put the one that differs first, or start each node's command as a Job of its own",
+            hint=ONE_FIRST if kind == "pytorchjob" else WHERE_UNLIKE,
         )
-    if len(unlike_cards) > 1 and len({(labels, card) for _, labels, card in pods}) > len({labels for _, labels, _ in pods}):
+    if spec.device == "cuda" and len({(labels, card) for _, labels, card in pods}) > len({labels for _, labels, _ in pods}):
         raise UserError(
-            f"`HARDWARE` names {' and '.join(sorted(unlike_cards))}, and nothing says which pod gets which",
-            hint="kubernetes.replica_selectors: [{nvidia.com/gpu.product: ...}, {nvidia.com/gpu.product: ...}], in order of ranks",
+            f"the pods are to have {' and '.join(sorted(set(spec.cards)))}, and nothing says which pod gets which",
+            place="kubernetes.replica_selectors",
+            hint="one label for each pod in order of ranks: [{nvidia.com/gpu.product: ...}, {nvidia.com/gpu.product: ...}]",
         )
 
 
@@ -141,6 +142,7 @@ KINDS = {
     "skypilot": "SkyPilot task",
 }
 WHERE_UNLIKE = "kubernetes.kind: pytorchjob, whose Master (rank 0's pod) may differ from its Workers; or GPUs of one kind"
+ONE_FIRST = "put the pod that differs first; or run each node's command (docs/launching.md) in a Job of its own"
 
 
 def of_plan(
