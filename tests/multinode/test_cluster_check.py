@@ -270,7 +270,7 @@ def test_leaves_no_file_behind(net: Lan) -> None:
         checked = check(net)
     finally:
         for folder in reversed(folders):
-            net.run(1, ["umount", folder])
+            net.run(1, ["umount", "-l", folder])
     assert checked.fails() == {"node1": set(), "node2": {"read-only"}, "node3": set()}
     assert checked.json["all_reduce"]["seconds"]
 

@@ -23,9 +23,10 @@ FREE_SHARE = 0.8
 """Of a GPU's memory; with less free, something else is using it."""
 PINNED = (
     "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "unsloth", "datasets", "tokenizers", "safetensors", "numpy",
-    "huggingface-hub", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "sft-play",
+    "huggingface-hub", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 """Packages whose version changes what a rank computes or sends: these must be the same everywhere."""
+NO_MATTER = ("pip", "setuptools", "wheel")
 DRIVERS = {"11": 450, "12": 525, "13": 580}
 """CUDA's major version -> the first driver that runs its programs (NVIDIA's CUDA compatibility table, minor versions included)."""
 
@@ -182,7 +183,7 @@ def _apart(seen: Seen, reference: Seen, cluster: str) -> Iterator[Finding]:
             yield Finding(id="versions", severity="fail", text=text, remedy=install)
     mine, theirs = here["packages"], there["packages"]
     pinned = [name for name in PINNED if mine.get(name) != theirs.get(name) and not (name == "torch" and soft)]
-    rest = sorted(name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name] and name not in PINNED)
+    rest = sorted(name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name] and name not in (*PINNED, *NO_MATTER))
     if pinned:
         text = f"other versions than on {first}: {_versions(pinned, theirs, mine)}"
         yield Finding(id="versions", severity="fail", text=text, remedy=install)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from sft_play.config.cluster import Host, Inventory
@@ -124,7 +125,8 @@ class _Examination:
 
     def run(self) -> Examined:
         try:
-            self.sessions = {host.name: Session(host, self.inventory) for host in self.inventory.hosts}
+            for host in self.inventory.hosts:
+                self.sessions[host.name] = Session(host, self.inventory)
             self.each(self.meet)
             self.network()
             self.each(self.software)
@@ -150,7 +152,7 @@ class _Examination:
 
     def each(self, call: Callable[[Seen], None]) -> None:
         """Calls for every host that answers, all at once."""
-        self.parallel({name: lambda seen=seen: call(seen) for name, seen in self.found.hosts.items() if seen.answers})
+        self.parallel({name: partial(call, seen) for name, seen in self.found.hosts.items() if seen.answers})
 
     def ask(self, seen: Seen, name: str, most: float, **request: Any) -> Any:
         """Returns an answer; `None` where there is none, and why is kept: a host that is silent once is lost from then on."""
@@ -210,14 +212,14 @@ class _Examination:
         if opened and opened["port"] is None:
             self.found.port_held = opened
         ports = {name: answer["port"] for name, answer in self.parallel(
-            {name: lambda seen=seen: self.ask(seen, "listen", 5, port=0) for name, seen in answering.items()}
+            {name: partial(self.ask, seen, "listen", 5, port=0) for name, seen in answering.items()}
         ).items() if answer and answer["port"]}  # fmt: skip
         master_open = bool(opened and opened["port"])
-        self.parallel({name: lambda seen=seen: self.reach(seen, ports, master_open) for name, seen in answering.items() if seen.answers})
+        self.parallel({name: partial(self.reach, seen, ports, master_open) for name, seen in answering.items() if seen.answers})
         for pairs in rounds(list(ports)):
             if self.until - time.monotonic() < SUM_SECONDS:
                 break  # the sum over all machines says more
-            self.parallel({a: lambda a=a, b=b: self.measure(a, b, ports) for a, b in pairs})
+            self.parallel({a: partial(self.measure, a, b, ports) for a, b in pairs})
         self.each(lambda seen: self.ask(seen, "close", 5))
 
     def reach(self, seen: Seen, ports: Mapping[str, int], master_open: bool) -> None:
@@ -291,7 +293,7 @@ class _Examination:
             else:
                 times[seen.host.name] = answer
 
-        self.parallel({name: lambda k=k, seen=seen: one(k, seen) for k, (name, seen) in enumerate(self.found.hosts.items())})
+        self.parallel({name: partial(one, k, seen) for k, (name, seen) in enumerate(self.found.hosts.items())})
         summed.errors = errors
         summed.seconds = max(times.values()) if times and not errors else None
 

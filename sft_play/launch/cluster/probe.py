@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -82,11 +81,13 @@ def _disk(place: str) -> dict[str, Any] | None:
 
 
 def _packages() -> dict[str, str]:
-    """Returns distribution -> version; of one that stands twice on the path, the first, which is the one imported."""
+    """Returns distribution -> version, by the names of the folders that pip leaves; of two on the path, the first is imported."""
     found: dict[str, str] = {}
-    for one in importlib.metadata.distributions():
-        with contextlib.suppress(Exception):
-            found.setdefault(one.metadata["Name"].lower().replace("_", "-"), one.version)
+    for entry in sys.path:
+        with contextlib.suppress(OSError):
+            for path in sorted(Path(entry).glob("*.dist-info")):
+                name, _, version = path.stem.rpartition("-")
+                found.setdefault(name.lower().replace("_", "-"), version)
     return found
 
 
