@@ -1,0 +1,322 @@
+"""`make train-cluster` on machines of namespaces: each has its own files, its sshd and a link of 1 Gb/s; only the first has model and data."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.runs.folder import RunFolder
+from tests.conftest import metrics
+from tests.lan import Lan, lan
+
+SECONDS = 240
+ROWS = 24
+
+
+class Home:
+    """Machines with a project folder, runs, cache and models of their own; commands are typed on the first."""
+
+    def __init__(self, net: Lan, folder: Path, model: Path) -> None:
+        self.net, self.folder = net, folder
+        data = net.hosts[0].private[folder / "lan" / "models"]
+        shutil.copytree(model, data / "tiny")
+        rows = [
+            {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "I say " + "so " * (i % 7) + f"{i} now"}]}
+            for i in range(ROWS)
+        ]
+        (data / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        seen = folder / "lan" / "models"
+        self.config = folder / "demo.yaml"
+        self.config.write_text(
+            f"model: {{name: {seen / 'tiny'}, max_seq_len: 64}}\ntuning: {{mode: lora}}\ndata: {{train_path: {seen / 'rows.jsonl'}}}\n"
+            "train: {global_batch_size: 6, max_steps: 4, save_steps: 2, logging_steps: 1}\n"
+        )
+        self.inventory = net.inventory(folder / "home.yaml", defaults={"folder": str(folder / "lan" / "project")})
+        self.started: list[tuple[subprocess.Popen[str], Path]] = []
+
+    def start(self, *words: str, **env: str) -> subprocess.Popen[str]:
+        """Types a command on the first machine; what it prints can be read by `said`."""
+        path = self.folder / f"said{len(self.started)}"
+        with path.open("w") as said:
+            command = [self.net.python, "-m", "sft_play", *words, f"CLUSTER={self.inventory}"]
+            process = self.net.popen(0, command, env=env, stdout=said, stderr=subprocess.STDOUT)
+        self.started.append((process, path))
+        return process
+
+    def said(self) -> str:
+        return self.started[-1][1].read_text()
+
+    def end(self, seconds: float = SECONDS) -> int:
+        """Waits for what was started last, and returns its exit code."""
+        try:
+            return self.started[-1][0].wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.said()) from None
+
+    def type(self, *words: str, **env: str) -> tuple[int, str]:
+        """Types a command and waits for its end."""
+        self.start(*words, **env)
+        return self.end(), self.said()
+
+    def run(self, name: str, k: int = 0) -> RunFolder:
+        """A run as machine `k` has it."""
+        return RunFolder(self.net.hosts[k].private[self.folder / "lan" / "runs"] / name)
+
+    def until(self, true: Callable[[], bool]) -> None:
+        """Waits for something that what was started last is to bring about."""
+        deadline = time.monotonic() + SECONDS
+        while not true():
+            assert self.started[-1][0].poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.1)
+
+    def until_step(self, name: str, step: int) -> None:
+        """Waits until that many optimizer steps have been logged."""
+        path = self.run(name).metrics
+        self.until(lambda: path.is_file() and any(f'"step": {step},' in line for line in path.read_text().splitlines()))
+
+    def working(self, k: int) -> list[str]:
+        """The command lines of all our processes on machine `k`."""
+        found = []
+        for pid in self.net.pids(k):
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+                if ("sft_play" in words or "types.ModuleType" in words) and state(pid) != "Z":
+                    found.append(words[:200])
+            except OSError:
+                continue
+        return found
+
+    def all_free(self, *machines: int, seconds: float = 5) -> None:
+        """Waits until nothing of ours runs on these machines."""
+        deadline = time.monotonic() + seconds
+        while busy := [words for k in machines for words in self.working(k)]:
+            assert time.monotonic() < deadline, busy
+            time.sleep(0.1)
+
+    def alone(self, *words: str) -> list[float]:
+        """The losses of one process that trains the same."""
+        done = self.net.run(0, [self.net.python, "-m", "sft_play", "train", f"CONFIG={self.config}", "RUN_NAME=alone", *words], timeout=SECONDS)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return losses(self.run("alone"))
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def losses(run: RunFolder) -> list[float]:
+    return [row["loss"] for row in metrics(run.path)]
+
+
+def worlds(run: RunFolder) -> list[int]:
+    """The number of ranks at each start."""
+    rows = [json.loads(line) for line in run.events.read_text().splitlines()]
+    return [row["world_size"] for row in rows if row["event"] in ("started", "resumed") and row["node"] == 0]
+
+
+@pytest.fixture
+def machines(tmp_path: Path, tiny: Path, request: pytest.FixtureRequest) -> Iterator[Home]:
+    folder = tmp_path / "lan"
+    own = [folder / name for name in ("runs", "cache", "project", "models")]
+    with lan(folder, nodes=getattr(request, "param", 3), private=own) as net:
+        yield Home(net, tmp_path, tiny)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_two_machines(machines: Home) -> None:
+    """Code, model and data come to the second; losses are those of one process; logs are here, and nothing is left there."""
+    code, said = machines.type("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=two")
+    assert code == 0, said
+    run = machines.run("two")
+    assert len(metrics(run.path)[0]["rank_tokens"]) == 2
+    assert losses(run) == pytest.approx(machines.alone(), rel=1e-5)
+    assert run.rank_log(1).read_text(), "the log of rank 1 is on the first machine"
+    assert "node1  training  step" in said and "node2  training  step" in said and "tokens/s" in said, said
+    assert "done: " in said and "make infer RUN=two" in said
+    private = machines.net.hosts[1].private
+    assert (private[machines.folder / "lan" / "models"] / "tiny" / "config.json").is_file()
+    assert (private[machines.folder / "lan" / "project"] / "sft_play" / "__main__.py").is_file()
+    assert not (private[machines.folder / "lan" / "project"] / ".git").exists(), "only what git knows"
+    machines.all_free(0, 1)
+
+
+@pytest.mark.long
+def test_three_machines_seen_from_one(machines: Home) -> None:
+    """Three ranks, a status and a log while they train, a second command refused; losses as of one process."""
+    machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=three", "TRAIN_MAX_STEPS=12")
+    machines.until_step("three", 2)
+    trained = machines.started[-1]
+    code, said = machines.type("cluster-status", "JSON=1")
+    assert code == 0, said
+    rows = json.loads(said)
+    assert [(row["host"], row["run"], row["ranks"]) for row in rows] == [("node1", "three", [0]), ("node2", "three", [1]), ("node3", "three", [2])]
+    assert all(row["processes"] >= 2 for row in rows)
+    code, said = machines.type("cluster-logs", "RUN=three", "RANK=2")
+    assert code == 0 and said.strip(), said
+    code, said = machines.type("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=three")
+    assert code == 2 and "exists already" in said, said
+    machines.started.append(trained)
+    assert machines.end() == 0, machines.said()
+    run = machines.run("three")
+    assert losses(run) == pytest.approx(machines.alone("TRAIN_MAX_STEPS=12"), rel=1e-5)
+    assert sorted(path.name for path in run.logs.glob("rank*.log")) == ["rank0.log", "rank1.log", "rank2.log"]
+    code, said = machines.type("cluster-status")
+    assert code == 0 and re.search(r"node3 +idle", said), said
+    code, said = machines.type("cluster-stop", "RUN=three")
+    assert code == 2 and "nothing trains `three`" in said, said
+
+
+@pytest.mark.long
+def test_ctrl_c_stops_all_hosts(machines: Home) -> None:
+    process = machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=stopped", "TRAIN_MAX_STEPS=60", "TRAIN_SAVE_STEPS=50")
+    machines.until_step("stopped", 2)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert machines.end(40) == 130, machines.said()
+    assert time.monotonic() - began < 25
+    machines.all_free(0, 1, 2)
+    said = machines.said()
+    assert "stopping all hosts" in said and f"make train-cluster CLUSTER={machines.inventory} RUN=stopped" in said, said
+    saved = max(int(path.name[5:]) for path in machines.run("stopped").checkpoints.glob("step-*"))
+    code, said = machines.type("train-cluster", "RUN=stopped", f"TRAIN_MAX_STEPS={saved + 2}")
+    assert code == 0, said
+    assert metrics(machines.run("stopped").path)[-1]["step"] == saved + 2
+    assert "has no random states" not in said, "each rank goes on with its own"
+
+
+@pytest.mark.long
+def test_cluster_stop(machines: Home) -> None:
+    machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=asked", "TRAIN_MAX_STEPS=60")
+    machines.until_step("asked", 2)
+    trained = machines.started[-1]
+    code, said = machines.type("cluster-stop", "RUN=asked")
+    assert code == 0 and "stopped by SIGTERM" in said and "goes on" in said, said
+    machines.started.append(trained)
+    assert machines.end(10) == 143, machines.said()
+    machines.all_free(0, 1, 2)
+
+
+@pytest.mark.long
+def test_a_link_is_cut_and_the_run_goes_on_with_two_and_then_three(machines: Home) -> None:
+    words = ("TRAIN_MAX_STEPS=200", "TRAIN_SAVE_STEPS=2")
+    machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=cut", *words)
+    machines.until_step("cut", 4)
+    machines.net.link(2, up=False)
+    began = time.monotonic()
+    assert machines.end(60) == 75, machines.said()
+    assert time.monotonic() - began < 30, machines.said()
+    machines.all_free(0, 1, seconds=1)
+    said = machines.said()
+    assert "host `node3` (192.168.77.13) disappeared" in said and "rank 2 ran there" in said, said
+    run = machines.run("cut")
+    saved = max(int(path.name[5:]) for path in run.checkpoints.glob("step-*"))
+    machines.start("train-cluster", "RUN=cut", "CLUSTER_HOSTS=node1 node2", f"TRAIN_MAX_STEPS={saved + 4}")
+    assert machines.end() == 0, machines.said()
+    machines.net.link(2, up=True)
+    machines.all_free(2, seconds=60)
+    code, said = machines.type("train-cluster", "RUN=cut", f"TRAIN_MAX_STEPS={saved + 8}")
+    assert code == 0, said
+    assert worlds(run) == [3, 2, 3]
+    assert {sum(row["rank_rows"]) for row in metrics(run.path)} == {6}
+    assert losses(run) == pytest.approx(machines.alone(f"TRAIN_MAX_STEPS={saved + 8}")[: saved + 8], rel=1e-3)
+
+
+@pytest.mark.long
+def test_elastic_goes_on_with_those_that_are_left_and_takes_one_back(machines: Home) -> None:
+    words = ("TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=3", "LAUNCH_ELASTIC=2:3")
+    process = machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=grows", *words)
+    machines.until_step("grows", 4)
+    machines.net.link(2, up=False)
+    run = machines.run("grows")
+    machines.until(lambda: worlds(run) == [3, 2])
+    machines.net.link(2, up=True)
+    machines.until(lambda: worlds(run) == [3, 2, 3])
+    step = metrics(run.path)[-1]["step"]
+    machines.until_step("grows", step + 2)
+    process.send_signal(signal.SIGTERM)
+    assert machines.end(40) == 143, machines.said()
+    said = machines.said()
+    assert "restarting: host `node3`" in said and "`node3` answers again" in said and "starting again with `node3`" in said, said
+    steps = [row["step"] for row in metrics(run.path)]
+    assert steps == list(range(1, len(steps) + 1)), "each step is made once"
+    machines.all_free(0, 1, 2)
+
+
+@pytest.mark.long
+def test_a_killed_rank_is_named_and_the_run_starts_again(machines: Home) -> None:
+    words = ("TRAIN_MAX_STEPS=40", "TRAIN_SAVE_STEPS=2", "LAUNCH_MAX_RESTARTS=1")
+    machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=killed", *words)
+    machines.until_step("killed", 3)
+    assert kill_workers(machines, 1)
+    machines.until(lambda: "restarting: " in machines.said())
+    assert "host `node2`: rank 1 was killed by SIGKILL" in machines.said(), machines.said()
+    assert machines.end() == 0, machines.said()
+    assert worlds(machines.run("killed")) == [3, 3]
+
+
+def kill_workers(machines: Home, k: int) -> bool:
+    found = False
+    for pid in machines.net.pids(k):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        if "sft_play.train" in words and "accelerate.commands.launch" not in words and "torch.distributed.run" not in words:
+            os.kill(pid, signal.SIGKILL)
+            found = True
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_nothing_outlives_a_controller_that_is_killed(machines: Home) -> None:
+    process = machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=orphan", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=1000")
+    machines.until_step("orphan", 2)
+    os.killpg(process.pid, signal.SIGKILL)
+    machines.all_free(0, 1, seconds=30)
+    assert list(machines.run("orphan").checkpoints.glob("step-*")), "the launchers had it saved"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_what_cannot_be_started(machines: Home) -> None:
+    """Each fault is one error with its remedy, and no run is begun."""
+    net, folder = machines.net, machines.folder
+    common = {"folder": str(folder / "lan" / "project")}
+
+    def refused(hosts: dict[str, dict[str, Any]], *words: str, code: int = 3) -> str:
+        machines.inventory = net.inventory(folder / "bad.yaml", hosts, defaults=common)
+        found, said = machines.type("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=bad", *words)
+        assert found == code, said
+        assert not machines.run("bad").path.exists() and "Traceback" not in said, said
+        return said
+
+    absent = refused({"node2": {"python": "/nowhere/bin/python"}})
+    assert "host `node2` has no environment: no Python `/nowhere/bin/python`" in absent and "make cluster-install CLUSTER=" in absent, absent
+    few = refused({"node2": {"gpus": 4}})
+    assert "host `node2` has no GPU, and the inventory states 4" in few, few
+    away = refused({"node2": {"address": "192.168.77.99"}})
+    assert "host `node2`" in away and "cannot be reached" in away, away
+    assert "is not a host" in refused({}, "CLUSTER_HOSTS=node1 node7", code=2)
+    taken = net.popen(0, [net.python, "-c", "import socket,time; s=socket.create_server(('', 29600)); time.sleep(60)"])
+    try:
+        time.sleep(1)
+        assert "port 29600 is taken" in refused({}, "MASTER_PORT=29600")
+    finally:
+        taken.kill()
+        taken.wait(timeout=10)
+    keys = folder / "lan" / "ssh" / "authorized_keys"
+    kept = keys.read_text()
+    keys.write_text("")
+    assert "refuses this machine's key" in refused({})
+    keys.write_text(kept)
+    assert "`launch.elastic` is `3:2`; expected" in refused({}, "LAUNCH_ELASTIC=3:2", code=2)
