@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 
-from sft_play.config.call import Call
+from sft_play.config.call import Call, Override
 from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.config.elastic_rules import elastic_bounds
 from sft_play.config.keys import variable_name
-from sft_play.config.load import LoadedConfig
+from sft_play.config.load import LoadedConfig, override_config
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import text_sha256
 from sft_play.launch.cluster.facts import Facts, forwarded, require_master_here, shared_variables
@@ -87,6 +87,8 @@ def read_task(call: Call) -> Task:
             raise UserError(f"`{run.path}` is not in `{runs_folder()}`, where the machines look for runs", hint="RUNS_DIR says where")
         check_overrides(call)
         loaded = call.load_config()
+    if not name and inventory.network and loaded.config.launch.network is None:
+        loaded = override_config(loaded, [Override(key="launch.network", text=inventory.network, origin=str(inventory.path))])
     task = Task(call=call, inventory=inventory, loaded=loaded, run=run, resuming=bool(name))
     _check_bounds(task)
     return task
