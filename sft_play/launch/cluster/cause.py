@@ -25,7 +25,8 @@ def judge(session: Session, ranks: Sequence[range]) -> Outcome:
     nodes = session.nodes
     if session.asked in ("signal", "grow") and not any(node.lost or node.problem for node in nodes):
         return _stopped(session)
-    own = sorted((at, rank, facts, place) for place, node in enumerate(nodes) for rank, (facts, at) in node.records.items() if is_own(rank, facts))
+    known = [(at, rank, facts, place) for place, node in enumerate(nodes) for rank, (facts, at) in node.records.items()]
+    own = sorted((one for one in known if is_own(one[1], one[2])), key=lambda one: one[:2])
     lost = sorted((node.ended_at or 0.0, place) for place, node in enumerate(nodes) if node.lost)
     first_lost = lost[0][0] - EARLIER_SECONDS if lost else float("inf")
     if own and own[0][0] < first_lost:

@@ -1,0 +1,115 @@
+"""Parts of `train-cluster` that need no second machine: what came first, the machines' lines, where files stand on another host."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from sft_play.config.cluster import Host, Inventory
+from sft_play.config.elastic_rules import elastic_bounds
+from sft_play.launch.cluster import board, cause
+from sft_play.launch.cluster.agent import Agent, refused
+from sft_play.launch.cluster.facts import Facts
+from sft_play.launch.cluster.install import venv_of
+from sft_play.launch.cluster.session import Node, Session
+from sft_play.launch.cluster.sync import place_there
+from sft_play.launch.stopping import Stop
+from sft_play.runs.folder import RunFolder
+
+HOSTS = tuple(Host(name=f"node{k}", address=f"192.168.77.1{k}") for k in (1, 2, 3))
+RANKS = [range(1), range(1, 2), range(2, 3)]
+PEER = {"code": 1, "error": "RuntimeError: Connection closed by peer [192.168.77.12]:4711"}
+
+
+def ended(tmp_path: Path, *nodes: Mapping[str, Any], asked: str = "") -> Session:
+    """A session that is over, with what is known of each machine."""
+    made = [Node(host=host, agent=cast(Agent, None), ended_at=1.0, **facts) for host, facts in zip(HOSTS, nodes, strict=True)]
+    run = RunFolder(tmp_path)
+    inventory = Inventory(hosts=HOSTS, network=None, ssh_config=None, path=tmp_path / "home.yaml")
+    return Session(
+        inventory=inventory, run=run, nodes=made, inbox=queue.Queue(), logs=board.Logs(run), board=board.Board(run, []), console=sys.stdout,
+        stop=Stop(), streams=[False] * 3, wanted=lambda: False, asked=asked,
+    )  # fmt: skip
+
+
+def test_the_error_of_a_rank_comes_before_what_others_saw_of_it(tmp_path: Path) -> None:
+    own = {2: ({"code": 4, "error": "error: the rows are damaged"}, 9.0)}
+    session = ended(tmp_path, {"code": 75, "records": {0: (PEER, 8.0)}}, {"code": 75, "records": {1: (PEER, 8.5)}}, {"code": 4, "records": own})
+    outcome = cause.judge(session, RANKS)
+    assert (outcome.code, outcome.rank) == (4, 2)
+    assert outcome.message.startswith("error: host `node3`: the rows are damaged")
+
+
+def test_a_lost_host_comes_before_the_silence_that_others_report(tmp_path: Path) -> None:
+    silent = {"code": 75, "error": "rank 2 (node3) has been silent for 20 s", "blames": 2, "cause": "unreachable"}
+    session = ended(tmp_path, {"code": 75, "records": {0: (silent, 0.5)}}, {"code": 75, "records": {1: (PEER, 0.4)}}, {"lost": "no answer"})
+    outcome = cause.judge(session, RANKS)
+    assert (outcome.code, outcome.rank, outcome.cause) == (75, 2, "unreachable")
+    assert "host `node3` (192.168.77.13) disappeared: no answer; rank 2 ran there" in outcome.message
+
+
+def test_a_rank_without_a_record_is_named_by_its_own_launcher(tmp_path: Path) -> None:
+    killed = {"event": "failed", "code": 75, "rank": 1, "error": "error: rank 1 was killed by SIGKILL; all other ranks were stopped"}
+    peers = {"event": "failed", "code": 75, "rank": 0, "error": "Connection closed by peer"}
+    session = ended(
+        tmp_path, {"code": 75, "event": peers, "records": {0: (PEER, 0.1)}}, {"code": 75, "event": killed}, {"code": 75, "records": {2: (PEER, 0.1)}}
+    )
+    outcome = cause.judge(session, RANKS)
+    assert (outcome.code, outcome.rank) == (75, 1) and "host `node2`: rank 1 was killed by SIGKILL" in outcome.message
+
+
+def test_ends_that_are_none_of_a_failure(tmp_path: Path) -> None:
+    assert cause.judge(ended(tmp_path, *[{"code": 0}] * 3), RANKS).code == 0
+    assert cause.judge(ended(tmp_path, *[{"code": 143}] * 3), RANKS).code == 143, "stopped by somebody else"
+    assert cause.judge(ended(tmp_path, *[{"code": 143}] * 3, asked="grow"), RANKS).code == 143
+    same = {"code": 2, "words": "error: `train.seed` is 1 on node 0, 2 on node 1"}
+    told = cause.judge(ended(tmp_path, same, same, same), RANKS)
+    assert (told.code, told.message) == (2, ""), "node 0 has said it on the console"
+    other = cause.judge(ended(tmp_path, {"code": 75}, {"code": 3, "words": "x\nerror: no space"}, {"code": 75}), RANKS)
+    assert (other.code, other.message) == (3, "error: host `node2`: no space")
+
+
+def test_lines_of_machines() -> None:
+    row = {"step": 4, "rank_tokens": [300, 100, 100], "tokens_per_second": 1000.0}
+    speeds = board.host_speeds(row, RANKS)
+    assert speeds == [600.0, 200.0, 200.0]
+    assert board.lines(["desktop", "laptop", "old"], ["training", "training", "lost: gone"], row, 10, speeds) == [
+        "  desktop  training  step 4/10  600 tokens/s",
+        "  laptop   training  step 4/10  200 tokens/s",
+        "  old      lost: gone",
+    ]
+    assert board.host_speeds({}, RANKS) == [None] * 3
+
+
+@pytest.mark.parametrize(("text", "bounds"), [("2:4", (2, 4)), ("1:1", (1, 1)), ("3:2", None), ("0:2", None), ("2", None), (None, None)])
+def test_elastic(text: str | None, bounds: tuple[int, int] | None) -> None:
+    assert elastic_bounds(text) == bounds
+
+
+def test_where_files_stand_on_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    facts = Facts(
+        host="b", home="/home/b", folder="/srv/sft", runs="/srv/sft/runs", cache="/big/cache", hub="/big/hub", python="3.11.2", versions={}, code=True,
+        gpus=1, rsync=True, shares_runs=False, shares_cache=False, port_free=None, linux=True,
+    )  # fmt: skip
+    hub = tmp_path / "hf" / "hub"
+    assert place_there(tmp_path / "cache" / "data" / "train-1", facts, hub) == "/big/cache/data/train-1"
+    assert place_there(hub / "models--a--b" / "snapshots" / "c", facts, hub) == "/big/hub/models--a--b/snapshots/c"
+    assert place_there(Path("models/mine"), facts, hub) == "/srv/sft/models/mine"
+    assert place_there(Path("/data/model"), facts, hub) == "/data/model"
+
+
+def test_messages_of_hosts(tmp_path: Path) -> None:
+    inventory = Inventory(hosts=HOSTS, network=None, ssh_config=None, path=Path("home.yaml"))
+    absent = refused(HOSTS[1], inventory, 127, "sh: not found")
+    assert absent.exit_code == 3 and "host `node2` has no environment" in absent.message
+    assert absent.hint == "make it: make cluster-install CLUSTER=home.yaml"
+    assert venv_of(HOSTS[0]) == ".venv"
+    with pytest.raises(Exception, match="no environment's interpreter"):
+        venv_of(Host(name="a", address="b", python="python3"))
