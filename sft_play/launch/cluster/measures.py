@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from sft_play.config.cluster import Host, Inventory
-from sft_play.launch.cluster.session import Gone, Refused, Session, Silent
+from sft_play.launch.cluster.conversation import Gone, Refused, Session, Silent
 from sft_play.launch.cluster.ssh import CONNECT_SECONDS
 
 START_SECONDS = CONNECT_SECONDS + 3.0
