@@ -31,7 +31,12 @@ class Home:
         data = net.hosts[0].private[folder / "lan" / "models"]
         shutil.copytree(model, data / "tiny")
         rows = [
-            {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "I say " + "so " * (i % 7) + f"{i} now"}]}
+            {
+                "messages": [
+                    {"role": "user", "content": f"say {i}"},
+                    {"role": "assistant", "content": "I say " + "so " * (i % 7) + f"{i} now"},
+                ]
+            }
             for i in range(ROWS)
         ]
         (data / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -106,7 +111,9 @@ class Home:
 
     def alone(self, *words: str) -> list[float]:
         """The losses of one process that trains the same."""
-        done = self.net.run(0, [self.net.python, "-m", "sft_play", "train", f"CONFIG={self.config}", "RUN_NAME=alone", *words], timeout=SECONDS)
+        done = self.net.run(
+            0, [self.net.python, "-m", "sft_play", "train", f"CONFIG={self.config}", "RUN_NAME=alone", *words], timeout=SECONDS
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return losses(self.run("alone"))
 
@@ -161,7 +168,11 @@ def test_three_machines_seen_from_one(machines: Home) -> None:
     code, said = machines.type("cluster-status", "JSON=1")
     assert code == 0, said
     rows = json.loads(said)
-    assert [(row["host"], row["run"], row["ranks"]) for row in rows] == [("node1", "three", [0]), ("node2", "three", [1]), ("node3", "three", [2])]
+    assert [(row["host"], row["run"], row["ranks"]) for row in rows] == [
+        ("node1", "three", [0]),
+        ("node2", "three", [1]),
+        ("node3", "three", [2]),
+    ]
     assert all(row["processes"] >= 2 for row in rows)
     code, said = machines.type("cluster-logs", "RUN=three", "RANK=2")
     assert code == 0 and said.strip(), said
@@ -180,7 +191,9 @@ def test_three_machines_seen_from_one(machines: Home) -> None:
 
 @pytest.mark.long
 def test_ctrl_c_stops_all_hosts(machines: Home) -> None:
-    process = machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=stopped", "TRAIN_MAX_STEPS=60", "TRAIN_SAVE_STEPS=50")
+    process = machines.start(
+        "train-cluster", f"CONFIG={machines.config}", "RUN_NAME=stopped", "TRAIN_MAX_STEPS=60", "TRAIN_SAVE_STEPS=50"
+    )
     machines.until_step("stopped", 2)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -279,7 +292,9 @@ def kill_workers(machines: Home, k: int) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_nothing_outlives_a_controller_that_is_killed(machines: Home) -> None:
-    process = machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=orphan", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=1000")
+    process = machines.start(
+        "train-cluster", f"CONFIG={machines.config}", "RUN_NAME=orphan", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=1000"
+    )
     machines.until_step("orphan", 2)
     os.killpg(process.pid, signal.SIGKILL)
     machines.all_free(0, 1, seconds=30)
@@ -301,7 +316,9 @@ def test_what_cannot_be_started(machines: Home) -> None:
         return said
 
     absent = refused({"node2": {"python": "/nowhere/bin/python"}})
-    assert "host `node2` has no environment: no Python `/nowhere/bin/python`" in absent and "make cluster-install CLUSTER=" in absent, absent
+    assert (
+        "host `node2` has no environment: no Python `/nowhere/bin/python`" in absent and "make cluster-install CLUSTER=" in absent
+    ), absent
     few = refused({"node2": {"gpus": 4}})
     assert "host `node2` has no GPU, and the inventory states 4" in few, few
     away = refused({"node2": {"address": "192.168.77.99"}})

@@ -39,7 +39,12 @@ def ended(tmp_path: Path, *nodes: Mapping[str, Any], asked: str = "") -> Session
 
 def test_the_error_of_a_rank_comes_before_what_others_saw_of_it(tmp_path: Path) -> None:
     own = {2: ({"code": 4, "error": "error: the rows are damaged"}, 9.0)}
-    session = ended(tmp_path, {"code": 75, "records": {0: (PEER, 8.0)}}, {"code": 75, "records": {1: (PEER, 8.5)}}, {"code": 4, "records": own})
+    session = ended(
+        tmp_path,
+        {"code": 75, "records": {0: (PEER, 8.0)}},
+        {"code": 75, "records": {1: (PEER, 8.5)}},
+        {"code": 4, "records": own},
+    )
     outcome = cause.judge(session, RANKS)
     assert (outcome.code, outcome.rank) == (4, 2)
     assert outcome.message.startswith("error: host `node3`: the rows are damaged")
@@ -47,17 +52,27 @@ def test_the_error_of_a_rank_comes_before_what_others_saw_of_it(tmp_path: Path) 
 
 def test_a_lost_host_comes_before_the_silence_that_others_report(tmp_path: Path) -> None:
     silent = {"code": 75, "error": "rank 2 (node3) has been silent for 20 s", "blames": 2, "cause": "unreachable"}
-    session = ended(tmp_path, {"code": 75, "records": {0: (silent, 0.5)}}, {"code": 75, "records": {1: (PEER, 0.4)}}, {"lost": "no answer"})
+    session = ended(
+        tmp_path, {"code": 75, "records": {0: (silent, 0.5)}}, {"code": 75, "records": {1: (PEER, 0.4)}}, {"lost": "no answer"}
+    )
     outcome = cause.judge(session, RANKS)
     assert (outcome.code, outcome.rank, outcome.cause) == (75, 2, "unreachable")
     assert "host `node3` (192.168.77.13) disappeared: no answer; rank 2 ran there" in outcome.message
 
 
 def test_a_rank_without_a_record_is_named_by_its_own_launcher(tmp_path: Path) -> None:
-    killed = {"event": "failed", "code": 75, "rank": 1, "error": "error: rank 1 was killed by SIGKILL; all other ranks were stopped"}
+    killed = {
+        "event": "failed",
+        "code": 75,
+        "rank": 1,
+        "error": "error: rank 1 was killed by SIGKILL; all other ranks were stopped",
+    }
     peers = {"event": "failed", "code": 75, "rank": 0, "error": "Connection closed by peer"}
     session = ended(
-        tmp_path, {"code": 75, "event": peers, "records": {0: (PEER, 0.1)}}, {"code": 75, "event": killed}, {"code": 75, "records": {2: (PEER, 0.1)}}
+        tmp_path,
+        {"code": 75, "event": peers, "records": {0: (PEER, 0.1)}},
+        {"code": 75, "event": killed},
+        {"code": 75, "records": {2: (PEER, 0.1)}},
     )
     outcome = cause.judge(session, RANKS)
     assert (outcome.code, outcome.rank) == (75, 1) and "host `node2`: rank 1 was killed by SIGKILL" in outcome.message
@@ -86,7 +101,9 @@ def test_lines_of_machines() -> None:
     assert board.host_speeds({}, RANKS) == [None] * 3
 
 
-@pytest.mark.parametrize(("text", "bounds"), [("2:4", (2, 4)), ("1:1", (1, 1)), ("3:2", None), ("0:2", None), ("2", None), (None, None)])
+@pytest.mark.parametrize(
+    ("text", "bounds"), [("2:4", (2, 4)), ("1:1", (1, 1)), ("3:2", None), ("0:2", None), ("2", None), (None, None)]
+)
 def test_elastic(text: str | None, bounds: tuple[int, int] | None) -> None:
     assert elastic_bounds(text) == bounds
 
@@ -95,8 +112,8 @@ def test_where_files_stand_on_another_host(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     facts = Facts(
-        host="b", home="/home/b", folder="/srv/sft", runs="/srv/sft/runs", cache="/big/cache", hub="/big/hub", python="3.11.2", versions={}, code=True,
-        gpus=1, rsync=True, shares_runs=False, shares_cache=False, port_free=None, linux=True,
+        host="b", home="/home/b", folder="/srv/sft", runs="/srv/sft/runs", cache="/big/cache", hub="/big/hub", python="3.11.2", versions={},
+        code=True, gpus=1, rsync=True, shares_runs=False, shares_cache=False, port_free=None, linux=True,
     )  # fmt: skip
     hub = tmp_path / "hf" / "hub"
     assert place_there(tmp_path / "cache" / "data" / "train-1", facts, hub) == "/big/cache/data/train-1"

@@ -17,7 +17,18 @@ from typing import Any
 
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import HardwareError, UserError
-from sft_play.launch.cluster.ssh import NO_FOLDER, NO_PROGRAM, SSH_FAILED, TIMED_OUT, arguments, in_folder, is_here, no_client, run_on, trouble
+from sft_play.launch.cluster.ssh import (
+    NO_FOLDER,
+    NO_PROGRAM,
+    SSH_FAILED,
+    TIMED_OUT,
+    arguments,
+    in_folder,
+    is_here,
+    no_client,
+    run_on,
+    trouble,
+)
 
 SOURCES = ("remote", "remote_processes", "remote_launch")
 BOOT = """import json, sys, types
@@ -56,7 +67,9 @@ def ask(host: Host, inventory: Inventory, do: str, *, timeout: float, **values: 
     """Returns the answer to one request. Raises `HardwareError` where the machine cannot be asked, with what to do."""
     text = request_of(host, do, **values)
     if is_here(host):
-        done = subprocess.run([sys.executable, "-c", BOOT], input=text, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", BOOT], input=text, capture_output=True, text=True, timeout=timeout, check=False
+        )
         code, out, err = done.returncode, done.stdout, done.stderr
     else:
         answer = run_on(host, inventory, in_folder(host, [host.python, "-c", BOOT]), input=text, timeout=timeout)
@@ -116,7 +129,11 @@ class Agent:
         self._talked = 0.0
         try:
             self.process = subprocess.Popen(
-                python_of(host, inventory), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+                python_of(host, inventory),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
             )
         except FileNotFoundError as error:
             raise no_client() from error

@@ -58,7 +58,9 @@ def host_speeds(row: Mapping[str, Any], ranks: Sequence[range]) -> list[float | 
     return [speed * sum(tokens[rank] for rank in part) / total for part in ranks]
 
 
-def lines(names: Sequence[str], states: Sequence[str], row: Mapping[str, Any], steps: int | None, speeds: Sequence[float | None]) -> list[str]:
+def lines(
+    names: Sequence[str], states: Sequence[str], row: Mapping[str, Any], steps: int | None, speeds: Sequence[float | None]
+) -> list[str]:
     """Returns a line for each machine: state, step, tokens a second."""
     width = max(map(len, names), default=0)
     at = f"step {row['step']}{f'/{steps}' if steps else ''}" if "step" in row else ""

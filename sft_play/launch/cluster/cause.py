@@ -69,7 +69,11 @@ def _host_lost(nodes: Sequence[Node], places: Sequence[int], ranks: Sequence[ran
     here = [str(rank) for place in places for rank in (ranks[place] if place < len(ranks) else ())]
     own = f"; {'ranks' if len(here) > 1 else 'rank'} {', '.join(here)} ran there" if here else ""
     all_others = len(places) == len(nodes) - 1 > 1
-    hint = "all others are lost, so this machine's own link may be the cause" if all_others else "is it on, plugged in, and not asleep?"
+    hint = (
+        "all others are lost, so this machine's own link may be the cause"
+        if all_others
+        else "is it on, plugged in, and not asleep?"
+    )
     text = f"error: {which}{own}; all other hosts were stopped\n\nhint: {hint}"
     return Outcome(code=LOST, rank=int(here[0]) if here else None, message=text, cause="unreachable")
 
@@ -80,18 +84,29 @@ def _killed(nodes: Sequence[Node]) -> Outcome | None:
     for node in nodes:
         event, error = node.event, str(node.event.get("error") or "")
         own = event.get("rank") is not None and event["rank"] not in node.records and "noticed by rank" not in error
-        if event.get("event") == "failed" and (own or "frozen" in error or "made no step" in error) and not PEER_GONE.search(error):
+        if (
+            event.get("event") == "failed"
+            and (own or "frozen" in error or "made no step" in error)
+            and not PEER_GONE.search(error)
+        ):
             found.append((float(node.ended_at or 0.0), node))
     if not found:
         return None
     _, node = min(found, key=lambda one: one[0])
     text = str(node.event["error"]).removeprefix("error: ")
-    return Outcome(code=int(node.event["code"]), rank=node.event.get("rank"), message=f"error: host `{node.host.name}`: {text}", cause="killed")
+    return Outcome(
+        code=int(node.event["code"]),
+        rank=node.event.get("rank"),
+        message=f"error: host `{node.host.name}`: {text}",
+        cause="killed",
+    )
 
 
 def _launcher_failed(nodes: Sequence[Node]) -> Outcome:
     """A launcher that ended before its workers, or that only lost its peers. What node 0 has said stands on the console already."""
-    failed = sorted((node for node in nodes if node.code), key=lambda node: (not 1 <= (node.code or 0) <= 5, node.ended_at or 0.0))
+    failed = sorted(
+        (node for node in nodes if node.code), key=lambda node: (not 1 <= (node.code or 0) <= 5, node.ended_at or 0.0)
+    )
     first = failed[0]
     code = first.code if first.code is not None and first.code > 0 else LOST
     same = nodes[0].code == first.code and last_words(first.words)[:200] == last_words(nodes[0].words)[:200]
@@ -108,7 +123,9 @@ def _stopped(session: Session) -> Outcome:
 
 def _stop_facts(nodes: Sequence[Node]) -> Mapping[str, Any]:
     event = nodes[0].event
-    return {key: event.get(key) for key in ("signal", "step", "phase", "saved", "note")} if event.get("event") == "stopped" else {}
+    return (
+        {key: event.get(key) for key in ("signal", "step", "phase", "saved", "note")} if event.get("event") == "stopped" else {}
+    )
 
 
 def strays(nodes: Sequence[Node]) -> str:

@@ -57,7 +57,7 @@ def hosts_for_restart(task: Task, variables: Mapping[str, str]) -> tuple[list[Ho
         if waited > patience:
             raise RetryableError(
                 f"{names} did not come back within {patience:g} s (`launch.join_seconds`): {missing[0].message}",
-                hint="go on with fewer machines: CLUSTER_HOSTS=\"name name\", or `launch.elastic: MIN:MAX` for the next time",
+                hint='go on with fewer machines: CLUSTER_HOSTS="name name", or `launch.elastic: MIN:MAX` for the next time',
             )
         if time.monotonic() - said > SAY_SECONDS or not said:
             said = time.monotonic()

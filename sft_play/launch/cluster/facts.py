@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from sft_play.config.cluster import Host, Inventory
@@ -122,14 +121,22 @@ def _problems(host: Host, facts: Facts, own: Facts, inventory: Inventory, shared
     if _minor(facts.python) != _minor(own.python):
         apart.insert(0, f"Python {facts.python} (here {own.python})")
     if apart:
-        yield HardwareError(f"host `{host.name}` has other versions: {', '.join(apart)}", place=place, hint=f"make them alike: {install}")
+        yield HardwareError(
+            f"host `{host.name}` has other versions: {', '.join(apart)}", place=place, hint=f"make them alike: {install}"
+        )
     if shared and not (facts.shares_runs and facts.shares_cache):
-        folders = [str(f.absolute()) for f, sees in ((runs_folder(), facts.shares_runs), (cache_folder(), facts.shares_cache)) if not sees]
+        folders = [
+            str(f.absolute())
+            for f, sees in ((runs_folder(), facts.shares_runs), (cache_folder(), facts.shares_cache))
+            if not sees
+        ]
         text = f"`data.sync` is `shared`, but host `{host.name}` does not see this machine's {' nor its '.join(f'`{f}`' for f in folders)}"
         hint = "mount them there at the same place (RUNS_DIR and SFT_PLAY_CACHE say where they are), or take `data.sync: rsync`"
         yield HardwareError(text, place=place, hint=hint)
     if not shared and not facts.rsync:
-        yield HardwareError(f"host `{host.name}` has no `rsync`", place=place, hint="on it: sudo apt install rsync; or `data.sync: shared`")
+        yield HardwareError(
+            f"host `{host.name}` has no `rsync`", place=place, hint="on it: sudo apt install rsync; or `data.sync: shared`"
+        )
 
 
 def _minor(version: str) -> str:
@@ -148,7 +155,7 @@ def require_master_here(inventory: Inventory) -> None:
         raise UserError(
             f"the first host, `{inventory.master.name}` ({inventory.master.address}), is the master, and this machine has not that address",
             place=inventory.master.place or None,
-            hint="type the command on the first host, or put this machine first in the inventory (`CLUSTER_HOSTS=\"name name\"` orders them)",
+            hint='type the command on the first host, or put this machine first in the inventory (`CLUSTER_HOSTS="name name"` orders them)',
         )
 
 
@@ -160,4 +167,8 @@ def forwarded(ambient: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the user's own settings of communication that reach every machine; those that name devices or folders are each machine's."""
     ambient = os.environ if ambient is None else ambient
     own = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
-    return {k: v for k, v in ambient.items() if (k.startswith(COMMON) and k not in own and not k.startswith("SFT_PLAY_")) or k == "OMP_NUM_THREADS"}
+    return {
+        k: v
+        for k, v in ambient.items()
+        if (k.startswith(COMMON) and k not in own and not k.startswith("SFT_PLAY_")) or k == "OMP_NUM_THREADS"
+    }

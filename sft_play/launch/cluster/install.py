@@ -101,8 +101,12 @@ def install(host: Host, inventory: Inventory, files: Sequence[str]) -> Installed
     except UserError as error:
         return Installed(host=host.name, ok=False, detail=error.message, hint=error.hint)
     if not answer["code"]:
-        return Installed(host=host.name, ok=False, detail="the project cannot be imported by its Python", hint="remove the environment there")
-    return Installed(host=host.name, ok=True, detail=f"Python {answer['python']}, torch {answer['versions'].get('torch', 'is missing')}")
+        return Installed(
+            host=host.name, ok=False, detail="the project cannot be imported by its Python", hint="remove the environment there"
+        )
+    return Installed(
+        host=host.name, ok=True, detail=f"Python {answer['python']}, torch {answer['versions'].get('torch', 'is missing')}"
+    )
 
 
 def say(host: Host, line: str) -> None:
@@ -115,7 +119,10 @@ def _run(host: Host, inventory: Inventory, words: Sequence[str]) -> tuple[str, i
     """Runs a command there, its output line by line here; returns the last line that tells of an error, and the exit code."""
     last = ""
     argv = arguments(host, inventory, words, tty=True)  # with a terminal it ends when this command does
-    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process, waited_for(process):
+    with (
+        subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process,
+        waited_for(process),
+    ):
         assert process.stdout is not None
         for raw in iter(process.stdout.readline, b""):
             line = raw.decode("utf-8", "replace").rstrip("\r\n")

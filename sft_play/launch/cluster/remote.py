@@ -20,7 +20,18 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "deepspeed", "bitsandbytes", "numpy")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "deepspeed",
+    "bitsandbytes",
+    "numpy",
+)
 _lock = threading.Lock()
 
 
@@ -117,7 +128,8 @@ def write(request: dict[str, Any]) -> int:
 
 def tidy_code(request: dict[str, Any]) -> int:
     """Removes files that an earlier synchronisation brought and this one did not: they are gone from the project."""
-    listing = cache_folder() / "cluster" / f"synced-{hashlib.sha256(f"{socket.gethostname()}:{Path.cwd()}".encode()).hexdigest()[:16]}"
+    place = f"{socket.gethostname()}:{Path.cwd()}"  # machines may share a cache
+    listing = cache_folder() / "cluster" / f"synced-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
     now = set(request["files"])
     before = set(listing.read_text(encoding="utf-8").split("\0")) if listing.is_file() else set()
     removed = []

@@ -29,8 +29,8 @@ def places(request: dict[str, Any]) -> list[Path]:
 
 def folder_of(request: dict[str, Any]) -> Path:
     """The folder of the run that is asked for."""
-    found = [place / request["run"] for place in places(request)]
-    return next((run for run in found if run.is_dir()), runs_folder() / request["run"])
+    found = [place / str(request["run"]) for place in places(request)]
+    return next((run for run in found if run.is_dir()), runs_folder() / str(request["run"]))
 
 
 def tail(request: dict[str, Any]) -> int:
@@ -41,7 +41,7 @@ def tail(request: dict[str, Any]) -> int:
         tell(missing=True, ranks=ranks_here(run))
         return 0
     done = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.buffer.read(), done.set()), daemon=True).start()
+    threading.Thread(target=_until_gone, args=(done,), daemon=True).start()
     with path.open("rb") as stream:
         while True:
             going = request["follow"] and bool(living(run)) and not done.is_set()
@@ -50,6 +50,11 @@ def tail(request: dict[str, Any]) -> int:
             if not going:
                 return 0
             time.sleep(0.5)
+
+
+def _until_gone(done: threading.Event) -> None:
+    sys.stdin.buffer.read()
+    done.set()
 
 
 def ranks_here(run: Path) -> list[int]:
@@ -159,4 +164,3 @@ def end(request: dict[str, Any]) -> int:
                 path.unlink(missing_ok=True)
     tell(ended=[one["node"] for one in ended], left=left)
     return 0
-

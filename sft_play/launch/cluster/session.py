@@ -178,14 +178,14 @@ class Session:
         if self.stop.wanted and self._told < len(self.stop.signals):
             self._told = len(self.stop.signals)
             if not self.asked:
-                say("\nstopping all hosts: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them")
+                say(
+                    "\nstopping all hosts: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them"
+                )
             self._ask("signal", self.stop.signals[0])
             if self.stop.at_once:
                 say("\nkilling the workers on all hosts")
                 self._kill(going)
-        elif not self.asked and any(node.lost or node.problem for node in self.nodes):
-            self._ask("failure", signal.SIGTERM)
-        elif not self.asked and self._ended_for(now) > (GRACE_SECONDS if self._failed() else FINISHED_SECONDS):
+        elif not self.asked and self._is_over(now):
             self._ask("failure", signal.SIGTERM)
         elif not self.asked and self.wanted():
             self._ask("grow", signal.SIGTERM)
@@ -200,8 +200,11 @@ class Session:
         lost = any(node.lost for node in self.nodes)
         return not lost and any(node.state == "saving" for node in self.nodes if not node.over) and now - self.asked_at < 3600
 
-    def _failed(self) -> bool:
-        return any(node.code for node in self.nodes)
+    def _is_over(self, now: float) -> bool:
+        """Whether the others are to be stopped: at once for a machine that is lost, else when they have had their time."""
+        failed = any(node.code for node in self.nodes)
+        gone = any(node.lost or node.problem for node in self.nodes)
+        return gone or self._ended_for(now) > (GRACE_SECONDS if failed else FINISHED_SECONDS)
 
     def _ended_for(self, now: float) -> float:
         """Returns the seconds since the first launcher ended; 0 while all work."""

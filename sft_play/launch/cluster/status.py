@@ -106,7 +106,17 @@ def _print(rows: list[dict[str, Any]]) -> None:
             continue
         speed, ranks = row["tokens_per_second"], ", ".join(map(str, row["ranks"])) or "-"
         step = f"{row['step']}/{row['steps']}" if row["step"] is not None and row["steps"] else "-"
-        cells.append((row["host"], row["state"], row["run"], ranks, step, f"{speed:,.0f}" if speed is not None else "-", str(row["processes"])))
+        cells.append(
+            (
+                row["host"],
+                row["state"],
+                row["run"],
+                ranks,
+                step,
+                f"{speed:,.0f}" if speed is not None else "-",
+                str(row["processes"]),
+            )
+        )
     widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
     print("\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells))
     for row in rows:
@@ -121,7 +131,9 @@ def logs(call: Call) -> int:
     """`make cluster-logs RUN= RANK= FOLLOW=1`: the log of a rank. `train-cluster` gathers them here; of others it comes from their machine."""
     inventory = inventory_for_call(call)
     if not call.options.get("RUN"):
-        raise UserError("`make cluster-logs` needs `RUN=name`", hint=f"make cluster-logs CLUSTER={inventory.path} RUN=NAME RANK=1")
+        raise UserError(
+            "`make cluster-logs` needs `RUN=name`", hint=f"make cluster-logs CLUSTER={inventory.path} RUN=NAME RANK=1"
+        )
     run, rank = find_run(call.options["RUN"]), call.integer("RANK") or 0
     here = replace(call, options={name: text for name, text in call.options.items() if not name.startswith("CLUSTER")})
     if run.rank_log(rank).is_file():
@@ -189,13 +201,22 @@ def stop(call: Call) -> int:
     if not training:
         hint = f"{unknown[0].message}" if unknown else "`make cluster-status` shows what is under way"
         raise UserError(f"nothing trains `{run.name}` on the hosts that can be reached", hint=hint)
-    print(f"the command that started `{run.name}` is gone; asking {', '.join(f'`{h.name}`' for h in training)}", file=sys.stderr, flush=True)
+    print(
+        f"the command that started `{run.name}` is gone; asking {', '.join(f'`{h.name}`' for h in training)}",
+        file=sys.stderr,
+        flush=True,
+    )
     ended = on_all(
-        replace(inventory, hosts=tuple(training)), lambda host: ask(host, inventory, "end", timeout=60, run=run.name, grace=STOP_SECONDS, also=also())
+        replace(inventory, hosts=tuple(training)),
+        lambda host: ask(host, inventory, "end", timeout=60, run=run.name, grace=STOP_SECONDS, also=also()),
     )
     left = {name: answer["left"] for name, answer in ended.items() if answer["left"]}
     if call.json:
-        print(json.dumps({"run": str(run.path), "stopped": list(ended), "left": left, "unreachable": [error.message for error in unknown]}))
+        print(
+            json.dumps(
+                {"run": str(run.path), "stopped": list(ended), "left": left, "unreachable": [error.message for error in unknown]}
+            )
+        )
     else:
         print(f"stopped on {', '.join(f'`{name}`' for name in ended)}\n{command(inventory, run)} goes on")
     for error in unknown:
@@ -217,7 +238,9 @@ def _stop_controller(call: Call, inventory: Inventory, run: RunFolder, process: 
     deadline = time.monotonic() + running.LONGEST_SECONDS
     while is_alive(process):
         if time.monotonic() > deadline:
-            raise HardwareError(f"process {process.pid} has not left within {running.LONGEST_SECONDS:.0f} s", hint=f"kill -KILL {process.pid}")
+            raise HardwareError(
+                f"process {process.pid} has not left within {running.LONGEST_SECONDS:.0f} s", hint=f"kill -KILL {process.pid}"
+            )
         time.sleep(0.1)
     last = running.ending(run, 0, begun=begun, asked=now)
     code = int(last.get("code", 1)) if last["event"] in ("failed", "unknown") else 0

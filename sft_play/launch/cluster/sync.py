@@ -20,7 +20,7 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.launch.cluster.agent import ask
 from sft_play.launch.cluster.children import waited_for
 from sft_play.launch.cluster.facts import Facts
-from sft_play.launch.cluster.ssh import SSH_FAILED, arguments, no_client, run_on, trouble
+from sft_play.launch.cluster.ssh import SSH_FAILED, TIMED_OUT, arguments, no_client, run_on, trouble
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
@@ -50,7 +50,8 @@ def code_files() -> list[str]:
     if done.returncode:
         last = next(iter(reversed(done.stderr.strip().splitlines())), "")
         raise UserError(
-            f"`{project()}` is no git checkout, so what belongs to the project is not known: {last}", hint="git init, git add, git commit there"
+            f"`{project()}` is no git checkout, so what belongs to the project is not known: {last}",
+            hint="git init, git add, git commit there",
         )
     names = sorted({name for name in done.stdout.split("\0") if name})
     return [name for name in names if (project() / name).is_file() or (project() / name).is_symlink()]
@@ -67,7 +68,7 @@ def send_code(host: Host, inventory: Inventory, files: Sequence[str], *, tidy: b
 def make_folder(host: Host, inventory: Inventory, folder: str) -> None:
     """Makes a folder on `host`, with those above it. Raises `HardwareError`."""
     done = run_on(host, inventory, ["sh", "-c", MAKE_FOLDER, "sh", folder], timeout=30)
-    if done.code == SSH_FAILED or done.code == 124:
+    if done.code in (SSH_FAILED, TIMED_OUT):
         why = trouble(host, inventory, done.stderr)
         raise HardwareError(f"host `{host.name}`: {why.text}", place=host.place or None, hint=why.remedy)
     if done.code:
@@ -81,7 +82,12 @@ def make_folder(host: Host, inventory: Inventory, folder: str) -> None:
 def place_there(path: Path, facts: Facts, hub: Path) -> str:
     """Returns where `path` of this machine stands on another: in the same place of its cache, hub cache, project or home, else at the same path."""
     path = path.absolute()
-    roots = [(cache_folder().absolute(), facts.cache), (hub, facts.hub), (Path.cwd(), facts.folder or facts.home), (Path.home(), facts.home)]
+    roots = [
+        (cache_folder().absolute(), facts.cache),
+        (hub, facts.hub),
+        (Path.cwd(), facts.folder or facts.home),
+        (Path.home(), facts.home),
+    ]
     for here, there in roots:
         for root, tried in ((here, path), (here.resolve(), path.resolve())):
             if tried.is_relative_to(root):
@@ -180,7 +186,9 @@ def _there(host: Host, path: str) -> str:
     return f"{f'[{name}]' if ':' in name else name}:{path.removeprefix('~/')}"
 
 
-def _rsync(host: Host, inventory: Inventory, words: Sequence[str], *, names: Sequence[str] = (), timeout: float = SECONDS) -> None:
+def _rsync(
+    host: Host, inventory: Inventory, words: Sequence[str], *, names: Sequence[str] = (), timeout: float = SECONDS
+) -> None:
     """Runs rsync; `names` are its list of files. Raises `HardwareError` with what it says."""
     shell = shlex.join(arguments(host, inventory, [])[:-3])
     argv = ["rsync", "-a", "--no-owner", "--no-group", "--secluded-args", "--timeout=60", "-e", shell, *words]
@@ -189,7 +197,9 @@ def _rsync(host: Host, inventory: Inventory, words: Sequence[str], *, names: Seq
         code, said = _run(argv, text, timeout)
     except FileNotFoundError as error:
         missing = error.filename == "rsync"
-        raise HardwareError("there is no `rsync` on this machine", hint="apt install rsync") if missing else no_client() from error
+        raise (
+            HardwareError("there is no `rsync` on this machine", hint="apt install rsync") if missing else no_client()
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise HardwareError(f"host `{host.name}`: rsync took longer than {timeout:.0f} s", place=host.place or None) from error
     if code == SSH_FAILED:

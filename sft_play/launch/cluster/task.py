@@ -84,7 +84,9 @@ def read_task(call: Call) -> Task:
             given = "CONFIG" if call.options.get("CONFIG") else "RUN_NAME"
             raise UserError(f"`RUN` goes on with a run, and `{given}` starts a new one", hint="give one of them")
         if run.path.resolve() != (runs_folder() / run.name).resolve():
-            raise UserError(f"`{run.path}` is not in `{runs_folder()}`, where the machines look for runs", hint="RUNS_DIR says where")
+            raise UserError(
+                f"`{run.path}` is not in `{runs_folder()}`, where the machines look for runs", hint="RUNS_DIR says where"
+            )
         check_overrides(call)
         loaded = call.load_config()
     if not name and inventory.network and loaded.config.launch.network is None:
@@ -111,7 +113,10 @@ def command(inventory: Inventory, run: RunFolder) -> str:
 
 def require_one_disk(task: Task, hosts: Sequence[Host], facts: Mapping[str, Facts]) -> None:
     """Raises `UserError` where parts of the states would stay on machines with run folders of their own."""
-    strategy, apart = task.loaded.config.launch.strategy, [h.name for h in hosts if not is_here(h) and not facts[h.name].shares_runs]
+    strategy, apart = (
+        task.loaded.config.launch.strategy,
+        [h.name for h in hosts if not is_here(h) and not facts[h.name].shares_runs],
+    )
     if apart and (strategy.startswith("zero") or strategy == "fsdp2" or task.call.options.get("DEEPSPEED_CONFIG")):
         if task.loaded.config.train.save_strategy == "no":
             return
@@ -128,12 +133,16 @@ def choose_port(task: Task, attempt: int) -> int:
     if typed is not None:
         if not port_is_free(typed):
             who = "`ss -ltnp` says by which"
-            raise HardwareError(f"port {typed} is taken by another process on this machine", hint=f"{who}; or choose another MASTER_PORT")
+            raise HardwareError(
+                f"port {typed} is taken by another process on this machine", hint=f"{who}; or choose another MASTER_PORT"
+            )
         return typed
     ports = [FIRST_PORT + (attempt + k) % MOST_PORTS for k in range(MOST_PORTS)]
     port = next((port for port in ports if port_is_free(port)), None)
     if port is None:
-        raise HardwareError(f"ports {FIRST_PORT} to {FIRST_PORT + MOST_PORTS - 1} are all taken on this machine", hint="MASTER_PORT=40000")
+        raise HardwareError(
+            f"ports {FIRST_PORT} to {FIRST_PORT + MOST_PORTS - 1} are all taken on this machine", hint="MASTER_PORT=40000"
+        )
     if port != ports[0]:
         print(f"port {ports[0]} is taken; taking {port}", file=sys.stderr, flush=True)
     return port
@@ -156,7 +165,11 @@ def node_words(
         words += [f"{variable_name(one.key)}={one.text}" for one in task.call.overrides] if overrides else []
     else:
         folder, json_file = files_folder(own, task.run, host), task.call.options.get("DEEPSPEED_CONFIG")
-        words += ["train-deepspeed" if json_file else "train-distributed", f"CONFIG={folder}/config.json", f"RUN_NAME={task.run.name}"]
+        words += [
+            "train-deepspeed" if json_file else "train-distributed",
+            f"CONFIG={folder}/config.json",
+            f"RUN_NAME={task.run.name}",
+        ]
         words += [f"DEEPSPEED_CONFIG={folder}/deepspeed.json"] if json_file else []
     words += [f"NUM_GPUS={max(1, given)}", f"NUM_NODES={len(hosts)}", f"MASTER_PORT={port}"]
     return words + ([f"NODE_RANK={node}", f"MASTER_ADDR={task.inventory.master.address}"] if len(hosts) > 1 else [])
@@ -209,7 +222,8 @@ def controlling(run: RunFolder) -> Iterator[None]:
         except OSError:
             owner = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
             raise UserError(
-                f"the run `{run.name}` is in use: process {owner or '?'} trains it on a cluster", hint="wait for it, or: make cluster-stop"
+                f"the run `{run.name}` is in use: process {owner or '?'} trains it on a cluster",
+                hint="wait for it, or: make cluster-stop",
             ) from None
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)

@@ -92,7 +92,7 @@ def train(task: Task, crew: Crew, prepared: Prepared) -> Outcome:
         grown = session.asked == "grow" and outcome.code == stop_code(15) and not session.stop.wanted
         if grown:
             say(f"\nstarting again with {', '.join(f'`{host.name}`' for host in returned)}")
-        elif not _again(task, crew, outcome, lost):
+        elif not _again(task, outcome, lost):
             return lost.refused(outcome) if lost.limit and outcome.code == LOST else outcome
         attempt += 1
         crew = _crew(task, *elastic.hosts_for_restart(task, shared_variables(task.shared)))
@@ -106,7 +106,7 @@ def _crew(task: Task, hosts: Sequence[Host], facts: Mapping[str, Facts]) -> Crew
     return Crew(hosts=hosts, facts=facts)
 
 
-def _again(task: Task, crew: Crew, outcome: Outcome, lost: Restarts) -> bool:
+def _again(task: Task, outcome: Outcome, lost: Restarts) -> bool:
     """Whether to start again after a lost rank or machine; waits out the pause, and says and records why."""
     launch = task.loaded.config.launch
     elastic_too = task.bounds is not None and outcome.cause == "unreachable"
@@ -197,8 +197,8 @@ def start(task: Task, crew: Crew, attempt: int) -> tuple[Session, list[Host]]:
     console: TextIO = sys.stderr if task.call.json else sys.stdout
     with contextlib.closing(returning):
         session = Session(
-            inventory=task.inventory, run=task.run, nodes=nodes, inbox=inbox, logs=Logs(task.run), board=Board(task.run, [h.name for h in crew.hosts]),
-            console=console, stop=Stop(), streams=streams, wanted=returning.wanted,
+            inventory=task.inventory, run=task.run, nodes=nodes, inbox=inbox, logs=Logs(task.run),
+            board=Board(task.run, [h.name for h in crew.hosts]), console=console, stop=Stop(), streams=streams, wanted=returning.wanted,
         )  # fmt: skip
         session.watch()
     return session, returning.back
@@ -216,7 +216,15 @@ def clear_up(task: Task, crew: Crew, session: Session) -> None:
     def one(node: Node) -> None:
         with contextlib.suppress(UserError):  # a machine that is gone: what it has is missing, and drawn anew
             if node.lost or node.code is None:
-                ask(node.host, task.inventory, "end", timeout=20, run=task.run.name, grace=0, variables=shared_variables(task.shared))
+                ask(
+                    node.host,
+                    task.inventory,
+                    "end",
+                    timeout=20,
+                    run=task.run.name,
+                    grace=0,
+                    variables=shared_variables(task.shared),
+                )
             if checkpoint is not None:
                 sync.fetch_random_states(node.host, task.inventory, crew.facts[node.host.name], task.run, checkpoint)
 
@@ -235,5 +243,15 @@ def finish(task: Task, outcome: Outcome) -> int:
         print(f"hint: go on with: {command(task.inventory, task.run)}", file=sys.stderr)
     if task.call.json:
         model = str(task.run.model) if task.run.model.is_dir() else None
-        print(json.dumps({"run": str(task.run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None, "model": model}))
+        print(
+            json.dumps(
+                {
+                    "run": str(task.run.path),
+                    "code": outcome.code,
+                    "rank": outcome.rank,
+                    "error": outcome.message or None,
+                    "model": model,
+                }
+            )
+        )
     return outcome.code
