@@ -166,7 +166,7 @@ def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
     assert master["spec"]["nodeSelector"] == {"zone": "x", "gpu": "a"} and worker["spec"]["nodeSelector"] == {"zone": "x", "gpu": "b"}
 
 
-@pytestdef test_unlike_cards_are_planned_and_need_labels() -> None:
+def test_unlike_cards_are_planned_and_need_labels() -> None:
     words = ("HARDWARE=A100+L40S@10Gbit", "NUM_NODES=2")
     result = rendered(*words, UNLIKE)
     assert result.spec.cards == ("A100", "L40S") and result.spec.processes == (1, 1)
@@ -176,7 +176,7 @@ def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
         rendered(*words, "KUBERNETES_KIND=job")
 
 
-.mark.parametrize("kind", ["trainjob", "job"])
+@pytest.mark.parametrize("kind", ["trainjob", "job"])
 def test_kinds_with_one_template_refuse_unlike_pods(kind: str) -> None:
     with pytest.raises(UserError, match="one template for all its pods") as caught:
         rendered(UNLIKE, f"KUBERNETES_KIND={kind}")
