@@ -38,6 +38,7 @@ if [ -n "$2" ]; then mount --bind "$2" /etc/hosts; fi
 shift 3
 while [ $# -gt 0 ]; do mkdir -p "$1" "$2"; mount --bind "$1" "$2"; shift 2; done
 echo ready
+exec 2>/dev/null
 set +e
 while kill -0 PARENT 2>/dev/null; do sleep 1; done
 me=$(readlink /proc/self/ns/net)
@@ -222,7 +223,9 @@ def _serve_ssh(net: Lan, variables: Mapping[str, str]) -> None:
         config.write_text(
             f"ListenAddress {host.address}\nPort 22\nHostKey {key}\nPidFile none\nAuthorizedKeysFile {ssh}/authorized_keys\n"
             "StrictModes no\nUsePAM no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\nMaxStartups 50\n"
-            "Subsystem sftp internal-sftp\nSetEnv " + " ".join(shlex.quote(f"{name}={net.variables[name]}") for name in kept) + "\n"
+            "Subsystem sftp internal-sftp\nSetEnv "
+            + " ".join(shlex.quote(f"{name}={net.variables[name]}") for name in kept)
+            + "\n"
         )
         sshd = str(shutil.which("sshd", path=SEARCHED))
         started = net.command(net.hosts.index(host), [sshd, "-D", "-f", config, "-E", ssh / f"{host.name}.log"])

@@ -122,7 +122,9 @@ def _read_file(path: Path, found: _Found, chain: tuple[Path, ...]) -> None:
     root = read_yaml(path)
     place = f"{path}:{root.line or 1}"
     if not isinstance(root.value, dict):
-        raise UserError(f"`{shown(root)}` is not an inventory", place=place, hint="it begins with `hosts:`, and a line for each machine")
+        raise UserError(
+            f"`{shown(root)}` is not an inventory", place=place, hint="it begins with `hosts:`, and a line for each machine"
+        )
     tree = _known(root, TOP_KEYS, path, found)
     for parent in _parents(tree.get("extends"), path):
         _read_file(parent, found, (*chain, path))
@@ -247,7 +249,9 @@ def _choose(found: _Found, text: str, origin: str) -> None:
 def _inventory(found: _Found, path: Path) -> Inventory | None:
     """Returns what was found, or `None` after a problem."""
     if not found.hosts and not found.problems:
-        found.problem("the inventory has no hosts", str(path), "hosts: {desktop: {address: 192.168.1.10}, laptop: {address: 192.168.1.11}}")
+        found.problem(
+            "the inventory has no hosts", str(path), "hosts: {desktop: {address: 192.168.1.10}, laptop: {address: 192.168.1.11}}"
+        )
     if len(found.hosts) > MOST_HOSTS:
         found.problem(f"the inventory has {len(found.hosts)} hosts; {MOST_HOSTS} at most", str(path))
     hosts = [_host(name, {**found.defaults, **keys}, found) for name, keys in found.hosts.items()]
@@ -263,7 +267,9 @@ def _inventory(found: _Found, path: Path) -> Inventory | None:
     if config and config.node.value is not None:
         ssh_config = config.folder / Path(str(config.node.text or config.node.value)).expanduser()
         if not ssh_config.is_file():
-            found.problem(f"`ssh_config` is `{ssh_config}`, which is no file", config.place, "paths count from the inventory's folder")
+            found.problem(
+                f"`ssh_config` is `{ssh_config}`, which is no file", config.place, "paths count from the inventory's folder"
+            )
     if found.problems:
         return None
     return Inventory(hosts=tuple(host for host in hosts if host), network=speed, ssh_config=ssh_config, path=path)
@@ -293,4 +299,6 @@ def _refuse_doubles(hosts: Sequence[Host], found: _Found) -> None:
             found.problem(text, host.place, f"the other stands at {first.place}; give each machine its own")
         if len(hosts) > 1 and (host.address.startswith("127.") or host.address.lower() in ("localhost", "::1")):
             hint = "give the address that it has in the network between the machines (`ip -br address` there lists them)"
-            found.problem(f"host `{host.name}` has the address `{host.address}`, which every machine calls itself", host.place, hint)
+            found.problem(
+                f"host `{host.name}` has the address `{host.address}`, which every machine calls itself", host.place, hint
+            )

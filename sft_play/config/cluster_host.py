@@ -113,7 +113,10 @@ def value_of(key: str, node: Node, place: str, problems: list[UserError]) -> Any
         right = bool((USER if key == "user" else INTERFACE).fullmatch(text))
         expected = "a user's name" if key == "user" else "a network interface, such as `eth0`"
     elif key == "folder":
-        right, expected = text.startswith(("/", "~/")) and text.isprintable(), "an absolute path, or `~/...` for one in the user's home there"
+        right, expected = (
+            text.startswith(("/", "~/")) and text.isprintable(),
+            "an absolute path, or `~/...` for one in the user's home there",
+        )
     elif key == "python":
         right, expected = bool(text.strip()) and text.isprintable() and not text.startswith("-"), "a Python interpreter"
     if not right:

@@ -148,7 +148,7 @@ def test_closed_master_port(net: Lan) -> None:
 def test_closed_high_ports(net: Lan) -> None:
     """A firewall that lets in SSH only: gloo would hang without a word."""
     rules = (
-        "table inet t {\n chain c {\n type filter hook input priority 0\n policy drop\n iif \"lo\" accept\n"
+        'table inet t {\n chain c {\n type filter hook input priority 0\n policy drop\n iif "lo" accept\n'
         " ct state established,related accept\n tcp dport 22 accept\n }\n}\n"
     )
     (net.folder / "rules").write_text(rules)

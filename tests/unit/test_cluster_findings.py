@@ -18,7 +18,13 @@ NAMES = ("desktop", "laptop", "old")
 
 
 def gpu(name: str = "NVIDIA GeForce RTX 4070", total: int = 12, free: float = 11.5, *held_by: str) -> dict[str, Any]:
-    return {"name": name, "total_bytes": total * GIB, "free_bytes": int(free * GIB), "capability": [8, 9], "held_by": list(held_by)}
+    return {
+        "name": name,
+        "total_bytes": total * GIB,
+        "free_bytes": int(free * GIB),
+        "capability": [8, 9],
+        "held_by": list(held_by),
+    }
 
 
 def seen(k: int, **changes: Any) -> Seen:
@@ -62,7 +68,12 @@ def test_all_is_well() -> None:
     ("changes", "name", "severity", "part"),
     [
         ({"driver": "550.54"}, "driver", "fail", "driver 550.54 is too old for CUDA 13.0"),
-        ({"gpus": [gpu("NVIDIA GeForce RTX 4070", 12, 3.0, "blender (process 7)")]}, "gpu-memory", "warning", "held by blender (process 7)"),
+        (
+            {"gpus": [gpu("NVIDIA GeForce RTX 4070", 12, 3.0, "blender (process 7)")]},
+            "gpu-memory",
+            "warning",
+            "held by blender (process 7)",
+        ),
         ({"stated": 2}, "gpus", "fail", "`gpus: 2` in the inventory, but torch finds 1"),
         ({"usable_gpus": 0}, "gpus", "fail", "cannot use them"),
         ({"usable_gpus": 0, "gpus": []}, "gpus", "fail", "no GPU that torch can use, while others have"),
@@ -117,7 +128,11 @@ def test_slow_network_is_told_once_and_in_seconds() -> None:
     """A 100 Mbit/s line between gigabit ones: the machine behind it, and what a step would wait."""
     pairs = [Pair(p.source, p.target, None, 0.2, 94.0 if "old" in (p.source, p.target) else 940.0) for p in ways(set())]
     findings = judged(*(seen(k) for k in range(3)), network="1Gbit", pairs=pairs)
-    assert {name: [one.id for one in some] for name, some in findings.items()} == {"desktop": [], "laptop": [], "old": ["slow-network"]}
+    assert {name: [one.id for one in some] for name, some in findings.items()} == {
+        "desktop": [],
+        "laptop": [],
+        "old": ["slow-network"],
+    }
     assert "3.8 s a step" in findings["old"][0].text
     assert sum_seconds(34_000_000, 3, 1000 * 0.94) == pytest.approx(0.386, abs=0.001)  # 34 MB on 3 machines at 1 Gb/s
 
@@ -131,7 +146,11 @@ def test_data_and_code() -> None:
     assert [(one.id, one.severity) for one in findings["laptop"]] == [("code", "fail"), ("data", "fail")]
     assert "1 of the project's 2 files" in findings["laptop"][0].text
     assert "`data.sync` is `shared`" in findings["laptop"][1].text
-    findings = judged(seen(0, **good), seen(1, **(bad | {"code_files": good["code_files"], "sources": {"d.jsonl": "9"}})), wanted=Wanted(port=1, code=wanted.code, sources=wanted.sources))
+    findings = judged(
+        seen(0, **good),
+        seen(1, **(bad | {"code_files": good["code_files"], "sources": {"d.jsonl": "9"}})),
+        wanted=Wanted(port=1, code=wanted.code, sources=wanted.sources),
+    )
     assert [one.id for one in findings["laptop"]] == ["data"]
 
 

@@ -106,9 +106,17 @@ def test_extends(tmp_path: Path) -> None:
 
 def test_command_line(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD)
-    changes = {"CLUSTER_HOSTS": "old-desktop, desktop", "CLUSTER_NETWORK": "100Mbit", "CLUSTER_OLD_DESKTOP_GPUS": "2", "CLUSTER_FOLDER": "/srv/x"}
+    changes = {
+        "CLUSTER_HOSTS": "old-desktop, desktop",
+        "CLUSTER_NETWORK": "100Mbit",
+        "CLUSTER_OLD_DESKTOP_GPUS": "2",
+        "CLUSTER_FOLDER": "/srv/x",
+    }
     inventory = read_inventory(path, changes)
-    assert [(host.name, host.gpus, host.folder) for host in inventory.hosts] == [("old-desktop", 2, "/srv/x"), ("desktop", 1, "/srv/x")]
+    assert [(host.name, host.gpus, host.folder) for host in inventory.hosts] == [
+        ("old-desktop", 2, "/srv/x"),
+        ("desktop", 1, "/srv/x"),
+    ]
     assert inventory.network == "100Mbit"
     for changes, part in (
         ({"CLUSTER_HOSTS": "desktop lapto"}, "did you mean `laptop`?"),
@@ -129,7 +137,10 @@ def test_command_takes_them(in_process: Program, tmp_path: Path) -> None:
     done = in_process("cluster-check")
     assert done.code == 2
     assert "CLUSTER=configs/clusters/home_lan.yaml" in done.err
-    assert "did you mean `configs/clusters/home_lan.yaml`?" in in_process("cluster-check", "CLUSTER=configs/clusters/home_lam.yaml").err
+    assert (
+        "did you mean `configs/clusters/home_lan.yaml`?"
+        in in_process("cluster-check", "CLUSTER=configs/clusters/home_lam.yaml").err
+    )
     assert "unknown variable `CLUSTER_HOSTS`" in in_process("train", "CLUSTER_HOSTS=a").err
 
 
@@ -160,7 +171,14 @@ def test_words_arrive_letter_for_letter(tmp_path: Path) -> None:
     host = Host(name="a", address="192.0.2.1", folder="~/sub")
     for program in ("./run", "~/sub/run", str(script)):
         argv = in_folder(host, [program, *odd], {"ODD": "1 $2"})
-        done = subprocess.run(["sh", "-c", shlex.join(argv)], capture_output=True, text=True, check=True, timeout=10, env={"HOME": str(home), "PATH": "/usr/bin:/bin"})
+        done = subprocess.run(
+            ["sh", "-c", shlex.join(argv)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+            env={"HOME": str(home), "PATH": "/usr/bin:/bin"},
+        )
         assert done.stdout == "".join(f"{word}|" for word in [str(home / "sub"), "1 $2", *odd])
     missing = in_folder(Host(name="a", address="192.0.2.1", folder="/nowhere"), ["true"])
     assert subprocess.run(missing, capture_output=True, check=False, timeout=10).returncode == 96

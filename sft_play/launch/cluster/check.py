@@ -119,7 +119,7 @@ def as_json(examined: Examined, inventory: Inventory, findings: Mapping[str, Seq
 
 def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: Mapping[str, Sequence[Finding]]) -> Iterator[str]:
     """Yields the lines: a row for each host, the network, what is wrong with the remedy, the verdict."""
-    rows = [("host", "verdict", "python", "torch", "GPUs", "free", "clock", "disk free")]
+    rows: list[Sequence[str]] = [("host", "verdict", "python", "torch", "GPUs", "free", "clock", "disk free")]
     rows += [_row(seen, verdict(findings[name])) for name, seen in examined.hosts.items()]
     yield from _table(rows)
     yield ""
@@ -131,7 +131,11 @@ def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: M
     if any(findings.values()):
         yield ""
     compared = f"{len(wanted.code)} files of the project"
-    compared += f", {len(wanted.sources)} of the data, {len(wanted.prepared)} prepared splits" if wanted.sources or wanted.prepared else ""
+    compared += (
+        f", {len(wanted.sources)} of the data, {len(wanted.prepared)} prepared splits"
+        if wanted.sources or wanted.prepared
+        else ""
+    )
     yield f"compared: {compared}; port {wanted.port} of `{inventory.master.name}`; {examined.seconds:.1f} s"
     counts = [verdict(some) for some in findings.values()]
     failed = counts.count("fail")
@@ -145,7 +149,13 @@ def _row(seen: Seen, word: str) -> tuple[str, ...]:
     names = [gpu["name"].removeprefix("NVIDIA ").removeprefix("GeForce ") for gpu in gpus]
     shown = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
     free = f"{min(gpu['free_bytes'] for gpu in gpus) / GIB:.1f} GiB" if gpus else f"{seen.facts['ram_bytes'] / GIB:.0f} GiB RAM"
-    clock = "-" if seen.skew_seconds is None else f"{seen.skew_seconds * 1e3:+.1f} ms" if abs(seen.skew_seconds) < 1 else f"{seen.skew_seconds:+.1f} s"
+    clock = (
+        "-"
+        if seen.skew_seconds is None
+        else f"{seen.skew_seconds * 1e3:+.1f} ms"
+        if abs(seen.skew_seconds) < 1
+        else f"{seen.skew_seconds:+.1f} s"
+    )
     disk = (seen.facts["disks"].get("runs") or {}).get("free_bytes")
     return (
         seen.host.name, word, seen.facts["python"], str(seen.software.get("torch") or "-"), shown, free, clock,
@@ -169,7 +179,8 @@ def _network(examined: Examined) -> Iterator[str]:
         if len(pairs) > MOST_PAIRS:
             yield f"and {len(pairs) - MOST_PAIRS} faster ways"
         seconds = sum_seconds(ADAPTERS * 4, len(examined.hosts), pairs[0].mbit or 1)
-        yield f"gradients of {ADAPTERS / 1e6:.1f} M parameters in fp32 ({ADAPTERS * 4 / 1e6:.0f} MB) would take {seconds:.2f} s a step at the slowest speed"
+        size = f"{ADAPTERS / 1e6:.1f} M parameters in fp32 ({ADAPTERS * 4 / 1e6:.0f} MB)"
+        yield f"gradients of {size} would take {seconds:.2f} s a step at the slowest speed"
     summed = examined.summed
     if summed and summed.seconds is not None:
         yield f"a sum of {SUM_MEGABYTES} MiB over all machines ({summed.backend}): {summed.seconds:.3f} s"

@@ -69,7 +69,7 @@ class Session:
         while self._line(timeout) != MARK:
             pass
 
-    def call(self, name: str, timeout: float, **request: Any) -> Any:
+    def call(self, name: str, timeout: float, /, **request: Any) -> Any:
         """Returns what the probe's function `name` returns. Raises `Refused`, `Silent` or `Gone`."""
         self._write(json.dumps({"call": name, **request}) + "\n")
         try:

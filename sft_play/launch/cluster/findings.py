@@ -69,8 +69,10 @@ def _start(seen: Seen, inventory: Inventory, cluster: str) -> Iterator[Finding]:
     elif seen.lost is not None:
         text = f"it stopped answering ({seen.lost})"
         yield Finding(id="lost", severity="fail", text=text, remedy="check again; a machine that swaps or sleeps does that")
-    for name, why in seen.refused.items():
-        yield Finding(id="not-measured", severity="warning", text=f"`{name}` could not be measured: {why}", remedy="see the reason given")
+    for name, reason in seen.refused.items():
+        yield Finding(
+            id="not-measured", severity="warning", text=f"`{name}` could not be measured: {reason}", remedy="see the reason given"
+        )
 
 
 def _clock(seen: Seen) -> Iterator[Finding]:
@@ -98,18 +100,32 @@ def _system(seen: Seen) -> Iterator[Finding]:
             told.add(size)
             severity: Severity = "fail" if disk["free_bytes"] < DISK_FAIL_BYTES else "warning"
             text = f"the disk of `{disk['path']}` ({name}) has {disk['free_bytes'] / GIB:.2f} of {disk['total_bytes'] / GIB:.1f} GiB free"
-            yield Finding(id="disk", severity=severity, text=text, remedy="make room, or move it: `SFT_PLAY_CACHE` for the cache, `RUNS_DIR` for runs")
+            yield Finding(
+                id="disk",
+                severity=severity,
+                text=text,
+                remedy="make room, or move it: `SFT_PLAY_CACHE` for the cache, `RUNS_DIR` for runs",
+            )
     shm = disks.get("shm")
     if shm and shm["free_bytes"] < SHM_BYTES:
         text = f"/dev/shm has {shm['free_bytes'] / GIB:.2f} GiB free, through which processes of a machine pass tensors"
-        yield Finding(id="shm", severity="warning", text=text, remedy="`sudo mount -o remount,size=8G /dev/shm`; in a container `--shm-size=8g`")
+        yield Finding(
+            id="shm",
+            severity="warning",
+            text=text,
+            remedy="`sudo mount -o remount,size=8G /dev/shm`; in a container `--shm-size=8g`",
+        )
     if seen.facts["nofile"][0] != -1 and seen.facts["nofile"][0] < NOFILE:
         remedy = f"`ulimit -n {NOFILE}` before the run, or `LimitNOFILE=` of sshd's unit"
-        yield Finding(id="nofile", severity="warning", text=f"a process may open {seen.facts['nofile'][0]} files only", remedy=remedy)
+        yield Finding(
+            id="nofile", severity="warning", text=f"a process may open {seen.facts['nofile'][0]} files only", remedy=remedy
+        )
     own = seen.facts["names_itself"]
     if own and all(address.startswith("127.") or address == "::1" for address in own) and not seen.host.interface:
         text = f"its own name, `{seen.facts['host_name']}`, is {', '.join(own)} to it: what asks for its address gets one that no other reaches"
-        remedy = f"put `{seen.host.address} {seen.facts['host_name']}` in its /etc/hosts instead, or give `interface` in the inventory"
+        remedy = (
+            f"put `{seen.host.address} {seen.facts['host_name']}` in its /etc/hosts instead, or give `interface` in the inventory"
+        )
         yield Finding(id="own-name", severity="warning", text=text, remedy=remedy)
     if not seen.facts["rsync"]:
         text = "there is no `rsync`, by which code and data come to it"
@@ -130,11 +146,15 @@ def _files(seen: Seen, wanted: Wanted, cluster: str) -> Iterator[Finding]:
     stale = [name for name, mark in wanted.prepared.items() if seen.prepared.get(name) not in (mark, None)]
     if stale:
         text = f"other prepared rows than here: {listed(stale)}"
-        yield Finding(id="data", severity="fail", text=text, remedy="remove them from its cache; `make train-cluster` brings the right ones")
+        yield Finding(
+            id="data", severity="fail", text=text, remedy="remove them from its cache; `make train-cluster` brings the right ones"
+        )
     missing = [name for name in wanted.prepared if seen.prepared and seen.prepared.get(name) is None]
     if missing and wanted.shared:
         text = f"`data.sync` is `shared`, but {listed(missing)} is not in its cache `{seen.facts['disks']['cache']['path']}`"
-        yield Finding(id="data", severity="fail", text=text, remedy="mount the shared folder there, and point `SFT_PLAY_CACHE` to it")
+        yield Finding(
+            id="data", severity="fail", text=text, remedy="mount the shared folder there, and point `SFT_PLAY_CACHE` to it"
+        )
 
 
 def _gpus(seen: Seen) -> Iterator[Finding]:
@@ -153,13 +173,20 @@ def _gpus(seen: Seen) -> Iterator[Finding]:
     major = str(soft.get("cuda") or "").partition(".")[0]
     driver = str(soft.get("driver") or "").partition(".")[0]
     if driver.isdigit() and int(driver) < DRIVERS.get(major, 0):
-        text = f"driver {soft['driver']} is too old for CUDA {soft['cuda']}, which torch was built with (from {DRIVERS[major]} on)"
+        text = (
+            f"driver {soft['driver']} is too old for CUDA {soft['cuda']}, which torch was built with (from {DRIVERS[major]} on)"
+        )
         yield Finding(id="driver", severity="fail", text=text, remedy="`sudo ubuntu-drivers install`, then start it anew")
     for k, gpu in enumerate(gpus):
         if stated != 0 and gpu["free_bytes"] < FREE_SHARE * gpu["total_bytes"]:
             held = f"; held by {', '.join(gpu['held_by'])}" if gpu["held_by"] else ""
             text = f"GPU {k} ({gpu['name']}) has {gpu['free_bytes'] / GIB:.1f} of {gpu['total_bytes'] / GIB:.1f} GiB free{held}"
-            yield Finding(id="gpu-memory", severity="warning", text=text, remedy="end what uses it, a desktop's browser included; the plan takes what is free")
+            yield Finding(
+                id="gpu-memory",
+                severity="warning",
+                text=text,
+                remedy="end what uses it, a desktop's browser included; the plan takes what is free",
+            )
 
 
 def _torch(seen: Seen) -> Iterator[Finding]:
@@ -183,7 +210,9 @@ def _apart(seen: Seen, reference: Seen, cluster: str) -> Iterator[Finding]:
             yield Finding(id="versions", severity="fail", text=text, remedy=install)
     mine, theirs = here["packages"], there["packages"]
     pinned = [name for name in PINNED if mine.get(name) != theirs.get(name) and not (name == "torch" and soft)]
-    rest = sorted(name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name] and name not in (*PINNED, *NO_MATTER))
+    rest = sorted(
+        name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name] and name not in (*PINNED, *NO_MATTER)
+    )
     if pinned:
         text = f"other versions than on {first}: {_versions(pinned, theirs, mine)}"
         yield Finding(id="versions", severity="fail", text=text, remedy=install)
@@ -212,6 +241,9 @@ def _some_without_gpu(examined: Examined, found: dict[str, list[Finding]]) -> No
     if not any(usable.values()):
         return
     for name, count in usable.items():
-        if not count and examined.hosts[name].host.gpus is None:
+        known = any(one.id in ("gpus", "torch") for one in found[name])
+        if not count and not known and examined.hosts[name].host.gpus is None:
             text = "it has no GPU that torch can use, while others have"
-            found[name].append(Finding(id="gpus", severity="fail", text=text, remedy="leave it out of the inventory, or see `make doctor` on it"))
+            found[name].append(
+                Finding(id="gpus", severity="fail", text=text, remedy="leave it out of the inventory, or see `make doctor` on it")
+            )

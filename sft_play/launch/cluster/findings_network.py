@@ -61,7 +61,11 @@ def _closed(examined: Examined, found: dict[str, list[Finding]]) -> None:
             found[name].append(Finding(id="cut-off", severity="fail", text=text, remedy=remedy))
         else:
             text = f"it reaches no other host, though SSH gets in ({sources[name][0].error})"
-            found[name].append(Finding(id="ports-closed", severity="fail", text=text, remedy="let its own connections out: `sudo nft list ruleset`"))
+            found[name].append(
+                Finding(
+                    id="ports-closed", severity="fail", text=text, remedy="let its own connections out: `sudo nft list ruleset`"
+                )
+            )
     by_target: dict[str, list[Pair]] = {}
     for pair in bad:
         if pair.source not in mute and pair.target not in mute:
@@ -84,7 +88,9 @@ def _interfaces(examined: Examined, found: dict[str, list[Finding]]) -> None:
             found[name].append(Finding(id="interface", severity="fail", text=text, remedy=remedy))
         elif wanted and route.get("interface") and route["interface"] != wanted:
             text = f"the way to the others leads over `{route['interface']}`, not over `{wanted}` of the inventory"
-            found[name].append(Finding(id="interface", severity="warning", text=text, remedy="give the interface that carries `address`"))
+            found[name].append(
+                Finding(id="interface", severity="warning", text=text, remedy="give the interface that carries `address`")
+            )
         if mtus.get(name) and mtus[name] != usual:
             text = f"its interface sends packets of {mtus[name]} bytes (MTU), the others' of {usual}: large ones may be lost without a word"
             remedy = f"`sudo ip link set {route.get('interface')} mtu {usual}`"
@@ -123,7 +129,9 @@ def _sum(examined: Examined, found: dict[str, list[Finding]]) -> None:
         return
     for name, why in summed.errors.items():
         text = f"a sum over all machines ({summed.backend}) failed: {why}"
-        remedy = "`interface` in the inventory; `GLOO_SOCKET_IFNAME`/`NCCL_SOCKET_IFNAME` of your own; firewalls between all pairs"
+        remedy = (
+            "`interface` in the inventory; `GLOO_SOCKET_IFNAME`/`NCCL_SOCKET_IFNAME` of your own; firewalls between all pairs"
+        )
         found[name].append(Finding(id="all-reduce", severity="fail", text=text, remedy=remedy))
 
 

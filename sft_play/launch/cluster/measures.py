@@ -154,7 +154,7 @@ class _Examination:
         """Calls for every host that answers, all at once."""
         self.parallel({name: partial(call, seen) for name, seen in self.found.hosts.items() if seen.answers})
 
-    def ask(self, seen: Seen, name: str, most: float, **request: Any) -> Any:
+    def ask(self, seen: Seen, name: str, most: float, /, **request: Any) -> Any:
         """Returns an answer; `None` where there is none, and why is kept: a host that is silent once is lost from then on."""
         try:
             return self.ask_for(seen, name, most, **request)
@@ -162,7 +162,7 @@ class _Examination:
             seen.refused[name] = str(error)
             return None
 
-    def ask_for(self, seen: Seen, name: str, most: float, **request: Any) -> Any:
+    def ask_for(self, seen: Seen, name: str, most: float, /, **request: Any) -> Any:
         """As `ask`, but raises `Refused`."""
         if not seen.answers:
             return None
@@ -181,7 +181,9 @@ class _Examination:
             return
         self.clock(seen)
         others = [host for host in self.inventory.hosts if host.name != seen.host.name]
-        towards = self.inventory.master.address if seen.host.name != self.inventory.master.name else (others or [seen.host])[0].address
+        towards = (
+            self.inventory.master.address if seen.host.name != self.inventory.master.name else (others or [seen.host])[0].address
+        )
         seen.facts = self.ask(seen, "facts", 10, towards=towards) or {}
         seen.code_files = self.ask(seen, "files", 10, paths=list(self.wanted.code)) or {}
         seen.sources = self.ask(seen, "files", 15, paths=list(self.wanted.sources)) or {}

@@ -22,7 +22,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sft_play.launch.cluster.probe_network import PIECE, all_reduce, close, command_of, listen, own_addresses, reach, reach_all, read_text, route
+from sft_play.launch.cluster.probe_network import (
+    PIECE,
+    all_reduce,
+    close,
+    command_of,
+    listen,
+    own_addresses,
+    reach,
+    reach_all,
+    read_text,
+    route,
+)
 
 MARK = "sft-play probe"
 """First line of the answers: what a login shell prints comes before it."""
@@ -110,7 +121,9 @@ def software() -> dict[str, Any]:
     try:
         torch = importlib.import_module("torch")
         cuda = torch.version.cuda
-        found.update(torch=torch.__version__, cuda=cuda, usable_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        found.update(
+            torch=torch.__version__, cuda=cuda, usable_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0
+        )
         if cuda:
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     except Exception as error:  # noqa: BLE001 - whatever a broken package raises is what we report

@@ -180,7 +180,9 @@ def _speed(link: socket.socket, count: int, timeout: float) -> float:
     return count * 8 / 1e6 / (time.perf_counter() - began)
 
 
-def all_reduce(backend: str, address: str, port: int, rank: int, world: int, interface: str, megabytes: int, timeout: float) -> float:
+def all_reduce(
+    backend: str, address: str, port: int, rank: int, world: int, interface: str, megabytes: int, timeout: float
+) -> float:
     """Returns the seconds of one sum over all machines (the best of three), through torch as a training does it."""
     from datetime import timedelta
 
@@ -203,5 +205,3 @@ def all_reduce(backend: str, address: str, port: int, rank: int, world: int, int
             raise ValueError(f"the sum over {world} machines is {total:g}")
     group.destroy_process_group()
     return min(times)
-
-

@@ -152,9 +152,11 @@ def trouble(host: Host, inventory: Inventory, message: str) -> Trouble:
     port = f" -p {host.port}" if host.port else ""
     last = next((line.strip() for line in reversed(message.splitlines()) if line.strip()), "no answer")
     low = message.lower()
-    if "remote host identification has changed" in low or "host key for" in low and "has changed" in low:
+    if "remote host identification has changed" in low or ("host key for" in low and "has changed" in low):
         text = f"the host key of `{target}` is not the one that is known: another machine answers there, or it was installed anew"
-        return Trouble(id="host-key-changed", text=text, remedy=f"when you know why: `ssh-keygen -R {target}`, then as for a new host")
+        return Trouble(
+            id="host-key-changed", text=text, remedy=f"when you know why: `ssh-keygen -R {target}`, then as for a new host"
+        )
     if "host key verification failed" in low or "host key is known" in low:
         remedy = f"log in once and compare the fingerprint: `ssh{with_config}{port} {user}{target}`"
         return Trouble(id="unknown-host-key", text=f"the host key of `{target}` is not known here", remedy=remedy)
@@ -163,7 +165,9 @@ def trouble(host: Host, inventory: Inventory, message: str) -> Trouble:
         return Trouble(id="refused-key", text=f"`{target}` refuses this machine's key: {last}", remedy=remedy)
     if "could not resolve" in low or "name or service not known" in low:
         return Trouble(
-            id="unknown-name", text=f"`{target}` is not a name that can be resolved here", remedy="give its IP address, or add it to /etc/hosts"
+            id="unknown-name",
+            text=f"`{target}` is not a name that can be resolved here",
+            remedy="give its IP address, or add it to /etc/hosts",
         )
     if "connection refused" in low:
         remedy = "on it: `sudo apt install openssh-server`, `sudo systemctl enable --now ssh`; then check `port` in the inventory"
@@ -171,7 +175,9 @@ def trouble(host: Host, inventory: Inventory, message: str) -> Trouble:
     if "no route" in low or "timed out" in low or "no answer" in low or "unreachable" in low:
         remedy = f"is it on, plugged in, and not asleep? `ping {host.address}`; does its firewall let port {host.port or 22} in?"
         return Trouble(id="unreachable", text=f"`{target}` cannot be reached: {last}", remedy=remedy)
-    return Trouble(id="ssh", text=f"ssh to `{target}` failed: {last}", remedy=f"try `ssh{with_config}{port} {user}{target} true` by hand")
+    return Trouble(
+        id="ssh", text=f"ssh to `{target}` failed: {last}", remedy=f"try `ssh{with_config}{port} {user}{target} true` by hand"
+    )
 
 
 def _text(stream: str | bytes | None) -> str:
