@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from sft_play.errors import printable
+from sft_play.errors import UserError, printable
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 
@@ -20,11 +20,17 @@ LARGEST_WAITING = 4_000_000
 """Letters of logs that are kept while the run has no folder yet."""
 
 
+def plan_of(run: RunFolder) -> Plan | None:
+    """Returns a run's plan; `None` where there is none yet."""
+    with contextlib.suppress(UserError, OSError):
+        return Plan.load(run.plan)
+    return None
+
+
 def shares(run: RunFolder, nodes: int) -> list[range]:
     """Returns the ranks of each machine by the run's plan; empty where there is none yet, or one of another number of machines."""
-    try:
-        plan = Plan.load(run.plan)
-    except (OSError, ValueError, LookupError, TypeError):
+    plan = plan_of(run)
+    if plan is None:
         return []
     counts = list(plan.node_ranks) or [plan.world_size // max(1, plan.num_nodes)] * plan.num_nodes
     if len(counts) != nodes:
@@ -91,9 +97,8 @@ class Board:
             return
         self._shown, self._at, self._row_at = seen, time.monotonic(), row.get("step", -1)
         ranks = shares(self.run, len(self.names)) if row else []
-        steps = None
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            steps = Plan.load(self.run.plan).steps
+        plan = plan_of(self.run)
+        steps = plan.steps if plan else None
         say("\n".join(lines(self.names, seen, row, steps, host_speeds(row, ranks))))
 
 

@@ -19,14 +19,13 @@ from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch import running
 from sft_play.launch.cluster.agent import ask, parse, python_of, refused, request_of
-from sft_play.launch.cluster.board import host_speeds, last_row, shares
+from sft_play.launch.cluster.board import host_speeds, last_row, plan_of, shares
 from sft_play.launch.cluster.facts import require_master_here
 from sft_play.launch.cluster.ssh import is_here, on_all
 from sft_play.launch.cluster.task import command, controller
 from sft_play.launch.run_folder import find_run
 from sft_play.launch.stopped import describe
 from sft_play.launch.watch import is_alive
-from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder, runs_folder
 
 SECONDS = 20.0
@@ -75,27 +74,16 @@ def _rows(host: Host, answer: Answer | UserError) -> Iterator[dict[str, Any]]:
     for one in answer["runs"]:
         run = RunFolder(runs_folder() / one["run"])
         row = last_row(run.metrics, float(one["started"]))
-        ranks = shares(run, _nodes(run))
+        plan = plan_of(run)
+        ranks = shares(run, plan.num_nodes if plan else 0)
         own = ranks[one["node"]] if one["node"] < len(ranks) else range(0)
         speeds = host_speeds(row, ranks)
         yield {
             "host": host.name, "address": host.address, "state": "training" if row else "starting", "run": one["run"], "node": one["node"],
-            "ranks": list(own), "pid": one["launcher"], "processes": one["processes"], "step": row.get("step"), "steps": _steps(run),
+            "ranks": list(own), "pid": one["launcher"], "processes": one["processes"], "step": row.get("step"), "steps": plan.steps if plan else None,
             "tokens_per_second": speeds[one["node"]] if one["node"] < len(speeds) else None, "seconds": time.time() - float(one["started"]),
             "last": one["last"], "gpus": answer["gpus"],
         }  # fmt: skip
-
-
-def _nodes(run: RunFolder) -> int:
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return Plan.load(run.plan).num_nodes
-    return 0
-
-
-def _steps(run: RunFolder) -> int | None:
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return Plan.load(run.plan).steps
-    return None
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

@@ -19,13 +19,13 @@ from sft_play.config.keys import variable_name
 from sft_play.config.load import LoadedConfig, override_config
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import text_sha256
+from sft_play.launch.cluster.board import plan_of
 from sft_play.launch.cluster.facts import Facts, forwarded, require_master_here, shared_variables
 from sft_play.launch.cluster.ssh import is_here
 from sft_play.launch.network import port_is_free
 from sft_play.launch.preparation import DELIVERED
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import choose_name, find_run, has_started
-from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 
 FIRST_PORT, MOST_PORTS = 29500, 100
@@ -196,10 +196,7 @@ def node_variables(task: Task, host: Host, facts: Facts) -> dict[str, str]:
 
 def is_begun(run: RunFolder) -> bool:
     """Whether workers were ever started for a run, so that it is gone on with."""
-    try:
-        return has_started(run) and Plan.load(run.plan) is not None
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
+    return has_started(run) and plan_of(run) is not None
 
 
 # ---- Of two commands for one run, the second is refused; `cluster-stop` finds the first
