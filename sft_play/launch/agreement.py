@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import PurePosixPath
@@ -10,7 +11,8 @@ from typing import Any
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.show import flatten
-from sft_play.errors import CheckpointError, DataError, HardwareError, Problems, RetryableError, UserError
+from sft_play.errors import TOKEN, CheckpointError, DataError, HardwareError, Problems, RetryableError, UserError
+from sft_play.files import text_sha256
 from sft_play.plan.hardware import Device
 from sft_play.runs.origin import code_sha256, torch_cuda, versions
 
@@ -18,6 +20,7 @@ OWN_CHOICE = frozenset({"launch.join_seconds", "train.dataloader_num_workers", "
 """Keys that each node may have its own way: none of them is seen by another."""
 PLACES = ("model.name", "model.tokenizer", "data.")
 """Keys that may name a file by a path of this machine; their content is compared after the preparation."""
+SECRET_KEY = re.compile(r"(?:hub_token|password|api_key)$")
 LONGEST_VALUE = 120
 """Letters of a value that a message shows."""
 KINDS: Mapping[int, type[UserError]] = {2: UserError, 3: HardwareError, 4: DataError, 5: CheckpointError, 75: RetryableError}
@@ -84,7 +87,9 @@ def _devices(value: Any) -> tuple[Device, ...]:
         numbers = [one.get("memory_bytes"), one.get("free_bytes")]
         if not all(type(number) is int and 0 <= number < 2**60 for number in numbers):
             raise ValueError("a device without memory")
-        if not all(type(one.get(name, 0)) in (int, float, type(None)) for name in ("peak_flops", "bandwidth", "power_watts", "number")):
+        if not all(
+            type(one.get(name, 0)) in (int, float, type(None)) for name in ("peak_flops", "bandwidth", "power_watts", "number")
+        ):
             raise ValueError("a device's speed that is none")
         capability = one.get("compute_capability")
         if capability is not None and not (isinstance(capability, list) and [type(part) for part in capability] == [int, int]):
@@ -107,7 +112,15 @@ def versions_here(kind: str) -> dict[str, str]:
 
 def config_here(loaded: LoadedConfig) -> dict[str, str]:
     """Returns the configuration as it is compared: every key but those that each node may have its own way."""
-    return {key: json.dumps(_placed(key, value)) for key, value in flatten(loaded).items() if key not in OWN_CHOICE}
+    flat = {key: json.dumps(_placed(key, value)) for key, value in flatten(loaded).items() if key not in OWN_CHOICE}
+    return {key: _hidden(key, text) for key, text in flat.items()}
+
+
+def _hidden(key: str, text: str) -> str:
+    """Returns a value that can be sent over the network and shown: of a secret only a few letters of its hash."""
+    if text != "null" and (SECRET_KEY.search(key) or TOKEN.search(text)):
+        return f"(not shown) {text_sha256(text)[:8]}"
+    return text
 
 
 def _placed(key: str, value: Any) -> Any:
@@ -142,7 +155,9 @@ def disagreements(nodes: Sequence[NodeFacts]) -> list[UserError]:
     found += _apart(nodes, lambda node: node.versions, "versions differ", HardwareError, "install the same on every node")
     if not any(node.resumed for node in nodes):
         found += _apart(nodes, lambda node: node.command, "the command differs", UserError, "type the same command on every node")
-    found += _apart(nodes, lambda node: node.config, "the configuration differs", UserError, "give every node the same file and variables")
+    found += _apart(
+        nodes, lambda node: node.config, "the configuration differs", UserError, "give every node the same file and variables"
+    )
     if first.resumed and len({node.checkpoint for node in nodes}) > 1:
         found.append(_starts_apart(nodes))
     return found
@@ -152,7 +167,9 @@ def _starts_apart(nodes: Sequence[NodeFacts]) -> UserError:
     names = [node.checkpoint.split()[0] if node.checkpoint else "its start" for node in nodes]
     hint = "let RUNS_DIR be a folder that all machines share, or copy the run's `checkpoints/` from node 0 to the others"
     if len(set(names)) == 1:
-        return CheckpointError(f"`{names[0]}` is not the same checkpoint on every node: {_told(nodes, lambda n: str(n.checkpoint))}", hint=hint)
+        return CheckpointError(
+            f"`{names[0]}` is not the same checkpoint on every node: {_told(nodes, lambda n: str(n.checkpoint))}", hint=hint
+        )
     told = ", ".join(f"{node.name} from {name}" for node, name in zip(nodes, names, strict=True))
     return CheckpointError(f"the nodes would go on from different checkpoints: {told}", hint=hint)
 

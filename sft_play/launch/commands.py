@@ -14,18 +14,15 @@ from pathlib import Path
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import CheckpointError, UserError
-from sft_play.files import write_json, write_text
 from sft_play.launch import probing, recovery, restarts, tensorboard
-from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
-from sft_play.launch.deepspeed_resolve import resolve
+from sft_play.launch.attempt import run_attempt, write_launch_files
 from sft_play.launch.disk import require_disk_space
 from sft_play.launch.environment import worker_environment
-from sft_play.launch.extension_locks import remove_abandoned_locks
-from sft_play.launch.job import Job, job_of
-from sft_play.launch.local import show_launch, worker_arguments
+from sft_play.launch.job import Job, job_of, refuse_early
+from sft_play.launch.joining import agreed, joined
+from sft_play.launch.local import worker_arguments
 from sft_play.launch.options import CommandStrategy, read_options
 from sft_play.launch.preparation import delivered, run_preparation
-from sft_play.launch.render import accelerate_yaml
 from sft_play.launch.restarts import Restarts
 from sft_play.launch.resume import (
     check_overrides,
@@ -57,13 +54,11 @@ from sft_play.launch.supervise import supervise
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
-from sft_play.plan.show import show_plan
 from sft_play.plan.show_speed import beside_forecast
 from sft_play.plan.sources import memory_of
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
-from sft_play.runs.stamp import divided
 
 MOST_PORTS = 3
 """How often another port is tried where each was taken before it could be used."""
@@ -125,19 +120,23 @@ def start_run(
         with ended_by_signals(), held(existing, node_rank=options.request.node_rank):
             return existing, _resume(again, existing, loaded)
     job = job_of(call, loaded, options)
-    job.plan(None)  # refuses what cannot work before anything is downloaded
-    name = choose_name(options.run_name, loaded.path)
-    rank, again_too = job.node.rank, loaded.config.launch.auto_resume
-    with (
-        ended_by_signals(),
-        reserved(name, node_rank=rank, never_started_too=again_too) as run,
-        held(run, node_rank=job.node.rank),
-    ):
+    refuse_early(job)
+    name, rank, again_too = choose_name(options.run_name, loaded.path), job.node.rank, loaded.config.launch.auto_resume
+    with ended_by_signals(), contextlib.ExitStack() as stack:
+        if rank > 0:  # on a shared disk node 0 makes the folder
+            job = stack.enter_context(joined(job, name, resumed=False, checkpoint=None))
+        run = stack.enter_context(reserved(name, node_rank=rank, never_started_too=again_too))
+        stack.enter_context(held(run, node_rank=rank))
+        if rank == 0:
+            job = stack.enter_context(joined(job, name, resumed=False, checkpoint=None))
+        if job.nodes:
+            refuse_early(job)
         save_config(loaded, run.config)
         prepare(run)
         if before_launch:
             before_launch(job, run)
-        return run, launch(job, run, event="started", checkpoint=None)
+        outcome = launch(job, run, event="started", checkpoint=None)
+    return run, outcome
 
 
 def resume(call: Call) -> int:
@@ -163,24 +162,27 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
             compare_early(newest, loaded.config)
         print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
         return Outcome(code=0)
-    options = options_of_run(call, run, before.world_size // before.num_nodes)
+    options = options_of_run(call, run, before)
     checkpoint = choose_checkpoint(run)
     if checkpoint:
         compare_early(checkpoint, loaded.config)
-        world = (options.request.num_gpus or before.world_size // before.num_nodes) * options.request.num_nodes
-        loaded, note = with_its_batch(loaded, call, before, world)
-        if note:
-            print(note, file=sys.stderr)
-            options = recovery.without_batch_numbers(options)
-        refuse_fewer_steps(loaded.config, before, checkpoint)
-    job = job_of(call, loaded, options)
-    job.plan(None)
-    with restored_on_error(run.prepared):
-        prepare(run)
-        prepared = Prepared.load(run.prepared)
+    alone = job_of(call, loaded, options)
+    with joined(alone, run.name, resumed=True, checkpoint=checkpoint) as together:
+        job = together
         if checkpoint:
-            compare_fully(checkpoint, loaded.config, job.plan(prepared), prepared)
-    return launch(job, run, event="resumed", checkpoint=checkpoint)
+            loaded, note = with_its_batch(loaded, call, before, job.world_size(before))
+            options = recovery.without_batch_numbers(job.options) if note else job.options
+            job = replace(job, loaded=loaded, options=options)
+            if note:
+                print(note, file=sys.stderr)
+            refuse_fewer_steps(loaded.config, before, checkpoint)
+        job.plan(None)
+        with restored_on_error(run.prepared):
+            prepare(run)
+            prepared = Prepared.load(run.prepared)
+            if checkpoint:
+                compare_fully(checkpoint, loaded.config, job.plan(prepared), prepared)
+        return launch(job, run, event="resumed", checkpoint=checkpoint)
 
 
 def prepare(run: RunFolder, *words: str) -> None:
@@ -201,8 +203,9 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
         probe(job, run, prepared)
     plan = replace(job.plan(prepared), recoveries=recovery.recoveries(run))
     require_disk_space(plan, job.loaded.config, run)
+    plan = agreed(job, plan, prepared)
     lost = Restarts(limit=restarts.limit_of(job.loaded.config), step=step_of(checkpoint) if checkpoint else 0)
-    outcome, retries, ports = _attempt(job, plan, run, event=event, checkpoint=checkpoint), 0, 0
+    outcome, retries, ports = run_attempt(job, plan, run, event=event, checkpoint=checkpoint), 0, 0
     while outcome.code == LOST:
         checkpoint, damaged = newest_told(run)
         if damaged and checkpoint is None and (outcome.cause in (OUT_OF_MEMORY, "port") or lost.limit):
@@ -222,17 +225,30 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
             print("\n" + restarts.announcement(outcome, checkpoint, lost), file=sys.stderr, flush=True)
             record_event(run, restarts.EVENT, node_rank=job.node.rank, **restarts.facts(outcome, checkpoint))
             with _stop_recorded(run, job):
-                restarts.wait(lost, job.node)
-            job = job.elsewhere()
+                restarts.wait(lost)
+                try:
+                    job, plan = _meet_again(job, run, prepared, plan, checkpoint)
+                except UserError as error:
+                    outcome = Outcome(code=error.exit_code, message=error.render())
+                    break
         else:
             outcome = lost.refused(outcome)
             break
-        outcome = _attempt(job, plan, run, event=None, checkpoint=checkpoint)
+        outcome = run_attempt(job, plan, run, event=None, checkpoint=checkpoint)
     ended = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed")
     with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
         record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None,
                      **outcome.stop)  # fmt: skip
     return outcome
+
+
+def _meet_again(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, checkpoint: Path | None) -> tuple[Job, Plan]:
+    """Returns job and plan of the next attempt: the nodes meet anew, wherever each of them was when a rank was lost."""
+    job = job.elsewhere()
+    if job.node.count == 1:
+        return job, plan
+    with joined(job, run.name, resumed=True, checkpoint=checkpoint, again=True) as job:
+        return job, agreed(job, replace(job.plan(prepared), recoveries=plan.recoveries), prepared)
 
 
 @contextlib.contextmanager
@@ -280,57 +296,13 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
     )  # fmt: skip
 
 
-def _attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpoint: Path | None) -> Outcome:
-    """Writes the run's files and runs the workers to their end. With an `event`, which is recorded, plan and command are shown."""
-    notices = write_launch_files(job, plan, run)
-    environment = worker_environment(plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads)
-    if plan.strategy.startswith("zero"):
-        remove_abandoned_locks(environment.variables)
-    arguments = worker_arguments(run, job.node, checkpoint=checkpoint)
-    console = sys.stderr if job.call.json else sys.stdout
-    if event:
-        notes = (*job.options.notices, *notices, *environment.notes)
-        print(f"{show_plan(plan)}\n{show_launch(arguments, replace(environment, notes=notes))}", file=console)
-        print(f"run {run.path}\n", file=console, flush=True)
-        record_event(run, event, node_rank=job.node.rank, world_size=plan.world_size, strategy=plan.strategy,
-                     steps=plan.steps, batches=divided(plan.ranks),
-                     checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
-    return supervise(arguments, environment.variables, run, job.ranks_here(plan), console=console.fileno())
-
-
-def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
-    """Writes config.json, plan.json, accelerate.yaml and deepspeed.json; returns notices about the user's DeepSpeed JSON."""
-    notices: list[str] = []
-    deepspeed: Path | None = None
-    if plan.strategy.startswith("zero"):
-        hidden_size = job.shape.hidden_size
-        if job.options.deepspeed:
-            settings, notices = resolve(job.options.deepspeed, plan, job.loaded.config, hidden_size=hidden_size)
-        else:
-            settings = deepspeed_settings(
-                stage=int(plan.strategy[-1]),
-                device=plan.device,
-                precision=plan.precision,
-                batch=BatchNumbers.of(plan),
-                clipping=job.loaded.config.train.max_grad_norm,
-                offload=plan.offload_optimizer,
-                hidden_size=hidden_size,
-            )
-        deepspeed = run.deepspeed
-        write_json(deepspeed, settings)
-    save_config(job.loaded, run.config)
-    plan.save(run.plan)
-    write_text(run.accelerate, accelerate_yaml(plan, job.node, deepspeed_file=deepspeed, fsdp=job.options.fsdp))
-    return notices
-
-
 def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
     """Says how it ended and what can be done next; returns the exit code."""
     if outcome.message:
         print(f"\n{outcome.message}", file=sys.stderr)
     if outcome.stop:
         print(f"\n{describe(outcome.stop)}", file=sys.stderr)
-    if outcome.code in (75, 130, 143):
+    if outcome.code in (75, 130, 143) and not restarts.is_controlled():
         print(f"hint: go on with: make resume RUN={run.name}", file=sys.stderr)
     if call.json:
         result = {"run": str(run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None}

@@ -52,12 +52,18 @@ class Node:
     """Network interface towards the master."""
 
 
+def ranks_of(plan: Plan, node: Node) -> range:
+    """Returns the ranks that a node runs."""
+    counts = plan.node_ranks or (plan.world_size // plan.num_nodes,) * plan.num_nodes
+    first = sum(counts[: node.rank])
+    return range(first, first + counts[node.rank])
+
+
 def worker_environment(plan: Plan, node: Node, ambient: Mapping[str, str], *, cpu_threads: int) -> WorkerEnvironment:
     """Returns the workers' environment for `plan` on this node; `cpu_threads` is what this machine has in all."""
     kept = {k: v for k, v in ambient.items() if not SCRUBBED.fullmatch(k) and k not in DROPPED}
     removed = tuple(sorted(k for k in ambient if SCRUBBED.fullmatch(k)))
-    local_world = plan.world_size // plan.num_nodes
-    chosen = _always(local_world, kept, cpu_threads) | (_for_cpu(plan) if plan.device == "cpu" else {})
+    chosen = _always(len(ranks_of(plan, node)), kept, cpu_threads) | (_for_cpu(plan) if plan.device == "cpu" else {})
     notes = []
     if plan.device == "cpu" and plan.gradient_checkpointing:
         chosen["MALLOC_MMAP_THRESHOLD_"] = "1048576"

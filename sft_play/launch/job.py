@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
+from sft_play.errors import HardwareError, UserError
 from sft_play.launch import recovery
-from sft_play.launch.environment import Node
-from sft_play.launch.network import address_towards, free_port, interface_of, loopback_interface, require_free_port
+from sft_play.launch.agreement import NodeFacts
+from sft_play.launch.environment import Node, ranks_of
+from sft_play.launch.meeting import Meeting
+from sft_play.launch.network import address_towards, free_port, loopback_interface, require_free_port
 from sft_play.launch.options import LaunchOptions
 from sft_play.plan.calibration import load_calibration
 from sft_play.plan.detect import detect
@@ -32,6 +35,10 @@ class Job:
     hardware: Hardware
     shape: ModelShape
     node: Node
+    meeting: Meeting | None = None
+    """With the other nodes' launchers, until the workers are started."""
+    nodes: tuple[NodeFacts, ...] = ()
+    """What the nodes said of themselves, where there are several."""
 
     def plan(self, prepared: Prepared | None) -> Plan:
         """The plan, early (`prepared` unknown) or final."""
@@ -46,10 +53,15 @@ class Job:
         source = parse_source(self.call.options.get("SOURCE"), "auto")
         return planned(make, config, self.shape, prepared, source if prepared else "formula")
 
+    def world_size(self, before: Plan) -> int:
+        """Returns the processes of all nodes; `before` is the last plan of a run that is resumed."""
+        if self.nodes:
+            return sum(len(node.devices) for node in self.nodes)
+        return (self.options.request.num_gpus or before.world_size // before.num_nodes) * self.options.request.num_nodes
+
     def ranks_here(self, plan: Plan) -> range:
         """Returns the ranks that this node runs."""
-        local = plan.world_size // plan.num_nodes
-        return range(self.node.rank * local, (self.node.rank + 1) * local)
+        return ranks_of(plan, self.node)
 
     def again(self, request: LaunchRequest) -> Job:
         """Returns the job of another attempt on the same hardware."""
@@ -68,6 +80,15 @@ def job_of(call: Call, loaded: LoadedConfig, options: LaunchOptions) -> Job:
     )
 
 
+def refuse_early(job: Job) -> None:
+    """Raises what the early plan refuses; not yet for want of devices where other nodes are still to come."""
+    try:
+        job.plan(None)
+    except HardwareError:
+        if job.node.count == 1 or job.nodes:
+            raise
+
+
 def _node(options: LaunchOptions) -> Node:
     """This machine's place, with a port that is free now. Raises `HardwareError` where a port that was asked for is taken."""
     request, port = options.request, options.master_port
@@ -77,12 +98,12 @@ def _node(options: LaunchOptions) -> Node:
         return Node(master_port=port or free_port(), interface=loopback_interface())
     assert options.master_address is not None, "read_options requires MASTER_ADDR for several nodes"
     port = port or 29500
+    if ":" in options.master_address:
+        raise UserError(
+            f"`MASTER_ADDR` is `{options.master_address}`; nodes meet over IPv4 only", hint="give the IPv4 address of node 0"
+        )
     if request.node_rank == 0:
+        address_towards(options.master_address, port)  # a name that node 0 itself does not know would be told much later
         require_free_port(port, hint="choose another MASTER_PORT, the same on every node")
-    return Node(
-        rank=request.node_rank,
-        count=request.num_nodes,
-        master_address=options.master_address,
-        master_port=port,
-        interface=interface_of(address_towards(options.master_address, port)),
-    )
+    # The interface is the one that carries the meeting: what MASTER_ADDR resolves to may be 127.0.1.1 on node 0.
+    return Node(rank=request.node_rank, count=request.num_nodes, master_address=options.master_address, master_port=port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 from sft_play.errors import HardwareError, UserError
@@ -28,7 +29,7 @@ def port_is_free(port: int, address: str = "") -> bool:
 def require_free_port(port: int, *, hint: str) -> None:
     """Raises `HardwareError` when another process has the port."""
     if not port_is_free(port):
-        raise HardwareError(f"port {port} is taken by another process on this machine", hint=hint)
+        raise HardwareError(f"port {port} is taken by another process on this machine{holder_of(port)}", hint=hint)
 
 
 def address_towards(host: str, port: int) -> str:
@@ -60,3 +61,28 @@ def interface_of(address: str) -> str | None:
 def loopback_interface() -> str:
     """Returns the loopback interface's name (`lo` on Linux, `lo0` on macOS)."""
     return interface_of("127.0.0.1") or "lo"
+
+
+def holder_of(port: int) -> str:
+    """Returns `: NAME (process N) has it` for what listens on `port` here; empty where that cannot be seen."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port:
+                if one.pid is None:
+                    return ": a process of another user has it"
+                return f": `{' '.join(psutil.Process(one.pid).cmdline())[:100]}` (process {one.pid}) has it"
+    return ""
+
+
+def is_of_this_machine(host: str) -> bool:
+    """Whether a name or address is this machine's own; `False` too where it cannot be resolved."""
+    import psutil
+
+    try:
+        found = {str(one[4][0]) for one in socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)}
+    except socket.gaierror:
+        return False
+    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family == socket.AF_INET}
+    return any(address in own or address.startswith("127.") for address in found)

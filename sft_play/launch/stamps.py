@@ -83,8 +83,10 @@ def run_again(run: RunFolder) -> str | None:
         launch, plan, config = first_launch(run), read_json(run.plan), read_json(run.config)["config"]
         words = [STARTED_BY[launch["command"]], f"CONFIG={run.config}", f"RUN_NAME={run.name}-again"]
         many = launch["command"] != "single"
-        words += [f"NUM_GPUS={plan['world_size'] // plan['num_nodes']}"] if many else []
-        words += [f"NUM_NODES={plan['num_nodes']} NODE_RANK=... MASTER_ADDR=..."] if plan["num_nodes"] > 1 else []
+        unequal = plan.get("node_ranks") or []
+        words += [f"NUM_GPUS={plan['world_size'] // plan['num_nodes']}"] if many and not unequal else []
+        here = f" NUM_GPUS=... (by node: {', '.join(map(str, unequal))})" if unequal else ""
+        words += [f"NUM_NODES={plan['num_nodes']} NODE_RANK=... MASTER_ADDR=...{here}"] if plan["num_nodes"] > 1 else []
         words += [f"DEEPSPEED_CONFIG={run.deepspeed}"] if launch["deepspeed"] else []
         if many and not launch["deepspeed"] and config.get("launch", {}).get("strategy", "auto") == "auto":
             words.append(f"LAUNCH_STRATEGY={plan['strategy']}")

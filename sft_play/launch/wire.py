@@ -68,7 +68,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Line:
     """One connection. Reading never waits; writing waits for at most `SEND_SECONDS`."""
 
@@ -99,18 +99,16 @@ class Line:
             with contextlib.suppress(OSError):
                 self.sock.setblocking(False)
 
-    def receive(self) -> list[dict[str, Any]]:
-        """Returns the whole messages that have arrived. Raises `StrangerError`, `OtherVersionError` or `GoneError`.
+    def receive(self) -> dict[str, Any] | None:
+        """Returns the next whole message that has arrived, `None` when there is none yet.
 
-        What arrived before the other side closed is returned first.
+        Raises `StrangerError` or `OtherVersionError`, and `GoneError` when the other side has closed and nothing is left to read.
         """
         gone = self._read()
-        found = []
-        while (message := self._next()) is not None:
-            found.append(message)
-        if gone and not found:
+        message = self._next()
+        if message is None and gone:
             raise GoneError("it has closed the connection")
-        return found
+        return message
 
     def _read(self) -> bool:
         """Reads what is there; whether the other side has closed."""

@@ -1,0 +1,70 @@
+"""One attempt of a launch: the run's files are written, and the workers run to their end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from sft_play.config.load import save_config
+from sft_play.files import write_json, write_text
+from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
+from sft_play.launch.deepspeed_resolve import resolve
+from sft_play.launch.environment import worker_environment
+from sft_play.launch.extension_locks import remove_abandoned_locks
+from sft_play.launch.job import Job
+from sft_play.launch.local import show_launch, worker_arguments
+from sft_play.launch.render import accelerate_yaml
+from sft_play.launch.resume import launch_facts
+from sft_play.launch.run_folder import record_event
+from sft_play.launch.supervise import supervise
+from sft_play.launch.verdict import Outcome
+from sft_play.plan.plan import Plan
+from sft_play.plan.show import show_plan
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.stamp import divided
+
+
+def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpoint: Path | None) -> Outcome:
+    """Writes the run's files and runs the workers to their end. With an `event`, which is recorded, plan and command are shown."""
+    notices = write_launch_files(job, plan, run)
+    environment = worker_environment(plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads)
+    if plan.strategy.startswith("zero"):
+        remove_abandoned_locks(environment.variables)
+    arguments = worker_arguments(run, job.node, checkpoint=checkpoint, plan=plan)
+    console = sys.stderr if job.call.json else sys.stdout
+    if event:
+        notes = (*job.options.notices, *notices, *environment.notes)
+        print(f"{show_plan(plan)}\n{show_launch(arguments, replace(environment, notes=notes))}", file=console)
+        print(f"run {run.path}\n", file=console, flush=True)
+        record_event(run, event, node_rank=job.node.rank, world_size=plan.world_size, strategy=plan.strategy,
+                     steps=plan.steps, batches=divided(plan.ranks),
+                     checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
+    return supervise(arguments, environment.variables, run, job.ranks_here(plan), console=console.fileno())
+
+
+def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
+    """Writes config.json, plan.json, accelerate.yaml and deepspeed.json; returns notices about the user's DeepSpeed JSON."""
+    notices: list[str] = []
+    deepspeed: Path | None = None
+    if plan.strategy.startswith("zero"):
+        hidden_size = job.shape.hidden_size
+        if job.options.deepspeed:
+            settings, notices = resolve(job.options.deepspeed, plan, job.loaded.config, hidden_size=hidden_size)
+        else:
+            settings = deepspeed_settings(
+                stage=int(plan.strategy[-1]),
+                device=plan.device,
+                precision=plan.precision,
+                batch=BatchNumbers.of(plan),
+                clipping=job.loaded.config.train.max_grad_norm,
+                offload=plan.offload_optimizer,
+                hidden_size=hidden_size,
+            )
+        deepspeed = run.deepspeed
+        write_json(deepspeed, settings)
+    save_config(job.loaded, run.config)
+    plan.save(run.plan)
+    write_text(run.accelerate, accelerate_yaml(plan, job.node, deepspeed_file=deepspeed, fsdp=job.options.fsdp))
+    return notices

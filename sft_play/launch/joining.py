@@ -1,0 +1,162 @@
+"""A job on several machines: it joins the other nodes' launchers, and all of them make one plan from the devices of all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import HardwareError, UserError, first_line
+from sft_play.launch.agreement import NodeFacts, config_here, data_apart, disagreements, versions_here
+from sft_play.launch.job import Job
+from sft_play.launch.meeting import Given, Meeting, say
+from sft_play.launch.meeting_guest import Guest
+from sft_play.launch.meeting_host import Host
+from sft_play.launch.network import interface_of, is_of_this_machine
+from sft_play.plan.choices import devices_for
+from sft_play.plan.plan import Plan
+from sft_play.runs.manifest import NAME as MANIFEST
+from sft_play.runs.manifest import checksum
+from sft_play.runs.prepared import Prepared
+
+
+@contextlib.contextmanager
+def joined(job: Job, run: str, *, resumed: bool, checkpoint: Path | None, again: bool = False) -> Iterator[Job]:
+    """Yields the job that knows the devices of all nodes, with its meeting; the same job where there is one node.
+
+    `again`: this launcher has launched the run before. Whatever the body raises is told to the other nodes. Raises `UserError` for
+    nodes that do not agree, the same on each, and `RetryableError` for those that do not come within `launch.join_seconds`.
+    """
+    if job.node.count == 1:
+        yield job
+        return
+    if job.call.options.get("SOURCE") == "probe":
+        raise UserError(
+            "`SOURCE=probe` measures on one machine, and `NUM_NODES` is more", hint="SOURCE=trace plans without a probe"
+        )
+    facts = _facts(job, run, resumed=resumed, checkpoint=checkpoint)
+    meeting = _meeting(job, facts.host, again=again)
+    try:
+        nodes = [NodeFacts.from_json(one) for one in meeting.exchange(facts.to_json(), _judge_nodes)]
+        yield _with_all(job, meeting, nodes)
+    except BaseException as error:
+        meeting.fail(error)
+        raise
+    finally:
+        meeting.close()
+
+
+def agreed(job: Job, plan: Plan, prepared: Prepared) -> Plan:
+    """Returns node 0's plan, by which all nodes train, when all have prepared the same; ends the meeting.
+
+    A node's own plan may rest on what was measured on it alone. Raises `DataError` or `HardwareError`, the same on every node.
+    """
+    if job.meeting is None:
+        return plan
+    given: Given = {"prepared": _content(prepared), "world_size": plan.world_size}
+    if job.node.rank == 0:
+        given["plan"] = plan.to_json()
+    found = job.meeting.exchange(given, lambda all_of_them: _judge_prepared(job, all_of_them))
+    job.meeting.over = True
+    job.meeting.close()
+    try:
+        return Plan.from_json(found[0]["plan"])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise HardwareError(
+            f"node 0's plan cannot be read: {first_line(error)}", hint="install the same SFT-Play on every node"
+        ) from error
+
+
+def _facts(job: Job, run: str, *, resumed: bool, checkpoint: Path | None) -> NodeFacts:
+    request, options = job.options.request, job.options
+    command: dict[str, Any] = {
+        "command": request.command_strategy,
+        "DEEPSPEED_CONFIG": dict(options.deepspeed.settings) if options.deepspeed else None,
+        "FSDP settings": dict(options.fsdp),
+    }
+    return NodeFacts(
+        rank=job.node.rank, host=socket.gethostname()[:255], num_nodes=job.node.count, run=run, resumed=resumed,
+        checkpoint=_named(checkpoint), command={name: json.dumps(value, sort_keys=True) for name, value in command.items()},
+        config=config_here(job.loaded), versions=versions_here(job.hardware.kind), kind=job.hardware.kind,
+        devices=devices_for(job.hardware, request, False)[1],
+    )  # fmt: skip
+
+
+def _named(checkpoint: Path | None) -> str | None:
+    """Returns a checkpoint's name with the beginning of its manifest's checksum: by that its content is known."""
+    return f"{checkpoint.name} ({checksum(checkpoint / MANIFEST)[:12]})" if checkpoint else None
+
+
+def _meeting(job: Job, host: str, *, again: bool) -> Meeting:
+    node, patience = job.node, float(job.loaded.config.launch.join_seconds)
+    where = f"{node.master_address}:{node.master_port}"
+    if node.rank > 0:
+        say(f"node {node.rank} ({host}): meeting the other nodes at {where}")
+        return Guest(node=node, host=host, patience=patience)
+    say(f"node 0 ({host}): waiting for {node.count - 1} more at port {node.master_port}, up to {patience:g} s")
+    if not is_of_this_machine(node.master_address):
+        say(f"note: `MASTER_ADDR` `{node.master_address}` is no address of this machine; the others look for node 0 there")
+    return Host(node=node, host=host, patience=patience, again=again)
+
+
+def _judge_nodes(given: Sequence[Given]) -> list[UserError]:
+    try:
+        return disagreements([NodeFacts.from_json(one) for one in given])
+    except (ValueError, TypeError, KeyError) as error:
+        return [HardwareError(f"a node sent what is not understood: {error}", hint="install the same SFT-Play on every node")]
+
+
+def _with_all(job: Job, meeting: Meeting, nodes: Sequence[NodeFacts]) -> Job:
+    request = replace(job.options.request, node_devices=tuple(node.devices for node in nodes))
+    interface = _interface(meeting.addresses(), job.node.interface)
+    say(f"all {len(nodes)} nodes are here: {', '.join(_counted(node) for node in nodes)}")
+    return replace(
+        job, meeting=meeting, nodes=tuple(nodes), node=replace(job.node, interface=interface),
+        options=replace(job.options, request=request),
+    )  # fmt: skip
+
+
+def _counted(node: NodeFacts) -> str:
+    count, unit = len(node.devices), "GPU" if node.kind == "cuda" else "process"
+    plural = "" if count == 1 else "s" if unit == "GPU" else "es"
+    return f"{node.name} with {count} {unit}{plural}"
+
+
+def _interface(addresses: Sequence[str], known: str | None) -> str | None:
+    """Returns the interface that really carries the connections to other nodes: a host's name may lead to 127.0.1.1."""
+    found = [name for address in addresses if (name := interface_of(address))]
+    outside = [name for name in found if not name.startswith("lo")] or found
+    if len(set(outside)) > 1:
+        names = ", ".join(dict.fromkeys(outside))
+        say(
+            f"note: other nodes are reached by several interfaces ({names}); `{outside[0]}` is used: set GLOO_SOCKET_IFNAME for another"
+        )
+    return outside[0] if outside else known
+
+
+def _content(prepared: Prepared) -> dict[str, str]:
+    """Returns what must be the same on every node, in words that end with a hash."""
+    found = {
+        "base model": prepared.model.fingerprint[:12],
+        "tokenizer and template": prepared.model.tokenizer_fingerprint[:12],
+    }
+    for name, split in (("training data", prepared.train), ("validation data", prepared.validation)):
+        if split:
+            found[name] = f"{split.rows} rows, {split.tokens} tokens, {split.fingerprint[:12]}"
+    return found
+
+
+def _judge_prepared(job: Job, given: Sequence[Given]) -> list[UserError]:
+    content = [one.get("prepared") for one in given]
+    if not all(isinstance(one, dict) and all(isinstance(v, str) for v in one.values()) for one in content):
+        return [HardwareError("a node sent what is not understood", hint="install the same SFT-Play on every node")]
+    ranks = sum(len(node.devices) for node in job.nodes)
+    planned = {one.get("world_size") for one in given}
+    if planned != {ranks}:
+        told = ", ".join(f"{node.name} plans for {one.get('world_size')}" for node, one in zip(job.nodes, given, strict=True))
+        return [HardwareError(f"the nodes have {ranks} processes in all, but {told}", hint="give NUM_GPUS on every node")]
+    return data_apart(job.nodes, [one for one in content if isinstance(one, dict)])

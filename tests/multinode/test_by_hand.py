@@ -1,0 +1,227 @@
+"""The same command typed on every machine: launchers that meet, unequal numbers of processes, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.runs.folder import RunFolder
+from tests.conftest import metrics
+from tests.distributed.test_launch import Launcher
+from tests.lan import Lan, lan
+
+SECONDS = 240
+PORT = "23456"
+
+
+class Lan2:
+    """A LAN whose hosts are given the same command, each with its rank."""
+
+    def __init__(self, net: Lan, folder: Path, model: Path) -> None:
+        self.net, self.folder = net, folder
+        self.launcher = Launcher(folder, model)
+        self.started: list[tuple[subprocess.Popen[str], Path]] = []
+
+    def start(self, k: int, *words: str, name: str = "by_hand", nodes: int = 2, master: str | None = None, **env: str) -> None:
+        address = master or self.net.hosts[0].address
+        place = (f"NUM_NODES={nodes}", f"NODE_RANK={k}", f"MASTER_ADDR={address}", f"MASTER_PORT={PORT}")
+        command = (self.net.python, "-m", "sft_play", *words, *place)
+        if words[0] != "resume":
+            command += (f"CONFIG={self.launcher.config}", f"RUN_NAME={name}")
+        path = self.folder / f"said{len(self.started)}"
+        with path.open("w") as said:
+            process = self.net.popen(k, command, env=env, stdout=said, stderr=subprocess.STDOUT, cwd=self.folder)
+        self.started.append((process, path))
+
+    def end(self) -> list[tuple[int, str]]:
+        """Returns code and words of everything that was started."""
+        found = [(process.wait(timeout=SECONDS), path.read_text()) for process, path in self.started]
+        self.started = []
+        return found
+
+    def said(self, k: int) -> str:
+        return self.started[k][1].read_text()
+
+    def until(self, k: int, words: str) -> None:
+        """Waits until what was started as number `k` has said this."""
+        deadline = time.monotonic() + SECONDS
+        while words not in self.said(k):
+            assert self.started[k][0].poll() is None, self.said(k)
+            assert time.monotonic() < deadline, self.said(k)
+            time.sleep(0.1)
+
+    def run(self, name: str = "by_hand") -> RunFolder:
+        return RunFolder(self.net.folder / "runs" / name)
+
+
+@pytest.fixture
+def two(tmp_path: Path, tiny: Path) -> Iterator[Lan2]:
+    with lan(tmp_path / "lan", nodes=2) as net:
+        yield Lan2(net, tmp_path, tiny)
+
+
+def losses(run: RunFolder) -> list[float]:
+    return [row["loss"] for row in metrics(run.path)]
+
+
+def all_ended_with_0(ended: Sequence[tuple[int, str]]) -> None:
+    assert [code for code, _ in ended] == [0] * len(ended), "\n\n".join(said for _, said in ended)
+
+
+def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
+    """Ranks 0, and 1 and 2: the losses are those of one process, which is trained while node 0 waits for node 1."""
+    two.start(0, "train-distributed", "NUM_GPUS=1")
+    began = time.monotonic()
+    alone = two.net.run(
+        1,
+        [two.net.python, "-m", "sft_play", "train", f"CONFIG={two.launcher.config}", "RUN_NAME=alone"],
+        timeout=SECONDS,
+        cwd=two.folder,
+    )
+    assert alone.returncode == 0, alone.stderr
+    time.sleep(max(0.0, 10 - (time.monotonic() - began)))
+    two.until(0, "waiting for node 1, up to 600 s; here: node 0 (node1)")
+    two.start(1, "train-distributed", "NUM_GPUS=2")
+    ended = two.end()
+    all_ended_with_0(ended)
+    assert "all 2 nodes are here: node 0 (node1) with 1 process, node 1 (node2) with 2 processes" in ended[0][1]
+    run = two.run()
+    assert sorted(path.name for path in run.logs.glob("rank*.log")) == ["rank0.log", "rank1.log", "rank2.log"]
+    assert losses(run) == pytest.approx(losses(two.run("alone")), rel=1e-5)
+    row = metrics(run.path)[0]
+    assert len(row["rank_tokens"]) == 3
+    assert "GLOO_SOCKET_IFNAME=eth0" in ended[0][1] and "GLOO_SOCKET_IFNAME=eth0" in ended[1][1]
+
+
+@pytest.mark.long
+def test_one_error_on_every_node(two: Lan2, tmp_path: Path) -> None:
+    def both(*words: str) -> str:
+        codes, said = zip(*two.end(), strict=True)
+        assert len(set(codes)) == 1 and codes[0] in (2, 3, 4), said
+        for word in words:
+            assert all(word in one for one in said), said
+        assert not two.run().path.exists(), "nothing is left of a run that did not start"
+        return str(codes[0])
+
+    two.start(0, "train-distributed", "NUM_GPUS=1", "TRAIN_SEED=1")
+    two.start(1, "train-distributed", "NUM_GPUS=1", "TRAIN_SEED=2")
+    assert both("`train.seed` is `1` on node 0 (node1), `2` on node 1 (node2)") == "2"
+    two.start(0, "train-distributed", "NUM_GPUS=1", nodes=3)
+    two.start(1, "train-distributed", "NUM_GPUS=1", nodes=2)
+    assert both("`NUM_NODES` is not the same on every node: node 0 (node1): 3, node 1 (node2): 2") == "2"
+    two.start(0, "train-distributed", "NUM_GPUS=1")
+    two.start(1, "train-deepspeed", "NUM_GPUS=1")
+    assert both("the command differs") == "2"
+
+
+@pytest.mark.long
+def test_other_rows_on_one_node(tmp_path: Path, tiny: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    with lan(tmp_path / "lan", nodes=2, private=[own]) as net:
+        two = Lan2(net, tmp_path, tiny)
+        rows = (tmp_path / "rows.jsonl").read_text()
+        for k, host in enumerate(net.hosts):
+            (host.private[own] / "rows.jsonl").write_text(rows if k == 0 else rows.replace("say 3", "say three"))
+            two.start(k, "train-distributed", "NUM_GPUS=1", f"DATA_TRAIN_PATH={own / 'rows.jsonl'}")
+        ended = two.end()
+        assert [code for code, _ in ended] == [4, 4], ended
+        assert all("the nodes did not prepare the same: the training data: 8 rows" in said for _, said in ended), ended
+
+
+@pytest.mark.long
+def test_a_firewall_is_told_from_a_port_nobody_listens_on(two: Lan2) -> None:
+    rules = two.folder / "rules.nft"
+    rules.write_text(
+        f"table inet wall {{\n chain input {{\n  type filter hook input priority 0; policy accept;\n  tcp dport {PORT} drop\n }}\n}}\n"
+    )
+    blocked = two.net.run(0, ["nft", "-f", rules])
+    if blocked.returncode:
+        pytest.skip(f"no nft here: {blocked.stderr}")
+    two.start(0, "train-distributed", "NUM_GPUS=1", "LAUNCH_JOIN_SECONDS=14")
+    two.start(1, "train-distributed", "NUM_GPUS=1", "LAUNCH_JOIN_SECONDS=8")
+    (first, said0), (second, said1) = two.end()
+    assert (first, second) == (75, 75), said0 + said1
+    assert "node 1 of 2 did not come" in said0
+    assert f"{two.net.hosts[0].address}:{PORT}: node 1 (node2) did not reach node 0 within 8 s: no answer: a firewall" in said1
+    assert two.net.run(0, ["nft", "delete", "table", "inet", "wall"]).returncode == 0
+    two.start(1, "train-distributed", "NUM_GPUS=1", "LAUNCH_JOIN_SECONDS=4")
+    ((code, said),) = two.end()
+    assert code == 75 and "nothing listens there yet" in said, said
+
+
+@pytest.mark.long
+def test_the_name_of_node_0_may_lead_to_127_0_1_1_there(two: Lan2) -> None:
+    """As Debian writes it into /etc/hosts: without the meeting node 0 would offer its loopback interface to the others."""
+    hosts = two.folder / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node1\n")
+    done = two.net.run(0, ["mount", "--bind", hosts, "/etc/hosts"])
+    assert done.returncode == 0, done.stderr
+    for k in range(2):
+        two.start(k, "train-distributed", "NUM_GPUS=1", master="node1")
+    ended = two.end()
+    all_ended_with_0(ended)
+    assert all("GLOO_SOCKET_IFNAME=eth0" in said for _, said in ended), ended
+
+
+@pytest.mark.long
+def test_nodes_meet_again_after_a_rank_was_killed(two: Lan2) -> None:
+    words = ("train-distributed", "NUM_GPUS=1", "TRAIN_MAX_STEPS=40", "TRAIN_SAVE_STEPS=5", "LAUNCH_MAX_RESTARTS=2")
+    for k in range(2):
+        two.start(k, *words)
+    run = two.run()
+    deadline = time.monotonic() + SECONDS
+    while not run.checkpoint(5).exists():
+        assert time.monotonic() < deadline and two.started[0][0].poll() is None, two.said(0) + two.said(1)
+        time.sleep(0.1)
+    workers = [pid for pid in two.net.pids(1) if is_worker(pid)]
+    assert workers
+    for pid in workers:
+        subprocess.run(["kill", "-9", str(pid)], check=False)
+    ended = two.end()
+    all_ended_with_0(ended)
+    assert all("restarting:" in said and said.count("all 2 nodes are here") == 2 for _, said in ended), ended
+    assert [row["step"] for row in metrics(run.path)][-1] == 40
+
+
+def is_worker(pid: int) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return False
+    return "sft_play.train" in words and "accelerate.commands.launch" not in words
+
+
+@pytest.mark.long
+def test_deepspeed_over_two_nodes_with_unequal_numbers(two: Lan2) -> None:
+    for k, count in enumerate((2, 1)):
+        two.start(k, "train-deepspeed", f"NUM_GPUS={count}", "LAUNCH_STRATEGY=zero2")
+    all_ended_with_0(two.end())
+    alone = two.net.run(
+        1,
+        [two.net.python, "-m", "sft_play", "train", f"CONFIG={two.launcher.config}", "RUN_NAME=alone"],
+        timeout=SECONDS,
+        cwd=two.folder,
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert losses(two.run()) == pytest.approx(losses(two.run("alone")), rel=1e-4)
+
+
+@pytest.mark.long
+def test_a_resumed_run_meets_first(two: Lan2) -> None:
+    """What each node would go on from is compared before anything is launched; unequal numbers are remembered per node."""
+    for k, count in enumerate((1, 2)):
+        two.start(k, "train-distributed", f"NUM_GPUS={count}", "TRAIN_MAX_STEPS=4", "TRAIN_SAVE_STEPS=2")
+    all_ended_with_0(two.end())
+    for k in range(2):
+        two.start(k, "resume", "RUN=by_hand", "TRAIN_MAX_STEPS=6")
+    ended = two.end()
+    all_ended_with_0(ended)
+    assert "node 1 (node2) with 2 processes" in ended[0][1]
+    steps: list[Any] = [row["step"] for row in metrics(two.run().path)]
+    assert steps[-1] == 6
