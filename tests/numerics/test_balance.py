@@ -82,7 +82,7 @@ def test_every_rank_counts_as_many_micro_steps_with_the_real_ones_last(shares: S
     assert Counter(row["row"] for batches in ranks for batch in batches for row in batch) == Counter(range(COUNT))
     for batches, (micro, _) in zip(ranks, shares, strict=True):
         assert len(batches) == 8
-        assert bool(batches[-1]) == any(batches) == bool(micro), "gradients meet in the last micro-step"
+        assert bool(batches[-1]) == any(batches) <= bool(micro), "gradients meet in the last micro-step"
     if pack:
         tokens = [sum(len(row["input_ids"]) for batch in batches for row in batch) for batches in ranks]
         slots = [micro * steps for micro, steps in shares]

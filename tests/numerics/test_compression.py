@@ -98,8 +98,8 @@ def test_small_gradients_keep_their_digits_and_large_ones_do_not_overflow() -> N
     assert kept is not None
     mean = kept.unpack(sum((kept.pack(gradients, 2) for _ in range(2)), torch.zeros(())), torch.empty_like(gradients))
     bare = gradients.half().float()
-    error, without = (((one - gradients).norm() / gradients.norm()).item() for one in (mean, bare))
-    assert error < 1e-3 < without, (error, without)
+    off = [((one - gradients).abs() > 0.01 * gradients.abs()).float().mean().item() for one in (mean, bare)]
+    assert off[0] < 0.03 and off[1] > 0.5, f"gradients that are off by more than a hundredth: {off}"
     assert (bare == 0).float().mean() > 20 * (mean == 0).float().mean()
     large = kept.unpack(kept.pack(torch.tensor([1e9, -1e9]), 1), torch.empty(2))
     assert large.tolist() == [FP16_MOST / 1024, -FP16_MOST / 1024]

@@ -28,7 +28,7 @@ def config_of(*, fp16: bool = False, **launch: Any) -> Config:
 
 
 def problems(config: Config) -> list[str]:
-    return [str(problem) for rule in RULES for problem in rule(config, {})]
+    return [problem.render() for rule in RULES for problem in rule(config, {})]
 
 
 @pytest.mark.parametrize(
