@@ -93,7 +93,7 @@ def together(config: Config, origins: Origins) -> Iterator[UserError]:
     """Keys that need each other, so that nothing that was typed is without effect."""
     kubernetes = config.kubernetes
     if kubernetes.create_claims and not (kubernetes.storage_class or "").strip():
-        empty = kubernetes.storage_class is not None
+        empty = origins.get("kubernetes.storage_class", "default") != "default"
         yield _problem(
             origins, "storage_class" if empty else "create_claims",
             "`kubernetes.create_claims` is `true`, and `kubernetes.storage_class` is " + ("empty" if empty else "not given"),
@@ -118,7 +118,9 @@ def labels(config: Config, origins: Origins) -> Iterator[UserError]:
     for key, found in selectors.items():
         for name, text in (pair for selector in found for pair in selector.items()):
             if not QUALIFIED.fullmatch(name) or not LABEL_VALUE.fullmatch(text):
-                yield _wrong(origins, key, f"{name}={text}", "a label and its value, such as `nvidia.com/gpu.product: NVIDIA-L40S`")
+                yield _wrong(
+                    origins, key, f"{name}={text}", "a label and its value, such as `nvidia.com/gpu.product: NVIDIA-L40S`"
+                )
 
 
 def environment(config: Config, origins: Origins) -> Iterator[UserError]:

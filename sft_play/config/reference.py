@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sft_play.config.keys import REQUIRED, Key, documented, extra_keys, schema_keys, sections
@@ -136,12 +137,18 @@ def _json_type(key: Key) -> dict[str, Any]:
     return schema if key.default is REQUIRED else schema | {"default": _json_default(key.default)}
 
 
+def _json_entry(entry: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(entry):
+        return _json_source()
+    return {"type": "object" if get_origin(entry) is Mapping else "string"}
+
+
 def _json_part(part: Any, key: Key) -> dict[str, Any]:
     if get_origin(part) is Literal:
         return {"enum": list(get_args(part))}
     if get_origin(part) is list:
         (entry,) = get_args(part)
-        return {"type": "array", "items": _json_source() if dataclasses.is_dataclass(entry) else {"type": "string"}}
+        return {"type": "array", "items": _json_entry(entry)}
     names = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
     name = names.get(get_origin(part) or part, "object")
     schema: dict[str, Any] = {"type": name}

@@ -97,7 +97,7 @@ def describe(annotation: Any, limits: Range = ANY_NUMBER) -> str:
     also = [f"{limits.also}"] if limits.also is not None else []
     names = {
         bool: "`true`, `false`", int: f"an integer{limits.words()}", float: f"a number{limits.words()}", str: "text", type(None): "null",
-        dict: "a mapping",
+        dict: "a mapping", Mapping: "a mapping such as `{name: text}`",
     }  # fmt: skip
     words: list[str] = []
     numbers = set()
@@ -107,7 +107,7 @@ def describe(annotation: Any, limits: Range = ANY_NUMBER) -> str:
             words += [f"`{word}`" for word in choices] if len(choices) <= MOST_WORDS else [_some(choices)]
         elif get_origin(part) is list:
             (entry,) = get_args(part)
-            words.append("a list of entries with `path`" if dataclasses.is_dataclass(entry) else "a list such as `[a, b]`")
+            words.append(_of_entries(entry))
         elif dataclasses.is_dataclass(part):
             words.append("an entry with `path`")
         elif part is not type(None):
@@ -116,6 +116,12 @@ def describe(annotation: Any, limits: Range = ANY_NUMBER) -> str:
     words = also + words + (["null"] if allows_null(annotation) else [])
     words = [single for word in words for single in word.split(", ")] if bool in numbers else words
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _of_entries(entry: Any) -> str:
+    if dataclasses.is_dataclass(entry):
+        return "a list of entries with `path`"
+    return "a list of mappings such as `[{name: text}]`" if get_origin(entry) is Mapping else "a list such as `[a, b]`"
 
 
 def _some(choices: tuple[Any, ...]) -> str:
@@ -150,7 +156,9 @@ def convert(node: Node, annotation: Any, limits: Range, key: str, problems: list
             return _list(value, get_args(part)[0], key, problems)
         if isinstance(value, dict) and dataclasses.is_dataclass(part):
             return _record(node, part, key, problems)
-        if isinstance(value, dict) and (get_origin(part) or part) in (dict, Mapping):
+        if isinstance(value, dict) and get_origin(part) is Mapping:
+            return _texts(node, key, problems)
+        if isinstance(value, dict) and part in (dict, Mapping):
             return _mapping(node, key, problems)
     text = value if isinstance(value, str) else node.text
     if str in parts and value is not None and text is not None:
@@ -209,6 +217,15 @@ def _record(node: Node, record: Any, key: str, problems: list[Mismatch]) -> Any:
         ):
             problems.append(Mismatch(key=f"{key}.{required.name}", node=node, problem="is missing"))
     return INVALID if len(problems) > before else record(**given)
+
+
+def _texts(node: Node, key: str, problems: list[Mismatch]) -> Any:
+    """Returns a mapping of text to text (`Mapping[str, str]`), each value letter for letter: `LEVEL: 1` is `"1"`."""
+    values = {name: convert(part, str, ANY_NUMBER, f"{key}.{name}", problems) for name, part in node.value.items()}
+    problems += [
+        Mismatch(key=key, node=node, problem="has a name that no file can hold") for name in values if not _is_writable(name)
+    ]
+    return INVALID if any(value is INVALID for value in values.values()) or not all(map(_is_writable, values)) else values
 
 
 def _mapping(node: Node, key: str, problems: list[Mismatch]) -> Any:

@@ -78,7 +78,7 @@ def node_of_text(text: str, key: Key) -> Node:
         return Node(None)
     if all(part in (str, type(None)) for part in parts):
         return Node(text)
-    holds_more = any((get_origin(part) or part) in (list, dict) for part in parts)
+    holds_more = any((get_origin(part) or part) in (list, dict, Mapping) for part in parts)
     if holds_more and text.lstrip().startswith(("[", "{", "- ")):
         return parse_yaml(text, key.name)
     value = resolve_scalar(text.strip())

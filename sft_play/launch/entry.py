@@ -155,7 +155,9 @@ def _of_slurm(environ: Mapping[str, str]) -> Place:
     job = _number(environ, "SLURM_JOB_ID") or 0
     return Place(
         source="Slurm",
-        nodes=_number(environ, "SLURM_STEP_NUM_NODES") or _number(environ, "SLURM_NNODES") or _number(environ, "SLURM_JOB_NUM_NODES"),
+        nodes=_number(environ, "SLURM_STEP_NUM_NODES")
+        or _number(environ, "SLURM_NNODES")
+        or _number(environ, "SLURM_JOB_NUM_NODES"),
         rank=_number(environ, "SLURM_NODEID"),
         master=environ.get("MASTER_ADDR") or first_host(listed),
         port=_number(environ, "MASTER_PORT") or 20_000 + job % 10_000,
@@ -204,7 +206,8 @@ def _agreed(name: str, typed: Mapping[str, str], told: int | None, place: Place)
     given = _number(typed, name)
     if given is not None and told is not None and given != told:
         raise UserError(
-            f"`{name}` is {given}, but {place.source} says {told}", hint="render the job again, or leave the word out of its command"
+            f"`{name}` is {given}, but {place.source} says {told}",
+            hint="render the job again, or leave the word out of its command",
         )
     return told if given is None else given
 

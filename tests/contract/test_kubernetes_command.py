@@ -43,7 +43,7 @@ def test_without_hardware_it_is_this_machines(in_process: Program, tmp_path: Pat
         (("KUBERNETES_CREATE_CLAIMS=true", "KUBERNETES_STORAGE_CLASS="), 2, "`kubernetes.storage_class` is empty"),
         (("RUN_NAME=Bad_Name",), 2, "hint: RUN_NAME=bad-name"),
         (("HARDWARE=L50S",), 3, "`L50S` is not hardware that is known"),
-        (("HARDWARE=8GB", "MODEL_NAME=Qwen/Qwen2.5-14B-Instruct", "TUNING_MODE=full"), 3, "does not fit"),
+        (("HARDWARE=8GB", "MODEL_NAME=Qwen/Qwen2.5-14B-Instruct", "TUNING_MODE=full"), 3, "not even one row of 2048 tokens fits"),
         (("SUBMIT=1",), 2, "SUBMIT"),
     ],
 )
@@ -51,7 +51,9 @@ def test_bad_input_is_one_error_and_nothing_is_written(
     in_process: Program, tmp_path: Path, words: tuple[str, ...], code: int, said: str
 ) -> None:
     names = {word.partition("=")[0] for word in words}
-    done = in_process("kubernetes", *(word for word in TWO if word.partition("=")[0] not in names), *words, f"OUT={tmp_path / 'out'}")
+    done = in_process(
+        "kubernetes", *(word for word in TWO if word.partition("=")[0] not in names), *words, f"OUT={tmp_path / 'out'}"
+    )
     assert done.code == code, done.err
     assert said in done.err and "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
@@ -86,5 +88,3 @@ def test_the_example_of_two_l40s_pods(in_process: Program, tmp_path: Path) -> No
         assert template["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L40S"}
     config = json.loads(of_kind(found, "ConfigMap")["data"]["config.json"])["config"]
     assert config["model"]["name"] == "HuggingFaceTB/SmolLM3-3B" and config["train"]["epochs"] == 4
-
-

@@ -128,7 +128,7 @@ MUTANTS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("trainjob", "TrainJob", lambda d: d["spec"]["trainer"].update(numNodes="two")),
     ("trainjob", "TrainJob", lambda d: d["spec"].update(podSpecOverrides=[])),
     ("trainjob", "TrainingRuntime", lambda d: d["spec"]["template"]["spec"].update(failurePolicies={})),
-    ("trainjob", "TrainingRuntime", lambda d: d["spec"]["template"]["spec"]["replicatedJobs"][0].pop("name")),
+    ("trainjob", "TrainingRuntime", lambda d: d["spec"]["template"]["spec"]["failurePolicy"]["rules"][0].pop("action")),
     ("trainjob", "TrainingRuntime", lambda d: d["spec"]["mlPolicy"].update(numNodes="two")),
     ("pytorchjob", "PyTorchJob", lambda d: d["spec"].pop("pytorchReplicaSpecs")),
     ("pytorchjob", "PyTorchJob", lambda d: d["spec"].update(replicas=2)),
@@ -138,7 +138,9 @@ MUTANTS: list[tuple[str, str, Callable[[Any], Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "name", "mutate"), MUTANTS, ids=[f"{name}-{number}" for number, (_, name, _) in enumerate(MUTANTS)])
+@pytest.mark.parametrize(
+    ("kind", "name", "mutate"), MUTANTS, ids=[f"{name}-{number}" for number, (_, name, _) in enumerate(MUTANTS)]
+)
 def test_a_wrong_document_is_refused(kind: str, name: str, mutate: Callable[[Any], Any]) -> None:
     document = copy.deepcopy(of_kind([one for one in _found(kind) if one["metadata"]["name"] != "models"], name)
                              if name != "PersistentVolumeClaim" else _found(kind)[0])  # fmt: skip

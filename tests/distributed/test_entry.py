@@ -76,7 +76,15 @@ class Pods:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "ACCELERATE_", "SFT_", "SLURM_", "SKYPILOT_"))}
         ours = {"PYTHONPATH": str(ROOT), "RUNS_DIR": str(self.runs), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
                 "SFT_PLAY_CACHE": str(self.folder / "cache")}  # fmt: skip
-        command = [sys.executable, "-m", "sft_play.launch.entry", "train-distributed", f"CONFIG={self.config}", "RUN_NAME=demo", *words]
+        command = [
+            sys.executable,
+            "-m",
+            "sft_play.launch.entry",
+            "train-distributed",
+            f"CONFIG={self.config}",
+            "RUN_NAME=demo",
+            *words,
+        ]
         one = subprocess.Popen(
             command, env={**kept, **ours, **environ}, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -111,7 +119,8 @@ def events(pods: Pods) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "scheduler", ["pytorchjob", *(pytest.param(name, marks=pytest.mark.long) for name in ("trainjob", "job", "skypilot", "slurm"))]
+    "scheduler",
+    ["pytorchjob", *(pytest.param(name, marks=pytest.mark.long) for name in ("trainjob", "job", "skypilot", "slurm"))],
 )
 def test_two_pods_find_each_other_and_train(pods: Pods, scheduler: str) -> None:
     codes, said = ended(pods.pair(scheduler, "TRAIN_MAX_STEPS=3"))

@@ -153,8 +153,7 @@ def test_a_signal_reaches_the_program(tmp_path) -> None:
         "signal.signal(signal.SIGUSR1, end)\nmark.write_text('ready')\ntime.sleep(60)\n"
     )
     outer = (
-        "import sys\nfrom sft_play.launch.entry import supervised\n"
-        f"sys.exit(supervised([sys.executable, '-c', {program!r}]))\n"
+        f"import sys\nfrom sft_play.launch.entry import supervised\nsys.exit(supervised([sys.executable, '-c', {program!r}]))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", outer], env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:

@@ -54,7 +54,7 @@ COMMON: list[tuple[Mutation, str]] = [
     (lambda d: one(d)["securityContext"].update(privileged=True), "may become root"),
     (lambda d: one(d)["securityContext"]["capabilities"].update(add=["SYS_ADMIN"]), "not all dropped"),
     (lambda d: one(d).pop("image"), "image: missing"),
-    (lambda d: one(d).update(name="main"), "main"),
+    (lambda d: one(d).update(name="main"), "contain"),
     (lambda d: one(d)["env"].append({"name": "RUNS_DIR", "value": "/x"}), "stands twice"),
     (lambda d: one(d)["env"].append({"name": "a-b", "value": "x"}), "is no variable"),
     (lambda d: one(d)["env"].append({"name": "HF_TOKEN", "value": "x"}), "not taken from a Secret"),

@@ -156,8 +156,14 @@ def _folder(call: Call, spec: Spec) -> Path:
 def _pods(spec: Spec) -> str:
     what = "process" if spec.device == "cpu" else "GPU"
     each = sorted(set(zip(spec.cards, spec.processes, strict=True)))
-    shares = " and ".join(f"{count} {what}{'s' if count > 1 and what == 'GPU' else 'es' if count > 1 else ''} ({card})" for card, count in each)
-    return f"{spec.pods} pod{'s' if spec.pods > 1 else ''} with {shares} each" if len(each) == 1 else f"{spec.pods} pods with {shares}"
+    shares = " and ".join(
+        f"{count} {what}{'s' if count > 1 and what == 'GPU' else 'es' if count > 1 else ''} ({card})" for card, count in each
+    )
+    return (
+        f"{spec.pods} pod{'s' if spec.pods > 1 else ''} with {shares} each"
+        if len(each) == 1
+        else f"{spec.pods} pods with {shares}"
+    )
 
 
 def _commands(spec: Spec, paths: list[Path]) -> list[str]:

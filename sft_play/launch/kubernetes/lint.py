@@ -112,7 +112,9 @@ def _runtime(spec: Document) -> Iterator[str]:
         step = job.get("template", {}).get("metadata", {}).get("labels", {}).get("trainer.kubeflow.org/trainjob-ancestor-step")
         if step != "trainer":
             yield f"{where}.template.metadata.labels: no `trainer.kubeflow.org/trainjob-ancestor-step: trainer`"
-        yield from _job(job.get("template", {}).get("spec", {}), f"{where}.template.spec", container="node", operators=OF_OPERATOR)
+        yield from _job(
+            job.get("template", {}).get("spec", {}), f"{where}.template.spec", container="node", operators=OF_OPERATOR
+        )
 
 
 def _trainjob(spec: Document) -> Iterator[str]:

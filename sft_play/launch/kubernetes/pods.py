@@ -146,7 +146,10 @@ def claims(spec: Spec) -> dict[str, list[str]]:
 
 def _mounts(spec: Spec) -> list[Document]:
     where = {"models": MODELS, "runs": RUNS, "tracking": TRACKING}
-    found: list[Document] = [{"name": "config", "mountPath": SETTINGS, "readOnly": True}, {"name": "shm", "mountPath": "/dev/shm"}]
+    found: list[Document] = [
+        {"name": "config", "mountPath": SETTINGS, "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
     for roles in claims(spec).values():
         for role in roles:
             part = {"subPath": role} if len(roles) > 1 else {}

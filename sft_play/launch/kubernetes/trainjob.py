@@ -45,7 +45,7 @@ def _runtime(spec: Spec) -> Document:
         "kind": "TrainingRuntime",
         "metadata": _labelled(metadata(spec)),
         "spec": {
-            "mlPolicy": {"numNodes": spec.pods, "torch": {"numProcPerNode": spec.processes[0]}},
+            "mlPolicy": {"numNodes": spec.pods, "torch": {}},
             "template": {
                 "spec": {
                     "ttlSecondsAfterFinished": spec.settings.finished_seconds,
