@@ -113,7 +113,7 @@ def _overrides(call: Call, command: CommandStrategy) -> tuple[Override, ...]:
     values = {
         "train.max_steps": str(2 + 2 * pairs), "train.global_batch_size": str(rows), "train.grad_accum": "auto",
         "train.save_strategy": "no", "train.eval_strategy": "no", "train.logging_steps": "1", "train.load_best_model_at_end": "false",
-        "train.report_to": "none", "train.packing": "off",
+        "train.report_to": "none", "train.packing": "off", "launch.balance": "off",
     }  # fmt: skip
     return tuple(Override(key=key, text=text, origin="make bench") for key, text in values.items())
 

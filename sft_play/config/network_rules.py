@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 
 Origins = Mapping[str, str]
+SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*[GM]bit(?:/s)?", re.IGNORECASE)
+"""As `plan.hardware` reads it."""
 REPLICAS = ("auto", "ddp")
 """Strategies under which every rank holds all weights that train."""
 
@@ -57,4 +60,17 @@ def together(config: Config, origins: Origins) -> Iterator[UserError]:
         )  # fmt: skip
 
 
-RULES = (replicas_only, together)
+def speed(config: Config, origins: Origins) -> Iterator[UserError]:
+    """A speed of the network that the plan could not read."""
+    text = config.launch.network
+    match = SPEED.fullmatch(text.strip()) if text is not None else None
+    if text is not None and not (match and float(match.group(1)) > 0):
+        yield _problem(
+            origins,
+            "launch.network",
+            f"`launch.network` is `{text}`; expected a speed such as `1Gbit`",
+            "LAUNCH_NETWORK=1Gbit, or 250Mbit",
+        )
+
+
+RULES = (replicas_only, together, speed)

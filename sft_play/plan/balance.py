@@ -59,10 +59,7 @@ def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool, most_steps:
     _check(rows, costs)
     if len(set(costs)) == 1:
         return equal_shares(rows, costs, same_steps=same_steps)
-    if same_steps:
-        found = _same_steps(rows, costs, most_steps or rows)
-    else:
-        found = tuple(map(_slots, costs, _counts(rows, costs)))
+    found = _same_steps(rows, costs, most_steps or rows) if same_steps else tuple(map(_slots, costs, _counts(rows, costs)))
     if len(costs) <= MOST_SETTLED:
         found = _settled(rows, costs, found, same_steps)
     if all(cost.most_rows for cost in costs):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.config.schema import TrainConfig
 from sft_play.errors import UserError
+from sft_play.plan.balance import Slots
 
 DEFAULT_GLOBAL_BATCH = 32
 
@@ -18,9 +19,17 @@ class Batch:
     micro_batches: tuple[int, ...]
     """Rows per micro-step of each rank."""
     accumulation: int
-    """Micro-steps per optimizer step, the same on every rank, so that collective operations match."""
+    """Micro-steps per optimizer step: of every rank, or the most of any where `own_steps` differ."""
     global_batch: int
     reasons: tuple[str, ...]
+    own_steps: tuple[int, ...] = ()
+    """Micro-steps of each rank where they are not the same: under DDP, whose ranks meet once a step."""
+
+    @property
+    def slots(self) -> tuple[Slots, ...]:
+        """Micro-batch and micro-steps of each rank."""
+        steps = self.own_steps or (self.accumulation,) * len(self.micro_batches)
+        return tuple(zip(self.micro_batches, steps, strict=True))
 
 
 def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: str = "device") -> Batch:
@@ -78,18 +87,19 @@ def halved(batch: Batch, halvings: int, unit: str = "device") -> Batch:
     The global batch stays, and with it the rows of each step; even a micro-batch that was typed is halved. No rank goes below one
     row, and where all have one already nothing changes.
     """
-    micros, accumulation = batch.micro_batches, batch.accumulation
+    micros, accumulation, own = batch.micro_batches, batch.accumulation, batch.own_steps
     for _ in range(halvings):
         if max(micros) == 1:
             break
-        micros, accumulation = tuple(halve(micro, 1) for micro in micros), 2 * accumulation
-    if accumulation == batch.accumulation:
+        own = tuple(steps * (2 if micro > 1 else 1) for micro, steps in zip(micros, own, strict=False))
+        micros, accumulation = tuple(min(micro, halve(micro, 1)) for micro in micros), max(own, default=2 * accumulation)
+    if micros == batch.micro_batches:
         return batch
     reason = (
-        f"memory ran out: micro-batch {_words(batch.micro_batches)} x accumulation {batch.accumulation} became "
-        f"{_words(micros)} x {accumulation} on every {unit}, the global batch {batch.global_batch} as before"
+        f"memory ran out: micro-batch {_words(batch.micro_batches)} x accumulation {_words(batch.own_steps or (batch.accumulation,))} became "
+        f"{_words(micros)} x {_words(own or (accumulation,))} on every {unit}, the global batch {batch.global_batch} as before"
     )
-    return replace(batch, micro_batches=micros, accumulation=accumulation, reasons=(*batch.reasons, reason))
+    return replace(batch, micro_batches=micros, accumulation=accumulation, own_steps=own, reasons=(*batch.reasons, reason))
 
 
 def halve(rows: int, times: int) -> int:

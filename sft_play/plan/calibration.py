@@ -73,6 +73,12 @@ class Calibration:
     links: Mapping[str, Link] = field(default_factory=dict)
     """`gloo` or `nccl` -> the all-reduce between processes of this machine."""
     steps: tuple[StepFit, ...] = ()
+    others: Mapping[str, Calibration] = field(default_factory=dict)
+    """Where devices of several names are planned for: `same_name` of each -> what was measured on it. Never kept in a file."""
+
+    def of(self, device: str) -> Calibration:
+        """Returns what was measured on the device of this name."""
+        return self.others.get(same_name(device), self)
 
     @property
     def peak_flops(self) -> float | None:
@@ -119,7 +125,8 @@ class Calibration:
     def save(self) -> Path:
         """Writes the file of this device and returns its path. Raises `OSError`."""
         path = calibration_path(self.device)
-        write_json(path, {"format": FORMAT, **asdict(self)})
+        kept = {name: value for name, value in asdict(self).items() if name != "others"}
+        write_json(path, {"format": FORMAT, **kept})
         return path
 
 
@@ -135,15 +142,21 @@ def same_name(device: str) -> str:
 
 
 def load_calibration(hardware: Hardware) -> Calibration | None:
-    """Returns what was measured on the devices of `hardware`, `None` when nothing was or when they are not all of one name.
+    """Returns what was measured on the devices of `hardware`, `None` when something was not: priors and measurements do not compare.
 
     Described hardware gets it only where its devices have the very name of those that were measured.
     """
-    names = {same_name(device.name) for device in hardware.devices}
-    if len(names) != 1:
+    found = {same_name(device.name): read_calibration(device.name) for device in hardware.devices}
+    known = {name: one for name, one in found.items() if one is not None and one.kind == hardware.kind}
+    if not found or len(known) < len(found):
         return None
-    found = read_calibration(hardware.devices[0].name)
-    return found if found and found.kind == hardware.kind else None
+    first = next(iter(known.values()))
+    if len(known) == 1:
+        return first
+    return Calibration(
+        device=" + ".join(one.device for one in known.values()), kind=first.kind, threads=first.threads,
+        measured=min(one.measured for one in known.values()), others=known,
+    )  # fmt: skip
 
 
 def read_calibration(device: str) -> Calibration | None:

@@ -14,6 +14,8 @@ NVLINK_BYTES_PER_SECOND = 150e9
 PCIE_BYTES_PER_SECOND = 12e9
 LOOPBACK_BYTES_PER_SECOND = 1.5e9
 """Between processes of one CPU over gloo (`make bench`: 1.2 to 1.5 GB/s)."""
+GATHERING = ("zero3", "fsdp2")
+"""Strategies that send weights in every micro-step."""
 BUCKET_BYTES = 25 * 2**20
 """Of DDP: each bucket is an all-reduce of its own, with its own latency."""
 
@@ -49,23 +51,82 @@ def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes
     return NVLINK_BYTES_PER_SECOND if linked else PCIE_BYTES_PER_SECOND
 
 
+def sent_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
+    """Returns the bytes of gradients that a rank has to share in a step, as `launch.compression` and `launch.local_steps` leave them.
+
+    With local steps the trained weights travel instead, once in so many steps.
+    """
+    launch, width = config.launch, trained_bytes(config, setup)
+    if setup.strategy != "ddp":
+        return float(trainable_parameters(config, shape) * width)
+    if launch.local_steps > 1:
+        return local_bytes(config, shape, launch.local_steps)
+    return compressed_bytes(config, shape, width, launch.compression, launch.powersgd_rank)
+
+
+def local_bytes(config: Config, shape: ModelShape, steps: int) -> float:
+    """Returns the bytes of an average of the trained weights (fp32, or as `launch.compression` narrows them), once in `steps` steps."""
+    width = 2 if config.launch.compression in ("fp16", "bf16") else 4
+    return trainable_parameters(config, shape) * width / steps
+
+
+def compressed_bytes(config: Config, shape: ModelShape, width: int, compression: str, rank: int) -> float:
+    """Returns the bytes of all trained weights' gradients, of `width` bytes each, as a DDP hook sends them (factors in fp32)."""
+    parameters = trainable_parameters(config, shape)
+    if compression in ("fp16", "bf16"):
+        return float(parameters * min(2, width))
+    if compression != "powersgd":
+        return float(parameters * width)
+    whole = sum(number * n * m for number, n, m in trained_matrices(config, shape))
+    factors = sum(number * powersgd_elements(n, m, rank) for number, n, m in trained_matrices(config, shape))
+    return 4.0 * (parameters - whole + factors)
+
+
+def powersgd_elements(n: int, m: int, rank: int) -> int:
+    """Returns the values that PowerSGD sends of the gradient of an n x m matrix: factors of (n + m) rank, where that is less than half.
+
+    Vogels et al. 2019 (arXiv 1905.13727); torch's `powerSGD_hook` leaves out what it compresses by less than 2 (`min_compression_rate`).
+    """
+    factors = (n + m) * min(rank, n, m)
+    return factors if 2 * factors < n * m else n * m
+
+
+def trained_matrices(config: Config, shape: ModelShape) -> list[tuple[int, int, int]]:
+    """Returns (how many, rows, columns) of the trained matrices; with adapters A (r x inputs) and B (outputs x r) of each layer."""
+    maps, square = shape.linear_maps(), (shape.hidden_size, shape.hidden_size)
+    if config.tuning.mode == "full":
+        layers = [(shape.layers, outside, inside) for inside, outside in maps.values()]
+        return [(1, shape.vocab_size, shape.hidden_size), *layers]
+    r = config.tuning.lora.r
+    sizes = [maps.get(name, square) for name in shape.target_names(config.tuning.lora.target_modules)]
+    return [(shape.layers, *one) for inside, outside in sizes for one in ((r, inside), (outside, r))]
+
+
 def exchange_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, accumulation: int, link: float) -> float:
     """Returns the time of an optimizer step's communication over links of `link` bytes per second.
 
-    Gradients once per optimizer step; under ZeRO-3 and FSDP2 the weights too, at every pass of every micro-step.
+    Gradients once per optimizer step (once in `launch.local_steps`); under ZeRO-3 and FSDP2 the weights too, at every pass of every
+    micro-step.
     """
-    seconds = communication_seconds(trainable_parameters(config, shape) * trained_bytes(config, setup), ranks, link)
-    if setup.strategy in ("zero3", "fsdp2"):
-        passes = 3 if setup.gradient_checkpointing else 2
-        seconds += accumulation * gather_seconds(passes * sent_weights(config, shape, setup), ranks, link)
-    return seconds
+    seconds = communication_seconds(sent_bytes(config, shape, setup), ranks, link)
+    return seconds + accumulation * gathering_seconds(config, shape, setup, ranks, link)
+
+
+def gathering_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, link: float) -> float:
+    """Returns the time in which a micro-step's weights arrive under ZeRO-3 and FSDP2; 0 elsewhere."""
+    if setup.strategy not in GATHERING:
+        return 0.0
+    passes = 3 if setup.gradient_checkpointing else 2
+    return gather_seconds(passes * sent_weights(config, shape, setup), ranks, link)
 
 
 def latency_seconds(config: Config, shape: ModelShape, setup: Setup, link: Link, ranks: int, accumulation: int) -> float:
     """Returns what the latencies of a step's messages add up to: one for each bucket of gradients and each gathered layer."""
     if ranks < 2 or not link.latency_seconds:
         return 0.0
-    messages = 1 + trainable_parameters(config, shape) * trained_bytes(config, setup) // BUCKET_BYTES
-    if setup.strategy in ("zero3", "fsdp2"):
+    messages = (
+        1 + trainable_parameters(config, shape) * trained_bytes(config, setup) // BUCKET_BYTES
+    ) / config.launch.local_steps
+    if setup.strategy in GATHERING:
         messages += 2 * shape.layers * accumulation
     return messages * link.latency_seconds * (ranks - 1) / max(1, link.ranks - 1)

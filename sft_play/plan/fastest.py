@@ -35,17 +35,22 @@ class Rows:
 
 
 def comparable(hardware: Hardware, devices: tuple[Device, ...], nodes: int) -> tuple[Hardware, tuple[Device, ...]]:
-    """Returns hardware and devices with the speeds of typical ones where they are not known, so that choices can be compared."""
+    """Returns hardware and devices with the speeds of typical ones where they are not known, so that choices can be compared.
+
+    Of unlike ones those with more memory are taken for the faster, in proportion: 12 and 8 GB cards of one time differ by about that.
+    """
     if nodes > 1 and not hardware.network_bytes_per_second:
         hardware = replace(hardware, network_bytes_per_second=TYPICAL_NETWORK)
     if hardware.kind == "cpu":
         return hardware, devices
-    known = {
-        device: device
-        if device.peak_flops
-        else replace(device, peak_flops=TYPICAL_FLOPS, bandwidth=device.bandwidth or TYPICAL_BANDWIDTH)
-        for device in set(devices)
-    }
+    unknown = [device for device in devices if not device.peak_flops]
+    mean = sum(device.memory_bytes for device in unknown) / max(1, len(unknown))
+
+    def typical(device: Device) -> Device:
+        times = device.memory_bytes / mean
+        return replace(device, peak_flops=times * TYPICAL_FLOPS, bandwidth=device.bandwidth or times * TYPICAL_BANDWIDTH)
+
+    known = {device: device if device.peak_flops else typical(device) for device in set(devices)}
     return hardware, tuple(known[device] for device in devices)
 
 

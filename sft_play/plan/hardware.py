@@ -90,11 +90,11 @@ def parse_hardware(text: str) -> Hardware:
     )  # fmt: skip
 
 
-def network_speed(text: str, place: str) -> float:
+def network_speed(text: str, place: str, named: str = "`HARDWARE` names the network") -> float:
     """Returns the bytes per second that a network such as `1Gbit` carries. Raises `HardwareError`."""
     match = NETWORK.fullmatch(text.strip())
     if not match or float(match.group(1)) <= 0:
-        raise HardwareError(f"`HARDWARE` names the network `{text}`; expected such as `1Gbit`", place=place)
+        raise HardwareError(f"{named} `{text}`; expected such as `1Gbit`", place=place)
     # Ethernet and TCP headers leave 94 % of the line rate.
     return float(match.group(1)) * (1e9 if match.group(2).upper() == "G" else 1e6) / 8 * 0.94
 

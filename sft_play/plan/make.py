@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
-from sft_play.plan import choices, strategies
+from sft_play.plan import choices, network, nodes, strategies
 from sft_play.plan.batch import Batch, count, halve, halved
 from sft_play.plan.calibration import Calibration
-from sft_play.plan.exchange import exchange_seconds
 from sft_play.plan.fastest import Rows, choose_rows, comparable, with_layout
 from sft_play.plan.fit import DoesNotFitError, Fit, Memory, Remedy, wanted_rows
 from sft_play.plan.hardware import GIB, Device, Hardware
@@ -21,20 +20,30 @@ from sft_play.plan.memory import Setup, host_bytes, rank_memory
 from sft_play.plan.packed_batch import Division, choose_packing, insisted
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.power import energy_kwh
+from sft_play.plan.rank_plans import (
+    Start,
+    computing_seconds,
+    costs_of,
+    exchanges,
+    longest_row,
+    most_together,
+    rank_plans,
+    tight,
+    uneven,
+    waiting,
+)  # fmt: skip
 from sft_play.plan.remedies import Case, remedies, with_remedies
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.rows import label_share, row_tokens, rows_data, step_count
 from sft_play.plan.scratch import label
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.throughput import Forecast, forecast, unequal
+from sft_play.plan.throughput import Forecast, forecast
 from sft_play.plan.trace_case import setup_of
+from sft_play.plan.unequal import with_shares
 from sft_play.runs.prepared import Prepared
 
-CPU_MICRO_BATCH = 4
-"""More rows at once gain nothing on a CPU: the matrices are large enough, and memory grows."""
-MOST_MICRO_BATCH = 64
-LONGEST_ROW = 2**22
-"""Where the search for the longest row ends, for models that know no limit of positions."""
+MOST_TOGETHER = {"cuda": 64, "cpu": 4}
+"""Rows of a micro-batch beyond which nothing is gained; on a CPU matrices are large enough then, and memory grows."""
 HEADROOM = {"cuda": 0.94, "cpu": 0.85}
 """Share of the free memory that is planned for."""
 
@@ -55,6 +64,8 @@ def make_plan(
     `calibration` is what was measured on these very devices: without it, speeds are priors. `memory` is the best source of a rank's
     memory: the closed formulas, or those corrected by a trace or a probe.
     """
+    hardware, launch = nodes.with_network(config, hardware, launch), nodes.met(hardware, launch)
+    hardware, calibration = nodes.same_everywhere(hardware, launch, calibration)
     case = Case(
         config=config, typed=typed, hardware=hardware, shape=shape, launch=launch, prepared=prepared, calibration=calibration, memory=memory
     )  # fmt: skip
@@ -89,26 +100,6 @@ def ways_out(config: Config, shape: ModelShape, plan: Plan, request: LaunchReque
     return remedies(case, _decide, setup_of(plan), rank.micro_batch, sum(need.values()))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Start:
-    """What is settled before memory is asked."""
-
-    places: tuple[int, ...]
-    devices: tuple[Device, ...]
-    """Of all ranks."""
-    local: int
-    """Ranks of this machine."""
-    backend: str
-    rate: float
-    setup: Setup
-    room: list[int]
-    """Bytes that each rank may use."""
-
-    @property
-    def unit(self) -> str:
-        return "device" if self.setup.device == "cuda" else "process"
-
-
 def _decide(case: Case) -> Plan:
     """Returns the plan without the remedies of what does not fit. Raises as `make_plan`."""
     config, hardware, shape, launch = case.config, case.hardware, case.shape, case.launch
@@ -131,41 +122,39 @@ def _decide(case: Case) -> Plan:
     division = _divided(case, fit, start, setup, fitting, reasons)
     batch, setup = division.batch, division.setup
     rate = choices.scale_learning_rate(config, start.rate, batch.global_batch, reasons)
-    reasons += _exchange(config, shape, setup, hardware, len(devices), batch.accumulation)
-    ranks = tuple(
-        _rank(fit, setup, i, devices, start.places, m, batch.accumulation, room[i], kind)
-        for i, m in enumerate(batch.micro_batches)
-    )
-    _tight(ranks, reasons)
+    costs = costs_of(case, fit, start, division, devices, max(batch.micro_batches))
+    ranks = rank_plans(case, fit, start, division, costs)
+    reasons += [*waiting(case, setup, batch.accumulation), *tight(ranks)]
     reasons += _margin(kind)
-    lacking = _on_the_host(config, shape, setup, hardware, start.local, reasons)
+    lacking = _on_the_host(config, shape, setup, hardware, start.ranks.local, reasons)
     steps, per_epoch = step_count(config, case.prepared, batch.global_batch, reasons)
     speed = _speed(case, devices, division)
-    reasons += unequal(speed.rank_seconds, division.shares, [device.name for device in devices])
+    uneven(case, start, division, costs, speed, reasons)
     per_step = speed.seconds_per_step
     total = per_step * steps if per_step and steps else None
     return Plan(
         world_size=len(devices), num_nodes=launch.num_nodes, device=kind, backend=cast(Any, start.backend),
         strategy=cast(Any, setup.strategy), source="formula", precision=cast(Any, setup.precision), weights_dtype=setup.weights_dtype,
-        attn_implementation=setup.attention, layout=cast(Any, setup.layout), most_rows=min(fitting),
-        longest_row=_longest_row(fit, setup, ranks, shape), row_tokens=setup.row_tokens, label_share=setup.label_share,
+        attn_implementation=setup.attention, layout=cast(Any, setup.layout), node_ranks=start.ranks.unequal_nodes, most_rows=min(fitting),
+        longest_row=longest_row(fit, setup, ranks, shape), row_tokens=setup.row_tokens, label_share=setup.label_share,
         loss_chunk=setup.loss_chunk, pack_tokens=division.pack_tokens, gradient_checkpointing=setup.gradient_checkpointing,
         optim=setup.optim, learning_rate=rate, ranks=ranks, offload_optimizer=setup.offload_optimizer,
         offload_parameters=setup.offload_parameters, global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch,
         warmup_steps=choices.warmup(config, steps), eval_batch_size=halve(_eval_batch(config, kind, fitting), launch.halvings),
         reasons=tuple(reasons), remedies=tuple(lacking), tokens_per_second=speed.tokens_per_second,
         communication_share=speed.communication_share, seconds_per_step=per_step, total_seconds=total,
-        communication_seconds=speed.communication_seconds, mfu=speed.mfu, speed_basis=speed.basis,
+        exchanges=exchanges(case, setup, speed), communication_seconds=speed.communication_seconds, mfu=speed.mfu, speed_basis=speed.basis,
         epoch_seconds=per_step * per_epoch if per_step and per_epoch else None, energy_kwh=energy_kwh(devices, total),
     )  # fmt: skip
 
 
-def _start(case: Case, fit: Fit, reasons: list[str]) -> _Start:
+def _start(case: Case, fit: Fit, reasons: list[str]) -> Start:
     """Returns devices, strategy and types, and why. Raises `UserError` or `HardwareError`."""
     config, hardware, launch, kind = case.config, case.hardware, case.launch, case.hardware.kind
-    reasons += _described(hardware, launch)
-    places, local = choices.devices_for(hardware, launch, launch.command_strategy == "single")
-    devices = local * launch.num_nodes
+    ranks = nodes.ranks_of(hardware, launch)
+    reasons += ["for hardware as described, not for this machine"] if hardware.described else []
+    reasons += nodes.in_words(launch, ranks)
+    devices = ranks.devices
     strategy = strategies.choose_strategy(config, case.typed, launch, hardware, len(devices), reasons)
     backend = choices.choose_backend(config, kind, len(devices), reasons)
     precision = choices.choose_precision(config, hardware, devices, strategy, reasons)
@@ -178,21 +167,22 @@ def _start(case: Case, fit: Fit, reasons: list[str]) -> _Start:
         row_tokens=row_tokens(config, case.prepared), offload_optimizer=launch.offload_optimizer,
         offload_parameters=launch.offload_parameters,
     )  # fmt: skip
-    return _Start(
-        places=places, devices=devices, local=len(local), backend=backend, rate=choices.choose_learning_rate(config, reasons),
+    reasons += network.without_effect(config, setup)
+    return Start(
+        ranks=ranks, backend=backend, rate=choices.choose_learning_rate(config, reasons),
         setup=with_chunks(config, case.shape, insisted(fit, setup, case.prepared.train if case.prepared else None)),
-        room=[_capacity(device, kind, len(local)) for device in devices],
+        room=[_capacity(device, kind, ranks.on_node_of(rank)) for rank, device in enumerate(devices)],
     )  # fmt: skip
 
 
-def _divided(case: Case, fit: Fit, start: _Start, setup: Setup, fitting: tuple[int, ...], reasons: list[str]) -> Division:
+def _divided(case: Case, fit: Fit, start: Start, setup: Setup, fitting: tuple[int, ...], reasons: list[str]) -> Division:
     """Returns micro-batch, accumulation, packing, layout and loss chunks, by memory and by the forecast. Raises `UserError`."""
     config, launch, room = case.config, case.launch, start.room
     # What fits under packing are packs; and before the data are known, rows of the greatest length must not refuse what was typed.
     unknown = config.train.packing == "on" or (launch.early and config.train.grad_accum != "auto")
     hardware, devices = comparable(case.hardware, start.devices, launch.num_nodes)
     alike = replace(case, hardware=hardware)
-    most = CPU_MICRO_BATCH if setup.device == "cpu" else MOST_MICRO_BATCH
+    most = MOST_TOGETHER[setup.device]
     rows = Rows(
         train=config.train, room=room, fitting=(2**20,) * len(room) if unknown else fitting, most=most, unit=start.unit,
         known=devices == start.devices,
@@ -207,9 +197,20 @@ def _divided(case: Case, fit: Fit, start: _Start, setup: Setup, fitting: tuple[i
         unit=start.unit, gave_up=launch.unpack, reasons=reasons,
         seconds=lambda division: _speed(alike, devices, division).seconds_per_step,
     )  # fmt: skip
+    costs = costs_of(alike, fit, start, division, devices, most_together(config, division, plain, rows))
+    division = with_shares(
+        config,
+        division,
+        costs,
+        lambda found: _speed(alike, devices, found).seconds_per_step,
+        measured=rows.known,
+        reasons=reasons,
+    )
     division, batch = _halved(division, launch.halvings, start.unit, reasons)
     setup = with_layout(fit, division.setup, batch, room, seconds, reasons)
     setup = replace(setup, accumulates=batch.accumulation > 1)
+    computing = computing_seconds(_speed(alike, devices, replace(division, setup=setup)))
+    network.check_gathering(fit, setup, case.hardware, division.micro_steps, computing)
     return replace(division, setup=settle_chunks(config, case.shape, setup, max(batch.micro_batches), reasons))
 
 
@@ -218,6 +219,7 @@ def _speed(case: Case, devices: tuple[Device, ...], division: Division) -> Forec
     return forecast(
         case.config, case.shape, division.setup, case.hardware, devices, rows=division.rows, micro_batches=batch.micro_batches,
         accumulation=division.micro_steps, data=division.data(data), nodes=case.launch.num_nodes, calibration=case.calibration,
+        own_steps=division.own_steps,
     )  # fmt: skip
 
 
@@ -282,50 +284,6 @@ def _checkpointing(
     if asked == "auto":
         reasons.append("gradient checkpointing off: activations fit, and recomputing them takes a third more time")
     return setup, plain
-
-
-def _described(hardware: Hardware, launch: LaunchRequest) -> list[str]:
-    """Returns what the numbers are for, where that is not simply this machine."""
-    found = ["for hardware as described, not for this machine"] if hardware.described else []
-    return found + ([f"{launch.num_nodes} nodes, each with the devices of this one"] if launch.num_nodes > 1 else [])
-
-
-def _exchange(config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, world: int, accumulation: int) -> list[str]:
-    """Returns what a step sends where the speed of the network was given."""
-    speed = hardware.network_bytes_per_second
-    if speed is None or world == 1:
-        return []
-    seconds = exchange_seconds(config, shape, setup, world, accumulation, speed)
-    what = "gradients" if setup.strategy not in ("zero3", "fsdp2") else "weights and gradients"
-    return [f"a step waits {seconds:.2g} s for {what} over the network of {speed / 1e6:.3g} MB/s, unless computation hides it"]
-
-
-def _rank(
-    fit: Fit, setup: Setup, rank: int, devices: tuple[Device, ...], places: tuple[int, ...], micro: int, accumulation: int,
-    capacity: int, kind: str,
-) -> RankPlan:  # fmt: skip
-    parts = fit.parts(setup, micro)
-    peak = sum(parts.values())
-    return RankPlan(
-        rank=rank, device="cpu" if kind == "cpu" else f"cuda:{places[rank % len(places)]}", device_name=devices[rank].name, micro_batch=micro,
-        accumulation=accumulation, memory_bytes={**parts, "free": max(0, capacity - peak)}, peak_bytes=peak, capacity_bytes=capacity,
-    )  # fmt: skip
-
-
-def _longest_row(fit: Fit, setup: Setup, ranks: tuple[RankPlan, ...], shape: ModelShape) -> int:
-    """Returns the tokens of the longest rows that the planned micro-batches allow on every rank."""
-    kinds = {(rank.micro_batch, rank.capacity_bytes) for rank in ranks}
-    most = min(shape.max_positions, LONGEST_ROW)
-    padded = replace(setup, layout="padded")  # what flattened rows turn into where their mask would not fit
-    cases = (setup,) if setup.packed else (setup, padded)
-    return min(max(fit.longest(case, micro, capacity, most) for case in cases) for micro, capacity in kinds)
-
-
-def _tight(ranks: tuple[RankPlan, ...], reasons: list[str]) -> None:
-    """Says where a rank may run short."""
-    over = max(ranks, key=lambda rank: rank.peak_bytes - rank.capacity_bytes)
-    if over.peak_bytes > over.capacity_bytes:
-        reasons.append(f"rank {over.rank} may run short: {over.peak_bytes / GIB:.1f} of {over.capacity_bytes / GIB:.1f} GiB")
 
 
 def _eval_batch(config: Config, kind: str, fitting: tuple[int, ...]) -> int:

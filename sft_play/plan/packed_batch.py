@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.errors import UserError
 from sft_play.plan import choices
+from sft_play.plan.balance import spans
 from sft_play.plan.batch import Batch, count, global_rows
 from sft_play.plan.fit import Fit
 from sft_play.plan.layouts import FLATTENED_TOKENS
@@ -36,7 +37,18 @@ class Division:
         """Micro-steps that a step is expected to need: empty ones are skipped."""
         if self.packs is None:
             return self.batch.accumulation
+        if self.own_steps:
+            return max(self.own_steps)
         return max(1, round(self.packs.micro_steps(sum(self.batch.micro_batches))))
+
+    @property
+    def own_steps(self) -> tuple[int, ...]:
+        """Micro-steps that each rank is expected to make, where they are not the same; else empty."""
+        if self.packs is None or not self.batch.own_steps:
+            return self.batch.own_steps
+        return tuple(
+            max(1, -(-packs // max(1, micro))) for packs, micro in zip(self.shares, self.batch.micro_batches, strict=True)
+        )
 
     @property
     def rows(self) -> int:
@@ -46,6 +58,8 @@ class Division:
     @property
     def shares(self) -> list[int]:
         """The most rows (or packs) that each rank gets of a step."""
+        if self.batch.own_steps:
+            return list(spans(self.rows, self.batch.slots))
         return rank_rows(self.rows, self.batch.micro_batches)
 
     def data(self, plain: Data) -> Data:
@@ -150,7 +164,7 @@ def _micro_batches(fit: Fit, chosen: Division, fitting: list[int], most: int) ->
     elif train.batch_size != "auto":
         wanted = (min(train.batch_size, math.ceil(per_step / world)),) * world
     else:
-        gains = _gaining(chosen, most)
+        gains = gaining(chosen, most)
         room = [min(gains, rows) for rows in fitting]
         if min(room) < 1:
             wanted = (1,) * world
@@ -167,7 +181,7 @@ def _micro_batches(fit: Fit, chosen: Division, fitting: list[int], most: int) ->
     return None
 
 
-def _gaining(chosen: Division, most: int) -> int:
+def gaining(chosen: Division, most: int) -> int:
     """Returns the packs that have as many tokens as the largest micro-batch of rows that gains speed, 1 at least."""
     setup, packs = chosen.setup, chosen.packs
     mean = packs.step_tokens / packs.rows if packs else setup.row_tokens

@@ -26,7 +26,7 @@ def with_peak(plan: Plan, config: Config, shape: ModelShape, moment: str = "", o
     setup = setup_of(plan)
     rank = tightest(plan)
     if not moment:
-        moments = rank_moments(config, shape, setup, rank.micro_batch)
+        moments = rank_moments(config, shape, setup, rank.worst_rows)
         moment = max(moments, key=lambda name: sum(moments[name].values()))
     remedy = _remedy(config, shape, setup, rank, moment)
     return replace(plan, peak_at=peak_in_words(moment, operation), peak_remedy=remedy)
@@ -42,8 +42,8 @@ def _remedy(config: Config, shape: ModelShape, setup: Setup, rank: RankPlan, mom
     part = _largest(rank.memory_bytes, CHANGEABLE.get(moment, CHANGEABLE[""]))
     if part is None:
         return None
-    before = sum(rank_memory(config, shape, setup, rank.micro_batch).values())
-    for words, other, rows in _changes(config, shape, setup, rank.micro_batch, part):
+    before = sum(rank_memory(config, shape, setup, rank.worst_rows).values())
+    for words, other, rows in _changes(config, shape, setup, rank.worst_rows, part):
         saving = before - sum(rank_memory(config, shape, other, rows).values())
         if saving >= WORTH_SAYING:
             return f"{NAMES.get(part, f'the {part}')}: {words}, minus {saving / GIB:.1f} GiB"

@@ -35,6 +35,11 @@ class RankPlan:
     cost: tuple[float, float] | tuple[()] = ()
     """(seconds of a micro-step however few its rows, seconds of each row or pack), measured or by prior; `()` when unknown."""
 
+    @property
+    def worst_rows(self) -> int:
+        """Rows that memory is planned for: of a rank that gets none too, which runs one empty micro-step."""
+        return max(1, self.micro_batch)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
@@ -87,6 +92,8 @@ class Plan:
     """Whether ZeRO-3 keeps the weights there too."""
     node_ranks: tuple[int, ...] = ()
     """Ranks of each node; empty where all have the same number."""
+    exchanges: tuple[Mapping[str, Any], ...] = ()
+    """What each way to share gradients costs over the given network (`plan.network.Exchange`); empty where none was given."""
     loss_chunk: int = 0
     """Label positions for which head and loss are computed at a time; 0 for all at once."""
     most_rows: int = 0
@@ -134,6 +141,7 @@ class Plan:
                 "reasons": tuple(value["reasons"]),
                 "remedies": tuple(value["remedies"]),
                 "recoveries": tuple(value.get("recoveries", ())),
+                "exchanges": tuple(value.get("exchanges", ())),
             }
         )
 

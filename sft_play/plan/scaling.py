@@ -10,6 +10,7 @@ from typing import Any
 
 from sft_play.errors import UserError
 from sft_play.plan.hardware import Hardware
+from sft_play.plan.nodes import one_each
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.show_speed import duration
@@ -92,6 +93,10 @@ def counts_nodes(hardware: Hardware, request: LaunchRequest) -> bool:
 def scaled(hardware: Hardware, request: LaunchRequest, count: int) -> tuple[Hardware, LaunchRequest]:
     """Returns hardware and launch with `count` devices (the first ones, and then more of the last), processes or machines."""
     request = replace(request, command_strategy="auto" if request.command_strategy == "single" else request.command_strategy)
+    if request.num_nodes > 1 and one_each(hardware, request):  # each more is a machine like the last one
+        devices = (*hardware.devices, *[hardware.devices[-1]] * count)[:count]
+        nodes = tuple((device,) for device in devices)
+        return replace(hardware, devices=devices), replace(request, num_nodes=count, node_devices=nodes if count > 1 else ())
     if counts_nodes(hardware, request):
         return hardware, replace(request, num_nodes=count)
     if hardware.kind == "cpu":

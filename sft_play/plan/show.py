@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from sft_play.plan.balance import Cost, rank_seconds, spans
 from sft_play.plan.batch import count
 from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.hardware import GIB
+from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.show_speed import show_speed
 
@@ -18,6 +20,7 @@ ORDER = (
     "casts", "dequantised", "workspace", "context", "fragmentation",
 )  # fmt: skip
 BAR = 40
+MOST_LISTED = 32
 
 
 def show_plan(plan: Plan, *, details: bool = False) -> str:
@@ -28,9 +31,7 @@ def show_plan(plan: Plan, *, details: bool = False) -> str:
     if plan.device == "cpu" and plan.world_size > 1:
         where = f"{plan.world_size} processes of {first.device_name}"
     lines = [f"plan: {plan.strategy} on {where}, {plan.precision}, by {plan.source}"]
-    micros = sorted({rank.micro_batch for rank in plan.ranks})
-    batch = str(micros[0]) if len(micros) == 1 else f"{micros[0]} to {micros[-1]}"
-    lines.append(f"  batch    {_batch(plan, batch)}")
+    lines.append(f"  batch    {_batch(plan, _span(rank.micro_batch for rank in plan.ranks))}")
     lines.append(f"  steps    {_steps(plan)}")
     tightest = max(plan.ranks, key=lambda rank: rank.peak_bytes / max(1, rank.capacity_bytes))
     lines.append(
@@ -39,9 +40,11 @@ def show_plan(plan: Plan, *, details: bool = False) -> str:
     lines.append(f"  room     {_room(plan)}")
     speed = show_speed(plan)
     lines += ["  speed    " + speed[0], *(f"           {line}" for line in speed[1:])]
+    if plan.exchanges:
+        lines += ["", *show_exchanges(plan.exchanges), ""]
     lines += ["  because  " + plan.reasons[0], *(f"           {reason}" for reason in plan.reasons[1:])]
     if details:
-        lines += ["", *_bars(plan)]
+        lines += ["", *_ranks(plan), *_bars(plan)]
     if plan.remedies:
         lines += ["", "  to make it fit: " + ", or ".join(plan.remedies)]
     return "\n".join(lines)
@@ -49,14 +52,53 @@ def show_plan(plan: Plan, *, details: bool = False) -> str:
 
 def _batch(plan: Plan, micro: str) -> str:
     """Returns how the rows of a step are divided; packs by the most micro-steps there can be."""
-    accumulation = plan.ranks[0].accumulation
+    accumulation = max(rank.accumulation for rank in plan.ranks)
     if plan.pack_tokens:
         where = f" on each of {plan.world_size} ranks" if plan.world_size > 1 else ""
         packs = f"{micro} {'pack' if micro == '1' else 'packs'} of up to {plan.row_tokens:,} tokens"
         return f"{plan.global_batch_size} rows a step, in at most {count(accumulation, 'micro-step')} of {packs}{where}"
     empty = sum(rank.micro_batch * rank.accumulation for rank in plan.ranks) > plan.global_batch_size
-    whole = f"{plan.global_batch_size} rows a step = micro-batch {micro} x accumulation {accumulation} x {plan.world_size}"
+    steps = _span(rank.accumulation for rank in plan.ranks)
+    whole = f"{plan.global_batch_size} rows a step = micro-batch {micro} x accumulation {steps} x {plan.world_size}"
     return whole + (" (some slots empty)" if empty else "")
+
+
+def _span(values: Iterable[int]) -> str:
+    """Returns `4`, or `2 to 4` for values that differ."""
+    found = sorted(set(values))
+    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+
+
+def _ranks(plan: Plan) -> list[str]:
+    """Returns a table of what each rank gets of a step, where they do not all get the same."""
+    if len({(rank.micro_batch, rank.accumulation, rank.device_name) for rank in plan.ranks}) == 1:
+        return []
+    unit = "packs" if plan.pack_tokens else "rows"
+    slots = [(rank.micro_batch, rank.accumulation) for rank in plan.ranks]
+    counts = spans(plan.global_batch_size, slots) if not plan.pack_tokens else None
+    seconds = _rank_seconds(plan)
+    lines = [
+        f"  {'rank':>6}  {'device':<26}{'micro-batch':>12}{'micro-steps':>12}{unit:>8}{'would fit':>11}"
+        + (f"{'s a step':>10}" if seconds else "")
+    ]
+    for rank in plan.ranks[:MOST_LISTED]:
+        rows = counts[rank.rank] if counts else f"{rank.micro_batch * rank.accumulation} max"
+        lines.append(
+            f"  {rank.rank:>6}  {rank.device_name[:25]:<26}{rank.micro_batch:>12}{rank.accumulation:>12}{rows:>8}{rank.most_rows:>11}"
+            + (f"{seconds[rank.rank]:>10.3g}" if seconds else "")
+        )
+    rest = len(plan.ranks) - MOST_LISTED
+    return [*lines, *([f"  and {rest} more"] if rest > 0 else []), ""]
+
+
+def _rank_seconds(plan: Plan) -> tuple[float, ...]:
+    """Returns what each rank computes in a step; nothing where that is not known."""
+    costs = [
+        Cost(fixed_seconds=rank.cost[0], row_seconds=rank.cost[1], most_rows=rank.most_rows) for rank in plan.ranks if rank.cost
+    ]
+    if len(costs) < len(plan.ranks) or plan.pack_tokens:
+        return ()
+    return rank_seconds([(rank.micro_batch, rank.accumulation) for rank in plan.ranks], costs, rows=plan.global_batch_size)
 
 
 def _steps(plan: Plan) -> str:

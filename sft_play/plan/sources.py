@@ -102,14 +102,14 @@ def _by_trace(make: Callable[[Memory], Plan], memory: TracedMemory, shape: Model
                 continue
             raise
         setup = setup_of(plan)
-        if not memory.observe(shape, setup, [rank.micro_batch for rank in plan.ranks]):
+        if not memory.observe(shape, setup, [rank.worst_rows for rank in plan.ranks]):
             break
     plan, probed = _by_probe(make, memory, shape, plan)
     setup, config = setup_of(plan), memory.config
     if memory.error and not probed:
         plan = with_peak(make(rank_memory), config, shape)
         return _with_reason(plan, f"memory by formula: the trace cannot run this architecture ({memory.error})")
-    seen = [memory.found.get((setup, rank.micro_batch)) for rank in plan.ranks]
+    seen = [memory.found.get((setup, rank.worst_rows)) for rank in plan.ranks]
     worst = max((found for found in seen if found), key=lambda found: sum(found.parts.values()), default=None)
     if worst is None or None in seen:
         plan = with_peak(plan, config, shape)
@@ -138,7 +138,7 @@ def _by_probe(
                 f"memory by a probe: two steps of the worst batch on these devices; {margin:.0%} of what may be used stays free"
             )
             return replace(_with_reason(plan, reason), source="probe"), True
-        memory.observe(shape, setup_of(plan), [rank.micro_batch for rank in plan.ranks])
+        memory.observe(shape, setup_of(plan), [rank.worst_rows for rank in plan.ranks])
         plan = make(memory)
     return plan, False
 

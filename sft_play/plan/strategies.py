@@ -12,11 +12,12 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 
+from sft_play.config.network_rules import network_keys
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.backends import conflict_for, missing_for
 from sft_play.plan.choices import showing
-from sft_play.plan.exchange import gather_seconds
+from sft_play.plan.exchange import GATHERING, gather_seconds
 from sft_play.plan.fit import DoesNotFitError, Fit, wanted_rows
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.memory import Setup, host_bytes, sent_weights
@@ -30,8 +31,6 @@ EXAMPLE_NETWORK = 117.5e6
 HOST_SHARE = 0.8
 """Share of a machine's memory that offloading may take."""
 SMALL_OPTIMIZER = "adamw_bnb_8bit"
-GATHERING = ("zero3", "fsdp2")
-"""Strategies that send weights in every micro-step."""
 
 
 def choose_strategy(
@@ -85,6 +84,12 @@ def choose_strategy(
             f"`train.spike_guard` is `skip`, but under {chosen} DeepSpeed makes the update before its gradient norm is known",
             hint="TRAIN_SPIKE_GUARD=report, or leave updates out with make train-distributed or make train-fsdp",
         )
+    if chosen not in ("single", "ddp") and (changed := network_keys(config)):
+        key, value = changed[0]
+        raise UserError(
+            f"`{key}` is {value}, but under {chosen} ranks share out what it changes",
+            hint=f"use make train-distributed, where every rank holds a replica, or leave `{key}` out",
+        )
     return chosen
 
 
@@ -115,7 +120,7 @@ def slow_network(hardware: Hardware, nodes: int, world: int) -> str | None:
         return None
     if speed is None:
         return "a network of unknown speed"
-    return f"a network of {_rate(speed)}" if speed < SLOW_NETWORK else None
+    return f"a network of {rate_in_words(speed)}" if speed < SLOW_NETWORK else None
 
 
 def gathering_arithmetic(fit: Fit, setup: Setup, hardware: Hardware) -> str:
@@ -128,11 +133,12 @@ def gathering_arithmetic(fit: Fit, setup: Setup, hardware: Hardware) -> str:
     world = setup.world_size
     return (
         f"every micro-step waits {seconds:.3g} s for weights = {passes} x {weights / 1e9:.3g} GB x {world - 1}/{world} / "
-        f"{_rate(speed)}{assumed}"
+        f"{rate_in_words(speed)}{assumed}"
     )
 
 
-def _rate(bytes_per_second: float) -> str:
+def rate_in_words(bytes_per_second: float) -> str:
+    """Returns a speed as `118 MB/s`."""
     return f"{bytes_per_second / 1e9:.3g} GB/s" if bytes_per_second >= 1e9 else f"{bytes_per_second / 1e6:.3g} MB/s"
 
 
@@ -256,7 +262,9 @@ def refusal(
     if network and setup.strategy not in GATHERING:
         shares = replace(setup, strategy="fsdp2")
         unasked = "`auto` does not share out weights" if is_automatic(fit.config, launch) else "weights are not shared out"
-        notes.append(f"{unasked} over {network}: {gathering_arithmetic(fit, shares, hardware)}; LAUNCH_STRATEGY=fsdp2 forces it")
+        allowed = " LAUNCH_SLOW_NETWORK=allow" if hardware.network_bytes_per_second else ""
+        why = f"{unasked} over {network}: {gathering_arithmetic(fit, shares, hardware)}"
+        notes.append(f"{why}; LAUNCH_STRATEGY=fsdp2{allowed} forces it")
     if sharded is not None and sharded.over_bytes < error.over_bytes:
         after = f", with weights shared out by fsdp2; a whole replica needs {sum(error.parts.values()) / GIB:.1f} GiB"
         return sharded.with_remedies(notes=tuple(notes), after=after)
@@ -265,7 +273,8 @@ def refusal(
 
 def _may_change(fit: Fit, hardware: Hardware, launch: LaunchRequest, setup: Setup, fitting: tuple[int, ...]) -> bool:
     """Whether `auto` came to replicas that do not fit, where another strategy may be taken unasked."""
-    unasked = is_automatic(fit.config, launch) and setup.strategy == "ddp" and launch.num_nodes == 1
+    one_machine = setup.strategy == "ddp" and launch.num_nodes == 1
+    unasked = is_automatic(fit.config, launch) and one_machine and not network_keys(fit.config)
     return (
         unasked and min(fitting) < wanted_rows(fit.config, setup.world_size) and not slow_network(hardware, 1, setup.world_size)
     )

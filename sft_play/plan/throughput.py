@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.config.schema import Config
+from sft_play.plan.balance import spans
 from sft_play.plan.calibration import Calibration, StepFit
 from sft_play.plan.exchange import exchange_seconds, latency_seconds, link_of
 from sft_play.plan.hardware import Device, Hardware
@@ -197,27 +198,23 @@ def forecast(
     data: Data,
     nodes: int = 1,
     calibration: Calibration | None = None,
+    own_steps: tuple[int, ...] = (),
 ) -> Forecast:
-    """Returns the expected speed of optimizer steps of `rows` rows, of which rank i takes `micro_batches[i]` a micro-step."""
+    """Returns the expected speed of optimizer steps of `rows` rows, of which rank i takes `micro_batches[i]` a micro-step.
+
+    `own_steps` are the micro-steps of each rank where they differ; `accumulation` is then the most of them.
+    """
     ranks = len(devices)
     link = link_of(hardware, devices, nodes, calibration)
-    threads = hardware.cpu_threads * nodes / ranks if hardware.kind == "cpu" else 1.0
-    per_token = flops_per_token(
-        config, shape, int(data.row_tokens), recompute=setup.gradient_checkpointing, label_share=data.label_share
-    )
-    paces = {
-        device: pace(config, shape, setup, device, threads=threads, per_token=per_token, calibration=calibration)
-        for device in dict.fromkeys(devices)
-    }
+    paces = paces_of(config, shape, setup, hardware, devices, data, nodes, calibration)
     if None in paces.values() or link is None:
         stated = hardware.network_bytes_per_second
         waits = exchange_seconds(config, shape, setup, ranks, accumulation, stated) if stated and ranks > 1 else None
         return Forecast(communication_seconds=waits)
-    work = {share: step_flops(config, shape, setup, share, accumulation, data) for share in set(rank_rows(rows, micro_batches))}
-    seconds_of = [
-        one.seconds(work[share], accumulation) if (one := paces[device]) else 0.0
-        for device, share in zip(devices, rank_rows(rows, micro_batches), strict=True)
-    ]
+    counts = spans(rows, tuple(zip(micro_batches, own_steps, strict=True))) if own_steps else rank_rows(rows, micro_batches)
+    each = tuple(zip(devices, counts, own_steps or (accumulation,) * ranks, strict=True))
+    spent = {one: _computing(config, shape, setup, paces[one[0]], one[1], one[2], data) for one in set(each)}
+    seconds_of = [spent[one] for one in each]
     computing = max(seconds_of)
     computing += optimizer_seconds(config, shape, setup, hardware, devices, calibration)
     exchange = exchange_seconds(config, shape, setup, ranks, accumulation, link.bytes_per_second) + latency_seconds(
@@ -233,6 +230,30 @@ def forecast(
         mfu=utilisation(config, shape, tokens / seconds, devices, nodes, calibration),
         basis=basis_of(paces[devices[0]]),
     )
+
+
+def paces_of(
+    config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, devices: tuple[Device, ...], data: Data, nodes: int,
+    calibration: Calibration | None,
+) -> dict[Device, Pace | None]:  # fmt: skip
+    """Returns the pace of a rank on each of `devices`, `None` where its speed is unknown."""
+    threads = hardware.cpu_threads * nodes / len(devices) if hardware.kind == "cpu" else 1.0
+    per_token = flops_per_token(
+        config, shape, int(data.row_tokens), recompute=setup.gradient_checkpointing, label_share=data.label_share
+    )
+
+    def paced(device: Device) -> Pace | None:
+        known = calibration.of(device.name) if calibration else None
+        return pace(config, shape, setup, device, threads=threads, per_token=per_token, calibration=known)
+
+    return {device: paced(device) for device in dict.fromkeys(devices)}
+
+
+def _computing(config: Config, shape: ModelShape, setup: Setup, one: Pace | None, rows: int, steps: int, data: Data) -> float:
+    """Returns what a rank computes in a step of `rows` rows in `steps` micro-steps; nothing without rows."""
+    if one is None or not rows:
+        return 0.0
+    return one.seconds(step_flops(config, shape, setup, rows, steps, data), steps)
 
 
 def unequal(seconds: Sequence[float], rows: Sequence[int], names: Sequence[str]) -> list[str]:

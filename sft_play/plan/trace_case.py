@@ -71,7 +71,7 @@ def setup_of(plan: Plan) -> Setup:
         device=plan.device, strategy=plan.strategy, world_size=plan.world_size, precision=plan.precision, weights_dtype=plan.weights_dtype,
         optim=plan.optim, gradient_checkpointing=plan.gradient_checkpointing, layout=plan.layout, attention=plan.attn_implementation,
         label_share=plan.label_share, row_tokens=plan.row_tokens, loss_chunk=plan.loss_chunk,
-        accumulates=plan.ranks[0].accumulation > 1, offload_optimizer=plan.offload_optimizer,
+        accumulates=any(rank.accumulation > 1 for rank in plan.ranks), offload_optimizer=plan.offload_optimizer,
         offload_parameters=plan.offload_parameters, packed=plan.pack_tokens > 0,
     )  # fmt: skip
 

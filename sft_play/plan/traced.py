@@ -67,16 +67,16 @@ class TracedMemory:
     def probe_path(self, plan: Plan) -> Path:
         """Returns where a probe of this plan keeps what it measured."""
         setup = setup_of(plan)
-        cases = [case_of(self.config, self.architecture, setup, rank.micro_batch) for rank in plan.ranks]
+        cases = [case_of(self.config, self.architecture, setup, rank.worst_rows) for rank in plan.ranks]
         return probe_path(self.cache_folder.parent / "probes", cases, plan, versions())
 
     def correct(self, shape: ModelShape, plan: Plan, probes: Sequence[Probed]) -> None:
         """Takes over what a probe of this plan measured."""
         setup = setup_of(plan)
         for rank, probe in zip(plan.ranks, probes, strict=True):
-            key = setup, rank.micro_batch
+            key = setup, rank.worst_rows
             known = self.found.get(key)
-            parts = dict(known.parts) if known else rank_memory(self.config, shape, setup, rank.micro_batch)
+            parts = dict(known.parts) if known else rank_memory(self.config, shape, setup, rank.worst_rows)
             moment, operation = (known.moment, known.operation) if known else ("", "")
             fixed = corrected(parts, probe, rank.capacity_bytes)
             self.found[key] = Observation(parts=fixed, moment=moment, operation=operation)

@@ -113,7 +113,7 @@ def test_weights_are_not_shared_out_over_a_slow_network_unasked() -> None:
     text = message(HardwareError, "3x12GB@1Gbit", name=QWEN, max_seq_len=512, command_strategy="auto")
     assert "`auto` does not share out weights over a network of 118 MB/s: every micro-step waits" in text
     # 7.6 G bf16 weights, three passes with recomputation, 2/3 from the others at 117.5 MB/s.
-    assert "waits 259 s for weights = 3 x 15.2 GB x 2/3 / 118 MB/s; LAUNCH_STRATEGY=fsdp2 forces it" in text
+    assert "waits 259 s for weights = 3 x 15.2 GB x 2/3 / 118 MB/s; LAUNCH_STRATEGY=fsdp2 LAUNCH_SLOW_NETWORK=allow forces it" in text
     assert text.split("hint: ")[1].startswith("TUNING_MODE=qlora: ")
     assert plan_of("3x12GB", name=QWEN, max_seq_len=512, command_strategy="auto").strategy == "fsdp2"
 
@@ -121,7 +121,7 @@ def test_weights_are_not_shared_out_over_a_slow_network_unasked() -> None:
 @pytest.mark.parametrize(("command", "configured"), [("auto", "fsdp2"), ("fsdp2", "auto"), ("auto", "zero3")])
 def test_forced_over_a_slow_network_is_told_loudly(command: Any, configured: Any) -> None:
     case = {"name": QWEN, "max_seq_len": 512, "command_strategy": command, "strategy": configured}
-    loud = reason(plan_of("3x24GB@1Gbit", **case), "SLOW: ")
+    loud = reason(plan_of("3x24GB@1Gbit", **case, slow_network="allow"), "SLOW: ")
     assert "for weights = " in loud and "Replicas (`ddp`) would send gradients alone" in loud
     assert not any(text.startswith("SLOW") for text in plan_of("3x24GB", **case).reasons)
     nodes = reason(plan_of("24GB", **case, num_nodes=3), "SLOW: ")

@@ -1,0 +1,163 @@
+"""The machines of a run: whose devices its ranks are, how fast the network between them is, what it takes to leave one out. Pure.
+
+Nodes that have met (`launch/meeting.py`) plan from the same list of all their devices, so that all come to the same plan; without it
+each takes the others to be like itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from sft_play.config.schema import Config
+from sft_play.errors import HardwareError
+from sft_play.plan import choices
+from sft_play.plan.calibration import Calibration
+from sft_play.plan.exchange import exchange_seconds, latency_seconds, link_of
+from sft_play.plan.hardware import ASSUMED_THREADS, GIB, Device, Hardware, network_speed
+from sft_play.plan.memory import Setup
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.shape import ModelShape
+from sft_play.plan.throughput import optimizer_seconds
+from sft_play.plan.unequal import Machines
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """Where a run's ranks are."""
+
+    devices: tuple[Device, ...]
+    places: tuple[int, ...]
+    """Index of each rank's device on its machine."""
+    nodes: tuple[int, ...]
+    """Ranks of each machine."""
+    own: int
+    """Which machine this is."""
+
+    @property
+    def local(self) -> int:
+        """Ranks of this machine."""
+        return self.nodes[self.own]
+
+    @property
+    def unequal_nodes(self) -> tuple[int, ...]:
+        """Ranks of each machine where they are not as many on all, else empty."""
+        return self.nodes if len(set(self.nodes)) > 1 else ()
+
+    def ranks_of(self, node: int) -> tuple[int, ...]:
+        """Returns the ranks of a machine."""
+        start = sum(self.nodes[:node])
+        return tuple(range(start, start + self.nodes[node]))
+
+    def on_node_of(self, rank: int) -> int:
+        """Returns how many ranks the machine of `rank` has."""
+        return next(count for node, count in enumerate(self.nodes) if rank in self.ranks_of(node))
+
+
+def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
+    """Whether `HARDWARE=12GB+8GB+8GB@1Gbit NUM_NODES=3` describes as many unlike cards as machines: then each has one of them."""
+    apart = hardware.described and hardware.kind == "cuda" and hardware.network_bytes_per_second is not None
+    unlike = len(set(hardware.devices)) > 1 and len(hardware.devices) == launch.num_nodes
+    return apart and unlike and launch.num_gpus in (None, 1) and not launch.node_devices
+
+
+def met(hardware: Hardware, launch: LaunchRequest) -> LaunchRequest:
+    """Returns the launch with the devices of every machine where a description names them."""
+    if launch.num_nodes == 1 or not one_each(hardware, launch):
+        return launch
+    return replace(launch, node_devices=tuple((device,) for device in hardware.devices))
+
+
+def with_network(config: Config, hardware: Hardware, launch: LaunchRequest) -> Hardware:
+    """Returns the hardware with `launch.network` between several machines, unless `HARDWARE` says otherwise. Raises `HardwareError`."""
+    text = config.launch.network
+    if text is None or launch.num_nodes == 1 or hardware.network_bytes_per_second:
+        return hardware
+    return replace(hardware, network_bytes_per_second=network_speed(text, "launch.network", "`launch.network` is"))
+
+
+def same_everywhere(
+    hardware: Hardware, launch: LaunchRequest, calibration: Calibration | None
+) -> tuple[Hardware, Calibration | None]:
+    """Returns what decisions may rest on: of several real machines nothing that the others do not know."""
+    if not launch.node_devices or hardware.described:
+        return hardware, calibration
+    return replace(hardware, cpu_threads=ASSUMED_THREADS), None
+
+
+def ranks_of(hardware: Hardware, launch: LaunchRequest) -> Ranks:
+    """Returns the ranks of all machines. Raises `HardwareError` for devices that are not there, or full."""
+    single = launch.command_strategy == "single"
+    if not launch.node_devices or single:
+        places, local = choices.devices_for(hardware, launch, single)
+        nodes = launch.num_nodes
+        return Ranks(
+            devices=local * nodes, places=places * nodes, nodes=(len(local),) * nodes, own=min(launch.node_rank, nodes - 1)
+        )
+    assert len(launch.node_devices) == launch.num_nodes, (len(launch.node_devices), launch.num_nodes)
+    for node, devices in enumerate(launch.node_devices):
+        _refuse_full(node, devices)
+    places = tuple(index for devices in launch.node_devices for index in range(len(devices)))
+    devices = tuple(device for devices in launch.node_devices for device in devices)
+    return Ranks(devices=devices, places=places, nodes=tuple(map(len, launch.node_devices)), own=launch.node_rank)
+
+
+def _refuse_full(node: int, devices: tuple[Device, ...]) -> None:
+    full = next(((index, device) for index, device in enumerate(devices) if device.full), None)
+    if full is not None:
+        index, device = full
+        free = f"{device.free_bytes / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB free"
+        raise HardwareError(
+            f"GPU {index} of node {node} ({device.name}) is full: {free}",
+            hint="`make memory-check` there says who holds it; leave it out by NUM_GPUS or CUDA_VISIBLE_DEVICES on that node",
+        )
+
+
+def in_words(launch: LaunchRequest, ranks: Ranks) -> list[str]:
+    """Returns what is known of the other machines."""
+    if launch.num_nodes == 1:
+        return []
+    if not launch.node_devices:
+        return [f"{launch.num_nodes} nodes, each with the devices of this one"]
+    found = ", ".join(f"{node}: {_named(ranks, node)}" for node in range(min(launch.num_nodes, 8)))
+    return [f"{launch.num_nodes} nodes with {len(ranks.devices)} ranks in all ({found}{', ...' if launch.num_nodes > 8 else ''})"]
+
+
+def _named(ranks: Ranks, node: int) -> str:
+    names = [ranks.devices[rank].name for rank in ranks.ranks_of(node)]
+    return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}" if len(set(names)) == 1 else " + ".join(names)
+
+
+def machines_of(hardware: Hardware, ranks: Ranks) -> Machines | None:
+    """Returns what could be left out of a run; `None` for one machine with like devices, where nothing could gain."""
+    if len(ranks.nodes) > 1:
+        nodes = range(len(ranks.nodes))
+        return Machines(
+            ranks=tuple(map(ranks.ranks_of, nodes)), names=tuple(f"node {node} ({_named(ranks, node)})" for node in nodes)
+        )
+    if hardware.network_bytes_per_second is None and len(set(ranks.devices)) == 1:
+        return None
+    names = tuple(f"rank {rank} ({device.name})" for rank, device in enumerate(ranks.devices))
+    return Machines(ranks=tuple((rank,) for rank in range(len(ranks.devices))), names=names)
+
+
+def beside_computing(
+    config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, ranks: Ranks, accumulation: int, calibration: Calibration | None
+) -> Callable[[tuple[int, ...]], float] | None:  # fmt: skip
+    """Returns the seconds of a step's exchange and update as a function of which ranks take part; `None` for an unknown network."""
+    if link_of(hardware, ranks.devices, len(ranks.nodes), calibration) is None:
+        return None
+
+    def seconds(taking_part: tuple[int, ...]) -> float:
+        devices = tuple(ranks.devices[rank] for rank in taking_part)
+        nodes = sum(1 for node in range(len(ranks.nodes)) if set(ranks.ranks_of(node)) & set(taking_part))
+        alone = nodes == 1 and len(ranks.nodes) > 1
+        around = replace(hardware, network_bytes_per_second=None) if alone else hardware
+        link = link_of(around, devices, nodes, calibration)
+        assert link is not None, "a link that several machines have"
+        case = replace(setup, world_size=len(devices))
+        found = exchange_seconds(config, shape, case, len(devices), accumulation, link.bytes_per_second)
+        found += latency_seconds(config, shape, case, link, len(devices), accumulation)
+        return found + optimizer_seconds(config, shape, case, around, devices, calibration)
+
+    return seconds

@@ -1,0 +1,190 @@
+"""What sharing a step costs on a network, choice by choice, and which strategies a slow one does not carry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import load_config
+from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
+from sft_play.errors import HardwareError, UserError
+from sft_play.plan.exchange import communication_seconds, compressed_bytes, gathering_seconds, powersgd_elements, sent_bytes
+from sft_play.plan.hardware import network_speed, parse_hardware
+from sft_play.plan.make import make_plan
+from sft_play.plan.memory import Setup, trainable_parameters
+from sft_play.plan.plan import Plan
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.shape import shape_of
+from sft_play.plan.show import show_plan
+
+LLAMA2, QWEN = "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-7B-Instruct"
+GIGABIT = network_speed("1Gbit", "here")
+CARDS = "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop"
+
+
+def config_of(
+    name: str = LLAMA2, mode: Any = "lora", *, seq: int = 2048, train: dict[str, Any] | None = None, **launch: Any
+) -> Config:
+    lora = LoraSettings(r=16, target_modules=["q_proj", "v_proj"])
+    return Config(
+        model=ModelConfig(name=name, max_seq_len=seq), tuning=TuningConfig(mode=mode, lora=lora), data=DataConfig(),
+        train=TrainConfig(**(train or {})), launch=LaunchConfig(**launch),
+    )  # fmt: skip
+
+
+def planned(hardware: str, config: Config, **request: Any) -> Plan:
+    launch = LaunchRequest(**({"command_strategy": "auto"} | request))
+    typed = frozenset[str]().__contains__
+    return make_plan(config, typed, parse_hardware(hardware), shape_of(config.model), launch=launch, prepared=None)
+
+
+def setup_for(strategy: str = "ddp", **changes: Any) -> Setup:
+    plain = Setup(
+        device="cuda", strategy=strategy, world_size=3, precision="bf16", weights_dtype="bfloat16", optim="adamw_torch", gradient_checkpointing=False,
+        layout="padded", attention="sdpa", label_share=1.0, row_tokens=2048,
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+# The figures that people quote.
+
+
+def test_adapters_of_a_7b_model_take_a_third_of_a_second() -> None:
+    config = config_of()
+    shape = shape_of(config.model)
+    assert trainable_parameters(config, shape) == 8_388_608
+    sent = sent_bytes(config, shape, setup_for())
+    assert sent == 4 * 8_388_608 and round(sent / 1e6, 1) == 33.6
+    assert pytest.approx(117.5e6) == GIGABIT
+    assert communication_seconds(sent, 3, GIGABIT) == pytest.approx(0.38, abs=0.005)
+    assert [round(communication_seconds(sent, n, GIGABIT), 2) for n in (1, 2, 4)] == [0.0, 0.29, 0.43]
+
+
+def test_gigabytes_of_gradients_take_many_seconds_not_100_ms() -> None:
+    assert communication_seconds(1.6e9, 3, GIGABIT) == pytest.approx(18.2, abs=0.05)
+    # What 100 ms would need: 171 Gbit/s of payload.
+    assert communication_seconds(1.6e9, 3, 8 * 1e9) > 0.1 and pytest.approx(171e9, rel=0.01) == 2 * 2 / 3 * 1.6e9 / 0.1 * 8
+
+
+def test_gathering_a_frozen_7b_takes_two_and_a_half_minutes() -> None:
+    config = config_of()
+    setup = setup_for("zero3")
+    assert gathering_seconds(config, shape_of(config.model), setup, 3, GIGABIT) == pytest.approx(153, abs=1)
+    recomputing = replace(setup, gradient_checkpointing=True)
+    assert gathering_seconds(config, shape_of(config.model), recomputing, 3, GIGABIT) == pytest.approx(229.4, abs=1.5)
+    assert gathering_seconds(config, shape_of(config.model), setup_for("ddp"), 3, GIGABIT) == 0
+
+
+# Choices.
+
+
+def test_what_each_choice_sends() -> None:
+    config = config_of()
+    shape = shape_of(config.model)
+    whole = 8_388_608
+    assert [compressed_bytes(config, shape, 4, kind, 4) / whole for kind in ("none", "fp16", "bf16")] == [4, 2, 2]
+    assert compressed_bytes(config, shape, 2, "fp16", 4) / whole == 2  # 16-bit gradients already
+    # Adapters of 16 x 4096: factors of rank 4 have (16 + 4096) x 4 values of 65,536 = 1 in 3.98.
+    assert (
+        powersgd_elements(16, 4096, 4) == 16_448 and powersgd_elements(16, 4096, 8) == 65_536 and powersgd_elements(4, 4, 9) == 16
+    )
+    assert compressed_bytes(config, shape, 4, "powersgd", 4) == 4 * 128 * 16_448
+    for steps, sent in ((16, 4), (1, 16 * 4)):
+        local = replace(config, launch=LaunchConfig(local_steps=steps))
+        assert sent_bytes(local, shape, setup_for()) == whole * sent / 16
+    narrow = replace(config, launch=LaunchConfig(local_steps=16, compression="fp16"))
+    assert sent_bytes(narrow, shape, setup_for()) == whole * 2 / 16
+    full = config_of(mode="full", compression="powersgd")
+    assert 0 < sent_bytes(full, shape, setup_for()) < 0.025 * 4 * shape.parameters
+
+
+def test_the_plan_has_a_table_of_them() -> None:
+    plan = planned(CARDS + "@1Gbit", config_of(mode="qlora", train={"global_batch_size": 24}, compression="fp16"))
+    rows = {row["choice"]: row for row in plan.exchanges}
+    assert list(rows) == [
+        "compression: none (16 bits)", "compression: fp16", "compression: bf16", "compression: powersgd, rank 4", "local_steps: 16",
+    ]  # fmt: skip
+    assert [row["chosen"] for row in rows.values()] == [False, True, False, False, False]
+    assert rows["compression: none (16 bits)"]["seconds"] == pytest.approx(0.19, abs=0.002)
+    assert all(0 < row["share"] < 0.5 for row in rows.values())
+    assert plan.communication_seconds == pytest.approx(rows["compression: fp16"]["seconds"])
+    assert Plan.from_json(plan.to_json()) == plan
+    text = show_plan(plan, details=True)
+    assert "to share a step" in text and "<- this run" in text and "s a step" in text
+    # Where the cards' speed is unknown there is no share, and without a stated network no table.
+    assert all(row["share"] is None for row in planned("12GB+8GB+8GB@1Gbit", config_of(mode="qlora")).exchanges)
+    assert planned("2xRTX4090", config_of(mode="qlora")).exchanges == ()
+
+
+def test_the_forecast_goes_by_what_is_chosen() -> None:
+    def step(**launch: Any) -> float:
+        plan = planned("3xRTX4090@1Gbit", config_of(seq=512, **launch))
+        assert plan.seconds_per_step is not None and plan.communication_seconds is not None
+        return plan.communication_seconds
+
+    assert step() == pytest.approx(0.381, abs=0.002) and step(compression="fp16") == pytest.approx(step() / 2)
+    assert step(local_steps=16) == pytest.approx(step() / 16)
+
+
+@pytest.mark.parametrize("command", ["fsdp2", "zero"])
+def test_choices_are_for_replicas(command: Any) -> None:
+    for launch in ({"local_steps": 8}, {"compression": "bf16"}):
+        with pytest.raises(UserError, match=rf"under {command}.* ranks share out what it changes") as error:
+            planned("2xRTX4090", config_of(seq=256, **launch), command_strategy=command)
+        assert "make train-distributed" in (error.value.hint or "")
+
+
+def test_one_process_has_nothing_to_share() -> None:
+    plan = planned("2xRTX4090", config_of(seq=256, local_steps=8), command_strategy="single")
+    assert "`launch.local_steps` 8 has no effect: one process shares nothing" in plan.reasons and plan.exchanges == ()
+
+
+# The speed of the network.
+
+
+def test_the_networks_speed_can_be_configured() -> None:
+    plan = planned("RTX4090", config_of(seq=512, network="1Gbit"), num_nodes=3)
+    assert plan.communication_seconds == pytest.approx(0.381, abs=0.002)
+    faster = planned("RTX4090@10Gbit", config_of(seq=512, network="1Gbit"), num_nodes=3)  # what HARDWARE says wins
+    assert faster.communication_seconds == pytest.approx(0.0381, abs=0.001)
+    assert planned("2xRTX4090", config_of(seq=512, network="1Gbit")).exchanges == ()  # one machine: no network
+    with pytest.raises(HardwareError, match=r"`launch.network` is `fast`"):
+        planned("RTX4090", config_of(network="fast"), num_nodes=2)
+
+
+@pytest.mark.parametrize("text", ["fast", "0Gbit", "1", "Gbit", "-1Gbit", "1 Gbyte"])
+def test_a_network_that_is_none_is_refused_where_it_stands(text: str, tmp_path: Any) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        f"model: {{name: {QWEN}}}\ndata: {{train_path: examples/01_quickstart}}\nlaunch:\n  network: {text}\n", encoding="utf-8"
+    )
+    with pytest.raises(UserError, match=r"`launch.network` is") as error:
+        load_config(path, (), {})
+    assert "c.yaml:4" in error.value.render() and "LAUNCH_NETWORK=1Gbit" in error.value.render()
+
+
+# Weights over a slow network.
+
+
+@pytest.mark.parametrize(("command", "strategy"), [("fsdp2", "auto"), ("auto", "zero3"), ("zero", "zero3")])
+def test_weights_over_a_slow_network_are_refused_with_the_arithmetic(command: Any, strategy: Any) -> None:
+    config = config_of(QWEN, seq=512, strategy=strategy)
+    for hardware in ("3x24GB@1Gbit", "3xRTX4090@1Gbit"):
+        with pytest.raises(UserError, match=r"would wait for weights 9.% of each step: every micro-step waits") as error:
+            planned(hardware, config, command_strategy=command)
+        assert "x 2/3 / 118 MB/s" in error.value.message
+        assert "LAUNCH_SLOW_NETWORK=allow" in (error.value.hint or "") and "LAUNCH_STRATEGY=ddp" in (error.value.hint or "")
+        allowed = planned(
+            hardware, replace(config, launch=replace(config.launch, slow_network="allow")), command_strategy=command
+        )
+        assert any(reason.startswith("SLOW: ") for reason in allowed.reasons)
+
+
+def test_a_network_that_is_fast_enough_is_not_refused() -> None:
+    config = config_of("HuggingFaceTB/SmolLM2-135M-Instruct", seq=512)
+    assert planned("2xRTX4090@100Gbit", config, command_strategy="fsdp2").strategy == "fsdp2"
+    assert planned("8xH100@400Gbit", config_of(QWEN, "full", seq=4096), command_strategy="fsdp2", num_nodes=2).strategy == "fsdp2"
+    # Of a network that nobody told the speed of, nothing is refused.
+    assert planned("24GB", config_of(QWEN, seq=512), command_strategy="fsdp2", num_nodes=3).strategy == "fsdp2"

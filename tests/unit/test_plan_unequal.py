@@ -1,0 +1,247 @@
+"""The plan of ranks on unlike devices: what each gets, what that gains, when fewer machines would be faster, and nodes that have met."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
+from sft_play.errors import HardwareError
+from sft_play.plan.balance import spans
+from sft_play.plan.calibration import Calibration, load_calibration
+from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
+from sft_play.plan.make import make_plan
+from sft_play.plan.plan import Plan, RankPlan
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.shape import shape_of
+from sft_play.plan.show import show_plan
+
+LLAMA2, SMALL = "meta-llama/Llama-2-7b-hf", "HuggingFaceTB/SmolLM2-135M-Instruct"
+LAN, CARDS = "12GB+8GB+8GB@1Gbit", "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop"
+
+
+def config_of(
+    name: str = LLAMA2, mode: Any = "qlora", *, seq: int = 2048, launch: dict[str, Any] | None = None, **train: Any
+) -> Config:
+    lora = LoraSettings(r=16, target_modules=["q_proj", "v_proj"])
+    return Config(
+        model=ModelConfig(name=name, max_seq_len=seq), tuning=TuningConfig(mode=mode, lora=lora), data=DataConfig(),
+        train=TrainConfig(**({"global_batch_size": 24} | train)), launch=LaunchConfig(**(launch or {})),
+    )  # fmt: skip
+
+
+def planned(hardware: Hardware | str, config: Config, **request: Any) -> Plan:
+    launch = LaunchRequest(**({"command_strategy": "auto"} | request))
+    found = parse_hardware(hardware) if isinstance(hardware, str) else hardware
+    return make_plan(config, frozenset[str]().__contains__, found, shape_of(config.model), launch=launch, prepared=None)
+
+
+def counts(plan: Plan) -> tuple[int, ...]:
+    return spans(plan.global_batch_size, [(rank.micro_batch, rank.accumulation) for rank in plan.ranks])
+
+
+def reason(plan: Plan, start: str) -> str:
+    (found,) = [one for one in plan.reasons if one.startswith(start)]
+    return found
+
+
+def gain(plan: Plan) -> float:
+    """Returns what the plan says that shares gain over equal ones."""
+    return float(reason(plan, "unequal shares: ").split(" a step, ")[1].split(" times")[0])
+
+
+# What each rank gets.
+
+
+def test_named_cards_get_rows_by_speed_and_memory() -> None:
+    plan = planned(CARDS + "@1Gbit", config_of())
+    assert sum(counts(plan)) == 24 == plan.global_batch_size
+    rows = dict(zip((rank.device_name for rank in plan.ranks), counts(plan), strict=True))
+    assert rows["RTX5070TiLaptop"] > rows["RTX3070Ti"] >= rows["RTX4070Laptop"] > 0
+    assert len({rank.accumulation for rank in plan.ranks}) > 1  # under DDP each has micro-steps of its own
+    assert all(0 < rank.micro_batch <= rank.most_rows and rank.peak_bytes <= rank.capacity_bytes for rank in plan.ranks)
+    assert all(len(rank.cost) == 2 and rank.cost[1] > 0 for rank in plan.ranks)
+    told = reason(plan, "shares by speed and memory, of 24 rows a step: rank 0 ")
+    assert f"rank 2 {rows['RTX4070Laptop']} row" in told and "would fit" in told
+    assert gain(plan) > 1.1
+    before, after = reason(plan, "unequal shares: ").removeprefix("unequal shares: ").split(" s a step")[0].split(" s -> ")
+    assert float(after) == pytest.approx(plan.seconds_per_step, rel=0.01) and float(before) / float(after) == pytest.approx(
+        gain(plan), abs=0.01
+    )
+    off = planned(CARDS + "@1Gbit", config_of(launch={"balance": "off"}))
+    assert (plan.seconds_per_step or 0) < (off.seconds_per_step or 0) and len({rank.accumulation for rank in off.ranks}) == 1
+    assert off.global_batch_size == 24
+
+
+def test_unknown_cards_are_taken_to_be_as_fast_as_they_are_large() -> None:
+    plan = planned(LAN, config_of())
+    large, *small = counts(plan)
+    assert sum((large, *small)) == 24 and large > max(small) >= 6 and all(rank.cost == () for rank in plan.ranks)
+    assert any("more memory is taken for more speed" in one for one in plan.reasons)
+    assert not any(one.startswith("unequal shares") for one in plan.reasons) and plan.seconds_per_step is None
+
+
+@pytest.mark.parametrize("typed", [{"batch_size": 1}, {"grad_accum": 8}, {"batch_size": 1, "grad_accum": 8}])
+def test_what_is_typed_stays_equal(typed: dict[str, Any]) -> None:
+    plan = planned(CARDS + "@1Gbit", config_of(**typed))
+    assert {(rank.micro_batch, rank.accumulation) for rank in plan.ranks} == {(1, 8)}
+    assert not any(one.startswith("shares by speed") for one in plan.reasons)
+
+
+@pytest.mark.parametrize("command", ["zero", "fsdp2"])
+def test_engines_that_meet_in_every_micro_step_have_as_many(command: Any) -> None:
+    plan = planned("RTX4090+RTX3090+RTX3090", config_of(SMALL, "lora", seq=512, global_batch_size=120), command_strategy=command)
+    assert len({rank.accumulation for rank in plan.ranks}) == 1
+    assert counts(plan)[0] > max(counts(plan)[1:]) and sum(counts(plan)) == 120
+    assert gain(plan) > 1.1
+
+
+def test_alike_ranks_are_as_ever() -> None:
+    plan = planned("3xRTX4090@1Gbit", config_of())
+    assert len({(rank.micro_batch, rank.accumulation) for rank in plan.ranks}) == 1
+    assert not any(one.startswith(("shares by", "unequal")) for one in plan.reasons)
+
+
+def test_packs_are_shared_out_too() -> None:
+    plan = planned(CARDS + "@1Gbit", config_of(seq=1024, packing="on"))
+    assert plan.pack_tokens == 1024 and sum(rank.micro_batch * rank.accumulation for rank in plan.ranks) >= 24
+    assert plan.ranks[0].micro_batch * plan.ranks[0].accumulation > plan.ranks[2].micro_batch * plan.ranks[2].accumulation
+
+
+def test_after_memory_ran_out_each_rank_has_half() -> None:
+    plan, again = (planned(CARDS, config_of(), halvings=halvings) for halvings in (0, 1))
+    for before, after in zip(plan.ranks, again.ranks, strict=True):
+        assert after.micro_batch == -(-before.micro_batch // 2) and after.most_rows <= max(1, -(-before.most_rows // 2))
+        assert after.micro_batch * after.accumulation >= before.micro_batch * before.accumulation
+    assert again.global_batch_size == 24 and any("memory ran out: micro-batch" in one for one in again.reasons)
+
+
+def test_the_table_of_ranks() -> None:
+    text = show_plan(planned(CARDS + "@1Gbit", config_of()), details=True)
+    assert "micro-steps" in text and "would fit" in text and "RTX3070Ti" in text and "micro-batch" in text
+    same = show_plan(planned("2xRTX4090", config_of(seq=512)), details=True)
+    assert "s a step\n" not in same
+
+
+def test_measured_speeds_count(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    hardware = parse_hardware("RTX4090+RTX3090")
+    assert load_calibration(hardware) is None
+    first = Calibration(
+        device="NVIDIA GeForce RTX 4090", kind="cuda", threads=8, measured="2026-11-21", matmul_flops={"4096": 1e14}
+    )
+    first.save()
+    assert load_calibration(hardware) is None  # one of the two was never measured: priors and measurements do not compare
+    replace(first, device="NVIDIA GeForce RTX 3090", measured="2026-11-20").save()
+    both = load_calibration(hardware)
+    assert both and both.measured == "2026-11-20" and both.of("RTX4090").measured == "2026-11-21"
+    one = load_calibration(parse_hardware("2xRTX4090"))
+    assert one and one.of("RTX4090") is one
+
+
+# When fewer would be faster.
+
+
+def test_a_slow_network_is_told_when_one_machine_alone_is_faster() -> None:
+    case: dict[str, Any] = {"launch": {"strategy": "ddp"}, "gradient_checkpointing": True, "optim": "sgd"}
+    plan = planned("RTX4090+RTX3090+RTX3090@100Mbit", config_of(SMALL, "full", seq=512, **case))
+    told = reason(plan, "FASTER on rank 0 (RTX4090) alone: ")
+    assert "the network included" in told
+    alone = planned("RTX4090", config_of(SMALL, "full", seq=512, **case | {"launch": {}}))
+    promised = float(told.split(": ")[1].split(" s a step")[0])
+    # In micro-batches of the size that three have; alone it may take larger ones.
+    assert 0.95 * (alone.seconds_per_step or 0) <= promised < 0.5 * (plan.seconds_per_step or 0)
+    assert not any(one.startswith("FASTER") for one in planned(CARDS + "@1Gbit", config_of()).reasons)
+
+
+def test_a_card_that_holds_up_the_others_is_named() -> None:
+    fast = Device(name="fast", memory_bytes=24 * GIB, free_bytes=24 * GIB, bf16=True, peak_flops=1e14, bandwidth=1e12)
+    crawling = replace(fast, name="crawling", peak_flops=2e11, bandwidth=1e10)
+    hardware = Hardware(
+        kind="cuda", devices=(fast, fast, crawling), cpu_threads=8, ram_bytes=GIB, ram_known=False, described=True
+    )
+    plan = planned(hardware, config_of(seq=512))
+    assert counts(plan)[2] == 0 and plan.ranks[2].micro_batch == 0
+    assert "rank 2 nothing" in reason(plan, "shares by speed") and show_plan(plan, details=True)
+
+
+# Machines.
+
+
+def test_unlike_cards_as_many_as_machines_are_one_each() -> None:
+    plan = planned(CARDS + "@1Gbit", config_of(), num_nodes=3)
+    assert (plan.world_size, plan.num_nodes, plan.node_ranks) == (3, 3, ())
+    assert [rank.device for rank in plan.ranks] == ["cuda:0"] * 3 and [r.device_name for r in plan.ranks][1] == "RTX3070Ti"
+    assert "3 nodes with 3 ranks in all (0: RTX5070TiLaptop, 1: RTX3070Ti, 2: RTX4070Laptop)" in plan.reasons
+    together = planned(CARDS + "@1Gbit", config_of())
+    assert counts(plan) == counts(together) and plan.seconds_per_step == pytest.approx(together.seconds_per_step)
+    # Like cards are those of each machine, as ever.
+    assert planned("2xRTX4090@1Gbit", config_of(seq=512), num_nodes=2).world_size == 4
+
+
+def gpu(name: str, gib: float, flops: float, free: float | None = None) -> Device:
+    return Device(
+        name=name, memory_bytes=int(gib * GIB), free_bytes=int((free or gib) * GIB), bf16=True, peak_flops=flops, bandwidth=5e11
+    )
+
+
+def machine(*devices: Device) -> Hardware:
+    return Hardware(kind="cuda", devices=devices, cpu_threads=8, ram_bytes=32 * GIB)
+
+
+def test_nodes_that_have_met_make_one_plan() -> None:
+    desktop, laptop = gpu("desktop", 12, 6e13), gpu("laptop", 8, 3e13)
+    met = ((desktop, desktop), (laptop,))
+    config = config_of(seq=1024, launch={"network": "1Gbit"})
+    plans = [
+        planned(
+            replace(machine(*met[node]), cpu_threads=4 + node),
+            config,
+            num_nodes=2,
+            node_rank=node,
+            num_gpus=len(met[node]),
+            node_devices=met,
+        )
+        for node in (0, 1)
+    ]
+    assert plans[0] == plans[1] and plans[0].node_ranks == (2, 1) and plans[0].world_size == 3
+    assert [rank.device for rank in plans[0].ranks] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert counts(plans[0])[0] == counts(plans[0])[1] > counts(plans[0])[2] > 0
+    assert gain(plans[0]) > 1.1
+
+
+def test_a_full_gpu_of_another_node_is_named() -> None:
+    met = ((gpu("a", 12, 6e13),), (gpu("b", 8, 3e13, free=0.1),))
+    with pytest.raises(HardwareError, match=r"GPU 0 of node 1 \(b\) is full: 0\.1 of 8\.0 GiB free"):
+        planned(machine(*met[0]), config_of(), num_nodes=2, node_devices=met)
+
+
+def test_processors_of_several_machines_make_one_plan() -> None:
+    cpu = Device(name="a CPU", memory_bytes=32 * GIB, free_bytes=24 * GIB, bf16=False)
+    met = ((cpu, cpu), (replace(cpu, free_bytes=23 * GIB),))
+
+    def node(rank: int) -> Plan:
+        here = Hardware(kind="cpu", devices=met[rank][:1], cpu_threads=2 + 6 * rank, ram_bytes=32 * GIB)
+        request = {"num_nodes": 2, "node_rank": rank, "num_gpus": len(met[rank]), "node_devices": met}
+        return planned(here, config_of(SMALL, "lora", seq=128), **request)
+
+    first, second = node(0), node(1)
+    assert first == second and first.node_ranks == (2, 1) and first.world_size == 3 and first.backend == "gloo"
+    assert first.ranks[0].capacity_bytes == int(24 * GIB * 0.85 / 2) and first.ranks[2].capacity_bytes == int(23 * GIB * 0.85)
+    assert len({(rank.micro_batch, rank.accumulation) for rank in first.ranks}) == 1
+
+
+# Files of earlier versions.
+
+
+def test_an_older_plan_is_still_read() -> None:
+    plan = planned("2xRTX4090", config_of(seq=512))
+    old = plan.to_json()
+    for name in ("node_ranks", "exchanges"):
+        del old[name]
+    old["ranks"] = [{name: value for name, value in rank.items() if name not in ("most_rows", "cost")} for rank in old["ranks"]]
+    read = Plan.from_json(old)
+    assert read.node_ranks == () == read.exchanges and read.ranks[0].cost == () and read.ranks[0].most_rows == 0
+    assert isinstance(read.ranks[0], RankPlan) and Plan.from_json(read.to_json()) == read
