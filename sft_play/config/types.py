@@ -156,10 +156,8 @@ def convert(node: Node, annotation: Any, limits: Range, key: str, problems: list
             return _list(value, get_args(part)[0], key, problems)
         if isinstance(value, dict) and dataclasses.is_dataclass(part):
             return _record(node, part, key, problems)
-        if isinstance(value, dict) and get_origin(part) is Mapping:
-            return _texts(node, key, problems)
-        if isinstance(value, dict) and part in (dict, Mapping):
-            return _mapping(node, key, problems)
+        if isinstance(value, dict) and (get_origin(part) or part) in (dict, Mapping):
+            return _texts(node, key, problems) if get_origin(part) is Mapping else _mapping(node, key, problems)
     text = value if isinstance(value, str) else node.text
     if str in parts and value is not None and text is not None:
         if _is_writable(text):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -58,6 +59,19 @@ def lost(given: Any, kept: Any, where: str = "") -> Iterator[str]:
         yield f"{where}: {given!r} became {kept!r}"
 
 
+def filled(given: Any, kept: Any, where: str = "") -> Iterator[str]:
+    """Yields what a model put an empty text for: it is required, and was not given."""
+    if isinstance(given, Mapping) and isinstance(kept, Mapping):
+        for key, value in kept.items():
+            if key not in given and value == "":
+                yield f"{where}.{key}: missing"
+            elif key in given:
+                yield from filled(given[key], value, f"{where}.{key}")
+    elif isinstance(given, list) and isinstance(kept, list):
+        for index, (old, new) in enumerate(zip(given, kept, strict=True)):
+            yield from filled(old, new, f"{where}[{index}]")
+
+
 def trainer_problem(document: Document) -> str | None:
     """Returns what the official models of Trainer v2 say."""
     pytest.importorskip("kubeflow_trainer_api")
@@ -68,7 +82,7 @@ def trainer_problem(document: Document) -> str | None:
         kept = model.from_dict(copy.deepcopy(document)).to_dict()
     except (ValueError, TypeError, AttributeError) as error:  # pydantic's own error is a ValueError
         return str(error)
-    return next(lost(document, kept), None)
+    return next(chain(lost(document, kept), filled(document, kept)), None)
 
 
 def pytorchjob_problem(document: Document) -> str | None:
@@ -130,6 +144,7 @@ MUTANTS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("trainjob", "TrainingRuntime", lambda d: d["spec"]["template"]["spec"].update(failurePolicies={})),
     ("trainjob", "TrainingRuntime", lambda d: d["spec"]["template"]["spec"]["failurePolicy"]["rules"][0].pop("action")),
     ("trainjob", "TrainingRuntime", lambda d: d["spec"]["mlPolicy"].update(numNodes="two")),
+    ("trainjob", "TrainingRuntime", lambda d: d["spec"]["template"]["spec"]["replicatedJobs"][0].pop("name")),
     ("pytorchjob", "PyTorchJob", lambda d: d["spec"].pop("pytorchReplicaSpecs")),
     ("pytorchjob", "PyTorchJob", lambda d: d["spec"].update(replicas=2)),
     ("pytorchjob", "PyTorchJob", lambda d: d["spec"]["runPolicy"].update(ttlSeconds=1)),

@@ -104,7 +104,7 @@ def _resources(spec: Spec, processes: int) -> Document:
 
 def _environment(spec: Spec, of_kind: Mapping[str, str]) -> list[Document]:
     settings = spec.settings
-    plain = variables(spec) | of_kind
+    plain = {**variables(spec), **of_kind}
     found: list[Document] = [{"name": name, "value": text} for name, text in plain.items() if name not in settings.env]
     found += [{"name": name, "value": text} for name, text in settings.env.items()]
     if spec.pods > 1:
