@@ -337,3 +337,39 @@ def test_what_cannot_be_started(machines: Home) -> None:
     assert "refuses this machine's key" in refused({})
     keys.write_text(kept)
     assert "`launch.elastic` is `3:2`; expected" in refused({}, "LAUNCH_ELASTIC=3:2", code=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_install(machines: Home) -> None:
+    """An environment that cannot be filled (no network), then one that is there: what failed is said, and the same command goes on."""
+    project = machines.net.hosts[1].private[machines.folder / "lan" / "project"]
+    common = {"folder": str(machines.folder / "lan" / "project"), "python": ".venv/bin/python"}
+    machines.inventory = machines.net.inventory(machines.folder / "install.yaml", defaults=common)
+    code, said = machines.type("cluster-install")
+    assert code == 3, said
+    assert (
+        "node2 | making a virtual environment in .venv" in said and "failed  node2: scripts/install.sh ended with code" in said
+    ), said
+    assert "type the same command again" in said and "ready  node1" in said
+    assert (project / "scripts" / "install.sh").is_file()
+    site = subprocess.run(
+        [machines.net.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.strip()
+    (own,) = (project / ".venv" / "lib").glob("python*/site-packages")
+    (own / "tests.pth").write_text(site + "\n")
+    (project / ".venv" / ".runtime").touch()
+    for _ in range(2):
+        code, said = machines.type("cluster-install")
+        assert code == 0, said
+        assert "node2 | the environment in .venv is up to date" in said and re.search(
+            r"ready  node2: Python 3\.\d+\.\d+, torch \d", said
+        ), said
+    (project / "left.py").write_text("")
+    code, said = machines.type("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=installed", "TRAIN_MAX_STEPS=1")
+    assert code == 0, said
+    assert (project / "left.py").exists(), "what the synchronisation did not bring stays"

@@ -17,7 +17,7 @@ from sft_play.launch.cluster.agent import ask
 from sft_play.launch.cluster.ssh import is_here
 from sft_play.runs.folder import cache_folder, runs_folder
 
-SECONDS = 20.0
+SECONDS = 30.0
 """How long a machine may take to answer."""
 
 
@@ -133,10 +133,8 @@ def _problems(host: Host, facts: Facts, own: Facts, inventory: Inventory, shared
         text = f"`data.sync` is `shared`, but host `{host.name}` does not see this machine's {' nor its '.join(f'`{f}`' for f in folders)}"
         hint = "mount them there at the same place (RUNS_DIR and SFT_PLAY_CACHE say where they are), or take `data.sync: rsync`"
         yield HardwareError(text, place=place, hint=hint)
-    if not shared and not facts.rsync:
-        yield HardwareError(
-            f"host `{host.name}` has no `rsync`", place=place, hint="on it: sudo apt install rsync; or `data.sync: shared`"
-        )
+    if not facts.rsync:
+        yield HardwareError(f"host `{host.name}` has no `rsync`", place=place, hint="on it: sudo apt install rsync")
 
 
 def _minor(version: str) -> str:

@@ -31,7 +31,7 @@ FINISHED_SECONDS = 120.0
 """How long others may take to leave when node 0 has finished."""
 STOP_SECONDS = 90.0
 """After a request to stop, when a launcher that neither ends nor says that it saves is killed; it has its own limit of 24 s."""
-START_SECONDS = 30.0
+START_SECONDS = 60.0
 """How long ssh and a machine's Python may take to say the first word."""
 TICK_SECONDS = 0.2
 LARGEST_WORDS = 20_000

@@ -140,9 +140,10 @@ def prepare(task: Task) -> Prepared:
 def bring(task: Task, crew: Crew, prepared: Prepared) -> None:
     """Brings to every machine what it lacks: code, model, prepared rows, and of a run that goes on its newest checkpoint."""
     checkpoint = newest_valid(task.run)[0] if is_begun(task.run) else None
-    away, files = crew.away(), sync.code_files() if crew.away() and not task.shared else []
+    away = crew.away()
+    files = sync.code_files() if away else []
     if away:
-        what = "files on the shared disk" if task.shared else f"{len(files)} files of the project, model and data"
+        what = f"{len(files)} files of the project{'' if task.shared else ', model and data'}"
         say(f"bringing to {len(away)} host{'s' if len(away) > 1 else ''} what they lack: {what}")
 
     def one(host: Host) -> UserError | None:
@@ -159,8 +160,8 @@ def bring(task: Task, crew: Crew, prepared: Prepared) -> None:
 def _bring_to(task: Task, host: Host, facts: Facts, prepared: Prepared, checkpoint: Path | None, files: Sequence[str]) -> None:
     inventory, there = task.inventory, prepared
     if not is_here(host):
+        sync.send_code(host, inventory, files)
         if not task.shared:
-            sync.send_code(host, inventory, files)
             there = sync.send_prepared(host, inventory, facts, task.loaded.config, prepared, hub_folder())
         if is_begun(task.run):
             sync.send_run(host, inventory, facts, task.run, checkpoint)
