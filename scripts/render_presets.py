@@ -69,13 +69,16 @@ def table() -> str:
     for claim in CLAIMS:
         plan = plan_of(claim.preset, claim.hardware)
         peak, room = tightest(plan)
-        micros = [rank.micro_batch for rank in plan.ranks]
-        micro = str(micros[0]) if len(set(micros)) == 1 else "(" + ", ".join(map(str, micros)) + ")"
+        micro, steps = (_each([getattr(rank, name) for rank in plan.ranks]) for name in ("micro_batch", "accumulation"))
         lines.append(
-            f"| `{claim.preset}` | `{claim.hardware}` | {plan.strategy}, {micro} x {plan.ranks[0].accumulation} | {plan.global_batch_size} | "
+            f"| `{claim.preset}` | `{claim.hardware}` | {plan.strategy}, {micro} x {steps} | {plan.global_batch_size} | "
             f"{'yes' if plan.gradient_checkpointing else 'no'} | {peak / GIB:.1f} of {room / GIB:.1f} | {_quoted(claim)} |"
         )
     return "\n".join(lines)
+
+
+def _each(values: list[int]) -> str:
+    return str(values[0]) if len(set(values)) == 1 else "(" + ", ".join(map(str, values)) + ")"
 
 
 def _quoted(claim: Claim) -> str:

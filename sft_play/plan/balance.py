@@ -25,7 +25,7 @@ MOST_TRIED = 64
 """Numbers of micro-steps beyond the least that are tried where all ranks must have the same."""
 ROUNDS = 8
 """How often shares are looked over for what cutting in proportion to slots loses."""
-MOST_SETTLED = 128
+MOST_SETTLED = 48
 """Ranks beyond which that is left out: it takes time in the square of their number, and a row of so many shares is little."""
 
 

@@ -265,7 +265,7 @@ def unequal(seconds: Sequence[float], rows: Sequence[int], names: Sequence[str])
     even = sum(share for _, share, _ in working) / sum(share / spent for spent, share, _ in working)
     return [
         f"unequal GPUs: {slow[2]} computes {slow[0]:.3g} s of each step and {fast[2]} {fast[0]:.3g} s, so a step is "
-        f"{slow[0] / even - 1:.0%} longer than rows shared out by speed would: they are shared out by memory"
+        f"{slow[0] / even - 1:.0%} longer than rows shared out by speed would"
     ]
 
 

@@ -73,18 +73,37 @@ def with_shares(
     """
     train = config.train
     typed = train.batch_size != "auto" or train.grad_accum != "auto"
-    if config.launch.balance == "off" or typed or len(set(costs)) < 2 or not all(cost.most_rows for cost in costs):
+    if typed or len(set(costs)) < 2 or not all(cost.most_rows for cost in costs):
         return division
     same = division.setup.strategy != "ddp"
+    if config.launch.balance == "off":
+        return _equal(division, costs, same, reasons)
     chosen = _with(division, share_out(division.rows, costs, same_steps=same))
     before, after = seconds(division), seconds(chosen)
     if before is None or after is None or before <= WORTH * after:
         return division
     equal = _with(division, equal_shares(division.rows, costs, same_steps=same))
-    reasons[:] = [one for one in reasons if not one.startswith(("micro-batch ", "accumulation "))]
-    reasons.append(_words(chosen, costs))
+    _instead(reasons, _words(chosen, costs))
     reasons += _gain(chosen, equal, seconds(equal), after) if measured else [_guess()]
     return chosen
+
+
+def _equal(division: Division, costs: Sequence[Cost], same: bool, reasons: list[str]) -> Division:
+    """Returns the division with as many rows for each rank, where memory alone made it another."""
+    if len(set(division.batch.micro_batches)) == 1:
+        return division
+    chosen = _with(division, equal_shares(division.rows, costs, same_steps=same))
+    _instead(
+        reasons,
+        f"equal shares, as `launch.balance: off` says: {_listed(spans(chosen.rows, chosen.batch.slots))} of {division.rows} a step",
+    )
+    return chosen
+
+
+def _instead(reasons: list[str], reason: str) -> None:
+    """Puts a reason in the place of those of the micro-batch that shares replace."""
+    reasons[:] = [one for one in reasons if not one.startswith(("micro-batch ", "accumulation "))]
+    reasons.append(reason)
 
 
 def _with(division: Division, shares: tuple[Slots, ...]) -> Division:
@@ -128,7 +147,7 @@ def _gain(chosen: Division, equal: Division, before: float | None, after: float)
 def _guess() -> str:
     return (
         "the speed of these cards is not known: more memory is taken for more speed, in proportion, until training has measured it "
-        "(`launch.balance: off` shares out by memory alone)"
+        "(`launch.balance: off` gives equal shares)"
     )
 
 
@@ -155,7 +174,11 @@ def fewer_machines(
     rows, everyone = division.rows, tuple(range(len(costs)))
     now = step_seconds(division.batch.slots, costs, rows=rows) + around(everyone)
     options: list[tuple[float, str]] = []
+    tried: set[tuple[Cost, ...]] = set()
     for index, ranks in enumerate(machines.ranks):
+        if (kind := tuple(costs[rank] for rank in ranks)) in tried:
+            continue  # as good as another machine
+        tried.add(kind)
         for left_out, words in (
             (ranks, f"without {machines.names[index]}"),
             (_others(everyone, ranks), f"on {machines.names[index]} alone"),
