@@ -91,7 +91,9 @@ class SlurmLab:
         said = self.run("scontrol", "show", "job", number, "--oneliner").stdout
         return dict(word.partition("=")[::2] for word in said.split() if "=" in word)
 
-    def wait(self, number: str, ready: Callable[[dict[str, str]], bool], *, seconds: float, logs: Path | None = None) -> dict[str, str]:
+    def wait(
+        self, number: str, ready: Callable[[dict[str, str]], bool], *, seconds: float, logs: Path | None = None
+    ) -> dict[str, str]:
         """Waits until a job is as wanted, and returns its facts; a requeued job need not wait the two minutes that Slurm gives it."""
         deadline = time.monotonic() + seconds
         while True:
@@ -150,7 +152,9 @@ def _write(folder: Path) -> None:
     (folder / "etc" / "gres.conf").write_text("NodeName=n[1-2] Name=gpu File=/dev/tty[0-1]\n")
     unified = Path("/sys/fs/cgroup/cgroup.controllers").is_file()
     # Slurm 22.05 refuses a machine that mounts both versions unless it is told which.
-    (folder / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n" if unified else "CgroupPlugin=cgroup/v1\n")
+    (folder / "etc" / "cgroup.conf").write_text(
+        "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n" if unified else "CgroupPlugin=cgroup/v1\n"
+    )
 
 
 def _start(lab: SlurmLab) -> None:
@@ -168,7 +172,9 @@ def _start(lab: SlurmLab) -> None:
         if said[1::2] == ["idle"] * len(NODES):
             return
         if time.monotonic() > deadline:
-            words = "\n".join(path.read_text(errors="replace")[-600:] for path in sorted((lab.folder / "log").glob("slurmd-*.log")))
+            words = "\n".join(
+                path.read_text(errors="replace")[-600:] for path in sorted((lab.folder / "log").glob("slurmd-*.log"))
+            )
             pytest.skip(f"Slurm's nodes do not come up here: {' '.join(said)}\n{words}")
         time.sleep(0.2)
 

@@ -73,7 +73,9 @@ def times(config: Config, origins: Origins) -> Iterator[UserError]:
         yield _problem(origins, "slurm.time", text, "`24:00:00`, `2-12` (days-hours) or `90` (minutes)")
     elif seconds <= slurm.warning_seconds:
         key = "slurm.time" if origins.get("slurm.warning_seconds", "default") == "default" else "slurm.warning_seconds"
-        text = f"`slurm.warning_seconds` is {slurm.warning_seconds}, and the job ends after {seconds} s (`slurm.time: {slurm.time}`)"
+        text = (
+            f"`slurm.warning_seconds` is {slurm.warning_seconds}, and the job ends after {seconds} s (`slurm.time: {slurm.time}`)"
+        )
         yield _problem(origins, key, text, "ask for more time: the run saves and leaves when it is warned")
 
 
@@ -101,7 +103,11 @@ def options(config: Config, origins: Origins) -> Iterator[UserError]:
             yield _problem(origins, "slurm.options", f"`{name}` is `{_shown(text)}`, which has a setting of its own", hint)
         elif match.group(1) in OURS:
             typed = match.group(1) in TYPED_THERE
-            hint = f"type it when you submit: `sbatch --{match.group(1)} SCRIPT`" if typed else "leave it away: the script needs its own"
+            hint = (
+                f"type it when you submit: `sbatch --{match.group(1)} SCRIPT`"
+                if typed
+                else "leave it away: the script needs its own"
+            )
             yield _problem(origins, "slurm.options", f"`{name}` is `{_shown(text)}`, which is not for the script", hint)
 
 

@@ -42,7 +42,10 @@ class Site:
     def make(self, *words: str) -> Done:
         """Types `make slurm` with these words."""
         return run_program(
-            ["slurm", f"CONFIG={self.config}", "HARDWARE=cpu", "NUM_GPUS=1", *words], self.environment, cwd=self.folder, timeout=120
+            ["slurm", f"CONFIG={self.config}", "HARDWARE=cpu", "NUM_GPUS=1", *words],
+            self.environment,
+            cwd=self.folder,
+            timeout=120,
         )
 
     def submit(self, name: str, *words: str) -> str:
@@ -95,7 +98,9 @@ def test_more_than_the_nodes_have_is_told_before_it_waits_for_ever(site: Site) -
 
 def test_gpus_are_asked_for_by_node(site: Site) -> None:
     done = run_program(
-        ["slurm", f"CONFIG={site.config}", "HARDWARE=2x24GB", "NUM_NODES=2", "RUN_NAME=gpus", "JSON=1"], site.environment, cwd=site.folder
+        ["slurm", f"CONFIG={site.config}", "HARDWARE=2x24GB", "NUM_NODES=2", "RUN_NAME=gpus", "JSON=1"],
+        site.environment,
+        cwd=site.folder,
     )
     assert done.code == 0, done.err
     said = site.slurm.run("sbatch", "--test-only", done.json["script"])

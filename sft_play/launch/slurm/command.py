@@ -118,7 +118,9 @@ def _files(call: Call, name: str) -> Files:
     script = script.absolute()
     _require_ours(script)
     return Files(
-        script=script, config=script.with_name(f"{script.stem}.config.json"), deepspeed=script.with_name(f"{script.stem}.deepspeed.json")
+        script=script,
+        config=script.with_name(f"{script.stem}.config.json"),
+        deepspeed=script.with_name(f"{script.stem}.deepspeed.json"),
     )
 
 
@@ -151,7 +153,7 @@ def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]
 
 def _write(ahead: Ahead, files: Files, text: str) -> None:
     """Writes configuration, DeepSpeed JSON and script; the script last, so that one that is there is whole. Raises `UserError`."""
-    _check_shell(text)
+    _check_shell(ahead.loaded.config.slurm.setup)
     try:
         save_config(ahead.loaded, files.config)
         if ahead.options.deepspeed:
@@ -159,19 +161,24 @@ def _write(ahead: Ahead, files: Files, text: str) -> None:
         write_text(files.script, text)
     except OSError as error:
         raise HardwareError(
-            f"`{files.script}` cannot be written: {error.strerror}", hint="OUT= takes a folder or a path on the disk that all nodes share"
+            f"`{files.script}` cannot be written: {error.strerror}",
+            hint="OUT= takes a folder or a path on the disk that all nodes share",
         ) from error
 
 
-def _check_shell(text: str) -> None:
-    """Raises `UserError` where a line of `slurm.setup` (the only text that is not ours) leaves a quote or a block open."""
+def _check_shell(setup: list[str]) -> None:
+    """Raises `UserError` where `slurm.setup`, the only shell text that is not ours, leaves a quote or a block open."""
     bash = shutil.which("bash")
     if bash is None:
         return
-    done = subprocess.run([bash, "-n"], input=text, capture_output=True, text=True, errors="replace", timeout=60, check=False)
+    done = subprocess.run(
+        [bash, "-n"], input="\n".join(setup) + "\n", capture_output=True, text=True, errors="replace", timeout=60, check=False
+    )
     if done.returncode:
         words = done.stderr.strip().splitlines()
-        raise UserError(f"`slurm.setup` is no shell text: {words[0] if words else 'bash refuses it'}", hint="each entry is a line of its own")
+        raise UserError(
+            f"`slurm.setup` is no shell text: {words[0] if words else 'bash refuses it'}", hint="each entry is a line of its own"
+        )
 
 
 def _notes(ahead: Ahead, name: str, withheld: list[str]) -> list[str]:
@@ -180,7 +187,9 @@ def _notes(ahead: Ahead, name: str, withheld: list[str]) -> list[str]:
         what = "HARDWARE=4xH100 describes the cluster's nodes" if ahead.plan.device == "cpu" else "HARDWARE= describes others"
         notes.append(f"planned for nodes like this machine; {what}")
     if withheld:
-        notes.append(f"{', '.join(withheld)} looks like a secret and is not written into the script; set it in a file that `slurm.setup` reads")
+        notes.append(
+            f"{', '.join(withheld)} looks like a secret and is not written into the script; set it in a file that `slurm.setup` reads"
+        )
     if os.environ.get("HF_TOKEN"):
         notes.append("HF_TOKEN is not written into the script: `hf auth login` keeps it in your home, where the job finds it")
     if has_started(RunFolder(runs_folder() / name)):

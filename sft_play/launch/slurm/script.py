@@ -56,7 +56,8 @@ def render(job: BatchJob) -> str:
             raise UserError(f"{name} holds a control character, which a batch script cannot take: `{ascii(text)[1:-1]}`")
     if "\\" in str(job.logs):
         raise UserError(
-            f"the path of the output holds a backslash, and sbatch would then put no job id into its name: `{job.logs}`", hint="choose another OUT="
+            f"the path of the output holds a backslash, and sbatch would then put no job id into its name: `{job.logs}`",
+            hint="choose another OUT=",
         )
     parts = [
         "#!/bin/bash\n" + HEADER,
@@ -132,7 +133,8 @@ def _for_sbatch(value: str) -> str:
 
 def _environment(job: BatchJob) -> str:
     lines = [
-        "stopped=", "trap 'stopped=1' USR1 TERM",
+        "stopped=",
+        "trap 'stopped=1' USR1 TERM",
         "# The configuration is frozen in the file below: variables of the shell that submitted this have no say any more.",
         'for name in "${!SFT_@}"; do unset "$name"; done',
     ]
@@ -182,6 +184,7 @@ handing_on() {
 }
 
 # What one node does: the command that a person would type there. Node 0 speaks in the job's output, others in a file beside it.
+# shellcheck disable=SC2317 # called on the nodes, by its text
 on_node() {
   local log=$1 codes=$2 code
   shift 2
@@ -191,13 +194,6 @@ on_node() {
   code=$?
   printf '%s\n' "$code" >"$codes/$SLURM_NODEID"
   return "$code"
-}
-
-# A node's address as Slurm knows it: names of nodes do not resolve everywhere.
-address_of() {
-  local facts
-  facts=$(scontrol show node "$1" --oneliner)
-  if [[ $facts =~ NodeAddr=([^[:space:]]+) ]]; then printf '%s' "${BASH_REMATCH[1]}"; else printf '%s' "$1"; fi
 }
 
 # The job's exit code from those of the nodes: a permanent error before a lost peer, that before a stop on request.
@@ -218,12 +214,23 @@ verdict() {
 """
 
 
+_ADDRESS = r"""
+# A node's address as Slurm knows it: names of nodes do not resolve everywhere.
+address_of() {
+  local facts
+  facts=$(scontrol show node "$1" --oneliner)
+  if [[ $facts =~ NodeAddr=([^[:space:]]+) ]]; then printf '%s' "${BASH_REMATCH[1]}"; else printf '%s' "$1"; fi
+}
+"""
+
+
 def _command(job: BatchJob) -> str:
     several = job.nodes > 1
     lines = ["command=(", f"  {shlex.join(job.words)}", '  RUN_NAME="$run_name"', "  LAUNCH_AUTO_RESUME=true"]
     if several:
         lines += ['  NUM_NODES="$SLURM_NNODES"', '  MASTER_ADDR="$(address_of "$first")"', '  MASTER_PORT="$port"']
     before = [
+        _ADDRESS.strip("\n"),
         'read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         "# Each task of an array is a job with a number of its own, so no two of them meet on one port.",
         f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))",
@@ -255,8 +262,6 @@ elif ((turn >= most_requeues)); then
   say "ended with code $code after $turn requeues, the most that slurm.max_requeues allows; 'sbatch' of this script goes on with the run"
 elif scontrol requeue "$SLURM_JOB_ID"; then
   say "ended with code $code; queued again, to go on from the last checkpoint"
-  sleep 60 & # Slurm ends this shell
-  wait "$!"
 else
   say "ended with code $code, and the job could not be queued again; 'sbatch' of this script goes on with the run"
 fi

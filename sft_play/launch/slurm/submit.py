@@ -23,7 +23,9 @@ HINTS: tuple[tuple[str, str], ...] = (
     (r"option|invalid", "`slurm.options` holds options of your own; this release of Slurm may not know one of them"),
 )  # fmt: skip
 """What sbatch says -> what to do about it; the first that matches."""
-UNREACHABLE = re.compile(r"unable to contact slurm controller|connection refused|zero bytes were transmitted|timed out|socket", re.IGNORECASE)
+UNREACHABLE = re.compile(
+    r"unable to contact slurm controller|connection refused|zero bytes were transmitted|timed out|socket", re.IGNORECASE
+)
 
 
 def submit(script: Path) -> str:
@@ -53,12 +55,18 @@ def _sbatch(program: str, options: list[str], script: Path) -> str:
             capture_output=True, text=True, errors="replace", timeout=PATIENCE_SECONDS, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise RetryableError(f"sbatch did not answer within {PATIENCE_SECONDS:.0f} s", hint="`scontrol ping` asks the controller") from None
+        raise RetryableError(
+            f"sbatch did not answer within {PATIENCE_SECONDS:.0f} s", hint="`scontrol ping` asks the controller"
+        ) from None
     if done.returncode == 0:
         return done.stdout
     words = "\n".join(line for line in (done.stderr + done.stdout).splitlines() if line.strip())
     place = str(script)
     if UNREACHABLE.search(words):
-        raise RetryableError(f"sbatch cannot reach the cluster:\n{words}", place=place, hint="`scontrol ping` asks the controller")
+        raise RetryableError(
+            f"sbatch cannot reach the cluster:\n{words}", place=place, hint="`scontrol ping` asks the controller"
+        )
     hint = next((hint for pattern, hint in HINTS if re.search(pattern, words, re.IGNORECASE)), "the lines above are sbatch's own")
-    raise UserError(f"the cluster refuses the job:\n{words or f'sbatch ended with code {done.returncode}'}", place=place, hint=hint)
+    raise UserError(
+        f"the cluster refuses the job:\n{words or f'sbatch ended with code {done.returncode}'}", place=place, hint=hint
+    )
