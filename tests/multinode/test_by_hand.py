@@ -15,7 +15,7 @@ from tests.conftest import metrics
 from tests.distributed.test_launch import Launcher
 from tests.lan import Lan, lan
 
-SECONDS = 240
+SECONDS = 400
 PORT = "23456"
 
 
