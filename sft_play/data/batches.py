@@ -83,7 +83,9 @@ class GlobalBatchSampler:
     def adopt(self, step: int, shares: Sequence[Slots]) -> None:
         """Lets `shares` hold from an optimizer step on that has not been cut. Raises `ValueError` for one that has, or for too few slots."""
         if step < self.next_step or not self.holds(shares) or len(shares) != len(self.ranks):
-            raise ValueError(f"shares {shares} cannot hold from step {step} on: {self.next_step} steps are cut, {self.turns} turns")
+            raise ValueError(
+                f"shares {shares} cannot hold from step {step} on: {self.next_step} steps are cut, {self.turns} turns"
+            )
         self.changes = [(start, kept) for start, kept in self.changes if start < step] + [(step, tuple(shares))]
 
     def set_epoch(self, epoch: int) -> None:

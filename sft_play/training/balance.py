@@ -110,7 +110,7 @@ class Stopwatch:
         return found
 
     def _queue(self, _: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -308,7 +308,9 @@ class Balancer(TrainerCallback):
             return []
         step, changes = self.trainer.state.global_step, self.sampler.changes
         past = [one for one in changes if one[0] <= step][-1:]
-        return [[start, [list(slots) for slots in shares]] for start, shares in [*past, *(one for one in changes if one[0] > step)]]
+        return [
+            [start, [list(slots) for slots in shares]] for start, shares in [*past, *(one for one in changes if one[0] > step)]
+        ]
 
     def resume(self, kept: Sequence[Any]) -> None:
         """Goes on with a checkpoint's shares where this plan has as many ranks, and memory and micro-steps for them."""
