@@ -27,11 +27,11 @@ from sft_play.runs.folder import RunFolder
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "every step shared (H = 1)": {},
-    "`compression: fp16`": {"compression": "fp16"},
-    "`compression: powersgd`, rank 4": {"compression": "powersgd"},
     "`local_steps: 4`": {"local_steps": 4},
     "`local_steps: 16`": {"local_steps": 16},
     "`local_steps: 16`, plain average": {"local_steps": 16, "outer_learning_rate": 1.0, "outer_momentum": 0.0},
+    "`compression: fp16`": {"compression": "fp16"},
+    "`compression: powersgd`, rank 4": {"compression": "powersgd"},
 }
 LAST = 8
 """Steps over which the last training loss is taken."""
