@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +27,16 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lan]:
     with lan(folder, nodes=3, rate_mbit=1000, private=[folder / "data"]) as made:
         for host in made.hosts:
             (host.private[folder / "data"] / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 20)
+        copy_project(folder / "project")
         yield made
+
+
+def copy_project(folder: Path) -> None:
+    """Makes a project that nobody edits while machines are compared."""
+    shutil.copytree(ROOT / "sft_play", folder / "sft_play", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    shutil.copy(ROOT / "constraints.txt", folder)
+    subprocess.run(["git", "init", "-q", str(folder)], check=True, timeout=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +59,20 @@ class Checked:
 
 def check(net: Lan, hosts: dict[str, dict[str, Any]] | None = None, *words: str, **top: Any) -> Checked:
     """Types the command on the first machine."""
-    inventory = net.inventory(net.folder / "cluster.yaml", hosts, **top)
     began = time.monotonic()
-    done = net.run(0, [net.python, "-m", "sft_play", "cluster-check", f"CLUSTER={inventory}", "JSON=1", *words], timeout=100)
+    done = typed(net, inventory_of(net, hosts, **top), "JSON=1", *words)
     assert done.stdout, done.stderr
     return Checked(done.returncode, json.loads(done.stdout), time.monotonic() - began)
+
+
+def inventory_of(net: Lan, hosts: dict[str, dict[str, Any]] | None = None, **top: Any) -> Path:
+    defaults = {"folder": str(net.folder / "project"), **top.pop("defaults", {})}
+    return net.inventory(net.folder / "cluster.yaml", hosts, defaults=defaults, **top)
+
+
+def typed(net: Lan, inventory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    argv = [net.python, "-m", "sft_play", "cluster-check", f"CLUSTER={inventory}", *words]
+    return net.run(0, argv, timeout=100, cwd=net.folder / "project", env={"PYTHONPATH": ""})
 
 
 def python_with(net: Lan, name: str, **variables: str) -> str:
@@ -192,12 +212,13 @@ def test_other_data(net: Lan) -> None:
 def test_other_code(net: Lan) -> None:
     """A file of the project that is not the same on one machine."""
     changed = net.folder / "errors.py"
-    changed.write_text((ROOT / "sft_play" / "errors.py").read_text() + "\n# changed\n")
-    assert net.run(1, ["mount", "--bind", changed, ROOT / "sft_play" / "errors.py"]).returncode == 0
+    target = net.folder / "project" / "sft_play" / "errors.py"
+    changed.write_text(target.read_text() + "\n# changed\n")
+    assert net.run(1, ["mount", "--bind", changed, target]).returncode == 0
     try:
         checked = check(net)
     finally:
-        net.run(1, ["umount", ROOT / "sft_play" / "errors.py"])
+        net.run(1, ["umount", target])
     assert checked.fails() == {"node1": set(), "node2": {"code"}, "node3": set()}
     assert "`sft_play/errors.py`" in checked.found("node2")["code"]
 
@@ -232,8 +253,7 @@ def test_unknown_host_key(net: Lan) -> None:
 @pytest.mark.long
 def test_machine_under_two_names(net: Lan) -> None:
     """One address twice is refused before anything is asked; two names of one address when the machine has answered."""
-    inventory = net.inventory(net.folder / "twins.yaml", {"twin": {"address": "192.168.77.12"}})
-    done = net.run(0, [net.python, "-m", "sft_play", "cluster-check", f"CLUSTER={inventory}"])
+    done = typed(net, inventory_of(net, {"twin": {"address": "192.168.77.12"}}))
     assert done.returncode == 2
     assert "hosts `node2` and `twin` have one address, `192.168.77.12`" in done.stderr
     checked = check(net, {"twin": {"address": "node2"}})
@@ -261,12 +281,13 @@ def test_slow_link_and_cut_link(net: Lan) -> None:
 @pytest.mark.long
 def test_leaves_no_file_behind(net: Lan) -> None:
     """A machine on which nothing can be written is checked like any other, and that it is so is what is found."""
-    folders = [ROOT, net.folder, Path.home()]
+    folders = [net.folder / "project", net.folder / "cache", net.folder / "runs", Path.home()]
     for folder in folders:
+        folder.mkdir(exist_ok=True)
         assert net.run(1, ["mount", "--bind", folder, folder]).returncode == 0
         assert net.run(1, ["mount", "-o", "remount,ro,bind", folder]).returncode == 0
     try:
-        assert net.run(1, ["touch", net.folder / "x"]).returncode != 0
+        assert net.run(1, ["touch", net.folder / "project" / "x"]).returncode != 0
         checked = check(net)
     finally:
         for folder in reversed(folders):
@@ -292,14 +313,13 @@ def test_own_name_is_loopback(net: Lan) -> None:
 @pytest.mark.long
 def test_text(net: Lan) -> None:
     """For people: a table, each fault with its remedy, the sum; the exit code says it too."""
-    inventory = net.inventory(net.folder / "cluster.yaml", {"node3": {"gpus": 4}}, network="1Gbit")
-    done = net.run(0, [net.python, "-m", "sft_play", "cluster-check", f"CLUSTER={inventory}"], timeout=60)
+    inventory = inventory_of(net, {"node3": {"gpus": 4}}, network="1Gbit")
+    done = typed(net, inventory)
     assert done.returncode == 3
     assert "node3: fail: `gpus: 4` in the inventory" in done.stdout
     assert "remedy: correct `gpus`" in done.stdout
     assert "a sum of 8 MiB over all machines (gloo):" in done.stdout
     assert "1 cannot take part" in done.stdout
-    without = [f"CLUSTER={inventory}", "CLUSTER_NODE3_GPUS=0", "CLUSTER_HOSTS=node1 node3"]
-    done = net.run(0, [net.python, "-m", "sft_play", "cluster-check", *without], timeout=60)
+    done = typed(net, inventory, "CLUSTER_NODE3_GPUS=0", "CLUSTER_HOSTS=node1 node3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "node2" not in done.stdout

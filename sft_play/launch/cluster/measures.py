@@ -218,6 +218,8 @@ class _Examination:
         ).items() if answer and answer["port"]}  # fmt: skip
         master_open = bool(opened and opened["port"])
         self.parallel({name: partial(self.reach, seen, ports, master_open) for name, seen in answering.items() if seen.answers})
+        order = list(self.found.hosts)
+        self.found.pairs.sort(key=lambda pair: (order.index(pair.source), order.index(pair.target)))
         for pairs in rounds(list(ports)):
             if self.until - time.monotonic() < SUM_SECONDS:
                 break  # the sum over all machines says more
