@@ -349,7 +349,7 @@ class KubernetesConfig:
     kind: Literal["pytorchjob", "trainjob", "job", "skypilot"] = "pytorchjob"
     """`pytorchjob` (Training Operator v1), `trainjob` (Trainer v2), `job` (no operator: an indexed Job), `skypilot` (a task for clouds)."""
     image: str = "sft-play:latest"
-    """Container image, made by the `Dockerfile` of this project."""
+    """Container image, made by the `Dockerfile` of this project; SkyPilot machines install this folder unless it is given."""
     namespace: str | None = None
     """Namespace; that of the current context when not given."""
     models_claim: str = "models"
@@ -365,7 +365,7 @@ class KubernetesConfig:
     storage_size: str = "200Gi"
     """Size of each claim that is rendered."""
     token_secret: str | None = None
-    """Name of a Secret whose key `HF_TOKEN` holds the hub's token."""
+    """Name of a Secret whose key `HF_TOKEN` holds the hub's token; the token itself never stands in a file."""
     gpu_resource: str = "nvidia.com/gpu"
     """Name under which the cluster counts GPUs."""
     cpus: int = 8
@@ -379,7 +379,8 @@ class KubernetesConfig:
     node_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels that the nodes must have."""
     replica_selectors: list[Mapping[str, str]] = field(default_factory=list)
-    """Labels for the node of each pod, in order of ranks, where pods need different GPUs; kinds that cannot are refused."""
+    """Labels for the node of each pod, in order of ranks, where pods need different GPUs: a PyTorchJob's Master may differ from its
+    Workers; what a kind of job cannot say is refused."""
     infiniband: bool = False
     """Use InfiniBand: asks for the rdma resource and unlimited locked memory."""
     rdma_resource: str = "rdma/ib"
@@ -387,13 +388,13 @@ class KubernetesConfig:
     hca: str | None = None
     """Adapters for NCCL (`NCCL_IB_HCA`), such as `mlx5`."""
     max_restarts: int = 10
-    """How often a pod that lost a peer or was preempted is started again."""
+    """How often a pod that lost a peer or was preempted is started again; 0 is never."""
     finished_seconds: int = 604800
     """Seconds after its end until a finished job is removed."""
     queue: str | None = None
     """Kueue queue (label `kueue.x-k8s.io/queue-name`)."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables of the pods."""
+    """Further environment variables of the pods, such as NCCL's; they win over ours. No secrets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

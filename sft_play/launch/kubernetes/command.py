@@ -170,9 +170,13 @@ def _commands(spec: Spec, paths: list[Path]) -> list[str]:
     if spec.settings.kind == "skypilot":
         secret = " --secret HF_TOKEN" if spec.settings.token_secret else ""
         return [f"sky jobs launch{secret} {shlex.quote(str(paths[0]))}"]
-    space = f" -n {spec.settings.namespace}" if spec.settings.namespace else ""
+    space = _in(spec)
     files = " ".join(f"-f {shlex.quote(str(path))}" for path in paths)
     return [f"kubectl apply{space} {files}", f"kubectl logs{space} -f --prefix -l app.kubernetes.io/instance={spec.name}"]
+
+
+def _in(spec: Spec) -> str:
+    return f" -n {spec.settings.namespace}" if spec.settings.namespace else ""
 
 
 def _facts(rendered: Rendered, paths: list[Path]) -> dict[str, object]:
@@ -195,7 +199,7 @@ def _notes(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
         several = ", each mounted by all pods at once (ReadWriteMany)" if spec.pods > 1 and cluster else ""
         yield f"these {kind} must exist: {', '.join(claims(spec))}{several}"
     if settings.token_secret and cluster:
-        yield f"this Secret must exist: kubectl create secret generic {settings.token_secret} --from-file=HF_TOKEN=FILE-WITH-THE-TOKEN"
+        yield f"this Secret must exist: kubectl create secret generic{_in(spec)} {settings.token_secret} --from-file=HF_TOKEN=FILE"
     if settings.infiniband and cluster:
         yield (
             "InfiniBand needs IPC_LOCK, which PodSecurity `restricted` refuses, and nodes whose container runtime allows unlimited locked "
