@@ -161,6 +161,8 @@ def _bring_to(task: Task, host: Host, facts: Facts, prepared: Prepared, checkpoi
     inventory, there = task.inventory, prepared
     if not is_here(host):
         sync.send_code(host, inventory, files)
+        # What an earlier start left there, of a host whose link was cut and is back, would hold the run.
+        ask(host, inventory, "end", timeout=60, run=task.run.name, grace=0, variables=shared_variables(task.shared))
         if not task.shared:
             there = sync.send_prepared(host, inventory, facts, task.loaded.config, prepared, hub_folder())
         if is_begun(task.run):
