@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sft_play.launch.cluster.finding import Finding, listed, verdict
 from sft_play.launch.cluster.findings import GIB, judge
 from sft_play.launch.cluster.findings_network import sum_seconds
 from sft_play.launch.cluster.measures import Examined, Pair, Seen, Summed, Wanted
+from tests.conftest import ROOT
 
 NAMES = ("desktop", "laptop", "old")
 
@@ -103,6 +105,16 @@ def test_one_fault(changes: dict[str, Any], name: str, severity: str, part: str)
     assert part in f"{matching[0].text} | {matching[0].remedy}"
 
 
+def test_nccl_needs_cards_and_the_master_is_where_one_types() -> None:
+    machines = [seen(k, usable_gpus=0, gpus=[], driver=None) for k in range(2)]
+    findings = judged(*machines, wanted=Wanted(port=29500, backend="nccl"))
+    assert all("`launch.backend: nccl` needs" in some[0].text for some in findings.values())
+    inventory = Inventory(hosts=tuple(one.host for one in machines), network=None, ssh_config=None, path=Path("c.yaml"))
+    there = judge(Examined(hosts={one.host.name: one for one in machines}), inventory, Wanted(port=29500), "c.yaml", here=False)
+    assert [one.id for one in there["desktop"]] == ["master-elsewhere"]
+    assert there["laptop"] == []
+
+
 def ways(bad: set[tuple[str, str]], mbit: float = 940.0) -> list[Pair]:
     return [
         Pair(a, b, "timed out" if (a, b) in bad else None, None if (a, b) in bad else 0.2, None if (a, b) in bad else mbit)
@@ -171,3 +183,11 @@ def test_output() -> None:
     assert value["ok"] is True
     assert value["hosts"]["laptop"]["software"]["gpus"][0]["total_bytes"] == 8 * GIB
     assert listed([str(k) for k in range(8)]).endswith("and 2 more")
+
+
+def test_every_finding_is_documented() -> None:
+    folder, guide = ROOT / "sft_play" / "launch" / "cluster", (ROOT / "docs" / "home-cluster.md").read_text(encoding="utf-8")
+    source = "".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in ("findings", "findings_network", "ssh"))
+    ids = set(re.findall(r'\bid="([a-z-]+)"', source))
+    assert len(ids) > 30
+    assert {name for name in ids if f"`{name}`" not in guide} == set()

@@ -17,6 +17,7 @@ from sft_play.launch.cluster.finding import Finding, verdict
 from sft_play.launch.cluster.findings import GIB, judge
 from sft_play.launch.cluster.findings_network import ADAPTERS, sum_seconds
 from sft_play.launch.cluster.measures import SUM_MEGABYTES, Examined, Seen, Wanted, examine
+from sft_play.launch.cluster.ssh import is_here
 from sft_play.launch.cluster.sync import code_files, project
 from sft_play.runs.prepared_index import lookup, sources_of
 
@@ -39,7 +40,7 @@ def main(call: Call) -> int:
     config = call.load_config().config if given else None
     wanted = wanted_of(config, call.port("MASTER_PORT") or PORT)
     examined = examine(inventory, wanted, seconds=SECONDS)
-    findings = judge(examined, inventory, wanted, call.options["CLUSTER"])
+    findings = judge(examined, inventory, wanted, call.options["CLUSTER"], here=is_here(inventory.master))
     if call.json:
         print(json.dumps(as_json(examined, inventory, findings), indent=2))
     else:

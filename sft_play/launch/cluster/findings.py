@@ -31,8 +31,11 @@ DRIVERS = {"11": 450, "12": 525, "13": 580}
 """CUDA's major version -> the first driver that runs its programs (NVIDIA's CUDA compatibility table, minor versions included)."""
 
 
-def judge(examined: Examined, inventory: Inventory, wanted: Wanted, cluster: str) -> dict[str, list[Finding]]:
-    """Returns host name -> findings, the worst first; `cluster` is what `CLUSTER=` was."""
+def judge(
+    examined: Examined, inventory: Inventory, wanted: Wanted, cluster: str, *, here: bool = True
+) -> dict[str, list[Finding]]:
+    """Returns host name -> findings, the worst first; `cluster` is what `CLUSTER=` was,
+    `here` whether this machine is the first host."""
     found: dict[str, list[Finding]] = {name: [] for name in examined.hosts}
     reference = next((seen for seen in examined.hosts.values() if seen.facts), None)
     for name, seen in examined.hosts.items():
@@ -44,7 +47,8 @@ def judge(examined: Examined, inventory: Inventory, wanted: Wanted, cluster: str
             found[name] += _apart(seen, reference, cluster)
         found[name] += _torch(seen)
     _one_machine_twice(examined, found)
-    _some_without_gpu(examined, found)
+    _some_without_gpu(examined, wanted, found)
+    _elsewhere(inventory, found, here=here)
     for name, more in network_findings(examined, inventory, wanted).items():
         found[name] += more
     return {name: sorted(some, key=lambda one: one.severity != "fail") for name, some in found.items()}
@@ -236,14 +240,23 @@ def _one_machine_twice(examined: Examined, found: dict[str, list[Finding]]) -> N
             found[name].append(Finding(id="same-machine", severity="fail", text=text, remedy=remedy))
 
 
-def _some_without_gpu(examined: Examined, found: dict[str, list[Finding]]) -> None:
+def _elsewhere(inventory: Inventory, found: dict[str, list[Finding]], *, here: bool) -> None:
+    if not here:
+        text = "this machine is not the first host, on which `make train-cluster` is typed: rank 0's launcher, logs and checkpoints are there"
+        remedy = f"log in there, or put this machine first in `{inventory.path}`"
+        found[inventory.master.name].append(Finding(id="master-elsewhere", severity="warning", text=text, remedy=remedy))
+
+
+def _some_without_gpu(examined: Examined, wanted: Wanted, found: dict[str, list[Finding]]) -> None:
     usable = {name: int(seen.software.get("usable_gpus") or 0) for name, seen in examined.hosts.items() if seen.software}
-    if not any(usable.values()):
+    if not any(usable.values()) and wanted.backend != "nccl":
         return
     for name, count in usable.items():
         known = any(one.id in ("gpus", "torch") for one in found[name])
-        if not count and not known and examined.hosts[name].host.gpus is None:
-            text = "it has no GPU that torch can use, while others have"
+        if not count and not known and (examined.hosts[name].host.gpus is None or wanted.backend == "nccl"):
+            text = "it has no GPU that torch can use, " + (
+                "while others have" if any(usable.values()) else "which `launch.backend: nccl` needs"
+            )
             found[name].append(
                 Finding(id="gpus", severity="fail", text=text, remedy="leave it out of the inventory, or see `make doctor` on it")
             )
