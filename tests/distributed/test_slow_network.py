@@ -100,6 +100,7 @@ def must_train_from(run: RunFolder, step: int) -> RunFolder:
     return must_train(run, run.checkpoints / f"step-{step:06d}")
 
 
+@pytest.mark.long
 def test_gradients_in_16_bits_change_losses_by_less_than_a_thousandth(trained: Trained) -> None:
     plain = trained(Trial(strategy="ddp", ranks=HALVES, settings=(OFF,)))
     narrow = trained(Trial(strategy="ddp", ranks=HALVES, settings=(OFF, "launch.compression: fp16")))

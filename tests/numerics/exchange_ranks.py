@@ -19,7 +19,7 @@ from torch import Tensor, distributed
 from torch.nn import Linear, Sequential, Tanh
 from torch.nn.parallel import DistributedDataParallel
 
-from sft_play.training.compression import PowerSgd, narrow_hook, narrow_of, powersgd_hook
+from sft_play.training.compression import PowerSgd, register
 from sft_play.training.local_steps import LocalSteps
 
 WIDTH = 256
@@ -41,26 +41,27 @@ def target(x: Tensor) -> Tensor:
     return (x[:, :8] * torch.linspace(-1, 1, 8)).sum(1, keepdim=True)
 
 
-def wrapped(kind: str, *, bucket_mb: float = 0.1) -> tuple[Any, list[int], PowerSgd | None]:
-    """Returns a model under DDP with the hook of `kind`, the indices of buckets that came to it, and PowerSGD's states."""
-    ddp = DistributedDataParallel(model_of(), bucket_cap_mb=bucket_mb)
+def wrapped(kind: str) -> tuple[Any, list[int], PowerSgd | None]:
+    """Returns a model under DDP with the hook that `register` gives it, the indices of buckets that came to it, and PowerSGD's states."""
+    ddp = DistributedDataParallel(model_of(), bucket_cap_mb=0.1)
     calls: list[int] = []
-    if kind == "none":
-        return ddp, calls, None
-    state: Any = narrow_of(kind, scaled=False)
-    hook: Any = narrow_hook
-    if kind == "powersgd":
-        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-        state, hook = PowerSgd(rank=4, names=names, seed=1, plain_steps=2), powersgd_hook
 
-    def counted(given: Any, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
-        calls.append(bucket.index())
-        found: torch.futures.Future[Tensor] = hook(given, bucket)
-        return found
+    def take(state: Any, hook: Any) -> None:
+        def counted(given: Any, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
+            calls.append(bucket.index())
+            found: torch.futures.Future[Tensor] = hook(given, bucket)
+            return found
 
-    counted.__annotations__ = {"bucket": distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-    ddp.register_comm_hook(state, counted)
-    return ddp, calls, state if kind == "powersgd" else None
+        counted.__annotations__ = {"bucket": distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+        ddp.register_comm_hook(state, counted)
+
+    launch = SimpleNamespace(compression=kind, local_steps=1, powersgd_rank=4)
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(launch=launch, train=SimpleNamespace(seed=1)), args=SimpleNamespace(fp16=False), model=ddp.module,
+        plan=SimpleNamespace(strategy="ddp", world_size=distributed.get_world_size(), warmup_steps=None),
+        model_wrapped=SimpleNamespace(register_comm_hook=take), state=SimpleNamespace(global_step=0),
+    )  # fmt: skip
+    return ddp, calls, register(trainer)
 
 
 def train(kind: str, rank: int, *, steps: int, micro_steps: int = 1) -> dict[str, Any]:

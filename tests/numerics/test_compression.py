@@ -65,7 +65,7 @@ def test_sixteen_bits_change_losses_by_less_than_a_thousandth(found: dict[str, A
 def test_powersgd_converges_with_what_was_not_sent_kept_for_later(found: dict[str, Any]) -> None:
     mine, plain = found["0"]["powersgd"], found["0"]["plain60"]
     assert mine["weights"] == found["1"]["powersgd"]["weights"]
-    assert mine["losses"][:2] == plain["losses"][:2], "the first steps are plain"
+    assert mine["losses"][:10] == plain["losses"][:10], "the first steps are plain"
     assert mine["losses"][-1] < 0.2 * mine["losses"][0] and mine["losses"][-1] < 1.5 * plain["losses"][-1] + 0.02, mine["losses"][-5:]
     assert set(mine["error"]) == {"0.weight", "2.weight"} and all(norm > 0 for norm in mine["error"].values())
 
