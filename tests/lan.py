@@ -137,12 +137,14 @@ def lan(
     nodes: int = 3,
     rate_mbit: float | None = 1000,
     *,
+    delay_ms: float = 0,
     private: Sequence[Path] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[Lan]:
     """Yields `nodes` hosts on one switch, each behind a cable of `rate_mbit` (`None`: as fast as the machine).
 
     `private` are folders that every host sees as its own (`net.hosts[k].private[path]` is where the test finds host k's);
+    `delay_ms` is the time a frame takes one way, by `lan_switch` in place of a kernel's bridge: then `link` and `rate` do nothing.
     `variables` come on top of `tests.conftest.environment` (cache and runs under `folder`), in SSH sessions too. Skips without root.
     """
     _require()
@@ -151,7 +153,10 @@ def lan(
     env = environment(folder / "cache", folder / "runs", {"OMP_NUM_THREADS": "1", **(variables or {})})
     net = Lan(folder=folder, ssh_config=folder / "ssh" / "config", variables={**env, "PATH": SEARCHED})
     try:
-        _build(net, nodes, rate_mbit, private, variables or {})
+        _build(net, nodes, None if delay_ms else rate_mbit, private, joined=not delay_ms)
+        if delay_ms:
+            _slow_switch(net, rate_mbit or 1000, delay_ms)
+        _serve_ssh(net, variables or {})
         yield net
     finally:
         _end(net)
@@ -168,7 +173,7 @@ def _require() -> None:
         pytest.skip(f"no namespaces here: {tried.stderr.strip()}")
 
 
-def _build(net: Lan, nodes: int, rate_mbit: float | None, private: Sequence[Path], variables: Mapping[str, str]) -> None:
+def _build(net: Lan, nodes: int, rate_mbit: float | None, private: Sequence[Path], *, joined: bool) -> None:
     names = [(f"node{k}", f"192.168.77.{10 + k}") for k in range(1, nodes + 1)]
     hosts_file = net.folder / "hosts"
     hosts_file.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in names))
@@ -180,17 +185,35 @@ def _build(net: Lan, nodes: int, rate_mbit: float | None, private: Sequence[Path
         own = {path: net.folder / name / f"private{i}" for i, path in enumerate(private)}
         keeper = _keep(net, name, hosts_file, own)
         _inside(keeper, "ip", "link", "set", "lo", "up")
-        joined = f"ip link add name eth0 netns {keeper} type veth peer name p{k} netns {net.switch}"
-        _inside(net.switch, *joined.split())
-        _inside(keeper, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
-        _inside(keeper, "ip", "link", "set", "eth0", "up")
-        _inside(net.switch, "ip", "link", "set", f"p{k}", "master", "br0", "up")
+        if joined:
+            _plug(keeper, net.switch, k, address)
         found.append(LanHost(name=name, address=address, keeper=keeper, private=own))
     net.hosts = tuple(found)
     if rate_mbit is not None:
         for k in range(nodes):
             net.rate(k, rate_mbit)
-    _serve_ssh(net, variables)
+
+
+def _plug(keeper: int, switch: int, k: int, address: str) -> None:
+    """Joins a host and the switch by a cable."""
+    _inside(switch, *f"ip link add name eth0 netns {keeper} type veth peer name p{k} netns {switch}".split())
+    _inside(keeper, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
+    _inside(keeper, "ip", "link", "set", "eth0", "up")
+    _inside(switch, "ip", "link", "set", f"p{k}", "master", "br0", "up")
+
+
+def _slow_switch(net: Lan, rate_mbit: float, delay_ms: float) -> None:
+    """Joins the hosts by a process that keeps every frame for a while."""
+    if not Path("/dev/net/tun").exists():
+        pytest.skip("no /dev/net/tun: cables that take time cannot be made")
+    ends = [f"{host.keeper}/{host.address}" for host in net.hosts]
+    switch = subprocess.Popen(
+        [sys.executable, "-m", "tests.lan_switch", f"{rate_mbit:g}", f"{delay_ms:g}", *ends],
+        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, start_new_session=True, cwd=ROOT, env={**os.environ, "PATH": SEARCHED},
+    )  # fmt: skip
+    net.keepers.append(switch)
+    assert switch.stdout is not None
+    assert switch.stdout.readline() == "up\n", "the switch could not be made"
 
 
 def _keep(net: Lan, name: str, hosts_file: Path | None, private: Mapping[Path, Path]) -> int:
