@@ -72,7 +72,10 @@ def main(arguments: Sequence[str]) -> int:
 def measure(folder: Path, name: str, launch: Mapping[str, Any], numbers: Mapping[str, int]) -> Found:
     """Trains once; the held-out rows are scored after the last step."""
     run = RunFolder(folder / "runs" / name)
-    for split, file, most in (("train", "rows.jsonl", 4 * numbers["steps"] * numbers["rows"]), ("validation", "held.jsonl", numbers["held"])):
+    for split, file, most in (
+        ("train", "rows.jsonl", 4 * numbers["steps"] * numbers["rows"]),
+        ("validation", "held.jsonl", numbers["held"]),
+    ):
         rows = [row for _, row in zip(range(most), read_builtin("docstrings", split), strict=False)]
         write_text(folder / file, "".join(json.dumps(dict(row)) + "\n" for _, row in rows))
     config: dict[str, Any] = {

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from transformers import TrainerCallback
 
 from sft_play.training.compression import Narrow, average_, narrow_of

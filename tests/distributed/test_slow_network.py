@@ -21,10 +21,10 @@ from tests.tiny_models import build_tiny_llama
 from tests.training_runs import Trial, column, command, copy_run, ended_with, logs, make_plan, make_run, must_train, rows, train
 
 HALVES = ((2, 2), (2, 2))
-OFF = "launch.balance: \"off\""
+OFF = 'launch.balance: "off"'
 LOCAL = (OFF, "launch.local_steps: 4", "train.save_steps: 3", "train.eval_steps: 3", "tuning.lora.dropout: 0.1")
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_loss", "rank_tokens", "rank_grad_norm")
-SIZE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+SIZE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
 """A model of 0.8 million weights: gradients of 3.2 MB a step, beside which nothing else that is sent counts."""
 Trained = Callable[[Trial], RunFolder]
 
@@ -75,7 +75,8 @@ def test_a_run_with_local_steps_goes_on_to_the_bit_from_between_two_averages(tra
     run = trained(Trial(strategy="ddp", ranks=HALVES, mode="lora", settings=LOCAL, plan=(("warmup_steps", 1),)))
     assert all(len(set(row["rank_grad_norm"])) == 2 and max(row["rank_grad_norm"]) == row["grad_norm"] for row in rows(run))
     for row in rows(run):  # the logged loss is that of all tokens, whoever trained them
-        whole = sum(loss * count for loss, count in zip(row["rank_loss"], row["rank_tokens"], strict=True)) / sum(row["rank_tokens"])
+        tokens = row["rank_tokens"]
+        whole = sum(loss * count for loss, count in zip(row["rank_loss"], tokens, strict=True)) / sum(tokens)
         assert whole == pytest.approx(row["loss"], abs=1e-5)
     again = must_train_from(back_to(run, tmp_path / "again", 3), 3)
     assert exact(again) == exact(run)
@@ -159,7 +160,7 @@ def test_a_loss_that_is_no_number_on_any_rank_stops_all(base: Path, tmp_path: Pa
 
 def bytes_of(folder: Path, base: Path, *settings: str, steps: int) -> int:
     """Returns what a whole run of two ranks sent, in a network namespace of its own."""
-    trial = Trial(strategy="ddp", ranks=HALVES, settings=(OFF, "train.save_strategy: \"no\"", *settings), steps=steps)
+    trial = Trial(strategy="ddp", ranks=HALVES, settings=(OFF, 'train.save_strategy: "no"', *settings), steps=steps)
     run = make_run(folder / f"bytes-{steps}-{len(list(folder.iterdir()))}", base, trial)
     arguments, variables = command(run)
     counted = [*ALONE[:4], 'ip link set lo up; "$@"; code=$?; cat /proc/net/dev >"$COUNTS"; exit $code', "sh", *arguments]
@@ -180,7 +181,11 @@ def test_whole_runs_send_half_with_fp16_and_a_twelfth_with_16_local_steps(tmp_pa
     base = build_tiny_llama(tmp_path / "model", **SIZE)
     quiet = "train.eval_steps: 1000"
     found = {}
-    for name, setting in (("none", "launch.compression: none"), ("fp16", "launch.compression: fp16"), ("local", "launch.local_steps: 16")):
+    for name, setting in (
+        ("none", "launch.compression: none"),
+        ("fp16", "launch.compression: fp16"),
+        ("local", "launch.local_steps: 16"),
+    ):
         # 4 and 36 steps hold 1 and 3 averages: the last step has one too.
         found[name] = bytes_of(tmp_path, base, quiet, setting, steps=36) - bytes_of(tmp_path, base, quiet, setting, steps=4)
     assert 0.45 < found["fp16"] / found["none"] < 0.56, found

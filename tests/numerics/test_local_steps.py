@@ -19,8 +19,8 @@ from sft_play.training.states.own import MeanShelf
 from sft_play.training.states.pieces import Piece
 from sft_play.training.states.shelf import INDEX, Shelf
 from sft_play.training.states.tensor_file import write_tensors
-from tests.unit.test_plan_memory import config as plan_config
 from tests.unit.test_plan_memory import LLAMA2, setup, shape
+from tests.unit.test_plan_memory import config as plan_config
 
 
 def config_of(*, fp16: bool = False, **launch: Any) -> Config:
@@ -55,7 +55,10 @@ def test_what_does_not_go_together_is_named(launch: dict[str, Any], keys: list[s
 def test_keys_that_change_nothing_are_not_named() -> None:
     assert network_keys(config_of()) == []
     assert network_keys(config_of(local_steps=1, outer_momentum=0.5)) == []
-    assert network_keys(config_of(local_steps=4, compression="fp16")) == [("launch.compression", "`fp16`"), ("launch.local_steps", "4")]
+    assert network_keys(config_of(local_steps=4, compression="fp16")) == [
+        ("launch.compression", "`fp16`"),
+        ("launch.local_steps", "4"),
+    ]
 
 
 @pytest.mark.parametrize(("steps", "strategy", "world"), [(1, "ddp", 2), (4, "single", 1), (4, "zero2", 2)])
