@@ -79,7 +79,7 @@ def lines(
 
 
 class Board:
-    """Prints the machines' lines when something changes, and now and then."""
+    """Prints a machine's line when it has something new, and those of all now and then."""
 
     def __init__(self, run: RunFolder, names: Sequence[str]) -> None:
         self.run, self.names = run, names
@@ -95,11 +95,14 @@ class Board:
         due = time.monotonic() - self._at > LINES_SECONDS and row.get("step", -1) != self._row_at
         if seen == self._shown and not due:
             return
-        self._shown, self._at, self._row_at = seen, time.monotonic(), row.get("step", -1)
+        before = self._shown if not due and len(self._shown) == len(seen) else ("",) * len(seen)
+        self._shown, self._row_at = seen, row.get("step", -1)
+        self._at = time.monotonic() if due or not self._at else self._at
         ranks = shares(self.run, len(self.names)) if row else []
         plan = plan_of(self.run)
         steps = plan.steps if plan else None
-        say("\n".join(lines(self.names, seen, row, steps, host_speeds(row, ranks))))
+        told = lines(self.names, seen, row, steps, host_speeds(row, ranks))
+        say("\n".join(line for line, old, new in zip(told, before, seen, strict=True) if old != new))
 
 
 def say(text: str) -> None:

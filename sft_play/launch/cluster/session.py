@@ -110,7 +110,8 @@ class Session:
         if node.lost:
             return f"lost: {node.lost}"
         if node.code is not None:
-            return "finished" if node.code == 0 else "stopped" if node.code in (130, 143) else f"ended with code {node.code}"
+            words = {0: "finished", 130: "stopped", 143: "stopped", -9: "killed"}
+            return words.get(node.code, f"ended with code {node.code}")
         return node.state if not node.problem else "not started"
 
     # ---- What comes
