@@ -44,7 +44,7 @@ class Home:
         self.config = folder / "demo.yaml"
         self.config.write_text(
             f"model: {{name: {seen / 'tiny'}, max_seq_len: 64}}\ntuning: {{mode: lora}}\ndata: {{train_path: {seen / 'rows.jsonl'}}}\n"
-            "train: {global_batch_size: 6, max_steps: 4, save_steps: 2, logging_steps: 1}\n"
+            "train: {global_batch_size: 6, max_steps: 4, save_steps: 2, logging_steps: 1, lr_scheduler_type: constant}\n"
         )
         self.inventory = net.inventory(folder / "home.yaml", defaults={"folder": str(folder / "lan" / "project")})
         self.started: list[tuple[subprocess.Popen[str], Path]] = []
