@@ -183,6 +183,8 @@ def _by_likeness(flat: str, rest: str, section: str, known: set[str]) -> str | N
         inside = [key.removeprefix(section + ".") for key in [*schema_keys(), *extra_keys()] if key.startswith(section + ".")]
         if close := get_close_matches(rest, inside, n=1, cutoff=0.7):
             return f"{section}.{close[0]}"
+    if close := get_close_matches(flat, _names(), n=1, cutoff=0.92):  # a slip in the section's name
+        return _names()[close[0]]
     pool = {**{option.lower(): option for option in known}, **ALIASES_OF_KEYS, **_leaves()}
     if close := get_close_matches(rest, pool, n=1, cutoff=0.75):
         return pool[close[0]]
