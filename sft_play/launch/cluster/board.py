@@ -87,10 +87,12 @@ class Board:
         self._shown: tuple[str, ...] = ()
         self._at = 0.0
         self._row_at = -1
+        self._before = last_row(run.metrics, 0.0)  # of an earlier start
 
     def show(self, states: Sequence[str]) -> None:
         """Shows what is new. `starting`, `running` (which is `training` once a step has ended), `stopping`, or how it ended."""
         row = last_row(self.run.metrics, self.begun)
+        row = {} if row == self._before else row
         seen = tuple("training" if state == "running" and row else "loading" if state == "running" else state for state in states)
         due = time.monotonic() - self._at > LINES_SECONDS and row.get("step", -1) != self._row_at
         if seen == self._shown and not due:
