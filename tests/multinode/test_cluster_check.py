@@ -15,6 +15,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.lan import Lan, lan
+from tests.places import question_rows
 
 FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
 BESIDE_THE_POINT = {"disk", "shm", "nofile", "slow-network", "latency"}
@@ -206,6 +207,36 @@ def test_other_data(net: Lan) -> None:
         path.write_text(kept)
     assert checked.fails() == {"node1": set(), "node2": set(), "node3": {"data"}}
     assert "train.jsonl" in checked.found("node3")["data"]
+
+
+@pytest.mark.long
+def test_other_prepared_rows(tmp_path: Path, tiny: Path) -> None:
+    """The caches are compared by the fingerprints of their rows: one with others, and one that should be shared and is not."""
+    for name, start in (("train", 0), ("val", 30)):
+        (tmp_path / f"{name}.jsonl").write_text(question_rows(start, 20, longest=5))
+    config = tmp_path / "demo.yaml"
+    data = f"train_path: {tmp_path}/train.jsonl, val_path: {tmp_path}/val.jsonl, sync: shared"
+    config.write_text(f"model: {{name: {tiny}, max_seq_len: 64}}\ntuning: {{mode: full}}\ndata: {{{data}}}\n")
+    cache = tmp_path / "lan" / "cache"
+    with lan(tmp_path / "lan", private=[cache]) as net:
+        copy_project(net.folder / "project")
+        for k in (0, 1):
+            made = net.run(
+                k,
+                [net.python, "-m", "sft_play", "data", f"CONFIG={config}"],
+                timeout=100,
+                cwd=net.folder / "project",
+                env={"PYTHONPATH": ""},
+            )
+            assert made.returncode == 0, made.stderr
+        manifest = next((net.hosts[1].private[cache] / "data").glob("train-*")) / "manifest.json"
+        value = json.loads(manifest.read_text())
+        value["split"]["fingerprint"] = "0" * 64
+        manifest.write_text(json.dumps(value))
+        checked = check(net, None, f"CONFIG={config}")
+    assert checked.fails() == {"node1": set(), "node2": {"data"}, "node3": {"data"}}
+    assert f"other prepared rows than here: `{manifest.parent.name}`" in checked.found("node2")["data"]
+    assert f"`{cache}` has no `train-" in checked.found("node3")["data"]
 
 
 @pytest.mark.long

@@ -155,7 +155,7 @@ def _files(seen: Seen, wanted: Wanted, cluster: str) -> Iterator[Finding]:
         )
     missing = [name for name in wanted.prepared if seen.prepared and seen.prepared.get(name) is None]
     if missing and wanted.shared:
-        text = f"`data.sync` is `shared`, but {listed(missing)} is not in its cache `{seen.facts['disks']['cache']['path']}`"
+        text = f"`data.sync` is `shared`, but its cache `{seen.facts['disks']['cache']['path']}` has no {listed(missing)}"
         yield Finding(
             id="data", severity="fail", text=text, remedy="mount the shared folder there, and point `SFT_PLAY_CACHE` to it"
         )

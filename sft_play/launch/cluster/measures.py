@@ -16,7 +16,7 @@ from sft_play.config.cluster import Host, Inventory
 from sft_play.launch.cluster.conversation import Gone, Refused, Session, Silent
 from sft_play.launch.cluster.ssh import CONNECT_SECONDS
 
-START_SECONDS = CONNECT_SECONDS + 3.0
+START_SECONDS = CONNECT_SECONDS + 8.0
 ROUND_TRIPS = 20
 CONNECT_LIMIT = 3.0
 """Seconds for a connection between two machines."""
