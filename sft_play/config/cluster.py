@@ -25,6 +25,7 @@ from sft_play.config.sources import PRESETS, check_name
 from sft_play.config.types import shown
 from sft_play.config.yaml_source import Node, read_yaml, resolve_scalar
 from sft_play.errors import UserError, raise_all
+from sft_play.files import is_file_name, typed_path
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -143,7 +144,7 @@ def _parents(node: Node | None, path: Path) -> list[Path]:
     parents = []
     for entry in node.value if isinstance(node.value, list) else [node]:
         name = entry.value
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not is_file_name(name):
             raise UserError(f"`extends` is `{shown(entry)}`; expected an inventory", place=f"{path}:{node.line}")
         choices = [path.parent / name, path.parent / f"{name}.yaml", INVENTORIES / f"{name}.yaml"]
         parent = next((choice for choice in choices if choice.is_file()), None)
@@ -265,11 +266,14 @@ def _inventory(found: _Found, path: Path) -> Inventory | None:
             found.problem(f"`network` is `{shown(network.node)}`; expected a speed such as `1Gbit`", network.place)
     ssh_config = None
     if config and config.node.value is not None:
-        ssh_config = config.folder / Path(str(config.node.text or config.node.value)).expanduser()
-        if not ssh_config.is_file():
-            found.problem(
-                f"`ssh_config` is `{ssh_config}`, which is no file", config.place, "paths count from the inventory's folder"
-            )
+        text = str(config.node.text or config.node.value)
+        if isinstance(config.node.value, (dict, list)) or not is_file_name(text):
+            found.problem(f"`ssh_config` is `{shown(config.node)}`; expected a file", config.place)
+        else:
+            ssh_config = config.folder / typed_path(text)
+            if not ssh_config.is_file():
+                hint = "paths count from the inventory's folder"
+                found.problem(f"`ssh_config` is `{ssh_config}`, which is no file", config.place, hint)
     if found.problems:
         return None
     return Inventory(hosts=tuple(host for host in hosts if host), network=speed, ssh_config=ssh_config, path=path)

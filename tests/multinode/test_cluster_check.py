@@ -224,7 +224,7 @@ def test_other_prepared_rows(tmp_path: Path, tiny: Path) -> None:
             made = net.run(
                 k,
                 [net.python, "-m", "sft_play", "data", f"CONFIG={config}"],
-                timeout=100,
+                timeout=250,
                 cwd=net.folder / "project",
                 env={"PYTHONPATH": ""},
             )

@@ -213,3 +213,26 @@ def test_rounds(count: int) -> None:
     for one in found:
         used = [name for pair in one for name in pair]
         assert len(used) == len(set(used))
+
+
+ODD = (
+    "null", "3", "-1", "1.5", ".inf", "true", "[]", "{}", "[1, [2]]", "{a: 1}", "'a b'", '"\\u0000"', '"\\n"', "é", "~/x", "::1", "1e400", "-oX",
+    "99999999999999999999", "a" * 5000,
+)  # fmt: skip
+
+
+def test_no_value_is_too_odd(tmp_path: Path) -> None:
+    """Whatever stands where a value should: an inventory, or an error for people with its place."""
+    top = [f"hosts: {{a: 10.0.0.1}}\n{key}: {odd}" for key in ("extends", "network", "ssh_config", "defaults") for odd in ODD]
+    top += [f"hosts: {odd}" for odd in ODD] + [f"hosts: {{a: {odd}}}" for odd in ODD]
+    keys = ("address", "ssh", "user", "port", "gpus", "python", "folder", "interface", "bogus")
+    top += [f"hosts: {{a: {{address: 10.0.0.1, {key}: {odd}}}}}" for key in keys for odd in ODD]
+    refused = 0
+    for text in top:
+        try:
+            read_inventory(written(tmp_path, text), {"CLUSTER_HOSTS": "a"})
+        except UserError as error:
+            refused += 1
+            assert "c.yaml" in error.render() or "CLUSTER_HOSTS" in error.render(), text
+            assert "Node(" not in error.render()
+    assert refused > len(top) / 2
