@@ -82,7 +82,7 @@ def test_other_shares_and_strategies_do_too(
 
 # ---- Shares that follow measured speed
 
-ROWS, STEPS, EVERY = 16, 24, 5
+ROWS, STEPS, EVERY = 16, 20, 5
 """Rows and steps of a run, steps between two checkpoints; an epoch of 20 rows has two steps, so step 15 stands in the middle of one."""
 PLANNED = ((4, 2), (4, 3))
 """More for the rank that will be slow."""
@@ -190,7 +190,8 @@ def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone
     assert after and all(row["rank_rows"] == last["rows"] for row in after)
     assert share_of_rank_0(after) > share_of_rank_0([row for row in whole if row["step"] < first["from_step"]])
     said = (run.logs / "said.txt").read_text()
-    assert "rank 1 is " in said and "times slower: rows per step " in said and f"instead of {planned[0]} + {planned[1]}" in said
+    now, then = (" + ".join(map(str, counts)) for counts in (first["rows"], planned))
+    assert f"from step {first['from_step']} on: " in said and f": rows per step {now} instead of {then}" in said
     states = json.loads((run.checkpoint(STEPS) / "states.json").read_text())
     assert states["counters"]["shares"][-1][1] == last["shares"]
 
@@ -199,7 +200,7 @@ def test_a_run_goes_on_in_mid_epoch_with_other_shares(half_speed: RunFolder, hea
     """Its plan has no memory for the shares that were found, so they are not taken over."""
     slots = ((2, 8), (1, 1))
     again = cut(
-        half_speed, tmp_path / "again", 15, replace(heavy(18, named=False, ranks=slots), plan=heavy(18, named=False).plan)
+        half_speed, tmp_path / "again", 15, replace(heavy(STEPS, named=False, ranks=slots), plan=heavy(STEPS, named=False).plan)
     )
     same_losses(again, heavy_alone)
     assert all(row["rank_rows"] == list(spans(ROWS, slots)) for row in rows(again)[15:] if is_whole(row))
@@ -211,10 +212,11 @@ def test_a_resumed_run_goes_on_with_the_shares_that_were_found(
 ) -> None:
     found = shares_told(half_speed)[-1]
     step = next(step for step in (5, 10, 15, 20) if step >= found["from_step"])
-    again = cut(half_speed, tmp_path / "again", step, heavy(step + 3, named=True))  # ends before ranks look at each other again
+    again = cut(half_speed, tmp_path / "again", step, heavy(STEPS, named=True))
     same_losses(again, heavy_alone)
-    later = [row for row in rows(again) if row["step"] > step]
-    assert len(later) == 3 and all(row["rank_rows"] == found["rows"] for row in later if is_whole(row))
+    told = [row["from_step"] for row in shares_told(again) if row["from_step"] > step]
+    later = [row for row in rows(again) if step < row["step"] < min(told, default=STEPS + 1)]
+    assert later and all(row["rank_rows"] == found["rows"] for row in later if is_whole(row))
 
 
 @LONG
@@ -229,7 +231,7 @@ def test_a_rank_at_half_speed_costs_less_with_unequal_shares(heavier: Path, tmp_
         whole = [row for row in rows(run) if is_whole(row)]
         told = shares_told(run)
         if balance == "auto":
-            assert told, logs(run)
+            assert told and told[-1]["from_step"] < 100, logs(run)
             assert 0.6 < share_of_rank_0(whole[-20:]) < 0.75, told
         else:
             assert not told and all(row["rank_rows"] == [8, 8] for row in whole)
