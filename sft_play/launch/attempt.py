@@ -22,7 +22,7 @@ from sft_play.launch.supervise import supervise
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import OWN, RunFolder
 from sft_play.runs.stamp import divided
 
 
@@ -30,6 +30,9 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
     """Writes the run's files and runs the workers to their end. With an `event`, which is recorded, plan and command are shown."""
     notices = write_launch_files(job, plan, run)
     environment = worker_environment(plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads)
+    if job.shared:
+        own = {OWN: str(job.home(run).path)}
+        environment = replace(environment, variables={**environment.variables, **own}, set_here={**environment.set_here, **own})
     if plan.strategy.startswith("zero"):
         remove_abandoned_locks(environment.variables)
     arguments = worker_arguments(run, job.node, checkpoint=checkpoint, plan=plan)
@@ -64,7 +67,8 @@ def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
             )
         deepspeed = run.deepspeed
         write_json(deepspeed, settings)
-    save_config(job.loaded, run.config)
+    if not job.shared:  # node 0's stands there, with its own folders
+        save_config(job.loaded, run.config)
     plan.save(run.plan)
     write_text(run.accelerate, accelerate_yaml(plan, job.node, deepspeed_file=deepspeed, fsdp=job.options.fsdp))
     return notices

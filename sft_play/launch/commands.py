@@ -19,7 +19,7 @@ from sft_play.launch.attempt import run_attempt, write_launch_files
 from sft_play.launch.disk import require_disk_space
 from sft_play.launch.environment import worker_environment
 from sft_play.launch.job import Job, job_of, refuse_early
-from sft_play.launch.joining import agreed, joined
+from sft_play.launch.joining import agreed, joined, own_part
 from sft_play.launch.local import worker_arguments
 from sft_play.launch.options import CommandStrategy, read_options
 from sft_play.launch.preparation import delivered, run_preparation
@@ -57,7 +57,7 @@ from sft_play.plan.request import LaunchRequest
 from sft_play.plan.show_speed import beside_forecast
 from sft_play.plan.sources import memory_of
 from sft_play.runs.checkpoints import newest_valid, step_of
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.prepared import Prepared
 
 MOST_PORTS = 3
@@ -124,15 +124,16 @@ def start_run(
     name, rank, again_too = choose_name(options.run_name, loaded.path), job.node.rank, loaded.config.launch.auto_resume
     with ended_by_signals(), contextlib.ExitStack() as stack:
         if rank > 0:  # on a shared disk node 0 makes the folder
-            job = stack.enter_context(joined(job, name, resumed=False, checkpoint=None))
+            job = stack.enter_context(joined(job, RunFolder(runs_folder() / name), resumed=False, checkpoint=None))
         run = stack.enter_context(reserved(name, node_rank=rank, never_started_too=again_too))
         stack.enter_context(held(run, node_rank=rank))
         if rank == 0:
-            job = stack.enter_context(joined(job, name, resumed=False, checkpoint=None))
+            job = stack.enter_context(joined(job, run, resumed=False, checkpoint=None))
+        stack.enter_context(own_part(job, run))
         if job.nodes:
             refuse_early(job)
-        save_config(loaded, run.config)
-        prepare(run)
+        save_config(loaded, job.home(run).config)
+        prepare(job.home(run))
         if before_launch:
             before_launch(job, run)
         outcome = launch(job, run, event="started", checkpoint=None)
@@ -167,7 +168,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
     if checkpoint:
         compare_early(checkpoint, loaded.config)
     alone = job_of(call, loaded, options)
-    with joined(alone, run.name, resumed=True, checkpoint=checkpoint) as together:
+    with joined(alone, run, resumed=True, checkpoint=checkpoint) as together:
         job = together
         if checkpoint:
             loaded, note = with_its_batch(loaded, call, before, job.world_size(before))
@@ -177,9 +178,12 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
                 print(note, file=sys.stderr)
             refuse_fewer_steps(loaded.config, before, checkpoint)
         job.plan(None)
-        with restored_on_error(run.prepared):
-            prepare(run)
-            prepared = Prepared.load(run.prepared)
+        home = job.home(run)
+        if job.shared:
+            save_config(loaded, home.config)
+        with restored_on_error(home.prepared):
+            prepare(home)
+            prepared = Prepared.load(home.prepared)
             if checkpoint:
                 compare_fully(checkpoint, loaded.config, job.plan(prepared), prepared)
         return launch(job, run, event="resumed", checkpoint=checkpoint)
@@ -198,7 +202,7 @@ def prepare(run: RunFolder, *words: str) -> None:
 
 def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
     """Starts the workers and waits for them; starts them again after a lost rank, or with less at a time when memory ran out."""
-    prepared = Prepared.load(run.prepared)
+    prepared = Prepared.load(job.home(run).prepared)
     if job.call.options.get("SOURCE") == "probe":
         probe(job, run, prepared)
     plan = replace(job.plan(prepared), recoveries=recovery.recoveries(run))
@@ -247,7 +251,7 @@ def _meet_again(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, checkp
     job = job.elsewhere()
     if job.node.count == 1:
         return job, plan
-    with joined(job, run.name, resumed=True, checkpoint=checkpoint, again=True) as job:
+    with joined(job, run, resumed=True, checkpoint=checkpoint, again=True) as job:
         return job, agreed(job, replace(job.plan(prepared), recoveries=plan.recoveries), prepared)
 
 

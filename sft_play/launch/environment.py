@@ -12,7 +12,7 @@ from sft_play.plan.plan import Plan
 
 SCRUBBED = re.compile(
     r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK|TORCHELASTIC_\w+|ACCELERATE_\w+|FSDP_\w+"
-    r"|(OMPI_COMM_WORLD|MV2_COMM_WORLD|PMI)_\w+|MPI_LOCAL\w+|DS_ACCELERATOR"
+    r"|(OMPI_COMM_WORLD|MV2_COMM_WORLD|PMI)_\w+|MPI_LOCAL\w+|DS_ACCELERATOR|SFT_PLAY_OWN_FOLDER"
 )
 """Names that torchrun, accelerate or DeepSpeed obey in silence. We set the right ones ourselves; a stray one changes the run."""
 DROPPED = frozenset({"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MAKE_TERMOUT", "MAKE_TERMERR"})

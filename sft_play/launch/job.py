@@ -22,6 +22,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape, shape_of
 from sft_play.plan.sources import parse_source, planned
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 
 
@@ -39,6 +40,8 @@ class Job:
     """With the other nodes' launchers, until the workers are started."""
     nodes: tuple[NodeFacts, ...] = ()
     """What the nodes said of themselves, where there are several."""
+    shared: bool = False
+    """Whether this is a node other than 0 that sees node 0's run folder."""
 
     def plan(self, prepared: Prepared | None) -> Plan:
         """The plan, early (`prepared` unknown) or final."""
@@ -62,6 +65,10 @@ class Job:
     def ranks_here(self, plan: Plan) -> range:
         """Returns the ranks that this node runs."""
         return ranks_of(plan, self.node)
+
+    def home(self, run: RunFolder) -> RunFolder:
+        """Returns where this node keeps its configuration and what it prepares: the run's folder, or its own part of a shared one."""
+        return run.of_node(self.node.rank) if self.shared else run
 
     def again(self, request: LaunchRequest) -> Job:
         """Returns the job of another attempt on the same hardware."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import secrets
+import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,15 +20,20 @@ from sft_play.launch.meeting import Given, Meeting, say
 from sft_play.launch.meeting_guest import Guest
 from sft_play.launch.meeting_host import Host
 from sft_play.launch.network import interface_of, is_of_this_machine
+from sft_play.launch.run_folder import has_started
 from sft_play.plan.choices import devices_for
 from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import checksum
 from sft_play.runs.prepared import Prepared
 
+MARK = re.compile(r"\.seen-[0-9a-f]{16}")
+"""Names of the files by which nodes see whether they share a run folder."""
+
 
 @contextlib.contextmanager
-def joined(job: Job, run: str, *, resumed: bool, checkpoint: Path | None, again: bool = False) -> Iterator[Job]:
+def joined(job: Job, run: RunFolder, *, resumed: bool, checkpoint: Path | None, again: bool = False) -> Iterator[Job]:
     """Yields the job that knows the devices of all nodes, with its meeting; the same job where there is one node.
 
     `again`: this launcher has launched the run before. Whatever the body raises is told to the other nodes. Raises `UserError` for
@@ -38,16 +46,55 @@ def joined(job: Job, run: str, *, resumed: bool, checkpoint: Path | None, again:
         raise UserError(
             "`SOURCE=probe` measures on one machine, and `NUM_NODES` is more", hint="SOURCE=trace plans without a probe"
         )
-    facts = _facts(job, run, resumed=resumed, checkpoint=checkpoint)
+    facts = _facts(job, run.name, resumed=resumed, checkpoint=checkpoint)
     meeting = _meeting(job, facts.host, again=again)
     try:
-        nodes = [NodeFacts.from_json(one) for one in meeting.exchange(facts.to_json(), _judge_nodes)]
-        yield _with_all(job, meeting, nodes)
+        with _marked(job, run) as mark:
+            found = meeting.exchange({"facts": facts.to_json(), "mark": mark}, _judge_nodes)
+            shared = job.node.rank > 0 and _sees(run, found[0]["mark"])
+            meeting.exchange({}, lambda _: [])  # all have looked
+        nodes = [NodeFacts.from_json(one["facts"]) for one in found]
+        yield replace(_with_all(job, meeting, nodes), shared=shared)
     except BaseException as error:
         meeting.fail(error)
         raise
     finally:
         meeting.close()
+
+
+@contextlib.contextmanager
+def _marked(job: Job, run: RunFolder) -> Iterator[str | None]:
+    """Leaves a file with a random name in node 0's run folder for a while: by that the others see whether they share it."""
+    if job.node.rank > 0:
+        yield None
+        return
+    path = run.path / f".seen-{secrets.token_hex(8)}"
+    with contextlib.suppress(OSError):  # a folder that cannot be written says so again, and better
+        path.touch()
+    try:
+        yield path.name
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _sees(run: RunFolder, mark: object) -> bool:
+    return isinstance(mark, str) and MARK.fullmatch(mark) is not None and (run.path / mark).exists()
+
+
+@contextlib.contextmanager
+def own_part(job: Job, run: RunFolder) -> Iterator[None]:
+    """Removes what this node has of its own in a shared run folder when the body raises before workers have started, and what is then empty."""
+    try:
+        yield
+    except BaseException:
+        if job.shared and not has_started(run):
+            folder = job.home(run).path
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                for part in (folder.parent, folder.parent.parent, run.path):
+                    part.rmdir()
+        raise
 
 
 def agreed(job: Job, plan: Plan, prepared: Prepared) -> Plan:
@@ -105,7 +152,7 @@ def _meeting(job: Job, host: str, *, again: bool) -> Meeting:
 
 def _judge_nodes(given: Sequence[Given]) -> list[UserError]:
     try:
-        return disagreements([NodeFacts.from_json(one) for one in given])
+        return disagreements([NodeFacts.from_json(one.get("facts")) for one in given])
     except (ValueError, TypeError, KeyError) as error:
         return [HardwareError(f"a node sent what is not understood: {error}", hint="install the same SFT-Play on every node")]
 

@@ -6,6 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+OWN = "SFT_PLAY_OWN_FOLDER"
+"""Variable that names, to the workers of a node, its own folder inside the run's (`RunFolder.of_node`)."""
+
 
 def runs_folder() -> Path:
     """Returns the folder of all runs: `$RUNS_DIR`, or `runs` in the working folder."""
@@ -44,8 +47,13 @@ class RunFolder:
 
     @property
     def prepared(self) -> Path:
-        """What preparation found out about model and data (`runs.prepared.Prepared`)."""
-        return self.path / "prepared.json"
+        """What preparation found out about model and data (`runs.prepared.Prepared`), on this machine."""
+        own = Path(os.environ.get(OWN) or self.path)
+        return (own if self.path in own.parents else self.path) / "prepared.json"
+
+    def of_node(self, rank: int) -> RunFolder:
+        """Returns the folder for what a node other than 0 has of its own where all share this one: the model and data as it finds them."""
+        return RunFolder(self.path / "nodes" / str(rank) / self.name)
 
     @property
     def stamp(self) -> Path:

@@ -255,7 +255,7 @@ def test_facts_that_are_not_understood_are_refused() -> None:
     for change in bad:
         with pytest.raises(ValueError, match=r"."):
             NodeFacts.from_json(good | change)
-        (error,) = _judge_nodes([good, good | change])
+        (error,) = _judge_nodes([{"facts": good}, {"facts": good | change}])
         assert isinstance(error, HardwareError)
 
 
