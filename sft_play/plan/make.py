@@ -65,7 +65,7 @@ def make_plan(
     memory: the closed formulas, or those corrected by a trace or a probe.
     """
     hardware, launch = nodes.with_network(config, hardware, launch), nodes.met(hardware, launch)
-    hardware, calibration = nodes.same_everywhere(hardware, launch, calibration)
+    calibration = nodes.measured_on_all(launch, calibration)
     case = Case(
         config=config, typed=typed, hardware=hardware, shape=shape, launch=launch, prepared=prepared, calibration=calibration, memory=memory
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The machines of a run: whose devices its ranks are, how fast the network between them is, what it takes to leave one out. Pure.
 
-Nodes that have met (`launch/meeting.py`) plan from the same list of all their devices, so that all come to the same plan; without it
-each takes the others to be like itself.
+Nodes that have met (`launch/meeting.py`) plan from the same list of all their devices, and all train by node 0's plan; without it each
+takes the others to be like itself.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
 from sft_play.plan import choices
-from sft_play.plan.calibration import Calibration
+from sft_play.plan.calibration import Calibration, same_name
 from sft_play.plan.exchange import exchange_seconds, latency_seconds, link_of
-from sft_play.plan.hardware import ASSUMED_THREADS, GIB, Device, Hardware, network_speed
+from sft_play.plan.hardware import GIB, Device, Hardware, network_speed
 from sft_play.plan.memory import Setup
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
@@ -76,13 +76,12 @@ def with_network(config: Config, hardware: Hardware, launch: LaunchRequest) -> H
     return replace(hardware, network_bytes_per_second=network_speed(text, "launch.network", "`launch.network` is"))
 
 
-def same_everywhere(
-    hardware: Hardware, launch: LaunchRequest, calibration: Calibration | None
-) -> tuple[Hardware, Calibration | None]:
-    """Returns what decisions may rest on: of several real machines nothing that the others do not know."""
-    if not launch.node_devices or hardware.described:
-        return hardware, calibration
-    return replace(hardware, cpu_threads=ASSUMED_THREADS), None
+def measured_on_all(launch: LaunchRequest, calibration: Calibration | None) -> Calibration | None:
+    """Returns what was measured on this machine where it holds for the devices of every node that has met."""
+    others = {same_name(device.name) for devices in launch.node_devices for device in devices}
+    if calibration is None or all(name in calibration.others or name == same_name(calibration.device) for name in others):
+        return calibration
+    return None
 
 
 def ranks_of(hardware: Hardware, launch: LaunchRequest) -> Ranks:

@@ -13,6 +13,7 @@ from sft_play.plan.balance import spans
 from sft_play.plan.calibration import Calibration, load_calibration
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.make import make_plan
+from sft_play.plan.nodes import measured_on_all
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import shape_of
@@ -212,6 +213,19 @@ def test_nodes_that_have_met_make_one_plan() -> None:
     assert gain(plans[0]) > 1.1
 
 
+def test_what_one_node_measured_counts_where_all_have_such_devices() -> None:
+    alike, mixed = (
+        LaunchRequest(num_nodes=2, node_devices=((gpu("a", 12, 6e13),), (gpu(name, 12, 6e13),))) for name in ("a", "b")
+    )
+    found = Calibration(device="a", kind="cuda", threads=8, measured="2026-11-21")
+    assert (
+        measured_on_all(alike, found) is found and measured_on_all(mixed, found) is None and measured_on_all(mixed, None) is None
+    )
+    assert measured_on_all(LaunchRequest(), found) is found
+    both = replace(found, others={"a": found, "b": replace(found, device="b")})
+    assert measured_on_all(mixed, both) is both
+
+
 def test_a_full_gpu_of_another_node_is_named() -> None:
     met = ((gpu("a", 12, 6e13),), (gpu("b", 8, 3e13, free=0.1),))
     with pytest.raises(HardwareError, match=r"GPU 0 of node 1 \(b\) is full: 0\.1 of 8\.0 GiB free"):
@@ -228,7 +242,8 @@ def test_processors_of_several_machines_make_one_plan() -> None:
         return planned(here, config_of(SMALL, "lora", seq=128), **request)
 
     first, second = node(0), node(1)
-    assert first == second and first.node_ranks == (2, 1) and first.world_size == 3 and first.backend == "gloo"
+    assert [(r.micro_batch, r.accumulation) for r in first.ranks] == [(r.micro_batch, r.accumulation) for r in second.ranks]
+    assert first.node_ranks == (2, 1) and first.world_size == 3 and first.backend == "gloo"
     assert first.ranks[0].capacity_bytes == int(24 * GIB * 0.85 / 2) and first.ranks[2].capacity_bytes == int(23 * GIB * 0.85)
     assert len({(rank.micro_batch, rank.accumulation) for rank in first.ranks}) == 1
 
