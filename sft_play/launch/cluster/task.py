@@ -171,6 +171,8 @@ def node_words(
             f"RUN_NAME={task.run.name}",
         ]
         words += [f"DEEPSPEED_CONFIG={folder}/deepspeed.json"] if json_file else []
+        network = task.inventory.network if len(hosts) > 1 and task.loaded.config.launch.network is None else None
+        words += [f"LAUNCH_NETWORK={network}"] if network else []
     words += [f"NUM_GPUS={max(1, given)}", f"NUM_NODES={len(hosts)}", f"MASTER_PORT={port}"]
     return words + ([f"NODE_RANK={node}", f"MASTER_ADDR={task.inventory.master.address}"] if len(hosts) > 1 else [])
 
