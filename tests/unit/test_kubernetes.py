@@ -222,6 +222,7 @@ def test_workers_that_differ_and_a_wrong_number_of_selectors_are_refused() -> No
         (("RUN_NAME=" + "a" * 60,), "at most 54"),
         (("KUBERNETES_PORT=80",), "`kubernetes.port`"),
         (("KUBERNETES_KIND=pod",), "`kubernetes.kind`"),
+        (("LAUNCH_ELASTIC=1:2",), "a PyTorchJob has a fixed number of pods"),
         (("KUBERNETES_KIND=skypilot", "KUBERNETES_QUEUE=a"), "which knows no `kubernetes.queue`"),
     ],
 )

@@ -63,6 +63,12 @@ def render(call: Call) -> Rendered:
     """Returns the files for a call. Raises `UserError` with what a cluster would refuse."""
     loaded = call.load_config()
     settings = loaded.config.kubernetes
+    if loaded.config.launch.elastic is not None:
+        raise UserError(
+            f"`launch.elastic` is `{loaded.config.launch.elastic}`, and a {KINDS[settings.kind]} has a fixed number of pods",
+            place=loaded.origins.get("launch.elastic"),
+            hint="it is for `make train-cluster`; here leave it out",
+        )
     plan, options = planned(call, loaded)
     processes = _processes(plan)
     spec = of_plan(
