@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from tests.places import question_rows
 FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
 BESIDE_THE_POINT = {"disk", "shm", "nofile", "slow-network", "latency"}
 """What a small or busy machine may be warned of in any test."""
+QUIET = 3
+"""Processes of a host on which nothing happens: its keeper, what that sleeps by, and sshd."""
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,13 @@ def typed(net: Lan, inventory: Path, *words: str) -> subprocess.CompletedProcess
     return net.run(0, argv, timeout=100, cwd=net.folder / "project", env={"PYTHONPATH": ""})
 
 
+def assert_nothing_runs(net: Lan) -> None:
+    until = time.monotonic() + 10
+    while any(len(net.pids(k)) > QUIET for k in range(3)) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert all(len(net.pids(k)) <= QUIET for k in range(3))
+
+
 def python_with(net: Lan, name: str, **variables: str) -> str:
     """Returns an interpreter that starts with variables of its own."""
     path = net.folder / name
@@ -103,7 +113,6 @@ def configuration(net: Lan) -> Path:
 @pytest.mark.slow
 def test_good_machines(net: Lan) -> None:
     """Nothing is wrong, speeds and clocks are those of the links; no process of it is left on any machine."""
-    before = [len(net.pids(k)) for k in range(3)]
     checked = check(net, None, f"CONFIG={configuration(net)}")
     assert checked.fails() == {"node1": set(), "node2": set(), "node3": set()}
     assert checked.code == 0
@@ -117,8 +126,7 @@ def test_good_machines(net: Lan) -> None:
     assert checked.json["all_reduce"]["backend"] == "gloo"
     assert checked.json["all_reduce"]["seconds"] > 2 * 2 / 3 * 8 * 2**20 / 125e6  # of 8 MiB over 1 Gb/s
     assert checked.json["seconds"] < 32
-    time.sleep(1)
-    assert [len(net.pids(k)) for k in range(3)] == before
+    assert_nothing_runs(net)
 
 
 @pytest.mark.slow
@@ -339,6 +347,24 @@ def test_own_name_is_loopback(net: Lan) -> None:
         net.run(1, ["umount", "/etc/hosts"])
     assert checked.code == 0
     assert "192.168.77.12 node2" in checked.found("node2", "warning")["own-name"]
+
+
+@pytest.mark.long
+def test_ctrl_c(net: Lan) -> None:
+    """In the middle of it: the command ends soon, and no process of it goes on anywhere."""
+    argv = [net.python, "-m", "sft_play", "cluster-check", f"CLUSTER={inventory_of(net)}"]
+    process = net.popen(
+        0, argv, cwd=net.folder / "project", env={"PYTHONPATH": ""}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while len(net.pids(2)) <= QUIET + 1:  # until a probe is there
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 130, said
+    assert "stopped by Ctrl-C" in said
+    assert_nothing_runs(net)
 
 
 @pytest.mark.long

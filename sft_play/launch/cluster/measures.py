@@ -148,7 +148,12 @@ class _Examination:
     def parallel(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
         with ThreadPoolExecutor(max_workers=max(1, len(calls))) as pool:
             started = {name: pool.submit(call) for name, call in calls.items()}
-            return {name: future.result() for name, future in started.items()}
+            try:
+                return {name: future.result() for name, future in started.items()}
+            except BaseException:  # Ctrl-C: whoever waits for an answer is told that there will be none
+                for session in self.sessions.values():
+                    session.process.kill()
+                raise
 
     def each(self, call: Callable[[Seen], None]) -> None:
         """Calls for every host that answers, all at once."""
