@@ -301,7 +301,7 @@ def test_nothing_outlives_a_controller_that_is_killed(machines: Home) -> None:
     assert list(machines.run("orphan").checkpoints.glob("step-*")), "the launchers had it saved"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_what_cannot_be_started(machines: Home) -> None:
     """Each fault is one error with its remedy, and no run is begun."""
