@@ -21,7 +21,8 @@ RUN python -m venv /opt/venv \
     && /opt/venv/bin/pip install --constraint constraints.txt torch
 COPY pyproject.toml LICENSE README.md ./
 COPY sft_play ./sft_play
-RUN /opt/venv/bin/pip install --constraint constraints.txt .
+# Editable, at the same path in both stages: presets (`extends: l40s_pair`) are found beside the package.
+RUN /opt/venv/bin/pip install --constraint constraints.txt --editable .
 
 FROM ${PYTHON_IMAGE} AS runtime
 LABEL org.opencontainers.image.title="SFT-Play" \
@@ -38,6 +39,8 @@ RUN apt-get update \
     && chown sft:sft /models /runs /tracking
 COPY --from=build /opt/venv /opt/venv
 WORKDIR /app
+COPY constraints.txt pyproject.toml ./
+COPY sft_play ./sft_play
 COPY configs ./configs
 COPY examples ./examples
 ENV PATH=/opt/venv/bin:$PATH \

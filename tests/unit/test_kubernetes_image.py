@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.config.sources import PRESETS
 from sft_play.launch.kubernetes.pods import ENTRY, USER
 from sft_play.launch.kubernetes.spec import MODELS, RUNS, TRACKING
 from tests.documents import ROOT
@@ -86,7 +87,7 @@ def test_the_dockerfile_keeps_the_rules() -> None:
         ("USER 1000:1000\n", "", "ends as root"),
         ("python:3.11.13-slim-bookworm\n", "python:latest\n", "neither a patch release nor a digest"),
         ("gcc=4:12.2.0-*", "gcc", "gcc is not pinned"),
-        ("--constraint constraints.txt .", ".", "pip installs what is not pinned"),
+        ("--constraint constraints.txt --editable .", ".", "pip installs what is not pinned"),
         ("COPY configs", "ADD configs", "ADD where COPY does"),
         ('["python", "-m", "sft_play.launch.entry"]', "python -m sft_play.launch.entry", "given to a shell"),
         ("RUNS_DIR=/runs", "RUNS_DIR=/runs HF_TOKEN=x", "ENV holds a secret"),
@@ -106,6 +107,13 @@ def test_the_image_is_what_the_manifests_expect() -> None:
     environment = dict(word.split("=", 1) for word in shlex.split(last["ENV"]))
     for name in ("RUNS_DIR", "SFT_PLAY_CACHE", "HF_HOME"):
         assert environment[name], name
+
+
+def test_presets_are_found_beside_the_package() -> None:
+    """As `config.sources` looks for them: `configs` is a sibling of `sft_play`, in a folder of the same name in both stages."""
+    build, runtime = TEXT.split(" AS runtime")
+    assert "--editable ." in build and "WORKDIR /app" in build and "WORKDIR /app" in runtime
+    assert PRESETS.parent == ROOT and all(f"COPY {name} ./{name}" in runtime for name in ("sft_play", "configs", "examples"))
 
 
 def test_only_what_is_copied_reaches_the_engine() -> None:
