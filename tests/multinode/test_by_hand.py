@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import Prepared
 from tests.conftest import metrics
 from tests.distributed.test_launch import Launcher
 from tests.lan import Lan, lan
@@ -132,6 +134,24 @@ def test_other_rows_on_one_node(tmp_path: Path, tiny: Path) -> None:
         ended = two.end()
         assert [code for code, _ in ended] == [4, 4], ended
         assert all("the nodes did not prepare the same: the training data: 8 rows" in said for _, said in ended), ended
+
+
+@pytest.mark.long
+def test_folders_of_their_own_beside_a_shared_run_folder(two: Lan2) -> None:
+    """The same rows in another folder, and a cache of its own: each node's workers read what that node has prepared."""
+    for k in range(2):
+        folder = two.folder / f"home{k}"
+        folder.mkdir()
+        shutil.copy(two.folder / "rows.jsonl", folder)
+        rows = f"DATA_TRAIN_PATH={folder / 'rows.jsonl'}"
+        two.start(k, "train-distributed", "NUM_GPUS=1", rows, SFT_PLAY_CACHE=str(folder / "cache"))
+    all_ended_with_0(two.end())
+    run = two.run()
+    first, second = Prepared.load(run.prepared), Prepared.load(run.of_node(1).prepared)
+    assert first.train and second.train
+    assert str(two.folder / "home0") in first.train.path and str(two.folder / "home1") in second.train.path
+    assert first.train.fingerprint == second.train.fingerprint
+    assert "home0" in run.config.read_text() and "home1" not in run.config.read_text()
 
 
 @pytest.mark.long
