@@ -26,9 +26,8 @@ ROWS = 24
 class Home:
     """Machines with a project folder, runs, cache and models of their own; commands are typed on the first."""
 
-    def __init__(self, net: Lan, folder: Path, model: Path) -> None:
+    def __init__(self, net: Lan, folder: Path, model: Path, data: Path) -> None:
         self.net, self.folder = net, folder
-        data = net.hosts[0].private[folder / "lan" / "models"]
         shutil.copytree(model, data / "tiny")
         rows = [
             {
@@ -137,7 +136,7 @@ def machines(tmp_path: Path, tiny: Path, request: pytest.FixtureRequest) -> Iter
     folder = tmp_path / "lan"
     own = [folder / name for name in ("runs", "cache", "project", "models")]
     with lan(folder, nodes=getattr(request, "param", 3), private=own) as net:
-        yield Home(net, tmp_path, tiny)
+        yield Home(net, tmp_path, tiny, net.hosts[0].private[folder / "models"])
 
 
 @pytest.mark.slow
@@ -337,6 +336,9 @@ def test_what_cannot_be_started(machines: Home) -> None:
     assert "refuses this machine's key" in refused({})
     keys.write_text(kept)
     assert "`launch.elastic` is `3:2`; expected" in refused({}, "LAUNCH_ELASTIC=3:2", code=2)
+    apart = refused({}, "DATA_SYNC=shared")
+    assert "`data.sync` is `shared`, but host `node2` does not see this machine's" in apart, apart
+    assert "every machine writes a part of each checkpoint" in refused({}, "LAUNCH_STRATEGY=zero2", code=2)
 
 
 @pytest.mark.long
@@ -373,3 +375,21 @@ def test_install(machines: Home) -> None:
     code, said = machines.type("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=installed", "TRAIN_MAX_STEPS=1")
     assert code == 0, said
     assert (project / "left.py").exists(), "what the synchronisation did not bring stays"
+
+
+@pytest.mark.long
+def test_one_disk_for_all(tmp_path: Path, tiny: Path) -> None:
+    """Runs, cache and models on a disk that both see: ZeRO-2 saves and goes on, and no log is written twice."""
+    folder = tmp_path / "lan"
+    with lan(folder, nodes=2, private=[folder / "project"]) as net:
+        machines = Home(net, tmp_path, tiny, folder / "models")
+        words = ("DATA_SYNC=shared", "LAUNCH_STRATEGY=zero2", "TRAIN_SAVE_STEPS=1")
+        code, said = machines.type("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=disk", "TRAIN_MAX_STEPS=2", *words)
+        assert code == 0, said
+        code, said = machines.type("train-cluster", "RUN=disk", "TRAIN_MAX_STEPS=3")
+        assert code == 0, said
+        run = RunFolder(folder / "runs" / "disk")
+        assert [row["step"] for row in metrics(run.path)] == [1, 2, 3]
+        assert len(list(run.checkpoint(2).glob("optimizer-rank*.safetensors"))) == 2
+        assert not (run.path / "random").exists()
+        machines.all_free(0, 1)

@@ -47,7 +47,6 @@ from sft_play.launch.preparation import run_preparation
 from sft_play.launch.restarts import Restarts
 from sft_play.launch.resume import newest_told
 from sft_play.launch.run_folder import ended_by_signals, record_event, stop_code
-from sft_play.launch.stopped import describe
 from sft_play.launch.stopping import Stop
 from sft_play.launch.verdict import LOST, Outcome
 from sft_play.runs.checkpoints import newest_valid, step_of
@@ -237,11 +236,9 @@ def clear_up(task: Task, crew: Crew, session: Session) -> None:
 
 
 def finish(task: Task, outcome: Outcome) -> int:
-    """Says how it ended and what can be done next; returns the exit code."""
+    """Says how it ended and what can be done next; returns the exit code. How a stop went, node 0 has said."""
     if outcome.message:
         print(f"\n{outcome.message}", file=sys.stderr)
-    if outcome.stop:
-        print(f"\n{describe(outcome.stop)}", file=sys.stderr)
     if outcome.code in (LOST, 130, 143) and is_begun(task.run):
         print(f"hint: go on with: {command(task.inventory, task.run)}", file=sys.stderr)
     if task.call.json:
