@@ -126,7 +126,6 @@ class Agent:
         """The end of what ssh, or the Python there, has printed."""
         self.closed = False
         """The conversation has ended: ssh has gone."""
-        self._talked = 0.0
         try:
             self.process = subprocess.Popen(
                 python_of(host, inventory),
@@ -146,13 +145,6 @@ class Agent:
         """Sends a command; a dead link never makes us wait."""
         self._outbox.put((json.dumps(command) + "\n").encode())
 
-    def talk(self) -> None:
-        """Lets the machine know that somebody listens."""
-        now = time.monotonic()
-        if now - self._talked > TALK_SECONDS:
-            self._talked = now
-            self.say(here=True)
-
     def close(self) -> None:
         """Ends the conversation, and ssh with it."""
         self._outbox.put(None)
@@ -167,10 +159,17 @@ class Agent:
         code = self.process.poll()
         return refused(self.host, self.inventory, code, self.error) if code else None
 
+    def _next_line(self) -> bytes | None:
+        """Returns what is to be said next; while there is nothing, that somebody listens, even when this console is stopped (Ctrl-S)."""
+        try:
+            return self._outbox.get(timeout=TALK_SECONDS)
+        except queue.Empty:
+            return b'{"here": true}\n'
+
     def _write(self) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
-            while (line := self._outbox.get()) is not None:
+            while (line := self._next_line()) is not None:
                 self.process.stdin.write(line)
                 self.process.stdin.flush()
         with contextlib.suppress(OSError, ValueError):

@@ -166,7 +166,6 @@ class Session:
         now = time.monotonic()
         for node in self.nodes:
             if not node.over:
-                node.agent.talk()
                 limit = START_SECONDS if node.agent.heard == node.agent.begun else LOST_SECONDS
                 if now - node.agent.heard > limit:
                     self._lose(node, f"no sign of life for {limit:.0f} s")
