@@ -49,9 +49,11 @@ NAMED = 8
 def rebalances(config: Config, plan: Plan) -> bool:
     """Whether shares may change while training.
 
-    Under ZeRO-3 and FSDP2 ranks wait for each other inside every layer, so none can tell its own speed: there the plan's shares stay.
+    Under ZeRO-3 and FSDP2 ranks wait for each other inside every layer, so none can tell its own speed: there the plan's shares stay, as
+    they do where a micro-batch or accumulation was typed.
     """
-    return config.launch.balance == "auto" and plan.world_size > 1 and plan.strategy in ("ddp", "zero1", "zero2")
+    typed = config.train.batch_size != "auto" or config.train.grad_accum != "auto"
+    return config.launch.balance == "auto" and not typed and plan.world_size > 1 and plan.strategy in ("ddp", "zero1", "zero2")
 
 
 def together(plan: Plan) -> bool:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig
+from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig, TrainConfig
 from sft_play.data.batches import GlobalBatchSampler, Shares
 from sft_play.data.collate import Collator
 from sft_play.plan.balance import Cost, share_out, spans
@@ -209,8 +209,10 @@ def plan(names: Sequence[str], micro: int = 4, steps: int = 4, **changes: Any) -
     return simple_plan(**(values | changes))
 
 
-def config(balance: Any = "auto") -> Config:
-    return Config(model=ModelConfig(name="m"), data=DataConfig(), launch=LaunchConfig(balance=balance))
+def config(balance: Any = "auto", **train: Any) -> Config:
+    return Config(
+        model=ModelConfig(name="m"), data=DataConfig(), launch=LaunchConfig(balance=balance), train=TrainConfig(**train)
+    )
 
 
 def window(paces: Sequence[float], shares: Shares, *, steps: int = 10, tokens: float = 100.0) -> list[list[float]]:
@@ -306,7 +308,7 @@ def test_shares_keep_within_the_micro_steps_that_there_are(rows: int, ranks: lis
 
 def test_micro_steps_have_room_for_other_shares_only_where_they_may_change() -> None:
     two = plan(["cpu", "cpu"])
-    assert turns_of(config(), two) == 8 and turns_of(config("off"), two) == 4
+    assert turns_of(config(), two) == 8 and turns_of(config("off"), two) == turns_of(config(batch_size=4), two) == 4
     assert turns_of(config(), replace(two, strategy="zero2")) == turns_of(config(), replace(two, strategy="fsdp2")) == 4
     assert turns_of(config(), plan(["cpu"], strategy="single", world_size=1)) == 4
     assert turns_of(config(), plan(["a", "b"], micro=16, steps=1)) == 2
