@@ -28,7 +28,7 @@ from transformers.trainer_callback import ExportableState
 
 from sft_play.errors import HardwareError
 from sft_play.files import append_json_line
-from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publish, published, rotate
+from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publish, published, rotate, rotate_own
 from sft_play.runs.manifest import seal, verify
 from sft_play.runs.space import SPARE_MEMORY_BYTES, Room, describe, free_bytes, free_memory_bytes, side_file, size, with_spare
 from sft_play.training.holdings import bytes_held
@@ -251,6 +251,8 @@ class Saver(TrainerCallback):
         if reason is not None:
             self._failed(writing.step, reason, pause=pause)
             return
+        if writing.apart:
+            rotate_own(trainer.run, trainer.config.train.save_total_limit, writing.step)
         self._predicted = writing.bytes
         self._saved(writing, pause, *found[:, :2].max(dim=0).values.tolist(), bytes_written=int(found[:, 2].sum()))
 

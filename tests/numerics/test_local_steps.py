@@ -14,6 +14,8 @@ import torch
 from sft_play.config.network_rules import RULES, network_keys
 from sft_play.config.schema import Config, LaunchConfig, ModelConfig, TrainConfig
 from sft_play.plan.memory import rank_memory
+from sft_play.runs.checkpoints import rotate_own
+from sft_play.runs.folder import RunFolder
 from sft_play.training.local_steps import grouped, local_steps_of
 from sft_play.training.states.own import MeanShelf
 from sft_play.training.states.pieces import Piece
@@ -103,3 +105,19 @@ def test_a_rank_without_states_of_its_own_takes_the_mean_of_all(tmp_path: Path) 
     assert target.tolist() == [2.0, 2.0]
     assert mean.states("w") == ["exp_avg", "step"]
     assert mean.whole(mean.pieces("w", "step")[0]).item() == 7.0, "counts are the first rank's"
+
+
+def test_a_machine_with_a_folder_of_its_own_keeps_states_of_the_newest_steps_alone(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for step in (2, 4, 6, 8):
+        write_states_at(run.random_states(step))
+    rotate_own(run, None, 8)
+    assert len(list((tmp_path / "random").iterdir())) == 4, "where no checkpoint is removed"
+    rotate_own(run, 1, 8)
+    assert sorted(path.name for path in (tmp_path / "random").iterdir()) == ["step-000006", "step-000008"]
+    rotate_own(RunFolder(tmp_path / "none"), 1, 8)
+
+
+def write_states_at(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    write_states(folder, 1, [0.0, 0.0, 0.0], 1.0)
