@@ -178,6 +178,6 @@ def test_skypilots_own_schema_takes_the_task() -> None:
     import sky
 
     task = yaml.safe_load(rendered("KUBERNETES_KIND=skypilot").files["skypilot.yaml"])
-    assert sky.Task.from_yaml_config(task).num_nodes == 2
+    assert sky.Task.from_yaml_config(copy.deepcopy(task)).num_nodes == 2
     with pytest.raises(ValueError, match="num_node"):
         sky.Task.from_yaml_config(task | {"num_node": 2})
