@@ -179,5 +179,5 @@ def test_skypilots_own_schema_takes_the_task() -> None:
 
     task = yaml.safe_load(rendered("KUBERNETES_KIND=skypilot").files["skypilot.yaml"])
     assert sky.Task.from_yaml_config(copy.deepcopy(task)).num_nodes == 2
-    with pytest.raises(ValueError, match="num_node"):
+    with pytest.raises(sky.exceptions.InvalidSkyPilotConfigError, match="num_node"):
         sky.Task.from_yaml_config(task | {"num_node": 2})
