@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import queue
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import sft_play
 from sft_play.config.cluster import Host, Inventory
 from sft_play.launch.cluster.probe import MARK
 from sft_play.launch.cluster.ssh import arguments, in_folder, is_here, no_client
@@ -22,6 +24,7 @@ BOOT = (
     " m=types.ModuleType(name); sys.modules[name]=m; exec(compile(text,name,'exec'),m.__dict__)\n"
     "m.serve()\n"
 )
+PROJECT = Path(sft_play.__file__).resolve().parent.parent
 KEPT_LETTERS = 20_000
 """Of what a host says on stderr, the last."""
 END_SECONDS = 3.0
@@ -46,11 +49,13 @@ class Session:
         """Starts; nothing is waited for. Raises `HardwareError` where there is no ssh program."""
         self.host = host
         self.errors = ""
-        words = arguments(host, inventory, in_folder(host, [host.python, "-u", "-B", "-c", BOOT]))
+        here = is_here(host)  # then it is this very project and interpreter, whatever the inventory says
+        start = ["-u", "-B", "-c", BOOT]
+        words = [sys.executable, *start] if here else arguments(host, inventory, in_folder(host, [host.python, *start]))
         try:
             self.process = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", bufsize=1,
-                cwd=Path.home() if is_here(host) else None, start_new_session=True,
+                cwd=PROJECT if here else None, start_new_session=True,
             )  # fmt: skip
         except FileNotFoundError:
             raise no_client() from None
@@ -59,8 +64,8 @@ class Session:
         for reader in self.readers:
             reader.daemon = True
             reader.start()
-        here = Path(__file__).parent
-        texts = [(f"sft_play.launch.cluster.{name}", (here / f"{name}.py").read_text(encoding="utf-8")) for name in MODULES]
+        folder = Path(__file__).parent
+        texts = [(f"sft_play.launch.cluster.{name}", (folder / f"{name}.py").read_text(encoding="utf-8")) for name in MODULES]
         source = json.dumps(texts)
         self._write(f"{len(source)}\n{source}")
 
