@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sft_play.config.yaml_source import scalar_text
+from sft_play.errors import printable
 
 LITERAL = re.compile(r"[\x21-\x7e\xa1-\u2027\u2030-\ud7ff][\t\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff]*")
 """Texts that may stand as they are: printable, and the first letter is no blank, from which the indentation is taken."""
@@ -14,7 +15,7 @@ LITERAL = re.compile(r"[\x21-\x7e\xa1-\u2027\u2030-\ud7ff][\t\n\x20-\x7e\xa0-\u2
 
 def dump_documents(documents: Sequence[Mapping[str, Any]], comment: str = "") -> str:
     """Returns one file of YAML documents, each after its `---`, the order of keys kept; `comment` stands at its beginning."""
-    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    head = "".join(f"# {line}\n" for line in printable(comment).splitlines())
     return head + "".join("---\n" + "\n".join(_mapping(document, "")) + "\n" for document in documents)
 
 

@@ -311,7 +311,7 @@ VALUE = st.recursive(
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=100)
-@given(st.lists(st.dictionaries(TEXT, VALUE, min_size=1, max_size=4), min_size=1, max_size=3))
-def test_what_is_written_is_read_back(documents: list[dict[str, Any]]) -> None:
-    text = dump_documents(documents, "by: us\nand more")
+@given(st.lists(st.dictionaries(TEXT, VALUE, min_size=1, max_size=4), min_size=1, max_size=3), TEXT)
+def test_what_is_written_is_read_back(documents: list[dict[str, Any]], comment: str) -> None:
+    text = dump_documents(documents, comment)
     assert list(yaml.safe_load_all(text)) == documents
