@@ -245,6 +245,8 @@ def test_two_nodes_by_hand(launcher: Launcher) -> None:
         (("NUM_NODES=2",), 2, ("`NODE_RANK`, `MASTER_ADDR`, `RUN_NAME`",)),
         (("NODE_RANK=1",), 2, ("`NUM_NODES` is 1",)),
         (("NUM_NODES=2", "NODE_RANK=2", "MASTER_ADDR=127.0.0.1", "RUN_NAME=x"), 2, ("expected 0 to 1",)),
+        (("NUM_NODES=2", "NODE_RANK=1", "MASTER_ADDR=::1", "RUN_NAME=x"), 2, ("IPv4 only",)),
+        (("NUM_NODES=2", "NODE_RANK=1", "MASTER_ADDR=127.0.0.1", "RUN_NAME=x", "SOURCE=probe"), 2, ("on one machine",)),
         (("MASTER_PORT={busy}",), 3, ("port {busy} is taken",)),
         (("ACCELERATE_CONFIG={folder}/tpu.yaml",), 2, ("TPUs are not supported",)),
         (("ACCELERATE_CONFIG={folder}/three.yaml", "NUM_GPUS=2"), 2, ("`NUM_GPUS` is 2", "says 3")),
