@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import queue
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +14,18 @@ import pytest
 
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.elastic_rules import elastic_bounds
-from sft_play.launch.cluster import board, cause
+from sft_play.errors import DataError, UserError
+from sft_play.launch.cluster import board, cause, remote
 from sft_play.launch.cluster.agent import Agent, refused
+from sft_play.launch.cluster.children import ended_with_us, waited_for
 from sft_play.launch.cluster.facts import Facts
 from sft_play.launch.cluster.install import venv_of
 from sft_play.launch.cluster.session import Node, Session
-from sft_play.launch.cluster.sync import place_there
+from sft_play.launch.cluster.sync import place_there, prepared_text
+from sft_play.launch.preparation import DELIVERED, delivered
 from sft_play.launch.stopping import Stop
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import Prepared, ResolvedModel
 
 HOSTS = tuple(Host(name=f"node{k}", address=f"192.168.77.1{k}") for k in (1, 2, 3))
 RANKS = [range(1), range(1, 2), range(2, 3)]
@@ -130,3 +136,52 @@ def test_messages_of_hosts(tmp_path: Path) -> None:
     assert venv_of(HOSTS[0]) == ".venv"
     with pytest.raises(Exception, match="no environment's interpreter"):
         venv_of(Host(name="a", address="b", python="python3"))
+
+
+def prepared_at(folder: Path) -> Prepared:
+    model = ResolvedModel(name="m", path=str(folder), source="folder", revision=None, fingerprint="f", tokenizer_fingerprint="t")
+    return Prepared(model=model, train=None, validation=None)
+
+
+def test_what_the_master_brought_is_taken_only_by_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, path = RunFolder(tmp_path / "mine"), tmp_path / "prepared.json"
+    monkeypatch.delenv(DELIVERED, raising=False)
+    assert delivered(run) is None
+    monkeypatch.setenv(DELIVERED, str(path))
+    with pytest.raises(UserError, match="does not name what a cluster's master brought"):
+        delivered(run)
+    path.write_text(json.dumps({"run": "mine", "prepared": json.loads(prepared_text(prepared_at(tmp_path)))}))
+    assert delivered(run) == prepared_at(tmp_path)
+    with pytest.raises(UserError, match="is meant for the run `mine`, not for `other`"):
+        delivered(RunFolder(tmp_path / "other"))
+    path.write_text(json.dumps({"run": "mine", "prepared": json.loads(prepared_text(prepared_at(tmp_path / "gone")))}))
+    with pytest.raises(DataError, match="is not on this machine"):
+        delivered(run)
+
+
+def test_files_that_left_the_project_leave_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("kept.py", "gone.py", "own.py"):
+        Path(name).write_text("")
+    assert remote.tidy_code({"files": ["kept.py", "gone.py"]}) == 0
+    assert remote.tidy_code({"files": ["kept.py", "../kept.py"]}) == 0
+    assert remote.tidy_code({"files": ["kept.py"]}) == 0
+    assert sorted(path.name for path in tmp_path.glob("*.py")) == ["kept.py", "own.py"]
+
+
+def test_newer_checkpoints_of_a_machine_are_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path))
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (2, 4, 6):
+        (folder / f"step-{step:06d}").mkdir(parents=True)
+    remote.one_checkpoint({"run": "run", "step": 4})
+    assert [path.name for path in sorted(folder.glob("step-*"))] == ["step-000002", "step-000004"]
+    assert len(list(folder.glob(".step-000006.set-aside-*"))) == 1, "nothing is deleted"
+
+
+def test_programs_of_threads_end_with_the_command() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    with pytest.raises(KeyboardInterrupt), waited_for(process), ended_with_us():
+        raise KeyboardInterrupt
+    assert process.wait(timeout=10) == -9
