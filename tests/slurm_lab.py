@@ -32,6 +32,8 @@ SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 NODES = ("n1", "n2")
 GONE = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"})
 """States in which a job stays."""
+SETTLED_SECONDS = 5.0
+"""After a requeue, until the last turn's shepherd has surely told the controller of its end: told later, it would end the next turn."""
 CONFIGURATION = """
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
@@ -91,20 +93,29 @@ class SlurmLab:
         said = self.run("scontrol", "show", "job", number, "--oneliner").stdout
         return dict(word.partition("=")[::2] for word in said.split() if "=" in word)
 
+    def logs(self) -> str:
+        """Returns the ends of the daemons' own logs."""
+        files = sorted((self.folder / "log").glob("slurm*.log"))
+        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in files)
+
     def wait(
         self, number: str, ready: Callable[[dict[str, str]], bool], *, seconds: float, logs: Path | None = None
     ) -> dict[str, str]:
         """Waits until a job is as wanted, and returns its facts; a requeued job need not wait the two minutes that Slurm gives it."""
-        deadline = time.monotonic() + seconds
+        deadline, pending = time.monotonic() + seconds, 0.0
         while True:
             facts = self.job(number)
             if ready(facts):
                 return facts
             said = "\n".join(path.read_text(errors="replace") for path in sorted(logs.glob("*.out"))) if logs else ""
             assert time.monotonic() < deadline, f"{facts}\n{said}"
-            assert facts["JobState"] not in GONE, f"{facts}\n{said}"
+            assert facts["JobState"] not in GONE, f"{facts}\n{said}\n{self.logs()}"
             if facts["JobState"] == "PENDING" and facts.get("Reason") == "BeginTime":
-                self.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+                pending = pending or time.monotonic()
+                if time.monotonic() - pending > SETTLED_SECONDS:
+                    self.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+            else:
+                pending = 0.0
             time.sleep(0.5)
 
     def ended(self, number: str, *, seconds: float, logs: Path | None = None) -> dict[str, str]:

@@ -141,7 +141,9 @@ def test_two_nodes_are_preempted_warned_queued_again_and_finish(site: Site) -> N
     second = len(site.steps("demo"))
     facts = site.slurm.ended(number, seconds=300, logs=site.runs / "demo" / "slurm")
     said = site.said("demo")
-    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "2"), said
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "2"), (
+        f"{facts}\n{said}\n{site.slurm.logs()}"
+    )
     assert site.steps("demo") == list(range(1, STEPS + 1))
     assert 3 <= first < second < STEPS
     for node in (0, 1):
