@@ -32,6 +32,8 @@ PATIENCE_SECONDS = 19.0
 AFTER_SAVE_SECONDS = 4.0
 """What a process may take to leave after a save that ended later than that, and after its last word."""
 LOOK_SECONDS = 0.1
+LEAVE_SECONDS = 2.0
+"""How long the end waits for the thread that asks other ranks; it looks up once a second, and at the end at once."""
 KEY = "sft_play/asked_to_stop"
 
 
@@ -67,6 +69,8 @@ class StopRequest:
     _ended: bool = False
     _code: int = 1
     _ending: threading.Lock = field(default_factory=threading.Lock)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _sharing: threading.Thread | None = None
 
     def listen(self) -> None:
         """Takes the signals over; call once, in the main thread."""
@@ -86,7 +90,8 @@ class StopRequest:
 
     def share(self, connect: Callable[[], Any]) -> None:
         """Tells other ranks and hears from them, about every second, through a torch `Store` that `connect` opens for it alone."""
-        threading.Thread(target=self._share, args=(connect,), name="requests to others", daemon=True).start()
+        self._sharing = threading.Thread(target=self._share, args=(connect,), name="requests to others", daemon=True)
+        self._sharing.start()
 
     def finish(self, record: Mapping[str, Any]) -> None:
         """Writes this process's exit record; from here on it only has to leave."""
@@ -94,6 +99,10 @@ class StopRequest:
             if not self._ended:
                 leave_record(self.run, self.rank, self.with_facts(record))
                 self._code, self._ended = int(record["code"]), True
+        self._over.set()
+        # A thread that comes back from torch's C++ into an interpreter that ends aborts the process
+        if self._sharing is not None:
+            self._sharing.join(LEAVE_SECONDS)
 
     def with_facts(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Returns an exit record of a stop with what is known of it; any other as it is."""
@@ -152,7 +161,7 @@ class StopRequest:
                 elif not told and store.check([KEY]):
                     told = True
                     self.hear(int(store.get(KEY)))
-                time.sleep(1.0)
+                self._over.wait(1.0)
 
 
 def ignored_by_helpers(_worker: int = 0) -> None:
