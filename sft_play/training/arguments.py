@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import Any
 
 import torch
@@ -53,14 +52,13 @@ def _try_schedule(args: TrainingArguments) -> None:
 
 def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> dict[str, Any]:
     """Returns every argument that is not transformers' default; what was typed beyond the schema comes last and wins."""
-    mine = plan.ranks[int(os.environ.get("RANK", "0"))]
     train = config.train
     assert plan.steps is not None, "a plan with prepared data knows its steps"
     own = ("report_to", "disable_tqdm")  # read by `_trackers` and by the progress line
     extra = {name: value for name, value in train.extra.items() if name not in own}
     values: dict[str, Any] = {
         "output_dir": str(run.path),
-        "per_device_train_batch_size": max(1, mine.micro_batch),
+        "per_device_train_batch_size": max(rank.micro_batch for rank in plan.ranks),  # in name only, as DeepSpeed's own: see `feeding`
         "gradient_accumulation_steps": turns_of(config, plan),
         "per_device_eval_batch_size": plan.eval_batch_size,
         "max_steps": plan.steps,
