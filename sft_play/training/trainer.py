@@ -298,8 +298,8 @@ class SftTrainer(Trainer):
 
     def counters(self) -> dict[str, Any]:
         """Returns what is counted from the run's start, for a checkpoint."""
-        shares = self.balancer.kept()
-        return {"tokens_trained": self.tokens_trained, "training_seconds": self._seconds, **({"shares": shares} if shares else {})}
+        shares = {"shares": kept} if (kept := self.balancer.kept()) else {}
+        return {"tokens_trained": self.tokens_trained, "training_seconds": self._seconds, **shares}
 
     def set_counters(self, kept: Mapping[str, Any]) -> None:
         """Puts back what `counters` returned."""
