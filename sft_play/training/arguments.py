@@ -58,7 +58,8 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
     extra = {name: value for name, value in train.extra.items() if name not in own}
     values: dict[str, Any] = {
         "output_dir": str(run.path),
-        "per_device_train_batch_size": max(rank.micro_batch for rank in plan.ranks),  # in name only, as DeepSpeed's own: see `feeding`
+        # In name only, and the same on every rank, as DeepSpeed compares it: `feeding` gives each its own.
+        "per_device_train_batch_size": max(rank.micro_batch for rank in plan.ranks),
         "gradient_accumulation_steps": turns_of(config, plan),
         "per_device_eval_batch_size": plan.eval_batch_size,
         "max_steps": plan.steps,
