@@ -35,7 +35,8 @@ def _master_port(examined: Examined, inventory: Inventory, wanted: Wanted, found
         remedy = "end it, or choose another port: MASTER_PORT=29501"
         found[master.name].append(Finding(id="port-taken", severity="fail", text=text, remedy=remedy))
     unreachable = {pair.source for pair in examined.pairs if pair.target == master.name and pair.error}
-    closed = {name: why for name, why in examined.master_port.items() if why and name not in unreachable}
+    answers = {name: examined.master_port.get(name) for name in examined.hosts}
+    closed = {name: why for name, why in answers.items() if why and name not in unreachable}
     if closed:
         names, why = ", ".join(f"`{name}`" for name in closed), next(iter(closed.values()))
         text = f"port {wanted.port} of this host, at which the machines meet, is closed to {names} ({why})"
