@@ -33,7 +33,7 @@ def replicas_only(config: Config, origins: Origins) -> Iterator[UserError]:
         return
     for key, value in network_keys(config):
         yield _problem(
-            origins, key, f"`{key}` is {value}, but under `launch.strategy: {config.launch.strategy}` ranks share out what it changes",
+            origins, key, f"`{key}` is {value}, but `launch.strategy: {config.launch.strategy}` exchanges in a way of its own",
             f"set `launch.strategy: ddp`, or leave `{key}` out",
         )  # fmt: skip
 

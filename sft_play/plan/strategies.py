@@ -87,7 +87,7 @@ def choose_strategy(
     if chosen not in ("single", "ddp") and (changed := network_keys(config)):
         key, value = changed[0]
         raise UserError(
-            f"`{key}` is {value}, but under {chosen} ranks share out what it changes",
+            f"`{key}` is {value}, but {chosen} exchanges in a way of its own",
             hint=f"use make train-distributed, where every rank holds a replica, or leave `{key}` out",
         )
     return chosen

@@ -13,6 +13,7 @@ import torch
 
 from sft_play.config.network_rules import RULES, network_keys
 from sft_play.config.schema import Config, LaunchConfig, ModelConfig, TrainConfig
+from sft_play.errors import UserError
 from sft_play.plan.memory import rank_memory
 from sft_play.runs.checkpoints import rotate_own
 from sft_play.runs.folder import RunFolder
@@ -21,6 +22,7 @@ from sft_play.training.states.own import MeanShelf
 from sft_play.training.states.pieces import Piece
 from sft_play.training.states.shelf import INDEX, Shelf
 from sft_play.training.states.tensor_file import write_tensors
+from tests.unit.test_plan_make import plan_of
 from tests.unit.test_plan_memory import LLAMA2, setup, shape
 from tests.unit.test_plan_memory import config as plan_config
 
@@ -121,3 +123,12 @@ def test_a_machine_with_a_folder_of_its_own_keeps_states_of_the_newest_steps_alo
 def write_states_at(folder: Path) -> None:
     folder.mkdir(parents=True)
     write_states(folder, 1, [0.0, 0.0, 0.0], 1.0)
+
+
+@pytest.mark.parametrize("command", ["zero", "fsdp2"])
+def test_a_command_that_shares_out_weights_or_states_refuses_them(command: Any) -> None:
+    with pytest.raises(UserError, match=r"`launch.local_steps` is 4, but (zero2|fsdp2) exchanges in a way of its own"):
+        plan_of("24GB+24GB", command_strategy=command, local_steps=4)
+    with pytest.raises(UserError, match="`launch.compression` is `fp16`") as caught:
+        plan_of("24GB+24GB", command_strategy=command, compression="fp16")
+    assert "make train-distributed" in str(caught.value.hint)
