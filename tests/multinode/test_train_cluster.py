@@ -350,9 +350,8 @@ def test_install(machines: Home) -> None:
     machines.inventory = machines.net.inventory(machines.folder / "install.yaml", defaults=common)
     code, said = machines.type("cluster-install")
     assert code == 3, said
-    assert (
-        "node2 | making a virtual environment in .venv" in said and "failed  node2: scripts/install.sh ended with code" in said
-    ), said
+    assert "node2 | making a virtual environment in .venv" in said, said
+    assert re.search(r"failed  node2: scripts/install\.sh ended with code \d+: \w.*torch", said), said
     assert "type the same command again" in said and "ready  node1" in said
     assert (project / "scripts" / "install.sh").is_file()
     site = subprocess.run(

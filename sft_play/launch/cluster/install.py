@@ -7,6 +7,7 @@ left as it is.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -34,6 +35,8 @@ p=python$1; command -v "$p" >/dev/null || p=python3
 exec bash scripts/install.sh "$p" "$v" runtime
 """
 """Takes this machine's Python version (`3.11`) and the environment's folder; runs in the project's folder."""
+COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""What pip writes to a terminal beside letters."""
 _printing = threading.Lock()
 
 
@@ -116,7 +119,7 @@ def say(host: Host, line: str) -> None:
 
 
 def _run(host: Host, inventory: Inventory, words: Sequence[str]) -> tuple[str, int]:
-    """Runs a command there, its output line by line here; returns the last line that tells of an error, and the exit code."""
+    """Runs a command there, its output line by line here; returns the first line that is an error, else the last, and the exit code."""
     last = ""
     argv = arguments(host, inventory, words, tty=True)  # with a terminal it ends when this command does
     with (
@@ -125,8 +128,8 @@ def _run(host: Host, inventory: Inventory, words: Sequence[str]) -> tuple[str, i
     ):
         assert process.stdout is not None
         for raw in iter(process.stdout.readline, b""):
-            line = raw.decode("utf-8", "replace").rstrip("\r\n")
-            if line.strip():
-                last = line if not line.startswith("hint:") else last
+            line = COLOURS.sub("", raw.decode("utf-8", "replace")).rstrip()
+            if line:
+                last = last if last.lower().startswith("error") else line
                 say(host, line)
-    return last.removeprefix("error: "), process.returncode
+    return re.sub(r"^error: ", "", last, flags=re.IGNORECASE), process.returncode
