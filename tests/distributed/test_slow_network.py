@@ -146,9 +146,9 @@ def test_local_steps_learn_about_as_much_with_packing_and_accumulation(packed: b
     ranks = ((1, 4), (1, 4)) if packed else HALVES
     every = trained(Trial(strategy="ddp", ranks=ranks, settings=(OFF,), plan=plan, steps=24))
     local = trained(Trial(strategy="ddp", ranks=ranks, settings=(OFF, "launch.local_steps: 4"), plan=plan, steps=24))
-    first, last = column(every, "eval_loss", "eval")[0], column(every, "eval_loss", "eval")[-1]
-    found = column(local, "eval_loss", "eval")[-1]
-    assert found < first and found == pytest.approx(last, rel=0.1)
+    first, *_, last = column(every, "loss")
+    found = column(local, "loss")[-1]
+    assert found < first - 0.3 and found == pytest.approx(last, rel=0.1), (column(local, "loss"), column(every, "loss"))
 
 
 @pytest.mark.long
