@@ -278,7 +278,10 @@ def test_machines_that_do_not_let_us_in(net: Lan) -> None:
     assert "ssh-copy-id" in checked.found("node2")["refused-key"]
     checked = check(net, {"node2": {"python": "/nowhere/python"}, "node3": {"python": "~/no such/bin/python"}})
     assert checked.fails() == {"node1": set(), "node2": {"no-environment"}, "node3": {"no-environment"}}
+    assert len(checked.json["pairs"]) == 6  # what needs no environment is measured all the same
+    assert all(pair["error"] is None for pair in checked.json["pairs"])
     for name in ("node2", "node3"):
+        assert abs(checked.json["hosts"][name]["skew_seconds"]) < 0.5
         assert f"make cluster-install CLUSTER={net.folder}/cluster.yaml" in checked.found(name)["no-environment"]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +194,24 @@ def test_every_finding_is_documented() -> None:
     ids = set(re.findall(r'\bid="([a-z-]+)"', source))
     assert len(ids) > 30
     assert {name for name in ids if f"`{name}`" not in guide} == set()
+
+
+def test_cards_as_the_driver_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python without packages asks `nvidia-smi`; here a program that answers in its way."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "580.95.05, 12282, 11870, NVIDIA GeForce RTX 4070"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    script = "import sys, json; sys.modules['pynvml'] = None; from sft_play.launch.cluster import probe; print(json.dumps(probe.software()))"
+    done = subprocess.run([sys.executable, "-S", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    found = json.loads(done.stdout)
+    assert found["driver"] == "580.95.05"
+    assert [(one["name"], one["total_bytes"], one["free_bytes"]) for one in found["gpus"]] == [
+        ("NVIDIA GeForce RTX 4070", 12282 << 20, 11870 << 20)
+    ]
+    assert found["torch"] is None
+    assert "torch" in found["error"]
+    host = seen(1, stated=2, driver=found["driver"], gpus=found["gpus"], without=127, usable_gpus=0)
+    findings = judged(seen(0), host)["laptop"]
+    assert [one.id for one in findings] == ["no-environment", "gpus"]
+    assert "its driver shows 1" in findings[1].text

@@ -45,13 +45,17 @@ class Refused(Exception):
 class Session:
     """The probe on one host. Not for several threads at once."""
 
-    def __init__(self, host: Host, inventory: Inventory) -> None:
-        """Starts; nothing is waited for. Raises `HardwareError` where there is no ssh program."""
+    def __init__(self, host: Host, inventory: Inventory, *, system: bool = False) -> None:
+        """Starts; nothing is waited for. Raises `HardwareError` where there is no ssh program.
+
+        `system`: by the machine's own `python3` in the user's home, where it has no environment yet.
+        """
         self.host = host
         self.errors = ""
         here = is_here(host)  # then it is this very project and interpreter, whatever the inventory says
         start = ["-u", "-B", "-c", BOOT]
-        words = [sys.executable, *start] if here else arguments(host, inventory, in_folder(host, [host.python, *start]))
+        there = ["python3", *start] if system else in_folder(host, [host.python, *start])
+        words = [sys.executable, *start] if here else arguments(host, inventory, there)
         try:
             self.process = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", bufsize=1,

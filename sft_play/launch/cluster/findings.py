@@ -9,7 +9,7 @@ from sft_play.config.cluster import Inventory
 from sft_play.launch.cluster.finding import Finding, Severity, listed
 from sft_play.launch.cluster.findings_network import network_findings
 from sft_play.launch.cluster.measures import Examined, Seen, Wanted
-from sft_play.launch.cluster.ssh import NO_FOLDER, NO_PROGRAM, SSH_FAILED, trouble
+from sft_play.launch.cluster.ssh import NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM, SSH_FAILED, trouble
 
 GIB = 2**30
 DISK_FAIL_BYTES = GIB
@@ -37,12 +37,14 @@ def judge(
     """Returns host name -> findings, the worst first; `cluster` is what `CLUSTER=` was,
     `here` whether this machine is the first host."""
     found: dict[str, list[Finding]] = {name: [] for name in examined.hosts}
-    reference = next((seen for seen in examined.hosts.values() if seen.facts), None)
+    reference = next((seen for seen in examined.hosts.values() if seen.facts and not seen.without), None)
     for name, seen in examined.hosts.items():
         found[name] += _start(seen, inventory, cluster)
         if not seen.facts:
             continue
         found[name] += [*_clock(seen), *_system(seen), *_files(seen, wanted, cluster), *_gpus(seen)]
+        if seen.without:
+            continue
         if reference is not None and reference is not seen:
             found[name] += _apart(seen, reference, cluster)
         found[name] += _torch(seen)
@@ -57,10 +59,11 @@ def judge(
 def _start(seen: Seen, inventory: Inventory, cluster: str) -> Iterator[Finding]:
     """Why its Python did not start, or stopped answering."""
     host, install = seen.host, f"`make cluster-install CLUSTER={cluster}` makes it"
-    if seen.start is not None and seen.code == NO_FOLDER:
+    code = seen.without or (seen.code if seen.start is not None else 0)
+    if code == NO_FOLDER:
         text = f"the project's folder `{host.folder}` is not there, so there is no environment either"
         yield Finding(id="no-environment", severity="fail", text=text, remedy=install)
-    elif seen.start is not None and seen.code in (NO_PROGRAM, 126):
+    elif code in (NO_PROGRAM, NOT_A_PROGRAM):
         text = f"no environment: `{host.python}` in `{host.folder}` cannot be started"
         yield Finding(id="no-environment", severity="fail", text=text, remedy=install)
     elif seen.start is not None and seen.code in (SSH_FAILED, -9):
@@ -166,9 +169,11 @@ def _gpus(seen: Seen) -> Iterator[Finding]:
     if not soft:
         return
     gpus, stated = list(soft.get("gpus") or ()), seen.host.gpus
-    usable = int(soft.get("usable_gpus") or 0)
+    usable = len(gpus) if seen.without else int(soft.get("usable_gpus") or 0)
     if stated is not None and stated > usable:
-        text = f"`gpus: {stated}` in the inventory, but torch finds {usable}" + (f" ({len(gpus)} in the machine)" if gpus else "")
+        text = f"`gpus: {stated}` in the inventory, but {'its driver shows' if seen.without else 'torch finds'} {usable}" + (
+            f" ({len(gpus)} in the machine)" if gpus else ""
+        )
         remedy = f"correct `gpus` ({seen.host.place}), or see `make gpu-info` and `make doctor` on it"
         yield Finding(id="gpus", severity="fail", text=text, remedy=remedy)
     elif gpus and not usable and stated != 0 and not soft.get("hidden"):
@@ -248,7 +253,11 @@ def _elsewhere(inventory: Inventory, found: dict[str, list[Finding]], *, here: b
 
 
 def _some_without_gpu(examined: Examined, wanted: Wanted, found: dict[str, list[Finding]]) -> None:
-    usable = {name: int(seen.software.get("usable_gpus") or 0) for name, seen in examined.hosts.items() if seen.software}
+    usable = {
+        name: int(seen.software.get("usable_gpus") or 0)
+        for name, seen in examined.hosts.items()
+        if seen.software and not seen.without
+    }
     if not any(usable.values()) and wanted.backend != "nccl":
         return
     for name, count in usable.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 from sft_play.config.cluster import Host, Inventory
 from sft_play.launch.cluster.conversation import Gone, Refused, Session, Silent
-from sft_play.launch.cluster.ssh import CONNECT_SECONDS
+from sft_play.launch.cluster.ssh import CONNECT_SECONDS, NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM
 
 START_SECONDS = CONNECT_SECONDS + 8.0
 ROUND_TRIPS = 20
@@ -53,6 +53,8 @@ class Seen:
     """Why its Python did not start; stderr of ssh and of what it ran. `None` where it did."""
     code: int = 0
     """Exit code then."""
+    without: int = 0
+    """Exit code of its environment's Python, where that is missing and the machine's own `python3` answers instead."""
     lost: str | None = None
     """What was being asked when it stopped answering."""
     refused: dict[str, str] = field(default_factory=dict)
@@ -182,17 +184,37 @@ class _Examination:
         try:
             self.sessions[seen.host.name].await_start(self.left(START_SECONDS))
         except (Silent, Gone) as error:
-            seen.start = str(error)
-            return
+            if isinstance(error, Silent) or not self.meet_without(seen):
+                seen.start = str(error)
+                return
         self.clock(seen)
         others = [host for host in self.inventory.hosts if host.name != seen.host.name]
         towards = (
             self.inventory.master.address if seen.host.name != self.inventory.master.name else (others or [seen.host])[0].address
         )
         seen.facts = self.ask(seen, "facts", 10, towards=towards) or {}
+        if seen.without:
+            return
         seen.code_files = self.ask(seen, "files", 10, paths=list(self.wanted.code)) or {}
         seen.sources = self.ask(seen, "files", 15, paths=list(self.wanted.sources)) or {}
         seen.prepared = self.ask(seen, "prepared", 5, names=list(self.wanted.prepared)) or {}
+
+    def meet_without(self, seen: Seen) -> bool:
+        """Asks a host's own `python3` where the environment is missing: clock, disks, cards and ports are there without one."""
+        name = seen.host.name
+        first = self.sessions[name]
+        code = first.close()
+        if code not in (NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM):
+            return False
+        self.sessions[name] = Session(seen.host, self.inventory, system=True)
+        try:
+            self.sessions[name].await_start(self.left(START_SECONDS))
+        except (Silent, Gone):
+            self.sessions[name].close()
+            self.sessions[name] = first
+            return False
+        seen.without = code
+        return True
 
     def clock(self, seen: Seen) -> None:
         trips = []
@@ -269,7 +291,7 @@ class _Examination:
             return None
         gpus = all(seen.host.gpus != 0 and seen.software.get("usable_gpus") for seen in hosts.values())
         summed = Summed(backend="nccl" if self.wanted.backend == "nccl" or (self.wanted.backend == "auto" and gpus) else "gloo")
-        why_not = [name for name, seen in hosts.items() if not seen.answers or not seen.software.get("torch")]
+        why_not = [name for name, seen in hosts.items() if not seen.answers or seen.without or not seen.software.get("torch")]
         if why_not:
             summed.skipped = f"{_names(why_not)} cannot take part"
         elif self.found.port_held or any(self.found.master_port.values()) or any(pair.error for pair in self.found.pairs):

@@ -16,6 +16,7 @@ import platform
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -137,7 +138,7 @@ def _gpus() -> dict[str, Any]:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except Exception:  # noqa: BLE001 - no package, no driver, or a driver that was replaced under a running kernel
-        return {"driver": None, "gpus": [], "hidden": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        return _gpus_of_driver()
     gpus = []
     for k in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(k)
@@ -149,6 +150,19 @@ def _gpus() -> dict[str, Any]:
             "capability": list(nvml.nvmlDeviceGetCudaComputeCapability(handle)), "held_by": [command_of(str(pid)) for pid in users],
         })  # fmt: skip
     return {"driver": _text(nvml.nvmlSystemGetDriverVersion()), "gpus": gpus, "hidden": os.environ.get("CUDA_VISIBLE_DEVICES")}
+
+
+def _gpus_of_driver() -> dict[str, Any]:
+    """Returns the same by the driver's program, for a Python without its library; megabytes there are 2**20 bytes."""
+    found: dict[str, Any] = {"driver": None, "gpus": [], "hidden": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    words = ["nvidia-smi", "--query-gpu=driver_version,memory.total,memory.free,name", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        for line in subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines():
+            driver, total, free, name = (word.strip() for word in line.split(",", 3))
+            found["driver"] = driver
+            gpu = {"name": name, "total_bytes": int(total) * PIECE, "free_bytes": int(free) * PIECE}
+            found["gpus"].append({**gpu, "capability": None, "held_by": []})
+    return found
 
 
 def _text(value: Any) -> str:

@@ -29,6 +29,7 @@ OPTIONS = (
 """Connections of the user's own configuration that are shared or forward ports would outlive ours, or be refused the second time."""
 NO_FOLDER = 96
 """Exit code of `in_folder` where the folder is not there."""
+NOT_A_PROGRAM = 126
 NO_PROGRAM = 127
 """A shell's exit code for a program that is not there."""
 SSH_FAILED = 255
@@ -100,7 +101,7 @@ def run_on(host: Host, inventory: Inventory, argv: Sequence[str], *, input: str 
             raise no_client() from None
         return Done(NO_PROGRAM, "", f"there is no program `{argv[0]}`")
     except PermissionError as error:
-        return Done(126, "", str(error))
+        return Done(NOT_A_PROGRAM, "", str(error))
     return Done(done.returncode, done.stdout, done.stderr)
 
 
