@@ -33,7 +33,7 @@ NODES = ("n1", "n2")
 GONE = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"})
 """States in which a job stays."""
 SETTLED_SECONDS = 5.0
-"""After a requeue, until the last turn's shepherd has surely told the controller of its end: told later, it would end the next turn."""
+"""After a requeue, until the controller has heard of the last turn's end. Once, on a loaded machine, a turn that began at once ended without a word (code 1)."""
 CONFIGURATION = """
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
