@@ -33,7 +33,7 @@ NODES = ("n1", "n2")
 GONE = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"})
 """States in which a job stays."""
 SETTLED_SECONDS = 5.0
-"""After a requeue, until the controller has heard of the last turn's end. Once, on a loaded machine, a turn that began at once ended without a word (code 1)."""
+"""After a requeue, until the controller has heard of the last turn's end: once, on a loaded machine, a turn that began at once ended silently."""
 CONFIGURATION = """
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
