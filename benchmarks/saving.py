@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -141,7 +142,8 @@ def page(text: str) -> str:
 
 Written by `python -m benchmarks.saving write=docs/benchmarks-saving.md`; do not edit by hand. `make bench-saving` prints the same.
 
-SmolLM2-135M-Instruct, batches of {BATCH_SIZE} rows of up to {LENGTH} tokens, {describe_machine()}. Medians over the saves of one run each.
+{date.today()}, SmolLM2-135M-Instruct, batches of {BATCH_SIZE} rows of up to {LENGTH} tokens, {describe_machine()}. Medians over the saves
+of one run each.
 
 {text}
 

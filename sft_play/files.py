@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -35,6 +36,12 @@ def write_bytes(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_half_written(path: Path) -> None:
+    """Removes what writers of `path` left beside it that were killed. Nobody may be writing it."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.????????"):
+        left.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
+from sft_play.files import remove_half_written
 from sft_play.launch.beats import MARK, Listener
 from sft_play.launch.bound import bound_to_parent
 from sft_play.launch.memory_kills import MemoryKills
@@ -34,8 +35,7 @@ def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFo
     alive when this returns.
     """
     run.logs.mkdir(parents=True, exist_ok=True)
-    for rank in ranks:  # a resumed run must not be judged by the records of the last attempt
-        run.rank_exit(rank).unlink(missing_ok=True)
+    _clear_up(run, ranks)
     _adopt_orphans()
     stop, mark, kills = Stop(), uuid.uuid4().hex, MemoryKills.begin()
     beats, log = Listener(mark), launcher_log(run, ranks.start)
@@ -62,6 +62,16 @@ def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFo
         run, ranks, agent_code=process.returncode, agent_log=tail(log), signals=tuple(stop.signals), loss=watch.loss,
         memory_kill=memory_kill,
     )  # fmt: skip
+
+
+def _clear_up(run: RunFolder, ranks: range) -> None:
+    """Removes what is left of the last attempt: records by which this one must not be judged, and what killed processes were writing."""
+    for rank in ranks:
+        run.rank_exit(rank).unlink(missing_ok=True)
+        remove_half_written(run.rank_exit(rank))
+    if ranks.start == 0:  # nobody writes these while workers run
+        for path in (run.config, run.plan, run.prepared, run.stamp, run.accelerate, run.deepspeed, run.training_metrics):
+            remove_half_written(path)
 
 
 def _wait(process: subprocess.Popen[bytes], stop: Stop, watch: Watch, mark: str) -> None:

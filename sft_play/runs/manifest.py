@@ -88,11 +88,6 @@ def sync_below(folder: Path) -> None:
     _sync_folders(folder)
 
 
-def write_manifest(folder: Path) -> None:
-    """Describes every file below `folder` in `manifest.json`."""
-    seal(folder, ranks=())
-
-
 def verify(folder: Path, *, needed: Callable[[str], bool] | None = None, from_disk: bool = False) -> str | None:
     """Returns why a checkpoint cannot be trusted, or `None` when every file is there and unchanged.
 

@@ -121,7 +121,7 @@ def kill_and_go_on(soak: Soak, kills: int) -> None:
         started = time.monotonic()
         ended = soak.launch(soak.disturbed).with_kill(aim, chance)
         state.seconds += time.monotonic() - started
-        learn(state, ended)
+        learn(state, ended, time.monotonic() - started)
         if ended.shot:
             failures = 0
             note_kill(soak, ended)
@@ -166,9 +166,12 @@ def choose_aim(state: State, chance: random.Random) -> Aim:
     return Aim(kind="time", seconds=chance.uniform(0.05, ready))
 
 
-def learn(state: State, ended: Ended) -> None:
-    """Corrects when steps begin, by the launches that came so far: later ones find a full cache."""
-    if TRAINING in ended.seen and LOADING in ended.seen:
+def learn(state: State, ended: Ended, total: float) -> None:
+    """Corrects when steps begin, by the launches that came so far: later ones find a full cache, and extensions that are built."""
+    if ended.shot is None and ended.code == 0:  # a moment was chosen after its end
+        state.marks["end"] = round(min(state.marks["end"], total), 2)
+        state.marks[TRAINING] = min(state.marks.get(TRAINING, total), ended.seen.get(TRAINING, total))
+    elif TRAINING in ended.seen and LOADING in ended.seen:
         before = state.marks.get(TRAINING, ended.seen[TRAINING])
         state.marks[TRAINING] = round(0.8 * before + 0.2 * ended.seen[TRAINING], 2)
 

@@ -88,6 +88,8 @@ class Launch:
             watcher = Watcher(run=self.run, family=family, eval_steps=self.eval_steps)
             shot = self._wait(process, watcher, aim, chance)
             over = time.monotonic()
+            if shot and shot.target == PREPARATION and _goes_on(family):
+                shot = self._wait(process, watcher, None, chance)
             left = family.wait_until_gone(NOTICE_SECONDS) if shot else family.left()
             over_seconds = time.monotonic() - over
             code = None if shot and shot.target in (LAUNCHER, EVERYTHING) else process.poll()
@@ -169,6 +171,17 @@ def _shoot(watcher: Watcher, aim: Aim, chance: random.Random) -> Shot | None:
     if (phase == SAVING) != (after == SAVING):
         phase = after
     return Shot(aim=aim, phase=phase, target=target, seconds=seconds)
+
+
+def _goes_on(family: Family) -> bool:
+    """Whether the launcher starts workers after its preparation was killed: then that had done its work and was only leaving."""
+    deadline = time.monotonic() + NOTICE_SECONDS
+    while time.monotonic() < deadline:
+        family.look()
+        if not family.has(LAUNCHER) or family.has(AGENT):
+            return family.has(LAUNCHER)
+        time.sleep(LOOK_SECONDS)
+    return False
 
 
 def choose_target(roles: Sequence[str], chance: random.Random) -> str | None:

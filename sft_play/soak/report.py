@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -97,13 +98,12 @@ def write_table(path: Path, state: State) -> None:
         write_text(path, block + "\n")
         return
     text = path.read_text(encoding="utf-8")
-    head, found, rest = text.partition(begin)
-    _, closed, tail = rest.partition(end)
-    if not (found and closed):
+    whole = re.compile(rf"^{re.escape(begin)}$.*?^{re.escape(end)}$", re.MULTILINE | re.DOTALL)  # a text may speak of these marks, too
+    if not whole.search(text):
         raise UserError(
             f"`{path}` exists and has no place for this table", hint=f"put the lines `{begin}` and `{end}` where it belongs"
         )
-    write_text(path, head + block + tail)
+    write_text(path, whole.sub(lambda _: block, text, count=1))
 
 
 def marks(state: State) -> tuple[str, str]:

@@ -14,9 +14,10 @@ import torch
 from sft_play.errors import DataError
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.space import side_file
-from sft_play.training.generation import GenerationResult, decide
+from sft_play.training.generation import decide
 from sft_play.training.loss import all_sum, label_tokens, token_loss_sum
 from sft_play.training.measures import HeldOut, answer_rows, sources_of
+from sft_play.training.results import GenerationResult
 from sft_play.training.shares import answerable, share_batches
 
 if TYPE_CHECKING:

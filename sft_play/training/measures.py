@@ -9,7 +9,8 @@ from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.runs.prepared import PreparedSplit
-from sft_play.training.generation import Budget, GenerationResult, score_by_generation, write_evaluation
+from sft_play.training.generation import Budget, score_by_generation
+from sft_play.training.results import GenerationResult, write_evaluation
 from sft_play.training.scores import perplexity
 from sft_play.training.shares import choose_rows
 

@@ -22,7 +22,8 @@ from sft_play.config.schema import Config, EvalConfig, ModelConfig, TrainConfig
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.training import answering
 from sft_play.training.answering import AnswerSettings, answer_batch
-from sft_play.training.generation import Budget, decide, score_by_generation, write_evaluation
+from sft_play.training.generation import Budget, decide, score_by_generation
+from sft_play.training.results import write_evaluation
 from sft_play.training.shares import share_size
 from tests.numerics.generation_ranks import Ticks, load, rows
 from tests.tiny_models import build_tiny_llama

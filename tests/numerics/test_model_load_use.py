@@ -17,7 +17,7 @@ from sft_play.model import merge as merging
 from sft_play.model.load import load_for_use
 from sft_play.model.merge import merge
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import write_manifest
+from sft_play.runs.manifest import seal
 from sft_play.runs.weights import weights_folder
 from sft_play.training.answering import AnswerSettings, answer_all, prompt_ids
 from tests.tiny_models import build_tiny_gemma3, build_tiny_gpt2, build_tiny_llama, build_tiny_mixtral, build_tokenizer
@@ -188,7 +188,7 @@ def test_a_run_without_weights_says_so(lora: RunFolder) -> None:
 def test_checkpoints_are_found_by_name_and_link(lora: RunFolder) -> None:
     step = lora.checkpoint(40)
     shutil.copytree(lora.model, step)
-    write_manifest(step)
+    seal(step, ranks=())
     lora.last.symlink_to(step.name)
     assert weights_folder(lora, None) == lora.model
     assert weights_folder(lora, "last") == weights_folder(lora, "step-000040") == step.resolve()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from sft_play.files import append_json_line, read_json_lines
+from sft_play.files import append_json_line, read_json_lines, remove_half_written
 from sft_play.launch.run_folder import has_started, read_events
 from sft_play.launch.run_list import row_of
 from sft_play.runs.folder import RunFolder
@@ -72,3 +75,18 @@ def test_what_saving_took_is_counted_over_all_launches() -> None:
     assert saving_totals([save, {"kind": "train", "step": 2}, lost, save]) == {
         "saved": 2, "failed": 1, "pause_seconds": 2.25, "write_seconds": 4.0, "verify_seconds": 1.0, "bytes": 20,
     }  # fmt: skip
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    """A process that is killed between making a file aside and naming it leaves that file; the next launch takes it away."""
+    script = (
+        "import os, signal, sys, tempfile; from pathlib import Path; from sft_play import files\n"
+        "Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"  # the moment before the rename
+        "files.write_json(Path(sys.argv[1]), {'code': 0})"
+    )
+    record = tmp_path / "exit-rank1.json"
+    (tmp_path / "exit-rank10.json").write_text("{}")
+    killed = subprocess.run([sys.executable, "-c", script, str(record)], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL and len(list(tmp_path.iterdir())) == 2 and not record.exists()
+    remove_half_written(record)
+    assert [path.name for path in tmp_path.iterdir()] == ["exit-rank10.json"]

@@ -55,14 +55,14 @@ def make_run(path: Path, rows: list[dict[str, Any]]) -> RunFolder:
 
 def test_curves_and_leftovers_are_looked_at(tmp_path: Path) -> None:
     from sft_play.runs.checkpoints import link
-    from sft_play.runs.manifest import write_manifest
+    from sft_play.runs.manifest import seal
 
     rows = [row(1), row(2), row(3)]
     one, two = make_run(tmp_path / "one", rows), make_run(tmp_path / "two", rows)
     for run in (one, two):
         run.checkpoint(3).mkdir()
         (run.checkpoint(3) / "weights").write_bytes(b"1")
-        write_manifest(run.checkpoint(3))
+        seal(run.checkpoint(3), ranks=())
         link(run.last, run.checkpoint(3))
     write_curves(one.tensorboard, [1, 2, 3])
     write_curves(two.tensorboard, [1, 2], purge=0)

@@ -26,7 +26,7 @@ from sft_play.launch.stopped import describe, facts, stop_of
 from sft_play.launch.stopping import Stop
 from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import write_manifest
+from sft_play.runs.manifest import seal
 from tests.conftest import ROOT
 from tests.plans import simple_plan
 
@@ -227,7 +227,7 @@ def test_what_the_event_says(tmp_path: Path) -> None:
     for step in (7, 8):
         run.checkpoint(step).mkdir(parents=True)
         (run.checkpoint(step) / "weights").write_text("as they were")
-        write_manifest(run.checkpoint(step))
+        seal(run.checkpoint(step), ranks=())
     (run.checkpoint(8) / "weights").write_text("as they wear")
     found = facts(run, (signal.SIGUSR1,), [STOPPED, {**STOPPED, "note": "left late"}])
     assert found == {
