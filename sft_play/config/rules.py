@@ -118,6 +118,6 @@ def _warmup(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
 
 
 RULES: tuple[Rule, ...] = (
-    _names, _precision, _data, _evaluation, _launch, _warmup, *elastic_rules.RULES, *kubernetes_rules.RULES, *metric_rules.RULES, *network_rules.RULES,
-    *path_rules.RULES, *security_rules.RULES, *slurm_rules.RULES, *source_rules.RULES, *task_rules.RULES,
+    _names, _precision, _data, _evaluation, _launch, _warmup, *elastic_rules.RULES, *kubernetes_rules.RULES, *metric_rules.RULES,
+    *network_rules.RULES, *path_rules.RULES, *security_rules.RULES, *slurm_rules.RULES, *source_rules.RULES, *task_rules.RULES,
 )  # fmt: skip

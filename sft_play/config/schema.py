@@ -2,7 +2,7 @@
 
 People write YAML; `config.load` turns it into a `Config`. The text under each field is its documentation:
 `config.reference` renders it into `docs/configuration.md` and `configs/schema.json`. `auto` means that the plan decides,
-and that `plan.json` keeps the reason.
+and that `plan.json` keeps the reason. One module, however long: a key is looked up here.
 """
 
 from __future__ import annotations

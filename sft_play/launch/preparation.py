@@ -86,7 +86,9 @@ def delivered(run: RunFolder) -> Prepared | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"`{DELIVERED}` does not name what a cluster's master brought: {error}", place=name) from error
     if meant != run.name:
-        raise UserError(f"`{DELIVERED}` is meant for the run `{meant}`, not for `{run.name}`", place=name, hint=f"unset {DELIVERED}")
+        raise UserError(
+            f"`{DELIVERED}` is meant for the run `{meant}`, not for `{run.name}`", place=name, hint=f"unset {DELIVERED}"
+        )
     folders = [prepared.model.path, *(split.path for split in (prepared.train, prepared.validation) if split)]
     if missing := [folder for folder in folders if not Path(folder).is_dir()]:
         raise DataError(f"`{missing[0]}`, which the master should have brought, is not on this machine", place=name)

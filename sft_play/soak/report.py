@@ -98,7 +98,9 @@ def write_table(path: Path, state: State) -> None:
         write_text(path, block + "\n")
         return
     text = path.read_text(encoding="utf-8")
-    whole = re.compile(rf"^{re.escape(begin)}$.*?^{re.escape(end)}$", re.MULTILINE | re.DOTALL)  # a text may speak of these marks, too
+    whole = re.compile(
+        rf"^{re.escape(begin)}$.*?^{re.escape(end)}$", re.MULTILINE | re.DOTALL
+    )  # a text may speak of these marks, too
     if not whole.search(text):
         raise UserError(
             f"`{path}` exists and has no place for this table", hint=f"put the lines `{begin}` and `{end}` where it belongs"

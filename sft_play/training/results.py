@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.files import write_json, write_text
+from sft_play.files import remove_half_written, write_json, write_text
 from sft_play.training.intervals import Interval
 from sft_play.training.scores import how_scored, perplexity
 
@@ -99,6 +99,8 @@ def write_evaluation(
         "complete": result.complete if result else True,
         "settings": {**settings, **(how_scored(list(result.scores)) if result else {})},
     }
+    for name in ("predictions.jsonl", "scores.json"):
+        remove_half_written(folder / name)
     if result:
         write_predictions(folder / "predictions.jsonl", result.predictions)
     write_json(folder / "scores.json", scores)

@@ -113,7 +113,10 @@ def test_weights_are_not_shared_out_over_a_slow_network_unasked() -> None:
     text = message(HardwareError, "3x12GB@1Gbit", name=QWEN, max_seq_len=512, command_strategy="auto")
     assert "`auto` does not share out weights over a network of 118 MB/s: every micro-step waits" in text
     # 7.6 G bf16 weights, three passes with recomputation, 2/3 from the others at 117.5 MB/s.
-    assert "waits 259 s for weights = 3 x 15.2 GB x 2/3 / 118 MB/s; LAUNCH_STRATEGY=fsdp2 LAUNCH_SLOW_NETWORK=allow forces it" in text
+    assert (
+        "waits 259 s for weights = 3 x 15.2 GB x 2/3 / 118 MB/s; LAUNCH_STRATEGY=fsdp2 LAUNCH_SLOW_NETWORK=allow forces it"
+        in text
+    )
     assert text.split("hint: ")[1].startswith("TUNING_MODE=qlora: ")
     assert plan_of("3x12GB", name=QWEN, max_seq_len=512, command_strategy="auto").strategy == "fsdp2"
 
