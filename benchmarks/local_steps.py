@@ -27,10 +27,10 @@ from sft_play.runs.folder import RunFolder
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "every step shared (H = 1)": {},
+    "`local_steps: 4`, outer step 0.7, momentum 0.9": {"local_steps": 4, "outer_learning_rate": 0.7, "outer_momentum": 0.9},
     "`local_steps: 4`": {"local_steps": 4},
+    "`local_steps: 16`, outer step 0.7, momentum 0.9": {"local_steps": 16, "outer_learning_rate": 0.7, "outer_momentum": 0.9},
     "`local_steps: 16`": {"local_steps": 16},
-    "`local_steps: 4`, plain average": {"local_steps": 4, "outer_learning_rate": 1.0, "outer_momentum": 0.0},
-    "`local_steps: 16`, plain average": {"local_steps": 16, "outer_learning_rate": 1.0, "outer_momentum": 0.0},
     "`compression: fp16`": {"compression": "fp16"},
     "`compression: powersgd`, rank 4": {"compression": "powersgd"},
 }

@@ -5,8 +5,6 @@ It is the training worker with other rows: the same model, trainer and strategy,
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.probed import Probed
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
-from sft_play.train import IN_ORDER, build, main, settle_stamp
+from sft_play.train import build, end, main, settle_stamp
 from sft_play.training.console import quiet_libraries
 from sft_play.training.memory_errors import Activity
 from sft_play.training.requests import StopRequest
@@ -87,7 +85,4 @@ def measured(rank: int, micro_batch: int, seconds: float) -> Probed:
 
 
 if __name__ == "__main__":
-    code = main(program=work)
-    if code not in IN_ORDER:
-        os._exit(code)
-    sys.exit(code)
+    end(main(program=work))

@@ -6,6 +6,7 @@ Reads only the JSON of its run folder and decides nothing: what to do stands in 
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import os
 import sys
@@ -13,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from sft_play.config.load import read_config
 from sft_play.config.schema import Config
@@ -294,8 +295,18 @@ def planned(plan: Plan, rank: int, *, resumed: bool) -> dict[str, Any]:
     }
 
 
+def end(code: int) -> NoReturn:
+    """Ends this process without taking the interpreter down: a thread that then comes back from torch's C++ would abort it.
+
+    What registered itself for the end has its turn where all went in order: trackers may have something to send, for which `StopRequest`
+    gives them a few seconds. Else peers may hang in a collective operation that this rank has left; the launcher ends them.
+    """
+    if code in IN_ORDER:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    code = main()
-    if code not in IN_ORDER:  # after a stop trackers may have something to send: `StopRequest` gives them a few seconds
-        os._exit(code)  # peers may hang in a collective operation that this rank has left; the launcher ends them
-    sys.exit(code)
+    end(main())

@@ -294,10 +294,10 @@ class LaunchConfig:
     local_steps: int = 1
     """Optimizer steps that each rank makes by itself between two averages of the trained weights (DDP only, as DiLoCo does); 1 is
     ordinary training, where every step is shared."""
-    outer_learning_rate: float = 0.7
-    """With `launch.local_steps`: step size of the outer Nesterov optimizer; 1 with momentum 0 is plain averaging."""
-    outer_momentum: float = 0.9
-    """With `launch.local_steps`: momentum of the outer Nesterov optimizer."""
+    outer_learning_rate: float = 1.0
+    """With `launch.local_steps`: step size of the outer Nesterov optimizer; 1 with momentum 0 is the plain average of the ranks."""
+    outer_momentum: float = 0.0
+    """With `launch.local_steps`: momentum of the outer Nesterov optimizer. DiLoCo's 0.9, with a step size of 0.7, is for long runs."""
     network: str | None = None
     """Speed of the network between machines, such as `1Gbit`, for the plan; a cluster's inventory states it too."""
     slow_network: Literal["refuse", "allow"] = "refuse"
