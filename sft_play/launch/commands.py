@@ -50,7 +50,7 @@ from sft_play.launch.run_folder import (
 from sft_play.launch.same_command import as_long, as_resume, existing_run
 from sft_play.launch.stopped import describe
 from sft_play.launch.stopped import facts as stop_facts
-from sft_play.launch.supervise import supervise
+from sft_play.launch.supervise import remove_left, supervise
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
@@ -161,6 +161,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
     if is_finished(run) and not is_longer(loaded.config, before):
         if newest := newest_valid(run)[0]:
             compare_early(newest, loaded.config)
+        remove_left(run, range(before.world_size))
         print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
         return Outcome(code=0)
     options = options_of_run(call, run, before)

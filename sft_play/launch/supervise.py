@@ -35,7 +35,9 @@ def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFo
     alive when this returns.
     """
     run.logs.mkdir(parents=True, exist_ok=True)
-    _clear_up(run, ranks)
+    for rank in ranks:  # a resumed run must not be judged by the records of the last attempt
+        run.rank_exit(rank).unlink(missing_ok=True)
+    remove_left(run, ranks)
     _adopt_orphans()
     stop, mark, kills = Stop(), uuid.uuid4().hex, MemoryKills.begin()
     beats, log = Listener(mark), launcher_log(run, ranks.start)
@@ -64,12 +66,11 @@ def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFo
     )  # fmt: skip
 
 
-def _clear_up(run: RunFolder, ranks: range) -> None:
-    """Removes what is left of the last attempt: records by which this one must not be judged, and what killed processes were writing."""
+def remove_left(run: RunFolder, ranks: range) -> None:
+    """Removes what processes of the last attempt were writing when they were killed. No worker may run."""
     for rank in ranks:
-        run.rank_exit(rank).unlink(missing_ok=True)
         remove_half_written(run.rank_exit(rank))
-    if ranks.start == 0:  # nobody writes these while workers run
+    if ranks.start == 0:
         for path in (run.config, run.plan, run.prepared, run.stamp, run.accelerate, run.deepspeed, run.training_metrics):
             remove_half_written(path)
 
