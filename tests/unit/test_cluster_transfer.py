@@ -13,9 +13,10 @@ import pytest
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.cluster import remote, sync
+from sft_play.launch.cluster.children import ended_with_us
 from sft_play.launch.cluster.facts import Facts, forwarded
 from sft_play.launch.cluster.install import judged
-from sft_play.launch.cluster.transfer import Listing, deliver, keep_list, last_line, look
+from sft_play.launch.cluster.transfer import Listing, deliver, digests, keep_list, last_line, look
 from sft_play.launch.cluster.transfer import remote as remote_path
 
 SSH = """#!/bin/sh
@@ -46,7 +47,8 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def bring(there: Path, names: Sequence[str], listing: Listing | None = LIST, **options: Sequence[str]) -> None:
     inventory = Inventory(hosts=(HOST,), network=None, ssh_config=None, path=Path("home.yaml"))
-    deliver(HOST, inventory, there.parent.parent / "here", HOST.folder, names, listing, **options)
+    with ended_with_us():  # as in the product: without it, a command that was stopped before stays so
+        deliver(HOST, inventory, there.parent.parent / "here", HOST.folder, names, listing, **options)
 
 
 def test_a_persons_file_is_never_replaced(there: Path) -> None:
@@ -167,7 +169,7 @@ def test_files_that_left_the_project_leave_the_machines(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     for name in ("kept.py", "gone.py", "edited.py", "own.py"):
         Path(name).write_text(name)
-    own = sync.digests(tmp_path, ["kept.py", "gone.py", "edited.py"])
+    own = digests(tmp_path, ["kept.py", "gone.py", "edited.py"])
     request = {"listing": sync.SENT, "mark": ".cache/seen-1"}
     assert remote.tidy_code({**request, "files": own}) == 0
     Path("edited.py").write_text("since")
