@@ -6,8 +6,11 @@ import errno
 import fcntl
 import json
 import os
+import queue
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -15,8 +18,12 @@ from sft_play.__main__ import COMMANDS
 from sft_play.config.call import parse_call
 from sft_play.config.cluster import Host, Inventory, read_inventory
 from sft_play.errors import HardwareError, UserError
-from sft_play.launch.cluster import remote
+from sft_play.launch.cluster import check, remote, sync
+from sft_play.launch.cluster.agent import Agent, Message
+from sft_play.launch.cluster.board import Board, Logs
+from sft_play.launch.cluster.session import Node, Session
 from sft_play.launch.cluster.task import Task, controlling, disk_errors_told, read_task, require_unused_name
+from sft_play.launch.stopping import Stop
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_cluster_transfer import OWN
 
@@ -120,3 +127,28 @@ def test_folders_are_plain_paths(tmp_path: Path, folder: str, plain: str) -> Non
     path.write_text(f"hosts: {{a: {{address: 10.0.0.1, folder: '{folder}'}}}}\n")
     found: Inventory = read_inventory(path)
     assert found.hosts[0].folder == plain
+
+
+def test_a_record_that_cannot_be_written_ends_nothing(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.rank_exit(1) / "in the way").mkdir(parents=True)
+    node = Node(host=Host(name="old", address="192.0.2.1"), agent=cast(Agent, None))
+    inventory = Inventory(hosts=(node.host,), network=None, ssh_config=None, path=Path("home.yaml"))
+    session = Session(
+        inventory=inventory, run=run, nodes=[node], inbox=queue.Queue(), logs=Logs(run), board=Board(run, []), console=sys.stdout, stop=Stop(),
+        streams=[True], wanted=lambda: False,
+    )  # fmt: skip
+    session.inbox.put(Message(0, {"record": "logs/exit-rank1.json", "facts": {"code": 4}}, 1.0))
+    session.inbox.put(Message(0, {"ended": 4}, 2.0))
+    session._receive()
+    assert node.records == {1: ({"code": 4}, 1.0)} and node.code == 4
+    assert "exit-rank1.json cannot be written: " in capsys.readouterr().err
+
+
+def test_large_files_of_the_project_are_not_hashed_by_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sft_play").mkdir()
+    (tmp_path / "sft_play" / "a.py").write_text("")
+    with (tmp_path / "sft_play" / "weights.py").open("wb") as stream:
+        stream.truncate(check.MOST_CODE_BYTES + 1)
+    for module in (sync, check):
+        monkeypatch.setattr(module, "project", lambda: tmp_path)
+    assert list(check.wanted_of(None, 29500).code) == ["sft_play/a.py"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.cluster import remote, sync
+from sft_play.launch.cluster.agent import ask
 from sft_play.launch.cluster.children import ended_with_us
 from sft_play.launch.cluster.facts import Facts, forwarded
-from sft_play.launch.cluster.install import judged
+from sft_play.launch.cluster.install import install, judged
 from sft_play.launch.cluster.transfer import Listing, deliver, digests, keep_list, last_line, look
 from sft_play.launch.cluster.transfer import remote as remote_path
 
@@ -209,3 +211,26 @@ def test_a_machine_is_ready_only_with_the_same_versions() -> None:
     assert "no torch" in judged(HOST, OWN, replace(OWN, versions={"peft": "0.18.0"})).detail
     assert not judged(HOST, OWN, replace(OWN, versions={})).ok and not judged(HOST, OWN, replace(OWN, code=False)).ok
     assert "peft 0.17.0 (here 0.18.0)" in judged(HOST, OWN, replace(OWN, versions={"torch": "2.9.0", "peft": "0.17.0"})).detail
+
+
+def test_an_environment_with_other_versions_is_not_up_to_date(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As new as the pins, but without packages: it is installed anew, which fails here for want of pip; with them it is ready."""
+    inventory = Inventory(hosts=(HOST,), network=None, ssh_config=None, path=Path("home.yaml"))
+    here = Host(name="a", address="127.0.0.1")
+    own = Facts.of(ask(here, inventory, "facts", timeout=60, mark="."))
+    files = [name for name in sync.code_files() if name.startswith(("sft_play/", "scripts/")) or "/" not in name]
+    python = there / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    for options, last in (("-S", "scripts/install.sh ended with code 1: "), ("", f"Python {own.python}, torch ")):
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} {options} "$@"\n')
+        python.chmod(0o755)
+        (there / ".venv" / ".runtime").touch()
+        os.utime(there / ".venv" / ".runtime", (4e9, 4e9))
+        with ended_with_us():
+            found = install(HOST, inventory, files, own)
+        said = capfd.readouterr().err
+        assert found.detail.startswith(last) and found.ok == (not options), (found, said)
+        assert "the environment in .venv is up to date" in said
+        assert ("its versions are others: " in said) == bool(options), said
+    listed = (there / sync.SENT).read_bytes().count(b"\0")
+    assert listed == len(files)
