@@ -234,3 +234,22 @@ def test_an_environment_with_other_versions_is_not_up_to_date(there: Path, capfd
         assert ("its versions are others: " in said) == bool(options), said
     listed = (there / sync.SENT).read_bytes().count(b"\0")
     assert listed == len(files)
+
+
+def test_links_of_the_hubs_cache_stay_links(there: Path) -> None:
+    here = there.parent.parent / "here"
+    for folder in (here, there):
+        (folder / "blobs").mkdir()
+        (folder / "snapshots").mkdir()
+    (here / "blobs" / "1").write_text("weights")
+    (here / "snapshots" / "a -> b").symlink_to("../blobs/1")
+    names = ["blobs/1", "snapshots/a -> b"]
+    bring(there, names)
+    assert (there / "snapshots" / "a -> b").is_symlink() and (there / "snapshots" / "a -> b").read_text() == "weights"
+    bring(there, names)
+    (there / "mine").write_text("another model")
+    (there / "snapshots" / "a -> b").unlink()
+    (there / "snapshots" / "a -> b").symlink_to("../mine")
+    with pytest.raises(UserError, match="`snapshots/a -> b`"):
+        bring(there, names)
+    assert (there / "snapshots" / "a -> b").read_text() == "another model"

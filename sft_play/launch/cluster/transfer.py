@@ -141,8 +141,8 @@ def look(
         raise HardwareError(f"host `{host.name}`: {what}: {wrong or 'its shell said nothing'}", place=host.place or None)
     disk, _, rest = told.partition(b"\0\0")
     listed, _, hashed = rest.partition(b"\0\0")
-    columns = (disk.decode(errors="replace").strip().splitlines() or [""])[-1].split()
-    free = int(columns[-3]) * 1024 if len(columns) >= 6 and columns[-3].isdigit() else 2**62
+    room = re.search(rb"(\d+)\s+\d+%\s", disk)  # of `df -P`: available, capacity, mount point
+    free = int(room[1]) * 1024 if room else 2**62
     return free, set(entries(listed)), {name: digest for digest, name in entries(hashed)}
 
 
@@ -234,7 +234,6 @@ def _changes(out: bytes) -> list[Change]:
         match = re.fullmatch(rb"([<>c][fL]\S{9,}) (\d+) (.+)", line)
         if match:
             name = re.sub(rb"\\#(\d{3})", lambda found: bytes([int(found[1], 8)]), match[3])
-            name = name.partition(b" -> ")[0] if match[1][1:2] == b"L" else name
             changes.append(Change(name=os.fsdecode(name), size=int(match[2]), new=match[1][2:].startswith(b"+++")))
     return changes
 
