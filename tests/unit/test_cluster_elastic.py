@@ -37,7 +37,7 @@ def facts(**changes: Any) -> Facts:
     known: dict[str, Any] = {
         "host": "b", "home": "/home/b", "folder": "/srv/sft", "runs": "/srv/runs", "cache": "/srv/cache", "hub": "/srv/hub", "python": "3.11.2",
         "versions": {"torch": "2.13.0"}, "code": True, "gpus": 1, "rsync": True, "shares_runs": False, "shares_cache": False,
-        "port_free": None, "linux": True, "run_there": None, **changes,
+        "linux": True, "run_there": None, **changes,
     }  # fmt: skip
     return Facts(**{item.name: known[item.name] for item in fields(Facts)})
 

@@ -119,7 +119,7 @@ def test_where_files_stand_on_another_host(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     facts = Facts(
         host="b", home="/home/b", folder="/srv/sft", runs="/srv/sft/runs", cache="/big/cache", hub="/big/hub", python="3.11.2", versions={},
-        code=True, gpus=1, rsync=True, shares_runs=False, shares_cache=False, port_free=None, linux=True,
+        code=True, gpus=1, rsync=True, shares_runs=False, shares_cache=False, linux=True,
         run_there=None,
     )  # fmt: skip
     hub = tmp_path / "hf" / "hub"

@@ -29,7 +29,7 @@ HOST = Host(name="old", address="192.0.2.1", folder="~/sft-play", place="home.ya
 LIST = Listing("~/sft-play/.cache/sft-play-sent", "another `folder`")
 OWN = Facts(
     host="a", home="/home/a", folder="/srv/sft", runs="/srv/sft/runs", cache="/cache", hub="/hub", python="3.11.2",
-    versions={"torch": "2.9.0", "peft": "0.18.0"}, code=True, gpus=1, rsync=True, shares_runs=False, shares_cache=False, port_free=None,
+    versions={"torch": "2.9.0", "peft": "0.18.0"}, code=True, gpus=1, rsync=True, shares_runs=False, shares_cache=False,
     linux=True, run_there=None,
 )  # fmt: skip
 

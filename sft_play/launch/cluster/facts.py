@@ -45,7 +45,6 @@ class Facts:
     shares_runs: bool
     """Its folder of runs is this machine's: a network disk."""
     shares_cache: bool
-    port_free: bool | None
     linux: bool
     run_there: str | None = None
     """Its folder of a run of the name that was asked for, where one was begun there."""

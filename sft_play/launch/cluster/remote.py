@@ -84,7 +84,6 @@ def facts(request: dict[str, Any]) -> int:
         home=str(Path.home()),
         shares_runs=(runs_folder() / mark).exists(),
         shares_cache=(cache_folder() / mark).exists(),
-        port_free=port_is_free(request["port"]) if request.get("port") else None,
         linux=sys.platform == "linux",
         run_there=_run_there(request.get("run")),
     )
@@ -109,16 +108,6 @@ def gpus() -> int:
             count = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return count if visible is None else min(count, len([part for part in visible.split(",") if part.strip()]))
-
-
-def port_is_free(port: int) -> bool:
-    """Whether a listener could be opened on it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return True
-    return False
 
 
 # ---- Files
