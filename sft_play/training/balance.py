@@ -260,7 +260,7 @@ class Balancer(TrainerCallback):
             return
         if self._steps == UNCOUNTED:
             self.stopwatch.take()
-        elif self._steps == FIRST or self._steps % EVERY == 0:
+        elif (self._steps == FIRST or self._steps % EVERY == 0) and state.global_step < state.max_steps:
             self._look(self.sampler, state.global_step)
 
     def _look(self, sampler: GlobalBatchSampler, step: int) -> None:

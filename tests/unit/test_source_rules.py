@@ -23,7 +23,7 @@ from tests.conftest import Program
         ("[{path: a.jsonl, weight: .nan}]", "`data.sources[0].weight`"),
         ("[{path: a.jsonl, rows: 0}]", "`data.sources[0].rows` is 0"),
         ("[{path: a.jsonl, filter: ' '}]", "`data.sources[0].filter` is empty"),
-        ("[{path: a.jsonl, columns: {question: 3}}]", "`data.sources[0].columns` has the entry `question: 3`"),
+        ("[{path: a.jsonl, columns: {question: ' '}}]", "`data.sources[0].columns` has the entry `question:  `"),
         ("[{path: a.jsonl, name: x}, {path: b.jsonl, name: x}]", "two sources with the name `x`"),
         ("[{path: a.jsonl, format: sharegtp}]", "did you mean `sharegpt`"),
         ("[{path: a.jsonl, colums: {a: b}}]", "did you mean `columns`"),
