@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 LOST = 75
 IN_ORDER = (0, 130, 143)
 """Codes of a worker that has done its work, or was stopped on request."""
+THREAD_SECONDS = 3.0
+"""What threads get at the end of a process; a stop that was asked for ends it after 4 s anyhow."""
 Program = Callable[[RunFolder, "Path | None", "TextIO | None", Activity, StopRequest], int]
 
 
@@ -298,14 +301,28 @@ def planned(plan: Plan, rank: int, *, resumed: bool) -> dict[str, Any]:
 def end(code: int) -> NoReturn:
     """Ends this process without taking the interpreter down: a thread that then comes back from torch's C++ would abort it.
 
-    What registered itself for the end has its turn where all went in order: trackers may have something to send, for which `StopRequest`
-    gives them a few seconds. Else peers may hang in a collective operation that this rank has left; the launcher ends them.
+    Where all went in order, threads that are no daemons are waited for `THREAD_SECONDS` at most, as an interpreter waits for them, and what
+    registered itself for the end has its turn: trackers may have something to send. Else peers may hang in a collective operation that
+    this rank has left; the launcher ends them.
     """
     if code in IN_ORDER:
+        let_threads_end(THREAD_SECONDS)
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def let_threads_end(seconds: float) -> None:
+    """Waits for threads that are no daemons; those of executors, which wait for work, are told first that none will come."""
+    deadline = time.monotonic() + seconds
+    executors = sys.modules.get("concurrent.futures.thread")
+    tells = [threading.Thread(target=executors._python_exit, daemon=True)] if executors is not None else []
+    for thread in tells:
+        thread.start()  # it waits for them without a limit
+    alive = [one for one in threading.enumerate() if not one.daemon and one is not threading.current_thread()]
+    for thread in [*tells, *alive]:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 if __name__ == "__main__":

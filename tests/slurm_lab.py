@@ -183,10 +183,10 @@ def _start(lab: SlurmLab) -> None:
         if said[1::2] == ["idle"] * len(NODES):
             return
         if time.monotonic() > deadline:
-            words = "\n".join(
+            logs = "\n".join(
                 path.read_text(errors="replace")[-600:] for path in sorted((lab.folder / "log").glob("slurmd-*.log"))
             )
-            pytest.skip(f"Slurm's nodes do not come up here: {' '.join(said)}\n{words}")
+            pytest.skip(f"Slurm's nodes do not come up here: {' '.join(said)}\n{logs}")
         time.sleep(0.2)
 
 

@@ -212,7 +212,12 @@ def variable(name: str) -> str:
 def _change(found: _Found, changes: Mapping[str, str]) -> None:
     """Puts the variables of the command line over the files."""
     by_variable = {variable(name): name for name in found.hosts}
-    for option, text in changes.items():
+    general = [option for option in changes if option.removeprefix("CLUSTER_").lower() in DEFAULT_KEYS]
+    for option in [
+        *general,
+        *(option for option in changes if option not in general),
+    ]:  # one host's own value goes over that of all
+        text = changes[option]
         word, origin = option.removeprefix("CLUSTER_"), f"{option}={text}"
         given = _Given(Node(resolve_scalar(text), text=text), origin, Path.cwd())
         key = word.lower()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import posixpath
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Host:
     name: str
     """As the user calls it; in messages, and in `CLUSTER_HOSTS=`."""
     address: str
-    """Name or IP address by which the other machines reach it."""
+    """Name or IPv4 address by which the other machines reach it."""
     ssh: str | None = None
     """Where `ssh` goes when that is not `address`: a `Host` of the ssh configuration, such as one with a jump host or a tunnel."""
     user: str | None = None
@@ -104,21 +105,29 @@ def value_of(key: str, node: Node, place: str, problems: list[UserError]) -> Any
         expected = f"an integer from {low} to {high}"
         problems.append(UserError(f"`{key}` is `{shown(node)}`; expected {expected}", place=place))
         return None
-    right, expected = True, ""
+    right, expected, hint = True, "", None
     if isinstance(node.value, (dict, list)) or (isinstance(node.value, float) and not math.isfinite(node.value)):
         right, expected = False, "text"
     elif key in ("address", "ssh"):
         right, expected = bool(ADDRESS.fullmatch(text)), "a name or an IP address"
+        if key == "address" and ":" in text:
+            right, expected = False, "an IPv4 address, or a name that has one"
+            hint = "ranks meet over IPv4 only: `ip -4 -br address` there lists its IPv4 addresses; `ssh` may be an IPv6 address"
     elif key in ("user", "interface"):
         right = bool((USER if key == "user" else INTERFACE).fullmatch(text))
         expected = "a user's name" if key == "user" else "a network interface, such as `eth0`"
     elif key == "folder":
-        right, expected = (
-            text.startswith(("/", "~/")) and text.isprintable(),
-            "an absolute path, or `~/...` for one in the user's home there",
-        )
+        text, expected = _plain(text), "an absolute path below `/`, or `~/...` for a folder in the user's home there"
+        right = text.startswith(("/", "~/")) and text.isprintable() and text not in ("/", "~/.") and not text.startswith("~/..")
     elif key == "python":
         right, expected = bool(text.strip()) and text.isprintable() and not text.startswith("-"), "a Python interpreter"
     if not right:
-        problems.append(UserError(f"`{key}` is `{shown(node)}`; expected {expected}", place=place))
+        problems.append(UserError(f"`{key}` is `{shown(node)}`; expected {expected}", place=place, hint=hint))
     return text if right else None
+
+
+def _plain(path: str) -> str:
+    """Returns a path without `.`, `..` and double slashes, `~/` kept: files are sent to where it leads."""
+    home = "~/" if path.startswith("~/") else ""
+    plain = posixpath.normpath(path[2:].lstrip("/") or ".") if home else posixpath.normpath(path)
+    return home + (plain.replace("//", "/") if plain.startswith("//") else plain)

@@ -31,8 +31,11 @@ IMAGE = re.compile(r"[a-z0-9][\w./:@-]*", re.ASCII)
 ADAPTERS = re.compile(r"[=^]{0,2}[\w.:,-]+", re.ASCII)
 OURS = re.compile(
     r"PET_\w+|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|NODE_RANK|MASTER_(ADDR|PORT)|JOB_COMPLETION_INDEX|SKYPILOT_\w+|SLURM_\w+|POD_IP|RUNS_DIR"
+    r"|SFT_PLAY_MAX_RESTARTS"
 )
 """Variables that the manifests or an operator set."""
+TOLERATION_KEYS = frozenset({"key", "operator", "value", "effect", "tolerationSeconds"})
+TOLERATION = "such as `{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}`"
 
 
 def quantity(text: str) -> int | None:
@@ -55,7 +58,7 @@ def names(config: Config, origins: Origins) -> Iterator[UserError]:
     kubernetes = config.kubernetes
     if kubernetes.namespace is not None and not LABEL.fullmatch(kubernetes.namespace):
         yield _wrong(origins, "namespace", kubernetes.namespace, "small letters, digits and `-`, at most 63, the first a letter")
-    for key in ("models_claim", "runs_claim", "tracking_claim", "token_secret", "storage_class"):
+    for key in ("models_claim", "runs_claim", "tracking_claim", "token_secret", "pull_secret", "storage_class"):
         name = getattr(kubernetes, key)
         if name is not None and not SUBDOMAIN.fullmatch(name) and not (key == "storage_class" and not name.strip()):
             hint = "the token itself stands in the Secret: kubectl create secret generic NAME --from-literal=HF_TOKEN=..."
@@ -101,8 +104,18 @@ def together(config: Config, origins: Origins) -> Iterator[UserError]:
         )  # fmt: skip
     elif kubernetes.storage_class is not None and not kubernetes.create_claims:
         yield _without_effect(origins, "storage_class", "kubernetes.create_claims: true", kubernetes.storage_class)
+    if kubernetes.access_mode != "auto" and not kubernetes.create_claims:
+        yield _without_effect(origins, "access_mode", "kubernetes.create_claims: true", kubernetes.access_mode)
     if not kubernetes.infiniband and kubernetes.hca is not None:
         yield _without_effect(origins, "hca", "kubernetes.infiniband: true", kubernetes.hca)
+    if not kubernetes.infiniband and kubernetes.rdma_count != 1:
+        yield _without_effect(origins, "rdma_count", "kubernetes.infiniband: true", str(kubernetes.rdma_count))
+    for key in ("models_claim", "runs_claim"):
+        if kubernetes.kind != "skypilot" and getattr(kubernetes, key) is None:
+            yield _problem(
+                origins, key, f"`kubernetes.{key}` is null, and pods keep nothing without a claim",
+                f"name a claim; `kubernetes.create_claims: true` renders it: kubernetes.{key}: {key.removesuffix('_claim')}",
+            )  # fmt: skip
 
 
 def _without_effect(origins: Origins, key: str, needed: str, text: str) -> UserError:
@@ -123,6 +136,38 @@ def labels(config: Config, origins: Origins) -> Iterator[UserError]:
                 )
 
 
+def tolerations(config: Config, origins: Origins) -> Iterator[UserError]:
+    """Tolerations, as `validation.go` of Kubernetes takes them."""
+    for given in config.kubernetes.tolerations:
+        if problem := _toleration_problem(given):
+            yield _problem(origins, "tolerations", f"`kubernetes.tolerations` holds `{_in_a_line(given)}`: {problem}", TOLERATION)
+
+
+def _in_a_line(given: Mapping[str, str]) -> str:
+    return "{" + ", ".join(f"{key}: {text}" for key, text in given.items()) + "}"
+
+
+def _toleration_problem(given: Mapping[str, str]) -> str | None:
+    if unknown := sorted(set(given) - TOLERATION_KEYS):
+        return f"there is no `{unknown[0]}`, only {', '.join(sorted(TOLERATION_KEYS))}"
+    operator, seconds = given.get("operator", "Equal"), given.get("tolerationSeconds")
+    if operator not in ("Equal", "Exists"):
+        return "`operator` is Equal or Exists"
+    if given.get("effect", "NoExecute") not in ("NoSchedule", "PreferNoSchedule", "NoExecute"):
+        return "`effect` is NoSchedule, PreferNoSchedule or NoExecute"
+    if not given.get("key") and operator != "Exists":
+        return "without `key` the operator is Exists"
+    if given.get("key") and not QUALIFIED.fullmatch(given["key"]):
+        return "`key` is no name of a taint"
+    if operator == "Exists" and given.get("value"):
+        return "with Exists there is no `value`"
+    if not LABEL_VALUE.fullmatch(given.get("value", "")):
+        return "`value` is none that a taint may have"
+    if seconds is not None and (not re.fullmatch(r"[0-9]{1,9}", seconds) or given.get("effect") != "NoExecute"):
+        return "`tolerationSeconds` is an integer, and goes with `effect: NoExecute`"
+    return None
+
+
 def environment(config: Config, origins: Origins) -> Iterator[UserError]:
     """Variables of the pods: no secret's value, none that decides a pod's place."""
     for name, text in config.kubernetes.env.items():
@@ -139,4 +184,4 @@ def environment(config: Config, origins: Origins) -> Iterator[UserError]:
             yield _problem(origins, "env", f"`{name}` in `kubernetes.env` holds a null character")
 
 
-RULES = (names, sizes, together, labels, environment)
+RULES = (names, sizes, together, labels, tolerations, environment)

@@ -69,6 +69,7 @@ RANGES: Mapping[str, Range] = {
     "kubernetes.cpus": POSITIVE,
     "kubernetes.port": Range(minimum=1024, maximum=65535),
     "kubernetes.max_restarts": FROM_ZERO,
+    "kubernetes.rdma_count": POSITIVE,
     "kubernetes.finished_seconds": FROM_ZERO,
 }
 

@@ -352,20 +352,25 @@ class KubernetesConfig:
     """Container image, made by the `Dockerfile` of this project; SkyPilot machines install this folder unless it is given."""
     namespace: str | None = None
     """Namespace; that of the current context when not given."""
-    models_claim: str = "models"
-    """PersistentVolumeClaim that holds models and prepared data; read and written by all pods."""
-    runs_claim: str = "runs"
-    """PersistentVolumeClaim that holds run folders."""
+    models_claim: str | None = "models"
+    """PersistentVolumeClaim that holds models and prepared data; read and written by all pods. SkyPilot takes only a name that is typed,
+    as that of a volume (Kubernetes and RunPod), else the machine's disk."""
+    runs_claim: str | None = "runs"
+    """PersistentVolumeClaim that holds run folders; for SkyPilot as `kubernetes.models_claim`."""
     tracking_claim: str | None = None
     """PersistentVolumeClaim of a tracker's files (Aim), mounted at `/tracking`."""
     create_claims: bool = False
     """Render the claims too; needs `kubernetes.storage_class`."""
     storage_class: str | None = None
-    """Storage class of the claims that are rendered; `ReadWriteMany` where there are several pods."""
+    """Storage class of the claims that are rendered."""
+    access_mode: Literal["auto", "ReadWriteMany", "ReadWriteOnce"] = "auto"
+    """Access mode of the claims that are rendered; `auto`: `ReadWriteMany` where there are several pods, else `ReadWriteOnce`."""
     storage_size: str = "200Gi"
     """Size of each claim that is rendered."""
     token_secret: str | None = None
     """Name of a Secret whose key `HF_TOKEN` holds the hub's token; the token itself never stands in a file."""
+    pull_secret: str | None = None
+    """Name of a Secret with which the image is pulled."""
     gpu_resource: str = "nvidia.com/gpu"
     """Name under which the cluster counts GPUs."""
     cpus: int = 8
@@ -381,16 +386,20 @@ class KubernetesConfig:
     replica_selectors: list[Mapping[str, str]] = field(default_factory=list)
     """Labels for the node of each pod, in order of ranks, where pods need different GPUs: a PyTorchJob's Master may differ from its
     Workers; what a kind of job cannot say is refused."""
+    tolerations: list[Mapping[str, str]] = field(default_factory=list)
+    """Taints of nodes that the pods bear, such as `[{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]`."""
     infiniband: bool = False
     """Use InfiniBand: asks for the rdma resource and unlimited locked memory."""
     rdma_resource: str = "rdma/ib"
     """Name under which the cluster counts InfiniBand devices."""
+    rdma_count: int = 1
+    """InfiniBand devices of a pod."""
     hca: str | None = None
     """Adapters for NCCL (`NCCL_IB_HCA`), such as `mlx5`."""
     max_restarts: int = 10
-    """How often a pod that lost a peer or was preempted is started again; 0 is never."""
+    """How often in a row pods that lost a peer or were killed are started again without a newer checkpoint; 0 is never."""
     finished_seconds: int = 604800
-    """Seconds after its end until a finished job is removed."""
+    """Seconds after its end until a finished PyTorchJob or Job is removed; a TrainJob stays until it is deleted."""
     queue: str | None = None
     """Kueue queue (label `kueue.x-k8s.io/queue-name`)."""
     env: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from pathlib import Path
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import CheckpointError, UserError
-from sft_play.launch import probing, recovery, restarts, tensorboard
+from sft_play.launch import cause_file, probing, recovery, restarts, tensorboard
 from sft_play.launch.attempt import run_attempt, write_launch_files
 from sft_play.launch.disk import require_disk_space
 from sft_play.launch.environment import worker_environment
@@ -243,7 +243,7 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     ended = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed")
     with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
         record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None,
-                     **outcome.stop)  # fmt: skip
+                     **({"cause": outcome.cause} if outcome.cause else {}), **outcome.stop)  # fmt: skip
     return outcome
 
 
@@ -303,6 +303,7 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
 
 def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
     """Says how it ended and what can be done next; returns the exit code."""
+    cause_file.tell(outcome)
     if outcome.message:
         print(f"\n{outcome.message}", file=sys.stderr)
     if outcome.stop:

@@ -3,7 +3,8 @@
 Schedulers tell a container its place in their own variables (`PET_*`, `JOB_COMPLETION_INDEX`, `SKYPILOT_*`, `SLURM_*`); here they become
 `NUM_NODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` of the command that people type by hand, with `LAUNCH_AUTO_RESUME=true`, so that
 the same container starts a run and goes on with it. Signals are passed on, and exit code 75 becomes 175: a PyTorchJob with restart
-policy `ExitCode` tries again only from 128 on (contract section 7).
+policy `ExitCode` tries again only from 128 on (contract section 7). Where `SFT_PLAY_MAX_RESTARTS` says how often that may lead nowhere,
+node 0 counts (`launch.tries`) and ends for good with 3.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from sft_play.errors import HardwareError, RetryableError, UserError
+from sft_play.launch import tries
 from sft_play.launch.run_folder import ended_by_signals
 
 TRAINING = frozenset({
@@ -52,12 +54,14 @@ class Place:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the command at this container's place and returns its exit code, 175 for 75."""
+    """Runs the command at this container's place and returns its exit code, 175 for 75, 3 when that led nowhere too often."""
     words = list(sys.argv[1:] if words is None else words)
+    counted: tries.Tries | None = None
     try:
         with ended_by_signals():  # process 1 of a container hears no signal that it has no handler for
             command = normalised(words, os.environ)
             if words and words[0] in LAUNCHED:
+                counted = tries.begin(command, os.environ)
                 _wait_for_master(command)
                 print(f"entry: {shlex.join(['python', '-m', 'sft_play', *command])}", file=sys.stderr, flush=True)
             code = supervised([sys.executable, "-m", "sft_play", *command])
@@ -66,6 +70,10 @@ def main(words: Sequence[str] | None = None) -> int:
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
+    except SystemExit as stop:  # a signal before the command had begun
+        code = stop.code if isinstance(stop.code, int) else 1
+    if counted:
+        code = counted.end(code)
     return FOR_KUBERNETES if code == WORTH_ANOTHER_TRY else code
 
 

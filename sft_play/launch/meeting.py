@@ -2,8 +2,9 @@
 
 A meeting has rounds. In each every node gives an object; node 0 compares them all and either refuses, by the same errors on every node,
 or sends the list of all to everybody. The connections stay open between the rounds, so a node that leaves meanwhile is noticed, and
-what made it leave is told. After `close` the port is free for torch's store. There is no secret in it: like torch's own store it
-trusts the network, and whoever does not speak the protocol is dropped.
+what made it leave is told; each node says all the while that it lives, so one that hangs is noticed too. After `close` the port is
+free for torch's store. There is no secret in it: like torch's own store it trusts the network, and whoever does not speak the
+protocol is dropped.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import selectors
 import socket
 import sys
+import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -34,6 +36,10 @@ SAY_SECONDS = 15.0
 FIRST_SECONDS = 2.0
 """Until the first of them."""
 TICK_SECONDS = 0.2
+BEAT_SECONDS = 5.0
+"""How often a node that prepares something between two rounds says that it lives."""
+LEAST_SILENCE = 30.0
+"""A node that is waited for may say nothing for so long, or for `launch.join_seconds` where that is more."""
 LEAVE_SECONDS = 2.0
 """How long node 0 waits at the end for the others to close, so that what it sent last arrives and the port is free."""
 
@@ -54,6 +60,9 @@ class Meeting(ABC):
     """Whether everybody knows how it ended."""
     began: float = 0.0
     said: float = 0.0
+    resting: threading.Event | None = None
+    """Ends the thread that says between the rounds that this node lives."""
+    beats: threading.Thread | None = None
 
     @property
     def name(self) -> str:
@@ -62,12 +71,40 @@ class Meeting(ABC):
 
     def exchange(self, given: Given, judge: Judge) -> list[Given]:
         """Gives an object and returns those of all nodes. Raises what node 0 refused them for, or `RetryableError`."""
+        self._rest()
         self.began = time.monotonic()
         self.said = self.began - SAY_SECONDS + FIRST_SECONDS
         given = json.loads(json.dumps(given, allow_nan=False))  # as the others get it
         found = self._first(given, judge) if self.round == 0 else self._further(given, judge)
         self.round += 1
+        self._beat()
         return found
+
+    @property
+    def silence(self) -> float:
+        """The longest time in seconds that a node which is waited for may say nothing."""
+        return max(self.patience, LEAST_SILENCE)
+
+    def _beat(self) -> None:
+        """Says from now on that this node lives, in a thread: what is prepared between the rounds may take hours."""
+        self.resting = resting = threading.Event()
+
+        def beat() -> None:
+            while not resting.wait(min(BEAT_SECONDS, self.silence / 4)):
+                for line in self._open():
+                    line.beat()
+
+        self.beats = threading.Thread(target=beat, name="meeting", daemon=True)
+        self.beats.start()
+
+    def _rest(self) -> None:
+        """Ends the thread, before this one uses the connections."""
+        if self.resting and self.beats:
+            self.resting.set()
+            self.beats.join()
+
+    @abstractmethod
+    def _open(self) -> list[Line]: ...
 
     @abstractmethod
     def _first(self, given: Given, judge: Judge) -> list[Given]: ...

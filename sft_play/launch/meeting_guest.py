@@ -55,9 +55,9 @@ class Guest(Meeting):
             ) from error
 
     def _listen(self) -> list[Given]:
-        """Returns what node 0 sends of all nodes. Raises what it refuses them for, and `GoneError`."""
+        """Returns what node 0 sends of all nodes. Raises what it refuses them for, `RetryableError` when it is silent, and `GoneError`."""
         assert self.line is not None
-        waiting = "waiting for the other nodes"
+        waiting, heard = "waiting for the other nodes", time.monotonic()
         while True:
             try:
                 message = self.line.receive()
@@ -66,6 +66,14 @@ class Guest(Meeting):
                 raise GoneError(str(error)) from error
             if refusal:
                 raise self._refused(refusal)
+            heard = time.monotonic() if message else heard
+            if message is None and time.monotonic() - heard > self.silence:
+                self.over = True
+                raise RetryableError(
+                    f"node 0 has said nothing for {self.silence:g} s, before the workers started",
+                    place=f"{self.node.master_address}:{self.node.master_port}",
+                    hint="its launcher is stopped or hangs: see what it does there, and end it; the same command on every node starts again",
+                )
             if message is None:
                 self._say(waiting)
                 wait_for([self.line])
@@ -136,12 +144,16 @@ class Guest(Meeting):
             pass
         return False
 
+    def _open(self) -> list[Line]:
+        return [self.line] if self.line else []
+
     def addresses(self) -> list[str]:
         """Returns this machine's address on the connection to node 0."""
         return [self.line.own_address()] if self.line else []
 
     def fail(self, error: BaseException) -> None:
         """Tells node 0, which tells the others."""
+        self._rest()
         if self.line and not self.over:
             with contextlib.suppress(GoneError):
                 self.line.send("failed", errors=errors_to_json(why(error, self.name)))
@@ -149,6 +161,7 @@ class Guest(Meeting):
 
     def close(self) -> None:
         """Ends the connection."""
+        self._rest()
         if self.line:
             self.line.close()
 

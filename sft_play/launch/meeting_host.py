@@ -33,6 +33,8 @@ class Seat:
     session: str
     host: str
     given: Given | None
+    heard: float = 0.0
+    """When it last said something in this round (monotonic seconds)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,6 +88,8 @@ class Host(Meeting):
         return self._share(given)
 
     def _further(self, given: Given, judge: Judge) -> list[Given]:
+        for seat in self.seats.values():
+            seat.heard = time.monotonic()
         while True:
             errors: list[UserError] = []
             for rank, seat in sorted(self.seats.items()):
@@ -105,6 +109,7 @@ class Host(Meeting):
         name = f"node {rank} ({seat.host})"
         try:
             while seat.given is None and (message := seat.line.receive()) is not None:
+                seat.heard = time.monotonic()
                 if message["kind"] == "given" and message.get("round") == self.round and isinstance(message.get("given"), dict):
                     seat.given = message["given"]
                 elif message["kind"] == "failed":
@@ -112,6 +117,9 @@ class Host(Meeting):
         except (GoneError, StrangerError, OtherVersionError, ValueError):
             hint = "its own output says why, if it could still say anything; the same command on every node starts again"
             return [RetryableError(f"{name} has left, or cannot be reached any more, before the workers started", hint=hint)]
+        if seat.given is None and time.monotonic() - seat.heard > self.silence:
+            hint = "its launcher is stopped or hangs: see what it does there, and end it; the same command on every node starts again"
+            return [RetryableError(f"{name} has said nothing for {self.silence:g} s, before the workers started", hint=hint)]
         return []
 
     def _listen(self) -> socket.socket:
@@ -267,6 +275,9 @@ class Host(Meeting):
                 with contextlib.suppress(GoneError):
                     line.send("wait", text=text)
 
+    def _open(self) -> list[Line]:
+        return self._lines()
+
     def _lines(self) -> list[Line]:
         return [seat.line for seat in self.seats.values()] + [rival.seat.line for rival in self.rivals]
 
@@ -299,11 +310,13 @@ class Host(Meeting):
 
     def fail(self, error: BaseException) -> None:
         """Tells all nodes."""
+        self._rest()
         if not self.over:
             self._refuse(why(error, self.name))
 
     def close(self) -> None:
         """Waits until the others have closed, for a moment, and gives the port back."""
+        self._rest()
         self._close_listener()
         until = time.monotonic() + LEAVE_SECONDS
         for line in [*self._lines(), *self.unknown]:

@@ -37,7 +37,7 @@ def run_preparation(words: Sequence[str]) -> None:
     """
     environment = {k: v for k, v in os.environ.items() if k not in DROPPED}
     bound = bound_to_parent(signal.SIGTERM)
-    with subprocess.Popen(words, env=environment, stdout=sys.stderr, preexec_fn=bound) as process:  # noqa: PLW1509 - a launcher has no threads
+    with subprocess.Popen(words, env=environment, stdout=sys.stderr, preexec_fn=bound) as process:  # noqa: PLW1509 - its thread only writes to sockets
         try:
             code = process.wait()
         except BaseException as error:

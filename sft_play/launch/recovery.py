@@ -17,7 +17,7 @@ from sft_play.launch.options import LaunchOptions
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.make import ways_out
-from sft_play.plan.plan import Plan
+from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
 from sft_play.runs.folder import RunFolder
@@ -42,7 +42,7 @@ def remedy(
     assert outcome.cause == OUT_OF_MEMORY
     micro = rows_of(plan, outcome)
     if request.num_nodes > 1:
-        return Refusal(why="a run on several machines does not start again by itself", hint=_on_every_node(config, plan))
+        return Refusal(why="a run on several machines does not start again by itself", hint=_on_every_node(config, plan, outcome))
     if retries >= config.launch.max_oom_retries:
         times = f"{retries} of {config.launch.max_oom_retries} retries are used up (`launch.max_oom_retries`)"
         never = "`launch.max_oom_retries` is 0"
@@ -52,6 +52,8 @@ def remedy(
             why="the model alone does not fit: a smaller batch would not help",
             hint=_ways_out(config, shape, plan, request, outcome),
         )
+    if has_grown(plan, outcome):
+        return request  # a plan with a recovery keeps its own shares
     if micro > 1:
         return replace(request, halvings=request.halvings + 1)
     if plan.pack_tokens and config.train.packing == "auto" and outcome.doing.get("phase") != "evaluating":
@@ -66,11 +68,24 @@ def remedy(
 
 
 def rows_of(plan: Plan, outcome: Outcome) -> int:
-    """Returns the rows that the rank which failed had at a time: of its micro-batch, or of evaluation."""
+    """Returns the rows (with packing: packs) that the rank which failed had at a time: of its micro-batch, or of evaluation."""
     if outcome.doing.get("phase") == "evaluating":
         return plan.eval_batch_size
-    known = outcome.rank is not None and outcome.rank < len(plan.ranks)
-    return plan.ranks[outcome.rank].micro_batch if known and outcome.rank is not None else max(r.micro_batch for r in plan.ranks)
+    in_force = outcome.doing.get("micro_batch")
+    if isinstance(in_force, int):
+        return in_force
+    failed = _failed(plan, outcome)
+    return failed.micro_batch if failed else max(rank.micro_batch for rank in plan.ranks)
+
+
+def has_grown(plan: Plan, outcome: Outcome) -> bool:
+    """Whether the rank that failed had more at a time than planned, by shares that were found while training (`training.balance`)."""
+    failed = _failed(plan, outcome)
+    return outcome.doing.get("phase") != "evaluating" and failed is not None and rows_of(plan, outcome) > failed.micro_batch
+
+
+def _failed(plan: Plan, outcome: Outcome) -> RankPlan | None:
+    return plan.ranks[outcome.rank] if outcome.rank is not None and outcome.rank < len(plan.ranks) else None
 
 
 def _ways_out(config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, outcome: Outcome) -> str:
@@ -79,20 +94,27 @@ def _ways_out(config: Config, shape: ModelShape, plan: Plan, request: LaunchRequ
     return "choose one: " + "; ".join(map(str, found)) if found else "use a smaller model, or more memory"
 
 
-def _on_every_node(config: Config, plan: Plan) -> str:
-    micro, accumulation = max(rank.micro_batch for rank in plan.ranks), plan.ranks[0].accumulation
-    if micro == 1:
+def _on_every_node(config: Config, plan: Plan, outcome: Outcome) -> str:
+    """Returns what to type: half of what the failed rank had at a time, and for no other rank more than its memory holds."""
+    micro, failed = rows_of(plan, outcome), _failed(plan, outcome)
+    if outcome.doing.get("phase") == "evaluating" and micro > 1:
+        return f"on every node: make resume with EVAL_BATCH_SIZE={-(-micro // 2)}"
+    if micro <= 1:
         return "on every node: make resume with TRAIN_GRADIENT_CHECKPOINTING=true, if it is off"
-    words = f"TRAIN_BATCH_SIZE={-(-micro // 2)}"
-    words += "" if config.train.grad_accum == "auto" else f" TRAIN_GRAD_ACCUM={2 * accumulation}"
+    others = [max(rank.micro_batch, rank.most_rows) for rank in plan.ranks if rank is not failed and rank.micro_batch]
+    words = f"TRAIN_BATCH_SIZE={min(-(-micro // 2), *others)}" if others else f"TRAIN_BATCH_SIZE={-(-micro // 2)}"
+    if config.train.grad_accum != "auto":
+        words += f" TRAIN_GRAD_ACCUM={2 * max(rank.accumulation for rank in plan.ranks)}"
     return f"on every node: make resume with {words}"
 
 
 def division(plan: Plan) -> dict[str, Any]:
     """Returns how a plan divides the work, as events and stamps keep it."""
+    steps = [rank.accumulation for rank in plan.ranks]
     return {
         "micro_batches": [rank.micro_batch for rank in plan.ranks],
-        "accumulation": plan.ranks[0].accumulation,
+        "accumulation": max(steps),
+        **({"accumulations": steps} if len(set(steps)) > 1 else {}),
         "packing": plan.pack_tokens > 0,
         "gradient_checkpointing": plan.gradient_checkpointing,
         "eval_batch_size": plan.eval_batch_size,
@@ -116,13 +138,14 @@ def announcement(config: Config, before: Plan, after: Plan, outcome: Outcome, ch
     what = outcome.message.strip().splitlines()[0].removeprefix("error: ").removesuffix("; all other ranks were stopped")
     what = re.sub(r" \(\w*Error: .*$", "", what)  # the allocator's own words stand in the rank's log
     where = f"rank {outcome.rank}: " if outcome.rank is not None and not what.startswith("rank ") else ""
-    old, new = before.ranks[0], after.ranks[0]
     changes = []
-    if new.accumulation != old.accumulation:
-        changes.append(
-            f"micro-batch {_micros(before)} x accumulation {old.accumulation} -> {_micros(after)} x {new.accumulation} on every rank"
-            + _although_typed(config)
-        )
+    if _slots(before) != _slots(after):
+        new = _divided(after).replace("accumulation ", "")
+        changes.append(f"micro-batch {_divided(before)} -> {new} on every rank{_although_typed(config)}")
+    elif has_grown(before, outcome):
+        failed = _failed(before, outcome)
+        planned = failed.micro_batch if failed else 0
+        changes.append(f"micro-batch {rows_of(before, outcome)} -> {planned}, and shares stay the plan's from here on")
     elif after.eval_batch_size != before.eval_batch_size:
         changes.append(f"rows evaluated together {before.eval_batch_size} -> {after.eval_batch_size}")
     if before.pack_tokens and not after.pack_tokens:
@@ -136,8 +159,16 @@ def announcement(config: Config, before: Plan, after: Plan, outcome: Outcome, ch
     )
 
 
-def _micros(plan: Plan) -> str:
-    return ", ".join(map(str, dict.fromkeys(rank.micro_batch for rank in plan.ranks)))
+def _slots(plan: Plan) -> list[tuple[int, int]]:
+    return [(rank.micro_batch, rank.accumulation) for rank in plan.ranks]
+
+
+def _divided(plan: Plan) -> str:
+    """Returns how a plan divides the work: `8, 4 x accumulation 2`, or `8 x 2, 4 x 3` where ranks make unlike numbers of micro-steps."""
+    slots = list(dict.fromkeys(_slots(plan)))
+    if len({steps for _, steps in slots}) == 1:
+        return ", ".join(str(micro) for micro, _ in slots) + f" x accumulation {slots[0][1]}"
+    return ", ".join(f"{micro} x {steps}" for micro, steps in slots)
 
 
 def _although_typed(config: Config) -> str:

@@ -97,7 +97,8 @@ def _command(call: Call, run: RunFolder, facts: Mapping[str, Any]) -> Any:
         )
     if typed != "auto":
         return "zero" if typed.startswith("zero") else "fsdp2" if typed == "fsdp2" else "auto"
-    if command == "single" and (call.integer("NUM_GPUS", minimum=1) or 1) > 1:
+    nodes = call.integer("NUM_NODES", minimum=1) or int(facts["num_nodes"])
+    if command == "single" and nodes * (call.integer("NUM_GPUS", minimum=1) or 1) > 1:
         return "ddp"
     # What `auto` turned to stays, even if another strategy fits better now: a run should compute in one way.
     return planned if command == "auto" and planned in ("ddp", "fsdp2") else command
@@ -180,6 +181,8 @@ STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size"
 ELSEWHERE = ("slurm.", "kubernetes.")
 """Sections that say where a run is started, and nothing of what it computes."""
 LONGER = frozenset({"train.max_steps", "train.epochs"})
+BY_RESUME = "resume"
+"""Origin of what `with_its_batch` has computed anew."""
 
 
 def check_overrides(call: Call) -> None:
@@ -239,7 +242,7 @@ def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -
     elif train.global_batch_size != "auto":
         return loaded, None
     config = replace(loaded.config, train=replace(train, **changes))
-    return replace(loaded, config=config, origins={**loaded.origins, **{f"train.{key}": "resume" for key in changes}}), note
+    return replace(loaded, config=config, origins={**loaded.origins, **{f"train.{key}": BY_RESUME for key in changes}}), note
 
 
 def compare_early(checkpoint: Path, config: Config) -> None:

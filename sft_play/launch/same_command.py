@@ -11,13 +11,15 @@ from sft_play.config.load import DEFAULT, LoadedConfig, override_config, read_co
 from sft_play.config.show import flatten
 from sft_play.errors import UserError
 from sft_play.launch.options import COMMAND_FOR, LaunchOptions
-from sft_play.launch.resume import LONGER, first_launch, launch_facts, steps_asked
+from sft_play.launch.resume import BY_RESUME, LONGER, first_launch, last_launch, launch_facts, steps_asked
 from sft_play.launch.run_folder import has_started
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder, runs_folder
 
 OF_A_START = frozenset({"CONFIG", "RUN_NAME", "ACCELERATE_CONFIG", "DEEPSPEED_CONFIG"})
 """Options of a first start: what they led to is compared with what the run was started with."""
+OF_REPLICAS = frozenset({"single", "ddp", "auto"})
+"""What commands stand for whose processes each hold a whole model, however many they are."""
 
 
 def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | None:
@@ -53,25 +55,30 @@ def as_long(loaded: LoadedConfig, run: RunFolder) -> LoadedConfig:
 def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: RunFolder) -> Call:
     """Returns the call of `make resume` that this start amounts to: keys that differ from the run's own are its overrides.
 
-    Raises `UserError` where the run was launched in another way.
+    The number of nodes and of processes may be another than before. Raises `UserError` where the run was launched in another way.
     """
     first, mine, request = first_launch(run), launch_facts(options), options.request
-    if first["command"] != mine["command"]:
+    if not _same_command(first["command"], mine["command"], given=request.num_gpus is not None):
         raise UserError(
             f"the run `{run.name}` was started by {COMMAND_FOR[first['command']]}, not by {COMMAND_FOR[mine['command']]}",
             hint=f"type the same command, or: make resume RUN={run.name}",
         )
-    for name in ("num_nodes", "deepspeed", "fsdp"):
+    for name in ("deepspeed", "fsdp"):
         if json.dumps(first[name], sort_keys=True) != json.dumps(mine[name], sort_keys=True):
             raise UserError(
                 f"the run `{run.name}` was started with other launch settings (`{name}`)",
                 hint=f"type the same command, or: make resume RUN={run.name}",
             )
+    if (nodes := last_launch(run, request.node_rank)["num_nodes"]) != request.num_nodes:
+        print(
+            f"note: `{run.name}` ran on {nodes} node{'s' if nodes > 1 else ''}, and goes on with {request.num_nodes}",
+            file=sys.stderr,
+        )
     given = {name: text for name, text in call.options.items() if name not in OF_A_START}
     given |= {"RUN": str(run.path)}
     places = {
-        "NUM_GPUS": request.num_gpus,
-        "NUM_NODES": request.num_nodes if request.num_nodes > 1 else None,
+        "NUM_GPUS": 1 if mine["command"] == "single" else request.num_gpus,
+        "NUM_NODES": request.num_nodes,
         "NODE_RANK": request.node_rank if request.num_nodes > 1 else None,
         "MASTER_ADDR": options.master_address,
         "MASTER_PORT": options.master_port,
@@ -80,11 +87,26 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
     return replace(call, command="resume", options=given, overrides=tuple(changes(read_config(run.config), loaded)))
 
 
+def _same_command(first: str, now: str, *, given: bool) -> bool:
+    """Whether a command goes on with what another began: `make train` and `make train-distributed` differ by the number of processes only.
+
+    `given`: whether `NUM_GPUS` says how many there are to be now.
+    """
+    return first == now or ({first, now} <= OF_REPLICAS and (now == "single" or given))
+
+
 def changes(old: LoadedConfig, new: LoadedConfig) -> list[Override]:
-    """Returns the keys whose values differ, as overrides with the place where the new value was written."""
+    """Returns the keys whose values differ, as overrides with the place where the new value was written.
+
+    What a resume on another number of processes computed anew (`resume.with_its_batch`) is no wish to change it back.
+    """
     before, after = flatten(old), flatten(new)
     return [
         Override(key=key, text=value if isinstance(value, str) else json.dumps(value), origin=new.origins.get(key, "default"))
         for key, value in after.items()
-        if key not in before or before[key] != value
+        if (key not in before or before[key] != value) and not _computed(old, key, value)
     ]
+
+
+def _computed(old: LoadedConfig, key: str, value: object) -> bool:
+    return old.origins.get(key) == BY_RESUME and (key != "train.global_batch_size" or value == "auto")

@@ -111,14 +111,6 @@ def spans(rows: int, shares: Sequence[Slots]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def without(rows: int, costs: Sequence[Cost], ranks: Sequence[int], *, same_steps: bool) -> float | None:
-    """Returns the seconds of computing when `ranks` are left out; `None` where the others cannot take the rows."""
-    rest = [cost for rank, cost in enumerate(costs) if rank not in ranks]
-    if not any(cost.most_rows for cost in rest):
-        return None
-    return step_seconds(share_out(rows, rest, same_steps=same_steps), rest, rows=rows)
-
-
 def _check(rows: int, costs: Sequence[Cost]) -> None:
     if rows < 1 or not any(cost.most_rows for cost in costs):
         raise ValueError(f"no rank of {len(costs)} can take any of {rows} rows")

@@ -129,7 +129,7 @@ def _decide(case: Case) -> Plan:
     lacking = _on_the_host(config, shape, setup, hardware, start.ranks.local, reasons)
     steps, per_epoch = step_count(config, case.prepared, batch.global_batch, reasons)
     speed = _speed(case, devices, division)
-    uneven(case, start, division, costs, speed, reasons)
+    uneven(case, fit, start, division, ranks, costs, speed, reasons)
     per_step = speed.seconds_per_step
     total = per_step * steps if per_step and steps else None
     return Plan(
@@ -167,6 +167,7 @@ def _start(case: Case, fit: Fit, reasons: list[str]) -> Start:
         row_tokens=row_tokens(config, case.prepared), offload_optimizer=launch.offload_optimizer,
         offload_parameters=launch.offload_parameters,
     )  # fmt: skip
+    network.check_precision(config, setup)
     reasons += network.without_effect(config, setup)
     return Start(
         ranks=ranks, backend=backend, rate=choices.choose_learning_rate(config, reasons),

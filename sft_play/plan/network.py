@@ -74,7 +74,7 @@ def show_exchanges(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not rows:
         return []
     timed = any(row["share"] is not None for row in rows)
-    lines = [f"  {'to share a step':<34}{'MB':>10}{'s a step':>10}" + (f"{'of it':>8}" if timed else "")]
+    lines = [f"  {'to share a step, without latency':<34}{'MB':>10}{'s a step':>10}" + (f"{'of it':>8}" if timed else "")]
     for row in rows:
         share = f"{row['share']:>8.1%}" if row["share"] is not None else ""
         mark = "  <- this run" if row["chosen"] else ""
@@ -87,6 +87,28 @@ def without_effect(config: Config, setup: Setup) -> list[str]:
     if setup.world_size > 1:
         return []
     return [f"`{key}` {value} has no effect: one process shares nothing" for key, value in network_keys(config)]
+
+
+def check_precision(config: Config, setup: Setup) -> None:
+    """Raises `UserError` for PowerSGD and local steps where the plan computes in fp16 with a loss scaler, whoever chose that.
+
+    Gradients that overflow would stay in PowerSGD's error feedback for good; with local steps each rank would scale its loss by itself.
+    `config.network_rules` says the same of a typed `train.fp16` before any hardware is looked at.
+    """
+    launch = config.launch
+    if setup.precision != "fp16" or setup.world_size == 1:
+        return
+    exact = "cards with bf16, or TRAIN_BF16=false to compute in fp32 (slower, more memory)"
+    if launch.local_steps > 1:
+        raise UserError(
+            f"`launch.local_steps` is {launch.local_steps}, but these cards compute in fp16, where each rank would leave out other steps",
+            hint=f"LAUNCH_LOCAL_STEPS=1 LAUNCH_COMPRESSION=fp16 halves what travels; or {exact}",
+        )
+    if launch.compression == "powersgd":
+        raise UserError(
+            "`launch.compression` is `powersgd`, but these cards compute in fp16, where a gradient that overflows would stay in every later step",
+            hint=f"LAUNCH_COMPRESSION=fp16 halves what travels; or {exact}",
+        )
 
 
 def check_gathering(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from sft_play.plan.remedies import Case
 from sft_play.plan.rows import rows_data
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import Forecast, unequal
-from sft_play.plan.unequal import SHARED, fewer_machines, fits, rank_costs
+from sft_play.plan.unequal import SHARED, fewer_machines, fits, rank_costs, shares_in_words
 
 LONGEST_ROW = 2**22
 """Where the search for the longest row ends, for models that know no limit of positions."""
@@ -124,19 +125,39 @@ def computing_seconds(speed: Forecast) -> float | None:
     return speed.seconds_per_step - speed.communication_seconds
 
 
-def uneven(case: Case, start: Start, division: Division, costs: tuple[Cost, ...], speed: Forecast, reasons: list[str]) -> None:
+def uneven(
+    case: Case, fit: Fit, start: Start, division: Division, ranks: tuple[RankPlan, ...], costs: tuple[Cost, ...], speed: Forecast,
+    reasons: list[str],
+) -> None:  # fmt: skip
     """Says where ranks wait for a slower one, and when a step would be faster on fewer machines in micro-batches no larger than now."""
-    if not any(reason.startswith(SHARED) for reason in reasons):
+    if any(reason.startswith(SHARED) for reason in reasons):
+        told = shares_in_words(division, [rank.most_rows for rank in ranks])
+        reasons[:] = [told if reason.startswith(SHARED) else reason for reason in reasons]
+    else:
         reasons += unequal(speed.rank_seconds, division.shares, [device.name for device in start.devices])
     train, machines = case.config.train, nodes.machines_of(case.hardware, start.ranks)
     typed = train.batch_size != "auto" or train.grad_accum != "auto"
-    if division.setup.strategy != "ddp" or machines is None or typed:
+    if machines is None or typed or not costs:
         return
-    around = nodes.beside_computing(
-        case.config, case.shape, division.setup, case.hardware, start.ranks, division.batch.accumulation, case.calibration
-    )
-    if around is not None and costs:
-        reasons += fewer_machines(costs, division, machines, around)
+
+    def beside(steps: int) -> Callable[[tuple[int, ...]], float] | None:
+        return nodes.beside_computing(
+            case.config, case.shape, division.setup, case.hardware, start.ranks, steps, case.calibration
+        )  # fmt: skip
+
+    def around(staying: tuple[int, ...], steps: int) -> float:
+        found = beside(steps)
+        assert found is not None, "a link is known however many micro-steps there are"
+        return found(staying)
+
+    def holding(staying: tuple[int, ...]) -> list[int]:
+        if division.setup.strategy == "ddp":
+            return [costs[rank].most_rows for rank in staying]
+        fewer = replace(division.setup, world_size=len(staying))
+        return [fit.largest(fewer, start.room[rank]) for rank in staying]
+
+    if beside(division.batch.accumulation) is not None:
+        reasons += fewer_machines(costs, division, machines, around, holding)
 
 
 def exchanges(case: Case, setup: Setup, speed: Forecast) -> tuple[Any, ...]:

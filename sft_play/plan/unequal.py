@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sft_play.config.schema import Config
-from sft_play.plan.balance import Cost, Slots, equal_shares, share_out, spans, step_seconds, without
+from sft_play.plan.balance import Cost, Slots, equal_shares, share_out, spans, step_seconds
 from sft_play.plan.batch import count
 from sft_play.plan.calibration import Calibration
 from sft_play.plan.hardware import Device, Hardware
@@ -83,7 +83,7 @@ def with_shares(
     if before is None or after is None or before <= WORTH * after:
         return division
     equal = _with(division, equal_shares(division.rows, costs, same_steps=same))
-    _instead(reasons, _words(chosen, costs))
+    _instead(reasons, shares_in_words(chosen, [cost.most_rows for cost in costs]))
     reasons += _gain(chosen, equal, seconds(equal), after) if measured else [_guess()]
     return chosen
 
@@ -117,18 +117,18 @@ def _with(division: Division, shares: tuple[Slots, ...]) -> Division:
     return replace(division, batch=replace(division.batch, micro_batches=micros, accumulation=max(steps), own_steps=own))
 
 
-def _words(division: Division, costs: Sequence[Cost]) -> str:
-    """Returns what each rank gets."""
+def shares_in_words(division: Division, most_rows: Sequence[int]) -> str:
+    """Returns what each rank gets; `most_rows`: the largest micro-batch that each one's memory holds."""
     unit = "pack" if division.pack_tokens else "row"
-    shares = list(zip(division.batch.slots, spans(division.rows, division.batch.slots), costs, strict=True))
+    shares = list(zip(division.batch.slots, spans(division.rows, division.batch.slots), most_rows, strict=True))
     if len(shares) > NAMED:
         counts = [rows for _, rows, _ in shares]
         return f"{SHARED}: {min(counts)} to {max(counts)} of {count(division.rows, unit)} a step for each rank"
     parts = [
-        f"rank {rank} {count(rows, unit)} in {count(steps, 'micro-step')} of up to {micro} ({cost.most_rows} would fit)"
+        f"rank {rank} {count(rows, unit)} in {count(steps, 'micro-step')} of up to {micro} ({most} would fit)"
         if rows
         else f"rank {rank} nothing, since the others are done with all of them before it is with one"
-        for rank, ((micro, steps), rows, cost) in enumerate(shares)
+        for rank, ((micro, steps), rows, most) in enumerate(shares)
     ]
     return f"{SHARED}, of {count(division.rows, unit)} a step: " + "; ".join(parts)
 
@@ -165,27 +165,38 @@ class Machines:
 
 
 def fewer_machines(
-    costs: Sequence[Cost], division: Division, machines: Machines, around: Callable[[tuple[int, ...]], float]
+    costs: Sequence[Cost], division: Division, machines: Machines, around: Callable[[tuple[int, ...], int], float],
+    holding: Callable[[tuple[int, ...]], Sequence[int]],
 ) -> list[str]:  # fmt: skip
     """Returns a line where a step would be faster without one of the machines, or on one alone; none where it would not.
 
-    `around` returns a step's seconds beside computing (exchange and update) for those ranks that stay.
+    `around` returns a step's seconds beside computing (exchange and update) for those ranks that stay and so many micro-steps, `holding`
+    the largest micro-batch of each of them: where weights or states are shared out, fewer ranks hold more of them.
     """
     rows, everyone = division.rows, tuple(range(len(costs)))
-    now = step_seconds(division.batch.slots, costs, rows=rows) + around(everyone)
+    same = division.setup.strategy != "ddp"
+    now = step_seconds(division.batch.slots, costs, rows=rows) + around(everyone, division.batch.accumulation)
     options: list[tuple[float, str]] = []
     tried: set[tuple[Cost, ...]] = set()
     for index, ranks in enumerate(machines.ranks):
         if (kind := tuple(costs[rank] for rank in ranks)) in tried:
             continue  # as good as another machine
         tried.add(kind)
-        for left_out, words in (
-            (ranks, f"without {machines.names[index]}"),
-            (_others(everyone, ranks), f"on {machines.names[index]} alone"),
+        for staying, words in (
+            (_others(everyone, ranks), f"without {machines.names[index]}"),
+            (tuple(ranks), f"on {machines.names[index]} alone"),
         ):
-            seconds = without(rows, costs, left_out, same_steps=False) if left_out else None
-            if seconds is not None:
-                options.append((seconds + around(_others(everyone, left_out)), words))
+            if not 0 < len(staying) < len(everyone):
+                continue
+            rest = [
+                replace(costs[rank], most_rows=min(costs[rank].most_rows, most))
+                for rank, most in zip(staying, holding(staying), strict=True)
+            ]
+            if not all(cost.most_rows for cost in rest):
+                continue
+            shares = share_out(rows, rest, same_steps=same)
+            seconds = step_seconds(shares, rest, rows=rows) + around(staying, max(steps for _, steps in shares))
+            options.append((seconds, words))
     best = min(options, default=(math.inf, ""))
     if now <= FASTER * best[0]:
         return []

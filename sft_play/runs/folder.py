@@ -73,6 +73,11 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def tries(self) -> Path:
+        """What `launch.tries` counts, beside the folder: a launch that ends before its workers start takes the folder away."""
+        return self.path.with_name(f".{self.name}.tries.json")
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

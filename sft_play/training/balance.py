@@ -11,7 +11,6 @@ three times running: a laptop that throttles is met, and the noise of a shared m
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from sft_play.data.batches import GlobalBatchSampler, Shares
 from sft_play.plan.balance import Cost, Slots, share_out, spans, step_seconds
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.training.metrics import MetricsFile
+from sft_play.training.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
@@ -70,66 +70,6 @@ def turns_of(config: Config, plan: Plan) -> int:
     return max(most, min(needed, HEADROOM * most))
 
 
-class Stopwatch:
-    """Seconds of this rank's micro-steps that have rows, without what it waits for others.
-
-    A backward pass ends for us when all gradients of this rank are there: a callback that the pass itself queues before DDP queues the
-    one that waits for the all-reduces. With ZeRO, which communicates in the backward pass, only the forward pass counts. On a GPU events
-    on its stream are compared when the sums are taken, so that nothing waits for the device meanwhile.
-    """
-
-    def __init__(self, device: torch.device, *, forward_only: bool) -> None:
-        self.device = device
-        self.forward_only = forward_only
-        self._sums = [0.0, 0.0, 0.0, 0.0]
-        self._begun: Any = None
-        self._events: list[tuple[Any, Any]] = []
-
-    def begin(self, batch: Mapping[str, Any]) -> None:
-        """Call before the forward pass of a micro-step."""
-        self._begun = None
-        if batch["rows"]:
-            self._sums[1] += len(batch["rows"])
-            self._sums[2] += batch["input_ids"].numel()
-            self._sums[3] += 1
-            self._begun = self._now()
-
-    def passed(self, loss: Tensor) -> None:
-        """Call when the forward pass has given the loss, whose backward pass comes next."""
-        if self._begun is None:
-            return
-        if self.forward_only:
-            self._end()
-        elif loss.requires_grad:
-            loss.register_hook(self._queue)
-
-    def take(self) -> list[float]:
-        """Returns seconds, rows, tokens (padding included) and micro-steps since the last call, and begins anew."""
-        if self._events:
-            self._events[-1][1].synchronize()
-            self._sums[0] += sum(begun.elapsed_time(ended) for begun, ended in self._events) / 1000
-        found, self._sums, self._events = self._sums, [0.0, 0.0, 0.0, 0.0], []
-        return found
-
-    def _queue(self, _: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def _end(self) -> None:
-        ended = self._now()
-        if isinstance(ended, float):
-            self._sums[0] += ended - self._begun
-        else:
-            self._events.append((self._begun, ended))
-        self._begun = None
-
-
 class Judge:
     """Decides from what all ranks measured whether other shares are worth it; the same on every rank. No torch, no communication."""
 
@@ -139,6 +79,9 @@ class Judge:
         slots = sum(rank.micro_batch * rank.accumulation for rank in plan.ranks)
         self.rows = slots if plan.pack_tokens else plan.global_batch_size
         """What is shared out: a step's rows, with packing as many packs as it may have."""
+        planned = spans(self.rows, [(rank.micro_batch, rank.accumulation) for rank in plan.ranks])
+        self.working = tuple(rank for rank, rows in enumerate(planned) if rows)
+        """Ranks that the plan gave work: each keeps a row at least, or none would ever measure it again."""
         self.sums = [[0.0] * 4 for _ in plan.ranks]
         """Seconds, rows, tokens, micro-steps of each rank, older ones with less weight."""
         self._window = [[0.0] * 4 for _ in plan.ranks]
@@ -171,7 +114,9 @@ class Judge:
         costs = self.costs(sums)
         if not all(cost.most_rows for cost, (micro, _) in zip(costs, shares, strict=True) if micro):
             return None  # a rank that has work was not measured
-        found = within(self.rows, costs, self.turns, same_steps=together(self.plan))
+        same = together(self.plan)
+        found = within(self.rows, costs, self.turns, same_steps=same)
+        found = found and at_work(self.rows, found, costs, self.turns, self.working, same_steps=same)
         if found is None or found == shares:
             return None
         before, after = (step_seconds(one, costs, rows=self.rows) for one in (shares, found))
@@ -205,15 +150,18 @@ class Judge:
     def most(self, rank: RankPlan) -> int:
         """Returns the largest micro-batch that a rank may come to have.
 
-        Under DDP more rows mean more micro-steps of the size that was planned. Elsewhere the micro-batch grows, within its memory.
+        Under DDP more rows mean more micro-steps of the size that was planned. Elsewhere the micro-batch grows, within its memory: not
+        where memory ran out before, nor where the planned one was tried on the device (`source: probe`) and no other was.
         """
-        if not together(self.plan) or self.plan.recoveries:
+        if not together(self.plan) or self.plan.recoveries or self.plan.source == "probe":
             return rank.micro_batch
         return max(rank.micro_batch, rank.most_rows)
 
     def allows(self, shares: Shares) -> bool:
-        """Whether each rank's memory holds its part of shares that another process found."""
+        """Whether each rank's memory holds its part of shares that another process found, and none that works is left without a row."""
         fits = all(micro <= self.most(rank) for (micro, _), rank in zip(shares, self.plan.ranks, strict=True))
+        rows = spans(self.rows, shares)
+        fits = fits and all(rows[rank] for rank in self.working)
         return fits and (not together(self.plan) or len({steps for _, steps in shares}) == 1)
 
 
@@ -246,6 +194,29 @@ def within(rows: int, costs: Sequence[Cost], turns: int, *, same_steps: bool) ->
     return tuple(full.get(rank, (0, 1)) for rank in range(len(costs)))
 
 
+def at_work(
+    rows: int, shares: Shares, costs: Sequence[Cost], turns: int, working: Sequence[int], *, same_steps: bool
+) -> Shares | None:
+    """Returns the shares with a row at least for each of the ranks `working`; `None` where there is no room for that.
+
+    A rank that has none gets one slot after the other: under DDP micro-steps, then rows in each; where ranks make as many micro-steps, rows.
+    """
+    found = list(shares)
+    for _ in range(rows * len(shares)):
+        counts = spans(rows, found)
+        idle = next((rank for rank in working if not counts[rank]), None)
+        if idle is None:
+            return tuple(found)
+        micro, steps = found[idle]
+        if micro and not same_steps and steps < turns:
+            found[idle] = (micro, steps + 1)
+        elif micro < costs[idle].most_rows:
+            found[idle] = (micro + 1, steps)
+        else:
+            return None
+    return None
+
+
 class Balancer(TrainerCallback):
     """Looks at the ranks' speeds between optimizer steps of one trainer, and changes its sampler's shares."""
 
@@ -267,6 +238,17 @@ class Balancer(TrainerCallback):
         """Call between forward and backward pass."""
         if self.active:
             self.stopwatch.passed(loss)
+
+    def computed(self) -> None:
+        """Call in the backward pass before a communication hook waits for other ranks."""
+        if self.active:
+            self.stopwatch.computed()
+
+    def micro_batch(self, step: int) -> int | None:
+        """Returns this rank's largest micro-batch in an optimizer step (from 1) whose shares were found while training, else `None`."""
+        if self.sampler is None or len(self.sampler.changes) == 1:
+            return None
+        return self.sampler.shares_at(step - 1)[self.sampler.rank][0]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._steps = 0
@@ -296,7 +278,8 @@ class Balancer(TrainerCallback):
             return
         paces, unit = paces_of(self.judge.sums), "packs" if self.trainer.plan.pack_tokens else "rows"
         now, then = spans(self.judge.rows, after), spans(self.judge.rows, before)
-        print(f"from step {first} on: {describe(paces, now, then, unit)}", file=sys.stderr, flush=True)
+        said = describe(paces, now, then, "shares of packs" if unit == "packs" else unit)
+        print(f"from step {first} on: {said}", file=sys.stderr, flush=True)
         row = {"kind": "balance", "step": step, "from_step": first, "shares": after, unit: now, "seconds_per_token": paces}
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, MetricsFile):

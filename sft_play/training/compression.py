@@ -12,7 +12,7 @@ A hook is called only where gradients are synchronised: once for each bucket and
 # No `from __future__ import annotations`: DDP compares a hook's annotations with its types.
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,6 +128,18 @@ class PowerSgd:
     basis: dict[str, Tensor] = field(default_factory=dict)
     """[columns, rank], fp32: the same on every rank."""
     waiting: list[Waiting] = field(default_factory=list)
+    computed: Callable[[], None] = lambda: None
+    """Called when all of this rank's gradients are there, before it waits for those of other ranks."""
+    undoable: bool = False
+    """Whether an update may be left out after its gradients were sent (`train.spike_guard: skip`)."""
+    before: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+    """Error and basis before the last exchange, until `settle`. That takes no more memory than the exchange itself."""
+
+    def settle(self, *, made: bool) -> None:
+        """Call when it is known whether the update of the last exchange is made: one that is left out leaves no trace here either."""
+        if self.before is not None and not made:
+            self.error, self.basis = self.before
+        self.before = None
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Whether a parameter's gradient travels as factors."""
@@ -163,6 +175,8 @@ def powersgd_hook(state: PowerSgd, bucket: GradBucket) -> Future[Tensor]:
     names = [state.names[id(parameter)] for parameter in bucket.parameters()]
     state.waiting.append(Waiting(buffer=buffer, names=names, gradients=bucket.gradients(), average=average))
     if bucket.is_last():
+        state.computed()  # every gradient of this rank is there: DDP calls hooks in order, and this is the last one
+        state.before = (dict(state.error), dict(state.basis)) if state.undoable else None
         waiting, state.waiting = state.waiting, []
         average_low_rank(state, {name: one for w in waiting for name, one in zip(w.names, w.gradients, strict=True)})
         for one in waiting:
@@ -241,6 +255,8 @@ def register(trainer: Any) -> PowerSgd | None:
         seed=trainer.config.train.seed,
         plain_steps=max(PLAIN_STEPS, plan.warmup_steps or 0),
         step=trainer.state.global_step,
+        computed=trainer.balancer.computed,
+        undoable=trainer.config.train.spike_guard == "skip",
     )
     model.register_comm_hook(state, powersgd_hook)
     return state

@@ -63,6 +63,8 @@ class LocalSteps(TrainerCallback):
     def begin(self) -> None:
         """Call when the model is wrapped and a checkpoint's weights are in. From here on DDP sends no gradients."""
         self.trainer.model_wrapped.require_backward_grad_sync = False
+        # Nor buffers, which `train.ddp_broadcast_buffers` sends in the first forward pass: a rank without rows makes none.
+        self.trainer.model_wrapped.require_forward_param_sync = False
         trained = [(name, one) for name, one in self.trainer.model.named_parameters() if one.requires_grad]
         self.names, self.parameters = [name for name, _ in trained], [one for _, one in trained]
         self.anchor = [one.detach().float().clone(memory_format=torch.contiguous_format) for one in self.parameters]

@@ -31,6 +31,8 @@ class Activity:
     """Micro-step within it, counted from 1."""
     rows: list[int] = field(default_factory=list)
     """Row ids of the micro-batch."""
+    micro_batch: int | None = None
+    """Rows (with packing: packs) that this rank has at a time by shares that were found while training; `None` with the plan's."""
     since: float = field(default_factory=time.monotonic)
     """When the training thread was last seen to get on (monotonic seconds)."""
     longest_step: float = 0.0
@@ -73,7 +75,8 @@ class Activity:
 
     def facts(self) -> dict[str, Any]:
         """Returns what the rank is at, as plain data."""
-        return {"phase": self.phase, "step": self.step, "micro_step": self.micro_step, "rows": self.rows}
+        found = {"phase": self.phase, "step": self.step, "micro_step": self.micro_step, "rows": self.rows}
+        return found if self.micro_batch is None else found | {"micro_batch": self.micro_batch}
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -66,7 +65,8 @@ class SftTrainer(Trainer):
         self.rows_scored: list[int] = []
         self.said_how_evaluated = False
         self.tokens_trained = 0
-        self.peak_flops = peak_operations(plan.device) if os.environ.get("RANK", "0") == "0" else None
+        self.peak_flops: float | None = None
+        """Operations per second of all ranks together, where every device's are known."""
         self._operations: int | None = None
         super().__init__(data_collator=self.collator, processing_class=tokenizer, **arguments)
         self.spikes = SpikeGuard(
@@ -108,6 +108,7 @@ class SftTrainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Tensor:
         """Returns the label tokens of the whole global batch, over all ranks."""
         self.doing.enter("training", step=self.state.global_step + 1)
+        self.doing.micro_batch = self.balancer.micro_batch(self.state.global_step + 1)
         self._step_rows = [row for batch in batch_samples for row in batch["rows"]]
         self.rows_trained += self._step_rows
         total = step_totals(batch_samples, device, together=together(self.plan))
@@ -167,6 +168,8 @@ class SftTrainer(Trainer):
             self._require_finite_everywhere(value)
         self._require_finite("loss", self._window[0])
         jumps = self.spikes.jumps(value, step=step, rows=self._step_rows)
+        if self.powersgd is not None:
+            self.powersgd.settle(made=not jumps)
         if jumps and self.local is not None:
             self.local.leave_out()
         if jumps or (self.local is not None and self.local.empty):
@@ -216,7 +219,7 @@ class SftTrainer(Trainer):
             self._seconds += seconds
             if self.peak_flops:
                 self._operations = self._operations or operations_per_token(self.accelerator.unwrap_model(self.model))
-                extra["mfu"] = self._operations * tokens / seconds / (self.peak_flops * self.plan.world_size)
+                extra["mfu"] = self._operations * tokens / seconds / self.peak_flops
             if self.local is not None:
                 extra["rank_grad_norm"] = self.local.norms
             logs = {**logs, **extra}
@@ -278,6 +281,8 @@ class SftTrainer(Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Puts a checkpoint's states back when model and optimizer are wrapped; the base class would load pickles."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        peaks = self._gather(self._window.new_tensor([peak_operations(self.plan.device) or 0.0]))
+        self.peak_flops = float(peaks.sum()) if bool((peaks > 0).all()) else None
         self.powersgd = register(self)
         if self.local is not None:
             self.local.begin()

@@ -25,7 +25,9 @@ def test_files_go_to_the_runs_folder_and_json_says_which(in_process: Program, tm
     assert "# PyTorchJob of the run demo, rendered by: make kubernetes CONFIG=configs/l40s_pair.yaml HARDWARE=L40S" in text
     again = in_process("kubernetes", *TWO, "RUN_NAME=demo")
     assert again.code == 0 and Path(done.json["files"][0]).read_text() == text
-    assert "kubectl apply -f" in again.out and "2 pods with 1 GPU (L40S) each" in again.out
+    assert (
+        "kubectl apply -f" in again.out and "--max-log-requests=5" in again.out and "2 pods with 1 GPU (L40S) each" in again.out
+    )
     assert "these claims must exist: models, runs, each mounted by all pods at once" in again.err
 
 
@@ -57,6 +59,43 @@ def test_bad_input_is_one_error_and_nothing_is_written(
     assert done.code == code, done.err
     assert said in done.err and "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
+
+
+def test_files_of_others_are_not_written_over(in_process: Program, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    mine = out / "pytorchjob.yaml"
+    mine.write_text("kind: PyTorchJob # mine\n")
+    words = ("kubernetes", *TWO, f"OUT={out}", "KUBERNETES_CREATE_CLAIMS=true", "KUBERNETES_STORAGE_CLASS=nfs")
+    done = in_process(*words)
+    assert done.code == 2 and "is no file of `make kubernetes`" in done.err
+    assert mine.read_text() == "kind: PyTorchJob # mine\n" and not (out / "claims.yaml").exists()
+    mine.unlink()
+    assert in_process(*words).code == 0 and in_process(*words).code == 0, "what it has written may be written again"
+    (out / "claims.yaml").unlink()
+    (out / "claims.yaml").mkdir()
+    done = in_process(*words)
+    assert done.code == 2 and "OUT: " in done.err and "claims.yaml` cannot be written" in done.err
+
+
+def test_a_home_is_a_home(in_process: Program, tmp_path: Path) -> None:
+    done = in_process("kubernetes", *TWO, "OUT=~/manifests", env={"HOME": str(tmp_path)})
+    assert done.code == 0, done.err
+    assert (tmp_path / "manifests" / "pytorchjob.yaml").is_file()
+
+
+def test_what_does_not_fit_is_shown_part_by_part(in_process: Program, tmp_path: Path) -> None:
+    words = (
+        "CONFIG=configs/l40s_pair.yaml",
+        "NUM_NODES=2",
+        "HARDWARE=8GB",
+        "MODEL_NAME=Qwen/Qwen2.5-14B-Instruct",
+        "TUNING_MODE=full",
+    )
+    done = in_process("kubernetes", *words, f"OUT={tmp_path / 'out'}")
+    assert done.code == 3 and "GiB, may use" in done.out and "optimizer" in done.out
+    done = in_process("kubernetes", *words, "JSON=1")
+    assert done.code == 3 and done.json["fits"] is False and done.json["remedies"]
 
 
 def test_a_folder_that_cannot_be_made_is_said(in_process: Program, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ VERSION = "1.34"
 FULL = (
     "KUBERNETES_TRACKING_CLAIM=aim", "KUBERNETES_TOKEN_SECRET=hub", "KUBERNETES_INFINIBAND=true", "KUBERNETES_HCA=mlx5",
     "KUBERNETES_CREATE_CLAIMS=true", "KUBERNETES_STORAGE_CLASS=nfs", "KUBERNETES_NAMESPACE=training", "KUBERNETES_QUEUE=team",
-    "KUBERNETES_NODE_SELECTOR={gpu: l40s}", "KUBERNETES_ENV={NCCL_DEBUG: INFO}",
+    "KUBERNETES_NODE_SELECTOR={gpu: l40s}", "KUBERNETES_ENV={NCCL_DEBUG: INFO}", "KUBERNETES_PULL_SECRET=registry",
+    "KUBERNETES_TOLERATIONS=[{key: gpu, operator: Exists, effect: NoExecute, tolerationSeconds: 60}]", "KUBERNETES_RDMA_COUNT=2",
 )  # fmt: skip
 Document = dict[str, Any]
 
@@ -177,7 +178,8 @@ def _found(kind: str) -> list[Document]:
 def test_skypilots_own_schema_takes_the_task() -> None:
     import sky
 
-    task = yaml.safe_load(rendered("KUBERNETES_KIND=skypilot").files["skypilot.yaml"])
+    words = ("KUBERNETES_KIND=skypilot", "KUBERNETES_RUNS_CLAIM=runs", "KUBERNETES_MODELS_CLAIM=models")
+    task = yaml.safe_load(rendered(*words).files["skypilot.yaml"])
     assert sky.Task.from_yaml_config(copy.deepcopy(task)).num_nodes == 2
     with pytest.raises(sky.exceptions.InvalidSkyPilotConfigError, match="num_node"):
         sky.Task.from_yaml_config(task | {"num_node": 2})

@@ -124,6 +124,49 @@ def test_each_task_of_an_array_is_a_run_and_a_permanent_error_ends_it(site: Site
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
+def test_one_task_of_an_array_is_queued_again_and_the_others_train_on(site: Site) -> None:
+    """The task whose job id is the array's own number: by that alone all tasks would be queued again."""
+    out = site.folder / "jobs"
+    out.mkdir()
+    number = site.submit("sweep", f"OUT={out}", "SLURM_ARRAY=1-2")
+    for task in (1, 2):
+        site.wait_for_step(f"sweep-{task}", f"{number}_{task}", 3)
+    masters = [task for task in (1, 2) if site.slurm.job(f"{number}_{task}")["JobId"] == number]
+    assert len(masters) == 1, site.slurm.run("scontrol", "show", "job", number).stdout
+    chosen, other = masters[0], 3 - masters[0]
+    site.slurm.run("scancel", "--signal=USR1", "--batch", f"{number}_{chosen}")
+    site.slurm.wait(f"{number}_{chosen}", lambda facts: facts["Restarts"] == "1", seconds=120, logs=out)
+    saved = len(site.steps(f"sweep-{chosen}"))
+    for task, restarts in ((other, "0"), (chosen, "1")):
+        facts = site.slurm.ended(f"{number}_{task}", seconds=240, logs=out)
+        assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", restarts), facts
+        assert site.steps(f"sweep-{task}") == list(range(1, STEPS + 1))
+    assert 3 <= saved < STEPS
+    text = (out / f"slurm-{number}_{other}.out").read_text()
+    assert "turn 0 on" in text and "queued again" not in text and "turn 1 on" not in text, text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_run_of_two_nodes_goes_on_with_one(site: Site) -> None:
+    """As after the loss of a node for good: the same `make slurm` with `NUM_NODES=1`, the global batch as before."""
+    logs = site.runs / "fewer" / "slurm"
+    number = site.submit("fewer", "NUM_NODES=2", "SLURM_MAX_REQUEUES=0", "TRAIN_MAX_STEPS=60")
+    site.wait_for_step("fewer", number, 3)
+    site.slurm.run("scancel", "--signal=USR1", "--batch", number)
+    site.slurm.ended(number, seconds=120, logs=logs)
+    saved = len(site.steps("fewer"))
+    number = site.submit("fewer", "NUM_NODES=1", "TRAIN_MAX_STEPS=60")
+    facts = site.slurm.ended(number, seconds=240, logs=logs)
+    assert facts["JobState"] == "COMPLETED", f"{facts}\n{site.said('fewer')}"
+    rows = metrics(site.runs / "fewer")
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert [len(row["rank_tokens"]) for row in rows] == [2] * saved + [1] * (60 - saved)
+    assert "ran on 2 nodes, and goes on with 1" in site.said("fewer")
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_two_nodes_are_preempted_warned_queued_again_and_finish(site: Site) -> None:
     """Turn 0 is preempted by an urgent job, turn 1 gets the early warning, turn 2 makes the rest."""

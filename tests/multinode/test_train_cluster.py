@@ -240,14 +240,29 @@ def test_a_link_is_cut_and_the_run_goes_on_with_two_and_then_three(machines: Hom
 
 @pytest.mark.long
 def test_elastic_goes_on_with_those_that_are_left_and_takes_one_back(machines: Home) -> None:
-    words = ("TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=3", "LAUNCH_ELASTIC=2:3")
+    words = ("TRAIN_MAX_STEPS=20000", "TRAIN_SAVE_STEPS=3", "LAUNCH_ELASTIC=2:3")
     process = machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=grows", *words)
     machines.until_step("grows", 4)
     machines.net.link(2, up=False)
     run = machines.run("grows")
     machines.until(lambda: worlds(run) == [3, 2])
+    told = machines.net.hosts[2].private[machines.folder / "lan" / "cache"] / "cluster" / "grows"
+    told.rename(told.with_name("away"))
+    told.write_text("")  # it comes back, and what it is told of the run cannot be written there
     machines.net.link(2, up=True)
-    machines.until(lambda: worlds(run) == [3, 2, 3])
+    machines.until(lambda: worlds(run) == [3, 2, 2])
+    assert "not ready: host `node3`" in machines.said(), machines.said()
+    begun, step = time.monotonic(), metrics(run.path)[-1]["step"]
+    machines.until(lambda: time.monotonic() - begun > 25 and metrics(run.path)[-1]["step"] > step + 6)
+    assert worlds(run) == [3, 2, 2], "the run is not stopped again for a host that has not changed"
+    machines.net.link(2, up=False)
+    said = machines.said().count("`node3` answers again")
+    time.sleep(30)  # its absence is noticed
+    told.unlink()
+    told.with_name("away").rename(told)
+    machines.net.link(2, up=True)
+    machines.until(lambda: worlds(run) == [3, 2, 2, 3])
+    assert machines.said().count("`node3` answers again") == said + 1
     step = metrics(run.path)[-1]["step"]
     machines.until_step("grows", step + 2)
     process.send_signal(signal.SIGTERM)

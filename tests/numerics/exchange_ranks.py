@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sft_play.training.compression import PowerSgd, register
 from sft_play.training.local_steps import LocalSteps
+from sft_play.training.stopwatch import Stopwatch
 
 WIDTH = 256
 STEPS = 6
+LATE = 0.7
 
 
 def sent_bytes() -> int:
@@ -41,7 +44,13 @@ def target(x: Tensor) -> Tensor:
     return (x[:, :8] * torch.linspace(-1, 1, 8)).sum(1, keepdim=True)
 
 
-def wrapped(kind: str) -> tuple[Any, list[int], PowerSgd | None]:
+def nothing() -> None:
+    """What a trainer that measures nothing does when gradients are there."""
+
+
+def wrapped(
+    kind: str, *, guard: str = "report", computed: Callable[[], None] = nothing
+) -> tuple[Any, list[int], PowerSgd | None]:
     """Returns a model under DDP with the hook that `register` gives it, the indices of buckets that came to it, and PowerSGD's states."""
     ddp = DistributedDataParallel(model_of(), bucket_cap_mb=0.1)
     calls: list[int] = []
@@ -57,9 +66,10 @@ def wrapped(kind: str) -> tuple[Any, list[int], PowerSgd | None]:
 
     launch = SimpleNamespace(compression=kind, local_steps=1, powersgd_rank=4)
     trainer = SimpleNamespace(
-        config=SimpleNamespace(launch=launch, train=SimpleNamespace(seed=1)), args=SimpleNamespace(fp16=False), model=ddp.module,
+        config=SimpleNamespace(launch=launch, train=SimpleNamespace(seed=1, spike_guard=guard)), args=SimpleNamespace(fp16=False), model=ddp.module,
         plan=SimpleNamespace(strategy="ddp", world_size=distributed.get_world_size(), warmup_steps=None),
         model_wrapped=SimpleNamespace(register_comm_hook=take), state=SimpleNamespace(global_step=0),
+        balancer=SimpleNamespace(computed=computed),
     )  # fmt: skip
     return ddp, calls, register(trainer)
 
@@ -91,6 +101,77 @@ def train(kind: str, rank: int, *, steps: int, micro_steps: int = 1) -> dict[str
         losses.append(float(total) / distributed.get_world_size())
     weights = [float(parameter.detach().double().sum()) for parameter in ddp.parameters()]
     return {"losses": losses, "sent": sent[-1], "calls": each, "weights": weights, "error": _norms(powersgd)}
+
+
+def backward(ddp: Any, seed: int) -> Tensor:
+    """Returns the loss of one micro-step, whose backward pass is made."""
+    x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(seed))
+    loss = (ddp(x) - target(x)).pow(2).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def waiting(rank: int) -> dict[str, Any]:
+    """Seconds that the stopwatch finds where another rank is late by `LATE` seconds in each of two steps."""
+    watch = Stopwatch(torch.device("cpu"), forward_only=False)
+    ddp, _, powersgd = wrapped("powersgd", computed=watch.computed)
+    assert powersgd is not None
+    powersgd.step = 1000
+    for warm in range(2):  # DDP sorts its buckets anew after the first step
+        backward(ddp, warm)
+    for turn in range(2):
+        distributed.barrier()
+        if rank == 1:
+            time.sleep(LATE)
+        x = torch.randn(32, WIDTH)
+        watch.begin({"rows": [turn], "input_ids": torch.zeros(1, 30)})
+        loss = (ddp(x) - target(x)).pow(2).mean()
+        watch.passed(loss)
+        loss.backward()
+    seconds, *counts = watch.take()
+    return {"seconds": seconds, "counts": counts}
+
+
+def left_out(rank: int) -> dict[str, Any]:
+    """Whether an update that is left out leaves PowerSGD as it was, whether one that is made does not, and what stays in memory."""
+    ddp, _, powersgd = wrapped("powersgd", guard="skip")
+    assert powersgd is not None
+    powersgd.step = 1000
+    backward(ddp, rank)
+    powersgd.settle(made=True)
+    before = {kind: {name: one.clone() for name, one in held.items()} for kind, held in powersgd.states().items()}
+    backward(ddp, 10 + rank)
+    changed = not _same(before, powersgd.states())
+    powersgd.settle(made=False)
+    undone = _same(before, powersgd.states())
+    backward(ddp, 20 + rank)
+    powersgd.settle(made=True)
+    return {
+        "changed": changed,
+        "undone": undone,
+        "made": not _same(before, powersgd.states()),
+        "kept": powersgd.before is not None,
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    return all(torch.equal(one[kind][name], other[kind][name]) for kind in one for name in one[kind])
+
+
+def buffers(rank: int, world: int) -> dict[str, Any]:
+    """A first local step in which rank 0 has no rows, with buffers that DDP would send."""
+    model = model_of()
+    model.register_buffer("angles", torch.zeros(4))
+    ddp = DistributedDataParallel(model, broadcast_buffers=True)
+    trainer = trainer_of(model, world=world)
+    trainer.model_wrapped = ddp
+    local = LocalSteps(trainer)
+    local.begin()
+    if rank:
+        backward(ddp, rank)
+    local.tokens, local.window = rank, 1
+    local.synchronise()
+    return {"window": local.window}
 
 
 def _norms(powersgd: PowerSgd | None) -> dict[str, float]:
@@ -170,6 +251,9 @@ def main(arguments: list[str]) -> None:
     cases["powersgd"] = lambda: train("powersgd", rank, steps=60)
     cases["plain60"] = lambda: train("none", rank, steps=60)
     cases["accumulated"] = lambda: train("fp16", rank, steps=3, micro_steps=4)
+    cases["waiting"] = lambda: waiting(rank)
+    cases["left out"] = lambda: left_out(rank)
+    cases["buffers"] = lambda: buffers(rank, world)
     cases["outer"] = lambda: outer(rank, world)
     cases["average"] = lambda: averaging(world, "none")
     cases["average-fp16"] = lambda: averaging(world, "fp16")

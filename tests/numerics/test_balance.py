@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,9 +19,10 @@ from sft_play.data.batches import GlobalBatchSampler, Shares
 from sft_play.data.collate import Collator
 from sft_play.plan.balance import Cost, share_out, spans
 from sft_play.plan.plan import Plan, RankPlan
-from sft_play.training.balance import LOOKS, Judge, Stopwatch, describe, turns_of, within
+from sft_play.training.balance import LOOKS, Judge, at_work, describe, turns_of, within
 from sft_play.training.feeding import IDLE, step_totals
 from sft_play.training.loss import label_tokens, token_loss_sum
+from sft_play.training.stopwatch import Stopwatch
 from tests.numerics.test_layouts import VOCABULARY, random_model
 from tests.plans import simple_plan
 
@@ -324,3 +325,57 @@ def test_a_change_is_told_in_words() -> None:
         "the ranks are about equally fast: rows per step 16 + 16"
     )
     assert describe([1.0] * 9, (4,) * 9, (3, *(4,) * 8), "rows").endswith("rows per step 4 to 4 a rank instead of 3 to 4 a rank")
+
+
+# ---- A rank that has work keeps some
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_rank_that_works_never_loses_its_last_row_and_comes_back(strategy: Any) -> None:
+    two = plan(["fast", "slow"], micro=8, steps=2, strategy=strategy)
+    two = replace(two, ranks=tuple(replace(rank, most_rows=32, cost=(0.1, 0.01)) for rank in two.ranks))
+    judge, shares = Judge(two, 8), cast(Shares, ((8, 2), (8, 2)))
+    for _ in range(6):
+        shares = judge.look(window([0.05, 60.0], shares), shares) or shares
+        assert min(spans(32, shares)) >= 1, shares
+        assert all(micro and micro <= 32 and steps <= 8 for micro, steps in shares)
+    assert spans(32, shares)[0] >= 28
+    for _ in range(12):
+        shares = judge.look(window([0.05, 0.05], shares), shares) or shares
+    assert min(spans(32, shares)) >= 10, "it is measured, and gets its part again"
+
+
+def test_a_rank_that_the_plan_gave_nothing_stays_without() -> None:
+    three = plan(["a", "b", "c"], micro=4, steps=4)
+    three = replace(three, ranks=(*three.ranks[:2], replace(three.ranks[2], micro_batch=0, accumulation=1)))
+    judge, shares = Judge(three, 8), ((4, 4), (4, 4), (0, 1))
+    found = judge.look(window([0.05, 0.2, 1.0], shares), shares)
+    assert found is not None and spans(32, found)[2] == 0 and min(spans(32, found)[:2]) >= 1
+
+
+def test_shares_of_a_checkpoint_that_leave_out_a_rank_are_dropped() -> None:
+    judge = Judge(plan(["a", "b"]), 8)
+    assert judge.allows(((4, 5), (4, 3))) and not judge.allows(((4, 8), (0, 1)))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 80), st.lists(st.tuples(st.integers(1, 50), st.integers(1, 6)), min_size=1, max_size=5), st.booleans())
+def test_every_rank_gets_a_row_where_there_are_as_many(rows: int, ranks: list[tuple[int, int]], same: bool) -> None:
+    costs = [Cost(fixed_seconds=1.0, row_seconds=pace**3 / 100, most_rows=most) for pace, most in ranks]
+    first = within(rows, costs, 12, same_steps=same)
+    if first is None or rows < len(costs):
+        return
+    found = at_work(rows, first, costs, 12, range(len(costs)), same_steps=same)
+    if found is not None:
+        assert min(spans(rows, found)) >= 1
+        assert all(micro <= cost.most_rows and steps <= 12 for (micro, steps), cost in zip(found, costs, strict=True))
+        assert same is False or len({steps for _, steps in found}) == 1
+    if min(spans(rows, first)):
+        assert found == first
+
+
+def test_a_micro_batch_that_was_probed_does_not_grow() -> None:
+    two = plan(["a", "b"], strategy="zero2", source="probe")
+    two = replace(two, ranks=tuple(replace(rank, most_rows=16) for rank in two.ranks))
+    assert [Judge(two, 4).most(rank) for rank in two.ranks] == [4, 4]
+    assert [Judge(replace(two, source="formula"), 4).most(rank) for rank in two.ranks] == [16, 16]

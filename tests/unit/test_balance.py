@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.data.batches import GlobalBatchSampler
-from sft_play.plan.balance import NOTHING, Cost, Slots, equal_shares, rank_seconds, share_out, spans, step_seconds, without
+from sft_play.plan.balance import NOTHING, Cost, Slots, equal_shares, rank_seconds, share_out, spans, step_seconds
 
 LAN = (
     Cost(fixed_seconds=0.10, row_seconds=0.42, most_rows=4),
@@ -98,13 +98,11 @@ def test_a_rank_gets_nothing_only_when_the_others_are_faster_without_it() -> Non
     hopeless = Cost(fixed_seconds=50.0, row_seconds=1.0, most_rows=8)
     shares = share_out(16, (LAN[0], hopeless), same_steps=False)
     assert shares[1] == NOTHING and spans(16, shares) == (16, 0) and rank_seconds(shares, (LAN[0], hopeless), rows=16)[1] == 0
-    assert without(16, (LAN[0], hopeless), [1], same_steps=False) == step_seconds(shares, (LAN[0], hopeless), rows=16)
     assert NOTHING not in share_out(16, LAN, same_steps=False)
     full = Cost(fixed_seconds=0.1, row_seconds=0.1, most_rows=0)
     assert (
         share_out(6, (full, LAN[0]), same_steps=False)[0] == NOTHING == (*share_out(6, (full, LAN[0]), same_steps=True)[0][:1], 1)
     )
-    assert without(6, (full, LAN[0]), [1], same_steps=False) is None
 
 
 def test_alike_ranks_get_the_same() -> None:

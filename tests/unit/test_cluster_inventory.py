@@ -128,6 +128,29 @@ def test_command_line(tmp_path: Path) -> None:
         assert part in caught.value.render()
 
 
+@pytest.mark.parametrize("first", ["CLUSTER_GPUS", "CLUSTER_OLD_DESKTOP_GPUS"])
+def test_one_hosts_value_goes_over_that_of_all_in_any_order(tmp_path: Path, first: str) -> None:
+    given = {"CLUSTER_GPUS": "0", "CLUSTER_OLD_DESKTOP_GPUS": "2"}
+    changes = {first: given.pop(first), **given}
+    assert [host.gpus for host in read_inventory(written(tmp_path, GOOD), changes).hosts] == [0, 0, 2]
+
+
+def test_ranks_do_not_meet_over_ipv6(tmp_path: Path) -> None:
+    for text in ("hosts: {a: {address: 'fe80::1'}}", "hosts: {a: 'fd00::2'}"):
+        with pytest.raises(UserError) as caught:
+            read_inventory(written(tmp_path, text))
+        assert "expected an IPv4 address" in caught.value.render() and "`ip -4 -br address`" in caught.value.render()
+    inventory = read_inventory(written(tmp_path, "hosts: {a: {address: 10.0.0.1, ssh: 'fd00::2'}}"))
+    assert inventory.master.ssh == "fd00::2"
+
+
+def test_a_changed_host_key_is_removed_where_it_stands(tmp_path: Path) -> None:
+    said = "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!"
+    for keys, known_as in (("port: 2200", "'[192.0.2.1]:2200'"), ("port: 22", "192.0.2.1"), ("user: me", "192.0.2.1")):
+        inventory = read_inventory(written(tmp_path, f"hosts: {{a: {{address: 192.0.2.1, {keys}}}}}"))
+        assert f"`ssh-keygen -R {known_as}`" in trouble(inventory.master, inventory, said).remedy
+
+
 def test_command_takes_them(in_process: Program, tmp_path: Path) -> None:
     """The variables reach the inventory; a command without one is told so, and other commands know none of them."""
     path = written(tmp_path, GOOD)
@@ -170,14 +193,14 @@ def test_words_arrive_letter_for_letter(tmp_path: Path) -> None:
     script.chmod(0o755)
     host = Host(name="a", address="192.0.2.1", folder="~/sub")
     for program in ("./run", "~/sub/run", str(script)):
-        argv = in_folder(host, [program, *odd], {"ODD": "1 $2"})
+        argv = in_folder(host, [program, *odd])
         done = subprocess.run(
             ["sh", "-c", shlex.join(argv)],
             capture_output=True,
             text=True,
             check=True,
             timeout=10,
-            env={"HOME": str(home), "PATH": "/usr/bin:/bin"},
+            env={"HOME": str(home), "ODD": "1 $2", "PATH": "/usr/bin:/bin"},
         )
         assert done.stdout == "".join(f"{word}|" for word in [str(home / "sub"), "1 $2", *odd])
     missing = in_folder(Host(name="a", address="192.0.2.1", folder="/nowhere"), ["true"])

@@ -119,7 +119,8 @@ def test_where_files_stand_on_another_host(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     facts = Facts(
         host="b", home="/home/b", folder="/srv/sft", runs="/srv/sft/runs", cache="/big/cache", hub="/big/hub", python="3.11.2", versions={},
-        code=True, gpus=1, rsync=True, shares_runs=False, shares_cache=False, port_free=None, linux=True,
+        code=True, gpus=1, rsync=True, shares_runs=False, shares_cache=False, linux=True,
+        run_there=None,
     )  # fmt: skip
     hub = tmp_path / "hf" / "hub"
     assert place_there(tmp_path / "cache" / "data" / "train-1", facts, hub) == "/big/cache/data/train-1"
@@ -157,17 +158,6 @@ def test_what_the_master_brought_is_taken_only_by_its_run(tmp_path: Path, monkey
     path.write_text(json.dumps({"run": "mine", "prepared": json.loads(prepared_text(prepared_at(tmp_path / "gone")))}))
     with pytest.raises(DataError, match="is not on this machine"):
         delivered(run)
-
-
-def test_files_that_left_the_project_leave_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    for name in ("kept.py", "gone.py", "own.py"):
-        Path(name).write_text("")
-    assert remote.tidy_code({"files": ["kept.py", "gone.py"]}) == 0
-    assert remote.tidy_code({"files": ["kept.py", "../kept.py"]}) == 0
-    assert remote.tidy_code({"files": ["kept.py"]}) == 0
-    assert sorted(path.name for path in tmp_path.glob("*.py")) == ["kept.py", "own.py"]
 
 
 def test_newer_checkpoints_of_a_machine_are_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ def test_a_pytorchjob_has_a_master_and_workers_and_one_node_a_master_alone() -> 
     replicas = spec["pytorchReplicaSpecs"]
     assert {role: one["replicas"] for role, one in replicas.items()} == {"Master": 1, "Worker": 2}
     assert {one["restartPolicy"] for one in replicas.values()} == {"ExitCode"}
-    assert spec["runPolicy"]["ttlSecondsAfterFinished"] == 604800 and spec["runPolicy"]["backoffLimit"] == 30
+    assert spec["runPolicy"] == {"cleanPodPolicy": "Running", "ttlSecondsAfterFinished": 604800}, "backoffLimit would be no limit"
+    assert {environment(one["template"])["SFT_PLAY_MAX_RESTARTS"] for one in replicas.values()} == {"10"}
     alone = of_kind(documents("NUM_NODES=1", "CONFIG=configs/l40s_single.yaml"), "PyTorchJob")["spec"]["pytorchReplicaSpecs"]
     assert set(alone) == {"Master"}
     assert container(alone["Master"]["template"])["args"][0] == "train"
@@ -53,6 +54,7 @@ def test_a_trainjob_has_a_runtime_of_its_own() -> None:
     assert job["spec"]["trainer"] == {"numNodes": 2, "numProcPerNode": 1}
     failure = runtime["spec"]["template"]["spec"]["failurePolicy"]
     assert failure["maxRestarts"] == 10 and failure["rules"][0]["action"] == "FailJobSet"
+    assert "ttlSecondsAfterFinished" not in str(runtime), "the operator would make the JobSet again"
 
 
 def test_a_job_finds_its_first_pod_by_a_service() -> None:
@@ -127,6 +129,31 @@ def test_a_deepspeed_json_comes_along_letter_for_letter() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("words", [(), ("NUM_NODES=1",)])
+def test_a_deepspeed_jsons_strategy_is_in_the_plan(words: tuple[str, ...]) -> None:
+    result = rendered("DEEPSPEED_CONFIG=deepspeed/zero2.json", "CONFIG=configs/l40s_single.yaml", *words)
+    assert result.plan.strategy == "zero2"
+
+
+def test_what_is_offloaded_must_fit_the_pods_memory() -> None:
+    words = (
+        "CONFIG=configs/l40s_single.yaml",
+        "DEEPSPEED_CONFIG=deepspeed/zero3_offload.json",
+        "TUNING_MODE=full",
+        "NUM_NODES=1",
+        "HARDWARE=2xL40S",
+    )
+    short = [note for note in rendered(*words, "KUBERNETES_MEMORY=20Gi").notes if "a pod's memory" in note]
+    assert short and "kubernetes.memory is 20Gi, /dev/shm included" in short[0]
+    assert not any("a pod's memory" in note for note in rendered(*words, "KUBERNETES_MEMORY=900Gi").notes)
+
+
+def test_a_process_on_the_cpu_must_fit_the_pods_memory() -> None:
+    words = ("CONFIG=configs/quickstart.yaml", "HARDWARE=cpu", "NUM_GPUS=2", "NUM_NODES=1", "KUBERNETES_SHM=64Mi")
+    assert any("a pod's memory" in note for note in rendered(*words, "KUBERNETES_MEMORY=100Mi").notes)
+    assert not any("a pod's memory" in note for note in rendered(*words).notes)
+
+
 def test_claims_are_of_their_own_file_and_for_many_pods_at_once() -> None:
     words = ("KUBERNETES_CREATE_CLAIMS=true", "KUBERNETES_STORAGE_CLASS=nfs", "KUBERNETES_TRACKING_CLAIM=aim")
     files = rendered(*words).files
@@ -137,6 +164,11 @@ def test_claims_are_of_their_own_file_and_for_many_pods_at_once() -> None:
     assert "PersistentVolumeClaim" not in files["pytorchjob.yaml"]
     alone = yaml.safe_load(rendered(*words[:2], "NUM_NODES=1", "KUBERNETES_RUNS_CLAIM=models").files["claims.yaml"])
     assert alone["spec"]["accessModes"] == ["ReadWriteOnce"]
+    wide = rendered(*words[:2], "NUM_NODES=1", "KUBERNETES_ACCESS_MODE=ReadWriteMany")
+    assert {tuple(one["spec"]["accessModes"]) for one in yaml.safe_load_all(wide.files["claims.yaml"])} == {("ReadWriteMany",)}
+    assert any("serve all runs that name them" in note for note in wide.notes)
+    narrow = rendered(*words, "KUBERNETES_ACCESS_MODE=ReadWriteOnce").notes
+    assert any("all pods must come to stand on one node" in note for note in narrow)
     [template] = pods(documents("NUM_NODES=1", "KUBERNETES_RUNS_CLAIM=models"))
     assert {mount.get("subPath") for mount in container(template)["volumeMounts"]} == {None, "models", "runs"}
 
@@ -146,6 +178,8 @@ def test_infiniband_when_asked() -> None:
     template = pods(documents_of(result.files))[0]
     assert environment(template)["NCCL_IB_HCA"] == "mlx5" and environment(template)["NCCL_IB_DISABLE"] == "0"
     assert container(template)["resources"]["limits"]["rdma/hca"] == "1"
+    four = pods(documents("KUBERNETES_INFINIBAND=true", "KUBERNETES_RDMA_COUNT=4"))[0]
+    assert container(four)["resources"]["limits"]["rdma/ib"] == container(four)["resources"]["requests"]["rdma/ib"] == "4"
     assert container(template)["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
     assert any("restricted" in note and "LimitMEMLOCK" in note for note in result.notes)
 
@@ -156,6 +190,26 @@ def test_no_restart_is_none_and_a_queue_is_a_label() -> None:
     for kind, name in (("pytorchjob", "PyTorchJob"), ("trainjob", "TrainJob"), ("job", "Job")):
         job = of_kind(documents(f"KUBERNETES_KIND={kind}", "KUBERNETES_QUEUE=team-a"), name)
         assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+
+
+def test_taints_are_borne_and_images_pulled_with_a_secret() -> None:
+    taints = "[{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}, {key: spot, value: 'true', effect: NoExecute, tolerationSeconds: 60}]"
+    for kind in KINDS:
+        result = rendered(f"KUBERNETES_KIND={kind}", f"KUBERNETES_TOLERATIONS={taints}", "KUBERNETES_PULL_SECRET=registry")
+        for template in pods(documents_of(result.files)):
+            assert template["spec"]["tolerations"] == [
+                {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+                {"key": "spot", "value": "true", "effect": "NoExecute", "tolerationSeconds": 60},
+            ]
+            assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+        assert any("create secret docker-registry registry" in note for note in result.notes)
+
+
+def test_a_run_without_a_name_of_its_own_is_told_what_a_second_one_needs() -> None:
+    assert any(
+        "another job of it needs a RUN_NAME" in note and "kubectl delete -f pytorchjob.yaml" in note for note in rendered().notes
+    )
+    assert not any("RUN_NAME" in note for note in rendered("RUN_NAME=demo").notes)
 
 
 def test_a_cpu_has_processes_and_no_gpu() -> None:
@@ -224,6 +278,20 @@ def test_workers_that_differ_and_a_wrong_number_of_selectors_are_refused() -> No
         (("KUBERNETES_KIND=pod",), "`kubernetes.kind`"),
         (("LAUNCH_ELASTIC=1:2",), "a PyTorchJob has a fixed number of pods"),
         (("KUBERNETES_KIND=skypilot", "KUBERNETES_QUEUE=a"), "which knows no `kubernetes.queue`"),
+        (("KUBERNETES_KIND=skypilot", "KUBERNETES_PULL_SECRET=a"), "which knows no `kubernetes.pull_secret`"),
+        (("KUBERNETES_RUNS_CLAIM=null",), "`kubernetes.runs_claim` is null, and pods keep nothing without a claim"),
+        (("KUBERNETES_PULL_SECRET=a_b",), "`kubernetes.pull_secret` is `a_b`"),
+        (("KUBERNETES_ACCESS_MODE=ReadWriteMany",), "which needs `kubernetes.create_claims: true`"),
+        (("KUBERNETES_ACCESS_MODE=ReadOnlyMany",), "`kubernetes.access_mode`"),
+        (("KUBERNETES_RDMA_COUNT=2",), "which needs `kubernetes.infiniband: true`"),
+        (("KUBERNETES_ENV={SFT_PLAY_MAX_RESTARTS: '1'}",), "`SFT_PLAY_MAX_RESTARTS`, which the manifests or the operator set"),
+        (("KUBERNETES_TOLERATIONS=[{effects: NoSchedule}]",), "there is no `effects`"),
+        (("KUBERNETES_TOLERATIONS=[{key: a, operator: Has}]",), "`operator` is Equal or Exists"),
+        (("KUBERNETES_TOLERATIONS=[{key: a, effect: Never}]",), "`effect` is NoSchedule"),
+        (("KUBERNETES_TOLERATIONS=[{value: a}]",), "without `key` the operator is Exists"),
+        (("KUBERNETES_TOLERATIONS=[{key: a b}]",), "`key` is no name of a taint"),
+        (("KUBERNETES_TOLERATIONS=[{key: a, operator: Exists, value: b}]",), "with Exists there is no `value`"),
+        (("KUBERNETES_TOLERATIONS=[{key: a, effect: NoExecute, tolerationSeconds: long}]",), "`tolerationSeconds` is an integer"),
     ],
 )
 def test_what_a_cluster_would_refuse_is_refused_here(words: tuple[str, ...], said: str) -> None:
@@ -245,14 +313,35 @@ def test_a_skypilot_task_writes_its_configuration_and_runs_the_entry_point() -> 
     result = rendered("KUBERNETES_KIND=skypilot", "KUBERNETES_TOKEN_SECRET=hub")
     task = yaml.safe_load(result.files["skypilot.yaml"])
     assert task["num_nodes"] == 2 and task["resources"]["accelerators"] == {"L40S": 1}
-    assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [175]}
-    assert task["secrets"] == {"HF_TOKEN": None} and task["volumes"] == {"/models": "models", "/runs": "runs"}
+    assert task["secrets"] == {"HF_TOKEN": None}
     assert task["workdir"] == "." and "scripts/install.sh" in task["setup"]
     assert task["run"].splitlines()[-1].startswith(".venv/bin/python -m sft_play.launch.entry train-distributed CONFIG=/tmp/")
     image = yaml.safe_load(rendered("KUBERNETES_KIND=skypilot", "KUBERNETES_IMAGE=reg.example/x:1").files["skypilot.yaml"])
     assert image["resources"]["image_id"] == "docker:reg.example/x:1" and "workdir" not in image and "setup" not in image
+    assert image["run"].splitlines()[-1].startswith("/opt/venv/bin/python -m sft_play.launch.entry"), (
+        "an ssh login has not the image's PATH"
+    )
+    notes = rendered("KUBERNETES_KIND=skypilot", "KUBERNETES_IMAGE=reg.example/x:1").notes
+    assert any("cannot start there" in note and "USER root" in note for note in notes)
     with pytest.raises(HardwareError, match="needs the GPU's name"):
         rendered("KUBERNETES_KIND=skypilot", "HARDWARE=48GB")
+
+
+def test_a_skypilot_task_keeps_runs_on_a_volume_only_where_one_is_named() -> None:
+    """Most clouds have no volumes: then the machine's disk, and no endless tries on disks that forget the count."""
+    result = rendered("KUBERNETES_KIND=skypilot")
+    task = yaml.safe_load(result.files["skypilot.yaml"])
+    assert "volumes" not in task and "job_recovery" not in task["resources"]
+    assert not {"RUNS_DIR", "HF_HOME", "SFT_PLAY_CACHE"} & set(task["envs"])
+    assert 'export RUNS_DIR="$RUNS"' in task["run"] and "$HOME/sft-play/models" in task["run"]
+    assert any("a machine that is replaced begins anew" in note for note in result.notes)
+    assert any("each of the 2 machines" in note and "ZeRO and FSDP2" in note for note in result.notes)
+    named = rendered("KUBERNETES_KIND=skypilot", "KUBERNETES_RUNS_CLAIM=team-runs", "KUBERNETES_MODELS_CLAIM=null")
+    task = yaml.safe_load(named.files["skypilot.yaml"])
+    assert task["volumes"] == {"/runs": "team-runs"} and task["envs"]["RUNS_DIR"] == "/runs"
+    assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [175]}
+    assert task["envs"]["SFT_PLAY_MAX_RESTARTS"] == "10" and "HF_HOME" not in task["envs"]
+    assert any("Kubernetes and RunPod only): team-runs" in note for note in named.notes)
 
 
 def test_the_skypilot_scripts_files_are_the_files(tmp_path: Path) -> None:

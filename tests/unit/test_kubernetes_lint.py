@@ -83,6 +83,8 @@ OF_KIND: list[tuple[str, Mutation, str]] = [
     ("trainjob", lambda d: of_kind(d, "TrainJob")["spec"]["runtimeRef"].update(name="other"), "there is no TrainingRuntime `other`"),
     ("trainjob", lambda d: of_kind(d, "TrainJob")["metadata"].update(name="a" * 60), "63 is the most"),
     ("trainjob", lambda d: of_kind(d, "TrainingRuntime")["spec"]["mlPolicy"].update(mpi={}), "more than one source"),
+    ("pytorchjob", lambda d: of_kind(d, "PyTorchJob")["spec"]["runPolicy"].update(backoffLimit=3), "no limit for pods"),
+    ("trainjob", lambda d: of_kind(d, "TrainingRuntime")["spec"]["template"]["spec"].update(ttlSecondsAfterFinished=9), "went again"),
     ("trainjob", lambda d: node(d).update(replicas=2), "the operator takes 1"),
     ("trainjob", lambda d: node(d).update(name="workers"), "expected one, called `node`"),
     ("trainjob", lambda d: node(d)["template"]["metadata"]["labels"].clear(), "trainjob-ancestor-step"),

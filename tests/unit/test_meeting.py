@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from sft_play.errors import CheckpointError, DataError, HardwareError, RetryableError, UserError
-from sft_play.launch import meeting_guest, meeting_host
+from sft_play.launch import meeting, meeting_guest, meeting_host
 from sft_play.launch.agreement import NodeFacts, config_here, data_apart, disagreements, errors_from_json, versions_here
 from sft_play.launch.environment import Node, ranks_of, worker_environment
 from sft_play.launch.local import worker_arguments
@@ -385,6 +385,47 @@ def test_a_node_that_vanishes_between_the_rounds(gone: int) -> None:
     ended = nodes.end()
     others = [ended["abcd"[rank]] for rank in range(3) if rank != gone]
     assert all(isinstance(error, RetryableError) and "before the workers started" in error.message for error in others), others
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_node_that_hangs_between_the_rounds_is_named(frozen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says no word any more, and its connection stays: the others do not wait for ever."""
+    monkeypatch.setattr(meeting, "LEAST_SILENCE", 1.0)
+    nodes, over = Nodes(count=3, patience=1.0), threading.Event()
+
+    def act(here: Meeting) -> Any:
+        here.exchange(facts(here.node.rank).to_json(), judge)
+        if here.node.rank == frozen:
+            here._rest()
+            here.over = over.wait(10)
+            return None
+        try:
+            return here.exchange({}, agree)
+        finally:
+            over.set()
+
+    for rank in range(3):
+        nodes.start(nodes.make(rank), act)
+    ended = nodes.end()
+    told = [ended["abcd"[rank]] for rank in range(3) if rank != frozen]
+    assert any(
+        isinstance(error, RetryableError) and f"node {frozen}" in error.message and "said nothing" in error.message
+        for error in told
+    ), told
+
+
+def test_a_node_may_prepare_for_longer_than_it_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "LEAST_SILENCE", 1.0)
+    nodes = Nodes(count=3, patience=1.0)
+
+    def act(here: Meeting) -> Any:
+        here.exchange(facts(here.node.rank).to_json(), judge)
+        time.sleep((2.5, 0.0, 2.0)[here.node.rank])
+        return here.exchange({"rank": here.node.rank}, agree)
+
+    for rank in range(3):
+        nodes.start(nodes.make(rank), act)
+    assert list(nodes.end().values()) == [[{"rank": rank} for rank in range(3)]] * 3
 
 
 def test_stops_are_told_as_such() -> None:

@@ -20,6 +20,7 @@ from sft_play.plan.shape import shape_of
 from sft_play.plan.show import show_plan
 
 LLAMA2, QWEN = "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-7B-Instruct"
+SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GIGABIT = network_speed("1Gbit", "here")
 CARDS = "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop"
 
@@ -112,7 +113,7 @@ def test_the_plan_has_a_table_of_them() -> None:
     assert plan.communication_seconds == pytest.approx(rows["compression: fp16"]["seconds"])
     assert Plan.from_json(plan.to_json()) == plan
     text = show_plan(plan, details=True)
-    assert "to share a step" in text and "<- this run" in text and "s a step" in text
+    assert "to share a step, without latency" in text and "<- this run" in text and "s a step" in text
     # Where the cards' speed is unknown there is no share, and without a stated network no table.
     assert all(row["share"] is None for row in planned("12GB+8GB+8GB@1Gbit", config_of(mode="qlora")).exchanges)
     assert planned("2xRTX4090", config_of(mode="qlora")).exchanges == ()
@@ -134,6 +135,20 @@ def test_choices_are_for_replicas(command: Any) -> None:
         with pytest.raises(UserError, match=rf"but {command}\w* exchanges in a way of its own") as error:
             planned("2xRTX4090", config_of(seq=256, **launch), command_strategy=command)
         assert "make train-distributed" in (error.value.hint or "")
+
+
+@pytest.mark.parametrize("train", [{}, {"bf16": "auto", "fp16": True}])
+def test_cards_without_bf16_are_told_what_their_loss_scaler_does_not_go_with(train: dict[str, Any]) -> None:
+    assert planned("2xT4@1Gbit", config_of(SMALL, train=train)).precision == "fp16"
+    for launch, key in (({"compression": "powersgd"}, "launch.compression"), ({"local_steps": 8}, "launch.local_steps")):
+        for hardware in ("2xT4@1Gbit", "RTX4090+T4@1Gbit"):
+            with pytest.raises(UserError, match=rf"`{key}` is .*but these cards compute in fp16") as error:
+                planned(hardware, config_of(SMALL, train=train, **launch))
+            assert "LAUNCH_COMPRESSION=fp16" in (error.value.hint or "") and "TRAIN_BF16=false" in (error.value.hint or "")
+    for launch in ({"compression": "powersgd"}, {"local_steps": 8}, {"compression": "fp16"}):
+        assert planned("2xRTX4090@1Gbit", config_of(SMALL, **launch)).precision == "bf16"
+        assert planned("2xT4@1Gbit", config_of(SMALL, train={"bf16": False}, **launch)).precision == "fp32"
+    assert planned("2xT4@1Gbit", config_of(SMALL, compression="fp16")).precision == "fp16"
 
 
 def test_one_process_has_nothing_to_share() -> None:

@@ -168,6 +168,24 @@ def test_a_card_that_holds_up_the_others_is_named() -> None:
     assert "rank 2 nothing" in reason(plan, "shares by speed") and show_plan(plan, details=True)
 
 
+@pytest.mark.parametrize("command", ["zero", "fsdp2"])
+def test_fewer_machines_are_named_where_states_are_shared_out_too(command: Any) -> None:
+    slow: dict[str, Any] = {"launch": {"slow_network": "allow"}, "gradient_checkpointing": True, "optim": "sgd"}
+    plan = planned("RTX4090+RTX3090+RTX3090@100Mbit", config_of(SMALL, "full", seq=512, **slow), command_strategy=command)
+    assert "the network included" in reason(plan, "FASTER on rank 0 (RTX4090) alone: ")
+    # A card alone holds all of a model that three share: none is proposed that would not fit.
+    large = planned(
+        CARDS + "@100Mbit", config_of(mode="lora", seq=512, launch={"slow_network": "allow"}), command_strategy="fsdp2"
+    )
+    assert large.strategy == "fsdp2" and not any(one.startswith("FASTER") for one in large.reasons)
+
+
+def test_what_would_fit_is_what_the_plan_holds_of_each_rank() -> None:
+    plan = planned(CARDS + "@1Gbit", config_of(seq=512))
+    told = reason(plan, "shares by speed")
+    assert all(f"({rank.most_rows} would fit)" in told for rank in plan.ranks if rank.micro_batch), told
+
+
 # Machines.
 
 

@@ -377,3 +377,65 @@ def test_events_remember_what_was_tried(tmp_path: Path) -> None:
         "recovering: rank 0: memory ran out in step 3: micro-batch 8 x accumulation 2 -> 4 x 4 on every rank "
         "(although `train.batch_size` was given), global batch 32 as before; going on from step-000004 (retry 1 of 3)"
     )
+
+
+# ---- Ranks that are not alike
+
+
+def unequal(*slots: tuple[int, int], most: int = 64, strategy: Any = "ddp") -> Plan:
+    """Returns a plan whose ranks have these micro-batches and micro-steps."""
+    first = plan(config(global_batch_size=32), REQUEST, f"{len(slots)}x80GB")
+    ranks = tuple(
+        replace(rank, micro_batch=micro, accumulation=steps, most_rows=max(micro, most))
+        for rank, (micro, steps) in zip(first.ranks, slots, strict=True)
+    )
+    return replace(first, ranks=ranks, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("rank", "doing", "words"),
+    [
+        (1, {"phase": "training"}, "TRAIN_BATCH_SIZE=2"),
+        (0, {"phase": "training"}, "TRAIN_BATCH_SIZE=5"),  # and not 8: rank 1 holds five rows
+        (None, {"phase": "training"}, "TRAIN_BATCH_SIZE=5"),
+        (1, {"phase": "training", "micro_batch": 8}, "TRAIN_BATCH_SIZE=4"),
+        (2, {"phase": "training"}, "TRAIN_GRADIENT_CHECKPOINTING=true"),
+    ],
+)
+def test_several_machines_are_told_half_of_what_the_failed_rank_had(rank: int | None, doing: dict[str, Any], words: str) -> None:
+    before, request = unequal((16, 1), (4, 3), (1, 4), most=5), replace(REQUEST, num_nodes=3)
+    before = replace(before, ranks=(*before.ranks[:2], replace(before.ranks[2], most_rows=64)))
+    settings = config(global_batch_size=32)
+    refusal = recovery.remedy(
+        settings, shape_of(settings.model), before, request, replace(LOST_MEMORY, rank=rank, doing=doing), 0
+    )
+    assert isinstance(refusal, Refusal) and words in refusal.hint
+
+
+def test_micro_steps_of_every_rank_are_told_and_kept() -> None:
+    before, after = unequal((8, 2), (4, 4)), unequal((8, 2), (2, 8))
+    settings = config(global_batch_size=32)
+    line = recovery.announcement(settings, before, after, replace(LOST_MEMORY, rank=1), None, 1)
+    assert "micro-batch 8 x 2, 4 x 4 -> 8 x 2, 2 x 8 on every rank" in line
+    kept = recovery.division(unequal((4, 1), (4, 3)))
+    assert (kept["accumulation"], kept["accumulations"]) == (3, [1, 3])
+    assert "accumulations" not in recovery.division(unequal((4, 3), (2, 3)))
+
+
+def test_a_micro_batch_that_grew_while_training_shrinks_to_the_plans_first() -> None:
+    settings, before = config(global_batch_size=32), unequal((8, 2), (4, 2), strategy="zero2")
+    outcome = replace(LOST_MEMORY, rank=0, doing={"phase": "training", "micro_batch": 14})
+    found = recovery.remedy(settings, shape_of(settings.model), before, REQUEST, outcome, 0)
+    assert found == REQUEST, "nothing is halved: the plan's own shares were not tried"
+    line = recovery.announcement(settings, before, before, outcome, None, 1)
+    assert "micro-batch 14 -> 8, and shares stay the plan's from here on" in line
+    again = replace(outcome, doing={"phase": "training"})
+    assert recovery.remedy(settings, shape_of(settings.model), before, REQUEST, again, 1) == replace(REQUEST, halvings=1)
+
+
+def test_a_worker_says_how_much_it_had_at_a_time_where_shares_have_changed() -> None:
+    doing = Activity()
+    doing.enter("training", step=3)
+    assert "micro_batch" not in doing.facts()
+    doing.micro_batch = 14
+    assert doing.facts()["micro_batch"] == 14

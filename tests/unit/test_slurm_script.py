@@ -68,7 +68,7 @@ def test_one_node_meets_nobody() -> None:
     assert "NUM_NODES" not in text
     several = render(batch_job())
     assert 'MASTER_PORT="$port"' in several
-    assert "port=$((20000 + SLURM_JOB_ID % 10000))" in several
+    assert "port=$((20000 + (SLURM_JOB_ID + tried) % 10000))" in several
     assert 'MASTER_ADDR="$(address_of "$first")"' in several
 
 
@@ -140,6 +140,7 @@ node=0
 for word in "$@"; do [[ $word == NODE_RANK=* ]] && node=${word#NODE_RANK=}; done
 printf '%s\\0' "$@" >"$LAB/words-$node"
 env >"$LAB/env-$node"
+if [[ -e $LAB/cause-$node ]]; then cp "$LAB/cause-$node" "$SFT_PLAY_CAUSE_FILE"; fi
 if [[ -e $LAB/hold ]]; then
   trap 'exit 143' TERM
   touch "$LAB/ready-$node"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -67,9 +67,16 @@ def ask(host: Host, inventory: Inventory, do: str, *, timeout: float, **values: 
     """Returns the answer to one request. Raises `HardwareError` where the machine cannot be asked, with what to do."""
     text = request_of(host, do, **values)
     if is_here(host):
-        done = subprocess.run(
-            [sys.executable, "-c", BOOT], input=text, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", BOOT], input=text, capture_output=True, text=True, timeout=timeout, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise HardwareError(
+                f"host `{host.name}`, this machine, did not answer within {timeout:g} s",
+                place=host.place or None,
+                hint="a disk or the GPU driver may hang: `df` and `nvidia-smi` show which",
+            ) from None
         code, out, err = done.returncode, done.stdout, done.stderr
     else:
         answer = run_on(host, inventory, in_folder(host, [host.python, "-c", BOOT]), input=text, timeout=timeout)
@@ -191,14 +198,3 @@ class Agent:
         with contextlib.suppress(OSError, ValueError):
             for line in iter(self.process.stderr.readline, b""):
                 self.error = (self.error + line.decode("utf-8", "replace"))[-ERROR_LETTERS:]
-
-
-def hosts_that_answer(inventory: Inventory, hosts: Sequence[Host], *, timeout: float = 8.0) -> dict[str, bool]:
-    """Returns host name -> whether ssh reaches it now, all asked at once."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    def answers(host: Host) -> bool:
-        return is_here(host) or run_on(host, inventory, ["true"], timeout=timeout).code == 0
-
-    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
-        return dict(zip((host.name for host in hosts), pool.map(answers, hosts), strict=True))

@@ -8,43 +8,63 @@ from typing import Any
 from sft_play.errors import HardwareError, printable
 from sft_play.launch.cluster.board import last_words
 from sft_play.launch.cluster.session import Node, Session
-from sft_play.launch.run_folder import stop_code
+from sft_play.launch.run_folder import is_finished, stop_code
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, PEER_GONE, Outcome
 
 EARLIER_SECONDS = 12.0
 """A machine is noticed to be lost so long after it went: only an error that came before that can have been first."""
 STOPPED = (130, 143)
+Record = tuple[float, int, Mapping[str, Any], int]
+"""When it came, rank, what it recorded, place of its machine."""
 
 
 def judge(session: Session, ranks: Sequence[range]) -> Outcome:
     """Says how it ended. `ranks`: those of each machine, empty where no plan was made.
 
-    The order of causes: a request to stop; an error that was recorded before a machine can have been lost; a lost machine; the earliest
-    cause that is a rank's own (its error, its death, want of memory); a launcher that failed without a word of a rank; whatever is left.
+    The order of causes: after a request to stop, an error with a code from 1 to 5 (a save that failed), a run that was complete before, the
+    request; a complete run, whatever another machine's connection did afterwards; an error that was recorded before a machine can have been
+    lost; a lost machine; the earliest cause that is a rank's own (its error, its death, want of memory); a launcher that failed without a word
+    of a rank; whatever is left.
     """
     nodes = session.nodes
+    own = sorted((one for one in _known(nodes, ranks) if is_own(one[1], one[2])), key=lambda one: one[:2])
+    permanent = next((one for one in own if is_permanent(int(one[2].get("code", 0)))), None)
+    if permanent is None and (all(node.code == 0 for node in nodes) or (nodes[0].code == 0 and is_finished(session.run))):
+        return Outcome(code=0)
     if session.asked in ("signal", "grow") and not any(node.lost or node.problem for node in nodes):
-        return _stopped(session)
-    known = [(at, rank, facts, place) for place, node in enumerate(nodes) for rank, (facts, at) in node.records.items()]
-    own = sorted((one for one in known if is_own(one[1], one[2])), key=lambda one: one[:2])
+        return _asked(session, permanent)
     lost = sorted((node.ended_at or 0.0, place) for place, node in enumerate(nodes) if node.lost)
     first_lost = lost[0][0] - EARLIER_SECONDS if lost else float("inf")
     if own and own[0][0] < first_lost:
         _, rank, facts, place = own[0]
         return _rank_failed(nodes[place], rank, facts)
     if session.asked == "signal":
-        return _stopped(session)
+        return _asked(session, permanent)
     if lost:
         return _host_lost(nodes, [place for _, place in lost], ranks)
     if broken := next((node for node in nodes if node.problem), None):
         return Outcome(code=HardwareError.exit_code, message=f"error: host `{broken.host.name}`: {broken.problem}")
-    if all(node.code == 0 for node in nodes):
-        return Outcome(code=0)
     if killed := _killed(nodes):
         return killed
     if all(node.code in (0, *STOPPED) for node in nodes):
         return Outcome(code=next(node.code for node in nodes if node.code), stop=_stop_facts(nodes))
     return _launcher_failed(nodes)
+
+
+def is_permanent(code: int | None) -> bool:
+    """Whether an exit code says that the same command would fail again."""
+    return code is not None and 1 <= code <= 5
+
+
+def _known(nodes: Sequence[Node], ranks: Sequence[range]) -> list[Record]:
+    """Returns what ranks recorded, each once: on a disk that all see, every machine tells of every rank, and the plan says whose it is."""
+    owners = {rank: place for place, own in enumerate(ranks) for rank in own}
+    found: dict[int, Record] = {}
+    for place, node in enumerate(nodes):
+        for rank, (facts, at) in node.records.items():
+            if rank not in found or at < found[rank][0]:
+                found[rank] = at, rank, facts, owners.get(rank, place)
+    return list(found.values())
 
 
 def is_own(rank: int, facts: Mapping[str, Any]) -> bool:
@@ -104,9 +124,7 @@ def _killed(nodes: Sequence[Node]) -> Outcome | None:
 
 def _launcher_failed(nodes: Sequence[Node]) -> Outcome:
     """A launcher that ended before its workers, or that only lost its peers. What node 0 has said stands on the console already."""
-    failed = sorted(
-        (node for node in nodes if node.code), key=lambda node: (not 1 <= (node.code or 0) <= 5, node.ended_at or 0.0)
-    )
+    failed = sorted((node for node in nodes if node.code), key=lambda node: (not is_permanent(node.code), node.ended_at or 0.0))
     first = failed[0]
     code = first.code if first.code is not None and first.code > 0 else LOST
     same = nodes[0].code == first.code and last_words(first.words)[:200] == last_words(nodes[0].words)[:200]
@@ -114,6 +132,16 @@ def _launcher_failed(nodes: Sequence[Node]) -> Outcome:
         return Outcome(code=code, message="")
     words = last_words(first.words) or f"its launcher ended with code {first.code}"
     return Outcome(code=code, message=f"error: host `{first.host.name}`: {words.removeprefix('error: ')}")
+
+
+def _asked(session: Session, permanent: Record | None) -> Outcome:
+    """How a stop on request went: a failure to save comes before the request, unless the workers were killed at once."""
+    if not session.stop.at_once:
+        if permanent is not None:
+            return _rank_failed(session.nodes[permanent[3]], permanent[1], permanent[2])
+        if any(is_permanent(node.code) for node in session.nodes):
+            return _launcher_failed(session.nodes)
+    return _stopped(session)
 
 
 def _stopped(session: Session) -> Outcome:

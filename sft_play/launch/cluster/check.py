@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,13 @@ from sft_play.launch.cluster.sync import code_files, project
 from sft_play.runs.prepared_index import lookup, sources_of
 
 SECONDS = 28.0
+"""For everything, the hashing of this machine's files too."""
+LEAST_SECONDS = 15.0
 PORT = 29500
 NOT_CODE = ("docs/", "tests/", "benchmarks/", "examples/")
 """Files of the project that no run executes."""
+MOST_CODE_BYTES = 16 * 2**20
+"""Of one file of the project: a larger one is no code, and train-cluster compares it when it sends it."""
 MOST_SOURCE_BYTES, MOST_SOURCES = 512 * 2**20, 2_000
 """Of the data's files: more would not be read within the time."""
 MOST_PAIRS = 12
@@ -33,13 +38,16 @@ FAILED = 3
 
 def main(call: Call) -> int:
     """Prints what was found; returns 0, or 3 where a machine cannot take part. Raises `UserError`."""
+    began = time.monotonic()
     inventory = inventory_for_call(call)
     given = call.options.get("CONFIG") or call.options.get("RUN")
     if call.overrides and not given:
         raise UserError(f"`{call.overrides[0].origin}` is given, but no configuration", hint="CONFIG=configs/home_lan.yaml")
     config = call.load_config().config if given else None
     wanted = wanted_of(config, call.port("MASTER_PORT") or PORT)
-    examined = examine(inventory, wanted, seconds=SECONDS)
+    hashed = time.monotonic() - began
+    examined = examine(inventory, wanted, seconds=max(LEAST_SECONDS, SECONDS - hashed))
+    examined.seconds += hashed
     findings = judge(examined, inventory, wanted, call.options["CLUSTER"], here=is_here(inventory.master))
     if call.json:
         print(json.dumps(as_json(examined, inventory, findings), indent=2))
@@ -50,7 +58,7 @@ def main(call: Call) -> int:
 
 def wanted_of(config: Config | None, port: int) -> Wanted:
     """Returns what the machines shall agree with: this machine's code and, with a configuration, data and backend."""
-    code = {name: file_sha256(project() / name) for name in _code() if (project() / name).is_file()}
+    code = {name: file_sha256(project() / name) for name in _code()}
     if config is None:
         return Wanted(port=port, code=code)
     known = lookup(config)
@@ -71,7 +79,8 @@ def _code() -> list[str]:
         names = code_files()
     except UserError:
         names = [str(path.relative_to(project())) for path in sorted((project() / "sft_play").rglob("*.py"))]
-    return [name for name in names if not name.startswith(NOT_CODE)]
+    files = ((name, project() / name) for name in names if not name.startswith(NOT_CODE))
+    return [name for name, path in files if path.is_file() and path.stat().st_size <= MOST_CODE_BYTES]
 
 
 def _sources(config: Config) -> dict[str, str]:

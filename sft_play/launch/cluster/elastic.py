@@ -1,7 +1,8 @@
-"""Which machines a run goes on with: all of the inventory, or with `launch.elastic` those that are there, and one that returns.
+"""Which machines a run goes on with: all of the inventory, or with `launch.elastic` those that are there and fit, and one that returns.
 
-A machine that returns is taken at the next start, or once it answers and a checkpoint has been published after that: then all ranks save, leave
-and start again with it, so nothing is trained twice. The master is always one of them: it holds the run.
+A machine that returns is taken at the next start, or once it is fit and a checkpoint has been published after that: then all ranks save, leave
+and start again with it, so nothing is trained twice. The master is always one of them: it holds the run. A machine that answers but is not fit
+(no environment, other versions, a lost GPU, a full disk) counts as missing, and is not tried again before something about it has changed.
 """
 
 from __future__ import annotations
@@ -10,59 +11,163 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from sft_play.config.cluster import Host, Inventory
-from sft_play.errors import RetryableError, UserError, raise_all
-from sft_play.launch.cluster.agent import hosts_that_answer
-from sft_play.launch.cluster.facts import Facts, gather
-from sft_play.launch.cluster.task import Task
+from sft_play.config.cluster import Host
+from sft_play.errors import HardwareError, RetryableError, UserError, raise_all
+from sft_play.launch.cluster.facts import Facts, check, gather, shared_variables
+from sft_play.launch.cluster.ssh import is_here
+from sft_play.launch.cluster.task import Task, require_one_disk, require_unused_name
 from sft_play.launch.run_folder import raise_what_was_heard
 from sft_play.runs.checkpoints import published, step_of
 from sft_play.runs.folder import RunFolder
 
 POLL_SECONDS = 10.0
 """How often a machine that is missing is asked whether it is there again."""
+LOOK_SECONDS = 1.0
+"""How often a new checkpoint is looked for when one is back."""
 SAY_SECONDS = 30.0
+MOST_REFUSALS = 3
+"""How often one command may fail to bring a machine what it needs before that machine is left out for good."""
+Chosen = tuple[list[Host], dict[str, Facts]]
 
 
-def choose(task: Task, answers: Mapping[str, Facts | UserError]) -> tuple[list[Host], list[UserError]]:
-    """Returns the machines to start on, in the inventory's order, and why others cannot be asked."""
-    there = [host for host in task.inventory.hosts if isinstance(answers[host.name], Facts)]
-    missing = [answer for answer in answers.values() if isinstance(answer, UserError)]
-    return there[: task.most], missing
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why a machine was left out although it answered."""
+
+    error: UserError
+    facts: Facts | None
+    """What it said of itself then; `None` when it has not answered since, or said something else."""
+    times: int
 
 
-def hosts_for_start(task: Task, variables: Mapping[str, str]) -> tuple[list[Host], dict[str, Facts]]:
-    """Asks all machines once. Raises every reason when too few are there; with `launch.elastic` it says who is left out."""
-    answers = gather(task.inventory, task.inventory.hosts, variables)
-    hosts, missing = choose(task, answers)
-    if len(hosts) < task.least or task.inventory.master not in hosts:
-        raise_all(missing)
-    for error in missing:
-        print(f"left out: {error.message}", file=sys.stderr, flush=True)
-    return hosts, {name: answer for name, answer in answers.items() if isinstance(answer, Facts)}
+class Muster:
+    """The machines of one command: asked, judged, and those remembered that did not come up to a start."""
 
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._variables = shared_variables(task.shared)
+        self._own: Facts | None = None
+        """What the master said of itself last."""
+        self._gpus: dict[str, int] = {}
+        """The most GPUs that each machine has shown."""
+        self._refused: dict[str, Refusal] = {}
 
-def hosts_for_restart(task: Task, variables: Mapping[str, str]) -> tuple[list[Host], dict[str, Facts]]:
-    """Waits until enough machines are there again, at most `launch.join_seconds`. Raises `RetryableError` with who is missing."""
-    begun, said = time.monotonic(), 0.0
-    patience = task.loaded.config.launch.join_seconds
-    while True:
-        answers = gather(task.inventory, task.inventory.hosts, variables)
-        hosts, missing = choose(task, answers)
-        if len(hosts) >= task.least and task.inventory.master in hosts:
-            return hosts, {name: answer for name, answer in answers.items() if isinstance(answer, Facts)}
-        names = ", ".join(f"`{host.name}`" for host in task.inventory.hosts if host not in hosts)
-        waited = time.monotonic() - begun
-        if waited > patience:
-            raise RetryableError(
-                f"{names} did not come back within {patience:g} s (`launch.join_seconds`): {missing[0].message}",
-                hint='go on with fewer machines: CLUSTER_HOSTS="name name", or `launch.elastic: MIN:MAX` for the next time',
+    def for_start(self) -> Chosen:
+        """Asks all machines once. Raises every reason when too few are there; with `launch.elastic` it says who is left out."""
+        task, hosts = self.task, self.task.inventory.hosts
+        if task.bounds is None:
+            answers = gather(task.inventory, hosts, self._variables, task.run.name)
+            found = {name: answer for name, answer in answers.items() if isinstance(answer, Facts)}
+            raise_all([answer for answer in answers.values() if isinstance(answer, UserError)])
+            check(task.inventory, found, shared=task.shared)
+            require_one_disk(task, hosts, found)
+            require_unused_name(task, hosts, found)
+            for host in hosts:
+                self._note(host, found[host.name])
+            return list(hosts), found
+        answers = self.ask(hosts)
+        chosen, missing = self._choose(answers)
+        if not self._enough(chosen):
+            raise_all(missing)
+        for error in missing:
+            print(f"left out: {error.message}", file=sys.stderr, flush=True)
+        found = _facts_of(chosen, answers)
+        require_unused_name(task, chosen, found)
+        return chosen, found
+
+    def for_restart(self, begun: float) -> Chosen:
+        """Waits until enough machines are there and fit, at most `launch.join_seconds` from `begun` (monotonic) on.
+
+        Raises `RetryableError` with who is missing.
+        """
+        patience, said, again = self.task.loaded.config.launch.join_seconds, 0.0, False
+        while True:
+            answers = self.ask(self.task.inventory.hosts, again=again)
+            hosts, missing = self._choose(answers)
+            if self._enough(hosts):
+                return hosts, _facts_of(hosts, answers)
+            names = ", ".join(f"`{host.name}`" for host in self.task.inventory.hosts if host not in hosts)
+            waited = time.monotonic() - begun
+            if waited > patience:
+                raise RetryableError(
+                    f"{names} did not come back within {patience:g} s (`launch.join_seconds`): {missing[0].message}",
+                    hint='go on with fewer machines: CLUSTER_HOSTS="name name", or `launch.elastic: MIN:MAX` for the next time',
+                )
+            if time.monotonic() - said > SAY_SECONDS or not said:
+                said = time.monotonic()
+                print(
+                    f"waiting for {names}, {patience - waited:.0f} s at most: {missing[0].message}", file=sys.stderr, flush=True
+                )
+            pause(POLL_SECONDS)
+            again = True  # too few without them: what failed may do better now
+
+    def ask(self, hosts: Sequence[Host], *, again: bool = False) -> dict[str, Facts | UserError]:
+        """Returns host name -> its facts, or why it cannot take part. `again`: also those whose last refusal still holds."""
+        master = self.task.inventory.master
+        answers = gather(self.task.inventory, hosts, self._variables, self.task.run.name)
+        if isinstance(own := answers.get(master.name), Facts):
+            self._own = own
+        return {host.name: self._judged(host, answers[host.name], again=again) for host in hosts}
+
+    def refuse(self, host: Host, facts: Facts, error: UserError) -> None:
+        """Remembers that a machine failed, and what it said of itself then."""
+        before = self._refused.get(host.name)
+        self._refused[host.name] = Refusal(error=error, facts=facts, times=(before.times if before else 0) + 1)
+
+    def _judged(self, host: Host, answer: Facts | UserError, *, again: bool) -> Facts | UserError:
+        known = self._refused.get(host.name)
+        if known is not None and known.times >= MOST_REFUSALS:
+            return known.error
+        if known is not None and not again and answer == known.facts:
+            return known.error
+        if known is not None and answer != known.facts:
+            self._refused[host.name] = replace(known, facts=None)
+        if isinstance(answer, UserError):
+            return answer
+        try:
+            self._check(host, answer)
+        except UserError as error:
+            return error
+        self._note(host, answer)
+        return answer
+
+    def _check(self, host: Host, facts: Facts) -> None:
+        """Raises why a machine that answers cannot take part now."""
+        master = self.task.inventory.master
+        own = facts if host == master else self._own
+        if own is None:
+            raise HardwareError(f"host `{master.name}`, the master, has not answered", place=master.place or None)
+        others = () if host == master else (host,)
+        known = {master.name: own, host.name: facts}
+        told = replace(self.task.inventory, hosts=(master if host == master else replace(master, gpus=None), *others))
+        check(told, known, shared=self.task.shared)
+        require_one_disk(self.task, [host], known)
+        require_unused_name(self.task, [host], known)
+        if host.gpus is None and facts.gpus < (had := self._gpus.get(host.name, 0)):
+            raise HardwareError(
+                f"host `{host.name}` had {had} GPU{'s' if had > 1 else ''}, and its driver shows {facts.gpus} now",
+                place=host.place or None,
+                hint="`nvidia-smi` and `dmesg` there say what became of it; `gpus` in the inventory makes do with fewer",
             )
-        if time.monotonic() - said > SAY_SECONDS or not said:
-            said = time.monotonic()
-            print(f"waiting for {names}, {patience - waited:.0f} s at most: {missing[0].message}", file=sys.stderr, flush=True)
-        pause(POLL_SECONDS)
+
+    def _note(self, host: Host, facts: Facts) -> None:
+        self._gpus[host.name] = max(self._gpus.get(host.name, 0), facts.gpus)
+        if is_here(host):
+            self._own = facts
+
+    def _choose(self, answers: Mapping[str, Facts | UserError]) -> tuple[list[Host], list[UserError]]:
+        """Returns the machines to start on, in the inventory's order, and why others cannot take part."""
+        there = [host for host in self.task.inventory.hosts if isinstance(answers[host.name], Facts)]
+        return there[: self.task.most], [answer for answer in answers.values() if isinstance(answer, UserError)]
+
+    def _enough(self, hosts: Sequence[Host]) -> bool:
+        return len(hosts) >= self.task.least and self.task.inventory.master in hosts
+
+
+def _facts_of(hosts: Sequence[Host], answers: Mapping[str, Facts | UserError]) -> dict[str, Facts]:
+    return {host.name: facts for host in hosts if isinstance(facts := answers[host.name], Facts)}
 
 
 def pause(seconds: float) -> None:
@@ -74,38 +179,48 @@ def pause(seconds: float) -> None:
 
 
 class Returning:
-    """Asks for machines that are missing, beside the training, until one answers."""
+    """Asks for machines that are missing, beside the training, until one is fit to take part and a checkpoint has come after that."""
 
-    def __init__(self, inventory: Inventory, missing: Sequence[Host], run: RunFolder, say: Callable[[str], None]) -> None:
-        self.inventory, self.missing, self.run, self._say = inventory, list(missing), run, say
+    def __init__(self, muster: Muster, missing: Sequence[Host], run: RunFolder, say: Callable[[str], None]) -> None:
+        self.muster, self.missing, self.run, self._say = muster, list(missing), run, say
         self.back: list[Host] = []
         self._over = threading.Event()
-        self._newest: int | None = None
-        self._looked = 0.0
+        self._ready = False
         if self.missing:
-            threading.Thread(target=self._ask, name="returning", daemon=True).start()
+            threading.Thread(target=self._watch, name="returning", daemon=True).start()
 
-    def _ask(self) -> None:
-        while not self._over.wait(POLL_SECONDS):
-            answers = hosts_that_answer(self.inventory, self.missing)
-            back = [host for host in self.missing if answers[host.name]]
-            if back:
-                self._newest = self._step()
-                self.back = back
-                names = ", ".join(f"`{host.name}`" for host in back)
-                self._say(f"\n{names} answers again; it is taken in after the next checkpoint")
-                return
+    def _watch(self) -> None:
+        newest = 0
+        while not self._over.wait(LOOK_SECONDS if self.back else POLL_SECONDS):
+            if not self.back:
+                newest, self.back = self._step(), self._fit()
+                if self.back and not self._over.is_set():
+                    self._say(f"\n{self._names()} answers again; it is taken in after the next checkpoint")
+            elif self._step() > newest:
+                names, self.back = self._names(), self._fit()  # it may have gone again, or fallen sick
+                if self.back:
+                    self._ready = True
+                    return
+                self._say(f"\n{names} cannot be taken in any more")
+
+    def _fit(self) -> list[Host]:
+        """Returns those that could take part now."""
+        try:
+            answers = self.muster.ask(self.missing)
+        except UserError:  # this machine's own disk: the run itself will say so
+            return []
+        return [host for host in self.missing if isinstance(answers[host.name], Facts)]
+
+    def _names(self) -> str:
+        return ", ".join(f"`{host.name}`" for host in self.back)
 
     def _step(self) -> int:
         found = published(self.run)
         return step_of(found[0]) if found else 0
 
     def wanted(self) -> bool:
-        """Whether one is back, and a checkpoint was published after that."""
-        if not self.back or time.monotonic() - self._looked < 1:
-            return False
-        self._looked = time.monotonic()
-        return self._newest is not None and self._step() > self._newest
+        """Whether one is back and fit, and a checkpoint was published after that."""
+        return self._ready
 
     def close(self) -> None:
         """Asks no more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch.cluster.agent import ask
 from sft_play.launch.cluster.ssh import is_here
+from sft_play.launch.environment import mask
 from sft_play.runs.folder import cache_folder, runs_folder
 
 SECONDS = 30.0
@@ -43,8 +45,9 @@ class Facts:
     shares_runs: bool
     """Its folder of runs is this machine's: a network disk."""
     shares_cache: bool
-    port_free: bool | None
     linux: bool
+    run_there: str | None = None
+    """Its folder of a run of the name that was asked for, where one was begun there."""
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Facts:
@@ -70,14 +73,16 @@ def _mark() -> Iterator[str]:
             path.unlink(missing_ok=True)
 
 
-def gather(inventory: Inventory, hosts: Sequence[Host], variables: Mapping[str, str]) -> dict[str, Facts | UserError]:
-    """Asks all hosts at once; returns host name -> its facts, or why it cannot be asked."""
+def gather(
+    inventory: Inventory, hosts: Sequence[Host], variables: Mapping[str, str], run: str | None = None
+) -> dict[str, Facts | UserError]:
+    """Asks all hosts at once, also for what they have of a run called `run`; returns host name -> its facts, or why it cannot be asked."""
     with _mark() as mark, ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
 
         def one(host: Host) -> Facts | UserError:
             mine = {} if is_here(host) else dict(variables)
             try:
-                return Facts.of(ask(host, inventory, "facts", timeout=SECONDS, mark=mark, variables=mine))
+                return Facts.of(ask(host, inventory, "facts", timeout=SECONDS, mark=mark, variables=mine, run=run))
             except UserError as error:
                 return error
 
@@ -116,10 +121,7 @@ def _problems(host: Host, facts: Facts, own: Facts, inventory: Inventory, shared
         return
     if not facts.linux:
         yield HardwareError(f"host `{host.name}` does not run Linux", place=place)
-    apart = [f"{name} {facts.versions.get(name, 'is missing')} (here {version})"
-             for name, version in own.versions.items() if facts.versions.get(name) != version]  # fmt: skip
-    if _minor(facts.python) != _minor(own.python):
-        apart.insert(0, f"Python {facts.python} (here {own.python})")
+    apart = versions_apart(own, facts)
     if apart:
         yield HardwareError(
             f"host `{host.name}` has other versions: {', '.join(apart)}", place=place, hint=f"make them alike: {install}"
@@ -135,6 +137,15 @@ def _problems(host: Host, facts: Facts, own: Facts, inventory: Inventory, shared
         yield HardwareError(text, place=place, hint=hint)
     if not facts.rsync:
         yield HardwareError(f"host `{host.name}` has no `rsync`", place=place, hint="on it: sudo apt install rsync")
+
+
+def versions_apart(own: Facts, other: Facts) -> list[str]:
+    """Returns in which versions another machine is not as this one, each with both: Python to its minor number, packages exactly."""
+    apart = [f"{name} {other.versions.get(name, 'is missing')} (here {version})"
+             for name, version in own.versions.items() if other.versions.get(name) != version]  # fmt: skip
+    if _minor(other.python) != _minor(own.python):
+        apart.insert(0, f"Python {other.python} (here {own.python})")
+    return apart
 
 
 def _minor(version: str) -> str:
@@ -159,14 +170,18 @@ def require_master_here(inventory: Inventory) -> None:
 
 COMMON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "SFT_")
 """Beginnings of such settings; `SFT_SECTION_KEY` is a key of the configuration."""
+OF_THE_HUB = re.compile(r"HF_(?!HOME$)\w+(?<!_CACHE)(?<!_PATH)(?<!_DIR)|AIM_REPO")
+"""Settings of the hub's libraries that are no folder, and where tracked runs are kept; of these what looks like a secret stays here."""
 
 
 def forwarded(ambient: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the user's own settings of communication that reach every machine; those that name devices or folders are each machine's."""
+    """Returns the user's own settings that reach every machine; those that name devices or a cache's folder are each machine's."""
     ambient = os.environ if ambient is None else ambient
     own = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
     return {
         k: v
         for k, v in ambient.items()
-        if (k.startswith(COMMON) and k not in own and not k.startswith("SFT_PLAY_")) or k == "OMP_NUM_THREADS"
+        if (k.startswith(COMMON) and k not in own and not k.startswith("SFT_PLAY_"))
+        or k == "OMP_NUM_THREADS"
+        or (OF_THE_HUB.fullmatch(k) and mask(k, v) == v)
     }

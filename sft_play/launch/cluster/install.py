@@ -22,19 +22,24 @@ from sft_play.errors import HardwareError, UserError, printable
 from sft_play.launch.cluster import sync
 from sft_play.launch.cluster.agent import ask
 from sft_play.launch.cluster.children import ended_with_us, waited_for
-from sft_play.launch.cluster.facts import require_master_here
+from sft_play.launch.cluster.facts import Facts, require_master_here, versions_apart
 from sft_play.launch.cluster.ssh import arguments, in_folder, is_here
 
 INSTALL = """
 h() { case "$1" in "~/"*) printf "%s" "$HOME/${1#"~/"}";; *) printf "%s" "$1";; esac; }
 v=$(h "$2")
-if [ -x "$v/bin/python" ] && [ "$v/.runtime" -nt constraints.txt ] && [ "$v/.runtime" -nt pyproject.toml ]; then
+if [ "$3" = kept ] && [ -x "$v/bin/python" ] && [ "$v/.runtime" -nt constraints.txt ] && [ "$v/.runtime" -nt pyproject.toml ]; then
   echo "the environment in $v is up to date"; exit 0
 fi
-p=python$1; command -v "$p" >/dev/null || p=python3
+p=python$1
+if ! command -v "$p" >/dev/null; then
+  p=python3; echo "there is no python$1 here, the version of the first host; taking $(python3 --version 2>&1)"
+fi
 exec bash scripts/install.sh "$p" "$v" runtime
 """
-"""Takes this machine's Python version (`3.11`) and the environment's folder; runs in the project's folder."""
+"""Takes this machine's Python version (`3.11`), the environment's folder, and `kept` where one that is newer than the pins stays.
+
+Runs in the project's folder."""
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 """What pip writes to a terminal beside letters."""
 _printing = threading.Lock()
@@ -55,11 +60,12 @@ def main(call: Call) -> int:
     """Installs on all machines at once; returns 0 when all are ready, else 3."""
     inventory = inventory_for_call(call)
     require_master_here(inventory)
-    files = sync.code_files()
+    files = sync.code_files(lambda line: print(line, file=sys.stderr, flush=True))
     for host in inventory.hosts:
         venv_of(host)  # what cannot be installed into is told before anything is sent
+    own = Facts.of(ask(inventory.master, inventory, "facts", timeout=60, mark="."))
     with ThreadPoolExecutor(max_workers=len(inventory.hosts)) as pool, ended_with_us():
-        found = list(pool.map(lambda host: install(host, inventory, files), inventory.hosts))
+        found = list(pool.map(lambda host: install(host, inventory, files, own), inventory.hosts))
     failed = [one for one in found if not one.ok]
     if call.json:
         print(json.dumps([asdict(one) for one in found]))
@@ -86,30 +92,53 @@ def venv_of(host: Host) -> str:
     return str(python.parent.parent)
 
 
-def install(host: Host, inventory: Inventory, files: Sequence[str]) -> Installed:
-    """Brings the project to one machine and makes its environment; its output is shown with the host's name before each line."""
+def install(host: Host, inventory: Inventory, files: Sequence[str], own: Facts) -> Installed:
+    """Brings the project to one machine and makes its environment, with the versions of this one (`own`); its output is shown with the host's
+    name before each line."""
     if is_here(host):
         return Installed(host=host.name, ok=True, detail="this machine; `make install` keeps its environment")
     try:
         sync.send_code(host, inventory, files, tidy=False)
         say(host, f"{len(files)} files of the project are there")
-        version = ".".join(map(str, sys.version_info[:2]))
-        words = in_folder(host, ["sh", "-c", INSTALL, "sh", version, venv_of(host)])
-        last, code = _run(host, inventory, words)
-        if code:
-            hint = f"to see more: ssh to `{host.name}`, cd {host.folder}, make install"
-            return Installed(host=host.name, ok=False, detail=f"scripts/install.sh ended with code {code}: {last}", hint=hint)
-        ask(host, inventory, "tidy_code", timeout=60, files=list(files))
-        answer = ask(host, inventory, "facts", timeout=60, mark=".")
+        for kept in ("kept", "anew"):
+            last, code = _run(host, inventory, in_folder(host, ["sh", "-c", INSTALL, "sh", _minor(own), venv_of(host), kept]))
+            if code:
+                hint = f"to see more: ssh to `{host.name}`, cd {host.folder}, make install"
+                return Installed(host=host.name, ok=False, detail=f"scripts/install.sh ended with code {code}: {last}", hint=hint)
+            found = Facts.of(ask(host, inventory, "facts", timeout=60, mark="."))
+            apart = versions_apart(own, found)
+            if not apart or _minor(found) != _minor(own):
+                break
+            if kept == "kept":
+                say(host, f"its versions are others: {', '.join(apart)}; installing the pinned ones")
+        sync.tidy_code(host, inventory, files)
     except UserError as error:
         return Installed(host=host.name, ok=False, detail=error.message, hint=error.hint)
-    if not answer["code"]:
-        return Installed(
-            host=host.name, ok=False, detail="the project cannot be imported by its Python", hint="remove the environment there"
+    return judged(host, own, found)
+
+
+def judged(host: Host, own: Facts, found: Facts) -> Installed:
+    """Returns whether a machine with these facts can train with this one."""
+    version = _minor(own)
+    if not found.code:
+        detail, hint = "the project cannot be imported by its Python", f"remove `{venv_of(host)}` in `{host.folder}` there"
+    elif "torch" not in found.versions:
+        detail, hint = "its environment has no torch", f"remove `{venv_of(host)}` in `{host.folder}` there"
+    elif _minor(found) != version:
+        detail = f"its environment has Python {found.python}, and this machine {own.python}"
+        hint = f"on it: sudo apt install python{version} python{version}-venv, and remove `{venv_of(host)}` in `{host.folder}`"
+    elif apart := versions_apart(own, found):
+        detail, hint = (
+            f"other versions than here: {', '.join(apart)}",
+            "make install on this machine, too: both get the pinned versions",
         )
-    return Installed(
-        host=host.name, ok=True, detail=f"Python {answer['python']}, torch {answer['versions'].get('torch', 'is missing')}"
-    )
+    else:
+        return Installed(host=host.name, ok=True, detail=f"Python {found.python}, torch {found.versions['torch']}")
+    return Installed(host=host.name, ok=False, detail=detail, hint=f"{hint}; then type the same command again")
+
+
+def _minor(facts: Facts) -> str:
+    return ".".join(facts.python.split(".")[:2])
 
 
 def say(host: Host, line: str) -> None:

@@ -84,10 +84,19 @@ def facts(request: dict[str, Any]) -> int:
         home=str(Path.home()),
         shares_runs=(runs_folder() / mark).exists(),
         shares_cache=(cache_folder() / mark).exists(),
-        port_free=port_is_free(request["port"]) if request.get("port") else None,
         linux=sys.platform == "linux",
+        run_there=_run_there(request.get("run")),
     )
     return 0
+
+
+def _run_there(name: str | None) -> str | None:
+    """The folder of a run of this name that was begun on this machine; `None` where there is none."""
+    folder = runs_folder() / str(name)
+    with contextlib.suppress(OSError):
+        if name and (folder / "events.jsonl").stat().st_size:
+            return str(folder)
+    return None
 
 
 def gpus() -> int:
@@ -99,16 +108,6 @@ def gpus() -> int:
             count = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return count if visible is None else min(count, len([part for part in visible.split(",") if part.strip()]))
-
-
-def port_is_free(port: int) -> bool:
-    """Whether a listener could be opened on it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return True
-    return False
 
 
 # ---- Files
@@ -127,21 +126,37 @@ def write(request: dict[str, Any]) -> int:
 
 
 def tidy_code(request: dict[str, Any]) -> int:
-    """Removes files that an earlier synchronisation brought and this one did not: they are gone from the project."""
-    place = f"{socket.gethostname()}:{Path.cwd()}"  # machines may share a cache
-    listing = cache_folder() / "cluster" / f"synced-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
-    now = set(request["files"])
-    before = set(listing.read_text(encoding="utf-8").split("\0")) if listing.is_file() else set()
+    """Removes files that an earlier synchronisation brought and this one did not: they are gone from the project. What was changed here since
+    stays. `files` maps names to sha256, and becomes the `listing` (counted from the folder) of what was brought."""
+    listing, now = Path(request["listing"]), request["files"]
+    if Path(request["mark"]).exists():  # this folder is the one of the machine that asks
+        tell(ok=True, removed=[])
+        return 0
+    before: dict[str, set[str]] = {}
+    for entry in listing.read_bytes().split(b"\0") if listing.is_file() else ():
+        digest, _, raw = entry.partition(b"  ")
+        before.setdefault(os.fsdecode(raw), set()).add(digest.decode("ascii", "replace"))
     removed = []
-    for name in sorted(before - now - {""}):
+    for name in sorted(before.keys() - now.keys() - {""}):
         path = Path(name)
-        if not path.is_absolute() and ".." not in path.parts and (path.is_file() or path.is_symlink()):
+        if not path.is_absolute() and ".." not in path.parts and path.is_file() and sha256(path) in before[name]:
             path.unlink()
             removed.append(name)
     listing.parent.mkdir(parents=True, exist_ok=True)
-    listing.write_text("\0".join(sorted(now)), encoding="utf-8")
+    temporary = listing.with_name(f"{listing.name}.{socket.gethostname()}.{os.getpid()}")  # machines may share the folder
+    temporary.write_bytes(b"".join(f"{digest}  ".encode() + os.fsencode(name) + b"\0" for name, digest in sorted(now.items())))
+    temporary.replace(listing)
     tell(ok=True, removed=removed)
     return 0
+
+
+def sha256(path: Path) -> str:
+    """The hexadecimal sha256 of a file's content."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while piece := stream.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def one_checkpoint(request: dict[str, Any]) -> int:

@@ -7,6 +7,7 @@ descendants inherit, and killed.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import ctypes
 import json
@@ -22,12 +23,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from sft_play.launch.cluster.remote import facts, one_checkpoint, runs_folder, tell, tidy_code, write
-from sft_play.launch.cluster.remote_processes import CHUNK, TOKEN, end, kill_all, machine, pid_file, send, status, tail
+from sft_play.launch.cluster.remote_processes import CHUNK, TOKEN, end, kill_all, machine, pid_file, saves, send, status, tail
 
 SILENT_SECONDS = 15.0
 """How long the machine that started us may be silent; it sends a line every two seconds."""
 GONE_SECONDS = 29.0
 """How long a launcher may take to save and leave once nobody listens any more; a save that takes longer goes on while it grows."""
+DISK_SECONDS = 60.0
+"""How long the last of the logs may take to be read once the launcher has ended."""
 TICK_SECONDS, BEAT_SECONDS = 0.2, 1.0
 
 
@@ -43,10 +46,15 @@ class Launch:
         self.begun = time.time()
         self.sizes = {path: path.stat().st_size for path in (self.run / "logs").glob("rank*.log")}
         """How much of each rank's log has been sent, or was there before."""
+        self.decoders: dict[Path, codecs.IncrementalDecoder] = {}
         self.records: set[str] = set()
         self.heard = time.monotonic()
         self.asked_at: float | None = None
         self.has_pid_file = False
+        self.shown = "starting"
+        """The state as the disk last said."""
+        self.told = 0.0
+        self.over = threading.Event()
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -84,8 +92,6 @@ class Launch:
 
     def read(self, stream: IO[bytes], name: str) -> None:
         """Passes on what the launcher prints, letters whole."""
-        import codecs
-
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while content := os.read(stream.fileno(), CHUNK):
             if text := decoder.decode(content):
@@ -127,9 +133,13 @@ class Launch:
             with contextlib.suppress(OSError), path.open("rb") as stream:
                 sent = self.sizes.get(path, 0)
                 size = os.fstat(stream.fileno()).st_size
+                if sent > size:
+                    self.decoders.pop(path, None)
+                decoder = self.decoders.setdefault(path, codecs.getincrementaldecoder("utf-8")("replace"))
                 stream.seek(sent if sent <= size else 0)
                 while content := stream.read(CHUNK):
-                    tell(log=path.name, text=content.decode("utf-8", "replace"))
+                    if text := decoder.decode(content):  # a letter whose bytes are not all there yet comes with the next piece
+                        tell(log=path.name, text=text)
                 self.sizes[path] = stream.tell()
         for path in sorted((self.run / "logs").glob("exit-rank*.json")):
             with contextlib.suppress(OSError, ValueError):
@@ -141,7 +151,7 @@ class Launch:
     def state(self) -> str:
         """`starting` until this machine's workers have been started, then `running`; once it was told to stop, `stopping` or `saving`."""
         if self.asked_at is not None:
-            return "saving" if self.saves() else "stopping"
+            return "saving" if saves(self.run) else "stopping"
         return "running" if self.event("started", "resumed") else "starting"
 
     def event(self, *names: str) -> dict[str, Any] | None:
@@ -155,34 +165,47 @@ class Launch:
                     found = one if mine and one.get("event") in names else found
         return found
 
-    def saves(self) -> bool:
-        """Whether a checkpoint is still being written: its folder has been touched within some seconds."""
-        newest = 0.0
-        for folder in (self.run / "checkpoints").glob(".step-*.partial"):
+    def look(self) -> None:
+        """Reads what the run writes until it is over: in a thread of its own, since a network disk may stall for longer than we may be silent."""
+        while True:
+            last = self.over.is_set()
             with contextlib.suppress(OSError):
-                newest = max([newest, folder.stat().st_mtime, *(path.stat().st_mtime for path in folder.iterdir())])
-        return time.time() - newest < 5
+                if not last:
+                    self.keep_pid_file()
+                self.send_logs()
+                self.shown = self.state()
+            if last:
+                return
+            self.over.wait(TICK_SECONDS)
+
+    def beat(self) -> None:
+        """Says every second that this machine lives, and how far it is."""
+        if time.monotonic() - self.told > BEAT_SECONDS:
+            self.told = time.monotonic()
+            tell(beat=self.shown)
 
     def supervise(self) -> int:
         """Waits for the end of the launcher, and sees to it that it comes when nobody listens."""
-        readers, beat, gone_at = self.relay(), 0.0, None
+        readers, gone_at = self.relay(), None
+        disk = threading.Thread(target=self.look, daemon=True)
+        disk.start()
         while self.process.poll() is None:
             if not self.obey() and gone_at is None:
                 gone_at = time.monotonic()
                 self.ask(signal.SIGTERM)
-            if gone_at is not None and time.monotonic() - gone_at > GONE_SECONDS and not self.saves():
+            if gone_at is not None and time.monotonic() - gone_at > GONE_SECONDS and self.shown != "saving":
                 send([self.process.pid], signal.SIGKILL)
                 kill_all(self.token)
-            self.keep_pid_file()
-            self.send_logs()
-            if time.monotonic() - beat > BEAT_SECONDS:
-                beat = time.monotonic()
-                tell(beat=self.state())
+            self.beat()
             time.sleep(TICK_SECONDS)
         left = kill_all(self.token)
         for reader in readers:
             reader.join(timeout=5)
-        self.send_logs()
+        self.over.set()
+        until = time.monotonic() + DISK_SECONDS
+        while disk.is_alive() and time.monotonic() < until:
+            self.beat()
+            disk.join(TICK_SECONDS)
         pid_file(self.run, self.node).unlink(missing_ok=True)
         tell(ended=self.process.returncode, event=self.event("finished", "failed", "stopped"), left=left)
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -19,6 +20,9 @@ from sft_play.launch.cluster.remote import gpus, runs_folder, tell
 TOKEN = "SFT_PLAY_CLUSTER"
 """Variable with an id of its own for each start on each machine; it tells the launcher, too, that restarts are not its business."""
 CHUNK = 65536
+SAVING_SECONDS = 5.0
+"""A checkpoint's folder in which nothing has changed for so long is not being written."""
+LONGEST_SAVE_SECONDS = 3600.0
 
 
 def places(request: dict[str, Any]) -> list[Path]:
@@ -42,11 +46,12 @@ def tail(request: dict[str, Any]) -> int:
         return 0
     done = threading.Event()
     threading.Thread(target=_until_gone, args=(done,), daemon=True).start()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with path.open("rb") as stream:
         while True:
             going = request["follow"] and bool(living(run)) and not done.is_set()
             while content := stream.read(CHUNK):
-                tell(text=content.decode("utf-8", "replace"))
+                tell(text=decoder.decode(content))
             if not going:
                 return 0
             time.sleep(0.5)
@@ -68,15 +73,15 @@ def pid_file(run: Path, node: int) -> Path:
     return run / f".cluster-node{node}.json"
 
 
-def with_token(token: str | None) -> list[int]:
-    """The processes that inherited a token (any, for `None`), this one excepted."""
-    wanted = f"{TOKEN}={token}".encode() if token else f"{TOKEN}=".encode()
+def with_token(token: str) -> list[int]:
+    """The processes that inherited a token, this one excepted."""
+    wanted = f"{TOKEN}={token}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
                 variables = (entry / "environ").read_bytes().split(b"\0")
-                if any(one == wanted or (token is None and one.startswith(wanted)) for one in variables) and not is_zombie(entry):
+                if wanted in variables and not is_zombie(entry):
                     found.append(int(entry.name))
     return found
 
@@ -145,13 +150,27 @@ def last_line(path: Path) -> str:
     return lines[-1][:200] if lines else ""
 
 
+def saves(run: Path) -> bool:
+    """Whether a checkpoint is being written: its folder has been touched within some seconds."""
+    newest = 0.0
+    for folder in (run / "checkpoints").glob(".step-*.partial"):
+        with contextlib.suppress(OSError):
+            newest = max([newest, folder.stat().st_mtime, *(path.stat().st_mtime for path in folder.iterdir())])
+    return time.time() - newest < SAVING_SECONDS
+
+
 def end(request: dict[str, Any]) -> int:
-    """Ends what trains a run here: SIGTERM to its launcher (save and leave), SIGKILL to what is left after `grace` seconds."""
+    """Ends what trains a run here: SIGTERM to its launcher (save and leave), SIGKILL to what is left after `grace` seconds.
+
+    A save that takes longer goes on while it grows, an hour at most. Without `grace` nothing is waited for.
+    """
     run, left = folder_of(request), 0
     ended = living(run)
     send([one["launcher"] for one in ended], signal.SIGTERM if request["grace"] else signal.SIGKILL)
-    until = time.monotonic() + request["grace"]
-    while time.monotonic() < until and any(with_token(one["token"]) for one in ended):
+    begun, grace = time.monotonic(), float(request["grace"])
+    while (waited := time.monotonic() - begun) < grace or (grace and waited < LONGEST_SAVE_SECONDS and saves(run)):
+        if not any(with_token(one["token"]) for one in ended):
+            break
         time.sleep(0.2)
     for one in ended:
         left += kill_all(one["token"])

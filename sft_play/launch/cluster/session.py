@@ -158,7 +158,10 @@ class Session:
         rank = int("".join(filter(str.isdigit, name)))
         node.records[rank] = facts, at
         if self.streams[index] and self.run.logs.is_dir():
-            write_json(self.run.logs / Path(name).name, facts)
+            try:
+                write_json(self.run.logs / Path(name).name, facts)
+            except OSError as error:  # it is known here; the hosts are stopped in order, whatever this disk says
+                say(f"warning: {self.run.logs / Path(name).name} cannot be written: {error.strerror or error}")
 
     # ---- What follows
 

@@ -11,7 +11,7 @@ import ipaddress
 import shlex
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,14 +77,13 @@ def arguments(host: Host, inventory: Inventory, argv: Sequence[str], *, tty: boo
     return [*words, "--", host.ssh or host.address, shlex.join(argv)]
 
 
-def in_folder(host: Host, argv: Sequence[str], variables: Mapping[str, str] | None = None) -> list[str]:
-    """Returns the words that run `argv` in the host's project folder, with `variables` on top of its environment.
+def in_folder(host: Host, argv: Sequence[str]) -> list[str]:
+    """Returns the words that run `argv` in the host's project folder.
 
     For `arguments` and `run_on`. `argv[0]` may be `~/...`, and counts from the folder when it is a relative path. Exits with 96 where
     the folder is not there, with 127 where the program is not.
     """
-    given = "env " + " ".join(shlex.quote(f"{name}={value}") for name, value in variables.items()) + " " if variables else ""
-    return ["sh", "-c", f'{IN_FOLDER}exec {given}"$p" "$@"', "sh", host.folder, *argv]
+    return ["sh", "-c", f'{IN_FOLDER}exec "$p" "$@"', "sh", host.folder, *argv]
 
 
 def run_on(host: Host, inventory: Inventory, argv: Sequence[str], *, input: str | None = None, timeout: float) -> Done:
@@ -155,8 +154,9 @@ def trouble(host: Host, inventory: Inventory, message: str) -> Trouble:
     low = message.lower()
     if "remote host identification has changed" in low or ("host key for" in low and "has changed" in low):
         text = f"the host key of `{target}` is not the one that is known: another machine answers there, or it was installed anew"
+        known_as = f"'[{target}]:{host.port}'" if host.port not in (None, 22) else target
         return Trouble(
-            id="host-key-changed", text=text, remedy=f"when you know why: `ssh-keygen -R {target}`, then as for a new host"
+            id="host-key-changed", text=text, remedy=f"when you know why: `ssh-keygen -R {known_as}`, then as for a new host"
         )
     if "host key verification failed" in low or "host key is known" in low:
         remedy = f"log in once and compare the fingerprint: `ssh{with_config}{port} {user}{target}`"

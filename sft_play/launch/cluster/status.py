@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,19 +19,21 @@ from sft_play.config.call import Call
 from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch import running
+from sft_play.launch.cluster import phase
 from sft_play.launch.cluster.agent import ask, parse, python_of, refused, request_of
 from sft_play.launch.cluster.board import host_speeds, last_row, plan_of, shares
 from sft_play.launch.cluster.facts import require_master_here
 from sft_play.launch.cluster.ssh import is_here, on_all
 from sft_play.launch.cluster.task import command, controller
-from sft_play.launch.run_folder import find_run
+from sft_play.launch.run_folder import NAME_PATTERN, find_run
 from sft_play.launch.stopped import describe
 from sft_play.launch.watch import is_alive
 from sft_play.runs.folder import RunFolder, runs_folder
 
 SECONDS = 20.0
 STOP_SECONDS = 27.0
-"""For launchers whose controlling command is gone: they have 24 s to save and leave."""
+"""For launchers whose controlling command is gone: they have 24 s to save and leave, and longer while a save grows."""
+LONGEST_SECONDS = 3700.0
 Answer = Mapping[str, Any]
 
 
@@ -55,9 +58,10 @@ def main(call: Call) -> int:
     """`make cluster-status`: what runs on each machine, and how far it is; 3 where one cannot be asked."""
     inventory = inventory_for_call(call)
     require_master_here(inventory)
-    name = find_run(call.options["RUN"]).name if call.options.get("RUN") else None
+    name = run_named(call.options["RUN"]).name if call.options.get("RUN") else None
+    early = [(run, state) for run, state in phase.noted() if name in (None, run.name)]
     answers = asked(inventory, name)
-    rows = [row for host in inventory.hosts for row in _rows(host, answers[host.name])]
+    rows = [row for host in inventory.hosts for row in _rows(host, answers[host.name], early if host == inventory.master else [])]
     if call.json:
         print(json.dumps(rows))
     else:
@@ -65,11 +69,17 @@ def main(call: Call) -> int:
     return HardwareError.exit_code if any(isinstance(answer, UserError) for answer in answers.values()) else 0
 
 
-def _rows(host: Host, answer: Answer | UserError) -> Iterator[dict[str, Any]]:
+def _rows(host: Host, answer: Answer | UserError, early: Sequence[tuple[RunFolder, str]]) -> Iterator[dict[str, Any]]:
+    """Yields what a machine does. `early`: runs that are still prepared, or sent to the others."""
     if isinstance(answer, UserError):
         yield {"host": host.name, "address": host.address, "state": "unreachable", "error": answer.message, "hint": answer.hint}
         return
-    if not answer["runs"]:
+    for run, state in early:
+        yield {
+            "host": host.name, "address": host.address, "state": state, "run": run.name, "node": 0, "ranks": [], "pid": None, "processes": 0,
+            "step": None, "steps": None, "tokens_per_second": None, "seconds": None, "last": None, "gpus": answer["gpus"],
+        }  # fmt: skip
+    if not answer["runs"] and not early:
         yield {"host": host.name, "address": host.address, "state": "idle", "gpus": answer["gpus"]}
     for one in answer["runs"]:
         run = RunFolder(runs_folder() / one["run"])
@@ -179,7 +189,7 @@ def stop(call: Call) -> int:
     require_master_here(inventory)
     if not call.options.get("RUN"):
         raise UserError("`make cluster-stop` needs `RUN=name`", hint=f"make cluster-stop CLUSTER={inventory.path} RUN=NAME")
-    run = find_run(call.options["RUN"])
+    run = run_named(call.options["RUN"])
     process = controller(run)
     if process is not None:
         return _stop_controller(call, inventory, run, process)
@@ -187,7 +197,8 @@ def stop(call: Call) -> int:
     training = [host for host in inventory.hosts if not isinstance(answers[host.name], UserError) and _runs(answers[host.name])]
     unknown = [error for error in answers.values() if isinstance(error, UserError)]
     if not training:
-        hint = f"{unknown[0].message}" if unknown else "`make cluster-status` shows what is under way"
+        seen = f"`make cluster-status CLUSTER={inventory.path}` shows what is under way"
+        hint = f"{unknown[0].message}" if unknown else seen
         raise UserError(f"nothing trains `{run.name}` on the hosts that can be reached", hint=hint)
     print(
         f"the command that started `{run.name}` is gone; asking {', '.join(f'`{h.name}`' for h in training)}",
@@ -196,7 +207,7 @@ def stop(call: Call) -> int:
     )
     ended = on_all(
         replace(inventory, hosts=tuple(training)),
-        lambda host: ask(host, inventory, "end", timeout=60, run=run.name, grace=STOP_SECONDS, also=also()),
+        lambda host: ask(host, inventory, "end", timeout=LONGEST_SECONDS, run=run.name, grace=STOP_SECONDS, also=also()),
     )
     left = {name: answer["left"] for name, answer in ended.items() if answer["left"]}
     if call.json:
@@ -210,6 +221,14 @@ def stop(call: Call) -> int:
     for error in unknown:
         print(f"warning: {error.message}", file=sys.stderr)
     return HardwareError.exit_code if left or unknown else 0
+
+
+def run_named(name: str) -> RunFolder:
+    """Returns the run called `name`; also one that has no folder yet, since its command still prepares or sends what it needs."""
+    run = RunFolder(runs_folder() / Path(name).name)
+    if not run.path.exists() and NAME_PATTERN.fullmatch(run.name) and controller(run) is not None:
+        return run
+    return find_run(name)
 
 
 def _runs(answer: Answer | UserError) -> bool:
@@ -234,6 +253,8 @@ def _stop_controller(call: Call, inventory: Inventory, run: RunFolder, process: 
     code = int(last.get("code", 1)) if last["event"] in ("failed", "unknown") else 0
     if call.json:
         print(json.dumps({"run": str(run.path), **last}))
+    elif last["event"] == "removed":
+        print(f"`{run.name}` was stopped before its workers started; nothing was trained, and it has no folder")
     elif last["event"] == "stopped":
         print(f"{describe(last) if 'signal' in last else 'stopped'}\n{command(inventory, run)} goes on")
     else:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +19,12 @@ from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.config.elastic_rules import elastic_bounds
 from sft_play.config.keys import variable_name
 from sft_play.config.load import LoadedConfig, override_config
-from sft_play.errors import HardwareError, UserError
-from sft_play.files import text_sha256
+from sft_play.errors import HardwareError, UserError, raise_all
+from sft_play.files import text_sha256, typed_path
 from sft_play.launch.cluster.board import plan_of
 from sft_play.launch.cluster.facts import Facts, forwarded, require_master_here, shared_variables
 from sft_play.launch.cluster.ssh import is_here
+from sft_play.launch.deepspeed_json import read_user_json
 from sft_play.launch.network import port_is_free
 from sft_play.launch.preparation import DELIVERED
 from sft_play.launch.resume import check_overrides
@@ -29,6 +32,7 @@ from sft_play.launch.run_folder import choose_name, find_run, has_started
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 
 FIRST_PORT, MOST_PORTS = 29500, 100
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +45,8 @@ class Task:
     run: RunFolder
     resuming: bool
     """`RUN=` was given: the run exists and goes on."""
+    deepspeed: str | None = None
+    """Text of the user's `DEEPSPEED_CONFIG`, read and checked before anything is sent."""
 
     @property
     def shared(self) -> bool:
@@ -87,13 +93,33 @@ def read_task(call: Call) -> Task:
             raise UserError(
                 f"`{run.path}` is not in `{runs_folder()}`, where the machines look for runs", hint="RUNS_DIR says where"
             )
+        _refuse_of_a_start(call)
         check_overrides(call)
         loaded = call.load_config()
     if not name and inventory.network and loaded.config.launch.network is None:
         loaded = override_config(loaded, [Override(key="launch.network", text=inventory.network, origin=str(inventory.path))])
-    task = Task(call=call, inventory=inventory, loaded=loaded, run=run, resuming=bool(name))
+    own = read_user_json(typed_path(call.options["DEEPSPEED_CONFIG"])) if call.options.get("DEEPSPEED_CONFIG") else None
+    deepspeed = json.dumps(dict(own.document.value), indent=2) if own else None
+    task = Task(call=call, inventory=inventory, loaded=loaded, run=run, resuming=bool(name), deepspeed=deepspeed)
     _check_bounds(task)
     return task
+
+
+def _refuse_of_a_start(call: Call) -> None:
+    """Raises `UserError` for what a run that goes on keeps from its start."""
+    if call.options.get("DEEPSPEED_CONFIG"):
+        raise UserError(
+            "`RUN` goes on with a run under its own DeepSpeed settings, and `DEEPSPEED_CONFIG` gives others",
+            place=f"DEEPSPEED_CONFIG={call.options['DEEPSPEED_CONFIG']}",
+            hint="leave it away, or start a new run with it (RUN_NAME)",
+        )
+    if call.options.get("CLUSTER_NETWORK"):
+        speed = call.options["CLUSTER_NETWORK"]
+        raise UserError(
+            "`RUN` goes on with the network's speed that the run has in its configuration",
+            place=f"CLUSTER_NETWORK={speed}",
+            hint=f"LAUNCH_NETWORK={speed} changes it",
+        )
 
 
 def _check_bounds(task: Task) -> None:
@@ -117,7 +143,7 @@ def require_one_disk(task: Task, hosts: Sequence[Host], facts: Mapping[str, Fact
         task.loaded.config.launch.strategy,
         [h.name for h in hosts if not is_here(h) and not facts[h.name].shares_runs],
     )
-    if apart and (strategy.startswith("zero") or strategy == "fsdp2" or task.call.options.get("DEEPSPEED_CONFIG")):
+    if apart and (strategy.startswith("zero") or strategy == "fsdp2" or task.deepspeed):
         if task.loaded.config.train.save_strategy == "no":
             return
         raise UserError(
@@ -125,6 +151,23 @@ def require_one_disk(task: Task, hosts: Sequence[Host], facts: Mapping[str, Fact
             place=task.loaded.origins.get("launch.strategy"),
             hint="`data.sync: shared` with RUNS_DIR on a network disk, or `launch.strategy: ddp`, or `train.save_strategy: no`",
         )
+
+
+def require_unused_name(task: Task, hosts: Sequence[Host], facts: Mapping[str, Facts]) -> None:
+    """Raises `UserError` where a machine still has a run of a new run's name: one that was removed only on this machine."""
+    if task.run.path.exists():  # its own start, which is repeated or gone on with
+        return
+    raise_all(
+        [
+            UserError(
+                f"host `{host.name}` still has a run `{task.run.name}`, of another start: `{facts[host.name].run_there}`",
+                place=host.place or None,
+                hint="choose another RUN_NAME; or remove that folder there",
+            )
+            for host in hosts
+            if not is_here(host) and not facts[host.name].shares_runs and facts[host.name].run_there
+        ]
+    )
 
 
 def choose_port(task: Task, attempt: int) -> int:
@@ -164,7 +207,7 @@ def node_words(
         words += ["resume", f"RUN={task.run.name}"]
         words += [f"{variable_name(one.key)}={one.text}" for one in task.call.overrides] if overrides else []
     else:
-        folder, json_file = files_folder(own, task.run, host), task.call.options.get("DEEPSPEED_CONFIG")
+        folder, json_file = files_folder(own, task.run, host), task.deepspeed
         words += [
             "train-deepspeed" if json_file else "train-distributed",
             f"CONFIG={folder}/config.json",
@@ -210,22 +253,40 @@ def lock_file(run: RunFolder) -> Path:
 
 
 @contextlib.contextmanager
-def controlling(run: RunFolder) -> Iterator[None]:
-    """Keeps a run for this command. Raises `UserError` when another controls it."""
+def disk_errors_told(path: Path) -> Iterator[None]:
+    """Turns an `OSError` of the body, such as a full disk's, into a `HardwareError` with its place; `path` where it names none itself."""
+    try:
+        yield
+    except BrokenPipeError:  # who read what we print has gone
+        raise
+    except OSError as error:
+        place = str(error.filename) if isinstance(error.filename, str | os.PathLike) else str(path)
+        hint = "`df` says what is full; RUNS_DIR, SFT_PLAY_CACHE and TMPDIR move what is written" if error.errno in FULL else None
+        raise HardwareError(f"cannot be used: {error.strerror or error}", place=place, hint=hint) from error
+
+
+@contextlib.contextmanager
+def controlling(run: RunFolder, inventory: Path | None = None) -> Iterator[None]:
+    """Keeps a run for this command, given with the file of `CLUSTER=`. Raises `UserError` when another controls it."""
     path = lock_file(run)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with disk_errors_told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             owner = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
             raise UserError(
                 f"the run `{run.name}` is in use: process {owner or '?'} trains it on a cluster",
-                hint="wait for it, or: make cluster-stop",
+                hint=f"wait for it, or: make cluster-stop CLUSTER={inventory or '...'} RUN={run.name}",
             ) from None
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            hint = "SFT_PLAY_CACHE on a disk of this machine; a network disk may know no locks"
+            raise HardwareError(f"its disk gives no lock: {error.strerror}", place=str(path), hint=hint) from error
+        with disk_errors_told(path):
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)

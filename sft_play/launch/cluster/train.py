@@ -12,22 +12,23 @@ import queue
 import secrets
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from sft_play.config.call import Call
+from sft_play.config.call import Call, Override
 from sft_play.config.cluster import Host
-from sft_play.config.load import save_config
-from sft_play.errors import UserError, raise_all
+from sft_play.config.load import override_config, save_config
+from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch import restarts
-from sft_play.launch.cluster import cause, elastic, sync
+from sft_play.launch.cluster import cause, elastic, phase, sync
 from sft_play.launch.cluster.agent import Agent, Message, ask
 from sft_play.launch.cluster.board import Board, Logs, say, shares
 from sft_play.launch.cluster.children import ended_with_us
-from sft_play.launch.cluster.facts import Facts, check, shared_variables
+from sft_play.launch.cluster.facts import Facts, shared_variables
 from sft_play.launch.cluster.remote import hub_folder
 from sft_play.launch.cluster.session import Node, Session
 from sft_play.launch.cluster.ssh import is_here
@@ -36,17 +37,17 @@ from sft_play.launch.cluster.task import (
     choose_port,
     command,
     controlling,
+    disk_errors_told,
     files_folder,
     is_begun,
     node_variables,
     node_words,
     read_task,
-    require_one_disk,
 )
 from sft_play.launch.preparation import run_preparation
 from sft_play.launch.restarts import Restarts
 from sft_play.launch.resume import newest_told
-from sft_play.launch.run_folder import ended_by_signals, record_event, stop_code
+from sft_play.launch.run_folder import ended_by_signals, read_events, record_event, stop_code
 from sft_play.launch.stopping import Stop
 from sft_play.launch.verdict import LOST, Outcome
 from sft_play.runs.checkpoints import newest_valid, step_of
@@ -69,38 +70,89 @@ class Crew:
 def main(call: Call) -> int:
     """Trains on the machines of `CLUSTER` and returns the exit code: 75 for a lost host, 130 or 143 for a stop on request."""
     task = read_task(call)
-    with ended_by_signals(), controlling(task.run):
-        crew = _crew(task, *elastic.hosts_for_start(task, shared_variables(task.shared)))
+    with ended_by_signals(), disk_errors_told(task.run.path), controlling(task.run, task.inventory.path):
+        muster = elastic.Muster(task)
+        crew = _crew(*muster.for_start())
         if task.call.options.get("MASTER_PORT"):
             choose_port(task, 0)  # a port that is taken is told before anything is prepared
-        prepared = prepare(task)
-        outcome = train(task, crew, prepared)
+        with phase.noting(task.run, "preparing"):
+            prepared = prepare(task)
+        outcome = train(task, muster, crew, prepared)
     return finish(task, outcome)
 
 
-def train(task: Task, crew: Crew, prepared: Prepared) -> Outcome:
+def taken_over(task: Task, attempt: int) -> Task:
+    """Returns the task; of a run that was killed before its workers started, one that begins in the folder that was left."""
+    left = (task.resuming or attempt > 0) and task.run.path.is_dir() and not is_begun(task.run)
+    if not left or task.loaded.config.launch.auto_resume:
+        return task
+    say(f"`{task.run.name}` had not begun; it begins now")
+    given = Override(key="launch.auto_resume", text="true", origin=f"RUN={task.run.name}")
+    return replace(task, loaded=override_config(task.loaded, [given]))
+
+
+def train(task: Task, muster: elastic.Muster, crew: Crew, prepared: Prepared) -> Outcome:
     """Starts the run on its machines, and again after a lost one where that is allowed."""
     newest = newest_valid(task.run)[0] if is_begun(task.run) else None
     lost = Restarts(limit=0, step=step_of(newest) if newest else 0)
-    attempt, grown = 0, False
+    attempt, grown, resumed, before = 0, False, resumptions(task.run), crew
     while True:
-        bring(task, crew, prepared)
-        session, returned = start(task, crew, attempt)
+        task = taken_over(task, attempt)
+        crew = supplied(task, muster, crew, prepared, restarted=attempt > 0)
+        # What was typed beside RUN= is passed until the launchers have taken it up.
+        begun = resumptions(task.run)
+        session, returned = start(task, muster, crew, attempt, overrides=task.resuming and begun == resumed)
         outcome = cause.judge(session, shares(task.run, len(crew.hosts)))
+        if attempt and 1 <= outcome.code <= 5:
+            new = [host for host in crew.hosts if host not in before.hosts] if resumptions(task.run) == begun else []
+            outcome = without_sick(muster, crew, session, outcome, new)
         clear_up(task, crew, session)
         grown = session.asked == "grow" and outcome.code == stop_code(15) and not session.stop.wanted
         if grown:
             say(f"\nstarting again with {', '.join(f'`{host.name}`' for host in returned)}")
         elif not _again(task, outcome, lost):
             return lost.refused(outcome) if lost.limit and outcome.code == LOST else outcome
-        attempt += 1
-        crew = _crew(task, *elastic.hosts_for_restart(task, shared_variables(task.shared)))
+        attempt, before = attempt + 1, crew
+        crew = _crew(*muster.for_restart(time.monotonic()))
 
 
-def _crew(task: Task, hosts: Sequence[Host], facts: Mapping[str, Facts]) -> Crew:
-    """Returns the machines. Raises every reason why one of them cannot be used."""
-    check(replace(task.inventory, hosts=tuple(hosts)), facts, shared=task.shared)
-    require_one_disk(task, hosts, facts)
+def without_sick(muster: elastic.Muster, crew: Crew, session: Session, outcome: Outcome, new: Sequence[Host]) -> Outcome:
+    """Returns how a start again ended: as a lost machine where one could not start its launcher, or came back (`new`) and no worker began."""
+    sick = [node.host for node in session.nodes if node.problem] or [host for host in new if host in crew.hosts]
+    for host in sick:
+        muster.refuse(
+            host, crew.facts[host.name], HardwareError(f"host `{host.name}` failed at the start: {outcome.message[:300]}")
+        )
+    return replace(outcome, code=LOST, cause="unreachable") if sick else outcome
+
+
+def resumptions(run: RunFolder) -> int:
+    """Returns how often workers of node 0 were started again."""
+    return sum(event["event"] == "resumed" and event.get("node", 0) == 0 for event in read_events(run))
+
+
+def supplied(task: Task, muster: elastic.Muster, crew: Crew, prepared: Prepared, *, restarted: bool) -> Crew:
+    """Brings the machines of a start what they lack; where others can do without one that fails, or wait for it, it counts as missing.
+
+    Raises what failed at a first start without `launch.elastic`, and what `Muster` raises when too few are left.
+    """
+    begun = time.monotonic()
+    while True:
+        with phase.noting(task.run, "sending"):
+            failed = bring(task, crew, prepared)
+        if not failed:
+            return crew
+        if not restarted and task.bounds is None:
+            raise_all(list(failed.values()))
+        for host in crew.hosts:
+            if error := failed.get(host.name):
+                say(f"not ready: {error.message}")
+                muster.refuse(host, crew.facts[host.name], error)
+        crew = _crew(*(muster.for_restart(begun) if restarted else muster.for_start()))
+
+
+def _crew(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> Crew:
+    """Returns the machines, and says which they are."""
     say(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
     return Crew(hosts=hosts, facts=facts)
 
@@ -136,11 +188,14 @@ def prepare(task: Task) -> Prepared:
         return Prepared.load(run.prepared)
 
 
-def bring(task: Task, crew: Crew, prepared: Prepared) -> None:
-    """Brings to every machine what it lacks: code, model, prepared rows, and of a run that goes on its newest checkpoint."""
+def bring(task: Task, crew: Crew, prepared: Prepared) -> dict[str, UserError]:
+    """Brings to every machine what it lacks: code, model, prepared rows, and of a run that goes on its newest checkpoint.
+
+    Returns host name -> why it could not be done.
+    """
     checkpoint = newest_valid(task.run)[0] if is_begun(task.run) else None
     away = crew.away()
-    files = sync.code_files() if away else []
+    files = sync.code_files(say) if away else []
     if away:
         what = f"{len(files)} files of the project{'' if task.shared else ', model and data'}"
         say(f"bringing to {len(away)} host{'s' if len(away) > 1 else ''} what they lack: {what}")
@@ -153,7 +208,8 @@ def bring(task: Task, crew: Crew, prepared: Prepared) -> None:
         return None
 
     with ThreadPoolExecutor(max_workers=len(crew.hosts)) as pool, ended_with_us():
-        raise_all([problem for problem in pool.map(one, crew.hosts) if problem is not None])
+        problems = zip(crew.hosts, pool.map(one, crew.hosts), strict=True)
+        return {host.name: problem for host, problem in problems if problem is not None}
 
 
 def _bring_to(task: Task, host: Host, facts: Facts, prepared: Prepared, checkpoint: Path | None, files: Sequence[str]) -> None:
@@ -174,28 +230,28 @@ def _bring_to(task: Task, host: Host, facts: Facts, prepared: Prepared, checkpoi
         f"{folder}/config.json": config,
         f"{folder}/prepared.json": json.dumps({"run": task.run.name, "prepared": json.loads(sync.prepared_text(there))}),
     }
-    if path := task.call.options.get("DEEPSPEED_CONFIG"):
-        given[f"{folder}/deepspeed.json"] = Path(path).expanduser().read_text(encoding="utf-8")
+    if task.deepspeed:
+        given[f"{folder}/deepspeed.json"] = task.deepspeed
     ask(host, inventory, "write", timeout=60, files=given)
 
 
 # ---- While it goes on
 
 
-def start(task: Task, crew: Crew, attempt: int) -> tuple[Session, list[Host]]:
+def start(task: Task, muster: elastic.Muster, crew: Crew, attempt: int, *, overrides: bool) -> tuple[Session, list[Host]]:
     """Starts the launchers and waits for the last to end; returns what is known, and machines that have come back meanwhile."""
     port, resume = choose_port(task, attempt), is_begun(task.run) and (task.resuming or attempt > 0)
     inbox: queue.Queue[Message] = queue.Queue()
     nodes, streams = [], [not is_here(host) and not crew.facts[host.name].shares_runs for host in crew.hosts]
     for place, host in enumerate(crew.hosts):
         facts = crew.facts[host.name]
-        words = node_words(task, crew.hosts, crew.facts, place, port, resume=resume, overrides=attempt == 0)
+        words = node_words(task, crew.hosts, crew.facts, place, port, resume=resume, overrides=overrides)
         request = {"argv": words, "variables": node_variables(task, host, facts), "run": task.run.name, "stream": streams[place]}
         agent = Agent(place, host, task.inventory, inbox, token=secrets.token_hex(16), **request)
         nodes.append(Node(host=host, agent=agent))
     missing = [host for host in task.inventory.hosts if host not in crew.hosts]
     growing = task.bounds is not None and len(crew.hosts) < task.most
-    returning = elastic.Returning(task.inventory, missing if growing else [], task.run, say)
+    returning = elastic.Returning(muster, missing if growing else [], task.run, say)
     console: TextIO = sys.stderr if task.call.json else sys.stdout
     with contextlib.closing(returning):
         session = Session(
@@ -249,7 +305,7 @@ def finish(task: Task, outcome: Outcome) -> int:
                     "run": str(task.run.path),
                     "code": outcome.code,
                     "rank": outcome.rank,
-                    "error": outcome.message or None,
+                    "error": (outcome.message or None) if outcome.code else None,
                     "model": model,
                 }
             )

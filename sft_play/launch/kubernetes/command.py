@@ -5,26 +5,30 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sft_play.config.call import Call
-from sft_play.config.load import LoadedConfig, saved_form
+from sft_play.config.load import saved_form
 from sft_play.config.yaml_write import dump_documents
 from sft_play.errors import HardwareError, UserError
-from sft_play.files import is_file_name, typed_path, write_text
+from sft_play.files import typed_path, write_text
+from sft_play.launch.ahead import planned_ahead
 from sft_play.launch.kubernetes import job, lint, pytorchjob, skypilot, trainjob
-from sft_play.launch.kubernetes.pods import Document, claim_documents, claims, config_map
-from sft_play.launch.kubernetes.spec import KINDS, MODELS, RUNS, TRACKING, Spec, name_of, of_plan
-from sft_play.launch.options import LaunchOptions, read_options
+from sft_play.launch.kubernetes.notes import namespace, notes
+from sft_play.launch.kubernetes.pods import Document, claim_documents, config_map
+from sft_play.launch.kubernetes.spec import KINDS, Spec, name_of, of_plan
+from sft_play.launch.options import LaunchOptions
 from sft_play.plan.catalogue import find_card
-from sft_play.plan.command import hardware_of, needs_several, plan_for
+from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.plan import Plan
-from sft_play.plan.show import show_plan
+from sft_play.plan.show import misfit_json, show_misfit, show_plan
 from sft_play.runs.folder import runs_folder
 
 RENDERED = {"pytorchjob": pytorchjob.documents, "trainjob": trainjob.documents, "job": job.documents}
+HEADER = "rendered by: make kubernetes"
+"""In the first line of every file: what has it may be written over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +42,17 @@ class Rendered:
 
 
 def main(call: Call) -> int:
-    """Writes the manifests and says how they are submitted; returns 0. Raises `UserError`, and then writes nothing."""
-    rendered = render(call)
-    folder = _folder(call, rendered.spec)
-    for name, text in rendered.files.items():
-        write_text(folder / name, text)
-    paths = [folder / name for name in rendered.files]
+    """Writes the manifests and says how they are submitted; returns 0. What does not fit is shown part by part before the error.
+
+    Raises `UserError`, and then writes nothing.
+    """
+    try:
+        rendered = render(call)
+    except DoesNotFitError as error:
+        print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
+        raise
+    paths = _paths(call, rendered)
+    _write(paths, rendered.files.values())
     if call.json:
         print(json.dumps(_facts(rendered, paths), indent=2))
         return 0
@@ -61,42 +70,32 @@ def main(call: Call) -> int:
 
 def render(call: Call) -> Rendered:
     """Returns the files for a call. Raises `UserError` with what a cluster would refuse."""
-    loaded = call.load_config()
-    settings = loaded.config.kubernetes
+    ahead = planned_ahead(call)
+    loaded, plan, options = ahead.loaded, ahead.plan, ahead.options
+    settings, config = loaded.config.kubernetes, loaded.config
     if loaded.config.launch.elastic is not None:
         raise UserError(
             f"`launch.elastic` is `{loaded.config.launch.elastic}`, and a {KINDS[settings.kind]} has a fixed number of pods",
             place=loaded.origins.get("launch.elastic"),
             hint="it is for `make train-cluster`; here leave it out",
         )
-    plan, options = planned(call, loaded)
+    if settings.kind == "skypilot":
+        skypilot.refuse_keys(loaded.typed)
+        config = replace(config, kubernetes=skypilot.with_typed_claims(settings, loaded.typed))
     processes = _processes(plan)
     spec = of_plan(
-        loaded.config, plan, names=name_of(call.options.get("RUN_NAME"), loaded.path, settings.kind, len(processes)),
+        config, plan, names=name_of(call.options.get("RUN_NAME"), loaded.path, settings.kind, len(processes)),
         command=_command(plan, options), processes=processes, cards=_cards(plan, processes),
         config_json=json.dumps(saved_form(loaded), indent=2, ensure_ascii=False) + "\n", deepspeed_json=_deepspeed(call),
     )  # fmt: skip
     head = f"{KINDS[settings.kind]} of the run {spec.run_name}, rendered by: {_typed(call)}"
     if settings.kind == "skypilot":
-        skypilot.refuse_keys(loaded.typed)
         task = skypilot.document(spec, own_image=loaded.typed("kubernetes.image"))
         files = {"skypilot.yaml": dump_documents([task], head)}
     else:
         files = _manifests(spec, head)
-    notes = (*options.notices, *_notes(spec, loaded))
-    return Rendered(spec=spec, plan=plan, files=files, notes=notes)
-
-
-def planned(call: Call, loaded: LoadedConfig) -> tuple[Plan, LaunchOptions]:
-    """Returns the plan as `make plan` makes it, for the hardware that is described or this machine's, and the launch's options."""
-    hardware = hardware_of(call)
-    options, loaded = read_options(call, loaded, "auto", rehearsal=True)
-    request = options.request
-    if hardware.nodes > 1 and "NUM_NODES" not in call.options:
-        request = replace(request, num_nodes=hardware.nodes)
-    if not needs_several(loaded, hardware, request):
-        request = replace(request, command_strategy="single")
-    return plan_for(loaded, hardware, request), replace(options, request=request)
+    told = (*options.notices, *notes(spec, plan, loaded, named="RUN_NAME" in call.options))
+    return Rendered(spec=spec, plan=plan, files=files, notes=told)
 
 
 def _processes(plan: Plan) -> tuple[int, ...]:
@@ -149,14 +148,35 @@ def _typed(call: Call) -> str:
     return shlex.join(["make", call.command, *options, *(one.origin.removeprefix("make ") for one in call.overrides)])
 
 
-def _folder(call: Call, spec: Spec) -> Path:
-    """Returns the folder for the files, made where it is missing. Raises `UserError`."""
-    folder = Path(call.options["OUT"]) if call.options.get("OUT") else runs_folder() / spec.run_name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"`{folder}` cannot be made: {error.strerror}", place="OUT", hint="OUT= takes a folder") from error
-    return folder
+def _paths(call: Call, rendered: Rendered) -> list[Path]:
+    """Returns where the files go. Raises `UserError` where one stands that this command has not written."""
+    out = call.options.get("OUT")
+    folder = typed_path(out) if out else runs_folder() / rendered.spec.run_name
+    paths = [folder / name for name in rendered.files]
+    for path in paths:
+        try:
+            first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # what is no folder is said when it is to be made
+        except OSError as error:
+            raise _not_writable(path, error) from error
+        if not (first.startswith("#") and HEADER in first):
+            raise UserError(
+                f"`{path}` exists, and is no file of `make kubernetes`", place="OUT", hint="choose another OUT=, or remove it"
+            )
+    return paths
+
+
+def _write(paths: list[Path], texts: Iterable[str]) -> None:
+    for path, text in zip(paths, texts, strict=True):
+        try:
+            write_text(path, text)
+        except OSError as error:
+            raise _not_writable(path, error) from error
+
+
+def _not_writable(path: Path, error: OSError) -> UserError:
+    return UserError(f"`{path}` cannot be written: {error.strerror}", place="OUT", hint="OUT= takes a folder")
 
 
 def _pods(spec: Spec) -> str:
@@ -176,13 +196,10 @@ def _commands(spec: Spec, paths: list[Path]) -> list[str]:
     if spec.settings.kind == "skypilot":
         secret = " --secret HF_TOKEN" if spec.settings.token_secret else ""
         return [f"sky jobs launch{secret} {shlex.quote(str(paths[0]))}"]
-    space = _in(spec)
+    space = namespace(spec)
     files = " ".join(f"-f {shlex.quote(str(path))}" for path in paths)
-    return [f"kubectl apply{space} {files}", f"kubectl logs{space} -f --prefix -l app.kubernetes.io/instance={spec.name}"]
-
-
-def _in(spec: Spec) -> str:
-    return f" -n {spec.settings.namespace}" if spec.settings.namespace else ""
+    logs = f"kubectl logs{space} -f --prefix --max-log-requests={max(5, spec.pods)} -l app.kubernetes.io/instance={spec.name}"
+    return [f"kubectl apply{space} {files}", logs]
 
 
 def _facts(rendered: Rendered, paths: list[Path]) -> dict[str, object]:
@@ -192,41 +209,3 @@ def _facts(rendered: Rendered, paths: list[Path]) -> dict[str, object]:
         "cards": list(spec.cards), "words": spec.words(), "files": [str(path) for path in paths], "notes": list(rendered.notes),
         "commands": _commands(spec, paths), "plan": rendered.plan.to_json(),
     }  # fmt: skip
-
-
-def _notes(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
-    """Yields what the cluster must have for this to run."""
-    settings = spec.settings
-    cluster = settings.kind != "skypilot"
-    if cluster and not loaded.typed("kubernetes.image"):
-        yield f"the image is `{settings.image}`: build it by the Dockerfile, push it where the cluster pulls from, and set kubernetes.image"
-    if not settings.create_claims:
-        kind = "claims" if cluster else "SkyPilot volumes"
-        several = ", each mounted by all pods at once (ReadWriteMany)" if spec.pods > 1 and cluster else ""
-        yield f"these {kind} must exist: {', '.join(claims(spec))}{several}"
-    if settings.token_secret and cluster:
-        yield f"this Secret must exist: kubectl create secret generic{_in(spec)} {settings.token_secret} --from-file=HF_TOKEN=FILE"
-    if settings.infiniband and cluster:
-        yield (
-            "InfiniBand needs IPC_LOCK, which PodSecurity `restricted` refuses, and nodes whose container runtime allows unlimited locked "
-            "memory (LimitMEMLOCK=infinity): a capability that is added does not reach a user who is not root"
-        )
-    if settings.kind == "pytorchjob" and spec.pods > 1:
-        yield "the operator gives Workers an init container that waits for the Master's name (alpine:3.10 unless it is set otherwise)"
-    yield from _paths(loaded)
-
-
-def _paths(loaded: LoadedConfig) -> Iterator[str]:
-    """Yields the files of this machine that pods will look for under the same name, and may not find."""
-    config = loaded.config
-    sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
-    named = [config.model.name, config.model.tokenizer, config.data.chat_template, *(source.path for source in sources)]
-    local = {text for text in named if text and (text.startswith(("/", "~", "./", "../")) or _is_here(text))}
-    seen = (MODELS + "/", RUNS + "/", TRACKING + "/", "examples/")
-    missing = sorted(text for text in local if not text.startswith(seen))
-    if missing:
-        yield f"pods see {MODELS} and {RUNS} (claims) and the image's examples/; copy these there and name them so: {', '.join(missing)}"
-
-
-def _is_here(text: str) -> bool:
-    return is_file_name(text) and typed_path(text).exists()

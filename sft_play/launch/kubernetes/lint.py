@@ -78,6 +78,8 @@ def _of_kind(document: Document) -> Iterator[str]:
 
 def _pytorchjob(spec: Document, name: str) -> Iterator[str]:
     replicas = spec.get("pytorchReplicaSpecs", {})
+    if "backoffLimit" in spec.get("runPolicy", {}):
+        yield "spec.runPolicy.backoffLimit: no limit for pods that are made anew (kubeflow/trainer#2045)"
     for role, replica in replicas.items():
         where = f"spec.pytorchReplicaSpecs.{role}"
         count = replica.get("replicas", 1)
@@ -103,6 +105,8 @@ def _runtime(spec: Document) -> Iterator[str]:
     if sum(source in policy for source in ("torch", "mpi", "flux", "jax", "xgboost")) > 1:
         yield "spec.mlPolicy: more than one source"
     jobs = spec.get("template", {}).get("spec", {}).get("replicatedJobs", [])
+    if "ttlSecondsAfterFinished" in spec.get("template", {}).get("spec", {}):
+        yield "spec.template.spec.ttlSecondsAfterFinished: the operator makes a JobSet that went again (kubeflow/trainer#3779)"
     if [job.get("name") for job in jobs] != ["node"]:
         yield "spec.template.spec.replicatedJobs: expected one, called `node`"
     for job in jobs:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sft_play.launch.kubernetes.spec import MODELS, RUNS, SETTINGS, TRACKING, Spec
+from sft_play.launch.tries import LIMIT
 
 Document = dict[str, Any]
 
@@ -54,6 +55,10 @@ def pod_template(
         found["subdomain"] = subdomain
     if spec.selectors[pod]:
         found["nodeSelector"] = dict(spec.selectors[pod])
+    if spec.settings.tolerations:
+        found["tolerations"] = [toleration(given) for given in spec.settings.tolerations]
+    if spec.settings.pull_secret:
+        found["imagePullSecrets"] = [{"name": spec.settings.pull_secret}]
     if spec.pods > 1:
         found["topologySpreadConstraints"] = [{
             "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway",
@@ -65,6 +70,11 @@ def pod_template(
         "metadata": {"labels": labels(spec), "annotations": {"sidecar.istio.io/inject": "false"}},
         "spec": found,
     }
+
+
+def toleration(given: Mapping[str, str]) -> Document:
+    """Returns a toleration as the API has it: seconds are a number there."""
+    return {key: int(text) if key == "tolerationSeconds" else text for key, text in given.items()}
 
 
 def _container(spec: Spec, name: str, pod: int, env: Mapping[str, str]) -> Document:
@@ -98,7 +108,7 @@ def _resources(spec: Spec, processes: int) -> Document:
     if spec.device == "cuda":
         found[settings.gpu_resource] = str(processes)
     if settings.infiniband:
-        found[settings.rdma_resource] = "1"
+        found[settings.rdma_resource] = str(settings.rdma_count)
     return {"requests": dict(found), "limits": dict(found)}
 
 
@@ -116,8 +126,10 @@ def _environment(spec: Spec, of_kind: Mapping[str, str]) -> list[Document]:
 
 
 def variables(spec: Spec) -> dict[str, str]:
-    """Returns the variables that do not depend on the kind of job: where things are, and NCCL's."""
+    """Returns the variables that do not depend on the kind of job: where things are, how often it is tried again, and NCCL's."""
     found = {"RUNS_DIR": RUNS, "HF_HOME": f"{MODELS}/huggingface", "SFT_PLAY_CACHE": f"{MODELS}/cache"}
+    if spec.settings.max_restarts:
+        found[LIMIT] = str(spec.settings.max_restarts)
     if spec.settings.tracking_claim:
         found["AIM_REPO"] = TRACKING
     if spec.device == "cuda" and sum(spec.processes) > 1:
@@ -178,12 +190,18 @@ def config_map(spec: Spec) -> Document:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(spec, config_name(spec)), "data": spec.files()}
 
 
+def access_mode(spec: Spec) -> str:
+    """Returns the mode of claims that are rendered: by `auto` for many nodes at once where there are several pods."""
+    wanted = spec.settings.access_mode
+    return wanted if wanted != "auto" else "ReadWriteMany" if spec.pods > 1 else "ReadWriteOnce"
+
+
 def claim_documents(spec: Spec) -> list[Document]:
-    """Returns the claims, where they are to be made: one for each role, for many pods at once where there are several."""
+    """Returns the claims, where they are to be made: one for each role."""
     settings = spec.settings
     if not settings.create_claims:
         return []
-    mode = "ReadWriteMany" if spec.pods > 1 else "ReadWriteOnce"
+    mode = access_mode(spec)
     return [
         {
             "apiVersion": "v1", "kind": "PersistentVolumeClaim",

@@ -13,9 +13,9 @@ def documents(spec: Spec) -> list[Document]:
     """Returns the job.
 
     `ExitCode` starts pods again from exit code 128 on: a lost peer (75, which the entry point makes 175), a stop that saved (143), a
-    kill by the kernel (137). Configuration, hardware, data and checkpoint errors (1 to 5) stay.
+    kill by the kernel (137). Configuration, hardware, data and checkpoint errors (1 to 5) stay. `backoffLimit` would be no limit
+    (kubeflow/trainer#2045): pods are made anew, and none has restarted. The Master's entry point counts (`launch.tries`), and ends the job.
     """
-    again = spec.settings.max_restarts
     replicas: Document = {"Master": _replica(spec, pod=0, count=1)}
     if spec.pods > 1:
         replicas["Worker"] = _replica(spec, pod=1, count=spec.pods - 1)
@@ -27,7 +27,6 @@ def documents(spec: Spec) -> list[Document]:
             "runPolicy": {
                 "cleanPodPolicy": "Running",
                 "ttlSecondsAfterFinished": spec.settings.finished_seconds,
-                "backoffLimit": again * spec.pods,  # all pods leave when one is lost
             },
             "pytorchReplicaSpecs": replicas,
         },

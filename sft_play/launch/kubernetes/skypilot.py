@@ -1,12 +1,18 @@
-"""A SkyPilot task: the same run on whatever cloud has the GPUs. No cluster of ours, so claims become SkyPilot volumes of those names."""
+"""A SkyPilot task: the same run on whatever cloud has the GPUs.
+
+No cluster of ours: claims that somebody typed become SkyPilot volumes of those names, which only Kubernetes and RunPod have. Without
+them models and runs stand on the machine's disk, or where `/models` and `/runs` are mounted (`file_mounts`).
+"""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 
 from sft_play.config.kubernetes_rules import quantity
+from sft_play.config.schema import KubernetesConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.kubernetes.pods import ENTRY, Document, claims, variables
 from sft_play.launch.kubernetes.spec import MODELS, RUNS, TRACKING, Spec
@@ -18,10 +24,15 @@ CARDS = {"A100": "A100-80GB", "A100-40GB": "A100", "H100PCIe": "H100", "RTX6000A
 """Our catalogue's name -> SkyPilot's, where they differ."""
 NOT_OF_CLOUDS = (
     "namespace", "create_claims", "storage_class", "storage_size", "gpu_resource", "shm", "node_selector", "replica_selectors",
-    "rdma_resource", "finished_seconds", "queue",
+    "rdma_resource", "rdma_count", "finished_seconds", "queue", "tolerations", "pull_secret", "access_mode",
 )  # fmt: skip
 RETRIED = 175
-"""The entry point's code for a lost peer; all others are permanent. SkyPilot itself recovers a preempted machine."""
+"""The entry point's code for a lost peer; all others are permanent. SkyPilot itself recovers a preempted machine. It knows no limit, so the
+entry point counts (`launch.tries`): where run folders outlive the machine."""
+PYTHON_OF_IMAGE = "/opt/venv/bin/python"
+"""SkyPilot logs in by ssh, which knows nothing of the image's PATH."""
+OF_ROLE = {"models_claim": ("HF_HOME", "SFT_PLAY_CACHE"), "runs_claim": ("RUNS_DIR",)}
+"""Variables that say where a role's files are."""
 SETUP = """\
 set -e
 command -v uv >/dev/null || pip install uv
@@ -40,6 +51,12 @@ def refuse_keys(typed: Callable[[str], bool]) -> None:
         )  # fmt: skip
 
 
+def with_typed_claims(settings: KubernetesConfig, typed: Callable[[str], bool]) -> KubernetesConfig:
+    """Returns the settings without claims that nobody typed: most clouds have no volumes."""
+    models, runs = (getattr(settings, key) if typed(f"kubernetes.{key}") else None for key in ("models_claim", "runs_claim"))
+    return replace(settings, models_claim=models, runs_claim=runs)
+
+
 def document(spec: Spec, *, own_image: bool) -> Document:
     """Returns the task. With `own_image` machines run that container; else they get this folder and the pinned packages.
 
@@ -49,11 +66,14 @@ def document(spec: Spec, *, own_image: bool) -> Document:
     if not own_image:
         task["workdir"] = "."
     task["resources"] = _resources(spec, own_image)
-    task["envs"] = variables(spec) | dict(spec.settings.env)
+    elsewhere = {name for key, names in OF_ROLE.items() if getattr(spec.settings, key) is None for name in names}
+    found = {name: text for name, text in variables(spec).items() if name not in elsewhere}
+    task["envs"] = found | dict(spec.settings.env)
     if spec.settings.token_secret:
         task["secrets"] = {"HF_TOKEN": None}  # `sky jobs launch --secret HF_TOKEN` takes it from the environment
     where = {"models": MODELS, "runs": RUNS, "tracking": TRACKING}
-    task["volumes"] = {where[role]: claim for claim, roles in claims(spec).items() for role in roles}
+    if volumes := {where[role]: claim for claim, roles in claims(spec).items() for role in roles}:
+        task["volumes"] = volumes
     if not own_image:
         task["setup"] = SETUP
     task["run"] = _run(spec, own_image)
@@ -74,18 +94,25 @@ def _resources(spec: Spec, own_image: bool) -> Document:
         found["network_tier"] = "best"
     if own_image:
         found["image_id"] = f"docker:{spec.settings.image}"
-    if spec.settings.max_restarts:
+    if spec.settings.max_restarts and spec.settings.runs_claim:
         found["job_recovery"] = {"recover_on_exit_codes": [RETRIED]}
     return found
 
 
 def _run(spec: Spec, own_image: bool) -> str:
-    """Returns the shell lines: the files of `/config` as they are (quoted, so that the shell reads nothing in them), and the command."""
+    """Returns the shell lines: the files of `/config`, quoted so that the shell reads nothing in them, where things are, and the command."""
     lines = ["set -e", f"mkdir -p {FOLDER}"]
     for name, text in spec.files().items():
         if END in text.split("\n"):
             raise UserError(f"`{name}` holds a line `{END}`, which ends a file in a shell script")
         lines += [f"cat > {FOLDER}/{name} <<'{END}'", *text.removesuffix("\n").split("\n"), END]
-    python = ENTRY[0] if own_image else ".venv/bin/python"
+    if spec.settings.runs_claim is None:
+        lines += [f'RUNS={RUNS}; [ -w "$RUNS" ] || RUNS="$HOME/sft-play/runs"', 'export RUNS_DIR="$RUNS"']
+    if spec.settings.models_claim is None:
+        lines += [
+            f'MODELS={MODELS}; [ -w "$MODELS" ] || MODELS="$HOME/sft-play/models"',
+            'export HF_HOME="$MODELS/huggingface" SFT_PLAY_CACHE="$MODELS/cache"',
+        ]
+    python = PYTHON_OF_IMAGE if own_image else ".venv/bin/python"
     lines.append(shlex.join([python, *ENTRY[1:], *spec.words(folder=FOLDER)]))
     return "\n".join(lines) + "\n"

@@ -16,7 +16,10 @@ GROUP = "trainer.kubeflow.org"
 
 
 def documents(spec: Spec) -> list[Document]:
-    """Returns runtime and job. The JobSet starts all pods again together, unless one ended with a permanent error (1 to 5)."""
+    """Returns runtime and job. The JobSet starts all pods again together, unless one ended with a permanent error (1 to 5).
+
+    No `ttlSecondsAfterFinished`: the JobSet would go, and the operator make it again (kubeflow/trainer#3779).
+    """
     return [_runtime(spec), _job(spec)]
 
 
@@ -48,7 +51,6 @@ def _runtime(spec: Spec) -> Document:
             "mlPolicy": {"numNodes": spec.pods, "torch": {}},
             "template": {
                 "spec": {
-                    "ttlSecondsAfterFinished": spec.settings.finished_seconds,
                     "failurePolicy": failure,
                     "replicatedJobs": [node],
                 }

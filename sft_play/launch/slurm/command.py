@@ -19,7 +19,9 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.files import typed_path, write_json, write_text
 from sft_play.launch.ahead import Ahead, planned_ahead
 from sft_play.launch.environment import mask
+from sft_play.launch.resume import first_launch
 from sft_play.launch.run_folder import choose_name, has_started
+from sft_play.launch.same_command import OF_REPLICAS
 from sft_play.launch.slurm.script import HEADER, BatchJob, cpus, render
 from sft_play.launch.slurm.submit import submit
 from sft_play.plan.fit import DoesNotFitError
@@ -54,6 +56,7 @@ def main(call: Call) -> int:
     except DoesNotFitError as error:
         print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
         raise
+    _refuse_unlike(ahead)
     wanted = _wanted(call)
     name = _name(call, ahead)
     files = _files(call, name)
@@ -74,7 +77,7 @@ def main(call: Call) -> int:
 
 def job_of(call: Call, ahead: Ahead, name: str, files: Files) -> tuple[BatchJob, list[str]]:
     """Returns the job, and the names of variables that were left out of it because their values look like secrets."""
-    words = [sys.executable, "-m", "sft_play", ahead.target, f"CONFIG={files.config}", f"NUM_GPUS={ahead.processes}"]
+    words = [sys.executable, "-m", "sft_play", _target(ahead, name), f"CONFIG={files.config}", f"NUM_GPUS={ahead.processes}"]
     if call.options.get("DEEPSPEED_CONFIG"):
         words.append(f"DEEPSPEED_CONFIG={files.deepspeed}")
     environment, withheld = _environment(os.environ)
@@ -90,6 +93,34 @@ def job_of(call: Call, ahead: Ahead, name: str, files: Files) -> tuple[BatchJob,
         slurm=ahead.loaded.config.slurm,
     )
     return job, withheld
+
+
+def _refuse_unlike(ahead: Ahead) -> None:
+    """Raises `UserError` for GPUs that differ: a batch job asks for so many of one kind on each of its nodes."""
+    plan, gpu_type = ahead.plan, ahead.loaded.config.slurm.gpu_type
+    kinds = list(dict.fromkeys(rank.device_name for rank in plan.ranks))
+    if plan.device == "cuda" and len(kinds) > 1 and (plan.num_nodes > 1 or gpu_type):
+        raise UserError(
+            f"the plan is for unlike GPUs (`{'`, `'.join(kinds)}`), and a batch job asks for the same on every node",
+            hint="plan for like nodes, such as HARDWARE=4xA100 NUM_NODES=2; `slurm.gpu_type` or `slurm.constraint` then asks the cluster for them",
+        )
+
+
+def _target(ahead: Ahead, name: str) -> str:
+    """Returns the command that the nodes run: where the run has started already, one that goes on with it."""
+    array = ahead.loaded.config.slurm.array
+    run = RunFolder(runs_folder() / (f"{name}-{first_index(array)}" if array else name))
+    if not has_started(run):
+        return ahead.target
+    begun = first_launch(run)["command"]
+    if begun not in OF_REPLICAS:
+        return "train-fsdp" if begun == "fsdp2" else "train-deepspeed"
+    return ahead.target if ahead.plan.strategy in ("single", "ddp") else "train-distributed"
+
+
+def first_index(array: str) -> int:
+    """Returns the first task of `slurm.array`, such as 3 of `3-7%2`."""
+    return int(re.split("[-,:%]", array)[0])
 
 
 def _wanted(call: Call) -> bool:
@@ -205,12 +236,12 @@ def _show(job: BatchJob, files: Files) -> str:
 
 
 def _next(job: BatchJob, files: Files, number: str | None) -> str:
-    log = f"{job.logs}/slurm-{number or 'JOBID'}{'_0' if job.slurm.array else ''}.out"
     if number is None:
         return f"  submit   sbatch {shlex.quote(str(files.script))}"
+    task = f"{number}_{first_index(job.slurm.array)}" if job.slurm.array else number
     return (
-        f"\nsubmitted: job {number}\n  state    squeue --job {number}\n  output   tail -F {shlex.quote(log)}\n"
-        f"  cancel   scancel {number}   (saves first)\n  save and take another turn: scancel --signal=USR1 --batch {number}"
+        f"\nsubmitted: job {number}\n  state    squeue --job {number}\n  output   tail -F {shlex.quote(f'{job.logs}/slurm-{task}.out')}\n"
+        f"  cancel   scancel {number}   (saves first)\n  save and take another turn: scancel --signal=USR1 --batch {task}"
     )
 
 

@@ -23,6 +23,8 @@ from sft_play.errors import UserError
 HEADER = "# Rendered by `make slurm`: docs/slurm.md says what it does."
 FIRST_PORT, PORTS = 20_000, 10_000
 """Ports below those that Linux gives to outgoing connections (from 32768 on)."""
+MOST_TRIED = 1000
+"""Ports that are tried where others have the first ones."""
 LEAST_SAFE = "\"'\\#"
 """Characters that sbatch reads in its own way in a `#SBATCH` line."""
 
@@ -142,26 +144,46 @@ def _environment(job: BatchJob) -> str:
     return "\n".join([*lines, f"cd -- {shlex.quote(str(job.folder))} || exit 3"])
 
 
+_BEFORE_SETUP = r"""
+# shellcheck disable=SC2317 # called by the trap below
+setup_failed() {
+  local text
+  if ((${#BASH_SOURCE[@]} > 2)); then return; fi # what a sourced file does inside is its own business
+  text=$(sed -n "$2p" "$0" 2>/dev/null)
+  printf '[%s] slurm job %s: slurm.setup failed with code %s in line %s of this script: %s\n' \
+    "$(date '+%F %T')" "$SLURM_JOB_ID" "$1" "$2" "${text:-$3}"
+  echo "nothing was started; '|| true' after a command lets it fail"
+  exit 3
+}
+trap 'setup_failed "$?" "$LINENO" "$BASH_COMMAND"' ERR # as under 'set -e'
+# slurm.setup
+"""
+_AFTER_SETUP = "trap - ERR\nset +e"
+
+
 def _setup(slurm: SlurmConfig) -> str:
-    return "\n".join(["# slurm.setup", *slurm.setup]) if slurm.setup else ""
+    return "\n".join([_BEFORE_SETUP.strip("\n"), *slurm.setup, _AFTER_SETUP]) if slurm.setup else ""
 
 
 def _places(job: BatchJob) -> str:
-    name = shlex.quote(job.run_name)
+    name, number = shlex.quote(job.run_name), '"$SLURM_JOB_ID"'
+    note = []
     if job.slurm.array:
-        name = f'{shlex.quote(job.run_name + "-")}"$SLURM_ARRAY_TASK_ID"'
-    log = '"$SLURM_ARRAY_JOB_ID"_"$SLURM_ARRAY_TASK_ID"' if job.slurm.array else '"$SLURM_JOB_ID"'
+        name, number = f'{shlex.quote(job.run_name + "-")}"$SLURM_ARRAY_TASK_ID"', '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+        note = ["# One task's SLURM_JOB_ID is the array's own number, and that alone means all of its tasks."]
     return "\n".join([
         "set -u",
         f"run_name={name}",
-        f"log={shlex.quote(str(job.logs) + '/slurm-')}{log}",
+        *note,
+        f"job_id={number}",
+        f"log={shlex.quote(str(job.logs) + '/slurm-')}\"$job_id\"",
         f"most_requeues={job.slurm.max_requeues}",
         "turn=${SLURM_RESTART_COUNT:-0}",
     ])  # fmt: skip
 
 
 _FUNCTIONS = r"""
-say() { printf '[%s] slurm job %s: %s\n' "$(date '+%F %T')" "$SLURM_JOB_ID" "$1"; }
+say() { printf '[%s] slurm job %s: %s\n' "$(date '+%F %T')" "$job_id" "$1"; }
 
 # Runs a command and returns its exit code; a signal that asks for a stop is handed on to it as $1.
 handing_on() {
@@ -190,6 +212,7 @@ on_node() {
   shift 2
   if [[ $SLURM_NODEID != 0 ]]; then exec >>"$log.node$SLURM_NODEID.out" 2>&1; fi
   if [[ $SLURM_NNODES != 1 ]]; then set -- "$@" NODE_RANK="$SLURM_NODEID"; fi
+  export SFT_PLAY_CAUSE_FILE="$codes/$SLURM_NODEID.cause"
   handing_on TERM "$@"
   code=$?
   printf '%s\n' "$code" >"$codes/$SLURM_NODEID"
@@ -221,6 +244,13 @@ address_of() {
   facts=$(scontrol show node "$1" --oneliner)
   if [[ $facts =~ NodeAddr=([^[:space:]]+) ]]; then printf '%s' "${BASH_REMATCH[1]}"; else printf '%s' "$1"; fi
 }
+
+# Whether a program has the port on this node, which is node 0: in any state but TIME_WAIT (06).
+port_is_taken() {
+  local hex
+  printf -v hex "%04X" "$1"
+  grep -Eqs "^ *[0-9]+: [0-9A-F]+:$hex [0-9A-F]+:[0-9A-F]+ 0[^6]" /proc/net/tcp /proc/net/tcp6
+}
 """
 
 
@@ -232,20 +262,26 @@ def _command(job: BatchJob) -> str:
     before = [
         _ADDRESS.strip("\n"),
         'read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-        "# Each task of an array is a job with a number of its own, so no two of them meet on one port.",
-        f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))",
+        "# Each task of an array is a job with a number of its own, so no two of them begin with one port.",
+        f"for ((tried = 0; tried < {MOST_TRIED}; tried++)); do",
+        f"  port=$(({FIRST_PORT} + (SLURM_JOB_ID + tried) % {PORTS}))",
+        '  if ! port_is_taken "$port"; then break; fi',
+        "done",
     ]
     return "\n".join([*(before if several else []), *lines, ")"])
 
 
 _LAUNCH = r"""
 say "turn $turn on $SLURM_JOB_NODELIST, run $run_name"
+rm -rf -- "$log".??????/ # of a turn of this job that was killed
 codes=$(mktemp -d "$log.XXXXXX") || exit 3
 # `--wait=0`: no node's end ends another that still saves; `--kill-on-bad-exit=0` likewise. The launchers themselves stop when a peer is lost.
 handing_on USR1 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task=@CPUS@ --export=ALL \
   --kill-on-bad-exit=0 --wait=0 --mpi=none --unbuffered \
   bash -c "$(declare -f handing_on on_node); on_node \"\$@\"" node "$log" "$codes" "${command[@]}"
 code=$(verdict $?)
+cause=
+grep -qsx out_of_memory "$codes"/*.cause && cause=memory
 rm -rf -- "$codes"
 """
 
@@ -255,12 +291,14 @@ if [[ $code != 75 && $code != 143 ]]; then
   exit "$code"
 fi
 state=
-[[ $(scontrol show job "$SLURM_JOB_ID" --oneliner) =~ JobState=([A-Z_]+) ]] && state=${BASH_REMATCH[1]}
+[[ $(scontrol show job "$job_id" --oneliner) =~ JobState=([A-Z_]+) ]] && state=${BASH_REMATCH[1]}
 if [[ $state != RUNNING ]]; then
   say "ended with code $code; the job is ${state:-unknown} already, so it is left as it is" # cancelled, or queued again by Slurm itself
+elif [[ $code == 75 && $cause == memory ]]; then
+  say "ended with code 75 because memory ran out, as it would again in another turn; the output of the node where it did says what to change"
 elif ((turn >= most_requeues)); then
   say "ended with code $code after $turn requeues, the most that slurm.max_requeues allows; 'sbatch' of this script goes on with the run"
-elif scontrol requeue "$SLURM_JOB_ID"; then
+elif scontrol requeue "$job_id"; then
   say "ended with code $code; queued again, to go on from the last checkpoint"
 else
   say "ended with code $code, and the job could not be queued again; 'sbatch' of this script goes on with the run"

@@ -11,18 +11,23 @@ from sft_play.errors import HardwareError, RetryableError, UserError
 
 PATIENCE_SECONDS = 120.0
 """sbatch itself waits for a busy controller, by default up to 10 s a message."""
+PARTITIONS = "`sinfo -s` lists the partitions; then SLURM_PARTITION=NAME"
 HINTS: tuple[tuple[str, str], ...] = (
-    (r"partition", "`sinfo -s` lists the partitions; then SLURM_PARTITION=NAME"),
-    (r"account", "`sacctmgr show associations user=$USER` lists your accounts; then SLURM_ACCOUNT=NAME"),
-    (r"qos", "`sacctmgr show qos` lists what there is; then SLURM_QOS=NAME"),
+    (r"qos(max|min|grp)\w|assoc(max|min|grp)\w|accounting/qos policy",
+     "`sacctmgr show qos` and `sacctmgr show associations user=$USER` list your limits, `squeue --me` what counts against them now; SLURM_TIME, "
+     "NUM_NODES and NUM_GPUS ask for less, SLURM_QOS=NAME for another"),
+    (r"invalid partition|partition name", PARTITIONS),
     (r"time limit|timelimit", "`sinfo -s` shows the longest time of each partition; then SLURM_TIME="),
-    (r"node configuration|more processors|node count|gres|gpu|memory|feature|constraint",
+    (r"account", "`sacctmgr show associations user=$USER` lists your accounts, and their partitions; then SLURM_ACCOUNT=NAME"),
+    (r"qos", "`sacctmgr show qos` lists what there is; then SLURM_QOS=NAME"),
+    (r"partition", PARTITIONS),
+    (r"node configuration|more processors|node count|cpu count|gres|gpu|memory|feature|constraint",
      "`sinfo -N -o '%N %c %m %G %f'` shows cores, memory, GPUs and features of the nodes; NUM_NODES, NUM_GPUS, SLURM_CPUS_PER_GPU, SLURM_MEMORY "
      "and SLURM_CONSTRAINT ask for less"),
     (r"array", "`scontrol show config | grep MaxArraySize` is the limit; then SLURM_ARRAY="),
     (r"option|invalid", "`slurm.options` holds options of your own; this release of Slurm may not know one of them"),
 )  # fmt: skip
-"""What sbatch says -> what to do about it; the first that matches."""
+"""What sbatch says -> what to do about it; the first that matches. Errors of one thing name others: "account/partition combination"."""
 UNREACHABLE = re.compile(
     r"unable to contact slurm controller|connection refused|zero bytes were transmitted|timed out|socket", re.IGNORECASE
 )
@@ -47,6 +52,12 @@ def submit(script: Path) -> str:
     return job
 
 
+def hint_for(words: str) -> str:
+    """Returns what to do about sbatch's words."""
+    found = (hint for pattern, hint in HINTS if re.search(pattern, words, re.IGNORECASE))
+    return next(found, "the lines above are sbatch's own")
+
+
 def _sbatch(program: str, options: list[str], script: Path) -> str:
     """Returns what sbatch prints. `--export=NONE` again: a variable `SBATCH_EXPORT` would win over the script's line."""
     try:
@@ -66,7 +77,7 @@ def _sbatch(program: str, options: list[str], script: Path) -> str:
         raise RetryableError(
             f"sbatch cannot reach the cluster:\n{words}", place=place, hint="`scontrol ping` asks the controller"
         )
-    hint = next((hint for pattern, hint in HINTS if re.search(pattern, words, re.IGNORECASE)), "the lines above are sbatch's own")
+    hint = hint_for(words)
     raise UserError(
         f"the cluster refuses the job:\n{words or f'sbatch ended with code {done.returncode}'}", place=place, hint=hint
     )

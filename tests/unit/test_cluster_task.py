@@ -1,0 +1,154 @@
+"""What `train-cluster` refuses before anything is sent, and what a disk or a lock that fails says."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import queue
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from sft_play.__main__ import COMMANDS
+from sft_play.config.call import parse_call
+from sft_play.config.cluster import Host, Inventory, read_inventory
+from sft_play.errors import HardwareError, UserError
+from sft_play.launch.cluster import check, remote, sync
+from sft_play.launch.cluster.agent import Agent, Message
+from sft_play.launch.cluster.board import Board, Logs
+from sft_play.launch.cluster.session import Node, Session
+from sft_play.launch.cluster.task import Task, controlling, disk_errors_told, read_task, require_unused_name
+from sft_play.launch.stopping import Stop
+from sft_play.runs.folder import RunFolder
+from tests.unit.test_cluster_transfer import OWN
+
+
+def call(tmp_path: Path, *words: str) -> Task:
+    (tmp_path / "home.yaml").write_text("hosts: {a: {address: 127.0.0.1}}\n")
+    return read_task(parse_call(["train-cluster", f"CLUSTER={tmp_path / 'home.yaml'}", *words], COMMANDS, {}))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    return RunFolder(tmp_path / "runs" / "one")
+
+
+def test_a_deepspeed_file_is_read_before_anything_is_sent(tmp_path: Path, run: RunFolder) -> None:
+    words = ("CONFIG=configs/quickstart.yaml", "RUN_NAME=one")
+    with pytest.raises(UserError, match=r"typo.json` cannot be read: No such file"):
+        call(tmp_path, *words, f"DEEPSPEED_CONFIG={tmp_path / 'typo.json'}")
+    own = tmp_path / "ds.json"
+    own.write_text('{"zero_optimization": {"stage": 7}}')
+    with pytest.raises(UserError, match="expected 1, 2 or 3"):
+        call(tmp_path, *words, f"DEEPSPEED_CONFIG={own}")
+    own.write_text('{"zero_optimization": {"stage": 2},} // mine')
+    assert json.loads(call(tmp_path, *words, f"DEEPSPEED_CONFIG={own}").deepspeed or "") == {"zero_optimization": {"stage": 2}}
+    assert call(tmp_path, *words).deepspeed is None
+
+
+def test_a_run_that_goes_on_keeps_what_its_start_was_given(tmp_path: Path, run: RunFolder) -> None:
+    run.path.mkdir(parents=True)
+    run.config.write_text("{}")
+    with pytest.raises(UserError, match="under its own DeepSpeed settings"):
+        call(tmp_path, "RUN=one", "DEEPSPEED_CONFIG=typo.json")
+    with pytest.raises(UserError, match="network's speed that the run has") as error:
+        call(tmp_path, "RUN=one", "CLUSTER_NETWORK=100Mbit")
+    assert error.value.hint == "LAUNCH_NETWORK=100Mbit changes it"
+
+
+def test_a_name_that_a_worker_still_has_is_refused(tmp_path: Path, run: RunFolder) -> None:
+    task = call(tmp_path, "CONFIG=configs/quickstart.yaml", "RUN_NAME=one")
+    worker = Host(name="old", address="192.0.2.1", place="home.yaml:4")
+    facts = {"old": replace(OWN, run_there="/srv/runs/one")}
+    with pytest.raises(UserError, match="host `old` still has a run `one`, of another start: `/srv/runs/one`") as error:
+        require_unused_name(task, [worker], facts)
+    assert error.value.place == "home.yaml:4" and "RUN_NAME" in (error.value.hint or "")
+    require_unused_name(task, [worker], {"old": replace(facts["old"], shares_runs=True)})
+    require_unused_name(task, [worker], {"old": OWN})
+    run.path.mkdir(parents=True)
+    require_unused_name(task, [worker], facts)
+
+
+def test_what_a_machine_says_of_a_run(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)  # `facts` puts the folder before the others
+    request = {"folder": str(tmp_path), "mark": ".", "run": "one"}
+    run.path.mkdir(parents=True)
+    remote.facts(request)
+    run.events.write_text('{"event": "started"}\n')
+    remote.facts(request)
+    remote.facts({**request, "run": None})
+    assert [json.loads(line)["run_there"] for line in capsys.readouterr().out.splitlines()] == [None, str(run.path), None]
+
+
+def test_locks_and_disks_that_fail_are_told_apart(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with controlling(run), pytest.raises(UserError, match=f"is in use: process {os.getpid()} trains it"), controlling(run):
+        pass
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", no_locks)
+        with pytest.raises(HardwareError, match="gives no lock: No locks available") as error, controlling(run):
+            pass
+    assert str(tmp_path / "cache" / "cluster") in (error.value.place or "")
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HardwareError, match="cannot be used") as error, controlling(run):
+        pass
+    assert str(tmp_path / "file") in (error.value.place or "")
+    with pytest.raises(HardwareError, match="No space left") as error, disk_errors_told(run.path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x/config.json")
+    assert error.value.place == "/x/config.json" and "df" in (error.value.hint or "")
+    with pytest.raises(BrokenPipeError), disk_errors_told(run.path):
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("folder", ["~/", "~//", "/", "//", "/..", "~/.", "~/..", "~/../x", "x/../.."])
+def test_folders_that_are_a_whole_home_or_disk_are_refused(tmp_path: Path, folder: str) -> None:
+    path = tmp_path / "home.yaml"
+    path.write_text(f"hosts: {{a: {{address: 10.0.0.1, folder: '{folder}'}}}}\n")
+    with pytest.raises(UserError, match="`folder` is "):
+        read_inventory(path)
+
+
+@pytest.mark.parametrize(("folder", "plain"), [("~//a/./b/", "~/a/b"), ("//srv//sft/", "/srv/sft"), ("/a/../b", "/b")])
+def test_folders_are_plain_paths(tmp_path: Path, folder: str, plain: str) -> None:
+    path = tmp_path / "home.yaml"
+    path.write_text(f"hosts: {{a: {{address: 10.0.0.1, folder: '{folder}'}}}}\n")
+    found: Inventory = read_inventory(path)
+    assert found.hosts[0].folder == plain
+
+
+def test_a_record_that_cannot_be_written_ends_nothing(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.rank_exit(1) / "in the way").mkdir(parents=True)
+    node = Node(host=Host(name="old", address="192.0.2.1"), agent=cast(Agent, None))
+    inventory = Inventory(hosts=(node.host,), network=None, ssh_config=None, path=Path("home.yaml"))
+    session = Session(
+        inventory=inventory, run=run, nodes=[node], inbox=queue.Queue(), logs=Logs(run), board=Board(run, []), console=sys.stdout, stop=Stop(),
+        streams=[True], wanted=lambda: False,
+    )  # fmt: skip
+    session.inbox.put(Message(0, {"record": "logs/exit-rank1.json", "facts": {"code": 4}}, 1.0))
+    session.inbox.put(Message(0, {"ended": 4}, 2.0))
+    session._receive()
+    assert node.records == {1: ({"code": 4}, 1.0)} and node.code == 4
+    assert "exit-rank1.json cannot be written: " in capsys.readouterr().err
+
+
+def test_large_files_of_the_project_are_not_hashed_by_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sft_play").mkdir()
+    (tmp_path / "sft_play" / "a.py").write_text("")
+    with (tmp_path / "sft_play" / "weights.py").open("wb") as stream:
+        stream.truncate(check.MOST_CODE_BYTES + 1)
+    for module in (sync, check):
+        monkeypatch.setattr(module, "project", lambda: tmp_path)
+    assert list(check.wanted_of(None, 29500).code) == ["sft_play/a.py"]

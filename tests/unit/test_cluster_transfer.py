@@ -1,0 +1,255 @@
+"""What comes to machines of a cluster, and what must never be lost there. rsync is the real one; ssh is a program that runs the command here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.cluster import Host, Inventory
+from sft_play.errors import HardwareError, UserError
+from sft_play.launch.cluster import remote, sync
+from sft_play.launch.cluster.agent import ask
+from sft_play.launch.cluster.children import ended_with_us
+from sft_play.launch.cluster.facts import Facts, forwarded
+from sft_play.launch.cluster.install import install, judged
+from sft_play.launch.cluster.transfer import Listing, deliver, digests, keep_list, last_line, look
+from sft_play.launch.cluster.transfer import remote as remote_path
+
+SSH = """#!/bin/sh
+while :; do case "$1" in -T|-tt) shift;; -F|-o|-p|-l) shift 2;; --) shift; break;; *) break;; esac; done
+shift; cd "$THERE" && HOME="$THERE" exec sh -c "$*"
+"""
+HOST = Host(name="old", address="192.0.2.1", folder="~/sft-play", place="home.yaml:4")
+LIST = Listing("~/sft-play/.cache/sft-play-sent", "another `folder`")
+OWN = Facts(
+    host="a", home="/home/a", folder="/srv/sft", runs="/srv/sft/runs", cache="/cache", hub="/hub", python="3.11.2",
+    versions={"torch": "2.9.0", "peft": "0.18.0"}, code=True, gpus=1, rsync=True, shares_runs=False, shares_cache=False,
+    linux=True, run_there=None,
+)  # fmt: skip
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The project's folder of another machine; beside it, in `here`, this machine's."""
+    programs, home = tmp_path / "bin", tmp_path / "home"
+    for folder in (programs, home / "sft-play", tmp_path / "here"):
+        folder.mkdir(parents=True)
+    (programs / "ssh").write_text(SSH)
+    (programs / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("THERE", str(home))
+    return home / "sft-play"
+
+
+def bring(there: Path, names: Sequence[str], listing: Listing | None = LIST, **options: Sequence[str]) -> None:
+    inventory = Inventory(hosts=(HOST,), network=None, ssh_config=None, path=Path("home.yaml"))
+    with ended_with_us():  # as in the product: without it, a command that was stopped before stays so
+        deliver(HOST, inventory, there.parent.parent / "here", HOST.folder, names, listing, **options)
+
+
+def test_a_persons_file_is_never_replaced(there: Path) -> None:
+    here = there.parent.parent / "here"
+    (here / "a.py").write_text("ours")
+    (here / "b.py").write_text("same")
+    (here / "new.py").write_text("new")
+    (there / "a.py").write_text("hours of work")
+    (there / "b.py").write_text("same")
+    os.utime(there / "b.py", (1e9, 1e9))
+    names = ["a.py", "b.py", "new.py"]
+    with pytest.raises(
+        UserError, match=r"host `old`: in `~/sft-play` a file is another one .* not brought by this command: `a.py`"
+    ) as error:
+        bring(there, names)
+    assert error.value.hint == "another `folder`" and error.value.place == "home.yaml:4"
+    assert (there / "a.py").read_text() == "hours of work" and not (there / "new.py").exists(), "nothing is sent"
+    (there / "a.py").unlink()
+    bring(there, names)
+    assert [(there / name).read_text() for name in names] == ["ours", "same", "new"]
+    (here / "a.py").write_text("ours, longer")
+    (here / "b.py").write_text("same no more")
+    bring(there, names)
+    assert (there / "a.py").read_text() == "ours, longer" and (there / "b.py").read_text() == "same no more", (
+        "brought, or seen, by us"
+    )
+    (there / "a.py").write_text("edited on the host")
+    with pytest.raises(UserError, match=r"`a\.py`"):
+        bring(there, names)
+    assert (there / "a.py").read_text() == "edited on the host"
+
+
+def test_only_what_is_on_the_list_is_ours(there: Path) -> None:
+    here = there.parent.parent / "here"
+    (here / "a.py").write_text("one")
+    bring(there, ["a.py"])
+    (here / "a.py").write_text("two, never sent")
+    inventory = Inventory(hosts=(HOST,), network=None, ssh_config=None, path=Path("home.yaml"))
+    _, brought, found = look(HOST, inventory, HOST.folder, LIST.path, ["a.py", "absent"])
+    assert {("a.py", digest) for digest, _ in brought} == set(found.items()), "absent files have no digest"
+    keep_list(HOST, inventory, LIST.path, [])
+    with pytest.raises(UserError, match=r"`a\.py`"):
+        bring(there, ["a.py"])
+
+
+def test_names_that_are_not_utf_8_and_odd_ones(there: Path) -> None:
+    names = [os.fsdecode(b"caf\xe9.py"), "two words.py", "-e sh", "#\\#012.py", "it's $HOME"]
+    for name in names:
+        (there.parent.parent / "here" / name).write_text("x")
+    bring(there, names)
+    assert sorted(path.name for path in there.iterdir() if path.is_file()) == sorted(names)
+    for name in names:
+        (there / name).write_text("theirs")
+        with pytest.raises(UserError, match="a file is another one"):
+            bring(there, [name])
+
+
+def test_no_list_replaces_and_spared_files_stay(there: Path) -> None:
+    here = there.parent.parent / "here"
+    (here / "refs").mkdir()
+    (there / "refs").mkdir()
+    (here / "refs" / "main").write_text("commit of ours")
+    (there / "refs" / "main").write_text("of theirs")
+    (here / "w").write_text("weights")
+    bring(there, ["refs/main", "w"], spared=["refs/"])
+    assert (there / "w").read_text() == "weights" and (there / "refs" / "main").read_text() == "of theirs"
+    bring(there, ["refs/main"], None)
+    assert (there / "refs" / "main").read_text() == "commit of ours"
+
+
+def test_want_of_room_is_told_before_anything_is_sent(there: Path) -> None:
+    with (there.parent.parent / "here" / "huge").open("wb") as stream:
+        stream.truncate(2**43)
+    with pytest.raises(
+        HardwareError, match=r"host `old`: 8192.00 GiB are to be brought to `~/sft-play`, and its disk has \d+\.\d+ GiB free"
+    ):
+        bring(there, ["huge"])
+    assert not list(there.iterdir())
+
+
+def test_a_full_disk_is_named_before_what_followed() -> None:
+    said = (
+        'rsync: [receiver] write failed on "/x/m": No space left on device (28)\nrsync error: error in file IO (code 11)\n'
+        "rsync: connection unexpectedly closed\nrsync error: error in rsync protocol data stream (code 12)\n"
+    )
+    assert last_line(said) == 'rsync: [receiver] write failed on "/x/m": No space left on device (28)'
+    assert last_line("rsync: a\nrsync: b\nrsync error: c\n") == "rsync: b" and last_line("") == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "plain"),
+    [("~/x/", "h:x/"), ("~//x/../y/", "h:y/"), ("~//", "h:./"), ("/a//b/./c", "h:/a/b/c"), ("//a/", "h:/a/"), ("rel", "h:rel")],
+)
+def test_paths_of_rsync(path: str, plain: str) -> None:
+    assert remote_path(Host(name="a", address="h"), path) == plain
+
+
+def test_code_is_what_git_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["kept.py", "gone.py", ".env", "conf/.env.local", ".env.example", "runs/old/config.json"]
+    for name in [*names, "configs/new.yaml", "sft_play/new.py", "notes.txt", "ignored.log"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    odd = os.fsdecode(b"caf\xe9.py")
+    (tmp_path / odd).write_text("x")
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    for words in (["init", "-q"], ["add", "-f", *names, odd]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, timeout=30)
+    (tmp_path / "gone.py").unlink()
+    (tmp_path / "kept.py").write_text("modified")
+    monkeypatch.setattr(sync, "project", lambda: tmp_path)
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
+    said: list[str] = []
+    assert sync.code_files(said.append) == sorted([".env.example", "kept.py", odd])
+    assert said == ["note: 2 files that git does not track yet (`configs/new.yaml`) stay here; git add sends them"]
+
+
+def test_files_that_left_the_project_leave_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("kept.py", "gone.py", "edited.py", "own.py"):
+        Path(name).write_text(name)
+    own = digests(tmp_path, ["kept.py", "gone.py", "edited.py"])
+    request = {"listing": sync.SENT, "mark": ".cache/seen-1"}
+    assert remote.tidy_code({**request, "files": own}) == 0
+    Path("edited.py").write_text("since")
+    kept = {"kept.py": own["kept.py"], "../kept.py": own["kept.py"], os.fsdecode(b"caf\xe9"): own["kept.py"]}
+    Path(".cache/seen-1").touch()
+    assert remote.tidy_code({**request, "files": kept}) == 0
+    assert Path("gone.py").exists(), "it is the folder of the machine that asks"
+    Path(".cache/seen-1").unlink()
+    assert remote.tidy_code({**request, "files": kept}) == 0
+    assert remote.tidy_code({**request, "files": {"kept.py": own["kept.py"]}}) == 0
+    assert sorted(path.name for path in tmp_path.glob("*.py")) == ["edited.py", "kept.py", "own.py"]
+    assert Path(sync.SENT).read_bytes() == f"{own['kept.py']}  kept.py\0".encode()
+
+
+def test_settings_that_reach_every_machine() -> None:
+    passed = {
+        "HF_ENDPOINT": "https://hub.lan", "AIM_REPO": "aim://10.0.0.1:53800", "HF_HUB_ETAG_TIMEOUT": "9", "NCCL_DEBUG": "INFO",
+        "SFT_TRAIN_SEED": "3",
+    }  # fmt: skip
+    own = {
+        "HF_HOME": "/x", "HF_HUB_CACHE": "/x", "HF_DATASETS_CACHE": "/x", "HF_TOKEN_PATH": "/x", "HF_TOKEN": "hf_abc", "SFT_PLAY_CACHE": "/x",
+        "NCCL_SOCKET_IFNAME": "eth0", "HOME": "/x",
+    }  # fmt: skip
+    secret = {"HF_ENDPOINT": "https://me:word@hub.lan"}
+    assert forwarded({**own, **passed}) == passed and forwarded(secret) == {}
+
+
+def test_a_machine_is_ready_only_with_the_same_versions() -> None:
+    assert judged(HOST, OWN, OWN).detail == "Python 3.11.2, torch 2.9.0"
+    assert judged(HOST, OWN, replace(OWN, python="3.11.9")).ok
+    other = judged(HOST, OWN, replace(OWN, python="3.12.1"))
+    assert (
+        not other.ok
+        and other.detail == "its environment has Python 3.12.1, and this machine 3.11.2"
+        and "python3.11-venv" in (other.hint or "")
+    )
+    assert "no torch" in judged(HOST, OWN, replace(OWN, versions={"peft": "0.18.0"})).detail
+    assert not judged(HOST, OWN, replace(OWN, versions={})).ok and not judged(HOST, OWN, replace(OWN, code=False)).ok
+    assert "peft 0.17.0 (here 0.18.0)" in judged(HOST, OWN, replace(OWN, versions={"torch": "2.9.0", "peft": "0.17.0"})).detail
+
+
+def test_an_environment_with_other_versions_is_not_up_to_date(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As new as the pins, but without packages: it is installed anew, which fails here for want of pip; with them it is ready."""
+    inventory = Inventory(hosts=(HOST,), network=None, ssh_config=None, path=Path("home.yaml"))
+    here = Host(name="a", address="127.0.0.1")
+    own = Facts.of(ask(here, inventory, "facts", timeout=60, mark="."))
+    files = [name for name in sync.code_files() if name.startswith(("sft_play/", "scripts/")) or "/" not in name]
+    python = there / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    for options, last in (("-S", "scripts/install.sh ended with code 1: "), ("", f"Python {own.python}, torch ")):
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} {options} "$@"\n')
+        python.chmod(0o755)
+        (there / ".venv" / ".runtime").touch()
+        os.utime(there / ".venv" / ".runtime", (4e9, 4e9))
+        with ended_with_us():
+            found = install(HOST, inventory, files, own)
+        said = capfd.readouterr().err
+        assert found.detail.startswith(last) and found.ok == (not options), (found, said)
+        assert "the environment in .venv is up to date" in said
+        assert ("its versions are others: " in said) == bool(options), said
+    listed = (there / sync.SENT).read_bytes().count(b"\0")
+    assert listed == len(files)
+
+
+def test_links_of_the_hubs_cache_stay_links(there: Path) -> None:
+    here = there.parent.parent / "here"
+    for folder in (here, there):
+        (folder / "blobs").mkdir()
+        (folder / "snapshots").mkdir()
+    (here / "blobs" / "1").write_text("weights")
+    (here / "snapshots" / "a -> b").symlink_to("../blobs/1")
+    names = ["blobs/1", "snapshots/a -> b"]
+    bring(there, names)
+    assert (there / "snapshots" / "a -> b").is_symlink() and (there / "snapshots" / "a -> b").read_text() == "weights"
+    bring(there, names)
+    (there / "mine").write_text("another model")
+    (there / "snapshots" / "a -> b").unlink()
+    (there / "snapshots" / "a -> b").symlink_to("../mine")
+    with pytest.raises(UserError, match="`snapshots/a -> b`"):
+        bring(there, names)
+    assert (there / "snapshots" / "a -> b").read_text() == "another model"

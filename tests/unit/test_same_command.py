@@ -1,0 +1,117 @@
+"""`launch.auto_resume` on fewer or more nodes and GPUs: what the same command amounts to, pure but for a run folder's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.call import Call
+from sft_play.config.load import LoadedConfig, load_config, read_config, save_config
+from sft_play.errors import UserError
+from sft_play.launch.options import read_options
+from sft_play.launch.resume import launch_facts, options_of_run, with_its_batch
+from sft_play.launch.run_folder import record_event
+from sft_play.launch.same_command import as_resume, changes
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder
+from tests.plans import simple_plan
+
+COMMANDS: dict[str, Any] = {"train": "single", "train-distributed": "auto", "train-fsdp": "fsdp2", "train-deepspeed": "zero"}
+ON_TWO = {"NUM_GPUS": "2", "NUM_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "10.0.0.1"}
+
+
+def config(folder: Path, **train: object) -> LoadedConfig:
+    path = folder / "one.yaml"
+    lines = "".join(f"  {key}: {value}\n" for key, value in train.items())
+    path.write_text(
+        "model: {name: x/y}\ndata: {train_path: rows.jsonl}\nlaunch: {auto_resume: true}\ntrain:\n  max_steps: 4\n" + lines
+    )
+    return load_config(path, environ={})
+
+
+def again(folder: Path, run: RunFolder, command: str, options: Mapping[str, str], loaded: LoadedConfig | None = None) -> Call:
+    """Returns what a start amounts to."""
+    loaded = loaded or config(folder)
+    call = Call(command=command, options={"RUN_NAME": "demo", **options})
+    found, loaded = read_options(call, loaded, COMMANDS[command])
+    return as_resume(call, found, loaded, run)
+
+
+def begun(folder: Path, command: str, options: Mapping[str, str], loaded: LoadedConfig | None = None) -> RunFolder:
+    """Returns the folder of a run that was started so, with eight rows a step."""
+    run = RunFolder(folder / "demo")
+    run.path.mkdir()
+    loaded = loaded or config(folder)
+    found, loaded = read_options(Call(command=command, options={"RUN_NAME": "demo", **options}), loaded, COMMANDS[command])
+    save_config(loaded, run.config)
+    nodes = found.request.num_nodes
+    world = nodes * (found.request.num_gpus or 1)
+    strategy: Any = "single" if world == 1 else "ddp"
+    simple_plan(num_nodes=nodes, world_size=world, strategy=strategy, backend="gloo").save(run.plan)
+    record_event(run, "started", launch=launch_facts(found))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("before", "first", "now", "options", "expected"),
+    [
+        ("train-distributed", ON_TWO, "train-distributed", {"NUM_GPUS": "2", "NUM_NODES": "1"}, ("ddp", 1, 2)),
+        ("train-distributed", ON_TWO, "train", {"NUM_GPUS": "1"}, ("ddp", 1, 1)),
+        ("train-distributed", {"NUM_GPUS": "2"}, "train-distributed", ON_TWO, ("ddp", 2, 2)),
+        ("train-distributed", ON_TWO, "train-distributed", {**ON_TWO, "NUM_NODES": "3", "NODE_RANK": "2"}, ("ddp", 3, 2)),
+        ("train", {}, "train-distributed", {**ON_TWO, "NUM_GPUS": "1"}, ("ddp", 2, 1)),
+        ("train-fsdp", ON_TWO, "train-fsdp", {"NUM_GPUS": "2"}, ("fsdp2", 1, 2)),
+    ],
+)
+def test_nodes_and_processes_may_be_others(
+    tmp_path: Path, before: str, first: dict[str, str], now: str, options: dict[str, str], expected: tuple[str, int, int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = begun(tmp_path, before, first)
+    call = again(tmp_path, run, now, options)
+    assert (call.command, call.overrides) == ("resume", ())
+    request = options_of_run(call, run, Plan.load(run.plan)).request
+    assert (request.command_strategy, request.num_nodes, request.num_gpus) == expected
+    said = capsys.readouterr().err
+    assert ("goes on with" in said) == (first.get("NUM_NODES", "1") != options.get("NUM_NODES", "1"))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "options"),
+    [("train-distributed", "train-fsdp", {"NUM_GPUS": "2"}), ("train-deepspeed", "train-distributed", {"NUM_GPUS": "2"}),
+     ("train", "train-distributed", {})],
+)  # fmt: skip
+def test_another_way_to_train_is_refused(tmp_path: Path, before: str, now: str, options: dict[str, str]) -> None:
+    run = begun(tmp_path, before, {})
+    with pytest.raises(UserError, match=f"was started by `make {before}`, not by `make {now}`"):
+        again(tmp_path, run, now, options)
+
+
+def test_the_global_batch_stays_in_every_further_turn(tmp_path: Path) -> None:
+    """Turn 1 goes on with one process in place of two, turn 2 likewise, turn 3 with two again: always the frozen command."""
+    frozen = config(tmp_path, batch_size=2, grad_accum=2)
+    run = begun(tmp_path, "train-distributed", {"NUM_GPUS": "2"}, frozen)
+    before = replace(Plan.load(run.plan), global_batch_size=8)
+    for world, expected in ((1, (2, "auto", 8)), (1, (2, "auto", 8)), (2, (2, 2, "auto"))):
+        call = again(tmp_path, run, "train-distributed", {"NUM_GPUS": str(world)}, frozen)
+        assert call.overrides == ()
+        found, _ = with_its_batch(frozen, call, before, world)
+        train = found.config.train
+        assert (train.batch_size, train.grad_accum, train.global_batch_size) == expected
+        save_config(found, run.config)
+
+
+def test_a_wish_for_another_batch_is_still_heard(tmp_path: Path) -> None:
+    run = begun(tmp_path, "train-distributed", {"NUM_GPUS": "2"}, config(tmp_path, batch_size=2, grad_accum=2))
+    found, _ = with_its_batch(
+        read_config(run.config), Call(command="resume"), replace(Plan.load(run.plan), global_batch_size=8), 1
+    )
+    save_config(found, run.config)
+    wished = changes(read_config(run.config), config(tmp_path, batch_size=1, grad_accum=2))
+    assert [(one.key, one.text) for one in wished] == [("train.batch_size", "1")]
+    wished = changes(read_config(run.config), config(tmp_path, batch_size=2, global_batch_size=16))
+    assert [(one.key, one.text) for one in wished] == [("train.global_batch_size", "16")]

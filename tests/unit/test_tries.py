@@ -1,0 +1,119 @@
+"""Tries without a newer checkpoint are counted where a scheduler knows no limit, and the last one ends for good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sft_play.errors import HardwareError, UserError
+from sft_play.launch.entry import main
+from sft_play.launch.run_folder import record_event
+from sft_play.launch.tries import LIMIT, Tries, begin
+from sft_play.runs.folder import RunFolder
+
+WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
+LOST = 75
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """The run of `WORDS`, whose folder is not there yet."""
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
+    return RunFolder(tmp_path / "runs" / "demo")
+
+
+def one(*more: str, limit: int = 2) -> Tries:
+    tries = begin([*WORDS, *more], {LIMIT: str(limit)})
+    assert tries is not None
+    return tries
+
+
+def test_so_many_restarts_and_then_a_permanent_code(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [one().end(LOST) for _ in range(3)] == [LOST, LOST, 3]
+    said = capsys.readouterr().err
+    assert "3 tries in a row made no checkpoint, and `kubernetes.max_restarts` is 2" in said and "counted anew" in said
+    assert not run.path.exists(), "a run that never began has no folder"
+    assert not run.tries.exists()
+    assert one().end(LOST) == LOST, "who submits again has looked at it"
+
+
+def test_a_newer_checkpoint_begins_the_count_anew(run: RunFolder) -> None:
+    assert [one().end(LOST) for _ in range(2)] == [LOST, LOST]
+    third = one()
+    run.checkpoint(10).mkdir(parents=True)
+    assert third.end(LOST) == LOST
+    assert [one().end(LOST) for _ in range(3)] == [LOST, LOST, 3]
+
+
+def test_a_run_that_was_removed_is_another(run: RunFolder) -> None:
+    run.checkpoint(10).mkdir(parents=True)
+    assert [one().end(LOST) for _ in range(2)] == [LOST, LOST]
+    run.checkpoint(10).rmdir()
+    assert [one().end(LOST) for _ in range(3)] == [LOST, LOST, 3]
+
+
+def test_pods_that_the_kernel_kills_count_too(run: RunFolder) -> None:
+    run.checkpoint(40).mkdir(parents=True)
+    for _ in range(3):
+        one()  # and never ends
+    with pytest.raises(HardwareError, match="3 tries in a row made no newer checkpoint than that of step 40"):
+        one()
+    assert [one().end(137) for _ in range(3)] == [137, 137, 3]
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_a_stop_that_was_asked_for_is_no_failure(run: RunFolder, code: int) -> None:
+    assert one().end(LOST) == LOST
+    assert [one().end(code) for _ in range(5)] == [code] * 5
+    assert [one().end(LOST) for _ in range(2)] == [LOST, 3]
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 5])
+def test_an_end_that_is_not_tried_again_ends_the_count(run: RunFolder, code: int) -> None:
+    assert [one().end(LOST) for _ in range(2)] == [LOST, LOST]
+    assert one().end(code) == code
+    assert not run.tries.exists()
+
+
+def test_memory_that_ran_out_for_good_is_not_tried_again(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    tries = one(limit=10)
+    run.path.mkdir()
+    record_event(run, "failed", code=LOST, cause="out_of_memory")
+    assert tries.end(LOST) == 3
+    assert "memory ran out for good, and there is no checkpoint" in capsys.readouterr().err
+    assert one(limit=10).end(LOST) == LOST, "an earlier job's end is no reason"
+    tries = one(limit=10)
+    record_event(run, "failed", code=LOST, cause="out_of_memory")
+    run.checkpoint(10).mkdir(parents=True)
+    assert tries.end(LOST) == LOST, "with a newer checkpoint it got on"
+    one(limit=10)
+    record_event(run, "failed", node_rank=1, code=LOST, cause="out_of_memory")  # another node's launcher, after ours was killed
+    with pytest.raises(HardwareError, match="no newer checkpoint than that of step 10"):
+        one(limit=10)
+
+
+def test_only_node_0_counts_and_only_where_there_is_a_limit(run: RunFolder) -> None:
+    assert begin([*WORDS, "NODE_RANK=1"], {LIMIT: "2"}) is None
+    assert begin(WORDS, {}) is None
+    assert begin(WORDS, {LIMIT: "0"}) is None
+    assert begin(WORDS[:2], {LIMIT: "2"}) is None
+    assert begin([*WORDS, "NODE_RANK=0"], {LIMIT: "2"}) is not None
+    with pytest.raises(UserError, match="expected an integer"):
+        begin(WORDS, {LIMIT: "many"})
+
+
+def test_a_count_that_cannot_be_read_begins_anew(run: RunFolder) -> None:
+    assert [one().end(LOST) for _ in range(2)] == [LOST, LOST]
+    run.tries.write_text('{"used": ')
+    assert [one().end(LOST) for _ in range(3)] == [LOST, LOST, 3]
+
+
+def test_the_entry_point_ends_for_good(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The master's name never gets an address: 175, and after one more try 3, which no scheduler tries again."""
+    for name, text in {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "nobody.invalid", LIMIT: "1"}.items():
+        monkeypatch.setenv(name, text)
+    assert [main([*WORDS, "NUM_GPUS=1", "LAUNCH_JOIN_SECONDS=1"]) for _ in range(3)] == [175, 3, 175]
+    assert "2 tries in a row" in capsys.readouterr().err
