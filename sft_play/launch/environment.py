@@ -54,9 +54,8 @@ class Node:
 
 def ranks_of(plan: Plan, node: Node) -> range:
     """Returns the ranks that a node runs."""
-    counts = plan.node_ranks or (plan.world_size // plan.num_nodes,) * plan.num_nodes
-    first = sum(counts[: node.rank])
-    return range(first, first + counts[node.rank])
+    first = sum(plan.ranks_by_node[: node.rank])
+    return range(first, first + plan.ranks_by_node[node.rank])
 
 
 def worker_environment(plan: Plan, node: Node, ambient: Mapping[str, str], *, cpu_threads: int) -> WorkerEnvironment:

@@ -17,6 +17,7 @@ from sft_play.launch.run_folder import ended_by_signals, find_run
 from sft_play.plan.command import hardware_of, needs_several, plan_for
 from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.hardware import Hardware
+from sft_play.plan.nodes import devices_of
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scaling import parse_price, parse_scale, scale_json, scale_table, show_scale, with_cost
@@ -41,7 +42,7 @@ def _rehearse(call: Call) -> int:
     loaded = call.load_config()
     hardware = hardware_of(call)
     options, loaded = read_options(call, loaded, "auto", rehearsal=True)
-    request = _as_the_run_was(call, options.request)
+    request = _as_the_run_was(call, options.request, hardware)
     if hardware.nodes > 1 and request.num_nodes == 1 and "NUM_NODES" not in call.options:
         request = replace(request, num_nodes=hardware.nodes)
     if request.command_strategy == "auto" and not needs_several(loaded, hardware, request):
@@ -87,7 +88,7 @@ def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: H
         commands.probe(job_of(call, loaded, options), run, Prepared.load(run.prepared))
 
 
-def _as_the_run_was(call: Call, request: LaunchRequest) -> LaunchRequest:
+def _as_the_run_was(call: Call, request: LaunchRequest, hardware: Hardware) -> LaunchRequest:
     """Returns the request of `RUN`'s own launch, with what was typed now in its place."""
     if not call.options.get("RUN"):
         return request
@@ -102,12 +103,14 @@ def _as_the_run_was(call: Call, request: LaunchRequest) -> LaunchRequest:
     elif before.strategy in ("single", "fsdp2"):
         command = "single" if before.strategy == "single" else "fsdp2"
     same_hardware = not call.options.get("HARDWARE")
+    met = nodes == before.num_nodes > 1 and same_hardware and before.device == hardware.kind and not request.num_gpus
     return replace(
         request,
         command_strategy=request.command_strategy if request.command_strategy != "auto" else command,
         zero_stage=request.zero_stage or (int(before.strategy[-1]) if command == "zero" else None),
         num_gpus=request.num_gpus or (before.world_size // before.num_nodes if same_hardware and command != "single" else None),
         num_nodes=nodes,
+        node_devices=devices_of(before) if met else (),
         offload_optimizer=request.offload_optimizer or before.offload_optimizer,
         offload_parameters=request.offload_parameters or before.offload_parameters,
     )

@@ -51,7 +51,7 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
     `before` is the run's last plan.
     """
     node_rank = call.integer("NODE_RANK", minimum=0)
-    facts, own = last_launch(run, node_rank or 0), before.node_ranks
+    facts, own = last_launch(run, node_rank or 0), before.ranks_by_node
     here = own[node_rank or 0] if (node_rank or 0) < len(own) else before.world_size // before.num_nodes
     num_nodes = call.integer("NUM_NODES", minimum=1) or int(facts["num_nodes"])
     address = call.options.get("MASTER_ADDR")

@@ -116,8 +116,12 @@ def gathering_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: in
     """Returns the time in which a micro-step's weights arrive under ZeRO-3 and FSDP2; 0 elsewhere."""
     if setup.strategy not in GATHERING:
         return 0.0
-    passes = 3 if setup.gradient_checkpointing else 2
-    return gather_seconds(passes * sent_weights(config, shape, setup), ranks, link)
+    return gather_seconds(gathering_passes(setup) * sent_weights(config, shape, setup), ranks, link)
+
+
+def gathering_passes(setup: Setup) -> int:
+    """Returns how often a micro-step needs the shared-out weights: forward, backward, and forward again where that is recomputed."""
+    return 3 if setup.gradient_checkpointing else 2
 
 
 def latency_seconds(config: Config, shape: ModelShape, setup: Setup, link: Link, ranks: int, accumulation: int) -> float:

@@ -15,6 +15,8 @@ GIB = 2**30
 GB = 10**9
 USABLE = 0.98
 """Share of a card's nominal gigabytes (which are GiB on cards) that programs see; ECC and driver keep the rest."""
+HEADROOM = {"cuda": 0.94, "cpu": 0.85}
+"""Share of the free memory that is planned for."""
 FULL = 0.05
 """A GPU with a smaller share of its memory free is full: CUDA and a model's first layer already need more."""
 ASSUMED_THREADS, ASSUMED_RAM = 8, 64 * GIB

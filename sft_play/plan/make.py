@@ -14,7 +14,7 @@ from sft_play.plan.batch import Batch, count, halve, halved
 from sft_play.plan.calibration import Calibration
 from sft_play.plan.fastest import Rows, choose_rows, comparable, with_layout
 from sft_play.plan.fit import DoesNotFitError, Fit, Memory, Remedy, wanted_rows
-from sft_play.plan.hardware import GIB, Device, Hardware
+from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware
 from sft_play.plan.losses import settle_chunks, with_chunks
 from sft_play.plan.memory import Setup, host_bytes, rank_memory
 from sft_play.plan.packed_batch import Division, choose_packing, insisted
@@ -44,8 +44,6 @@ from sft_play.runs.prepared import Prepared
 
 MOST_TOGETHER = {"cuda": 64, "cpu": 4}
 """Rows of a micro-batch beyond which nothing is gained; on a CPU matrices are large enough then, and memory grows."""
-HEADROOM = {"cuda": 0.94, "cpu": 0.85}
-"""Share of the free memory that is planned for."""
 
 
 def make_plan(
@@ -82,18 +80,15 @@ def make_plan(
 
 def ways_out(config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, rank: RankPlan) -> tuple[Remedy, ...]:
     """Returns what would need less than a rank of this plan, where memory ran out although it should have fitted; by formula."""
-    free = [int(one.capacity_bytes / HEADROOM[plan.device]) for one in plan.ranks[: plan.world_size // plan.num_nodes]]
-    devices = tuple(
-        Device(name=one.device_name, memory_bytes=size, free_bytes=size, bf16=plan.precision == "bf16")
-        for one, size in zip(plan.ranks, free, strict=False)
-    )
-    if plan.device == "cpu":  # its processes share it
-        devices = (replace(devices[0], memory_bytes=sum(free), free_bytes=sum(free)),)
+    devices = nodes.devices_of(plan)
+    here = devices[0][:1] if plan.device == "cpu" else devices[0]  # its processes share it
+    free = sum(device.free_bytes for device in here)
     hardware = Hardware(
-        kind=plan.device, devices=devices, cpu_threads=len(free), ram_bytes=sum(free), ram_known=False, described=True
+        kind=plan.device, devices=here, cpu_threads=len(devices[0]), ram_bytes=free, ram_known=False, described=True
     )
+    launch = replace(request, node_devices=devices if plan.num_nodes > 1 else ())
     case = Case(
-        config=config, typed=lambda _: False, hardware=hardware, shape=shape, launch=request, prepared=None, calibration=None,
+        config=config, typed=lambda _: False, hardware=hardware, shape=shape, launch=launch, prepared=None, calibration=None,
         memory=rank_memory,
     )  # fmt: skip
     need = rank_memory(config, shape, setup_of(plan), rank.micro_batch)

@@ -6,6 +6,8 @@ takes the others to be like itself.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,9 +15,11 @@ from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
 from sft_play.plan import choices
 from sft_play.plan.calibration import Calibration, same_name
+from sft_play.plan.catalogue import find_card
 from sft_play.plan.exchange import exchange_seconds, latency_seconds, link_of
-from sft_play.plan.hardware import GIB, Device, Hardware, network_speed
+from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware, device_of, network_speed
 from sft_play.plan.memory import Setup
+from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import optimizer_seconds
@@ -51,7 +55,7 @@ class Ranks:
 
     def on_node_of(self, rank: int) -> int:
         """Returns how many ranks the machine of `rank` has."""
-        return next(count for node, count in enumerate(self.nodes) if rank in self.ranks_of(node))
+        return self.nodes[bisect.bisect_right(list(itertools.accumulate(self.nodes)), rank)]
 
 
 def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
@@ -66,6 +70,28 @@ def met(hardware: Hardware, launch: LaunchRequest) -> LaunchRequest:
     if launch.num_nodes == 1 or not one_each(hardware, launch):
         return launch
     return replace(launch, node_devices=tuple((device,) for device in hardware.devices))
+
+
+def devices_of(plan: Plan) -> tuple[tuple[Device, ...], ...]:
+    """Returns the devices of each node's ranks as a plan had them, with the memory that was free then.
+
+    What is known of a card by its name is there too; processes on a CPU share its memory.
+    """
+    found, first = [], 0
+    for count in plan.ranks_by_node:
+        ranks = plan.ranks[first : first + count]
+        share = count if plan.device == "cpu" else 1
+        found.append(tuple(_as_planned(rank, plan, share) for rank in ranks))
+        first += count
+    return tuple(found)
+
+
+def _as_planned(rank: RankPlan, plan: Plan, share: int) -> Device:
+    free = round(rank.capacity_bytes * share / HEADROOM[plan.device])
+    card = find_card(rank.device_name) if plan.device == "cuda" else None
+    if card is None:
+        return Device(name=rank.device_name, memory_bytes=free, free_bytes=free, bf16=plan.precision == "bf16")
+    return replace(device_of(*card), name=rank.device_name, free_bytes=free)
 
 
 def with_network(config: Config, hardware: Hardware, launch: LaunchRequest) -> Hardware:

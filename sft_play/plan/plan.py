@@ -115,6 +115,11 @@ class Plan:
     reasons: tuple[str, ...]
     remedies: tuple[str, ...]
 
+    @property
+    def ranks_by_node(self) -> tuple[int, ...]:
+        """How many ranks each node has."""
+        return self.node_ranks or (self.world_size // self.num_nodes,) * self.num_nodes
+
     def save(self, path: Path) -> None:
         write_json(path, self.to_json())
 

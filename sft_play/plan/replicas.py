@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from sft_play.plan.memory import Setup
 
 AVERAGED_AT_A_TIME = 2**24
-"""Numbers that local steps average by one message (`training.local_steps.GROUP_NUMBERS`)."""
+"""Numbers that local steps average by one message, at most, where a parameter is not larger: 64 MiB."""
 
 
 def slow_network_bytes(config: Config, setup: Setup, trained: int, width: int) -> float:

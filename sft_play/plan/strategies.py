@@ -17,7 +17,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.backends import conflict_for, missing_for
 from sft_play.plan.choices import showing
-from sft_play.plan.exchange import GATHERING, gather_seconds
+from sft_play.plan.exchange import GATHERING, gathering_passes, gathering_seconds
 from sft_play.plan.fit import DoesNotFitError, Fit, wanted_rows
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.memory import Setup, host_bytes, sent_weights
@@ -126,13 +126,12 @@ def slow_network(hardware: Hardware, nodes: int, world: int) -> str | None:
 def gathering_arithmetic(fit: Fit, setup: Setup, hardware: Hardware) -> str:
     """Returns what sharded weights cost in every micro-step."""
     speed = hardware.network_bytes_per_second or EXAMPLE_NETWORK
-    passes = 3 if setup.gradient_checkpointing else 2
     weights = sent_weights(fit.config, fit.shape, setup)
-    seconds = passes * gather_seconds(weights, setup.world_size, speed)
+    seconds = gathering_seconds(fit.config, fit.shape, setup, setup.world_size, speed)
     assumed = "" if hardware.network_bytes_per_second else ", if it is 1 Gbit/s"
     world = setup.world_size
     return (
-        f"every micro-step waits {seconds:.3g} s for weights = {passes} x {weights / 1e9:.3g} GB x {world - 1}/{world} / "
+        f"every micro-step waits {seconds:.3g} s for weights = {gathering_passes(setup)} x {weights / 1e9:.3g} GB x {world - 1}/{world} / "
         f"{rate_in_words(speed)}{assumed}"
     )
 

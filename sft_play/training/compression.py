@@ -21,14 +21,14 @@ from torch import Tensor, distributed
 from torch.distributed import GradBucket
 from torch.futures import Future
 
+from sft_play.plan.exchange import powersgd_elements
+
 FP16_SCALE = 1024.0
 """Gradients are multiplied by it on the wire as fp16, and divided again: three digits from 6e-8 to 64 instead of from 6e-5 to 65,504.
 
 Gradients of a mean over tokens are small: see docs/slow-networks.md for how many a scale of one would lose.
 """
 FP16_MOST = 65504.0
-LEAST_RATE = 2.0
-"""A matrix travels as factors only where these are less than half of it."""
 PLAIN_STEPS = 10
 """Optimizer steps at a run's start (those of the warm-up, where they are more) before `powersgd` begins."""
 ERROR, BASIS = "powersgd_error", "powersgd_basis"
@@ -143,13 +143,11 @@ class PowerSgd:
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Whether a parameter's gradient travels as factors."""
-        rows, columns = matrix_shape(shape)
-        return (rows + columns) * min(self.rank, rows, columns) * LEAST_RATE < rows * columns
+        return self.numbers_sent(shape) < math.prod(shape)
 
     def numbers_sent(self, shape: Sequence[int]) -> int:
         """Returns how many numbers a gradient travels as."""
-        rows, columns = matrix_shape(shape)
-        return (rows + columns) * min(self.rank, rows, columns) if self.compresses(shape) else rows * columns
+        return powersgd_elements(*matrix_shape(shape), self.rank)
 
     def start_of(self, name: str, columns: int, rank: int, device: torch.device) -> Tensor:
         """Returns the first basis of a parameter, [columns, rank]: drawn from its name, so that every rank draws the same."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from sft_play.plan.replicas import AVERAGED_AT_A_TIME
 from sft_play.training.compression import Narrow, average_, narrow_of
 from sft_play.training.loss import label_tokens
 
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from sft_play.data.collate import Batch
     from sft_play.training.trainer import SftTrainer
 
-GROUP_NUMBERS = 2**24
-"""Numbers that are averaged by one message, at most, where a parameter is not larger: 64 MiB."""
 ANCHOR, MOMENTUM, AVERAGE = "outer_anchor", "outer_momentum", "average"
 """States of a parameter in a checkpoint: all ranks' common ones, and the average that was neither."""
 
@@ -180,7 +179,7 @@ def seen_as_average(local: LocalSteps | None) -> contextlib.AbstractContextManag
     return contextlib.nullcontext() if local is None else local.averaged()
 
 
-def grouped(sizes: Sequence[int], most: int = GROUP_NUMBERS) -> list[list[int]]:
+def grouped(sizes: Sequence[int], most: int = AVERAGED_AT_A_TIME) -> list[list[int]]:
     """Returns indices in groups of at most `most` numbers (one that is larger makes a group of its own), in order."""
     groups: list[list[int]] = []
     room = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.load import load_config
+from sft_play.config.load import load_config, save_config
 from sft_play.plan.hardware import parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.plan import Plan
@@ -98,8 +98,6 @@ def test_a_runs_own_plan_again(in_process: Program, tiny_config: Path, tmp_path:
     run = tmp_path / "runs" / "before"
     run.mkdir(parents=True)
     (run / "plan.json").write_text(first.out, encoding="utf-8")
-    from sft_play.config.load import save_config
-
     save_config(load_config(tiny_config), run / "config.json")
     split = {
         "path": str(tmp_path),
@@ -119,6 +117,27 @@ def test_a_runs_own_plan_again(in_process: Program, tiny_config: Path, tmp_path:
     changed = in_process("plan", "RUN=before", "HARDWARE=cpu", "TRAIN_EPOCHS=1", "JSON=1")
     assert changed.json["steps"] == 10
     assert in_process("plan", "RUN=nothing").code == 5
+
+
+def test_a_run_of_unlike_machines_again(program: Program, tiny_config: Path, tmp_path: Path) -> None:
+    """Each node has the devices that it had, not those of the machine where the command is typed."""
+    with tiny_config.open("a", encoding="utf-8") as stream:
+        stream.write("train:\n  global_batch_size: 64\n")
+    first = program("plan", f"CONFIG={tiny_config}", "HARDWARE=H200+RTX4090+RTX4060@10Gbit", "NUM_NODES=3", "JSON=1")
+    assert first.code == 0, first.err
+    run = tmp_path / "runs" / "before"
+    run.mkdir(parents=True)
+    (run / "plan.json").write_text(first.out, encoding="utf-8")
+    save_config(load_config(tiny_config), run / "config.json")
+    env = nvml_path(tmp_path / "nvml", H200)
+    again = program("plan", "RUN=before", "LAUNCH_NETWORK=10Gbit", "JSON=1", env=env)
+    assert again.code == 0, again.err
+    names = [rank["device_name"] for rank in first.json["ranks"]]
+    assert [rank["device_name"] for rank in again.json["ranks"]] == names and len(set(names)) == 3
+    before, now = ([rank["capacity_bytes"] for rank in plan["ranks"]] for plan in (first.json, again.json))
+    assert now == pytest.approx(before, abs=2)
+    other = program("plan", "RUN=before", "HARDWARE=2xRTX4060", "JSON=1", env=env).json
+    assert {rank["device_name"] for rank in other["ranks"]} == {"RTX4060"}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def shares(run: RunFolder, nodes: int) -> list[range]:
     plan = plan_of(run)
     if plan is None:
         return []
-    counts = list(plan.node_ranks) or [plan.world_size // max(1, plan.num_nodes)] * plan.num_nodes
+    counts = plan.ranks_by_node
     if len(counts) != nodes:
         return []
     starts = [sum(counts[:k]) for k in range(len(counts))]

@@ -82,7 +82,7 @@ def render(call: Call) -> Rendered:
     if settings.kind == "skypilot":
         skypilot.refuse_keys(loaded.typed)
         config = replace(config, kubernetes=skypilot.with_typed_claims(settings, loaded.typed))
-    processes = _processes(plan)
+    processes = plan.ranks_by_node
     spec = of_plan(
         config, plan, names=name_of(call.options.get("RUN_NAME"), loaded.path, settings.kind, len(processes)),
         command=_command(plan, options), processes=processes, cards=_cards(plan, processes),
@@ -96,10 +96,6 @@ def render(call: Call) -> Rendered:
         files = _manifests(spec, head)
     told = (*options.notices, *notes(spec, plan, loaded, named="RUN_NAME" in call.options))
     return Rendered(spec=spec, plan=plan, files=files, notes=told)
-
-
-def _processes(plan: Plan) -> tuple[int, ...]:
-    return plan.node_ranks or (plan.world_size // plan.num_nodes,) * plan.num_nodes
 
 
 def _cards(plan: Plan, processes: tuple[int, ...]) -> tuple[str, ...]:
