@@ -21,12 +21,10 @@ from sft_play.soak.processes import LAUNCHER
 from sft_play.soak.same import compare_runs, half_written, read_metrics
 from sft_play.soak.state import Comparison, Kill, State
 
-AIMS = {"time": 55, SAVING: 22, EVALUATING: 10, PREPARING: 8, PUBLISHING: 5}
-"""Weights: a random moment, or a random moment inside a phase that is waited for, since short phases are seldom hit."""
-WITHIN = {SAVING: 0.4, EVALUATING: 1.0, PREPARING: 2.0, PUBLISHING: 0.1}
+AIMS = {"time": 33, TRAINING: 22, SAVING: 22, EVALUATING: 10, PREPARING: 8, PUBLISHING: 5}
+"""Weights: a random moment of the whole launch, most of which is its start; or one after its first step, or inside a phase that is waited for."""
+WITHIN = {TRAINING: 5.0, SAVING: 0.4, EVALUATING: 1.0, PREPARING: 2.0, PUBLISHING: 0.1}
 """How long after a phase began it is killed at the latest, in seconds, before its true length is known."""
-IN_STEPS = 0.45
-"""Share of the random moments that lie after the start-up, which takes most of a short run's time."""
 MOST_FAILURES = 3
 """Launches in a row that may fail by themselves before the soak gives up."""
 LOGS_KEPT = 30
@@ -153,17 +151,18 @@ def begin_run(soak: Soak) -> None:
 
 
 def choose_aim(state: State, chance: random.Random) -> Aim:
-    """Returns the next moment: anywhere in the start-up or in some seconds of steps, or inside a phase."""
+    """Returns the next moment: anywhere in a launch, anywhere after its first step, or inside a phase."""
     kinds = dict(AIMS)
     if state.run_kills:  # the rows are cached by now, so that the preparation is short
         kinds[PREPARING] //= 2
     kind = chance.choices(list(kinds), list(kinds.values()))[0]
-    if kind != "time":
-        return Aim(kind=kind, seconds=chance.uniform(0, 0.9 * state.marks.get(f"{kind} lasts", WITHIN[kind])))
-    ready, end = state.marks.get(TRAINING, 10.0), state.marks["end"]
-    if chance.random() < IN_STEPS:
-        return Aim(kind="time", seconds=chance.uniform(ready, ready + min(end - ready, 2 + 0.5 * ready)))
-    return Aim(kind="time", seconds=chance.uniform(0.05, ready))
+    end = state.marks["end"]
+    if kind == "time":
+        return Aim(kind=kind, seconds=chance.uniform(0.05, end))
+    lasts = state.marks.get(f"{kind} lasts", WITHIN[kind])
+    if kind == TRAINING:
+        lasts = max(WITHIN[kind], end - state.marks.get(TRAINING, end))  # all steps, with their saves and evaluations
+    return Aim(kind=kind, seconds=chance.uniform(0, 0.9 * lasts))
 
 
 def learn(state: State, ended: Ended, total: float) -> None:

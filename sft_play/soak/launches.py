@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.runs.folder import RunFolder
-from sft_play.soak.phases import EVALUATING, PREPARING, PUBLISHING, SAVING, Watcher
+from sft_play.soak.phases import EVALUATING, PREPARING, PUBLISHING, SAVING, TRAINING, Watcher
 from sft_play.soak.processes import AGENT, LAUNCHER, MARK, PREPARATION, Family
 
 LOOK_SECONDS, WAIT_SECONDS = 0.25, 0.002
@@ -145,6 +145,8 @@ def aimed_at(watcher: Watcher, phase: str) -> bool:
         return watcher.family.has(PREPARATION)
     if not watcher.training():
         return False
+    if phase == TRAINING:
+        return True
     if phase == SAVING:
         return bool(watcher.half_written())
     if phase == EVALUATING:
