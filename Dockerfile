@@ -24,6 +24,13 @@ COPY pyproject.toml LICENSE README.md ./
 COPY sft_play ./sft_play
 # Editable, at the same path in both stages: presets (`extends: l40s_pair`) are found beside the package.
 RUN /opt/venv/bin/pip install --constraint constraints.txt --editable .
+# Trackers beside TensorBoard, without our constraints: Aim wants older versions of filelock and python-dateutil.
+ARG TRACKERS=""
+RUN case "$TRACKERS" in \
+        "") ;; \
+        *==*) /opt/venv/bin/pip install "$TRACKERS" ;; \
+        *) echo "TRACKERS needs a version: name==version" >&2; exit 1 ;; \
+    esac
 
 FROM ${PYTHON_IMAGE} AS runtime
 LABEL org.opencontainers.image.title="SFT-Play" \

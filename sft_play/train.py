@@ -237,7 +237,9 @@ def quiet_callbacks(trainer: SftTrainer) -> None:
 
 def add_reporters(trainer: SftTrainer, run: RunFolder, config: Config, console: TextIO | None) -> None:
     """Rank 0 writes metrics and curves and shows progress."""
-    from sft_play.training.arguments import wants_tensorboard
+    from sft_play.training.aim_tracker import NAME as AIM
+    from sft_play.training.aim_tracker import AimTracker
+    from sft_play.training.arguments import trackers, wants_tensorboard
     from sft_play.training.curves import Curves
     from sft_play.training.metrics import MetricsFile
     from sft_play.training.progress import Progress
@@ -246,6 +248,8 @@ def add_reporters(trainer: SftTrainer, run: RunFolder, config: Config, console: 
         trainer.add_callback(MetricsFile(run.metrics))
         if wants_tensorboard(config):
             trainer.add_callback(Curves(run.tensorboard))
+        if AIM in trackers(config):
+            trainer.add_callback(AimTracker(run))
         if console is not None and not config.train.extra.get("disable_tqdm"):
             trainer.add_callback(Progress(console))
 

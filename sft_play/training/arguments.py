@@ -13,6 +13,8 @@ from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
+from sft_play.training.aim_tracker import NAME as AIM
+from sft_play.training.aim_tracker import require_aim
 from sft_play.training.balance import turns_of
 from sft_play.training.world import uses_cpu_flag
 
@@ -54,7 +56,7 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
     """Returns every argument that is not transformers' default; what was typed beyond the schema comes last and wins."""
     train = config.train
     assert plan.steps is not None, "a plan with prepared data knows its steps"
-    own = ("report_to", "disable_tqdm")  # read by `_trackers` and by the progress line
+    own = ("report_to", "disable_tqdm")  # read by `_served` and by the progress line
     extra = {name: value for name, value in train.extra.items() if name not in own}
     values: dict[str, Any] = {
         "output_dir": str(run.path),
@@ -91,7 +93,7 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "save_total_limit": None,  # rotation is `runs.checkpoints.rotate`: only after a newer one is whole
         "metric_for_best_model": train.metric_for_best_model if has_validation else None,
         "greater_is_better": higher_is_better(train.metric_for_best_model) is not False,
-        "report_to": _trackers(config),
+        "report_to": _served(config),
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "use_cpu": uses_cpu_flag(plan),
@@ -110,11 +112,17 @@ def _evaluation(config: Config, has_validation: bool) -> str:
     return wanted
 
 
-def _trackers(config: Config) -> list[str]:
-    """Returns the trackers that transformers serves; ours is TensorBoard."""
+def trackers(config: Config) -> list[str]:
+    """Returns the trackers that are named."""
     wanted = config.train.extra.get("report_to", OWN_TRACKER)
-    names = [wanted] if isinstance(wanted, str) else list(wanted or [])
-    return [name for name in names if name not in (OWN_TRACKER, "none")]
+    return [wanted] if isinstance(wanted, str) else list(wanted or [])
+
+
+def _served(config: Config) -> list[str]:
+    """Returns the trackers that transformers serves; TensorBoard and Aim are ours. Raises `HardwareError` without Aim."""
+    if AIM in trackers(config):
+        require_aim()
+    return [name for name in trackers(config) if name not in (OWN_TRACKER, AIM, "none")]
 
 
 def wants_tensorboard(config: Config) -> bool:

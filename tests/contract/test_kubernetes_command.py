@@ -127,3 +127,4 @@ def test_the_example_of_two_l40s_pods(in_process: Program, tmp_path: Path) -> No
         assert template["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L40S"}
     config = json.loads(of_kind(found, "ConfigMap")["data"]["config.json"])["config"]
     assert config["model"]["name"] == "HuggingFaceTB/SmolLM3-3B" and config["train"]["epochs"] == 4
+    assert config["train"]["extra"]["report_to"] == ["tensorboard", "aim"]

@@ -1,0 +1,50 @@
+"""`train.report_to: aim` (B15). Aim does not fit our pinned versions, so these tests run where somebody has installed it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sft_play.errors import HardwareError
+from sft_play.runs.folder import RunFolder
+from sft_play.training.aim_tracker import HASH, AimTracker, require_aim
+
+
+@pytest.mark.skipif(importlib.util.find_spec("aim") is not None, reason="Aim is installed")
+def test_without_aim_it_is_said_how_to_get_it() -> None:
+    with pytest.raises(HardwareError, match="names `aim`, which is not installed") as found:
+        require_aim()
+    assert found.value.hint is not None and "pip install aim==" in found.value.hint
+
+
+def test_a_resumed_run_goes_on_in_its_own_and_holds_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aim: Any = pytest.importorskip("aim")
+    from aim.sdk.index_manager import RepoIndexManager
+
+    monkeypatch.setenv("AIM_REPO", str(tmp_path))
+    run = RunFolder(tmp_path / "runs" / "one")
+    run.path.mkdir(parents=True)
+    run.config.write_text(json.dumps({"config": {"train": {"epochs": 2}}}), encoding="utf-8")
+    for first, loss in ((0, 4.0), (2, 3.0)):
+        tracker = AimTracker(run)
+        state = SimpleNamespace(global_step=first, epoch=0.5)
+        tracker.on_train_begin(None, state, None)
+        for step in range(first + 1, first + 4):
+            state.global_step = step
+            tracker.on_log(None, state, None, {"loss": loss, "eval_loss": loss, "text": "no number"})
+        tracker.on_train_end(None, state, None)
+    repo = aim.Repo(str(tmp_path))
+    [name] = repo.list_all_runs()
+    assert name == (run.path / HASH).read_text(encoding="utf-8").strip()
+    RepoIndexManager.get_index_manager(repo).index(name)  # as `aim up` does
+    [kept] = list(aim.Repo(str(tmp_path)).iter_runs())
+    assert kept.name == "one" and kept["config"]["train"]["epochs"] == 2 and kept.get("__system_params") is None
+    found = {(m.name, m.context.to_dict()["subset"]): m.dataframe() for m in kept.metrics()}
+    assert set(found) == {("loss", "train"), ("loss", "eval")}
+    for values in found.values():
+        assert list(values["step"]) == [1, 2, 3, 4, 5] and list(values["value"]) == [4.0, 4.0, 3.0, 3.0, 3.0]
