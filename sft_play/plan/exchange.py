@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from sft_play.config.schema import Config
 from sft_play.plan.calibration import Calibration, Link
 from sft_play.plan.hardware import Device, Hardware
 from sft_play.plan.memory import Setup, sent_weights, trainable_parameters, trained_bytes
+from sft_play.plan.replicas import AVERAGED_AT_A_TIME
 from sft_play.plan.shape import ModelShape
 
 NVLINK_CHIPS = frozenset({(8, 0), (9, 0), (10, 0)})
@@ -16,8 +19,8 @@ LOOPBACK_BYTES_PER_SECOND = 1.5e9
 """Between processes of one CPU over gloo (`make bench`: 1.2 to 1.5 GB/s)."""
 GATHERING = ("zero3", "fsdp2")
 """Strategies that send weights in every micro-step."""
-BUCKET_BYTES = 25 * 2**20
-"""Of DDP: each bucket is an all-reduce of its own, with its own latency."""
+BUCKET_MIB = 25
+"""Of DDP, unless `train.ddp_bucket_cap_mb` says otherwise: each bucket is an all-reduce of its own, with its own latency."""
 
 
 def communication_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) -> float:
@@ -128,9 +131,18 @@ def latency_seconds(config: Config, shape: ModelShape, setup: Setup, link: Link,
     """Returns what the latencies of a step's messages add up to: one for each bucket of gradients and each gathered layer."""
     if ranks < 2 or not link.latency_seconds:
         return 0.0
-    messages = (
-        1 + trainable_parameters(config, shape) * trained_bytes(config, setup) // BUCKET_BYTES
-    ) / config.launch.local_steps
+    messages = _messages(config, shape, setup)
     if setup.strategy in GATHERING:
         messages += 2 * shape.layers * accumulation
     return messages * link.latency_seconds * (ranks - 1) / max(1, link.ranks - 1)
+
+
+def _messages(config: Config, shape: ModelShape, setup: Setup) -> float:
+    """Returns how many messages share a step's gradients: one for each bucket; PowerSGD sends two, local steps a few once in so many steps."""
+    launch, trained = config.launch, trainable_parameters(config, shape)
+    if setup.strategy == "ddp" and launch.local_steps > 1:
+        return math.ceil(trained / AVERAGED_AT_A_TIME) / launch.local_steps
+    if setup.strategy == "ddp" and launch.compression == "powersgd":
+        return 2.0
+    bucket = (config.train.ddp_bucket_cap_mb or BUCKET_MIB) * 2**20
+    return float(math.ceil(trained * trained_bytes(config, setup) / bucket))

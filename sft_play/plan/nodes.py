@@ -173,9 +173,11 @@ def beside_computing(
     if link_of(hardware, ranks.devices, len(ranks.nodes), calibration) is None:
         return None
 
+    node_of = [node for node, count in enumerate(ranks.nodes) for _ in range(count)]
+
     def seconds(taking_part: tuple[int, ...]) -> float:
         devices = tuple(ranks.devices[rank] for rank in taking_part)
-        nodes = sum(1 for node in range(len(ranks.nodes)) if set(ranks.ranks_of(node)) & set(taking_part))
+        nodes = len({node_of[rank] for rank in taking_part})
         alone = nodes == 1 and len(ranks.nodes) > 1
         around = replace(hardware, network_bytes_per_second=None) if alone else hardware
         link = link_of(around, devices, nodes, calibration)

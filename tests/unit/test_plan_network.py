@@ -10,7 +10,15 @@ import pytest
 from sft_play.config.load import load_config
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.exchange import communication_seconds, compressed_bytes, gathering_seconds, powersgd_elements, sent_bytes
+from sft_play.plan.calibration import Link
+from sft_play.plan.exchange import (
+    communication_seconds,
+    compressed_bytes,
+    gathering_seconds,
+    latency_seconds,
+    powersgd_elements,
+    sent_bytes,
+)
 from sft_play.plan.hardware import network_speed, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.memory import Setup, trainable_parameters
@@ -50,6 +58,18 @@ def setup_for(strategy: str = "ddp", **changes: Any) -> Setup:
 
 
 # The figures that people quote.
+
+
+def test_every_message_has_its_latency() -> None:
+    """8.4 M parameters: two buckets of 25 MiB in fp32; two messages of PowerSGD; one of local steps, once in 16."""
+    link = Link(ranks=3, latency_seconds=1.0, bytes_per_second=1e9)
+
+    def waits(config: Config, strategy: str = "ddp") -> float:
+        return latency_seconds(config, shape_of(config.model), setup_for(strategy), link, 3, 4)
+
+    assert waits(config_of()) == 2 and waits(config_of(train={"ddp_bucket_cap_mb": 8})) == 4
+    assert waits(config_of(compression="powersgd")) == 2 and waits(config_of(local_steps=16)) == 1 / 16
+    assert waits(config_of(), "fsdp2") == 2 + 2 * 32 * 4, "each layer's weights twice in each of 4 micro-steps"
 
 
 def test_adapters_of_a_7b_model_take_a_third_of_a_second() -> None:
