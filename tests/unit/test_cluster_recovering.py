@@ -30,17 +30,14 @@ from tests.unit.test_cluster_elastic import task_of
 from tests.unit.test_cluster_parts import HOSTS, PEER, RANKS, ended
 
 INVENTORY = Inventory(hosts=HOSTS[:2], network=None, ssh_config=None, path=Path("home.yaml"))
-CPU = Device(name="a CPU", memory_bytes=64 * 2**30, free_bytes=64 * 2**30)
+CPU = Device(name="a CPU", memory_bytes=64 * 2**30, free_bytes=64 * 2**30, bf16=False)
 MACHINE = Hardware(kind="cpu", devices=(CPU,), cpu_threads=8, ram_bytes=64 * 2**30)
 DOING = {"phase": "training", "step": 2, "micro_step": 1, "rows": [4, 7]}
-SHORT = {
-    "code": 75,
-    "error": "error: memory ran out in step 2, micro-batch 1 (rows 4, 7) (RuntimeError: x)",
-    "cause": OUT_OF_MEMORY,
-}
+SAID = "memory ran out in step 2, micro-batch 1 (rows 4, 7) (RuntimeError: x)"
+SHORT = {"code": 75, "error": f"error: {SAID}", "cause": OUT_OF_MEMORY}
 LOST_MEMORY = Outcome(
     code=75, rank=1, cause=OUT_OF_MEMORY, doing=DOING,
-    message=f"error: host `node2`: {SHORT['error'].removeprefix('error: ')}\n\nrank 1 (`node2`) ran out of memory; all hosts were stopped",
+    message=f"error: host `node2`: {SAID}\n\nrank 1 (`node2`) ran out of memory; all hosts were stopped",
 )  # fmt: skip
 
 
