@@ -108,7 +108,7 @@ def begun(folder: Path, loaded: LoadedConfig) -> tuple[RunFolder, Plan]:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     return tmp_path
@@ -133,10 +133,10 @@ def launched_next(run: RunFolder, node: int, *overrides: Override) -> LaunchRequ
     ],
 )
 def test_all_machines_go_on_with_half(
-    typed: Mapping[str, int], said: str, runs: Path, capsys: pytest.CaptureFixture[str]
+    typed: Mapping[str, int], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loaded = settings_of(runs, **typed)
-    run, before = begun(runs, loaded)
+    loaded = settings_of(folder, **typed)
+    run, before = begun(folder, loaded)
     assert [(rank.micro_batch, rank.accumulation) for rank in before.ranks] == [(4, 1), (4, 1)]
     assert go_on(run) is None
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("recovering: ")]
@@ -151,22 +151,22 @@ def test_all_machines_go_on_with_half(
     assert [launched_next(run, node, typed_now).halvings for node in (0, 1)] == [0, 0]
 
 
-def test_the_plans_next_remedy_comes_at_one_row(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, _ = begun(runs, settings_of(runs, batch_size=1))
+def test_the_plans_next_remedy_comes_at_one_row(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = begun(folder, settings_of(folder, batch_size=1))
     assert go_on(run) is None
     assert "gradient checkpointing off -> on, global batch 8 as before" in capsys.readouterr().err
     assert [launched_next(run, node).force_checkpointing for node in (0, 1)] == [True, True]
 
 
-def test_an_evaluation_is_halved(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, before = begun(runs, settings_of(runs, batch_size=1))
+def test_an_evaluation_is_halved(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, before = begun(folder, settings_of(folder, batch_size=1))
     assert go_on(run, replace(LOST_MEMORY, doing={"phase": "evaluating"})) is None
     half = -(-before.eval_batch_size // 2)
     assert f"rows evaluated together {before.eval_batch_size} -> {half}" in capsys.readouterr().err
 
 
-def test_shares_that_had_grown_go_back_to_the_plans(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, _ = begun(runs, settings_of(runs))
+def test_shares_that_had_grown_go_back_to_the_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = begun(folder, settings_of(folder))
     assert go_on(run, replace(LOST_MEMORY, doing={**DOING, "micro_batch": 6})) is None
     assert "micro-batch 6 -> 4, and shares stay the plan's from here on" in capsys.readouterr().err
     assert launched_next(run, 0).halvings == 0
@@ -182,9 +182,9 @@ def test_shares_that_had_grown_go_back_to_the_plans(runs: Path, capsys: pytest.C
     ],
 )
 def test_where_nothing_is_left_the_ways_out_are_named(
-    typed: Mapping[str, object], outcome: Outcome, retries: int, why: str, runs: Path
+    typed: Mapping[str, object], outcome: Outcome, retries: int, why: str, folder: Path
 ) -> None:
-    run, _ = begun(runs, settings_of(runs, **typed))
+    run, _ = begun(folder, settings_of(folder, **typed))
     found = go_on(run, outcome, retries)
     assert found is not None and (found.code, found.rank, found.cause) == (75, 1, OUT_OF_MEMORY)
     assert why in found.message and "hint: choose one: " in found.message
