@@ -129,7 +129,7 @@ def test_a_part_that_was_made_again_is_left_out(tmp_path: Path) -> None:
     ]  # fmt: skip
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     _, second = parts_of(RunFolder(run))
-    assert second.startswith("from step-000001: ") and second.endswith("2 x 2 x 2")
+    assert second.startswith("from step-000001: ") and second.endswith('batches ["2 x 2 x 2"]')
 
 
 @pytest.mark.parametrize(

@@ -95,10 +95,10 @@ def settings_of(folder: Path, **train_keys: object) -> LoadedConfig:
     return load_config(path, environ={})
 
 
-def begun(folder: Path, loaded: LoadedConfig) -> tuple[RunFolder, Plan]:
-    """A run that two machines without GPUs were training."""
+def begun(folder: Path, loaded: LoadedConfig, nodes: int = 2) -> tuple[RunFolder, Plan]:
+    """A run that machines without GPUs were training."""
     run = RunFolder(folder / "runs" / "demo")
-    request = LaunchRequest(command_strategy="auto", num_nodes=2, node_devices=(MACHINE.devices,) * 2)
+    request = LaunchRequest(command_strategy="auto", num_gpus=1, num_nodes=nodes, node_devices=(MACHINE.devices,) * nodes)
     plan = make_plan(loaded.config, loaded.typed, MACHINE, shape_of(loaded.config.model), launch=request, prepared=None)
     run.path.mkdir(parents=True)
     save_config(loaded, run.config)
@@ -149,6 +149,14 @@ def test_all_machines_go_on_with_half(
     assert [launched_next(run, node).halvings for node in (0, 1)] == [1, 1], "the same on every machine"
     typed_now = Override(key="train.batch_size", text="4", origin="typed")
     assert [launched_next(run, node, typed_now).halvings for node in (0, 1)] == [0, 0]
+
+
+def test_so_does_the_only_one_that_is_left(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With `launch.elastic` the master may be alone: its launcher leaves memory to this command all the same."""
+    run, _ = begun(folder, settings_of(folder, batch_size=4), nodes=1)
+    assert go_on(run, replace(LOST_MEMORY, rank=0)) is None
+    assert "micro-batch 4 x accumulation 2 -> 2 x 4 on every rank" in capsys.readouterr().err
+    assert recovery.remedies_so_far(run) == (1, False, False)
 
 
 def test_the_plans_next_remedy_comes_at_one_row(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
