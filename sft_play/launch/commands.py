@@ -211,7 +211,7 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     plan = agreed(job, plan, prepared)
     lost = Restarts(limit=restarts.limit_of(job.loaded.config), step=step_of(checkpoint) if checkpoint else 0)
     outcome, retries, ports = run_attempt(job, plan, run, event=event, checkpoint=checkpoint), 0, 0
-    while outcome.code == LOST:
+    while outcome.code == LOST and not restarts.is_left_to_cluster(outcome):
         checkpoint, damaged = newest_told(run)
         if damaged and checkpoint is None and (outcome.cause in (OUT_OF_MEMORY, "port") or lost.limit):
             outcome = restarts.nothing_to_go_on_from(run, outcome)

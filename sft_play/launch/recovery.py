@@ -1,6 +1,7 @@
 """What follows when memory runs out (contract B10): half the micro-batch and twice the accumulation, else recomputation, else an answer.
 
-Deciding is pure; `commands.launch` stops, plans anew and starts again. The rows of each step stay the same, so the losses do too.
+Deciding is pure; `commands.launch` stops, plans anew and starts again, on several machines `cluster.recovering`. The rows of each step stay the
+same, so the losses do too.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ class Refusal:
 
 
 def remedy(
-    config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, outcome: Outcome, retries: int
-) -> LaunchRequest | Refusal:
-    """Returns the launch to try next after `retries` of them, or why there is none."""
+    config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, outcome: Outcome, retries: int, *, for_all: bool = False
+) -> LaunchRequest | Refusal:  # fmt: skip
+    """Returns the launch to try next after `retries` of them, or why there is none.
+
+    `for_all`: who asks starts every machine again, which a launcher of one of several cannot.
+    """
     assert outcome.cause == OUT_OF_MEMORY
     micro = rows_of(plan, outcome)
-    if request.num_nodes > 1:
+    if request.num_nodes > 1 and not for_all:
         return Refusal(why="a run on several machines does not start again by itself", hint=_on_every_node(config, plan, outcome))
     if retries >= config.launch.max_oom_retries:
         times = f"{retries} of {config.launch.max_oom_retries} retries are used up (`launch.max_oom_retries`)"
@@ -187,12 +191,12 @@ def recoveries(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
     return tuple({key: event[key] for key in KEPT if key in event} for event in events)
 
 
-def remedies_so_far(run: RunFolder) -> tuple[int, bool]:
-    """Returns the halvings, and whether recomputation was forced, that the run's last launch had."""
+def remedies_so_far(run: RunFolder) -> tuple[int, bool, bool]:
+    """Returns the halvings, whether recomputation was forced, and whether packing was given up, that the run's last launch had."""
     last: Mapping[str, Any] = {}
     for event in read_events(run):
         last = event.get("launch") or last
-    return int(last.get("halvings", 0)), bool(last.get("force_checkpointing", False))
+    return int(last.get("halvings", 0)), bool(last.get("force_checkpointing", False)), bool(last.get("unpack", False))
 
 
 def without_batch_numbers(options: LaunchOptions) -> LaunchOptions:

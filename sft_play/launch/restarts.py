@@ -72,6 +72,11 @@ def is_controlled() -> bool:
     return bool(os.environ.get(CONTROLLED))
 
 
+def is_left_to_cluster(outcome: Outcome) -> bool:
+    """Whether `train-cluster`, which has started this launcher, says what follows: memory that ran out on one machine changes all of them."""
+    return outcome.cause == OUT_OF_MEMORY and is_controlled()
+
+
 def facts(outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:
     """Returns the event's fields."""
     return {

@@ -40,6 +40,7 @@ def launch_facts(options: LaunchOptions) -> dict[str, Any]:
         "num_nodes": request.num_nodes,
         "halvings": request.halvings,
         "force_checkpointing": request.force_checkpointing,
+        "unpack": request.unpack,
         "deepspeed": dict(options.deepspeed.settings) if options.deepspeed else None,
         "fsdp": dict(options.fsdp),
     }
@@ -64,7 +65,7 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
     if call.options.get("ACCELERATE_CONFIG"):
         raise UserError("a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`")
     deepspeed = _deepspeed_again(run, facts["deepspeed"]) if facts["deepspeed"] else None
-    halvings, force_checkpointing = remedies_so_far(run)
+    halvings, force_checkpointing, unpack = remedies_so_far(run)
     if any(o.key in ("train.batch_size", "train.grad_accum") for o in call.overrides):
         halvings = 0  # what is typed now is what memory is to be tried with
     options = LaunchOptions(
@@ -78,13 +79,14 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
             offload_parameters=deepspeed is not None and deepspeed.stage == 3 and deepspeed.offloads("param"),
             halvings=halvings,
             force_checkpointing=force_checkpointing,
+            unpack=unpack,
         ),
         master_address=address,
         master_port=call.port("MASTER_PORT"),
         deepspeed=deepspeed,
         fsdp=facts["fsdp"],
     )
-    return without_batch_numbers(options) if halvings else options
+    return without_batch_numbers(options) if halvings or unpack else options
 
 
 def _command(call: Call, run: RunFolder, facts: Mapping[str, Any]) -> Any:

@@ -122,9 +122,11 @@ def parts_of(run: RunFolder) -> list[str]:
         facts = event if event["event"] != "recovered" else {"batches": event.get("after")}
         known |= {name: facts[name] for name in ("world_size", "strategy", "steps", "batches") if facts.get(name) is not None}
         words = [f"{name.replace('_', ' ')} {_text(value)}" for name, value in known.items()]
-        text = ", ".join(words)
+        text, start = ", ".join(words), f"from {_text(event.get('checkpoint') or 'the start')}"
+        if parts and parts[-1][0] == start:
+            parts.pop()  # its steps were made again
         if not parts or parts[-1][1] != text:
-            parts.append((f"from {_text(event.get('checkpoint') or 'the start')}", text))
+            parts.append((start, text))
     return [f"{start}: {text}" for start, text in parts] if len(parts) > 1 else []
 
 

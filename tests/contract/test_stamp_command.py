@@ -119,6 +119,19 @@ def test_a_run_made_in_parts_says_so(tmp_path: Path) -> None:
     assert "made in parts, which no one command repeats" in ask(tmp_path, "RUN=parts").out
 
 
+def test_a_part_that_was_made_again_is_left_out(tmp_path: Path) -> None:
+    """On several machines a run whose memory ran out is resumed from where the recovery says."""
+    run = make_run(tmp_path, "again", stamp())
+    events = [
+        {"event": "started", "world_size": 2, "strategy": "ddp", "steps": 4, "batches": ["2 x 4 x 1"]},
+        {"event": "recovered", "after": {"micro_batches": [2, 2], "accumulation": 2}, "checkpoint": "step-000001"},
+        {"event": "resumed", "world_size": 2, "strategy": "ddp", "steps": 4, "batches": ["2 x 2 x 2"], "checkpoint": "step-000001"},
+    ]  # fmt: skip
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    _, second = parts_of(RunFolder(run))
+    assert second.startswith("from step-000001: ") and second.endswith('batches ["2 x 2 x 2"]')
+
+
 @pytest.mark.parametrize(
     ("words", "folder", "step"),
     [

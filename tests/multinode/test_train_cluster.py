@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from sft_play.runs.folder import RunFolder
 from tests.conftest import metrics
 from tests.lan import Lan, lan
+from tests.memory_runs import heavy_config
 
 SECONDS = 240
 ROWS = 24
@@ -286,14 +288,58 @@ def test_a_killed_rank_is_named_and_the_run_starts_again(machines: Home) -> None
     assert worlds(machines.run("killed")) == [3, 3]
 
 
-def kill_workers(machines: Home, k: int) -> bool:
-    found = False
+def workers(machines: Home, k: int) -> list[int]:
+    """The processes that train on machine `k`."""
+    found = []
     for pid in machines.net.pids(k):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         if "sft_play.train" in words and "accelerate.commands.launch" not in words and "torch.distributed.run" not in words:
-            os.kill(pid, signal.SIGKILL)
-            found = True
+            found.append(pid)
     return found
+
+
+def kill_workers(machines: Home, k: int) -> bool:
+    found = workers(machines, k)
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    return bool(found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_memory_that_runs_out_on_one_machine_halves_the_micro_batch_on_all(machines: Home) -> None:
+    """The second gets too little address space for four long rows, which is what each rank has in step 2; two fit."""
+    seen = machines.folder / "lan" / "models"
+    own = machines.net.hosts[0].private[seen]
+    machines.config = machines.folder / "heavy.yaml"
+    machines.config.write_text(heavy_config(own / "heavy").read_text().replace(str(own), str(seen)))
+    undisturbed = machines.alone("TRAIN_BATCH_SIZE=2")
+    process = machines.start("train-cluster", f"CONFIG={machines.config}", "RUN_NAME=short", "TRAIN_BATCH_SIZE=4")
+    run, deadline = machines.run("short"), time.monotonic() + SECONDS
+    while not (run.metrics.is_file() and metrics(run.path)):
+        assert process.poll() is None and time.monotonic() < deadline, machines.said()
+        time.sleep(0.02)
+    for pid in workers(machines, 1):
+        size = int(Path(f"/proc/{pid}/status").read_text().split("VmSize:")[1].split()[0]) * 1024
+        resource.prlimit(pid, resource.RLIMIT_AS, (size + 550 * 2**20,) * 2)  # four long rows take 750 MiB, two 380
+    assert machines.end() == 0, machines.said()
+    said = machines.said()
+    (line,) = [line for line in said.splitlines() if line.startswith("recovering: ")]
+    assert "host `node2`: memory ran out in step 2, micro-batch 1 (rows " in line
+    assert "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank (although `train.batch_size` was given)" in line
+    assert "global batch 8 as before; going on from step-000001 (retry 1 of 3)" in line
+    assert "does not start again by itself" not in said + (run.logs / "node1.log").read_text(), "no launcher says what to type"
+    assert [row["step"] for row in metrics(run.path)] == [1, 2, 3], "each step is made once"
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
+    assert {sum(row["rank_rows"]) for row in metrics(run.path)} == {8}
+    rows = [json.loads(line) for line in run.events.read_text().splitlines()]
+    assert [row["event"] for row in rows if row["node"] == 0] == ["started", "failed", "recovered", "resumed", "finished"]
+    plan = json.loads(run.plan.read_text())
+    assert [(rank["micro_batch"], rank["accumulation"]) for rank in plan["ranks"]] == [(2, 2), (2, 2)]
+    (kept,) = json.loads(run.training_metrics.read_text())["recoveries"]
+    assert (kept["rank"], kept["cause"], kept["doing"]["step"]) == (1, "out_of_memory", 2)
+    assert kept["after"]["micro_batches"] == [2, 2]
+    machines.all_free(0, 1)
 
 
 @pytest.mark.long

@@ -323,6 +323,11 @@ def test_several_machines_are_told_what_to_type_on_each() -> None:
     refusal = next_after(config(batch_size=4, grad_accum=2, global_batch_size=32), request)
     assert isinstance(refusal, Refusal)
     assert refusal.hint == "on every node: make resume with TRAIN_BATCH_SIZE=2 TRAIN_GRAD_ACCUM=4"
+    settings = config(batch_size=4)
+    asked = (settings, shape_of(settings.model), plan(settings, request), request, LOST_MEMORY)
+    assert recovery.remedy(*asked, 0, for_all=True) == replace(request, halvings=1), "train-cluster starts all of them again"
+    spent = recovery.remedy(*asked, 3, for_all=True)
+    assert isinstance(spent, Refusal) and "3 of 3 retries" in spent.why and "choose one: " in spent.hint
 
 
 def test_evaluation_is_halved_too() -> None:
@@ -363,15 +368,17 @@ def test_batch_numbers_of_a_deepspeed_json_follow(tmp_path: Path) -> None:
 
 def test_events_remember_what_was_tried(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    assert recovery.remedies_so_far(run) == (0, False)
+    assert recovery.remedies_so_far(run) == (0, False, False)
     record_event(run, "started", launch={"halvings": 0, "force_checkpointing": False})
     settings = config(batch_size=8, global_batch_size=32)
     before, after = plan(settings, REQUEST), plan(settings, replace(REQUEST, halvings=1))
     facts = recovery.facts(before, after, LOST_MEMORY, tmp_path / "step-000004")
     record_event(run, recovery.EVENT, launch={"halvings": 1, "force_checkpointing": True}, **facts)
     record_event(run, "failed", code=75)
-    assert recovery.remedies_so_far(run) == (1, True)
-    assert recovery.recoveries(run) == (facts,)
+    assert recovery.remedies_so_far(run) == (1, True, False)
+    record_event(run, recovery.EVENT, launch={"halvings": 1, "force_checkpointing": True, "unpack": True}, **facts)
+    assert recovery.remedies_so_far(run) == (1, True, True)
+    assert recovery.recoveries(run) == (facts, facts)
     line = recovery.announcement(settings, before, after, LOST_MEMORY, tmp_path / "step-000004", 1)
     assert line == (
         "recovering: rank 0: memory ran out in step 3: micro-batch 8 x accumulation 2 -> 4 x 4 on every rank "

@@ -77,7 +77,13 @@ def is_own(rank: int, facts: Mapping[str, Any]) -> bool:
 
 def _rank_failed(node: Node, rank: int, facts: Mapping[str, Any]) -> Outcome:
     code, error = int(facts["code"]), str(facts.get("error") or "it failed").strip().removeprefix("error: ")
-    message = f"error: host `{node.host.name}`: {error}\n\nrank {rank} (`{node.host.name}`) failed first; all hosts were stopped"
+    # A rank whose loading process was killed cannot know what for; its launcher has seen the kernel's counters.
+    seen_there = node.event.get("cause") == OUT_OF_MEMORY and node.event.get("rank") == rank
+    short = facts.get("cause") == OUT_OF_MEMORY or seen_there
+    how = "ran out of memory" if short else "failed first"
+    message = f"error: host `{node.host.name}`: {error}\n\nrank {rank} (`{node.host.name}`) {how}; all hosts were stopped"
+    if short:
+        return Outcome(code=LOST, rank=rank, message=message, cause=OUT_OF_MEMORY, doing=facts.get("doing") or {})
     return Outcome(code=code, rank=rank, message=message, cause=facts.get("cause") or ("failed" if code != LOST else "killed"))
 
 
@@ -118,7 +124,7 @@ def _killed(nodes: Sequence[Node]) -> Outcome | None:
         code=int(node.event["code"]),
         rank=node.event.get("rank"),
         message=f"error: host `{node.host.name}`: {text}",
-        cause="killed",
+        cause=OUT_OF_MEMORY if node.event.get("cause") == OUT_OF_MEMORY else "killed",
     )
 
 

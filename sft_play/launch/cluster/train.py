@@ -24,7 +24,7 @@ from sft_play.config.cluster import Host
 from sft_play.config.load import override_config, save_config
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch import restarts
-from sft_play.launch.cluster import cause, elastic, phase, sync
+from sft_play.launch.cluster import cause, elastic, phase, recovering, sync
 from sft_play.launch.cluster.agent import Agent, Message, ask
 from sft_play.launch.cluster.board import Board, Logs, say, shares
 from sft_play.launch.cluster.children import ended_with_us
@@ -49,7 +49,7 @@ from sft_play.launch.restarts import Restarts
 from sft_play.launch.resume import newest_told
 from sft_play.launch.run_folder import ended_by_signals, read_events, record_event, stop_code
 from sft_play.launch.stopping import Stop
-from sft_play.launch.verdict import LOST, Outcome
+from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
@@ -92,10 +92,10 @@ def taken_over(task: Task, attempt: int) -> Task:
 
 
 def train(task: Task, muster: elastic.Muster, crew: Crew, prepared: Prepared) -> Outcome:
-    """Starts the run on its machines, and again after a lost one where that is allowed."""
+    """Starts the run on its machines, and again after a lost one where that is allowed, or with less at a time when memory ran out."""
     newest = newest_valid(task.run)[0] if is_begun(task.run) else None
     lost = Restarts(limit=0, step=step_of(newest) if newest else 0)
-    attempt, grown, resumed, before = 0, False, resumptions(task.run), crew
+    attempt, retries, resumed, before = 0, 0, resumptions(task.run), crew
     while True:
         task = taken_over(task, attempt)
         crew = supplied(task, muster, crew, prepared, restarted=attempt > 0)
@@ -110,6 +110,10 @@ def train(task: Task, muster: elastic.Muster, crew: Crew, prepared: Prepared) ->
         grown = session.asked == "grow" and outcome.code == stop_code(15) and not session.stop.wanted
         if grown:
             say(f"\nstarting again with {', '.join(f'`{host.name}`' for host in returned)}")
+        elif outcome.cause == OUT_OF_MEMORY and not session.stop.wanted:
+            if ended := recovering.with_less(task.run, task.inventory, prepared, outcome, retries):
+                return ended
+            retries += 1
         elif not _again(task, outcome, lost):
             return lost.refused(outcome) if lost.limit and outcome.code == LOST else outcome
         attempt, before = attempt + 1, crew
