@@ -228,6 +228,18 @@ def test_a_file_is_read_back_from_the_disk_and_every_flipped_bit_is_found(tmp_pa
         assert damage(tmp_path, facts, from_disk=True) == "`weights.safetensors` has another checksum than the manifest says"
 
 
+def test_a_flipped_bit_that_gives_one_file_the_name_of_another_is_found(tmp_path: Path) -> None:
+    """`rank0` and `rank1` differ by one bit: the first entry would vanish behind the second, and its file would stand there unchecked."""
+    for rank in (0, 1):
+        (tmp_path / f"random-rank{rank}.json").write_text(f"{rank}")
+    seal(tmp_path, ranks=())
+    manifest = tmp_path / "manifest.json"
+    content = manifest.read_bytes()
+    place = content.index(b"rank0") + len(b"rank")
+    manifest.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    assert verify(tmp_path) == "its manifest cannot be read: `random-rank1.json` stands there twice"
+
+
 def test_the_checksum_is_the_published_one(tmp_path: Path) -> None:
     """XXH3-128 of nothing and of `abc`, as xxHash's own `xxh128sum` prints them."""
     (tmp_path / "a").write_bytes(b"")
