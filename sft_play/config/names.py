@@ -17,8 +17,10 @@ SECRET_VARIABLE = re.compile(
     r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|ACCESS_KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH(?!OR)", re.IGNORECASE
 )
 """What stands somewhere in the names of environment variables whose values are never shown, nor taken into a configuration."""
+HUB_LOGIN = "`.venv/bin/hf auth login` (or the `hf` of your own environment)"
+"""Keeps the hub's token in the user's home; the environment's programs are usually not on the PATH."""
 SECRETS_HINT = (
-    "tokens and passwords come from the environment (`HF_TOKEN` for the hub) or from `hf auth login`, and are never written down"
+    f"tokens and passwords come from the environment (`HF_TOKEN` for the hub) or from {HUB_LOGIN}, and are never written down"
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from sft_play.config.names import HUB_LOGIN
 from sft_play.config.schema import Config
 from sft_play.config.types import shown
 from sft_play.config.yaml_source import Node
@@ -86,7 +87,7 @@ def setup(config: Config, origins: Origins) -> Iterator[UserError]:
         if _controls(line.replace("\n", "").replace("\t", "")):
             yield _problem(origins, "slurm.setup", f"`{name}` holds a control character")
         elif without_tokens(line) != line:
-            hint = "`hf auth login` keeps the hub's token in a file that only you can read; a line such as `source ~/.tokens` reads others"
+            hint = f"{HUB_LOGIN} keeps the hub's token in a file that only you can read; a line such as `source ~/.tokens` reads others"
             yield _problem(origins, "slurm.setup", f"`{name}` holds what looks like an access token", hint)
 
 
