@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sft_play.config.keys import extra_keys, find_key, schema_keys, sections, variable_name
 from sft_play.config.ranges import REFUSED
+from sft_play.errors import HUB_LOGIN
 
 SECRET = re.compile(r"(.*[_.])?(token|api_?key|secret|secret_key|access_key|password|passwd|credentials?)", re.IGNORECASE)
 """Names of what must never stand in a file or on a command line."""
@@ -17,8 +18,6 @@ SECRET_VARIABLE = re.compile(
     r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|ACCESS_KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH(?!OR)", re.IGNORECASE
 )
 """What stands somewhere in the names of environment variables whose values are never shown, nor taken into a configuration."""
-HUB_LOGIN = "`.venv/bin/hf auth login` (or the `hf` of your own environment)"
-"""Keeps the hub's token in the user's home; the environment's programs are usually not on the PATH."""
 SECRETS_HINT = (
     f"tokens and passwords come from the environment (`HF_TOKEN` for the hub) or from {HUB_LOGIN}, and are never written down"
 )

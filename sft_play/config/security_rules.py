@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sft_play.config.names import HUB_LOGIN
 from sft_play.config.schema import Config
-from sft_play.errors import TOKEN, UserError, without_tokens
+from sft_play.errors import HUB_LOGIN, TOKEN, UserError, without_tokens
 from sft_play.files import is_file_name, typed_path
 
 Origins = Mapping[str, str]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from sft_play.config.names import HUB_LOGIN
 from sft_play.config.schema import Config
 from sft_play.config.types import shown
 from sft_play.config.yaml_source import Node
-from sft_play.errors import UserError, without_tokens
+from sft_play.errors import HUB_LOGIN, UserError, without_tokens
 
 Origins = Mapping[str, str]
 NAME = re.compile(r"[\w.,@:+/-]+")

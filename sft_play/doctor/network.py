@@ -9,8 +9,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from sft_play.config.names import HUB_LOGIN
 from sft_play.doctor.finding import Check, Context, Finding
+from sft_play.errors import HUB_LOGIN
 from sft_play.plan.hub import is_offline
 
 HUB_SECONDS = 4.0

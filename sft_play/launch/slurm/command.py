@@ -15,8 +15,7 @@ from pathlib import Path
 
 from sft_play.config.call import FALSE, TRUE, Call
 from sft_play.config.load import save_config
-from sft_play.config.names import HUB_LOGIN
-from sft_play.errors import HardwareError, UserError
+from sft_play.errors import HUB_LOGIN, HardwareError, UserError
 from sft_play.files import typed_path, write_json, write_text
 from sft_play.launch.ahead import Ahead, planned_ahead
 from sft_play.launch.environment import mask
