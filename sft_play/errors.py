@@ -30,6 +30,8 @@ LONGEST_LINE = 1_000
 """Characters of one line of a message; of a longer one its beginning and its end are shown."""
 MOST_PROBLEMS = 40
 """Problems that are written out at once."""
+HUB_LOGIN = "`.venv/bin/hf auth login` (or the `hf` of your own environment)"
+"""Keeps the hub's token in the user's home; the environment's programs are usually not on the PATH."""
 
 
 def without_tokens(text: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sft_play.config.keys import extra_keys, find_key, schema_keys, sections, variable_name
 from sft_play.config.ranges import REFUSED
+from sft_play.errors import HUB_LOGIN
 
 SECRET = re.compile(r"(.*[_.])?(token|api_?key|secret|secret_key|access_key|password|passwd|credentials?)", re.IGNORECASE)
 """Names of what must never stand in a file or on a command line."""
@@ -18,7 +19,7 @@ SECRET_VARIABLE = re.compile(
 )
 """What stands somewhere in the names of environment variables whose values are never shown, nor taken into a configuration."""
 SECRETS_HINT = (
-    "tokens and passwords come from the environment (`HF_TOKEN` for the hub) or from `hf auth login`, and are never written down"
+    f"tokens and passwords come from the environment (`HF_TOKEN` for the hub) or from {HUB_LOGIN}, and are never written down"
 )
 
 

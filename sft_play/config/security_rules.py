@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sft_play.config.schema import Config
-from sft_play.errors import TOKEN, UserError, without_tokens
+from sft_play.errors import HUB_LOGIN, TOKEN, UserError, without_tokens
 from sft_play.files import is_file_name, typed_path
 
 Origins = Mapping[str, str]
 COMMIT = re.compile(r"[0-9a-f]{40}")
 FROM_ENVIRONMENT = (
-    "set the token as an environment variable (`HF_TOKEN` for the hub) or by `hf auth login`: what stands in a configuration is kept in "
+    f"set the token as an environment variable (`HF_TOKEN` for the hub) or by {HUB_LOGIN}: what stands in a configuration is kept in "
     "the run folder; and take a new token, since this one has been written down"
 )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from sft_play.config.schema import Config
 from sft_play.config.types import shown
 from sft_play.config.yaml_source import Node
-from sft_play.errors import UserError, without_tokens
+from sft_play.errors import HUB_LOGIN, UserError, without_tokens
 
 Origins = Mapping[str, str]
 NAME = re.compile(r"[\w.,@:+/-]+")
@@ -86,7 +86,7 @@ def setup(config: Config, origins: Origins) -> Iterator[UserError]:
         if _controls(line.replace("\n", "").replace("\t", "")):
             yield _problem(origins, "slurm.setup", f"`{name}` holds a control character")
         elif without_tokens(line) != line:
-            hint = "`hf auth login` keeps the hub's token in a file that only you can read; a line such as `source ~/.tokens` reads others"
+            hint = f"{HUB_LOGIN} keeps the hub's token in a file that only you can read; a line such as `source ~/.tokens` reads others"
             yield _problem(origins, "slurm.setup", f"`{name}` holds what looks like an access token", hint)
 
 

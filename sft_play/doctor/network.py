@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sft_play.doctor.finding import Check, Context, Finding
+from sft_play.errors import HUB_LOGIN
 from sft_play.plan.hub import is_offline
 
 HUB_SECONDS = 4.0
@@ -71,7 +72,7 @@ def token(context: Context) -> Iterator[Finding]:
             id="token-missing",
             severity="warning",
             text=f"`{name}` is gated, and no hub token is set",
-            remedy=f"accept the licence on https://huggingface.co/{name}, then set HF_TOKEN or run `hf auth login`",
+            remedy=f"accept the licence on https://huggingface.co/{name}, then set HF_TOKEN or run {HUB_LOGIN}",
         )
 
 

@@ -150,7 +150,7 @@ def test_paths_of_rsync(path: str, plain: str) -> None:
 
 def test_code_is_what_git_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["kept.py", "gone.py", ".env", "conf/.env.local", ".env.example", "runs/old/config.json"]
-    for name in [*names, "configs/new.yaml", "sft_play/new.py", "notes.txt", "ignored.log"]:
+    for name in [*names, "configs/new.yaml", "configs/clusters/mine.yaml", "sft_play/new.py", "notes.txt", "ignored.log"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     odd = os.fsdecode(b"caf\xe9.py")
@@ -165,6 +165,10 @@ def test_code_is_what_git_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     said: list[str] = []
     assert sync.code_files(said.append) == sorted([".env.example", "kept.py", odd])
     assert said == ["note: 2 files that git does not track yet (`configs/new.yaml`) stay here; git add sends them"]
+    for name in ("configs/new.yaml", "sft_play/new.py"):
+        (tmp_path / name).unlink()
+    assert sync.code_files(said.append)
+    assert len(said) == 1, "an inventory of one's own is read on the master only"
 
 
 def test_files_that_left_the_project_leave_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ SENT = ".cache/sft-play-sent"
 SECRETS = (".env", ".netrc")
 NOTICED = ("sft_play/", "configs/")
 """Where a file that is not tracked yet was probably meant to be sent."""
+INVENTORIES = "configs/clusters/"
+"""Read on the master only: one of your own stays there, and needs no commit."""
 RUN_FILES = ("config.json", "plan.json", "events.jsonl", "stamp.json", "deepspeed.json")
 """What another machine needs of a run to go on with it, beside a checkpoint."""
 
@@ -45,7 +47,7 @@ def project() -> Path:
 def code_files(say: Callable[[str], None] | None = None) -> list[str]:
     """Returns the project's files that git tracks and that are there, relative to its folder; no `.env`, and none of the folder of runs.
 
-    `say` is told how many files stay behind since they are not tracked. Raises `UserError` where it is no git checkout.
+    `say` is told how many files stay behind since they are not tracked, inventories left out. Raises `UserError` where it is no git checkout.
     """
     place, runs = project(), runs_folder().absolute()
     names = [
@@ -55,7 +57,8 @@ def code_files(say: Callable[[str], None] | None = None) -> list[str]:
         and not (place / name).is_relative_to(runs)
         and ((place / name).is_file() or (place / name).is_symlink())
     ]
-    behind = [name for name in _listed("--others", "--exclude-standard") if name.startswith(NOTICED)] if say else []
+    new = _listed("--others", "--exclude-standard") if say else []
+    behind = [name for name in new if name.startswith(NOTICED) and not name.startswith(INVENTORIES)]
     if say and behind:
         count = "a file" if len(behind) == 1 else f"{len(behind)} files"
         say(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sft_play.config.call import FALSE, TRUE, Call
 from sft_play.config.load import save_config
-from sft_play.errors import HardwareError, UserError
+from sft_play.errors import HUB_LOGIN, HardwareError, UserError
 from sft_play.files import typed_path, write_json, write_text
 from sft_play.launch.ahead import Ahead, planned_ahead
 from sft_play.launch.environment import mask
@@ -222,7 +222,7 @@ def _notes(ahead: Ahead, name: str, withheld: list[str]) -> list[str]:
             f"{', '.join(withheld)} looks like a secret and is not written into the script; set it in a file that `slurm.setup` reads"
         )
     if os.environ.get("HF_TOKEN"):
-        notes.append("HF_TOKEN is not written into the script: `hf auth login` keeps it in your home, where the job finds it")
+        notes.append(f"HF_TOKEN is not written into the script: {HUB_LOGIN} keeps it in your home, where the job finds it")
     if has_started(RunFolder(runs_folder() / name)):
         notes.append(f"the run `{name}` has started already: the job goes on with it, if the configuration is the same")
     return notes
