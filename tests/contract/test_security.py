@@ -241,6 +241,22 @@ def test_a_full_commit_or_a_folder_of_ones_own_is_taken(tmp_path: Path) -> None:
         assert load_config(None, words, environ={}).config.model.trust_remote_code
 
 
+def test_the_environment_trusts_no_code(tmp_path: Path) -> None:
+    """A variable that a profile or an image exports would hold for every model; a word that is typed is for this command."""
+    path, variable = tmp_path / "one.yaml", {"SFT_MODEL_TRUST_REMOTE_CODE": "true"}
+    for name in (tmp_path, "x/y"):
+        path.write_text(f"model: {{name: {name}, revision: {'a' * 40}}}\ndata: {{train_path: rows.jsonl}}\n")
+        with pytest.raises(UserError, match="the environment would say so for every model") as caught:
+            load_config(path, environ=variable)
+        assert caught.value.place == "environment SFT_MODEL_TRUST_REMOTE_CODE=true"
+        assert "MODEL_TRUST_REMOTE_CODE=true with the command" in str(caught.value.hint)
+        assert not load_config(path, environ={"SFT_MODEL_TRUST_REMOTE_CODE": "false"}).config.model.trust_remote_code
+        typed = [Override(key="model.trust_remote_code", text="true", origin="make MODEL_TRUST_REMOTE_CODE=true")]
+        assert load_config(path, typed, environ=variable).config.model.trust_remote_code
+    path.write_text(f"model: {{name: {tmp_path}, trust_remote_code: true}}\ndata: {{train_path: rows.jsonl}}\n")
+    assert load_config(path, environ={}).config.model.trust_remote_code
+
+
 CODE = """
 from pathlib import Path
 Path({mark!r}).touch()
