@@ -428,6 +428,68 @@ def test_a_node_may_prepare_for_longer_than_it_may_be_silent(monkeypatch: pytest
     assert list(nodes.end().values()) == [[{"rank": rank} for rank in range(3)]] * 3
 
 
+def narrow(here: Meeting) -> None:
+    """Gives a node's connections the smallest buffers, and half a second for what the other side takes no more."""
+    for line in here._open():
+        for name in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            line.sock.setsockopt(socket.SOL_SOCKET, name, 1)
+        line.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 500)
+
+
+def test_both_sides_may_prepare_for_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both only beat, and nobody asks for a round: buffers of a few KiB stand for hours with those of a kernel."""
+    monkeypatch.setattr(meeting, "BEAT_SECONDS", 0.002)
+    nodes = Nodes(count=2)
+
+    def act(here: Meeting) -> Any:
+        here.exchange(facts(here.node.rank, num_nodes=2).to_json(), judge)
+        narrow(here)
+        time.sleep((3.0, 2.5)[here.node.rank])
+        return here.exchange({"rank": here.node.rank}, agree)
+
+    for rank in range(2):
+        nodes.start(nodes.make(rank), act)
+    assert list(nodes.end().values()) == [[{"rank": 0}, {"rank": 1}]] * 2
+
+
+def test_a_node_may_prepare_for_hours_while_node_0_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(meeting_host, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(meeting_host, "wait_for", lambda *_: time.sleep(0.001))
+    nodes = Nodes(count=2)
+
+    def act(here: Meeting) -> Any:
+        here.exchange(facts(here.node.rank, num_nodes=2).to_json(), judge)
+        narrow(here)
+        time.sleep((0.0, 2.5)[here.node.rank])
+        return here.exchange({"rank": here.node.rank}, agree)
+
+    for rank in range(2):
+        nodes.start(nodes.make(rank), act)
+    assert list(nodes.end().values()) == [[{"rank": 0}, {"rank": 1}]] * 2
+
+
+def test_what_comes_between_the_rounds_is_kept() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        line = Line.over(socket.create_connection(server.getsockname()))
+        other, _ = server.accept()
+    with other:
+        other.sendall(b"".join(pack({"kind": kind}) for kind in ("here", "given", "wait", "here", "failed")) + b"SFTP")
+        until = time.monotonic() + 5
+        while len(line.kept) < 2 and time.monotonic() < until:
+            line.drain()
+        assert [line.receive(), line.receive()] == [{"kind": "given"}, {"kind": "failed"}]
+        assert line.receive() is None and bytes(line.buffer) == b"SFTP"
+        other.sendall(b"NOT US\n")
+        while bytes(line.buffer) == b"SFTP" and time.monotonic() < until:
+            line.drain()
+        for _ in range(2):
+            line.drain()
+            with pytest.raises(StrangerError):
+                line.receive()
+    line.close()
+
+
 def test_stops_are_told_as_such() -> None:
     from sft_play.launch.meeting import why
 
