@@ -20,6 +20,7 @@ from sft_play.errors import CheckpointError, DataError, HardwareError, Retryable
 from sft_play.launch import meeting, meeting_guest, meeting_host
 from sft_play.launch.agreement import NodeFacts, config_here, data_apart, disagreements, errors_from_json, versions_here
 from sft_play.launch.environment import Node, ranks_of, worker_environment
+from sft_play.launch.joining import judge_prepared
 from sft_play.launch.local import worker_arguments
 from sft_play.launch.meeting import Given, Meeting
 from sft_play.launch.meeting_guest import Guest
@@ -508,6 +509,24 @@ def test_data_apart() -> None:
     assert isinstance(error, DataError)
     assert "the training data: 8 rows, 90 tokens, abc on node 0 (a), 9 rows, 95 tokens, def on node 1 (b)" in error.message
     assert "none on node 2 (c)" in error.message
+
+
+def test_every_node_plans_for_all_processes() -> None:
+    here = [facts(rank, num_nodes=2) for rank in range(2)]  # with 1 and 2 devices
+    content = {"base model": "m", "training data": "8 rows, 90 tokens, abc"}
+    assert not judge_prepared(here, [{"prepared": content, "world_size": 3, "plan": {}}, {"prepared": content, "world_size": 3}])
+    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 3}, {"prepared": content, "world_size": 4}])
+    assert isinstance(error, HardwareError)
+    assert error.message == "the nodes have 3 processes in all, but node 0 (a) plans for 3, node 1 (b) plans for 4"
+    assert (error.place, error.hint) == ("NUM_GPUS", "give NUM_GPUS on every node")
+    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 2}, {"prepared": content}])
+    assert "node 0 (a) plans for 2, node 1 (b) plans for None" in error.message
+    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 3}, {"prepared": {"base model": 1}, "world_size": 3}])
+    assert "not understood" in error.message and error.hint == "install the same SFT-Play on every node"
+    (error,) = judge_prepared(
+        here, [{"prepared": content, "world_size": 3}, {"prepared": content | {"base model": "n"}, "world_size": 3}]
+    )
+    assert isinstance(error, DataError)
 
 
 def test_strict_json() -> None:
