@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import socket
 import stat
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from sft_play.config.types import options
 from sft_play.data.read import read_source
 from sft_play.errors import CheckpointError, DataError, UserError, without_tokens
 from sft_play.launch.environment import mask
+from sft_play.launch.network import free_port
 from sft_play.model.folder import check_folder, check_trained, refuse_foreign_code
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import verify
@@ -255,6 +257,17 @@ def test_the_environment_trusts_no_code(tmp_path: Path) -> None:
         assert load_config(path, typed, environ=variable).config.model.trust_remote_code
     path.write_text(f"model: {{name: {tmp_path}, trust_remote_code: true}}\ndata: {{train_path: rows.jsonl}}\n")
     assert load_config(path, environ={}).config.model.trust_remote_code
+
+
+def test_torchs_store_listens_on_every_address() -> None:
+    """What `docs/security.md` says under "Not promised": the day this fails, torch's static rendezvous keeps to the address that it is given."""
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    port = free_port()
+    handler = StaticTCPRendezvous("127.0.0.1", port, rank=0, world_size=1, run_id="none", timeout=10)
+    handler.next_rendezvous()
+    with socket.create_connection(("127.0.0.2", port), timeout=5) as stranger:  # an address that nobody named
+        assert stranger.getpeername() == ("127.0.0.2", port)
 
 
 CODE = """
