@@ -11,6 +11,21 @@ override typed := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $(v)
 PYTHON ?= python3
 VENV := .venv
 # Lower-case names are this file's own, and `override` keeps them so: a variable that you type must never change a recipe.
+override define newline
+
+
+endef
+override nothing :=
+override blank := $(nothing) $(nothing)
+override tab := $(nothing)	$(nothing)
+override hash := \#
+# `VENV` stands in names of targets: no letter there that make or the shell reads. `$(value)` is what was typed; nothing expands it.
+override read_by_others := $$ " ' ` \ ; & | < > ( ) { } [ ] * ? ~ = : % $(hash)
+override wrong := $(strip $(if $(value VENV),,empty) $(foreach c,$(read_by_others),$(findstring $c,$(value VENV))) \
+	$(foreach c,blank tab newline,$(if $(findstring $($c),$(value VENV)),$c)))
+$(if $(wrong),$(error `VENV` is `$(value VENV)` (refused: $(wrong)); give a path without blanks and without letters that make or a shell reads))
+# $(call quoted,NAME) is a variable's value for the shell, letter for letter. A newline would begin another line of the recipe.
+override quoted = '$(subst ','\'',$(if $(findstring $(newline),$(value $1)),$(error `$1` holds a newline; write it on one line),$(value $1)))'
 override bin := $(VENV)/bin
 override program := @$(bin)/python -m sft_play
 # Two test processes; each keeps a file to itself, since the tests of a file share what they trained.
@@ -46,19 +61,19 @@ audit: $(VENV)/.audit
 install: $(VENV)/.runtime
 
 $(VENV)/.runtime: constraints.txt pyproject.toml
-	@scripts/install.sh "$(PYTHON)" "$(VENV)" runtime
+	@scripts/install.sh $(call quoted,PYTHON) $(VENV) runtime
 
 $(VENV)/.dev: $(VENV)/.runtime
-	@scripts/install.sh "$(PYTHON)" "$(VENV)" dev
+	@scripts/install.sh $(call quoted,PYTHON) $(VENV) dev
 
 $(VENV)/.audit: $(VENV)/.runtime
-	@scripts/install.sh "$(PYTHON)" "$(VENV)" audit
+	@scripts/install.sh $(call quoted,PYTHON) $(VENV) audit
 
 $(VENV)/.bench: $(VENV)/.dev
-	@scripts/install.sh "$(PYTHON)" "$(VENV)" bench
+	@scripts/install.sh $(call quoted,PYTHON) $(VENV) bench
 
 test: $(VENV)/.dev
-	$(pytest) "$(TESTS)" -m "not long and not gpu"
+	$(pytest) $(call quoted,TESTS) -m "not long and not gpu"
 
 check: $(VENV)/.dev
 	@$(bin)/ruff check .
@@ -68,11 +83,11 @@ check: $(VENV)/.dev
 	$(pytest) tests/unit tests/contract -m "not long and not gpu and not slow"
 
 test-all: $(VENV)/.bench
-	$(pytest) "$(TESTS)" -m "not gpu and not quiet"
-	@$(bin)/python -m pytest "$(TESTS)" -m quiet
+	$(pytest) $(call quoted,TESTS) -m "not gpu and not quiet"
+	@$(bin)/python -m pytest $(call quoted,TESTS) -m quiet
 
 test-gpu: $(VENV)/.dev
-	@$(bin)/python -m pytest "$(TESTS)" -m gpu
+	@$(bin)/python -m pytest $(call quoted,TESTS) -m gpu
 
 # Training speed and memory beside a plain transformers Trainer and TRL's SFTTrainer, as ratios of medians.
 bench-training: $(VENV)/.bench
@@ -88,7 +103,7 @@ bench-saving: $(VENV)/.dev
 
 # Rows a second of `make data` beside a plain `datasets.map(apply_chat_template)`; ROWS=20000 makes it shorter.
 bench-preparation: $(VENV)/.dev
-	@$(bin)/python -m benchmarks.preparation "rows=$(ROWS)"
+	@$(bin)/python -m benchmarks.preparation rows=$(call quoted,ROWS)
 
 # Writes every rendered file again: docs/configuration.md, configs/schema.json, accelerate_configs/, deepspeed/,
 # the figures of docs/presets.md.

@@ -30,7 +30,8 @@ class ModelConfig:
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
     """Attention kernel of transformers; `auto` is `flash_attention_2` when installed on a GPU, else `sdpa`."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. A model of the hub needs `model.revision` to be a full commit then."""
+    """Run Python code that comes with the model. A model of the hub needs `model.revision` to be a full commit then.
+    `SFT_MODEL_TRUST_REMOTE_CODE=true` is refused."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` starts from scratch: a Llama of the shape below (`vocab_size`, `hidden_size`, `attention_heads`, `layers`), or a model of
     `model.name`'s own shape, with random weights made from `train.seed`. Needs `tuning.mode: full`."""

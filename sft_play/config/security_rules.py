@@ -13,6 +13,8 @@ from sft_play.files import is_file_name, typed_path
 
 Origins = Mapping[str, str]
 COMMIT = re.compile(r"[0-9a-f]{40}")
+FROM_VARIABLE = "environment "
+"""How the origin of a key begins that a variable of the environment gave (`config.load`)."""
 FROM_ENVIRONMENT = (
     f"set the token as an environment variable (`HF_TOKEN` for the hub) or by {HUB_LOGIN}: what stands in a configuration is kept in "
     "the run folder; and take a new token, since this one has been written down"
@@ -32,10 +34,22 @@ def tokens(config: Config, origins: Origins) -> Iterator[UserError]:
 
 
 def code(config: Config, origins: Origins) -> Iterator[UserError]:
-    """A stranger's code runs only at a commit that was named; the code in a folder of this machine is the user's own."""
+    """A stranger's code runs only where somebody said so for this run, and at a commit that was named.
+
+    A variable of the environment is none: it may stand in a shell's profile, an image or a job's template, and would hold for every
+    model. The code in a folder of this machine is the user's own, and a folder has no commit.
+    """
     model = config.model
+    if not model.trust_remote_code:
+        return
+    if origins.get("model.trust_remote_code", "").startswith(FROM_VARIABLE):
+        yield _problem(
+            origins, "model.trust_remote_code",
+            "`model.trust_remote_code` lets a model's code run, and the environment would say so for every model",
+            "take the variable away, and write `trust_remote_code: true` under `model:`, or type MODEL_TRUST_REMOTE_CODE=true with the command",
+        )  # fmt: skip
     own = is_file_name(model.name) and typed_path(model.name).is_dir()
-    if not model.trust_remote_code or own or COMMIT.fullmatch(model.revision or ""):
+    if own or COMMIT.fullmatch(model.revision or ""):
         return
     given = f"`model.revision` is `{model.revision}`" if model.revision else "`model.revision` is not given"
     yield _problem(

@@ -107,7 +107,7 @@ def agreed(job: Job, plan: Plan, prepared: Prepared) -> Plan:
     given: Given = {"prepared": _content(prepared), "world_size": plan.world_size}
     if job.node.rank == 0:
         given["plan"] = plan.to_json()
-    found = job.meeting.exchange(given, lambda all_of_them: _judge_prepared(job, all_of_them))
+    found = job.meeting.exchange(given, lambda all_of_them: judge_prepared(job.nodes, all_of_them))
     job.meeting.over = True
     job.meeting.close()
     try:
@@ -197,13 +197,15 @@ def _content(prepared: Prepared) -> dict[str, str]:
     return found
 
 
-def _judge_prepared(job: Job, given: Sequence[Given]) -> list[UserError]:
+def judge_prepared(nodes: Sequence[NodeFacts], given: Sequence[Given]) -> list[UserError]:
+    """Returns why nodes cannot train together with what each has prepared and plans for; none where they can."""
     content = [one.get("prepared") for one in given]
     if not all(isinstance(one, dict) and all(isinstance(v, str) for v in one.values()) for one in content):
         return [HardwareError("a node sent what is not understood", hint="install the same SFT-Play on every node")]
-    ranks = sum(len(node.devices) for node in job.nodes)
+    ranks = sum(len(node.devices) for node in nodes)
     planned = {one.get("world_size") for one in given}
     if planned != {ranks}:
-        told = ", ".join(f"{node.name} plans for {one.get('world_size')}" for node, one in zip(job.nodes, given, strict=True))
-        return [HardwareError(f"the nodes have {ranks} processes in all, but {told}", hint="give NUM_GPUS on every node")]
-    return data_apart(job.nodes, [one for one in content if isinstance(one, dict)])
+        told = ", ".join(f"{node.name} plans for {one.get('world_size')}" for node, one in zip(nodes, given, strict=True))
+        text = f"the nodes have {ranks} processes in all, but {told}"
+        return [HardwareError(text, place="NUM_GPUS", hint="give NUM_GPUS on every node")]
+    return data_apart(nodes, [one for one in content if isinstance(one, dict)])

@@ -61,7 +61,7 @@ class Meeting(ABC):
     began: float = 0.0
     said: float = 0.0
     resting: threading.Event | None = None
-    """Ends the thread that says between the rounds that this node lives."""
+    """Ends the thread that between the rounds says that this node lives, and reads."""
     beats: threading.Thread | None = None
 
     @property
@@ -86,12 +86,16 @@ class Meeting(ABC):
         return max(self.patience, LEAST_SILENCE)
 
     def _beat(self) -> None:
-        """Says from now on that this node lives, in a thread: what is prepared between the rounds may take hours."""
+        """Says from now on that this node lives, in a thread: what is prepared between the rounds may take hours.
+
+        It reads too: where both sides only write, windows fill up after hours, and the kernel ends the connection.
+        """
         self.resting = resting = threading.Event()
 
         def beat() -> None:
             while not resting.wait(min(BEAT_SECONDS, self.silence / 4)):
                 for line in self._open():
+                    line.drain()
                     line.beat()
 
         self.beats = threading.Thread(target=beat, name="meeting", daemon=True)

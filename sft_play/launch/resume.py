@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -183,8 +184,8 @@ STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size"
 ELSEWHERE = ("slurm.", "kubernetes.")
 """Sections that say where a run is started, and nothing of what it computes."""
 LONGER = frozenset({"train.max_steps", "train.epochs"})
-BY_RESUME = "resume"
-"""Origin of what `with_its_batch` has computed anew."""
+BY_RESUME = "resume, in place of "
+"""How the origin begins of what `with_its_batch` has computed anew; the value that was written follows, as JSON."""
 
 
 def check_overrides(call: Call) -> None:
@@ -244,7 +245,11 @@ def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -
     elif train.global_batch_size != "auto":
         return loaded, None
     config = replace(loaded.config, train=replace(train, **changes))
-    return replace(loaded, config=config, origins={**loaded.origins, **{f"train.{key}": BY_RESUME for key in changes}}), note
+    origins = dict(loaded.origins)
+    for key in changes:
+        if not origins.get(f"train.{key}", "").startswith(BY_RESUME):  # else it says already what was written
+            origins[f"train.{key}"] = BY_RESUME + json.dumps(getattr(train, key))
+    return replace(loaded, config=config, origins=origins), note
 
 
 def compare_early(checkpoint: Path, config: Config) -> None:

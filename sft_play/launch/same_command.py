@@ -98,15 +98,12 @@ def _same_command(first: str, now: str, *, given: bool) -> bool:
 def changes(old: LoadedConfig, new: LoadedConfig) -> list[Override]:
     """Returns the keys whose values differ, as overrides with the place where the new value was written.
 
-    What a resume on another number of processes computed anew (`resume.with_its_batch`) is no wish to change it back.
+    What a resume on another number of processes computed anew (`resume.with_its_batch`) is no wish to change it back, as long as the
+    command says what it said before.
     """
     before, after = flatten(old), flatten(new)
     return [
         Override(key=key, text=value if isinstance(value, str) else json.dumps(value), origin=new.origins.get(key, "default"))
         for key, value in after.items()
-        if (key not in before or before[key] != value) and not _computed(old, key, value)
+        if (key not in before or before[key] != value) and old.origins.get(key) != BY_RESUME + json.dumps(value)
     ]
-
-
-def _computed(old: LoadedConfig, key: str, value: object) -> bool:
-    return old.origins.get(key) == BY_RESUME and (key != "train.global_batch_size" or value == "auto")

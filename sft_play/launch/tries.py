@@ -3,7 +3,8 @@
 A PyTorchJob with restart policy `ExitCode` and a SkyPilot task with `recover_on_exit_codes` know no limit (kubeflow/trainer#2045:
 `backoffLimit` counts restarts of containers, and these pods are made anew). So node 0 counts here, in a file beside the run's folder,
 which is taken away where a launch ended before its workers started. A newer checkpoint begins the count anew; so does an end that is
-not tried again, since a person has looked at it before the next one.
+not tried again, since a person has looked at it before the next one, and so does another run in a folder of that name. A try that ended
+while it waited for nodes which a scheduler had not started yet (`LOST` before any worker) is not counted: nothing was tried.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ class Tries:
     """Of the newest checkpoint when this try began; 0 without one."""
     events: int
     """Of the run when this try began."""
+    began: float | None = None
+    """When the run had its first event, in seconds since 1970; `None` before that."""
 
     def end(self, code: int) -> int:
         """Returns the code with which the container ends: `code`, or 3 where another try would be one too many, with the reason on stderr."""
-        if code in STOPPED:  # somebody asked for it: no failure
-            _save(self.run, used=self.used - 1, step=self.step, events=self.events)
+        if code in STOPPED or (code == LOST and not _has_begun(self.run, self.events)):
+            self._save(self.used - 1)  # somebody asked for it, or others had not come: no failure
         elif code < FIRST_SIGNAL and code != LOST:
             self.run.tries.unlink(missing_ok=True)
         elif newest_step(self.run) == self.step and (
@@ -53,7 +56,14 @@ class Tries:
             self.run.tries.unlink(missing_ok=True)
             print(f"\n{problem.render()}", file=sys.stderr, flush=True)
             return problem.exit_code
+        else:
+            self._save(self.used)
         return code
+
+    def _save(self, used: int) -> None:
+        found = {"used": used, "step": self.step, "events": self.events, "began": _began(self.run) or self.began}
+        with contextlib.suppress(OSError):  # a full disk ends the run by itself, with its own reason
+            write_json(self.run.tries, found)
 
 
 def begin(words: Sequence[str], environ: Mapping[str, str]) -> Tries | None:
@@ -68,14 +78,14 @@ def begin(words: Sequence[str], environ: Mapping[str, str]) -> Tries | None:
     run = RunFolder(runs_folder() / name)
     with contextlib.suppress(OSError):
         remove_half_written(run.tries)
-    step, (used, step_before, events_before) = newest_step(run), _saved(run)
-    if step_before != step:
+    step, began, (used, step_before, events_before, began_before) = newest_step(run), _began(run), _saved(run)
+    if step_before != step or began_before not in (None, began):
         used = 0
     if used and (problem := _hopeless(run, limit, used, step, events_before)):
         run.tries.unlink(missing_ok=True)
         raise problem
-    tries = Tries(run=run, limit=limit, used=used + 1, step=step, events=len(_events(run)))
-    _save(run, used=tries.used, step=step, events=tries.events)
+    tries = Tries(run=run, limit=limit, used=used + 1, step=step, events=len(_events(run)), began=began)
+    tries._save(tries.used)
     return tries
 
 
@@ -107,18 +117,26 @@ def _hopeless(run: RunFolder, limit: int, used: int, step: int, events: int) -> 
     return HardwareError(why, place=f"run {run.name}", hint=hint)
 
 
-def _saved(run: RunFolder) -> tuple[int, int, int]:
-    """Returns tries, step and events as the last try left them; no tries where nothing can be read."""
+def _saved(run: RunFolder) -> tuple[int, int, int, float | None]:
+    """Returns tries, step, events and the run's beginning as the last try left them; no tries where nothing can be read."""
     try:
         found = read_json(run.tries)
-        return int(found["used"]), int(found["step"]), int(found["events"])
+        began = found.get("began")
+        return int(found["used"]), int(found["step"]), int(found["events"]), None if began is None else float(began)
     except UNREADABLE:
-        return 0, 0, 0
+        return 0, 0, 0, None
 
 
-def _save(run: RunFolder, *, used: int, step: int, events: int) -> None:
-    with contextlib.suppress(OSError):  # a full disk ends the run by itself, with its own reason
-        write_json(run.tries, {"used": used, "step": step, "events": events})
+def _began(run: RunFolder) -> float | None:
+    """Returns the time of the run's first event, by which it is told from another in a folder of that name; `None` without one."""
+    with contextlib.suppress(*UNREADABLE):
+        return float(_events(run)[0]["time"])
+    return None
+
+
+def _has_begun(run: RunFolder, events: int) -> bool:
+    """Whether workers were started since the run had so many events."""
+    return any(event["event"] in ("started", "resumed") for event in _events(run)[events:])
 
 
 def _events(run: RunFolder) -> list[dict[str, Any]]:

@@ -21,6 +21,10 @@ VERSION = 1
 HEAD = struct.Struct("!8sHI")
 LARGEST_BYTES = 8 * 2**20
 """Of a message: the plan of thousands of ranks."""
+IDLE = frozenset({"here", "wait"})
+"""Kinds of messages that say no more than that the other side lives, and for whom it waits."""
+MOST_KEPT = 8
+"""Messages that are kept for the next round; a node sends one or two."""
 SEND_SECONDS = 10.0
 """How long a peer may take no bytes."""
 ALIVE_SECONDS = 10
@@ -75,6 +79,8 @@ class Line:
 
     sock: socket.socket
     buffer: bytearray = field(default_factory=bytearray)
+    kept: list[dict[str, Any]] = field(default_factory=list)
+    """What came between two rounds, and is for the next."""
 
     @staticmethod
     def over(sock: socket.socket) -> Line:
@@ -106,11 +112,26 @@ class Line:
             if select.select([], [self.sock], [], 0)[1]:
                 self.sock.send(pack({"kind": "here"}))
 
+    def drain(self) -> None:
+        """Takes in what has arrived, so that the other side can go on writing: drops idle messages and keeps others for `receive`.
+
+        Never waits. What is wrong with the connection is left for `receive` to raise.
+        """
+        if len(self.kept) >= MOST_KEPT:
+            return
+        self._read()
+        with contextlib.suppress(StrangerError, OtherVersionError):
+            while (message := self._next()) is not None:
+                if message["kind"] not in IDLE:
+                    self.kept.append(message)
+
     def receive(self) -> dict[str, Any] | None:
         """Returns the next whole message that has arrived, `None` when there is none yet.
 
         Raises `StrangerError` or `OtherVersionError`, and `GoneError` when the other side has closed and nothing is left to read.
         """
+        if self.kept:
+            return self.kept.pop(0)
         gone = self._read()
         message = self._next()
         if message is None and gone:
@@ -143,9 +164,9 @@ class Line:
             raise StrangerError(f"a message of {length} bytes")
         if len(self.buffer) < HEAD.size + length:
             return None
-        body = bytes(self.buffer[HEAD.size : HEAD.size + length])
+        message = unpack(bytes(self.buffer[HEAD.size : HEAD.size + length]))  # what is no message stays, and is refused again
         del self.buffer[: HEAD.size + length]
-        return unpack(body)
+        return message
 
     def own_address(self) -> str:
         """Returns this machine's address on this connection."""

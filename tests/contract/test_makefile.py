@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,53 @@ def test_known_variables_are_taken(words: list[str]) -> None:
 @pytest.mark.parametrize("typed", ["bin=/x", "program=echo", "commands=z", "typed=z", "v=z", "SHELL=/x", "unknown=z"])
 def test_no_variable_changes_a_recipe(typed: str) -> None:
     assert dry("config", typed).stdout == dry("config").stdout == ".venv/bin/python -m sft_play config --from-make\n"
+
+
+AWKWARD = ['"; touch x; "', "$(touch x)", "$(shell touch x)", "`touch x`", "two words", "it's", "a#b", "a\\"]
+"""Values that make or a shell would read, were they not quoted."""
+
+
+@pytest.mark.parametrize("value", AWKWARD)
+@pytest.mark.parametrize(
+    ("goal", "name"), [("test", "TESTS"), ("test-gpu", "TESTS"), ("bench-preparation", "ROWS"), ("install", "PYTHON")]
+)
+def test_values_reach_the_program_letter_for_letter(goal: str, name: str, value: str, tmp_path: Path) -> None:
+    """Runs the recipe with programs that write their arguments down, typed and from the environment."""
+    (tmp_path / "Makefile").write_text(MAKEFILE)
+    for program in (tmp_path / "v/bin/python", tmp_path / "scripts/install.sh"):
+        program.parent.mkdir(parents=True)
+        program.write_text("#!/bin/bash\nprintf '%s\\0' \"$@\" > said\n")
+        program.chmod(0o755)
+    (tmp_path / "constraints.txt").touch()
+    (tmp_path / "pyproject.toml").touch()
+    done = [] if goal == "install" else ["-o", "v/.runtime", "-o", "v/.dev", "-o", "v/.bench"]
+    clean = {key: text for key, text in os.environ.items() if key not in NOT_INHERITED}
+    for words, environ in (([f"{name}={value}"], clean), ([], {**clean, name: value})):
+        command = ["make", goal, "VENV=v", *done, *words]
+        subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, timeout=30, check=True)
+        arguments = (tmp_path / "said").read_text().split("\0")
+        assert (f"rows={value}" if name == "ROWS" else value) in arguments
+        (tmp_path / "said").unlink()
+        assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("value", [*AWKWARD, "", "a\tb", "a\nb", "~/v", "a:b", "a=b", "a%b", "(a", "a)"])
+def test_a_folder_that_make_or_a_shell_would_read_is_refused(value: str) -> None:
+    done = dry("config", f"VENV={value}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"`VENV` is `{value}` (refused: " in done.stderr
+    assert "give a path without blanks" in done.stderr
+
+
+def test_a_folder_with_other_letters_is_taken() -> None:
+    venv = "/srv/jürgen/.venv-3.11_a+b@c,d"
+    assert f"{venv}/bin/python -m sft_play config" in dry("-o", f"{venv}/.runtime", "config", f"VENV={venv}").stdout
+
+
+@pytest.mark.parametrize("words", [["test", "TESTS=a\ntouch x"], ["bench-preparation", "ROWS=1\n2"]])
+def test_a_newline_would_be_another_line_of_the_recipe(words: list[str]) -> None:
+    done = dry(*words)
+    assert done.returncode == 2 and "holds a newline; write it on one line" in done.stderr
 
 
 def test_documented_commands_call_make_or_scripts_that_exist() -> None:

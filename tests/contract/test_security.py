@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import socket
 import stat
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from sft_play.config.types import options
 from sft_play.data.read import read_source
 from sft_play.errors import CheckpointError, DataError, UserError, without_tokens
 from sft_play.launch.environment import mask
+from sft_play.launch.network import free_port
 from sft_play.model.folder import check_folder, check_trained, refuse_foreign_code
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import verify
@@ -239,6 +241,33 @@ def test_a_full_commit_or_a_folder_of_ones_own_is_taken(tmp_path: Path) -> None:
             Override(key=key, text=text, origin="test") for key, text in {**typed, "model.trust_remote_code": "true"}.items()
         ]
         assert load_config(None, words, environ={}).config.model.trust_remote_code
+
+
+def test_the_environment_trusts_no_code(tmp_path: Path) -> None:
+    """A variable that a profile or an image exports would hold for every model; a word that is typed is for this command."""
+    path, variable = tmp_path / "one.yaml", {"SFT_MODEL_TRUST_REMOTE_CODE": "true"}
+    for name in (tmp_path, "x/y"):
+        path.write_text(f"model: {{name: {name}, revision: {'a' * 40}}}\ndata: {{train_path: rows.jsonl}}\n")
+        with pytest.raises(UserError, match="the environment would say so for every model") as caught:
+            load_config(path, environ=variable)
+        assert caught.value.place == "environment SFT_MODEL_TRUST_REMOTE_CODE=true"
+        assert "MODEL_TRUST_REMOTE_CODE=true with the command" in str(caught.value.hint)
+        assert not load_config(path, environ={"SFT_MODEL_TRUST_REMOTE_CODE": "false"}).config.model.trust_remote_code
+        typed = [Override(key="model.trust_remote_code", text="true", origin="make MODEL_TRUST_REMOTE_CODE=true")]
+        assert load_config(path, typed, environ=variable).config.model.trust_remote_code
+    path.write_text(f"model: {{name: {tmp_path}, trust_remote_code: true}}\ndata: {{train_path: rows.jsonl}}\n")
+    assert load_config(path, environ={}).config.model.trust_remote_code
+
+
+def test_torchs_store_listens_on_every_address() -> None:
+    """What `docs/security.md` says under "Not promised": the day this fails, torch's static rendezvous keeps to the address that it is given."""
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    port = free_port()
+    handler = StaticTCPRendezvous("127.0.0.1", port, rank=0, world_size=1, run_id="none", timeout=10)
+    handler.next_rendezvous()
+    with socket.create_connection(("127.0.0.2", port), timeout=5) as stranger:  # an address that nobody named
+        assert stranger.getpeername() == ("127.0.0.2", port)
 
 
 CODE = """

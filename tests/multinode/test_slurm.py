@@ -83,6 +83,7 @@ def site(slurm: SlurmLab, tmp_path: Path, tiny: Path, cache: Path) -> Site:
 def test_a_partition_that_does_not_exist_is_told_in_sbatchs_words(site: Site) -> None:
     done = site.make("RUN_NAME=demo", "SUBMIT=1", "NUM_NODES=2", "SLURM_PARTITION=nowhere")
     assert done.code == 2, done.err
+    assert "error: SLURM_PARTITION=nowhere: the cluster refuses the job:" in done.err
     assert "invalid partition" in done.err.lower()
     assert "hint: `sinfo -s` lists the partitions" in done.err
     assert (site.runs / "demo" / "slurm" / "job.sbatch").is_file()

@@ -86,6 +86,14 @@ def test_refused(tmp_path: Path, text: str, part: str) -> None:
     assert part in caught.value.render()
 
 
+def test_two_hosts_with_one_address_are_told_with_both_places(tmp_path: Path) -> None:
+    path = written(tmp_path, "hosts:\n  a: 10.0.0.1\n  c: 10.0.0.3\n  b: 10.0.0.1\n")
+    with pytest.raises(UserError) as caught:
+        read_inventory(path)
+    assert caught.value.place == f"{path}:4"
+    assert caught.value.hint == f"the other stands at {path}:2; give each machine its own"
+
+
 def test_extends(tmp_path: Path) -> None:
     """A fourth machine is one entry; a host may be changed, or left out; the parent's paths count from its own folder."""
     (tmp_path / "base").mkdir()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +302,20 @@ def test_what_a_cluster_would_refuse_is_refused_here(words: tuple[str, ...], sai
     assert said in caught.value.render()
 
 
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (("KUBERNETES_CREATE_CLAIMS=true", "KUBERNETES_STORAGE_CLASS="), "KUBERNETES_STORAGE_CLASS="),
+        (("KUBERNETES_CREATE_CLAIMS=true",), "KUBERNETES_CREATE_CLAIMS=true"),
+        (("KUBERNETES_STORAGE_CLASS=nfs",), "KUBERNETES_STORAGE_CLASS=nfs"),
+    ],
+)
+def test_a_storage_class_is_refused_at_the_key_that_was_written(words: tuple[str, ...], place: str) -> None:
+    with pytest.raises(UserError) as caught:
+        rendered(*words)
+    assert caught.value.place == place and caught.value.hint
+
+
 def test_a_token_in_the_environment_never_reaches_a_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN_LIKE)
     for kind in (*KINDS, "skypilot"):
@@ -344,9 +360,30 @@ def test_a_skypilot_task_keeps_runs_on_a_volume_only_where_one_is_named() -> Non
     assert any("Kubernetes and RunPod only): team-runs" in note for note in named.notes)
 
 
-def test_the_skypilot_scripts_files_are_the_files(tmp_path: Path) -> None:
-    import subprocess
+@pytest.mark.parametrize(
+    ("typed", "exported"),
+    [
+        ("HF_HOME: /scratch/hf", {"SFT_PLAY_CACHE": "sft-play/models/cache"}),
+        ("SFT_PLAY_CACHE: /scratch/cache", {"HF_HOME": "sft-play/models/huggingface"}),
+        ("HF_HOME: /scratch/hf, SFT_PLAY_CACHE: /scratch/cache", {}),
+        ("OTHER: x", {"HF_HOME": "sft-play/models/huggingface", "SFT_PLAY_CACHE": "sft-play/models/cache"}),
+    ],
+)
+def test_a_skypilot_task_keeps_typed_folders_of_models(typed: str, exported: dict[str, str], tmp_path: Path) -> None:
+    """Runs the script's lines before the command, with the task's variables: what was typed is what the command would see."""
+    task = yaml.safe_load(rendered("KUBERNETES_KIND=skypilot", f"KUBERNETES_ENV={{{typed}}}").files["skypilot.yaml"])
+    given = dict(pair.split(": ") for pair in typed.split(", "))
+    assert given.items() <= task["envs"].items()
+    lines = "\n".join(task["run"].splitlines()[:-1]).replace("/tmp/sft-play-config", str(tmp_path / "config"))
+    seen = subprocess.run(
+        ["bash", "-c", lines + "\nenv"], env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), **given}, capture_output=True, text=True,
+        timeout=30, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    for name, value in {**given, **{name: str(tmp_path / part) for name, part in exported.items()}}.items():
+        assert f"{name}={value}" in seen
 
+
+def test_the_skypilot_scripts_files_are_the_files(tmp_path: Path) -> None:
     script = yaml.safe_load(rendered("KUBERNETES_KIND=skypilot").files["skypilot.yaml"])["run"].splitlines()
     here = "\n".join(script[:-1]).replace("/tmp/sft-play-config", str(tmp_path))
     subprocess.run(["bash", "-c", here], check=True, timeout=30)

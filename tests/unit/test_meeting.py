@@ -20,6 +20,7 @@ from sft_play.errors import CheckpointError, DataError, HardwareError, Retryable
 from sft_play.launch import meeting, meeting_guest, meeting_host
 from sft_play.launch.agreement import NodeFacts, config_here, data_apart, disagreements, errors_from_json, versions_here
 from sft_play.launch.environment import Node, ranks_of, worker_environment
+from sft_play.launch.joining import judge_prepared
 from sft_play.launch.local import worker_arguments
 from sft_play.launch.meeting import Given, Meeting
 from sft_play.launch.meeting_guest import Guest
@@ -428,6 +429,68 @@ def test_a_node_may_prepare_for_longer_than_it_may_be_silent(monkeypatch: pytest
     assert list(nodes.end().values()) == [[{"rank": rank} for rank in range(3)]] * 3
 
 
+def narrow(here: Meeting) -> None:
+    """Gives a node's connections the smallest buffers, and half a second for what the other side takes no more."""
+    for line in here._open():
+        for name in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            line.sock.setsockopt(socket.SOL_SOCKET, name, 1)
+        line.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 500)
+
+
+def test_both_sides_may_prepare_for_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both only beat, and nobody asks for a round: buffers of a few KiB stand for hours with those of a kernel."""
+    monkeypatch.setattr(meeting, "BEAT_SECONDS", 0.002)
+    nodes = Nodes(count=2)
+
+    def act(here: Meeting) -> Any:
+        here.exchange(facts(here.node.rank, num_nodes=2).to_json(), judge)
+        narrow(here)
+        time.sleep((3.0, 2.5)[here.node.rank])
+        return here.exchange({"rank": here.node.rank}, agree)
+
+    for rank in range(2):
+        nodes.start(nodes.make(rank), act)
+    assert list(nodes.end().values()) == [[{"rank": 0}, {"rank": 1}]] * 2
+
+
+def test_a_node_may_prepare_for_hours_while_node_0_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(meeting_host, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(meeting_host, "wait_for", lambda *_: time.sleep(0.001))
+    nodes = Nodes(count=2)
+
+    def act(here: Meeting) -> Any:
+        here.exchange(facts(here.node.rank, num_nodes=2).to_json(), judge)
+        narrow(here)
+        time.sleep((0.0, 2.5)[here.node.rank])
+        return here.exchange({"rank": here.node.rank}, agree)
+
+    for rank in range(2):
+        nodes.start(nodes.make(rank), act)
+    assert list(nodes.end().values()) == [[{"rank": 0}, {"rank": 1}]] * 2
+
+
+def test_what_comes_between_the_rounds_is_kept() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        line = Line.over(socket.create_connection(server.getsockname()))
+        other, _ = server.accept()
+    with other:
+        other.sendall(b"".join(pack({"kind": kind}) for kind in ("here", "given", "wait", "here", "failed")) + b"SFTP")
+        until = time.monotonic() + 5
+        while len(line.kept) < 2 and time.monotonic() < until:
+            line.drain()
+        assert [line.receive(), line.receive()] == [{"kind": "given"}, {"kind": "failed"}]
+        assert line.receive() is None and bytes(line.buffer) == b"SFTP"
+        other.sendall(b"NOT US\n")
+        while bytes(line.buffer) == b"SFTP" and time.monotonic() < until:
+            line.drain()
+        for _ in range(2):
+            line.drain()
+            with pytest.raises(StrangerError):
+                line.receive()
+    line.close()
+
+
 def test_stops_are_told_as_such() -> None:
     from sft_play.launch.meeting import why
 
@@ -446,6 +509,24 @@ def test_data_apart() -> None:
     assert isinstance(error, DataError)
     assert "the training data: 8 rows, 90 tokens, abc on node 0 (a), 9 rows, 95 tokens, def on node 1 (b)" in error.message
     assert "none on node 2 (c)" in error.message
+
+
+def test_every_node_plans_for_all_processes() -> None:
+    here = [facts(rank, num_nodes=2) for rank in range(2)]  # with 1 and 2 devices
+    content = {"base model": "m", "training data": "8 rows, 90 tokens, abc"}
+    assert not judge_prepared(here, [{"prepared": content, "world_size": 3, "plan": {}}, {"prepared": content, "world_size": 3}])
+    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 3}, {"prepared": content, "world_size": 4}])
+    assert isinstance(error, HardwareError)
+    assert error.message == "the nodes have 3 processes in all, but node 0 (a) plans for 3, node 1 (b) plans for 4"
+    assert (error.place, error.hint) == ("NUM_GPUS", "give NUM_GPUS on every node")
+    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 2}, {"prepared": content}])
+    assert "node 0 (a) plans for 2, node 1 (b) plans for None" in error.message
+    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 3}, {"prepared": {"base model": 1}, "world_size": 3}])
+    assert "not understood" in error.message and error.hint == "install the same SFT-Play on every node"
+    (error,) = judge_prepared(
+        here, [{"prepared": content, "world_size": 3}, {"prepared": content | {"base model": "n"}, "world_size": 3}]
+    )
+    assert isinstance(error, DataError)
 
 
 def test_strict_json() -> None:

@@ -115,3 +115,37 @@ def test_a_wish_for_another_batch_is_still_heard(tmp_path: Path) -> None:
     assert [(one.key, one.text) for one in wished] == [("train.batch_size", "1")]
     wished = changes(read_config(run.config), config(tmp_path, batch_size=2, global_batch_size=16))
     assert [(one.key, one.text) for one in wished] == [("train.global_batch_size", "16")]
+    assert changes(read_config(run.config), config(tmp_path, batch_size=2, grad_accum=2)) == []
+
+
+def test_another_value_for_what_was_computed_anew_is_heard(tmp_path: Path) -> None:
+    """Two processes of 2 x 2 rows went on as one; then the file says other numbers, and at last the first ones again."""
+    run = begun(tmp_path, "train-distributed", {"NUM_GPUS": "2"}, config(tmp_path, batch_size=2, grad_accum=2))
+    before = replace(Plan.load(run.plan), global_batch_size=8)
+    found, _ = with_its_batch(read_config(run.config), Call(command="resume"), before, 1)
+    save_config(found, run.config)
+    for numbers, wished, expected in (
+        ({"batch_size": 2, "grad_accum": 4}, [("train.grad_accum", "4")], (2, 4)),
+        ({"batch_size": 2, "grad_accum": 4}, [], (2, 4)),
+        ({"batch_size": 4, "grad_accum": 1}, [("train.batch_size", "4"), ("train.grad_accum", "1")], (4, 1)),
+    ):
+        call = again(tmp_path, run, "train-distributed", {"NUM_GPUS": "1"}, config(tmp_path, **numbers))
+        assert [(one.key, one.text) for one in call.overrides] == wished
+        found, note = with_its_batch(read_config(run.config, call.overrides), call, before, 1)
+        assert (found.config.train.batch_size, found.config.train.grad_accum) == expected and note is None
+        save_config(found, run.config)
+
+
+def test_the_written_global_batch_is_remembered_over_several_resumes(tmp_path: Path) -> None:
+    frozen = config(tmp_path, batch_size=2, grad_accum=2)
+    run = begun(tmp_path, "train-distributed", {"NUM_GPUS": "2"}, frozen)
+    before = replace(Plan.load(run.plan), global_batch_size=8)
+    found, _ = with_its_batch(read_config(run.config), Call(command="resume"), before, 1)
+    save_config(found, run.config)
+    typed = changes(read_config(run.config), config(tmp_path, batch_size=2, grad_accum=8))
+    call = Call(command="resume", overrides=tuple(typed))
+    found, note = with_its_batch(read_config(run.config, typed), call, before, 1)
+    assert (found.config.train.batch_size, found.config.train.grad_accum, found.config.train.global_batch_size) == ("auto", 8, 8)
+    assert note
+    save_config(found, run.config)
+    assert changes(read_config(run.config), config(tmp_path, batch_size=2, grad_accum=8)) == []

@@ -5,16 +5,19 @@ By the stand-ins for Slurm's programs of `test_slurm_script.py`.
 
 from __future__ import annotations
 
+import os
+import shlex
 import socket
 from pathlib import Path
 
 import pytest
 
 from sft_play.config.schema import SlurmConfig
+from sft_play.errors import UserError
 from sft_play.launch import cause_file
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.slurm.command import first_index
-from sft_play.launch.slurm.submit import hint_for
+from sft_play.launch.slurm.submit import about, submit
 from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
 from tests.conftest import Program
@@ -142,7 +145,36 @@ def test_what_a_killed_turn_left_is_removed(bench: Bench) -> None:
     ],
 )  # fmt: skip
 def test_what_sbatch_says_has_its_own_hint(said: str, hint: str) -> None:
-    assert hint in hint_for(said)
+    assert hint in about(said)[1]
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ("Batch job submission failed: Invalid partition name specified", "slurm.partition"),
+        ("Invalid account or account/partition combination specified", "slurm.account"),
+        ("Invalid qos specification", "slurm.qos"),
+        ("Requested time limit is invalid", "slurm.time"),
+        ("Invalid job array specification", "slurm.array"),
+        ("unrecognized option '--frobnicate'", "slurm.options"),
+        ("Requested node configuration is not available", None),
+        ("QOSMaxSubmitJobPerUserLimit", None),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_placed_where_its_key_was_written(
+    said: str, key: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for sbatch that refuses in these words; at the script where nobody wrote the key."""
+    program, script = tmp_path / "bin" / "sbatch", tmp_path / "job.sbatch"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/bash\necho {shlex.quote('sbatch: error: ' + said)} >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    for origin, place in (("demo.yaml:7", "demo.yaml:7" if key else str(script)), ("default", str(script))):
+        with pytest.raises(UserError) as caught:
+            submit(script, {key or "slurm.time": origin})
+        assert caught.value.place == place
+        assert said in caught.value.message and caught.value.hint
 
 
 @pytest.mark.parametrize(("array", "index"), [("0-3", 0), ("4-10:2", 4), ("7", 7), ("5,8-9%1", 5), ("12%1", 12)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,28 +30,36 @@ def one(*more: str, limit: int = 2) -> Tries:
     return tries
 
 
+def lost(*, limit: int = 2, code: int = LOST) -> int:
+    """One try whose workers were started, and which ended by `code`; returns what the container ends with."""
+    tries = one(limit=limit)
+    tries.run.path.mkdir(parents=True, exist_ok=True)
+    record_event(tries.run, "started")
+    return tries.end(code)
+
+
 def test_so_many_restarts_and_then_a_permanent_code(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [one().end(LOST) for _ in range(3)] == [LOST, LOST, 3]
+    assert [lost() for _ in range(3)] == [LOST, LOST, 3]
     said = capsys.readouterr().err
     assert "3 tries in a row made no checkpoint, and `kubernetes.max_restarts` is 2" in said and "counted anew" in said
-    assert not run.path.exists(), "a run that never began has no folder"
     assert not run.tries.exists()
-    assert one().end(LOST) == LOST, "who submits again has looked at it"
+    assert lost() == LOST, "who submits again has looked at it"
 
 
 def test_a_newer_checkpoint_begins_the_count_anew(run: RunFolder) -> None:
-    assert [one().end(LOST) for _ in range(2)] == [LOST, LOST]
+    assert [lost() for _ in range(2)] == [LOST, LOST]
     third = one()
+    record_event(run, "resumed")
     run.checkpoint(10).mkdir(parents=True)
     assert third.end(LOST) == LOST
-    assert [one().end(LOST) for _ in range(3)] == [LOST, LOST, 3]
+    assert [lost() for _ in range(3)] == [LOST, LOST, 3]
 
 
 def test_a_run_that_was_removed_is_another(run: RunFolder) -> None:
     run.checkpoint(10).mkdir(parents=True)
-    assert [one().end(LOST) for _ in range(2)] == [LOST, LOST]
+    assert [lost() for _ in range(2)] == [LOST, LOST]
     run.checkpoint(10).rmdir()
-    assert [one().end(LOST) for _ in range(3)] == [LOST, LOST, 3]
+    assert [lost() for _ in range(3)] == [LOST, LOST, 3]
 
 
 def test_pods_that_the_kernel_kills_count_too(run: RunFolder) -> None:
@@ -59,19 +68,19 @@ def test_pods_that_the_kernel_kills_count_too(run: RunFolder) -> None:
         one()  # and never ends
     with pytest.raises(HardwareError, match="3 tries in a row made no newer checkpoint than that of step 40"):
         one()
-    assert [one().end(137) for _ in range(3)] == [137, 137, 3]
+    assert [lost(code=137) for _ in range(3)] == [137, 137, 3]
 
 
 @pytest.mark.parametrize("code", [130, 143])
 def test_a_stop_that_was_asked_for_is_no_failure(run: RunFolder, code: int) -> None:
-    assert one().end(LOST) == LOST
+    assert lost() == LOST
     assert [one().end(code) for _ in range(5)] == [code] * 5
-    assert [one().end(LOST) for _ in range(2)] == [LOST, 3]
+    assert [lost() for _ in range(2)] == [LOST, 3]
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 5])
 def test_an_end_that_is_not_tried_again_ends_the_count(run: RunFolder, code: int) -> None:
-    assert [one().end(LOST) for _ in range(2)] == [LOST, LOST]
+    assert [lost() for _ in range(2)] == [LOST, LOST]
     assert one().end(code) == code
     assert not run.tries.exists()
 
@@ -79,11 +88,13 @@ def test_an_end_that_is_not_tried_again_ends_the_count(run: RunFolder, code: int
 def test_memory_that_ran_out_for_good_is_not_tried_again(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     tries = one(limit=10)
     run.path.mkdir()
+    record_event(run, "started")
     record_event(run, "failed", code=LOST, cause="out_of_memory")
     assert tries.end(LOST) == 3
     assert "memory ran out for good, and there is no checkpoint" in capsys.readouterr().err
     assert one(limit=10).end(LOST) == LOST, "an earlier job's end is no reason"
     tries = one(limit=10)
+    record_event(run, "resumed")
     record_event(run, "failed", code=LOST, cause="out_of_memory")
     run.checkpoint(10).mkdir(parents=True)
     assert tries.end(LOST) == LOST, "with a newer checkpoint it got on"
@@ -104,16 +115,44 @@ def test_only_node_0_counts_and_only_where_there_is_a_limit(run: RunFolder) -> N
 
 
 def test_a_count_that_cannot_be_read_begins_anew(run: RunFolder) -> None:
-    assert [one().end(LOST) for _ in range(2)] == [LOST, LOST]
+    assert [lost() for _ in range(2)] == [LOST, LOST]
     run.tries.write_text('{"used": ')
-    assert [one().end(LOST) for _ in range(3)] == [LOST, LOST, 3]
+    assert [lost() for _ in range(3)] == [LOST, LOST, 3]
+
+
+def test_waiting_for_pods_that_are_not_scheduled_is_no_try(run: RunFolder) -> None:
+    """The Master waits and leaves, and again; when the Workers come at last, the run has all its tries."""
+    assert [one().end(LOST) for _ in range(5)] == [LOST] * 5
+    assert not run.path.exists(), "a run that never began has no folder"
+    assert lost() == LOST
+    assert [one().end(LOST) for _ in range(5)] == [LOST] * 5, "nor in a run that has begun"
+    record_event(run, "failed", node_rank=1, code=LOST)  # the other node's last word comes late
+    assert one().end(LOST) == LOST
+    assert [lost(), lost()] == [LOST, 3]
+
+
+def test_another_run_in_a_folder_of_that_name_is_counted_anew(run: RunFolder) -> None:
+    assert [lost(), lost()] == [LOST, LOST]
+    shutil.rmtree(run.path)
+    assert run.tries.exists()
+    assert [lost() for _ in range(3)] == [LOST, LOST, 3]
+    assert [lost(), lost()] == [LOST, LOST]
+    one()  # killed
+    shutil.rmtree(run.path)
+    run.path.mkdir()
+    record_event(run, "started")  # by a launch that counts nothing
+    assert [lost() for _ in range(3)] == [LOST, LOST, 3]
 
 
 def test_the_entry_point_ends_for_good(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The master's name never gets an address: 175, and after one more try 3, which no scheduler tries again."""
+    """The master's name never gets an address: 175 each time; with tries that were killed it is 3, which no scheduler tries again."""
     for name, text in {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "nobody.invalid", LIMIT: "1"}.items():
         monkeypatch.setenv(name, text)
-    assert [main([*WORDS, "NUM_GPUS=1", "LAUNCH_JOIN_SECONDS=1"]) for _ in range(3)] == [175, 3, 175]
+    words = [*WORDS, "NUM_GPUS=1", "LAUNCH_JOIN_SECONDS=1"]
+    assert [main(words) for _ in range(2)] == [175, 175]
+    for _ in range(2):
+        one(limit=1)
+    assert [main(words) for _ in range(2)] == [3, 175]
     assert "2 tries in a row" in capsys.readouterr().err

@@ -31,7 +31,9 @@ RETRIED = 175
 entry point counts (`launch.tries`): where run folders outlive the machine."""
 PYTHON_OF_IMAGE = "/opt/venv/bin/python"
 """SkyPilot logs in by ssh, which knows nothing of the image's PATH."""
-OF_ROLE = {"models_claim": ("HF_HOME", "SFT_PLAY_CACHE"), "runs_claim": ("RUNS_DIR",)}
+IN_MODELS = {"HF_HOME": "huggingface", "SFT_PLAY_CACHE": "cache"}
+"""Variables that name folders among the models -> those folders."""
+OF_ROLE = {"models_claim": tuple(IN_MODELS), "runs_claim": ("RUNS_DIR",)}
 """Variables that say where a role's files are."""
 SETUP = """\
 set -e
@@ -100,7 +102,10 @@ def _resources(spec: Spec, own_image: bool) -> Document:
 
 
 def _run(spec: Spec, own_image: bool) -> str:
-    """Returns the shell lines: the files of `/config`, quoted so that the shell reads nothing in them, where things are, and the command."""
+    """Returns the shell lines: the files of `/config`, quoted so that the shell reads nothing in them, where things are, and the command.
+
+    What `kubernetes.env` says of where models are stays so.
+    """
     lines = ["set -e", f"mkdir -p {FOLDER}"]
     for name, text in spec.files().items():
         if END in text.split("\n"):
@@ -108,11 +113,10 @@ def _run(spec: Spec, own_image: bool) -> str:
         lines += [f"cat > {FOLDER}/{name} <<'{END}'", *text.removesuffix("\n").split("\n"), END]
     if spec.settings.runs_claim is None:
         lines += [f'RUNS={RUNS}; [ -w "$RUNS" ] || RUNS="$HOME/sft-play/runs"', 'export RUNS_DIR="$RUNS"']
-    if spec.settings.models_claim is None:
-        lines += [
-            f'MODELS={MODELS}; [ -w "$MODELS" ] || MODELS="$HOME/sft-play/models"',
-            'export HF_HOME="$MODELS/huggingface" SFT_PLAY_CACHE="$MODELS/cache"',
-        ]
+    places = {name: part for name, part in IN_MODELS.items() if name not in spec.settings.env}
+    if spec.settings.models_claim is None and places:
+        lines.append(f'MODELS={MODELS}; [ -w "$MODELS" ] || MODELS="$HOME/sft-play/models"')
+        lines.append("export " + " ".join(f'{name}="$MODELS/{part}"' for name, part in places.items()))
     python = PYTHON_OF_IMAGE if own_image else ".venv/bin/python"
     lines.append(shlex.join([python, *ENTRY[1:], *spec.words(folder=FOLDER)]))
     return "\n".join(lines) + "\n"

@@ -67,7 +67,7 @@ def main(call: Call) -> int:
         print(f"note: {notice}", file=sys.stderr)
     if not call.json:
         print(f"{show_plan(ahead.plan)}\n\n{_show(job, files)}", flush=True)
-    number = submit(files.script) if wanted else None
+    number = submit(files.script, ahead.loaded.origins) if wanted else None
     if call.json:
         print(json.dumps(_facts(ahead, job, files, number), indent=2))
     else:
