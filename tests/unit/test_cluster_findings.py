@@ -20,6 +20,7 @@ from sft_play.launch.cluster.measures import Examined, Pair, Seen, Summed, Wante
 from tests.conftest import ROOT
 
 NAMES = ("desktop", "laptop", "old")
+PACKAGES = {"torch": "2.13.0", "accelerate": "1.15.0"}
 
 
 def gpu(name: str = "NVIDIA GeForce RTX 4070", total: int = 12, free: float = 11.5, *held_by: str) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def seen(k: int, **changes: Any) -> Seen:
         "host_name": NAMES[k], "machine": f"boot{k} 192.168.1.{10 + k}", "python": "3.11.7", "ram_bytes": 32 * GIB, "nofile": [65536, 65536],
         "disks": {"folder": disk, "cache": disk, "runs": disk, "shm": {**disk, "path": "/dev/shm"}}, "rsync": True,
         "names_itself": [f"192.168.1.{10 + k}"], "route": {"address": f"192.168.1.{10 + k}", "interface": "eth0", "mtu": 1500},
-        "interfaces": ["lo", "eth0"], "packages": {"torch": "2.13.0", "accelerate": "1.15.0"},
+        "interfaces": ["lo", "eth0"], "packages": dict(PACKAGES),
     }  # fmt: skip
     software: dict[str, Any] = {
         "torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "usable_gpus": 1, "error": None, "driver": "580.95.05", "gpus": [gpu()],
@@ -87,6 +88,14 @@ def test_all_is_well() -> None:
         ({"python": "3.12.1"}, "versions", "fail", "Python 3.12.1, on `desktop` 3.11.7"),
         ({"python": "3.11.2"}, "versions", "warning", "Python 3.11.2"),
         ({"packages": {"torch": "2.13.0"}}, "versions", "fail", "accelerate missing (there 1.15.0)"),
+        ({"packages": PACKAGES | {"unsloth": "2026.10.9"}}, "versions", "fail", "unsloth 2026.10.9 (there missing)"),
+        (
+            {"packages": PACKAGES | {"flash-attn": "2.8.1"}},
+            "versions",
+            "fail",
+            "python -m pip uninstall flash-attn, or install it on `desktop`",
+        ),
+        ({"packages": PACKAGES | {"rich": "14.1.0"}}, "packages", "warning", "rich 14.1.0 (there missing)"),
         ({"torch": None, "error": "ImportError: libcudart"}, "torch", "fail", "ImportError: libcudart"),
         ({"skew_seconds": -1.5}, "clock", "warning", "1.5 s behind"),
         ({"machine": "boot0 192.168.1.10"}, "same-machine", "fail", "`desktop` and `laptop` are one machine"),
@@ -106,6 +115,19 @@ def test_one_fault(changes: dict[str, Any], name: str, severity: str, part: str)
     assert len(matching) == 1, findings["laptop"]
     assert matching[0].severity == severity
     assert part in f"{matching[0].text} | {matching[0].remedy}"
+
+
+def test_what_only_the_first_machine_has() -> None:
+    """Node 0's plan would take it on all: flash-attn is missing on the others, and `cluster-install` does not bring it."""
+    findings = judged(seen(0, packages=PACKAGES | {"flash-attn": "2.8.1", "rich": "14.1.0"}), seen(1))
+    assert findings["desktop"] == []
+    versions, packages = findings["laptop"]
+    assert (versions.id, versions.severity) == ("versions", "fail")
+    assert versions.text.endswith("flash-attn missing (there 2.8.1)")
+    python = "on `laptop`, in `~/sft-play`: .venv/bin/python -m pip"
+    assert versions.remedy == f"{python} install flash-attn==2.8.1, or uninstall it on `desktop`"
+    assert (packages.id, packages.severity) == ("packages", "warning")
+    assert "rich missing (there 14.1.0)" in packages.text
 
 
 def test_nccl_needs_cards_and_the_master_is_where_one_types() -> None:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sft_play.config.cluster import Inventory
-from sft_play.launch.cluster.finding import Finding, Severity, listed
+from sft_play.launch.cluster.finding import Finding, Severity, listed, optional_hints
 from sft_play.launch.cluster.findings_network import network_findings
 from sft_play.launch.cluster.measures import Examined, Seen, Wanted
 from sft_play.launch.cluster.ssh import NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM, SSH_FAILED, trouble
+from sft_play.runs.origin import OPTIONAL, PACKAGES
 
 GIB = 2**30
 DISK_FAIL_BYTES = GIB
@@ -21,11 +22,6 @@ NOFILE = 4096
 SKEW_FAIL_SECONDS, SKEW_SECONDS = 5.0, 1.0
 FREE_SHARE = 0.8
 """Of a GPU's memory; with less free, something else is using it."""
-PINNED = (
-    "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "unsloth", "datasets", "tokenizers", "safetensors", "numpy",
-    "huggingface-hub", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
-)  # fmt: skip
-"""Packages whose version changes what a rank computes or sends: these must be the same everywhere."""
 NO_MATTER = ("pip", "setuptools", "wheel")
 DRIVERS = {"11": 450, "12": 525, "13": 580}
 """CUDA's major version -> the first driver that runs its programs (NVIDIA's CUDA compatibility table, minor versions included)."""
@@ -218,16 +214,17 @@ def _apart(seen: Seen, reference: Seen, cluster: str) -> Iterator[Finding]:
             text = f"{what} {soft.get(key) or 'none'}, on {first} {other.get(key) or 'none'}"
             yield Finding(id="versions", severity="fail", text=text, remedy=install)
     mine, theirs = here["packages"], there["packages"]
-    pinned = [name for name in PINNED if mine.get(name) != theirs.get(name) and not (name == "torch" and soft)]
-    rest = sorted(
-        name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name] and name not in (*PINNED, *NO_MATTER)
-    )
+    apart = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name) and name not in NO_MATTER)
+    pinned = [name for name in PACKAGES if name in apart and not (name == "torch" and soft)]
     if pinned:
         text = f"other versions than on {first}: {_versions(pinned, theirs, mine)}"
-        yield Finding(id="versions", severity="fail", text=text, remedy=install)
-    if rest:
+        remedies = [install] if set(pinned) - set(OPTIONAL) else []
+        remedies += optional_hints(seen.host, theirs, mine, f"on {first}")
+        yield Finding(id="versions", severity="fail", text=text, remedy="; ".join(remedies))
+    if rest := [name for name in apart if name not in PACKAGES]:
         text = f"smaller packages apart from {first}: {_versions(rest, theirs, mine)}"
-        yield Finding(id="packages", severity="warning", text=text, remedy=install)
+        remedy = f"{install}, of those that are pinned; no run is refused for the others"
+        yield Finding(id="packages", severity="warning", text=text, remedy=remedy)
 
 
 def _versions(names: Sequence[str], theirs: Mapping[str, str], mine: Mapping[str, str]) -> str:

@@ -20,9 +20,15 @@ from sft_play.config.call import Call
 from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.errors import HardwareError, UserError, printable
 from sft_play.launch.cluster import sync
-from sft_play.launch.cluster.agent import ask
 from sft_play.launch.cluster.children import ended_with_us, waited_for
-from sft_play.launch.cluster.facts import Facts, require_master_here, versions_apart
+from sft_play.launch.cluster.facts import (
+    Facts,
+    facts_of,
+    only_optional_apart,
+    require_master_here,
+    versions_apart,
+    versions_hint,
+)
 from sft_play.launch.cluster.ssh import arguments, in_folder, is_here
 
 INSTALL = """
@@ -63,7 +69,7 @@ def main(call: Call) -> int:
     files = sync.code_files(lambda line: print(line, file=sys.stderr, flush=True))
     for host in inventory.hosts:
         venv_of(host)  # what cannot be installed into is told before anything is sent
-    own = Facts.of(ask(inventory.master, inventory, "facts", timeout=60, mark="."))
+    own = facts_of(inventory.master, inventory, 60, mark=".")
     with ThreadPoolExecutor(max_workers=len(inventory.hosts)) as pool, ended_with_us():
         found = list(pool.map(lambda host: install(host, inventory, files, own), inventory.hosts))
     failed = [one for one in found if not one.ok]
@@ -105,9 +111,9 @@ def install(host: Host, inventory: Inventory, files: Sequence[str], own: Facts) 
             if code:
                 hint = f"to see more: ssh to `{host.name}`, cd {host.folder}, make install"
                 return Installed(host=host.name, ok=False, detail=f"scripts/install.sh ended with code {code}: {last}", hint=hint)
-            found = Facts.of(ask(host, inventory, "facts", timeout=60, mark="."))
+            found = facts_of(host, inventory, 60, mark=".")
             apart = versions_apart(own, found)
-            if not apart or _minor(found) != _minor(own):
+            if not apart or _minor(found) != _minor(own) or only_optional_apart(own, found):
                 break
             if kept == "kept":
                 say(host, f"its versions are others: {', '.join(apart)}; installing the pinned ones")
@@ -128,10 +134,8 @@ def judged(host: Host, own: Facts, found: Facts) -> Installed:
         detail = f"its environment has Python {found.python}, and this machine {own.python}"
         hint = f"on it: sudo apt install python{version} python{version}-venv, and remove `{venv_of(host)}` in `{host.folder}`"
     elif apart := versions_apart(own, found):
-        detail, hint = (
-            f"other versions than here: {', '.join(apart)}",
-            "make install on this machine, too: both get the pinned versions",
-        )
+        detail = f"other versions than here: {', '.join(apart)}"
+        hint = versions_hint(own, found, host, "make install on this machine, too: both get the pinned versions")
     else:
         return Installed(host=host.name, ok=True, detail=f"Python {found.python}, torch {found.versions['torch']}")
     return Installed(host=host.name, ok=False, detail=detail, hint=f"{hint}; then type the same command again")
