@@ -13,10 +13,9 @@ import pytest
 
 from sft_play.config.cluster_host import Host, Inventory
 from sft_play.launch.cluster.check import as_json, report
+from sft_play.launch.cluster.examined import Examined, Pair, Seen, Summed, Wanted, sum_seconds
 from sft_play.launch.cluster.finding import Finding, listed, verdict
 from sft_play.launch.cluster.findings import GIB, judge
-from sft_play.launch.cluster.findings_network import sum_seconds
-from sft_play.launch.cluster.measures import Examined, Pair, Seen, Summed, Wanted
 from tests.conftest import ROOT
 
 NAMES = ("desktop", "laptop", "old")
@@ -189,6 +188,10 @@ def test_data_and_code() -> None:
         wanted=Wanted(port=1, code=wanted.code, sources=wanted.sources),
     )
     assert [one.id for one in findings["laptop"]] == ["data"]
+    slow = {"code_files": {"a.py": "1"}, "sources": {}}
+    findings = judged(seen(0, **good), seen(1, **slow), wanted=Wanted(port=1, code=wanted.code, sources=wanted.sources))
+    assert [(one.id, one.severity) for one in findings["laptop"]] == [("not-measured", "warning")]
+    assert findings["laptop"][0].text.startswith("2 files could not be compared, since it reads them slowly: `b.py`, `d.jsonl`")
 
 
 def test_output() -> None:
@@ -204,7 +207,7 @@ def test_output() -> None:
     assert "34 MB) would take 0.29 s a step" in text
     assert "(nccl): 0.070 s" in text
     assert text.endswith("2 machines: 2 ok, 0 with a warning, 0 cannot take part")
-    value = as_json(examined, inventory, findings)
+    value = as_json(examined, inventory, Wanted(port=29500), findings)
     assert value["ok"] is True
     assert value["hosts"]["laptop"]["software"]["gpus"][0]["total_bytes"] == 8 * GIB
     assert listed([str(k) for k in range(8)]).endswith("and 2 more")

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sft_play.config.cluster import Inventory
+from sft_play.launch.cluster.examined import Examined, Seen, Wanted
 from sft_play.launch.cluster.finding import Finding, Severity, listed, optional_hints
 from sft_play.launch.cluster.findings_network import network_findings
-from sft_play.launch.cluster.measures import Examined, Seen, Wanted
 from sft_play.launch.cluster.ssh import NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM, SSH_FAILED, trouble
 from sft_play.runs.origin import OPTIONAL, PACKAGES
 
@@ -137,8 +137,8 @@ def _system(seen: Seen) -> Iterator[Finding]:
 
 def _files(seen: Seen, wanted: Wanted, cluster: str) -> Iterator[Finding]:
     """Code and data against this machine's."""
-    apart = [path for path, digest in wanted.code.items() if seen.code_files.get(path) != digest]
-    if seen.code_files and apart:
+    apart = [path for path, digest in wanted.code.items() if path in seen.code_files and seen.code_files[path] != digest]
+    if apart:
         text = f"{len(apart)} of the project's {len(wanted.code)} files are not the same as here: {listed(apart)}"
         remedy = f"`make cluster-install CLUSTER={cluster}` copies them, as `make train-cluster` does before each run; by hand: the same commit"
         yield Finding(id="code", severity="fail", text=text, remedy=remedy)
@@ -146,6 +146,11 @@ def _files(seen: Seen, wanted: Wanted, cluster: str) -> Iterator[Finding]:
     if other:
         text = f"other data than here: {listed(other)}"
         yield Finding(id="data", severity="fail", text=text, remedy="copy the files anew, and `make data` where they are right")
+    unread = [path for path in (*wanted.code, *wanted.sources) if path not in seen.code_files and path not in seen.sources]
+    if unread and seen.answers and not seen.without and "files" not in seen.refused:
+        text = f"{len(unread)} files could not be compared, since it reads them slowly: {listed(unread)}"
+        remedy = "check again: what was read once is read faster; else compare `sha256sum` by hand"
+        yield Finding(id="not-measured", severity="warning", text=text, remedy=remedy)
     stale = [name for name, mark in wanted.prepared.items() if seen.prepared.get(name) not in (mark, None)]
     if stale:
         text = f"other prepared rows than here: {listed(stale)}"

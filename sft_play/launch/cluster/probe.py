@@ -172,16 +172,30 @@ def _text(value: Any) -> str:
 # ---- Files
 
 
-def files(paths: list[str]) -> dict[str, str | None]:
-    """Returns path (counted from the project's folder) -> sha256 of its bytes, `None` where there is no such file."""
-    return {path: _sha256(Path(path).expanduser()) for path in paths}
+class OutOfTime(Exception):
+    """A file was not read to its end."""
 
 
-def _sha256(path: Path) -> str | None:
+def files(paths: list[str], seconds: float) -> dict[str, str | None]:
+    """Returns path (counted from the project's folder) -> sha256 of its bytes, `None` where there is no such file.
+
+    What was not read within `seconds` is left out.
+    """
+    until, found = time.monotonic() + seconds, {}
+    for path in paths:
+        with contextlib.suppress(OutOfTime):
+            found[path] = sha256(Path(path).expanduser(), until)
+    return found
+
+
+def sha256(path: Path, until: float) -> str | None:
+    """Returns the sha256 of a file, `None` where it cannot be read. Raises `OutOfTime` at `until` (monotonic seconds)."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as stream:
             while piece := stream.read(PIECE):
+                if time.monotonic() > until:
+                    raise OutOfTime
                 digest.update(piece)
     except OSError:
         return None
