@@ -215,6 +215,31 @@ def test_a_machine_is_ready_only_with_the_same_versions() -> None:
     assert "peft 0.17.0 (here 0.18.0)" in judged(HOST, OWN, replace(OWN, versions={"torch": "2.9.0", "peft": "0.17.0"})).detail
 
 
+def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing is installed that could not be used; the hint names the address, and the packages that bring that Python."""
+    host = replace(HOST, user="anna", port=2222)
+    inventory = Inventory(hosts=(host,), network=None, ssh_config=None, path=Path("home.yaml"))
+    own = replace(OWN, python="3.99.1")
+    hint = (
+        "all machines need this one's Python 3.99: ssh -p 2222 anna@192.0.2.1, sudo apt install python3.99 python3.99-venv; "
+        "then type the same command again"
+    )
+    with ended_with_us():
+        found = install(host, inventory, ["scripts/install.sh"], own)
+    assert not found.ok
+    assert found.detail.startswith("there is no Python 3.99, which the first host has; python3 is Python 3.")
+    assert found.hint == hint
+    assert not (there / ".venv").exists()
+    python = there.parent.parent / "bin" / "python3.99"
+    python.write_text('#!/bin/sh\nif [ "$1" = -c ]; then echo 3.99; else echo "ensurepip is not available"; exit 1; fi\n')
+    python.chmod(0o755)
+    with ended_with_us():
+        found = install(host, inventory, ["scripts/install.sh"], own)
+    assert found.detail == "scripts/install.sh ended with code 3: `python3.99 -m venv` failed"
+    assert found.hint == hint
+    assert "ensurepip is not available" in capfd.readouterr().err
+
+
 def test_packages_that_one_machine_alone_has() -> None:
     """flash-attn, which a plan made here would take everywhere: named for both directions, with the command that brings it."""
     with_it = replace(OWN, versions={**OWN.versions, "flash-attn": "2.8.1"})

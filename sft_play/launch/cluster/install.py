@@ -31,17 +31,21 @@ from sft_play.launch.cluster.facts import (
 )
 from sft_play.launch.cluster.ssh import arguments, in_folder, is_here
 
+NO_PYTHON = 97
+"""Exit code of `INSTALL` where the host has not this machine's Python."""
 INSTALL = """
 h() { case "$1" in "~/"*) printf "%s" "$HOME/${1#"~/"}";; *) printf "%s" "$1";; esac; }
 v=$(h "$2")
 if [ "$3" = kept ] && [ -x "$v/bin/python" ] && [ "$v/.runtime" -nt constraints.txt ] && [ "$v/.runtime" -nt pyproject.toml ]; then
   echo "the environment in $v is up to date"; exit 0
 fi
-p=python$1
-if ! command -v "$p" >/dev/null; then
-  p=python3; echo "there is no python$1 here, the version of the first host; taking $(python3 --version 2>&1)"
-fi
-exec bash scripts/install.sh "$p" "$v" runtime
+for p in "python$1" "$v/bin/python" python3; do
+  if [ "$("$p" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$1" ]; then
+    exec bash scripts/install.sh "$p" "$v" runtime
+  fi
+done
+echo "error: there is no Python $1, which the first host has; python3 is $(python3 --version 2>&1)"
+exit 97
 """
 """Takes this machine's Python version (`3.11`), the environment's folder, and `kept` where one that is newer than the pins stays.
 
@@ -109,8 +113,7 @@ def install(host: Host, inventory: Inventory, files: Sequence[str], own: Facts) 
         for kept in ("kept", "anew"):
             last, code = _run(host, inventory, in_folder(host, ["sh", "-c", INSTALL, "sh", _minor(own), venv_of(host), kept]))
             if code:
-                hint = f"to see more: ssh to `{host.name}`, cd {host.folder}, make install"
-                return Installed(host=host.name, ok=False, detail=f"scripts/install.sh ended with code {code}: {last}", hint=hint)
+                return not_installed(host, own, last, code)
             found = facts_of(host, inventory, 60, mark=".")
             apart = versions_apart(own, found)
             if not apart or _minor(found) != _minor(own) or only_optional_apart(own, found):
@@ -123,6 +126,16 @@ def install(host: Host, inventory: Inventory, files: Sequence[str], own: Facts) 
     return judged(host, own, found)
 
 
+def not_installed(host: Host, own: Facts, last: str, code: int) -> Installed:
+    """Returns why `INSTALL` ended with `code`, by its last words, and what to do."""
+    detail = last if code == NO_PYTHON else f"scripts/install.sh ended with code {code}: {last}"
+    if code == NO_PYTHON or "-m venv` failed" in last:
+        hint = f"{_python_hint(host, own)}; then type the same command again"
+    else:
+        hint = f"to see more: {_ssh(host)}, cd {host.folder}, make install"
+    return Installed(host=host.name, ok=False, detail=detail, hint=hint)
+
+
 def judged(host: Host, own: Facts, found: Facts) -> Installed:
     """Returns whether a machine with these facts can train with this one."""
     version = _minor(own)
@@ -132,13 +145,23 @@ def judged(host: Host, own: Facts, found: Facts) -> Installed:
         detail, hint = "its environment has no torch", f"remove `{venv_of(host)}` in `{host.folder}` there"
     elif _minor(found) != version:
         detail = f"its environment has Python {found.python}, and this machine {own.python}"
-        hint = f"on it: sudo apt install python{version} python{version}-venv, and remove `{venv_of(host)}` in `{host.folder}`"
+        hint = f"{_python_hint(host, own)}, and remove `{venv_of(host)}` in `{host.folder}`"
     elif apart := versions_apart(own, found):
         detail = f"other versions than here: {', '.join(apart)}"
         hint = versions_hint(own, found, host, "make install on this machine, too: both get the pinned versions")
     else:
         return Installed(host=host.name, ok=True, detail=f"Python {found.python}, torch {found.versions['torch']}")
     return Installed(host=host.name, ok=False, detail=detail, hint=f"{hint}; then type the same command again")
+
+
+def _python_hint(host: Host, own: Facts) -> str:
+    version = _minor(own)
+    return f"all machines need this one's Python {version}: {_ssh(host)}, sudo apt install python{version} python{version}-venv"
+
+
+def _ssh(host: Host) -> str:
+    """Returns how one logs in there."""
+    return f"ssh {f'-p {host.port} ' if host.port else ''}{f'{host.user}@' if host.user else ''}{host.ssh or host.address}"
 
 
 def _minor(facts: Facts) -> str:
