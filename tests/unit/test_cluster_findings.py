@@ -102,7 +102,7 @@ def test_all_is_well() -> None:
         ({"names_itself": ["127.0.1.1"]}, "own-name", "warning", "192.168.1.11 laptop"),
         ({"route": {"address": "192.168.1.11", "interface": "wg0", "mtu": 1420}}, "mtu", "warning", "1420"),
         ({"lost": "software: no answer within 20 s"}, "lost", "fail", "stopped answering"),
-        ({"rsync": False}, "rsync", "warning", "rsync"),
+        ({"rsync": False}, "rsync", "fail", "no `rsync`, by which it would get code and data | on it: `sudo apt install rsync`"),
     ],
 )
 def test_one_fault(changes: dict[str, Any], name: str, severity: str, part: str) -> None:
@@ -127,6 +127,15 @@ def test_what_only_the_first_machine_has() -> None:
     assert versions.remedy == f"{python} install flash-attn==2.8.1, or uninstall it on `desktop`"
     assert (packages.id, packages.severity) == ("packages", "warning")
     assert "rich missing (there 14.1.0)" in packages.text
+
+
+def test_the_masters_own_rsync() -> None:
+    """It sends to the others; with one machine nothing is sent."""
+    findings = judged(seen(0, rsync=False), seen(1))
+    assert [(one.id, one.severity) for one in findings["desktop"]] == [("rsync", "fail")]
+    assert "bring code and data to the others" in findings["desktop"][0].text
+    assert findings["laptop"] == []
+    assert judged(seen(0, rsync=False)) == {"desktop": []}
 
 
 def test_nccl_needs_cards_and_the_master_is_where_one_types() -> None:

@@ -259,6 +259,17 @@ def test_packages_that_one_machine_alone_has() -> None:
     assert error.value.hint == f"{python} uninstall flash-attn, or install it here"
 
 
+def test_a_run_is_refused_where_this_machine_has_no_rsync() -> None:
+    inventory = Inventory(
+        hosts=(Host(name="a", address="127.0.0.1"), HOST), network=None, ssh_config=None, path=Path("home.yaml")
+    )
+    with pytest.raises(HardwareError, match="this machine has no `rsync`") as error:
+        check(inventory, {"a": replace(OWN, rsync=False), "old": OWN}, shared=False)
+    assert error.value.hint == "sudo apt install rsync"
+    check(inventory, {"a": replace(OWN, rsync=False)}, shared=False)
+    check(inventory, {"a": OWN, "old": OWN}, shared=False)
+
+
 def test_machines_and_launchers_compare_the_same_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a machine tells of itself over SSH is what `runs/origin.py` lists, and what the launchers compare when they meet."""
     for name in PACKAGES:

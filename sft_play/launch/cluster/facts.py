@@ -107,6 +107,9 @@ def check(inventory: Inventory, found: Mapping[str, Facts], *, shared: bool) -> 
     """Raises every reason why no run can be started on these machines, each with its remedy."""
     problems: list[UserError] = []
     own = found[inventory.master.name]
+    if not own.rsync and any(name != inventory.master.name for name in found):
+        text = "this machine has no `rsync`, by which code and data go to the others"
+        problems.append(HardwareError(text, place=inventory.master.place or None, hint="sudo apt install rsync"))
     for host in inventory.hosts:
         facts = found.get(host.name)
         if facts is not None and not is_here(host):

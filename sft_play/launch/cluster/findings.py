@@ -38,7 +38,7 @@ def judge(
         found[name] += _start(seen, inventory, cluster)
         if not seen.facts:
             continue
-        found[name] += [*_clock(seen), *_system(seen), *_files(seen, wanted, cluster), *_gpus(seen)]
+        found[name] += [*_clock(seen), *_system(seen), *_rsync(seen, inventory), *_files(seen, wanted, cluster), *_gpus(seen)]
         if seen.without:
             continue
         if reference is not None and reference is not seen:
@@ -130,9 +130,14 @@ def _system(seen: Seen) -> Iterator[Finding]:
             f"put `{seen.host.address} {seen.facts['host_name']}` in its /etc/hosts instead, or give `interface` in the inventory"
         )
         yield Finding(id="own-name", severity="warning", text=text, remedy=remedy)
-    if not seen.facts["rsync"]:
-        text = "there is no `rsync`, by which code and data come to it"
-        yield Finding(id="rsync", severity="warning", text=text, remedy="`sudo apt install rsync`")
+
+
+def _rsync(seen: Seen, inventory: Inventory) -> Iterator[Finding]:
+    """Code goes to every other machine by rsync, also where runs and cache are shared."""
+    if not seen.facts["rsync"] and len(inventory.hosts) > 1:
+        what = "bring code and data to the others" if seen.host is inventory.master else "get code and data"
+        text = f"there is no `rsync`, by which it would {what}"
+        yield Finding(id="rsync", severity="fail", text=text, remedy="on it: `sudo apt install rsync`")
 
 
 def _files(seen: Seen, wanted: Wanted, cluster: str) -> Iterator[Finding]:
