@@ -44,7 +44,7 @@ def seen(k: int, **changes: Any) -> Seen:
     }  # fmt: skip
     software: dict[str, Any] = {
         "torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "usable_gpus": 1, "error": None, "driver": "580.95.05", "gpus": [gpu()],
-        "hidden": None,
+        "hidden": None, "architectures": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"],
     }  # fmt: skip
     made = Seen(host, skew_seconds=0.0001, ssh_ms=0.4, facts=facts, software=software)
     for key, value in changes.items():
@@ -114,6 +114,33 @@ def test_one_fault(changes: dict[str, Any], name: str, severity: str, part: str)
     assert len(matching) == 1, findings["laptop"]
     assert matching[0].severity == severity
     assert part in f"{matching[0].text} | {matching[0].remedy}"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "changes", "expected"),
+    [
+        ([[6, 1]], {}, ["fail"]),
+        ([[6, 1], [8, 9]], {}, ["fail"]),
+        ([[6, 1], [8, 9]], {"hidden": "1"}, ["warning"]),
+        ([[6, 1]], {"hidden": "0"}, ["fail"]),
+        ([[6, 1]], {"stated": 0}, []),
+        ([[6, 1]], {"architectures": []}, []),
+        ([[13, 0]], {}, []),
+        ([None], {}, []),
+        ([[7, 5], [8, 9], [12, 0]], {}, []),
+    ],
+)
+def test_cards_that_torch_has_no_code_for(capabilities: list[Any], changes: dict[str, Any], expected: list[str]) -> None:
+    """As `make doctor` says it: what CUDA 13's torch 2.13 was built for, and a GTX 1080 (6.1)."""
+    gpus = [gpu("NVIDIA GeForce GTX 1080") | {"capability": one} for one in capabilities]
+    findings = judged(seen(0), seen(1, gpus=gpus, usable_gpus=len(gpus), **changes))["laptop"]
+    lacking = [one for one in findings if one.id == "torch-lacks-architecture"]
+    assert [one.severity for one in lacking] == expected
+    for one in lacking:
+        assert one.text.startswith(
+            "torch 2.13.0+cu130 has no code for NVIDIA GeForce GTX 1080 (compute capability 6.1); it has sm_75,"
+        )
+        assert one.remedy.startswith("install a torch build for this GPU")
 
 
 def test_what_only_the_first_machine_has() -> None:

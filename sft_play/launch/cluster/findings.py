@@ -10,6 +10,7 @@ from sft_play.launch.cluster.examined import Examined, Seen, Wanted
 from sft_play.launch.cluster.finding import Finding, Severity, listed, optional_hints
 from sft_play.launch.cluster.findings_network import network_findings
 from sft_play.launch.cluster.ssh import NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM, SSH_FAILED, trouble
+from sft_play.plan.compiled_for import LACKING_REMEDY, lacking, supports
 from sft_play.runs.origin import OPTIONAL, PACKAGES
 
 GIB = 2**30
@@ -192,6 +193,7 @@ def _gpus(seen: Seen) -> Iterator[Finding]:
             f"driver {soft['driver']} is too old for CUDA {soft['cuda']}, which torch was built with (from {DRIVERS[major]} on)"
         )
         yield Finding(id="driver", severity="fail", text=text, remedy="`sudo ubuntu-drivers install`, then start it anew")
+    yield from _without_code(seen, gpus)
     for k, gpu in enumerate(gpus):
         if stated != 0 and gpu["free_bytes"] < FREE_SHARE * gpu["total_bytes"]:
             held = f"; held by {', '.join(gpu['held_by'])}" if gpu["held_by"] else ""
@@ -202,6 +204,23 @@ def _gpus(seen: Seen) -> Iterator[Finding]:
                 text=text,
                 remedy="end what uses it, a desktop's browser included; the plan takes what is free",
             )
+
+
+def _without_code(seen: Seen, gpus: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Cards that torch has no code for; where `CUDA_VISIBLE_DEVICES` chooses others of the machine, they only could be taken."""
+    soft = seen.software
+    built = list(soft.get("architectures") or ())
+    if not built or seen.host.gpus == 0:
+        return
+    bad: dict[str, list[str]] = {}
+    for gpu in gpus:
+        capability = ".".join(map(str, gpu["capability"] or ()))
+        if capability and not supports(built, capability):
+            bad.setdefault(capability, []).append(gpu["name"])
+    chosen = soft.get("hidden") and sum(map(len, bad.values())) < len(gpus)
+    for capability, names in sorted(bad.items()):
+        text = lacking(soft["torch"], built, ", ".join(sorted(set(names))), capability)
+        yield Finding(id="torch-lacks-architecture", severity="warning" if chosen else "fail", text=text, remedy=LACKING_REMEDY)
 
 
 def _torch(seen: Seen) -> Iterator[Finding]:

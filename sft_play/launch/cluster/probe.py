@@ -118,7 +118,7 @@ def _resolved(name: str) -> list[str]:
 
 def software() -> dict[str, Any]:
     """Returns what torch says of itself, and the GPUs; importing torch takes seconds."""
-    found: dict[str, Any] = {"torch": None, "cuda": None, "nccl": None, "usable_gpus": 0, "error": None}
+    found: dict[str, Any] = {"torch": None, "cuda": None, "nccl": None, "usable_gpus": 0, "architectures": [], "error": None}
     try:
         torch = importlib.import_module("torch")
         cuda = torch.version.cuda
@@ -126,6 +126,10 @@ def software() -> dict[str, Any]:
             torch=torch.__version__, cuda=cuda, usable_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0
         )
         if cuda:
+            flags = getattr(
+                torch._C, "_cuda_getArchFlags", str
+            )()  # torch.cuda.get_arch_list() says nothing where no GPU can be used
+            found["architectures"] = (flags or "").split()
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     except Exception as error:  # noqa: BLE001 - whatever a broken package raises is what we report
         found["error"] = f"{type(error).__name__}: {error}"
