@@ -94,7 +94,7 @@ def test_what_is_too_large_is_told_and_the_rest_compared(config: Config, tmp_pat
     assert (wanted.left_files, wanted.left_bytes, wanted.more_left) == (1, 700 * 10**6, False)
     inventory = Inventory(hosts=(HERE,), network=None, ssh_config=None, path=Path("c.yaml"))
     text = list(report(Examined(hosts={}), inventory, wanted, {}))
-    assert "data not compared: 0.7 GB in 1 files; after `make data` the prepared rows are compared, by their fingerprint" in text
+    assert "data not compared: 0.7 GB in 1 file; after `make data` the prepared rows are compared, by their fingerprint" in text
     told = as_json(Examined(hosts={}), inventory, wanted, {})["not_compared"]
     assert told == {"files": 1, "bytes": 700 * 10**6, "more": False}
     monkeypatch.setattr(own_files, "MOST_SOURCES", 0)

@@ -17,7 +17,7 @@ from sft_play.launch.agreement import versions_here
 from sft_play.launch.cluster import remote, sync
 from sft_play.launch.cluster.children import ended_with_us
 from sft_play.launch.cluster.facts import Facts, check, facts_of, forwarded, only_optional_apart, versions_apart
-from sft_play.launch.cluster.install import install, judged
+from sft_play.launch.cluster.install import install, judged, not_installed
 from sft_play.launch.cluster.transfer import Listing, deliver, digests, keep_list, last_line, look
 from sft_play.launch.cluster.transfer import remote as remote_path
 from sft_play.runs.origin import PACKAGES
@@ -237,6 +237,8 @@ def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFi
         found = install(host, inventory, ["scripts/install.sh"], own)
     assert found.detail == "scripts/install.sh ended with code 3: `python3.99 -m venv` failed"
     assert found.hint == hint
+    other = not_installed(host, own, "no room", 1)
+    assert other.hint == "to see more: ssh -p 2222 anna@192.0.2.1, cd ~/sft-play, make install"
     assert "ensurepip is not available" in capfd.readouterr().err
 
 

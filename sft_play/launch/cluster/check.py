@@ -99,7 +99,7 @@ def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: M
     if wanted.left_files or wanted.more_left:
         more = "at least " if wanted.more_left else ""
         told = "" if wanted.prepared else "; after `make data` the prepared rows are compared, by their fingerprint"
-        yield f"data not compared: {more}{wanted.left_bytes / 1e9:.1f} GB in {wanted.left_files} files{told}"
+        yield f"data not compared: {more}{wanted.left_bytes / 1e9:.1f} GB in {wanted.left_files} file{'' if wanted.left_files == 1 else 's'}{told}"
     counts = [verdict(some) for some in findings.values()]
     failed = counts.count("fail")
     yield f"{len(counts)} machines: {counts.count('ok')} ok, {counts.count('warning')} with a warning, {failed} cannot take part"
