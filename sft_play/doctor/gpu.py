@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from sft_play.doctor.finding import Check, Context, Finding
+from sft_play.plan.compiled_for import LACKING_REMEDY, lacking, number, supports
 
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,driver_version,compute_cap", "--format=csv,noheader")
 TORCH_FACTS = """
@@ -107,34 +108,14 @@ def torch_for_gpu(_: Context) -> Iterator[Finding]:
             yield Finding(
                 id="torch-lacks-architecture",
                 severity="error",
-                text=f"torch {facts['version']} has no code for {names} (compute capability {capability}); it has "
-                f"{', '.join(facts['architectures'])}",
-                remedy="install a torch build for this GPU: a newer one for new cards, an older one for cards that were dropped",
+                text=lacking(facts["version"], facts["architectures"], names, capability),
+                remedy=LACKING_REMEDY,
             )
-
-
-def number(version: str) -> tuple[int, ...]:
-    """Returns a version as numbers that compare."""
-    return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
 def same_major(one: str, other: str) -> bool:
     """CUDA's minor versions are compatible within a major one."""
     return number(one)[0] == number(other)[0]
-
-
-def supports(architectures: list[str], capability: str) -> bool:
-    """Whether code for `sm_XY` runs on the card: same major version, minor not newer; or PTX of anything not newer."""
-    card = number(capability)
-    for architecture in architectures:
-        kind, _, digits = architecture.partition("_")
-        digits = re.sub(r"\D.*", "", digits)
-        built = (int(digits[:-1]), int(digits[-1]))
-        if kind == "sm" and built[0] == card[0] and built[1] <= card[1]:
-            return True
-        if kind == "compute" and built <= card:
-            return True
-    return False
 
 
 def visible_devices(_: Context) -> Iterator[Finding]:

@@ -17,6 +17,8 @@ from typing import Any
 from sft_play import __version__
 from sft_play.files import file_sha256, text_sha256
 
+OPTIONAL = ("flash-attn", "unsloth")
+"""Packages that no installation of ours brings; a plan that found them on one machine is carried out by all."""
 PACKAGES = (
     "torch",
     "transformers",
@@ -28,7 +30,9 @@ PACKAGES = (
     "tokenizers",
     "safetensors",
     "numpy",
+    *OPTIONAL,
 )
+"""Packages whose version changes what a rank computes or sends: the same on every machine of a run, and written in its stamp."""
 SOURCES = frozenset({".py", ".json", ".yaml", ".txt", ".jinja"})
 GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false")
 """A repository may name a program for git to start as its file monitor; that one is never started."""

@@ -121,11 +121,11 @@ def test_good_machines(net: Lan) -> None:
         assert abs(checked.json["hosts"][name]["skew_seconds"]) < 0.5
     ways = {(pair["source"], pair["target"]): pair["mbit"] for pair in checked.json["pairs"]}
     assert len(ways) == 6
-    assert all(100 < mbit < 1000 for mbit in ways.values() if mbit is not None), ways
-    assert sum(mbit is not None for mbit in ways.values()) >= 2
+    assert all(mbit is not None and 100 < mbit < 1000 for mbit in ways.values()), ways
+    assert checked.json["not_compared"] == {"files": 0, "bytes": 0, "more": False}
     assert checked.json["all_reduce"]["backend"] == "gloo"
     assert checked.json["all_reduce"]["seconds"] > 2 * 2 / 3 * 8 * 2**20 / 125e6  # of 8 MiB over 1 Gb/s
-    assert checked.json["seconds"] < 32
+    assert checked.json["seconds"] < 30
     assert_nothing_runs(net)
 
 
@@ -136,7 +136,7 @@ def test_several_faults_at_once(net: Lan) -> None:
     holder = net.popen(0, [net.python, "-c", "import socket, time\ns = socket.create_server(('', 29500))\ntime.sleep(100)"])
     try:
         skewed = python_with(net, "skewed", LD_PRELOAD=FAKETIME, FAKETIME="+10s", DONT_FAKE_MONOTONIC="1")
-        hosts = {"node2": {"python": other_version(net), "gpus": 2}, "node3": {"python": skewed}}
+        hosts: dict[str, dict[str, Any]] = {"node2": {"python": other_version(net), "gpus": 2}, "node3": {"python": skewed}}
         checked = check(net, hosts, f"CONFIG={configuration(net)}")
     finally:
         holder.kill()
@@ -320,6 +320,25 @@ def test_slow_link_and_cut_link(net: Lan) -> None:
         net.link(2, True)
     assert cut.fails() == {"node1": set(), "node2": set(), "node3": {"unreachable"}}
     assert cut.seconds < 30
+
+
+@pytest.mark.long
+def test_all_pairs_of_a_slow_network_are_measured(net: Lan) -> None:
+    """50 Mbit/s, as over WireGuard: 16 MiB between two machines would take 2.7 s a way, and three sums of 8 MiB 5.4 s."""
+    for k in range(3):
+        net.rate(k, 50)
+    try:
+        checked = check(net, None, f"CONFIG={configuration(net)}", network="50Mbit")
+    finally:
+        for k in range(3):
+            net.rate(k, 1000)
+    assert checked.fails() == {"node1": set(), "node2": set(), "node3": set()}
+    ways = {(pair["source"], pair["target"]): pair["mbit"] for pair in checked.json["pairs"]}
+    assert len(ways) == 6
+    assert all(mbit is not None and 30 < mbit < 60 for mbit in ways.values()), ways
+    assert 0.5 <= checked.json["all_reduce"]["megabytes"] <= 4
+    assert checked.json["all_reduce"]["seconds"] > 0.2
+    assert checked.json["seconds"] < 30
 
 
 @pytest.mark.long

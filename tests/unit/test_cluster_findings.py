@@ -13,13 +13,13 @@ import pytest
 
 from sft_play.config.cluster_host import Host, Inventory
 from sft_play.launch.cluster.check import as_json, report
+from sft_play.launch.cluster.examined import Examined, Pair, Seen, Summed, Wanted, sum_seconds
 from sft_play.launch.cluster.finding import Finding, listed, verdict
 from sft_play.launch.cluster.findings import GIB, judge
-from sft_play.launch.cluster.findings_network import sum_seconds
-from sft_play.launch.cluster.measures import Examined, Pair, Seen, Summed, Wanted
 from tests.conftest import ROOT
 
 NAMES = ("desktop", "laptop", "old")
+PACKAGES = {"torch": "2.13.0", "accelerate": "1.15.0"}
 
 
 def gpu(name: str = "NVIDIA GeForce RTX 4070", total: int = 12, free: float = 11.5, *held_by: str) -> dict[str, Any]:
@@ -40,11 +40,11 @@ def seen(k: int, **changes: Any) -> Seen:
         "host_name": NAMES[k], "machine": f"boot{k} 192.168.1.{10 + k}", "python": "3.11.7", "ram_bytes": 32 * GIB, "nofile": [65536, 65536],
         "disks": {"folder": disk, "cache": disk, "runs": disk, "shm": {**disk, "path": "/dev/shm"}}, "rsync": True,
         "names_itself": [f"192.168.1.{10 + k}"], "route": {"address": f"192.168.1.{10 + k}", "interface": "eth0", "mtu": 1500},
-        "interfaces": ["lo", "eth0"], "packages": {"torch": "2.13.0", "accelerate": "1.15.0"},
+        "interfaces": ["lo", "eth0"], "packages": dict(PACKAGES),
     }  # fmt: skip
     software: dict[str, Any] = {
         "torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "usable_gpus": 1, "error": None, "driver": "580.95.05", "gpus": [gpu()],
-        "hidden": None,
+        "hidden": None, "architectures": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"],
     }  # fmt: skip
     made = Seen(host, skew_seconds=0.0001, ssh_ms=0.4, facts=facts, software=software)
     for key, value in changes.items():
@@ -87,6 +87,14 @@ def test_all_is_well() -> None:
         ({"python": "3.12.1"}, "versions", "fail", "Python 3.12.1, on `desktop` 3.11.7"),
         ({"python": "3.11.2"}, "versions", "warning", "Python 3.11.2"),
         ({"packages": {"torch": "2.13.0"}}, "versions", "fail", "accelerate missing (there 1.15.0)"),
+        ({"packages": PACKAGES | {"unsloth": "2026.10.9"}}, "versions", "fail", "unsloth 2026.10.9 (there missing)"),
+        (
+            {"packages": PACKAGES | {"flash-attn": "2.8.1"}},
+            "versions",
+            "fail",
+            "python -m pip uninstall flash-attn, or install it on `desktop`",
+        ),
+        ({"packages": PACKAGES | {"rich": "14.1.0"}}, "packages", "warning", "rich 14.1.0 (there missing)"),
         ({"torch": None, "error": "ImportError: libcudart"}, "torch", "fail", "ImportError: libcudart"),
         ({"skew_seconds": -1.5}, "clock", "warning", "1.5 s behind"),
         ({"machine": "boot0 192.168.1.10"}, "same-machine", "fail", "`desktop` and `laptop` are one machine"),
@@ -94,7 +102,7 @@ def test_all_is_well() -> None:
         ({"names_itself": ["127.0.1.1"]}, "own-name", "warning", "192.168.1.11 laptop"),
         ({"route": {"address": "192.168.1.11", "interface": "wg0", "mtu": 1420}}, "mtu", "warning", "1420"),
         ({"lost": "software: no answer within 20 s"}, "lost", "fail", "stopped answering"),
-        ({"rsync": False}, "rsync", "warning", "rsync"),
+        ({"rsync": False}, "rsync", "fail", "no `rsync`, by which it would get code and data | on it: `sudo apt install rsync`"),
     ],
 )
 def test_one_fault(changes: dict[str, Any], name: str, severity: str, part: str) -> None:
@@ -106,6 +114,55 @@ def test_one_fault(changes: dict[str, Any], name: str, severity: str, part: str)
     assert len(matching) == 1, findings["laptop"]
     assert matching[0].severity == severity
     assert part in f"{matching[0].text} | {matching[0].remedy}"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "changes", "expected"),
+    [
+        ([[6, 1]], {}, ["fail"]),
+        ([[6, 1], [8, 9]], {}, ["fail"]),
+        ([[6, 1], [8, 9]], {"hidden": "1"}, ["warning"]),
+        ([[6, 1]], {"hidden": "0"}, ["fail"]),
+        ([[6, 1]], {"stated": 0}, []),
+        ([[6, 1]], {"architectures": []}, []),
+        ([[13, 0]], {}, []),
+        ([None], {}, []),
+        ([[7, 5], [8, 9], [12, 0]], {}, []),
+    ],
+)
+def test_cards_that_torch_has_no_code_for(capabilities: list[Any], changes: dict[str, Any], expected: list[str]) -> None:
+    """As `make doctor` says it: what CUDA 13's torch 2.13 was built for, and a GTX 1080 (6.1)."""
+    gpus = [gpu("NVIDIA GeForce GTX 1080") | {"capability": one} for one in capabilities]
+    findings = judged(seen(0), seen(1, gpus=gpus, usable_gpus=len(gpus), **changes))["laptop"]
+    lacking = [one for one in findings if one.id == "torch-lacks-architecture"]
+    assert [one.severity for one in lacking] == expected
+    for one in lacking:
+        assert one.text.startswith(
+            "torch 2.13.0+cu130 has no code for NVIDIA GeForce GTX 1080 (compute capability 6.1); it has sm_75,"
+        )
+        assert one.remedy.startswith("install a torch build for this GPU")
+
+
+def test_what_only_the_first_machine_has() -> None:
+    """Node 0's plan would take it on all: flash-attn is missing on the others, and `cluster-install` does not bring it."""
+    findings = judged(seen(0, packages=PACKAGES | {"flash-attn": "2.8.1", "rich": "14.1.0"}), seen(1))
+    assert findings["desktop"] == []
+    versions, packages = findings["laptop"]
+    assert (versions.id, versions.severity) == ("versions", "fail")
+    assert versions.text.endswith("flash-attn missing (there 2.8.1)")
+    python = "on `laptop`, in `~/sft-play`: .venv/bin/python -m pip"
+    assert versions.remedy == f"{python} install flash-attn==2.8.1, or uninstall it on `desktop`"
+    assert (packages.id, packages.severity) == ("packages", "warning")
+    assert "rich missing (there 14.1.0)" in packages.text
+
+
+def test_the_masters_own_rsync() -> None:
+    """It sends to the others; with one machine nothing is sent."""
+    findings = judged(seen(0, rsync=False), seen(1))
+    assert [(one.id, one.severity) for one in findings["desktop"]] == [("rsync", "fail")]
+    assert "bring code and data to the others" in findings["desktop"][0].text
+    assert findings["laptop"] == []
+    assert judged(seen(0, rsync=False)) == {"desktop": []}
 
 
 def test_nccl_needs_cards_and_the_master_is_where_one_types() -> None:
@@ -167,6 +224,10 @@ def test_data_and_code() -> None:
         wanted=Wanted(port=1, code=wanted.code, sources=wanted.sources),
     )
     assert [one.id for one in findings["laptop"]] == ["data"]
+    slow = {"code_files": {"a.py": "1"}, "sources": {}}
+    findings = judged(seen(0, **good), seen(1, **slow), wanted=Wanted(port=1, code=wanted.code, sources=wanted.sources))
+    assert [(one.id, one.severity) for one in findings["laptop"]] == [("not-measured", "warning")]
+    assert findings["laptop"][0].text.startswith("2 files could not be compared, since it reads them slowly: `b.py`, `d.jsonl`")
 
 
 def test_output() -> None:
@@ -182,7 +243,7 @@ def test_output() -> None:
     assert "34 MB) would take 0.29 s a step" in text
     assert "(nccl): 0.070 s" in text
     assert text.endswith("2 machines: 2 ok, 0 with a warning, 0 cannot take part")
-    value = as_json(examined, inventory, findings)
+    value = as_json(examined, inventory, Wanted(port=29500), findings)
     assert value["ok"] is True
     assert value["hosts"]["laptop"]["software"]["gpus"][0]["total_bytes"] == 8 * GIB
     assert listed([str(k) for k in range(8)]).endswith("and 2 more")

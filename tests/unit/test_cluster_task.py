@@ -18,7 +18,7 @@ from sft_play.__main__ import COMMANDS
 from sft_play.config.call import parse_call
 from sft_play.config.cluster import Host, Inventory, read_inventory
 from sft_play.errors import HardwareError, UserError
-from sft_play.launch.cluster import check, remote, sync
+from sft_play.launch.cluster import own_files, remote, sync
 from sft_play.launch.cluster.agent import Agent, Message
 from sft_play.launch.cluster.board import Board, Logs
 from sft_play.launch.cluster.session import Node, Session
@@ -80,7 +80,7 @@ def test_what_a_machine_says_of_a_run(
     run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)  # `facts` puts the folder before the others
-    request = {"folder": str(tmp_path), "mark": ".", "run": "one"}
+    request = {"folder": str(tmp_path), "mark": ".", "run": "one", "packages": ["torch"]}
     run.path.mkdir(parents=True)
     remote.facts(request)
     run.events.write_text('{"event": "started"}\n')
@@ -148,7 +148,7 @@ def test_large_files_of_the_project_are_not_hashed_by_the_check(tmp_path: Path, 
     (tmp_path / "sft_play").mkdir()
     (tmp_path / "sft_play" / "a.py").write_text("")
     with (tmp_path / "sft_play" / "weights.py").open("wb") as stream:
-        stream.truncate(check.MOST_CODE_BYTES + 1)
-    for module in (sync, check):
+        stream.truncate(own_files.MOST_CODE_BYTES + 1)
+    for module in (sync, own_files):
         monkeypatch.setattr(module, "project", lambda: tmp_path)
-    assert list(check.wanted_of(None, 29500).code) == ["sft_play/a.py"]
+    assert list(own_files.wanted_of(None, 29500, 60).code) == ["sft_play/a.py"]

@@ -13,13 +13,15 @@ import pytest
 
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import HardwareError, UserError
+from sft_play.launch.agreement import versions_here
 from sft_play.launch.cluster import remote, sync
-from sft_play.launch.cluster.agent import ask
 from sft_play.launch.cluster.children import ended_with_us
-from sft_play.launch.cluster.facts import Facts, forwarded
-from sft_play.launch.cluster.install import install, judged
+from sft_play.launch.cluster.facts import Facts, check, facts_of, forwarded, only_optional_apart, versions_apart
+from sft_play.launch.cluster.install import install, judged, not_installed
 from sft_play.launch.cluster.transfer import Listing, deliver, digests, keep_list, last_line, look
 from sft_play.launch.cluster.transfer import remote as remote_path
+from sft_play.runs.origin import PACKAGES
+from tests.conftest import ROOT
 
 SSH = """#!/bin/sh
 while :; do case "$1" in -T|-tt) shift;; -F|-o|-p|-l) shift 2;; --) shift; break;; *) break;; esac; done
@@ -217,11 +219,81 @@ def test_a_machine_is_ready_only_with_the_same_versions() -> None:
     assert "peft 0.17.0 (here 0.18.0)" in judged(HOST, OWN, replace(OWN, versions={"torch": "2.9.0", "peft": "0.17.0"})).detail
 
 
+def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing is installed that could not be used; the hint names the address, and the packages that bring that Python."""
+    host = replace(HOST, user="anna", port=2222)
+    inventory = Inventory(hosts=(host,), network=None, ssh_config=None, path=Path("home.yaml"))
+    own = replace(OWN, python="3.99.1")
+    hint = (
+        "all machines need this one's Python 3.99: ssh -p 2222 anna@192.0.2.1, sudo apt install python3.99 python3.99-venv; "
+        "then type the same command again"
+    )
+    with ended_with_us():
+        found = install(host, inventory, ["scripts/install.sh"], own)
+    assert not found.ok
+    assert found.detail.startswith("there is no Python 3.99, which the first host has; python3 is Python 3.")
+    assert found.hint == hint
+    assert not (there / ".venv").exists()
+    python = there.parent.parent / "bin" / "python3.99"
+    python.write_text('#!/bin/sh\nif [ "$1" = -c ]; then echo 3.99; else echo "ensurepip is not available"; exit 1; fi\n')
+    python.chmod(0o755)
+    with ended_with_us():
+        found = install(host, inventory, ["scripts/install.sh"], own)
+    assert found.detail == "scripts/install.sh ended with code 3: `python3.99 -m venv` failed"
+    assert found.hint == hint
+    other = not_installed(host, own, "no room", 1)
+    assert other.hint == "to see more: ssh -p 2222 anna@192.0.2.1, cd ~/sft-play, make install"
+    assert "ensurepip is not available" in capfd.readouterr().err
+
+
+def test_packages_that_one_machine_alone_has() -> None:
+    """flash-attn, which a plan made here would take everywhere: named for both directions, with the command that brings it."""
+    with_it = replace(OWN, versions={**OWN.versions, "flash-attn": "2.8.1"})
+    assert versions_apart(with_it, OWN) == ["flash-attn is missing (here 2.8.1)"]
+    assert versions_apart(OWN, with_it) == ["flash-attn 2.8.1 (missing here)"]
+    assert only_optional_apart(with_it, OWN) and not only_optional_apart(OWN, OWN)
+    assert not only_optional_apart(with_it, replace(OWN, versions={"torch": "2.9.0"}))
+    python = "on `old`, in `~/sft-play`: .venv/bin/python -m pip"
+    found = judged(HOST, with_it, OWN)
+    assert not found.ok
+    assert found.hint == f"{python} install flash-attn==2.8.1, or uninstall it here; then type the same command again"
+    inventory = Inventory(
+        hosts=(Host(name="a", address="127.0.0.1"), HOST), network=None, ssh_config=None, path=Path("home.yaml")
+    )
+    with pytest.raises(HardwareError, match=r"host `old` has other versions: flash-attn 2\.8\.1 \(missing here\)") as error:
+        check(inventory, {"a": OWN, "old": with_it}, shared=False)
+    assert error.value.hint == f"{python} uninstall flash-attn, or install it here"
+
+
+def test_a_run_is_refused_where_this_machine_has_no_rsync() -> None:
+    inventory = Inventory(
+        hosts=(Host(name="a", address="127.0.0.1"), HOST), network=None, ssh_config=None, path=Path("home.yaml")
+    )
+    with pytest.raises(HardwareError, match="this machine has no `rsync`") as error:
+        check(inventory, {"a": replace(OWN, rsync=False), "old": OWN}, shared=False)
+    assert error.value.hint == "sudo apt install rsync"
+    check(inventory, {"a": replace(OWN, rsync=False)}, shared=False)
+    check(inventory, {"a": OWN, "old": OWN}, shared=False)
+
+
+def test_machines_and_launchers_compare_the_same_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a machine tells of itself over SSH is what `runs/origin.py` lists, and what the launchers compare when they meet."""
+    for name in PACKAGES:
+        metadata = tmp_path / f"{name.replace('-', '_')}-1.2.3.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2.3\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    inventory = Inventory(hosts=(HOST,), network=None, ssh_config=None, path=Path("home.yaml"))
+    told = facts_of(Host(name="a", address="127.0.0.1"), inventory, 60, mark=".").versions
+    assert told == dict.fromkeys(PACKAGES, "1.2.3") and {"flash-attn", "unsloth"} < set(told)
+    assert set(PACKAGES) < set(versions_here("cpu"))
+
+
 def test_an_environment_with_other_versions_is_not_up_to_date(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As new as the pins, but without packages: it is installed anew, which fails here for want of pip; with them it is ready."""
     inventory = Inventory(hosts=(HOST,), network=None, ssh_config=None, path=Path("home.yaml"))
     here = Host(name="a", address="127.0.0.1")
-    own = Facts.of(ask(here, inventory, "facts", timeout=60, mark="."))
+    own = facts_of(here, inventory, 60, mark=".")
     files = [name for name in sync.code_files() if name.startswith(("sft_play/", "scripts/")) or "/" not in name]
     python = there / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)

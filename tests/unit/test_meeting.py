@@ -151,6 +151,11 @@ def test_absent_nodes_are_named_on_every_node() -> None:
             ("`torch` is `2.13.0` on node 0 (a), `2.12.0` on node 1 (b)",),
         ),
         (
+            {"versions": {"python": "3.11", "torch": "2.13.0", "flash-attn": "2.8.1"}},
+            HardwareError,
+            ("`flash-attn` is `not there` on node 0 (a), `2.8.1` on node 1 (b)",),
+        ),
+        (
             {"config": {"train.seed": "2", "train.batch_size": '"auto"'}},
             UserError,
             ("`train.seed` is `1` on node 0 (a), `2` on node 1 (b)",),

@@ -238,6 +238,19 @@ def test_differences_of_versions_name_only_what_differs() -> None:
     assert "transformers" not in str(found)
 
 
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_a_run_made_before_a_package_was_written_down_goes_on_in_silence(purpose: Any) -> None:
+    assert {"flash-attn", "unsloth"} < set(stamp().versions)
+    before = {name: version for name, version in stamp().versions.items() if name not in ("flash-attn", "unsloth")}
+    old = dataclasses.replace(stamp(), versions=before)
+    assert compare(old, stamp(), purpose) == []
+    changed_since = dataclasses.replace(stamp(), versions={**stamp().versions, "torch": "1.0"})
+    assert [one.field for one in compare(old, changed_since, "resume")] == ["versions"]
+    assert [one.field for one in compare(dataclasses.replace(stamp(), versions={}), stamp(), "resume")] == []
+    gone = dataclasses.replace(stamp(), versions={**stamp().versions, "flash-attn": "2.8.1"})
+    assert "flash-attn 2.8.1" in str(compare(gone, stamp(), "resume")[0])
+
+
 def test_the_table_in_the_docs_is_the_table_in_the_code() -> None:
     text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\| `(\w+)` \| (\w+) \| (\w+) \| (\w+) \| (\w+) \| (.*) \|$", text, re.M)

@@ -6,32 +6,22 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.cluster import Inventory, inventory_for_call
-from sft_play.config.schema import Config
 from sft_play.errors import UserError, printable
-from sft_play.files import file_sha256
+from sft_play.launch.cluster.examined import Examined, Seen, Wanted, sum_seconds
 from sft_play.launch.cluster.finding import Finding, verdict
 from sft_play.launch.cluster.findings import GIB, judge
-from sft_play.launch.cluster.findings_network import ADAPTERS, sum_seconds
-from sft_play.launch.cluster.measures import SUM_MEGABYTES, Examined, Seen, Wanted, examine
+from sft_play.launch.cluster.findings_network import ADAPTERS
+from sft_play.launch.cluster.measures import HASH_SECONDS, examine
+from sft_play.launch.cluster.own_files import wanted_of
 from sft_play.launch.cluster.ssh import is_here
-from sft_play.launch.cluster.sync import code_files, project
-from sft_play.runs.prepared_index import lookup, sources_of
 
-SECONDS = 28.0
-"""For everything, the hashing of this machine's files too."""
-LEAST_SECONDS = 15.0
+SECONDS = 26.0
+"""For everything, the hashing of this machine's files too; what then goes on is ended, within 3 s."""
 PORT = 29500
-NOT_CODE = ("docs/", "tests/", "benchmarks/", "examples/")
-"""Files of the project that no run executes."""
-MOST_CODE_BYTES = 16 * 2**20
-"""Of one file of the project: a larger one is no code, and train-cluster compares it when it sends it."""
-MOST_SOURCE_BYTES, MOST_SOURCES = 512 * 2**20, 2_000
-"""Of the data's files: more would not be read within the time."""
 MOST_PAIRS = 12
 FAILED = 3
 
@@ -44,66 +34,24 @@ def main(call: Call) -> int:
     if call.overrides and not given:
         raise UserError(f"`{call.overrides[0].origin}` is given, but no configuration", hint="CONFIG=configs/home_lan.yaml")
     config = call.load_config().config if given else None
-    wanted = wanted_of(config, call.port("MASTER_PORT") or PORT)
+    wanted = wanted_of(config, call.port("MASTER_PORT") or PORT, HASH_SECONDS)
     hashed = time.monotonic() - began
-    examined = examine(inventory, wanted, seconds=max(LEAST_SECONDS, SECONDS - hashed))
+    examined = examine(inventory, wanted, seconds=SECONDS - hashed)
     examined.seconds += hashed
     findings = judge(examined, inventory, wanted, call.options["CLUSTER"], here=is_here(inventory.master))
     if call.json:
-        print(json.dumps(as_json(examined, inventory, findings), indent=2))
+        print(json.dumps(as_json(examined, inventory, wanted, findings), indent=2))
     else:
         print(printable("\n".join(report(examined, inventory, wanted, findings))))
     return FAILED if any(verdict(some) == "fail" for some in findings.values()) else 0
 
 
-def wanted_of(config: Config | None, port: int) -> Wanted:
-    """Returns what the machines shall agree with: this machine's code and, with a configuration, data and backend."""
-    code = {name: file_sha256(project() / name) for name in _code()}
-    if config is None:
-        return Wanted(port=port, code=code)
-    known = lookup(config)
-    splits = [split for split in (known.train, known.validation) if split] if known else []
-    return Wanted(
-        port=port,
-        backend=config.launch.backend,
-        code=code,
-        sources=_sources(config),
-        prepared={Path(split.path).name: split.fingerprint for split in splits},
-        shared=config.data.sync == "shared",
-    )
-
-
-def _code() -> list[str]:
-    """Returns the files that a run executes, relative to the project; the package's own where there is no git."""
-    try:
-        names = code_files()
-    except UserError:
-        names = [str(path.relative_to(project())) for path in sorted((project() / "sft_play").rglob("*.py"))]
-    files = ((name, project() / name) for name in names if not name.startswith(NOT_CODE))
-    return [name for name, path in files if path.is_file() and path.stat().st_size <= MOST_CODE_BYTES]
-
-
-def _sources(config: Config) -> dict[str, str]:
-    """Returns the data's files that lie here -> sha256, as a configuration names them; nothing where they are too large to read."""
-    paths: list[Path] = []
-    for source in sources_of(config):
-        path = Path(source.path).expanduser()
-        if path.is_file():
-            paths.append(path)
-        elif path.is_dir():
-            paths += [one for one in sorted(path.rglob("*")) if one.is_file()][:MOST_SOURCES]
-        elif "*" in path.name and path.parent.is_dir():
-            paths += [one for one in sorted(path.parent.glob(path.name)) if one.is_file()][:MOST_SOURCES]
-    if sum(path.stat().st_size for path in paths) > MOST_SOURCE_BYTES or len(paths) > MOST_SOURCES:
-        return {}
-    here = Path.cwd()
-    return {str(path.relative_to(here) if path.is_relative_to(here) else path): file_sha256(path) for path in paths}
-
-
 # ---- Output
 
 
-def as_json(examined: Examined, inventory: Inventory, findings: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
+def as_json(
+    examined: Examined, inventory: Inventory, wanted: Wanted, findings: Mapping[str, Sequence[Finding]]
+) -> dict[str, Any]:
     """Returns everything that was measured and found."""
     hosts = {}
     for name, seen in examined.hosts.items():
@@ -122,6 +70,7 @@ def as_json(examined: Examined, inventory: Inventory, findings: Mapping[str, Seq
         "seconds": round(examined.seconds, 2),
         "master": inventory.master.name,
         "hosts": hosts,
+        "not_compared": {"files": wanted.left_files, "bytes": wanted.left_bytes, "more": wanted.more_left},
         "pairs": [dataclasses.asdict(pair) for pair in examined.pairs],
         "all_reduce": dataclasses.asdict(examined.summed) if examined.summed else None,
     }
@@ -147,6 +96,10 @@ def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: M
         else ""
     )
     yield f"compared: {compared}; port {wanted.port} of `{inventory.master.name}`; {examined.seconds:.1f} s"
+    if wanted.left_files or wanted.more_left:
+        more = "at least " if wanted.more_left else ""
+        told = "" if wanted.prepared else "; after `make data` the prepared rows are compared, by their fingerprint"
+        yield f"data not compared: {more}{wanted.left_bytes / 1e9:.1f} GB in {wanted.left_files} file{'' if wanted.left_files == 1 else 's'}{told}"
     counts = [verdict(some) for some in findings.values()]
     failed = counts.count("fail")
     yield f"{len(counts)} machines: {counts.count('ok')} ok, {counts.count('warning')} with a warning, {failed} cannot take part"
@@ -193,7 +146,7 @@ def _network(examined: Examined) -> Iterator[str]:
         yield f"gradients of {size} would take {seconds:.2f} s a step at the slowest speed"
     summed = examined.summed
     if summed and summed.seconds is not None:
-        yield f"a sum of {SUM_MEGABYTES} MiB over all machines ({summed.backend}): {summed.seconds:.3f} s"
+        yield f"a sum of {summed.megabytes:g} MiB over all machines ({summed.backend}): {summed.seconds:.3f} s"
     elif summed:
         yield f"a sum over all machines ({summed.backend}): {'not tried, ' + summed.skipped if summed.skipped else 'failed'}"
     if pairs or summed:

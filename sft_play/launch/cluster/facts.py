@@ -15,9 +15,11 @@ from typing import Any
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch.cluster.agent import ask
+from sft_play.launch.cluster.finding import optional_hints
 from sft_play.launch.cluster.ssh import is_here
 from sft_play.launch.environment import mask
 from sft_play.runs.folder import cache_folder, runs_folder
+from sft_play.runs.origin import OPTIONAL, PACKAGES
 
 SECONDS = 30.0
 """How long a machine may take to answer."""
@@ -73,6 +75,11 @@ def _mark() -> Iterator[str]:
             path.unlink(missing_ok=True)
 
 
+def facts_of(host: Host, inventory: Inventory, timeout: float, **more: Any) -> Facts:
+    """Asks one host; `mark` names a file to look for in its folders, `.` for none. Raises `HardwareError` where it cannot be asked."""
+    return Facts.of(ask(host, inventory, "facts", timeout=timeout, packages=PACKAGES, **more))
+
+
 def gather(
     inventory: Inventory, hosts: Sequence[Host], variables: Mapping[str, str], run: str | None = None
 ) -> dict[str, Facts | UserError]:
@@ -82,7 +89,7 @@ def gather(
         def one(host: Host) -> Facts | UserError:
             mine = {} if is_here(host) else dict(variables)
             try:
-                return Facts.of(ask(host, inventory, "facts", timeout=SECONDS, mark=mark, variables=mine, run=run))
+                return facts_of(host, inventory, SECONDS, mark=mark, variables=mine, run=run)
             except UserError as error:
                 return error
 
@@ -100,6 +107,9 @@ def check(inventory: Inventory, found: Mapping[str, Facts], *, shared: bool) -> 
     """Raises every reason why no run can be started on these machines, each with its remedy."""
     problems: list[UserError] = []
     own = found[inventory.master.name]
+    if not own.rsync and any(name != inventory.master.name for name in found):
+        text = "this machine has no `rsync`, by which code and data go to the others"
+        problems.append(HardwareError(text, place=inventory.master.place or None, hint="sudo apt install rsync"))
     for host in inventory.hosts:
         facts = found.get(host.name)
         if facts is not None and not is_here(host):
@@ -124,7 +134,9 @@ def _problems(host: Host, facts: Facts, own: Facts, inventory: Inventory, shared
     apart = versions_apart(own, facts)
     if apart:
         yield HardwareError(
-            f"host `{host.name}` has other versions: {', '.join(apart)}", place=place, hint=f"make them alike: {install}"
+            f"host `{host.name}` has other versions: {', '.join(apart)}",
+            place=place,
+            hint=versions_hint(own, facts, host, f"make them alike: {install}"),
         )
     if shared and not (facts.shares_runs and facts.shares_cache):
         folders = [
@@ -141,11 +153,31 @@ def _problems(host: Host, facts: Facts, own: Facts, inventory: Inventory, shared
 
 def versions_apart(own: Facts, other: Facts) -> list[str]:
     """Returns in which versions another machine is not as this one, each with both: Python to its minor number, packages exactly."""
-    apart = [f"{name} {other.versions.get(name, 'is missing')} (here {version})"
-             for name, version in own.versions.items() if other.versions.get(name) != version]  # fmt: skip
+    apart = [_apart(name, other.versions.get(name), own.versions.get(name)) for name in _names_apart(own, other)]
     if _minor(other.python) != _minor(own.python):
         apart.insert(0, f"Python {other.python} (here {own.python})")
     return apart
+
+
+def only_optional_apart(own: Facts, other: Facts) -> bool:
+    """Whether all that differs are packages that no installation of ours brings: to install the pinned ones again changes nothing."""
+    names = _names_apart(own, other)
+    return bool(names) and set(names) <= set(OPTIONAL) and _minor(own.python) == _minor(other.python)
+
+
+def versions_hint(own: Facts, other: Facts, host: Host, install: str) -> str:
+    """Returns how a host gets this machine's versions; `install` says what brings the pinned ones."""
+    hints = [] if only_optional_apart(own, other) else [install]
+    return "; ".join([*hints, *optional_hints(host, other.versions, own.versions, "here")])
+
+
+def _names_apart(own: Facts, other: Facts) -> list[str]:
+    """Returns the packages of which the two have other versions, those of one side only, too."""
+    return [name for name in {**own.versions, **other.versions} if own.versions.get(name) != other.versions.get(name)]
+
+
+def _apart(name: str, theirs: str | None, version: str | None) -> str:
+    return f"{name} {theirs or 'is missing'} ({f'here {version}' if version else 'missing here'})"
 
 
 def _minor(version: str) -> str:

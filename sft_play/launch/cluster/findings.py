@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sft_play.config.cluster import Inventory
-from sft_play.launch.cluster.finding import Finding, Severity, listed
+from sft_play.launch.cluster.examined import Examined, Seen, Wanted
+from sft_play.launch.cluster.finding import Finding, Severity, listed, optional_hints
 from sft_play.launch.cluster.findings_network import network_findings
-from sft_play.launch.cluster.measures import Examined, Seen, Wanted
 from sft_play.launch.cluster.ssh import NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM, SSH_FAILED, trouble
+from sft_play.plan.compiled_for import LACKING_REMEDY, lacking, supports
+from sft_play.runs.origin import OPTIONAL, PACKAGES
 
 GIB = 2**30
 DISK_FAIL_BYTES = GIB
@@ -21,11 +23,6 @@ NOFILE = 4096
 SKEW_FAIL_SECONDS, SKEW_SECONDS = 5.0, 1.0
 FREE_SHARE = 0.8
 """Of a GPU's memory; with less free, something else is using it."""
-PINNED = (
-    "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "unsloth", "datasets", "tokenizers", "safetensors", "numpy",
-    "huggingface-hub", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
-)  # fmt: skip
-"""Packages whose version changes what a rank computes or sends: these must be the same everywhere."""
 NO_MATTER = ("pip", "setuptools", "wheel")
 DRIVERS = {"11": 450, "12": 525, "13": 580}
 """CUDA's major version -> the first driver that runs its programs (NVIDIA's CUDA compatibility table, minor versions included)."""
@@ -42,7 +39,7 @@ def judge(
         found[name] += _start(seen, inventory, cluster)
         if not seen.facts:
             continue
-        found[name] += [*_clock(seen), *_system(seen), *_files(seen, wanted, cluster), *_gpus(seen)]
+        found[name] += [*_clock(seen), *_system(seen), *_rsync(seen, inventory), *_files(seen, wanted, cluster), *_gpus(seen)]
         if seen.without:
             continue
         if reference is not None and reference is not seen:
@@ -134,15 +131,20 @@ def _system(seen: Seen) -> Iterator[Finding]:
             f"put `{seen.host.address} {seen.facts['host_name']}` in its /etc/hosts instead, or give `interface` in the inventory"
         )
         yield Finding(id="own-name", severity="warning", text=text, remedy=remedy)
-    if not seen.facts["rsync"]:
-        text = "there is no `rsync`, by which code and data come to it"
-        yield Finding(id="rsync", severity="warning", text=text, remedy="`sudo apt install rsync`")
+
+
+def _rsync(seen: Seen, inventory: Inventory) -> Iterator[Finding]:
+    """Code goes to every other machine by rsync, also where runs and cache are shared."""
+    if not seen.facts["rsync"] and len(inventory.hosts) > 1:
+        what = "bring code and data to the others" if seen.host is inventory.master else "get code and data"
+        text = f"there is no `rsync`, by which it would {what}"
+        yield Finding(id="rsync", severity="fail", text=text, remedy="on it: `sudo apt install rsync`")
 
 
 def _files(seen: Seen, wanted: Wanted, cluster: str) -> Iterator[Finding]:
     """Code and data against this machine's."""
-    apart = [path for path, digest in wanted.code.items() if seen.code_files.get(path) != digest]
-    if seen.code_files and apart:
+    apart = [path for path, digest in wanted.code.items() if path in seen.code_files and seen.code_files[path] != digest]
+    if apart:
         text = f"{len(apart)} of the project's {len(wanted.code)} files are not the same as here: {listed(apart)}"
         remedy = f"`make cluster-install CLUSTER={cluster}` copies them, as `make train-cluster` does before each run; by hand: the same commit"
         yield Finding(id="code", severity="fail", text=text, remedy=remedy)
@@ -150,6 +152,11 @@ def _files(seen: Seen, wanted: Wanted, cluster: str) -> Iterator[Finding]:
     if other:
         text = f"other data than here: {listed(other)}"
         yield Finding(id="data", severity="fail", text=text, remedy="copy the files anew, and `make data` where they are right")
+    unread = [path for path in (*wanted.code, *wanted.sources) if path not in seen.code_files and path not in seen.sources]
+    if unread and seen.answers and not seen.without and "files" not in seen.refused:
+        text = f"{len(unread)} files could not be compared, since it reads them slowly: {listed(unread)}"
+        remedy = "check again: what was read once is read faster; else compare `sha256sum` by hand"
+        yield Finding(id="not-measured", severity="warning", text=text, remedy=remedy)
     stale = [name for name, mark in wanted.prepared.items() if seen.prepared.get(name) not in (mark, None)]
     if stale:
         text = f"other prepared rows than here: {listed(stale)}"
@@ -186,6 +193,7 @@ def _gpus(seen: Seen) -> Iterator[Finding]:
             f"driver {soft['driver']} is too old for CUDA {soft['cuda']}, which torch was built with (from {DRIVERS[major]} on)"
         )
         yield Finding(id="driver", severity="fail", text=text, remedy="`sudo ubuntu-drivers install`, then start it anew")
+    yield from _without_code(seen, gpus)
     for k, gpu in enumerate(gpus):
         if stated != 0 and gpu["free_bytes"] < FREE_SHARE * gpu["total_bytes"]:
             held = f"; held by {', '.join(gpu['held_by'])}" if gpu["held_by"] else ""
@@ -196,6 +204,23 @@ def _gpus(seen: Seen) -> Iterator[Finding]:
                 text=text,
                 remedy="end what uses it, a desktop's browser included; the plan takes what is free",
             )
+
+
+def _without_code(seen: Seen, gpus: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Cards that torch has no code for; where `CUDA_VISIBLE_DEVICES` chooses others of the machine, they only could be taken."""
+    soft = seen.software
+    built = list(soft.get("architectures") or ())
+    if not built or seen.host.gpus == 0:
+        return
+    bad: dict[str, list[str]] = {}
+    for gpu in gpus:
+        capability = ".".join(map(str, gpu["capability"] or ()))
+        if capability and not supports(built, capability):
+            bad.setdefault(capability, []).append(gpu["name"])
+    chosen = soft.get("hidden") and sum(map(len, bad.values())) < len(gpus)
+    for capability, names in sorted(bad.items()):
+        text = lacking(soft["torch"], built, ", ".join(sorted(set(names))), capability)
+        yield Finding(id="torch-lacks-architecture", severity="warning" if chosen else "fail", text=text, remedy=LACKING_REMEDY)
 
 
 def _torch(seen: Seen) -> Iterator[Finding]:
@@ -218,16 +243,17 @@ def _apart(seen: Seen, reference: Seen, cluster: str) -> Iterator[Finding]:
             text = f"{what} {soft.get(key) or 'none'}, on {first} {other.get(key) or 'none'}"
             yield Finding(id="versions", severity="fail", text=text, remedy=install)
     mine, theirs = here["packages"], there["packages"]
-    pinned = [name for name in PINNED if mine.get(name) != theirs.get(name) and not (name == "torch" and soft)]
-    rest = sorted(
-        name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name] and name not in (*PINNED, *NO_MATTER)
-    )
+    apart = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name) and name not in NO_MATTER)
+    pinned = [name for name in PACKAGES if name in apart and not (name == "torch" and soft)]
     if pinned:
         text = f"other versions than on {first}: {_versions(pinned, theirs, mine)}"
-        yield Finding(id="versions", severity="fail", text=text, remedy=install)
-    if rest:
+        remedies = [install] if set(pinned) - set(OPTIONAL) else []
+        remedies += optional_hints(seen.host, theirs, mine, f"on {first}")
+        yield Finding(id="versions", severity="fail", text=text, remedy="; ".join(remedies))
+    if rest := [name for name in apart if name not in PACKAGES]:
         text = f"smaller packages apart from {first}: {_versions(rest, theirs, mine)}"
-        yield Finding(id="packages", severity="warning", text=text, remedy=install)
+        remedy = f"{install}, of those that are pinned; no run is refused for the others"
+        yield Finding(id="packages", severity="warning", text=text, remedy=remedy)
 
 
 def _versions(names: Sequence[str], theirs: Mapping[str, str], mine: Mapping[str, str]) -> str:

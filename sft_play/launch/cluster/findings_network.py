@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sft_play.config.cluster import Inventory
+from sft_play.launch.cluster.examined import Examined, Pair, Wanted, sum_seconds
 from sft_play.launch.cluster.finding import Finding
-from sft_play.launch.cluster.measures import Examined, Pair, Wanted
 from sft_play.plan.hardware import network_speed
 
 RTT_MS = 5.0
@@ -23,6 +23,7 @@ def network_findings(examined: Examined, inventory: Inventory, wanted: Wanted) -
     _closed(examined, found)
     _interfaces(examined, found)
     _slow(examined, inventory, found)
+    _not_measured(examined, found)
     _sum(examined, found)
     return found
 
@@ -124,6 +125,18 @@ def _slow(examined: Examined, inventory: Inventory, found: dict[str, list[Findin
             found[pair.target].append(Finding(id="latency", severity="warning", text=text, remedy=remedy))
 
 
+def _not_measured(examined: Examined, found: dict[str, list[Finding]]) -> None:
+    """Ways for which no time was left, told by the machine that they begin at."""
+    lost = {name for name, seen in examined.hosts.items() if seen.lost is not None}
+    for name, own in found.items():
+        ways = [pair for pair in examined.pairs if pair.source == name and pair.error is None and pair.mbit is None]
+        targets = [f"`{pair.target}`" for pair in ways if not {pair.source, pair.target} & lost]
+        if targets:
+            text = f"the speed from it to {', '.join(targets)} was not measured: no time was left"
+            remedy = 'check again, or fewer machines at once: CLUSTER_HOSTS="name name"'
+            own.append(Finding(id="not-measured", severity="warning", text=text, remedy=remedy))
+
+
 def _sum(examined: Examined, found: dict[str, list[Finding]]) -> None:
     summed = examined.summed
     if summed is None or not summed.errors:
@@ -134,8 +147,3 @@ def _sum(examined: Examined, found: dict[str, list[Finding]]) -> None:
             "`interface` in the inventory; `GLOO_SOCKET_IFNAME`/`NCCL_SOCKET_IFNAME` of your own; firewalls between all pairs"
         )
         found[name].append(Finding(id="all-reduce", severity="fail", text=text, remedy=remedy))
-
-
-def sum_seconds(size_bytes: int, machines: int, mbit: float) -> float:
-    """Returns the seconds of a ring's sum, 2 (N - 1) / N * bytes / bandwidth: each machine sends and takes that much."""
-    return 2 * (machines - 1) / machines * size_bytes / (mbit * 1e6 / 8)

@@ -20,22 +20,32 @@ from sft_play.config.call import Call
 from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.errors import HardwareError, UserError, printable
 from sft_play.launch.cluster import sync
-from sft_play.launch.cluster.agent import ask
 from sft_play.launch.cluster.children import ended_with_us, waited_for
-from sft_play.launch.cluster.facts import Facts, require_master_here, versions_apart
+from sft_play.launch.cluster.facts import (
+    Facts,
+    facts_of,
+    only_optional_apart,
+    require_master_here,
+    versions_apart,
+    versions_hint,
+)
 from sft_play.launch.cluster.ssh import arguments, in_folder, is_here
 
+NO_PYTHON = 97
+"""Exit code of `INSTALL` where the host has not this machine's Python."""
 INSTALL = """
 h() { case "$1" in "~/"*) printf "%s" "$HOME/${1#"~/"}";; *) printf "%s" "$1";; esac; }
 v=$(h "$2")
 if [ "$3" = kept ] && [ -x "$v/bin/python" ] && [ "$v/.runtime" -nt constraints.txt ] && [ "$v/.runtime" -nt pyproject.toml ]; then
   echo "the environment in $v is up to date"; exit 0
 fi
-p=python$1
-if ! command -v "$p" >/dev/null; then
-  p=python3; echo "there is no python$1 here, the version of the first host; taking $(python3 --version 2>&1)"
-fi
-exec bash scripts/install.sh "$p" "$v" runtime
+for p in "python$1" "$v/bin/python" python3; do
+  if [ "$("$p" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$1" ]; then
+    exec bash scripts/install.sh "$p" "$v" runtime
+  fi
+done
+echo "error: there is no Python $1, which the first host has; python3 is $(python3 --version 2>&1)"
+exit 97
 """
 """Takes this machine's Python version (`3.11`), the environment's folder, and `kept` where one that is newer than the pins stays.
 
@@ -63,7 +73,7 @@ def main(call: Call) -> int:
     files = sync.code_files(lambda line: print(line, file=sys.stderr, flush=True))
     for host in inventory.hosts:
         venv_of(host)  # what cannot be installed into is told before anything is sent
-    own = Facts.of(ask(inventory.master, inventory, "facts", timeout=60, mark="."))
+    own = facts_of(inventory.master, inventory, 60, mark=".")
     with ThreadPoolExecutor(max_workers=len(inventory.hosts)) as pool, ended_with_us():
         found = list(pool.map(lambda host: install(host, inventory, files, own), inventory.hosts))
     failed = [one for one in found if not one.ok]
@@ -103,11 +113,10 @@ def install(host: Host, inventory: Inventory, files: Sequence[str], own: Facts) 
         for kept in ("kept", "anew"):
             last, code = _run(host, inventory, in_folder(host, ["sh", "-c", INSTALL, "sh", _minor(own), venv_of(host), kept]))
             if code:
-                hint = f"to see more: ssh to `{host.name}`, cd {host.folder}, make install"
-                return Installed(host=host.name, ok=False, detail=f"scripts/install.sh ended with code {code}: {last}", hint=hint)
-            found = Facts.of(ask(host, inventory, "facts", timeout=60, mark="."))
+                return not_installed(host, own, last, code)
+            found = facts_of(host, inventory, 60, mark=".")
             apart = versions_apart(own, found)
-            if not apart or _minor(found) != _minor(own):
+            if not apart or _minor(found) != _minor(own) or only_optional_apart(own, found):
                 break
             if kept == "kept":
                 say(host, f"its versions are others: {', '.join(apart)}; installing the pinned ones")
@@ -115,6 +124,16 @@ def install(host: Host, inventory: Inventory, files: Sequence[str], own: Facts) 
     except UserError as error:
         return Installed(host=host.name, ok=False, detail=error.message, hint=error.hint)
     return judged(host, own, found)
+
+
+def not_installed(host: Host, own: Facts, last: str, code: int) -> Installed:
+    """Returns why `INSTALL` ended with `code`, by its last words, and what to do."""
+    detail = last if code == NO_PYTHON else f"scripts/install.sh ended with code {code}: {last}"
+    if code == NO_PYTHON or "-m venv` failed" in last:
+        hint = f"{_python_hint(host, own)}; then type the same command again"
+    else:
+        hint = f"to see more: {_ssh(host)}, cd {host.folder}, make install"
+    return Installed(host=host.name, ok=False, detail=detail, hint=hint)
 
 
 def judged(host: Host, own: Facts, found: Facts) -> Installed:
@@ -126,15 +145,23 @@ def judged(host: Host, own: Facts, found: Facts) -> Installed:
         detail, hint = "its environment has no torch", f"remove `{venv_of(host)}` in `{host.folder}` there"
     elif _minor(found) != version:
         detail = f"its environment has Python {found.python}, and this machine {own.python}"
-        hint = f"on it: sudo apt install python{version} python{version}-venv, and remove `{venv_of(host)}` in `{host.folder}`"
+        hint = f"{_python_hint(host, own)}, and remove `{venv_of(host)}` in `{host.folder}`"
     elif apart := versions_apart(own, found):
-        detail, hint = (
-            f"other versions than here: {', '.join(apart)}",
-            "make install on this machine, too: both get the pinned versions",
-        )
+        detail = f"other versions than here: {', '.join(apart)}"
+        hint = versions_hint(own, found, host, "make install on this machine, too: both get the pinned versions")
     else:
         return Installed(host=host.name, ok=True, detail=f"Python {found.python}, torch {found.versions['torch']}")
     return Installed(host=host.name, ok=False, detail=detail, hint=f"{hint}; then type the same command again")
+
+
+def _python_hint(host: Host, own: Facts) -> str:
+    version = _minor(own)
+    return f"all machines need this one's Python {version}: {_ssh(host)}, sudo apt install python{version} python{version}-venv"
+
+
+def _ssh(host: Host) -> str:
+    """Returns how one logs in there."""
+    return f"ssh {f'-p {host.port} ' if host.port else ''}{f'{host.user}@' if host.user else ''}{host.ssh or host.address}"
 
 
 def _minor(facts: Facts) -> str:

@@ -6,14 +6,14 @@ Order: clocks and facts, then the network while nothing else runs, then torch, w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from sft_play.config.cluster import Host, Inventory
+from sft_play.config.cluster import Inventory
 from sft_play.launch.cluster.conversation import Gone, Refused, Session, Silent
+from sft_play.launch.cluster.examined import SUM_MEGABYTES, Examined, Pair, Seen, Summed, Wanted, sum_seconds
 from sft_play.launch.cluster.ssh import CONNECT_SECONDS, NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM
 
 START_SECONDS = CONNECT_SECONDS + 8.0
@@ -21,95 +21,16 @@ ROUND_TRIPS = 20
 CONNECT_LIMIT = 3.0
 """Seconds for a connection between two machines."""
 MEGABYTES = 16
-"""Sent between two machines to see how fast that is."""
-SUM_MEGABYTES = 8
+"""Sent at most between two machines to see how fast that is: on a slower line as much as passes in half a second."""
+ROUND_SECONDS = 1.5
+"""For both ways between two machines."""
+HASH_SECONDS = 4.0
+"""How long a machine may read the files that are compared."""
+TORCH_SECONDS = 13.0
+"""Kept for the import of torch, and the sum over all machines."""
 SUM_SECONDS = 15.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
-    """What the machines shall agree with."""
-
-    port: int
-    """For the meeting of the ranks, on the master."""
-    backend: str = "auto"
-    """`nccl`, `gloo`, or `auto`: NCCL where all machines have GPUs."""
-    code: Mapping[str, str] = field(default_factory=dict)
-    """File of the project -> sha256, as on this machine."""
-    sources: Mapping[str, str] = field(default_factory=dict)
-    """File of the data -> sha256, as on this machine."""
-    prepared: Mapping[str, str] = field(default_factory=dict)
-    """Prepared split -> fingerprint of its rows, as on this machine."""
-    shared: bool = False
-    """Whether runs and cache stand on a disk that all machines see (`data.sync: shared`)."""
-
-
-@dataclass(slots=True)
-class Seen:
-    """What is known of one host."""
-
-    host: Host
-    start: str | None = None
-    """Why its Python did not start; stderr of ssh and of what it ran. `None` where it did."""
-    code: int = 0
-    """Exit code then."""
-    without: int = 0
-    """Exit code of its environment's Python, where that is missing and the machine's own `python3` answers instead."""
-    lost: str | None = None
-    """What was being asked when it stopped answering."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """What it could not do -> why."""
-    skew_seconds: float | None = None
-    """Its clock minus ours, +- half of the shortest round trip."""
-    ssh_ms: float | None = None
-    """The shortest round trip over SSH."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    software: Mapping[str, Any] = field(default_factory=dict)
-    code_files: Mapping[str, str | None] = field(default_factory=dict)
-    sources: Mapping[str, str | None] = field(default_factory=dict)
-    prepared: Mapping[str, str | None] = field(default_factory=dict)
-
-    @property
-    def answers(self) -> bool:
-        return self.start is None and self.lost is None
-
-
-@dataclass(slots=True)
-class Pair:
-    """The way from one machine to another."""
-
-    source: str
-    target: str
-    error: str | None = None
-    """Why a random high port of the target cannot be reached."""
-    rtt_ms: float | None = None
-    mbit: float | None = None
-
-
-@dataclass(slots=True)
-class Summed:
-    """A sum over all machines."""
-
-    backend: str
-    seconds: float | None = None
-    errors: Mapping[str, str] = field(default_factory=dict)
-    """Host name -> what it says."""
-    skipped: str | None = None
-    """Why it was not tried."""
-
-
-@dataclass(slots=True)
-class Examined:
-    """Everything that was found."""
-
-    hosts: dict[str, Seen]
-    pairs: list[Pair] = field(default_factory=list)
-    master_port: dict[str, str | None] = field(default_factory=dict)
-    """Host name -> why it cannot reach the master's port; `None` where it can."""
-    port_held: Mapping[str, Any] | None = None
-    """The master's answer where its port could not be opened."""
-    summed: Summed | None = None
-    seconds: float = 0.0
+ONE_SUM_SECONDS = 1.0
+"""On a network on which the sum would take longer, it is one of less."""
 
 
 def examine(inventory: Inventory, wanted: Wanted, *, seconds: float) -> Examined:
@@ -195,9 +116,15 @@ class _Examination:
         seen.facts = self.ask(seen, "facts", 10, towards=towards) or {}
         if seen.without:
             return
-        seen.code_files = self.ask(seen, "files", 10, paths=list(self.wanted.code)) or {}
-        seen.sources = self.ask(seen, "files", 15, paths=list(self.wanted.sources)) or {}
+        until = min(time.monotonic() + HASH_SECONDS, self.until - TORCH_SECONDS)
+        seen.code_files = self.hashed(seen, self.wanted.code, until)
+        seen.sources = self.hashed(seen, self.wanted.sources, until)
         seen.prepared = self.ask(seen, "prepared", 5, names=list(self.wanted.prepared)) or {}
+
+    def hashed(self, seen: Seen, paths: Iterable[str], until: float) -> Mapping[str, str | None]:
+        """Asks for the files' sha256; those that were not read by `until` are left out."""
+        seconds = max(0.0, until - time.monotonic())
+        return self.ask(seen, "files", seconds + 5, paths=list(paths), seconds=seconds) or {}
 
     def meet_without(self, seen: Seen) -> bool:
         """Asks a host's own `python3` where the environment is missing: clock, disks, cards and ports are there without one."""
@@ -248,8 +175,8 @@ class _Examination:
         order = list(self.found.hosts)
         self.found.pairs.sort(key=lambda pair: (order.index(pair.source), order.index(pair.target)))
         for pairs in rounds(list(ports)):
-            if self.until - time.monotonic() < SUM_SECONDS:
-                break  # the sum over all machines says more
+            if self.until - time.monotonic() < TORCH_SECONDS + ROUND_SECONDS:
+                break  # the pairs that are left are named
             self.parallel({a: partial(self.measure, a, b, ports) for a, b in pairs})
         self.each(lambda seen: self.ask(seen, "close", 5))
 
@@ -306,6 +233,7 @@ class _Examination:
 
     def sum_now(self, summed: Summed) -> None:
         limit = self.left(SUM_SECONDS) - 1
+        summed.megabytes = sum_megabytes(self.found)
         times: dict[str, float] = {}
         errors: dict[str, str] = {}
 
@@ -314,7 +242,7 @@ class _Examination:
                 answer = self.ask_for(
                     seen, "all_reduce", limit + 1, backend=summed.backend, address=self.inventory.master.address, port=self.wanted.port,
                     rank=rank, world=len(self.found.hosts), interface=seen.host.interface or (seen.facts.get("route") or {}).get("interface") or "",
-                    megabytes=SUM_MEGABYTES, timeout=limit, limit=limit,
+                    megabytes=summed.megabytes, timeout=limit, limit=limit,
                 )  # fmt: skip
             except Refused as error:
                 errors[seen.host.name] = str(error)
@@ -327,6 +255,15 @@ class _Examination:
         self.parallel({name: partial(one, k, seen) for k, (name, seen) in enumerate(self.found.hosts.items())})
         summed.errors = errors
         summed.seconds = max(times.values()) if times and not errors else None
+
+
+def sum_megabytes(examined: Examined) -> float:
+    """Returns how many MiB are summed: half as many, and so on, while that would take more than `ONE_SUM_SECONDS` on the slowest way."""
+    slowest = min((pair.mbit for pair in examined.pairs if pair.mbit), default=1000.0)
+    size = SUM_MEGABYTES
+    while size > SUM_MEGABYTES / 128 and sum_seconds(size * 2**20, len(examined.hosts), slowest) > ONE_SUM_SECONDS:
+        size /= 2
+    return size
 
 
 def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:

@@ -118,7 +118,7 @@ def _resolved(name: str) -> list[str]:
 
 def software() -> dict[str, Any]:
     """Returns what torch says of itself, and the GPUs; importing torch takes seconds."""
-    found: dict[str, Any] = {"torch": None, "cuda": None, "nccl": None, "usable_gpus": 0, "error": None}
+    found: dict[str, Any] = {"torch": None, "cuda": None, "nccl": None, "usable_gpus": 0, "architectures": [], "error": None}
     try:
         torch = importlib.import_module("torch")
         cuda = torch.version.cuda
@@ -126,6 +126,10 @@ def software() -> dict[str, Any]:
             torch=torch.__version__, cuda=cuda, usable_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0
         )
         if cuda:
+            flags = getattr(
+                torch._C, "_cuda_getArchFlags", str
+            )()  # torch.cuda.get_arch_list() says nothing where no GPU can be used
+            found["architectures"] = (flags or "").split()
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     except Exception as error:  # noqa: BLE001 - whatever a broken package raises is what we report
         found["error"] = f"{type(error).__name__}: {error}"
@@ -172,16 +176,30 @@ def _text(value: Any) -> str:
 # ---- Files
 
 
-def files(paths: list[str]) -> dict[str, str | None]:
-    """Returns path (counted from the project's folder) -> sha256 of its bytes, `None` where there is no such file."""
-    return {path: _sha256(Path(path).expanduser()) for path in paths}
+class OutOfTime(Exception):
+    """A file was not read to its end."""
 
 
-def _sha256(path: Path) -> str | None:
+def files(paths: list[str], seconds: float) -> dict[str, str | None]:
+    """Returns path (counted from the project's folder) -> sha256 of its bytes, `None` where there is no such file.
+
+    What was not read within `seconds` is left out.
+    """
+    until, found = time.monotonic() + seconds, {}
+    for path in paths:
+        with contextlib.suppress(OutOfTime):
+            found[path] = sha256(Path(path).expanduser(), until)
+    return found
+
+
+def sha256(path: Path, until: float) -> str | None:
+    """Returns the sha256 of a file, `None` where it cannot be read. Raises `OutOfTime` at `until` (monotonic seconds)."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as stream:
             while piece := stream.read(PIECE):
+                if time.monotonic() > until:
+                    raise OutOfTime
                 digest.update(piece)
     except OSError:
         return None

@@ -20,18 +20,6 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "deepspeed",
-    "bitsandbytes",
-    "numpy",
-)
 _lock = threading.Lock()
 
 
@@ -59,12 +47,12 @@ def hub_folder() -> Path:
 
 
 def facts(request: dict[str, Any]) -> int:
-    """Folders, versions without importing anything heavy, GPUs, and in which folders this machine sees the file `mark`, made elsewhere."""
+    """Folders, versions of `packages` without importing any, GPUs, and in which folders this machine sees the file `mark`, made elsewhere."""
     mark = request["mark"]
     folder = Path(request["folder"]).expanduser()
     sys.path.insert(0, str(folder))
     versions = {}
-    for name in PACKAGES:
+    for name in request["packages"]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     with contextlib.suppress(OSError):
