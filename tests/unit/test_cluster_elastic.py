@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,8 @@ from sft_play.config.call import Call, Override
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.load import load_config
 from sft_play.errors import HardwareError, UserError
-from sft_play.launch.cluster import train
-from sft_play.launch.cluster.elastic import MOST_REFUSALS, Muster
+from sft_play.launch.cluster import elastic, train
+from sft_play.launch.cluster.elastic import MOST_REFUSALS, Muster, Returning
 from sft_play.launch.cluster.facts import Facts
 from sft_play.launch.cluster.task import Task
 from sft_play.runs.folder import RunFolder
@@ -78,6 +82,58 @@ def test_a_machine_that_failed_is_not_tried_again_before_something_has_changed(t
     for _ in range(MOST_REFUSALS - 1):
         muster.refuse(LAPTOP, facts(), full)
     assert judged(muster, OFF) is full and judged(muster, facts(gpus=2), again=True) is full, "that is enough"
+
+
+def test_our_own_trace_is_no_change_of_a_machine(tmp_path: Path) -> None:
+    muster, full = Muster(task_of(tmp_path, ("launch.elastic", "1:2"))), HardwareError("host `laptop`: its disk is full")
+    assert isinstance(judged(muster, facts()), Facts)
+    muster.task.run.path.mkdir(parents=True)  # the run has begun here, so that its folder there is no stranger's
+    muster.refuse(LAPTOP, facts(), full)
+    assert judged(muster, facts(run_there="/srv/runs/demo")) is full, "the failed start left the folder"
+    assert isinstance(judged(muster, facts(cache="/other")), Facts), "it has changed"
+    muster.refuse(LAPTOP, facts(run_there="/srv/runs/demo"), full)
+    assert judged(muster, facts()) is full
+
+
+@pytest.fixture
+def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file that names the `ssh` which waits for an answer of the laptop; none comes."""
+    asking = tmp_path / "asking"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(f"#!/bin/sh\necho $$ > {asking}.new; mv {asking}.new {asking}; exec sleep 30\n")
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    for name, folder in (("RUNS_DIR", "runs"), ("SFT_PLAY_CACHE", "cache")):
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    monkeypatch.setattr(elastic, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(elastic, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(elastic, "CLOSE_SECONDS", 25.0)  # shorter than the silence, longer than a busy machine needs
+    yield asking
+    os.kill(int(asking.read_text()), signal.SIGKILL)
+
+
+def marks(folder: Path) -> list[Path]:
+    return [path for name in ("runs", "cache") for path in (folder / name).glob(".seen-*")]
+
+
+@pytest.mark.parametrize("was_back", [False, True])
+def test_the_end_of_a_run_waits_for_no_machine_that_is_asked(tmp_path: Path, silent: Path, was_back: bool) -> None:
+    said: list[str] = []
+    task = task_of(tmp_path, ("launch.elastic", "1:2"))
+    returning = Returning(Muster(task), [], task.run, said.append)
+    if was_back:  # fit before, a checkpoint has come since, and it is asked again
+        returning.back = [LAPTOP]
+        (task.run.checkpoints / "step-000005").mkdir(parents=True)
+    returning.missing = [LAPTOP]
+    returning.begin()
+    until = time.monotonic() + 60
+    while not silent.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(marks(tmp_path)) == 2, "it is being asked"
+    begun = time.monotonic()
+    returning.close()
+    assert time.monotonic() - begun < elastic.CLOSE_SECONDS
+    assert not marks(tmp_path) and not returning.wanted() and said == []
 
 
 def test_a_run_that_was_killed_before_its_start_begins_in_its_folder(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from sft_play.config.cluster import Host, Inventory
 from sft_play.config.elastic_rules import elastic_bounds
 from sft_play.errors import DataError, UserError
 from sft_play.launch.cluster import board, cause, remote
-from sft_play.launch.cluster.agent import Agent, refused
+from sft_play.launch.cluster.agent import BOOT, Agent, refused, request_of
 from sft_play.launch.cluster.children import ended_with_us, waited_for
 from sft_play.launch.cluster.facts import Facts
 from sft_play.launch.cluster.install import venv_of
@@ -175,3 +175,24 @@ def test_programs_of_threads_end_with_the_command() -> None:
     with pytest.raises(KeyboardInterrupt), waited_for(process), ended_with_us():
         raise KeyboardInterrupt
     assert process.wait(timeout=10) == -9
+
+
+def test_the_program_beside_a_launcher_ends_well_while_somebody_listens(tmp_path: Path) -> None:
+    words = {
+        "argv": ["sh", "-c", "echo trained; exit 4"],
+        "variables": {},
+        "run": "one",
+        "stream": False,
+        "token": "of this test",
+    }
+    request = request_of(Host(name="old", address="203.0.113.1", folder=str(tmp_path)), "launch", node=0, **words)
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", BOOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdin.write(request.encode())
+        process.stdin.flush()
+        code = process.wait(timeout=60)
+        told = [json.loads(line) for line in process.stdout.read().splitlines()]
+        assert (code, process.stderr.read()) == (0, b"")
+    assert {"out": "trained\n"} in told and told[-1] == {"ended": 4, "event": None, "left": 0}

@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import queue
+import re
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +24,23 @@ from sft_play.launch.cluster import own_files, remote, sync
 from sft_play.launch.cluster.agent import Agent, Message
 from sft_play.launch.cluster.board import Board, Logs
 from sft_play.launch.cluster.session import Node, Session
-from sft_play.launch.cluster.task import Task, controlling, disk_errors_told, read_task, require_unused_name
+from sft_play.launch.cluster.task import (
+    Task,
+    choose_port,
+    controlling,
+    disk_errors_told,
+    read_task,
+    require_one_disk,
+    require_unused_name,
+)
 from sft_play.launch.stopping import Stop
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_cluster_transfer import OWN
 
 
-def call(tmp_path: Path, *words: str) -> Task:
-    (tmp_path / "home.yaml").write_text("hosts: {a: {address: 127.0.0.1}}\n")
+def call(tmp_path: Path, *words: str, network: str | None = None) -> Task:
+    speed = f"network: {network}\n" if network else ""
+    (tmp_path / "home.yaml").write_text(f"{speed}hosts: {{a: {{address: 127.0.0.1}}}}\n")
     return read_task(parse_call(["train-cluster", f"CLUSTER={tmp_path / 'home.yaml'}", *words], COMMANDS, {}))
 
 
@@ -109,8 +120,70 @@ def test_locks_and_disks_that_fail_are_told_apart(run: RunFolder, tmp_path: Path
     with pytest.raises(HardwareError, match="No space left") as error, disk_errors_told(run.path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x/config.json")
     assert error.value.place == "/x/config.json" and "df" in (error.value.hint or "")
-    with pytest.raises(BrokenPipeError), disk_errors_told(run.path):
-        raise BrokenPipeError
+    with pytest.raises(HardwareError, match="cannot be used: No space left") as error, disk_errors_told(run.path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of a write to an open file
+    assert error.value.place == str(run.path)
+    for number in (errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTDIR):
+        with pytest.raises(HardwareError, match="cannot be used") as error, disk_errors_told(run.path):
+            raise OSError(number, os.strerror(number), tmp_path / "x")
+        assert error.value.place == str(tmp_path / "x") and error.value.hint is None
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        BrokenPipeError(errno.EPIPE, "Broken pipe"),
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "a file that we forgot"),
+        OSError(errno.EBADF, "Bad file descriptor"),
+        OSError(errno.EIO, "Input/output error"),
+        OSError(errno.EMFILE, "Too many open files", "/x"),
+        OSError("no number"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_that_no_disk_causes_stay_our_own(run: RunFolder, ours: OSError) -> None:
+    with pytest.raises(OSError) as error, disk_errors_told(run.path):
+        raise ours
+    assert error.value is ours
+
+
+def test_a_typed_port_that_is_taken_says_by_whom(tmp_path: Path, run: RunFolder) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        task = call(tmp_path, "CONFIG=configs/quickstart.yaml", "RUN_NAME=one", f"MASTER_PORT={port}")
+        with pytest.raises(HardwareError, match=rf"port {port} is taken .*: `.*` \(process {os.getpid()}\) has it") as error:
+            choose_port(task, 0)
+    assert error.value.place == f"MASTER_PORT={port}" and "choose another MASTER_PORT" in (error.value.hint or "")
+    assert choose_port(task, 0) == port, "it is free again"
+
+
+def test_the_networks_speed_of_the_inventory_reaches_the_plan(tmp_path: Path, run: RunFolder) -> None:
+    words = ("CONFIG=configs/quickstart.yaml", "RUN_NAME=one")
+    assert call(tmp_path, *words).loaded.config.launch.network is None
+    of_inventory = call(tmp_path, *words, network="2.5Gbit").loaded
+    assert of_inventory.config.launch.network == "2.5Gbit"
+    assert of_inventory.origins["launch.network"] == str(tmp_path / "home.yaml")
+    typed = call(tmp_path, *words, "LAUNCH_NETWORK=100Mbit", network="2.5Gbit").loaded
+    assert typed.config.launch.network == "100Mbit" and "home.yaml" not in typed.origins["launch.network"]
+    of_call = call(tmp_path, *words, "CLUSTER_NETWORK=10Gbit", network="2.5Gbit").loaded
+    assert of_call.config.launch.network == "10Gbit"
+    of_file = call(tmp_path, "CONFIG=configs/home_lan.yaml", "RUN_NAME=one", network="2.5Gbit").loaded
+    assert of_file.config.launch.network == "1Gbit" and "home_lan.yaml" in of_file.origins["launch.network"]
+
+
+def test_shards_need_one_disk_and_the_refusal_says_what_to_type(tmp_path: Path, run: RunFolder) -> None:
+    words = ("CONFIG=configs/home_lan_13b.yaml", "RUN_NAME=one")
+    worker = Host(name="old", address="192.0.2.1", place="home.yaml:4")
+    with pytest.raises(UserError, match="every machine writes a part of each checkpoint, and `old` has a run folder") as error:
+        require_one_disk(call(tmp_path, *words), [worker], {"old": OWN})
+    typed = re.findall(r"[A-Z_]+=\w+", error.value.hint or "")
+    assert typed == ["DATA_SYNC=shared", "LAUNCH_STRATEGY=ddp", "TRAIN_SAVE_STRATEGY=no"]
+    preset = Path("configs/home_lan_13b.yaml").read_text()
+    assert f"`{typed[0]}`" in preset and f"`{typed[2]}`" in preset
+    require_one_disk(call(tmp_path, *words, typed[0]), [worker], {"old": replace(OWN, shares_runs=True)})
+    for word in typed[1:]:
+        require_one_disk(call(tmp_path, *words, word), [worker], {"old": OWN})
 
 
 @pytest.mark.parametrize("folder", ["~/", "~//", "/", "//", "/..", "~/.", "~/..", "~/../x", "x/../.."])

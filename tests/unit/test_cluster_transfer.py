@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,8 +91,8 @@ def test_only_what_is_on_the_list_is_ours(there: Path) -> None:
     bring(there, ["a.py"])
     (here / "a.py").write_text("two, never sent")
     inventory = Inventory(hosts=(HOST,), network=None, ssh_config=None, path=Path("home.yaml"))
-    _, brought, found = look(HOST, inventory, HOST.folder, LIST.path, ["a.py", "absent"])
-    assert {("a.py", digest) for digest, _ in brought} == set(found.items()), "absent files have no digest"
+    now = look(HOST, inventory, HOST.folder, LIST.path, ["a.py", "absent"])
+    assert {("a.py", digest) for digest, _ in now.brought} == set(now.found.items()), "absent files have no digest"
     keep_list(HOST, inventory, LIST.path, [])
     with pytest.raises(UserError, match=r"`a\.py`"):
         bring(there, ["a.py"])
@@ -179,6 +179,8 @@ def test_files_that_left_the_project_leave_the_machines(tmp_path: Path, monkeypa
         Path(name).write_text(name)
     own = digests(tmp_path, ["kept.py", "gone.py", "edited.py"])
     request = {"listing": sync.SENT, "mark": ".cache/seen-1"}
+    Path(sync.SENT).parent.mkdir()
+    Path(sync.SENT).write_text("".join(f"{digest}  {name}\0" for name, digest in [*own.items(), ("../kept.py", own["kept.py"])]))
     assert remote.tidy_code({**request, "files": own}) == 0
     Path("edited.py").write_text("since")
     kept = {"kept.py": own["kept.py"], "../kept.py": own["kept.py"], os.fsdecode(b"caf\xe9"): own["kept.py"]}
@@ -329,3 +331,110 @@ def test_links_of_the_hubs_cache_stay_links(there: Path) -> None:
     with pytest.raises(UserError, match="`snapshots/a -> b`"):
         bring(there, names)
     assert (there / "snapshots" / "a -> b").read_text() == "another model"
+
+
+def listed(there: Path) -> set[tuple[bytes, str]]:
+    """The list's marks and names."""
+    entries = (there / sync.SENT).read_bytes().split(b"\0")
+    return {(entry[64:66], os.fsdecode(entry[66:])) for entry in entries if entry}
+
+
+def tidy(there: Path, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str]) -> None:
+    with monkeypatch.context() as patched:
+        patched.chdir(there)
+        assert remote.tidy_code({"listing": sync.SENT, "mark": ".cache/seen-1", "files": dict(files)}) == 0
+
+
+def test_a_file_that_is_edited_here_meanwhile_is_still_known_there(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the transfer and the end of an installation, which tidies, lie minutes."""
+    here = there.parent.parent / "here"
+    for name in ("a.py", "b.py"):
+        (here / name).write_text("sent")
+    bring(there, ["a.py", "b.py"])
+    (here / "a.py").write_text("edited while pip installs")
+    tidy(there, monkeypatch, digests(here, ["a.py", "b.py"]))
+    bring(there, ["a.py", "b.py"])
+    assert (there / "a.py").read_text() == "edited while pip installs"
+    tidy(there, monkeypatch, {"b.py": ""})
+    assert not (there / "a.py").exists() and (there / "b.py").exists() and listed(there) == {(b"  ", "b.py")}
+
+
+def test_what_stood_there_already_may_be_replaced_and_is_never_removed(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkout on the host, say: the same content, with another time (`old.py`) or this one's (`same.py`)."""
+    here = there.parent.parent / "here"
+    names = ["old.py", "same.py", "new.py", "moved.py"]
+    for name in names:
+        (here / name).write_text(name)
+        os.utime(here / name, (1e9, 1e9))
+        if name != "new.py":
+            (there / name).write_text(name)
+            os.utime(there / name, (1e9 if name == "same.py" else 1.1e9,) * 2)
+    bring(there, names)
+    assert listed(there) == {(b" *", "old.py"), (b" *", "moved.py"), (b"  ", "new.py")}
+    tidy(there, monkeypatch, digests(here, names))
+    assert listed(there) == {(b" *", "old.py"), (b" *", "moved.py"), (b"  ", "new.py"), (b" *", "same.py")}
+    for name in ("old.py", "same.py"):
+        (here / name).write_text("longer, and ours")
+    bring(there, names)
+    assert {(there / name).read_text() for name in ("old.py", "same.py")} == {"longer, and ours"}
+    tidy(there, monkeypatch, {"same.py": "", "old.py": ""})
+    assert (there / "moved.py").read_text() == "moved.py", "never sent, so not ours to remove"
+    assert not (there / "new.py").exists()
+    tidy(there, monkeypatch, {"old.py": ""})
+    assert not (there / "same.py").exists() and (there / "old.py").exists(), "sent since"
+
+
+@pytest.mark.parametrize("listing", [LIST, None])
+def test_what_is_the_same_there_takes_no_room_and_no_second_look(there: Path, listing: Listing | None, tmp_path: Path) -> None:
+    """rsync tells a file of another time as one to be sent whole; a disk that has room for one copy has none for two."""
+    here = there.parent.parent / "here"
+    for folder, time in ((here, 1.5e9), (there, 1.2e9)):
+        (folder / "weights of it's model").write_text("w" * 100_000)
+        os.utime(folder / "weights of it's model", (time, time))
+    (here / "small").write_text("s")
+    (tmp_path / "bin" / "df").write_text("#!/bin/sh\necho Filesystem; echo /dev/sda 9 9 50 99% /srv\n")  # 50 KiB are free
+    (tmp_path / "bin" / "df").chmod(0o755)
+    before = (there / "weights of it's model").stat().st_ino
+    bring(there, ["weights of it's model", "small"], listing)
+    assert (there / "small").read_text() == "s"
+    now = (there / "weights of it's model").stat()
+    assert (now.st_ino, now.st_mtime) == (before, 1.5e9), "not written again; its time is this one's, so that rsync asks no more"
+    (here / "weights of it's model").write_text("v" * 100_000)
+    os.utime(here / "weights of it's model", (1.6e9, 1.6e9))
+    with pytest.raises(HardwareError, match=r"0\.00 GiB are to be brought"):
+        bring(there, ["weights of it's model", "small"], listing)
+    assert (there / "weights of it's model").read_text() == "w" * 100_000
+
+
+def test_a_model_of_links_that_was_brought_may_change(there: Path) -> None:
+    """`-L` sends what a link leads to: the file there is ours, and a later one replaces it."""
+    here = there.parent.parent / "here"
+    (here / "store").write_text("first")
+    (here / "model.safetensors").symlink_to("store")
+    bring(there, ["model.safetensors"], options=["-L"])
+    assert listed(there) == {(b"  ", "model.safetensors")} and not (there / "model.safetensors").is_symlink()
+    (here / "store").write_text("second, longer")
+    bring(there, ["model.safetensors"], options=["-L"])
+    assert (there / "model.safetensors").read_text() == "second, longer"
+    (there / "model.safetensors").write_text("theirs")
+    with pytest.raises(UserError, match=r"`model\.safetensors`"):
+        bring(there, ["model.safetensors"], options=["-L"])
+
+
+def test_files_of_an_earlier_version_are_told_from_a_persons(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier version left no list with digests: whose the files are is not known, and the hint names both cases."""
+    here = there.parent.parent / "here"
+    (here / "setup.py").write_text("of today")
+    (there / "setup.py").write_text("of yesterday")
+    inventory = Inventory(hosts=(HOST,), network=None, ssh_config=None, path=Path("home.yaml"))
+    monkeypatch.setattr(sync, "project", lambda: here)
+    with pytest.raises(UserError, match=r"`setup\.py`") as error, ended_with_us():
+        sync.send_code(HOST, inventory, ["setup.py"])
+    assert "an earlier version of this command" in (error.value.hint or "")
+    assert "mv ~/sft-play ~/sft-play.old, and here make cluster-install CLUSTER=home.yaml" in (error.value.hint or "")
+    with ended_with_us():
+        keep_list(HOST, inventory, LIST.path, [("0" * 64, "other.py")])
+    with pytest.raises(UserError, match=r"`setup\.py`") as error, ended_with_us():
+        sync.send_code(HOST, inventory, ["setup.py"])
+    assert "earlier version" not in (error.value.hint or ""), "there is a list"
+    assert (there / "setup.py").read_text() == "of yesterday"

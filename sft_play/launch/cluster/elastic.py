@@ -27,6 +27,8 @@ POLL_SECONDS = 10.0
 LOOK_SECONDS = 1.0
 """How often a new checkpoint is looked for when one is back."""
 SAY_SECONDS = 30.0
+CLOSE_SECONDS = 5.0
+"""How long the end of the asking is waited for: a disk may hang."""
 MOST_REFUSALS = 3
 """How often one command may fail to bring a machine what it needs before that machine is left out for good."""
 Chosen = tuple[list[Host], dict[str, Facts]]
@@ -103,26 +105,31 @@ class Muster:
             pause(POLL_SECONDS)
             again = True  # too few without them: what failed may do better now
 
-    def ask(self, hosts: Sequence[Host], *, again: bool = False) -> dict[str, Facts | UserError]:
-        """Returns host name -> its facts, or why it cannot take part. `again`: also those whose last refusal still holds."""
+    def ask(
+        self, hosts: Sequence[Host], *, again: bool = False, over: threading.Event | None = None
+    ) -> dict[str, Facts | UserError]:  # fmt: skip
+        """Returns host name -> its facts, or why it cannot take part. `again`: also those whose last refusal still holds. Those that have not
+        answered when `over` is set are not among them."""
         master = self.task.inventory.master
-        answers = gather(self.task.inventory, hosts, self._variables, self.task.run.name)
+        answers = gather(self.task.inventory, hosts, self._variables, self.task.run.name, over=over)
         if isinstance(own := answers.get(master.name), Facts):
             self._own = own
-        return {host.name: self._judged(host, answers[host.name], again=again) for host in hosts}
+        return {host.name: self._judged(host, answers[host.name], again=again) for host in hosts if host.name in answers}
 
     def refuse(self, host: Host, facts: Facts, error: UserError) -> None:
         """Remembers that a machine failed, and what it said of itself then."""
         before = self._refused.get(host.name)
-        self._refused[host.name] = Refusal(error=error, facts=facts, times=(before.times if before else 0) + 1)
+        self._refused[host.name] = Refusal(
+            error=error, facts=replace(facts, run_there=None), times=(before.times if before else 0) + 1
+        )
 
     def _judged(self, host: Host, answer: Facts | UserError, *, again: bool) -> Facts | UserError:
         known = self._refused.get(host.name)
         if known is not None and known.times >= MOST_REFUSALS:
             return known.error
-        if known is not None and not again and answer == known.facts:
+        if known is not None and not again and _itself(answer) == known.facts:
             return known.error
-        if known is not None and answer != known.facts:
+        if known is not None and _itself(answer) != known.facts:
             self._refused[host.name] = replace(known, facts=None)
         if isinstance(answer, UserError):
             return answer
@@ -166,6 +173,11 @@ class Muster:
         return len(hosts) >= self.task.least and self.task.inventory.master in hosts
 
 
+def _itself(answer: Facts | UserError) -> Facts | UserError:
+    """Returns a machine's facts without the run's folder there: our own failed start may have left it, and it is no change of the machine."""
+    return replace(answer, run_there=None) if isinstance(answer, Facts) else answer
+
+
 def _facts_of(hosts: Sequence[Host], answers: Mapping[str, Facts | UserError]) -> dict[str, Facts]:
     return {host.name: facts for host in hosts if isinstance(facts := answers[host.name], Facts)}
 
@@ -186,8 +198,13 @@ class Returning:
         self.back: list[Host] = []
         self._over = threading.Event()
         self._ready = False
+        self._thread = threading.Thread(target=self._watch, name="returning", daemon=True)
         if self.missing:
-            threading.Thread(target=self._watch, name="returning", daemon=True).start()
+            self.begin()
+
+    def begin(self) -> None:
+        """Begins to ask."""
+        self._thread.start()
 
     def _watch(self) -> None:
         newest = 0
@@ -201,15 +218,16 @@ class Returning:
                 if self.back:
                     self._ready = True
                     return
-                self._say(f"\n{names} cannot be taken in any more")
+                if not self._over.is_set():
+                    self._say(f"\n{names} cannot be taken in any more")
 
     def _fit(self) -> list[Host]:
         """Returns those that could take part now."""
         try:
-            answers = self.muster.ask(self.missing)
+            answers = self.muster.ask(self.missing, over=self._over)
         except UserError:  # this machine's own disk: the run itself will say so
             return []
-        return [host for host in self.missing if isinstance(answers[host.name], Facts)]
+        return [host for host in self.missing if isinstance(answers.get(host.name), Facts)]
 
     def _names(self) -> str:
         return ", ".join(f"`{host.name}`" for host in self.back)
@@ -223,5 +241,7 @@ class Returning:
         return self._ready
 
     def close(self) -> None:
-        """Asks no more."""
+        """Asks no more, and leaves nothing behind: returns within a second, whatever a machine that is asked just then does."""
         self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)

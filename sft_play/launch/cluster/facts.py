@@ -8,8 +8,9 @@ import re
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, fields
+from threading import Event, Thread
 from typing import Any
 
 from sft_play.config.cluster import Host, Inventory
@@ -23,6 +24,8 @@ from sft_play.runs.origin import OPTIONAL, PACKAGES
 
 SECONDS = 30.0
 """How long a machine may take to answer."""
+OVER_SECONDS = 0.2
+"""How often it is looked whether the answers are still wanted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,19 +84,36 @@ def facts_of(host: Host, inventory: Inventory, timeout: float, **more: Any) -> F
 
 
 def gather(
-    inventory: Inventory, hosts: Sequence[Host], variables: Mapping[str, str], run: str | None = None
-) -> dict[str, Facts | UserError]:
-    """Asks all hosts at once, also for what they have of a run called `run`; returns host name -> its facts, or why it cannot be asked."""
-    with _mark() as mark, ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
+    inventory: Inventory, hosts: Sequence[Host], variables: Mapping[str, str], run: str | None = None, *, over: Event | None = None
+) -> dict[str, Facts | UserError]:  # fmt: skip
+    """Asks all hosts at once, also for what they have of a run called `run`; returns host name -> its facts, or why it cannot be asked.
 
-        def one(host: Host) -> Facts | UserError:
-            mine = {} if is_here(host) else dict(variables)
-            try:
-                return facts_of(host, inventory, SECONDS, mark=mark, variables=mine, run=run)
-            except UserError as error:
-                return error
+    Once `over` is set, those that have not answered are waited for no longer, and are not among what is returned.
+    """
+    with _mark() as mark:
+        asked = {host.name: _asked(host, inventory, mark, variables, run) for host in hosts}
+        while wait(asked.values(), timeout=OVER_SECONDS).not_done and not (over is not None and over.is_set()):
+            pass
+        return {name: answer.result() for name, answer in asked.items() if answer.done()}
 
-        return dict(zip((host.name for host in hosts), pool.map(one, hosts), strict=True))
+
+def _asked(
+    host: Host, inventory: Inventory, mark: str, variables: Mapping[str, str], run: str | None
+) -> Future[Facts | UserError]:
+    """Asks a host in a thread that nothing waits for: a pool's would hold the command's end until the last SSH has given up."""
+    answer: Future[Facts | UserError] = Future()
+
+    def work() -> None:
+        mine = {} if is_here(host) else dict(variables)
+        try:
+            answer.set_result(facts_of(host, inventory, SECONDS, mark=mark, variables=mine, run=run))
+        except UserError as error:
+            answer.set_result(error)
+        except BaseException as error:  # noqa: BLE001 - raised where the answer is read
+            answer.set_exception(error)
+
+    Thread(target=work, name=f"facts-{host.name}", daemon=True).start()
+    return answer
 
 
 def shared_variables(shared: bool) -> dict[str, str]:

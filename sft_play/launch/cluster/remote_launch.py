@@ -220,7 +220,7 @@ def launch(request: dict[str, Any]) -> int:
     except OSError as error:
         tell(problem=f"{request['argv'][0]}: {error.strerror or error}")
         return 1
-    return running.supervise()
+    os._exit(running.supervise())  # a thread waits inside `sys.stdin`: Python would abort at its own end, and leave a core file
 
 
 OPERATIONS = {

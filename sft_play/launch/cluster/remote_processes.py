@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -58,7 +57,8 @@ def tail(request: dict[str, Any]) -> int:
 
 
 def _until_gone(done: threading.Event) -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, CHUNK):  # a thread inside `sys.stdin` when Python ends makes it abort
+        pass
     done.set()
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sft_play.config.schema import Config
 
 SENT = ".cache/sft-play-sent"
-"""In the project's folder of a machine, where git ignores it: what was brought, as `sha256sum -z` writes it."""
+"""In the project's folder of a machine, where git ignores it: what was brought, as `sha256sum -z` writes it, and after ` *` what was seen."""
 SECRETS = (".env", ".netrc")
 NOTICED = ("sft_play/", "configs/")
 """Where a file that is not tracked yet was probably meant to be sent."""
@@ -91,7 +91,11 @@ def _listed(*options: str) -> list[str]:
 def send_code(host: Host, inventory: Inventory, files: Sequence[str], *, tidy: bool = True) -> None:
     """Makes the project on `host` the same as here. Raises `UserError` where a person's own work would be lost (`transfer.deliver`)."""
     hint = "another `folder` in the inventory; or commit and move them away there, and type the same command again"
-    deliver(host, inventory, project(), host.folder, files, Listing(f"{host.folder}/{SENT}", hint))
+    missing = (
+        f"where an earlier version of this command brought them, it left no such list: on it, mv {host.folder} {host.folder}.old, and here "
+        f"make cluster-install CLUSTER={inventory.path}"
+    )
+    deliver(host, inventory, project(), host.folder, files, Listing(f"{host.folder}/{SENT}", hint, missing))
     if tidy:
         tidy_code(host, inventory, files)
 
@@ -103,7 +107,8 @@ def tidy_code(host: Host, inventory: Inventory, files: Sequence[str]) -> None:
         mark.parent.mkdir(exist_ok=True)
         mark.touch()  # a machine that sees it has this very folder, and nothing of it is to be removed
         seen = str(mark.relative_to(project()))
-        ask(host, inventory, "tidy_code", timeout=60, files=digests(project(), files), listing=SENT, mark=seen)
+        now = dict.fromkeys(files, "") | digests(project(), files)
+        ask(host, inventory, "tidy_code", timeout=60, files=now, listing=SENT, mark=seen)
     except OSError as error:
         raise HardwareError(f"cannot be written: {error.strerror}", place=str(error.filename)) from error
     finally:

@@ -25,7 +25,7 @@ from sft_play.launch.cluster.board import plan_of
 from sft_play.launch.cluster.facts import Facts, forwarded, require_master_here, shared_variables
 from sft_play.launch.cluster.ssh import is_here
 from sft_play.launch.deepspeed_json import read_user_json
-from sft_play.launch.network import port_is_free
+from sft_play.launch.network import holder_of, port_is_free
 from sft_play.launch.preparation import DELIVERED
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import choose_name, find_run, has_started
@@ -33,6 +33,12 @@ from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 
 FIRST_PORT, MOST_PORTS = 29500, 100
 FULL = (errno.ENOSPC, errno.EDQUOT)
+OF_A_DISK = (*FULL, errno.EROFS, errno.ESTALE)
+"""What only a disk says, also where Python knows no name: a write to an open file."""
+OF_A_FILE = (
+    *OF_A_DISK, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG, errno.ENXIO,
+)  # fmt: skip
+"""What is the disk's or the user's where a file is named; without a name a terminal or a socket may have said it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +155,8 @@ def require_one_disk(task: Task, hosts: Sequence[Host], facts: Mapping[str, Fact
         raise UserError(
             f"under ZeRO and FSDP2 every machine writes a part of each checkpoint, and `{apart[0]}` has a run folder of its own",
             place=task.loaded.origins.get("launch.strategy"),
-            hint="`data.sync: shared` with RUNS_DIR on a network disk, or `launch.strategy: ddp`, or `train.save_strategy: no`",
+            hint="DATA_SYNC=shared with RUNS_DIR and SFT_PLAY_CACHE on a disk that all hosts see; or LAUNCH_STRATEGY=ddp, where a whole copy fits "
+            "each device; or TRAIN_SAVE_STRATEGY=no: no checkpoints",
         )
 
 
@@ -175,9 +182,10 @@ def choose_port(task: Task, attempt: int) -> int:
     typed = task.call.port("MASTER_PORT")
     if typed is not None:
         if not port_is_free(typed):
-            who = "`ss -ltnp` says by which"
             raise HardwareError(
-                f"port {typed} is taken by another process on this machine", hint=f"{who}; or choose another MASTER_PORT"
+                f"port {typed} is taken by another process on this machine{holder_of(typed)}",
+                place=f"MASTER_PORT={typed}",
+                hint="end it, or choose another MASTER_PORT; `ss -ltnp` lists who listens",
             )
         return typed
     ports = [FIRST_PORT + (attempt + k) % MOST_PORTS for k in range(MOST_PORTS)]
@@ -254,24 +262,32 @@ def lock_file(run: RunFolder) -> Path:
 
 @contextlib.contextmanager
 def disk_errors_told(path: Path) -> Iterator[None]:
-    """Turns an `OSError` of the body, such as a full disk's, into a `HardwareError` with its place; `path` where it names none itself."""
+    """Turns an `OSError` of the body that a disk or a file's rights cause, such as a full disk's, into a `HardwareError` with its place; `path`
+    where it names none itself. Any other (a socket's, a program that is missing) is our own fault and passes."""
     try:
         yield
-    except BrokenPipeError:  # who read what we print has gone
-        raise
     except OSError as error:
-        place = str(error.filename) if isinstance(error.filename, str | os.PathLike) else str(path)
-        hint = "`df` says what is full; RUNS_DIR, SFT_PLAY_CACHE and TMPDIR move what is written" if error.errno in FULL else None
-        raise HardwareError(f"cannot be used: {error.strerror or error}", place=place, hint=hint) from error
+        named = isinstance(error.filename, str | os.PathLike)
+        if error.errno not in (OF_A_FILE if named else OF_A_DISK):
+            raise
+        raise _of_disk(error, path) from error
+
+
+def _of_disk(error: OSError, path: Path) -> HardwareError:
+    place = str(error.filename) if isinstance(error.filename, str | os.PathLike) else str(path)
+    hint = "`df` says what is full; RUNS_DIR, SFT_PLAY_CACHE and TMPDIR move what is written" if error.errno in FULL else None
+    return HardwareError(f"cannot be used: {error.strerror or error}", place=place, hint=hint)
 
 
 @contextlib.contextmanager
 def controlling(run: RunFolder, inventory: Path | None = None) -> Iterator[None]:
     """Keeps a run for this command, given with the file of `CLUSTER=`. Raises `UserError` when another controls it."""
     path = lock_file(run)
-    with disk_errors_told(path):
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise _of_disk(error, path) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -284,9 +300,11 @@ def controlling(run: RunFolder, inventory: Path | None = None) -> Iterator[None]
         except OSError as error:
             hint = "SFT_PLAY_CACHE on a disk of this machine; a network disk may know no locks"
             raise HardwareError(f"its disk gives no lock: {error.strerror}", place=str(path), hint=hint) from error
-        with disk_errors_told(path):
+        try:
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            raise _of_disk(error, path) from error
         yield
     finally:
         os.close(descriptor)

@@ -1,12 +1,14 @@
 """rsync to a machine and from it, and what must not be lost by that: a file that stands there, is another one, and was not brought by us.
 
 What is brought is listed there with its digests (`Listing`), so that the next call knows its own files from a person's. The list is written
-before the files: a transfer that is cut off leaves none that nobody knows. Needs rsync and a machine's own tools, no Python: the first call
-comes before there is an environment.
+before the files: a transfer that is cut off leaves none that nobody knows. What stands there already as it is here is not sent, and listed as
+seen: it may be replaced later, but was never ours to remove. Needs rsync and a machine's own tools, no Python: the first call comes before
+there is an environment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import re
@@ -36,6 +38,11 @@ LOOK = HOME + (
     'if [ -n "$l" ] && [ -f "$l" ]; then cat -- "$l"; fi; printf "\\000\\000"; LC_ALL=C xargs -0 -r sha256sum -z --; c=$?; [ $c = 123 ] || exit $c'
 )
 """Takes a folder and its list; standard input names files in it. Prints `df`, the list, the digests of those files that are there."""
+TOUCH = HOME + (
+    'cd -- "$(h "$1")" || exit 1; xargs -0 -r -n 32 sh -c '
+    '\'while [ $# -gt 1 ]; do touch -c -m -d "@$1" -- "$2" 2>/dev/null; shift 2; done\' sh'
+)
+"""Takes a folder; standard input gives seconds since 1970 and a name in it, in turn. 32: as many of the longest names as fit one command."""
 KEEP = HOME + 'l=$(h "$1"); mkdir -p -- "${l%/*}" && n=$(mktemp -- "$l.XXXXXX") && cat >"$n" && mv -f -- "$n" "$l"'
 ABSENT = ": No such file or directory"
 
@@ -59,6 +66,26 @@ class Listing:
     """There: absolute, or `~/...`."""
     hint: str
     """What to do about files that would be lost."""
+    missing: str = ""
+    """What else where there is no list."""
+
+
+Entry = tuple[str, str]
+"""sha256 and name of a file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What stands in a folder of a machine."""
+
+    free: int
+    """Bytes that its disk has left."""
+    brought: set[Entry]
+    """What the list says that we sent."""
+    seen: set[Entry]
+    """What the list says that stood there as it was here, and was never sent."""
+    found: Mapping[str, str]
+    """Name -> sha256 of the files that are there, of those that were asked for."""
 
 
 def make_folder(host: Host, inventory: Inventory, folder: str) -> None:
@@ -75,7 +102,7 @@ def deliver(
 
     With a `listing` a file that stands there, has another content and was not brought by us is never replaced: `UserError` with their
     names, and nothing is sent; those whose names begin with one of `spared` stay as they are instead. Raises `HardwareError` for a host
-    that cannot be asked, or has no room.
+    that cannot be asked, or has no room. A file that is the same there gets this one's time, and is not sent.
     """
     if not names:
         return
@@ -85,24 +112,49 @@ def deliver(
     if not told.strip():
         return
     changes = _changes(told)
-    asked = [change.name for change in changes if not change.new and listing]
-    free, brought, found = look(host, inventory, there, listing.path if listing else "", asked)
-    size = sum(change.size for change in changes)
+    files = set(names)  # without the contents of folders, which rsync finds itself
+    asked = [change.name for change in changes if not change.new and change.name in files]
+    now = look(host, inventory, there, listing.path if listing else "", asked)
+    times = _times(source, asked)
+    ours, links = digests(source, asked), {name for name in files if "-L" not in options and (source / name).is_symlink()}
+    left: set[str] = set()
+    if listing is not None:
+        foreign = foreign_files(ours, now.found, now.brought | now.seen)
+        left = {name for name in foreign if name.startswith(tuple(spared))} if spared else set()
+        _refuse(host, there, sorted(foreign - left), _hint(listing, now))
+    equal = {name for name, digest in ours.items() if now.found.get(name) == digest} - links
+    sent = [change for change in changes if change.name not in left | equal]
+    _require_room(host, there, sum(change.size for change in sent), now.free)
+    if listing is not None:
+        new = digests(source, [change.name for change in sent if change.new and change.name not in links])
+        known = {(digest, name) for name, digest in (ours | new).items() if name not in left}
+        as_here = {(digest, name) for digest, name in known if name in equal}
+        keep_list(host, inventory, listing.path, now.brought | known - as_here, now.seen | as_here - now.brought)
+    if remaining := [name for name in names if name not in left | equal]:
+        rsync(host, inventory, words, names=remaining)
+    touch(host, inventory, there, {name: times[name] for name in equal if name in times})
+
+
+def _hint(listing: Listing, now: Standing) -> str:
+    return listing.hint if now.brought or now.seen or not listing.missing else f"{listing.hint}; {listing.missing}"
+
+
+def _require_room(host: Host, there: str, size: int, free: int) -> None:
     if size > free:
         raise HardwareError(
             f"host `{host.name}`: {size / GIB:.2f} GiB are to be brought to `{there}`, and its disk has {free / GIB:.2f} GiB free",
             place=host.place or None, hint="make room there (RUNS_DIR, SFT_PLAY_CACHE and HF_HOME of that machine move its folders)",
         )  # fmt: skip
-    if listing is None:
-        rsync(host, inventory, words, names=names)
-        return
-    ours = digests(source, [change.name for change in changes if not (change.new and (source / change.name).is_symlink())])
-    foreign = foreign_files(ours, found, brought)
-    left = {name for name in foreign if name.startswith(tuple(spared))} if spared else set()
-    _refuse(host, there, sorted(foreign - left), listing.hint)
-    sent = {(digest, name) for name, digest in ours.items() if name not in left}
-    keep_list(host, inventory, listing.path, brought | sent)
-    rsync(host, inventory, words, names=[name for name in names if name not in left])
+
+
+def _times(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """Returns name -> nanoseconds since 1970 of the last change, of files that can be read. Read before the digests: a file that is changed in
+    between has another time then, and is sent the next time."""
+    times = {}
+    for name in names:
+        with contextlib.suppress(OSError):
+            times[name] = (folder / name).stat().st_mtime_ns
+    return times
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -129,10 +181,8 @@ def _refuse(host: Host, there: str, names: Sequence[str], hint: str) -> None:
 # ---- What stands there
 
 
-def look(
-    host: Host, inventory: Inventory, folder: str, listing: str, names: Sequence[str]
-) -> tuple[int, set[tuple[str, str]], dict[str, str]]:
-    """Returns the free bytes of a folder's disk, the list of what was brought (sha256, name), and name -> sha256 of the files that are there."""
+def look(host: Host, inventory: Inventory, folder: str, listing: str, names: Sequence[str]) -> Standing:
+    """Returns what stands in a folder, of `names`, and what its list says. Raises `HardwareError`."""
     what = f"`{folder}` cannot be looked at"
     out, said = _ask(host, inventory, ["sh", "-c", LOOK, "sh", folder, listing], joined(names), LOOK_SECONDS, what)
     wrong = next((line for line in said.splitlines() if line.startswith("sha256sum:") and not line.endswith(ABSENT)), None)
@@ -143,21 +193,33 @@ def look(
     listed, _, hashed = rest.partition(b"\0\0")
     room = re.search(rb"(\d+)\s+\d+%\s", disk)  # of `df -P`: available, capacity, mount point
     free = int(room[1]) * 1024 if room else 2**62
-    return free, set(entries(listed)), {name: digest for digest, name in entries(hashed)}
+    found = {name: digest for digest, name in entries(hashed)}
+    return Standing(free=free, brought=set(entries(listed)), seen=set(entries(listed, b"*")), found=found)
 
 
-def entries(text: bytes) -> Iterable[tuple[str, str]]:
-    """Yields (sha256, name) of what `sha256sum -z` writes, and a list holds."""
+def entries(text: bytes, kind: bytes = b" ") -> Iterable[Entry]:
+    """Yields (sha256, name) of what `sha256sum -z` writes, and a list holds: what was brought, or with `*` what was seen."""
     for entry in text.split(b"\0"):
-        digest, _, name = entry.partition(b"  ")
-        if re.fullmatch(rb"[0-9a-f]{64}", digest) and name:
+        digest, mark, name = entry[:64], entry[64:66], entry[66:]
+        if re.fullmatch(rb"[0-9a-f]{64}", digest) and mark == b" " + kind and name:
             yield digest.decode(), os.fsdecode(name)
 
 
-def keep_list(host: Host, inventory: Inventory, path: str, brought: Iterable[tuple[str, str]]) -> None:
-    """Writes the list of what was brought. Raises `HardwareError`."""
-    text = b"".join(digest.encode() + b"  " + os.fsencode(name) + b"\0" for digest, name in sorted(brought))
+def keep_list(host: Host, inventory: Inventory, path: str, brought: Iterable[Entry], seen: Iterable[Entry] = ()) -> None:
+    """Writes the list of what was brought and seen. Raises `HardwareError`."""
+    lines = [(digest, b"  ", name) for digest, name in brought] + [(digest, b" *", name) for digest, name in seen]
+    text = b"".join(digest.encode() + mark + os.fsencode(name) + b"\0" for digest, mark, name in sorted(lines))
     _ask(host, inventory, ["sh", "-c", KEEP, "sh", path], text, 60, f"`{path}` cannot be written")
+
+
+def touch(host: Host, inventory: Inventory, folder: str, times: Mapping[str, int]) -> None:
+    """Sets the last change of files in a folder (name -> nanoseconds since 1970), so that rsync need not compare them again; of those that are
+    another user's it stays. Raises `HardwareError`."""
+    pairs = [text for name, time in sorted(times.items()) for text in (f"{time // 10**9}.{time % 10**9:09}", name)]
+    if pairs:
+        _ask(
+            host, inventory, ["sh", "-c", TOUCH, "sh", folder], joined(pairs), 600, f"times of files in `{folder}` cannot be set"
+        )
 
 
 def _ask(host: Host, inventory: Inventory, words: Sequence[str], text: bytes, seconds: float, what: str) -> tuple[bytes, str]:
