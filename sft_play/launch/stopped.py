@@ -22,10 +22,14 @@ def stop_of(failed: Sequence[tuple[int, Mapping[str, Any]]], silent: Sequence[in
 
 
 def facts(run: RunFolder, signals: Sequence[int], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what the event `stopped` keeps: `signal`, `step` (the last that ended) and `saved`, the newest valid checkpoint."""
+    """Returns what the event `stopped` keeps: `signal`, `step` (the last that ended) and `saved`, the newest complete checkpoint.
+
+    Its files are compared by size alone: whoever saved it has read it back, `make resume` compares every byte, and to read a large one
+    takes longer than a scheduler waits.
+    """
     told = [record["stop"] for record in records if "stop" in record]
     name = signal.Signals(signals[0]).name if signals else told[0]["signal"] if told else None
-    newest, damaged = newest_valid(run)
+    newest, damaged = newest_valid(run, sizes_only=True)
     notes = [str(record["note"]) for record in records if "note" in record][:1] + [f"damaged: {reason}" for reason in damaged]
     return {
         "signal": name,

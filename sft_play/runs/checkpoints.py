@@ -42,15 +42,15 @@ def published(run: RunFolder) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def newest_valid(run: RunFolder) -> tuple[Path | None, list[str]]:
+def newest_valid(run: RunFolder, *, sizes_only: bool = False) -> tuple[Path | None, list[str]]:
     """Returns the newest checkpoint whose every file is whole, and why newer ones were skipped.
 
-    What a process that has ended was about to replace gets its name back first.
+    What a process that has ended was about to replace gets its name back first. `sizes_only`: see `verify`.
     """
     _give_names_back(run)
     skipped: list[str] = []
     for checkpoint in published(run):
-        reason = verify(checkpoint)
+        reason = verify(checkpoint, sizes_only=sizes_only)
         if reason is None:
             return checkpoint, skipped
         skipped.append(f"{checkpoint.name}: {reason}")

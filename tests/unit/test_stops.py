@@ -219,7 +219,7 @@ def test_one_worker_that_was_asked_stops_the_run() -> None:
     assert stop_of([], [0], None) is None
 
 
-DAMAGE = "step-000008: `weights` has another checksum than the manifest says"
+DAMAGE = "step-000008: `weights` has 9 bytes, not 12"
 
 
 def test_what_the_event_says(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_what_the_event_says(tmp_path: Path) -> None:
         run.checkpoint(step).mkdir(parents=True)
         (run.checkpoint(step) / "weights").write_text("as they were")
         seal(run.checkpoint(step), ranks=())
-    (run.checkpoint(8) / "weights").write_text("as they wear")
+    (run.checkpoint(8) / "weights").write_text("as they w")
     found = facts(run, (signal.SIGUSR1,), [STOPPED, {**STOPPED, "note": "left late"}])
     assert found == {
         "signal": "SIGUSR1",
@@ -241,6 +241,18 @@ def test_what_the_event_says(tmp_path: Path) -> None:
     assert (
         describe(facts(RunFolder(tmp_path / "none"), (signal.SIGINT,), [])) == "stopped by SIGINT; there is no whole checkpoint"
     )
+
+
+def test_a_stop_reads_no_large_checkpoint(tmp_path: Path) -> None:
+    """A file of 64 GB that holds nothing: to read it would take longer than a scheduler waits."""
+    run = RunFolder(tmp_path)
+    run.checkpoint(8).mkdir(parents=True)
+    (run.checkpoint(8) / "weights").touch()
+    os.truncate(run.checkpoint(8) / "weights", 64 * 10**9)
+    manifest = {"files": {"weights": {"bytes": 64 * 10**9, "xxh3_128": "0" * 32}}}
+    (run.checkpoint(8) / "manifest.json").write_text(json.dumps(manifest))
+    began = time.monotonic()
+    assert facts(run, (signal.SIGTERM,), [STOPPED])["saved"] == "step-000008" and time.monotonic() - began < 5
 
 
 def test_a_launch_never_begins_anew_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
