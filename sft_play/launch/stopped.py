@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from sft_play.launch.run_folder import record_event, stop_code
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
 
@@ -47,3 +49,15 @@ def describe(stop: Mapping[str, Any]) -> str:
     whole = f"checkpoint {saved} is whole" if saved else "there is no whole checkpoint"
     note = f"; {stop['note']}" if stop.get("note") else ""
     return f"stopped by {stop.get('signal') or 'a signal'}{after}; {whole}{note}"
+
+
+@contextlib.contextmanager
+def stop_recorded(run: RunFolder, node_rank: int) -> Iterator[None]:
+    """Records a stop that comes in the body while no worker lives; one that comes while workers live is their launcher's to tell."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as stop:
+        number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
+        with contextlib.suppress(OSError):  # a full disk must not hide that the run was stopped
+            record_event(run, "stopped", node_rank=node_rank, code=stop_code(number), **facts(run, (number,), ()))
+        raise

@@ -20,9 +20,9 @@ from sft_play.config.load import LoadedConfig, load_config, read_config, save_co
 from sft_play.errors import UserError
 from sft_play.launch.restarts import nothing_to_go_on_from
 from sft_play.launch.resume import CHANGEABLE, is_longer, refuse_fewer_steps, steps_asked
-from sft_play.launch.run_folder import stop_code
+from sft_play.launch.run_folder import read_events, stop_code
 from sft_play.launch.same_command import as_long, changes
-from sft_play.launch.stopped import describe, facts, stop_of
+from sft_play.launch.stopped import describe, facts, stop_of, stop_recorded
 from sft_play.launch.stopping import Stop
 from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
@@ -259,6 +259,26 @@ def test_a_launch_never_begins_anew_where_all_checkpoints_are_damaged(tmp_path: 
     lost = Outcome(code=75, rank=1, message="error: rank 1 was killed by SIGKILL; all other ranks were stopped", cause="killed")
     end = nothing_to_go_on_from(RunFolder(tmp_path / "mine"), lost)
     assert end.code == 5 and "`mine` has no valid checkpoint" in end.message and "rank 1 was killed by SIGKILL" in end.message
+
+
+def test_a_launch_never_begins_anew_where_its_checkpoints_are_gone(tmp_path: Path) -> None:
+    run, lost = RunFolder(tmp_path / "mine"), Outcome(code=75, rank=1, message="error: rank 1 was killed", cause="killed")
+    end = nothing_to_go_on_from(run, lost, gone=4)
+    assert (
+        end.code == 5 and f"{run.checkpoints}: `mine` had saved checkpoints (the last at step 4), and none is left" in end.message
+    )
+    assert "make resume RUN=mine" in end.message and "why it had ended: rank 1 was killed" in end.message
+
+
+@pytest.mark.parametrize(("stop", "code", "name"), [(SystemExit(143), 143, "SIGTERM"), (KeyboardInterrupt(), 130, "SIGINT")])
+def test_a_stop_while_no_worker_lives_is_recorded(tmp_path: Path, stop: BaseException, code: int, name: str) -> None:
+    run = RunFolder(tmp_path)
+    with pytest.raises(type(stop)), stop_recorded(run, 1):
+        raise stop
+    (event,) = read_events(run)
+    assert (event["event"], event["code"], event["signal"], event["node"], event["saved"]) == ("stopped", code, name, 1, None)
+    with pytest.raises(type(stop)), stop_recorded(RunFolder(tmp_path / "gone"), 0):  # where nothing can be written
+        raise stop
 
 
 def loaded(folder: Path, train: str) -> LoadedConfig:
