@@ -46,7 +46,7 @@ def test_a_killed_rank(variables: dict[str, str], config: str, undisturbed: list
         launch.workers()[1].kill()
         code, error = launch.end()
         assert code == 0, error
-        assert "restarting: rank 1 was killed by SIGKILL" in error
+        assert f"restarting: rank 1 ({socket.gethostname()}) was killed by SIGKILL" in error
         assert "(restart 1 of 1)" in error
         assert learnt(launch.run) == undisturbed
         events = launch.events()
@@ -104,7 +104,7 @@ def test_damaged_checkpoints_are_told_and_none_means_no_restart(variables: dict[
         code, error = launch.end()
         assert code == 5, error
         assert saved and all(f"passed over: {checkpoint.name}: " in error for checkpoint in saved), error
-        assert "has no valid checkpoint to go on from" in error and "rank 1 was killed" in error
+        assert "has no valid checkpoint to go on from" in error and f"rank 1 ({socket.gethostname()}) was killed" in error
         assert [event["event"] for event in launch.events()] == ["started", "failed"]
 
 

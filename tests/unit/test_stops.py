@@ -256,9 +256,15 @@ def test_a_stop_reads_no_large_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_launch_never_begins_anew_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
-    lost = Outcome(code=75, rank=1, message="error: rank 1 was killed by SIGKILL; all other ranks were stopped", cause="killed")
+    lost = Outcome(
+        code=75, rank=1, message="error: rank 1 (node1) was killed by SIGKILL; all other ranks were stopped", cause="killed"
+    )
     end = nothing_to_go_on_from(RunFolder(tmp_path / "mine"), lost)
-    assert end.code == 5 and "`mine` has no valid checkpoint" in end.message and "rank 1 was killed by SIGKILL" in end.message
+    assert (
+        end.code == 5
+        and "`mine` has no valid checkpoint" in end.message
+        and "rank 1 (node1) was killed by SIGKILL" in end.message
+    )
 
 
 def test_a_launch_never_begins_anew_where_its_checkpoints_are_gone(tmp_path: Path) -> None:
