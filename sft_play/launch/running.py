@@ -48,11 +48,13 @@ def holders(run: RunFolder) -> list[Holder]:
 
 
 def _is_locked(path: Path) -> bool:
-    with contextlib.suppress(OSError), path.open("rb") as stream:
-        try:
+    try:
+        with path.open("rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except BlockingIOError:
+        return True
+    except OSError:  # a disk that knows no locks: then only a launcher of this machine can be known
+        return _owner(path) is not None
     return False
 
 
