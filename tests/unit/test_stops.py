@@ -18,13 +18,11 @@ import pytest
 
 from sft_play.config.load import LoadedConfig, load_config, read_config, save_config
 from sft_play.errors import UserError
-from sft_play.launch.restarts import nothing_to_go_on_from
 from sft_play.launch.resume import CHANGEABLE, is_longer, refuse_fewer_steps, steps_asked
 from sft_play.launch.run_folder import read_events, stop_code
 from sft_play.launch.same_command import as_long, changes
 from sft_play.launch.stopped import describe, facts, stop_of, stop_recorded
 from sft_play.launch.stopping import Stop
-from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
 from tests.conftest import ROOT
@@ -253,27 +251,6 @@ def test_a_stop_reads_no_large_checkpoint(tmp_path: Path) -> None:
     (run.checkpoint(8) / "manifest.json").write_text(json.dumps(manifest))
     began = time.monotonic()
     assert facts(run, (signal.SIGTERM,), [STOPPED])["saved"] == "step-000008" and time.monotonic() - began < 5
-
-
-def test_a_launch_never_begins_anew_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
-    lost = Outcome(
-        code=75, rank=1, message="error: rank 1 (node1) was killed by SIGKILL; all other ranks were stopped", cause="killed"
-    )
-    end = nothing_to_go_on_from(RunFolder(tmp_path / "mine"), lost)
-    assert (
-        end.code == 5
-        and "`mine` has no valid checkpoint" in end.message
-        and "rank 1 (node1) was killed by SIGKILL" in end.message
-    )
-
-
-def test_a_launch_never_begins_anew_where_its_checkpoints_are_gone(tmp_path: Path) -> None:
-    run, lost = RunFolder(tmp_path / "mine"), Outcome(code=75, rank=1, message="error: rank 1 was killed", cause="killed")
-    end = nothing_to_go_on_from(run, lost, gone=4)
-    assert (
-        end.code == 5 and f"{run.checkpoints}: `mine` had saved checkpoints (the last at step 4), and none is left" in end.message
-    )
-    assert "make resume RUN=mine" in end.message and "why it had ended: rank 1 was killed" in end.message
 
 
 @pytest.mark.parametrize(("stop", "code", "name"), [(SystemExit(143), 143, "SIGTERM"), (KeyboardInterrupt(), 130, "SIGINT")])
