@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import CheckpointError, UserError
 from sft_play.launch import cause_file, probing, recovery, restarts, tensorboard
 from sft_play.launch.attempt import run_attempt, write_launch_files
-from sft_play.launch.disk import require_disk_space
+from sft_play.launch.disk import disk_refusals_told, require_disk_space
 from sft_play.launch.environment import worker_environment
 from sft_play.launch.job import Job, job_of, refuse_early
 from sft_play.launch.joining import agreed, joined, own_part
@@ -35,6 +34,7 @@ from sft_play.launch.resume import (
     options_of_run,
     refuse_fewer_steps,
     restored_on_error,
+    saved_once,
     with_its_batch,
 )
 from sft_play.launch.run_folder import (
@@ -45,11 +45,9 @@ from sft_play.launch.run_folder import (
     is_finished,
     record_event,
     reserved,
-    stop_code,
 )
 from sft_play.launch.same_command import as_long, as_resume, existing_run
-from sft_play.launch.stopped import describe
-from sft_play.launch.stopped import facts as stop_facts
+from sft_play.launch.stopped import describe, stop_recorded
 from sft_play.launch.supervise import remove_left, supervise
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
 from sft_play.plan.plan import Plan
@@ -210,11 +208,28 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     require_disk_space(plan, job.loaded.config, run)
     plan = agreed(job, plan, prepared)
     lost = Restarts(limit=restarts.limit_of(job.loaded.config), step=step_of(checkpoint) if checkpoint else 0)
-    outcome, retries, ports = run_attempt(job, plan, run, event=event, checkpoint=checkpoint), 0, 0
+    with disk_refusals_told(run):
+        outcome = run_attempt(job, plan, run, event=event, checkpoint=checkpoint)
+    try:
+        with stop_recorded(run, job.node.rank), disk_refusals_told(run):
+            outcome = _go_on(job, run, prepared, plan, outcome, lost)
+    except UserError as error:
+        outcome = Outcome(code=error.exit_code, message=error.render())
+    ended = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed")
+    with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
+        record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None,
+                     **({"cause": outcome.cause} if outcome.cause else {}), **outcome.stop)  # fmt: skip
+    return outcome
+
+
+def _go_on(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Outcome, lost: Restarts) -> Outcome:
+    """Starts again as often as what happened allows; returns how it ended at last. Raises `UserError` where an attempt cannot be made."""
+    retries, ports = 0, 0
     while outcome.code == LOST and not restarts.is_left_to_cluster(outcome):
         checkpoint, damaged = newest_told(run)
-        if damaged and checkpoint is None and (outcome.cause in (OUT_OF_MEMORY, "port") or lost.limit):
-            outcome = restarts.nothing_to_go_on_from(run, outcome)
+        gone = saved_once(run) if checkpoint is None and not damaged else None
+        if (gone or (damaged and checkpoint is None)) and (outcome.cause in (OUT_OF_MEMORY, "port") or lost.limit):
+            outcome = restarts.nothing_to_go_on_from(run, outcome, gone=gone)
             break
         if outcome.cause == OUT_OF_MEMORY:
             found = recovery.remedy(job.loaded.config, job.shape, plan, job.options.request, outcome, retries)
@@ -228,22 +243,14 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
             job, ports = elsewhere, ports + 1
         elif lost.allows(outcome, checkpoint):
             print("\n" + restarts.announcement(outcome, checkpoint, lost), file=sys.stderr, flush=True)
-            record_event(run, restarts.EVENT, node_rank=job.node.rank, **restarts.facts(outcome, checkpoint))
-            with _stop_recorded(run, job):
-                restarts.wait(lost)
-                try:
-                    job, plan = _meet_again(job, run, prepared, plan, checkpoint)
-                except UserError as error:
-                    outcome = Outcome(code=error.exit_code, message=error.render())
-                    break
+            with contextlib.suppress(OSError):  # what a full disk leaves out here is no reason to end
+                record_event(run, restarts.EVENT, node_rank=job.node.rank, **restarts.facts(outcome, checkpoint))
+            restarts.wait(lost)
+            job, plan = _meet_again(job, run, prepared, plan, checkpoint)
         else:
             outcome = lost.refused(outcome)
             break
         outcome = run_attempt(job, plan, run, event=None, checkpoint=checkpoint)
-    ended = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed")
-    with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
-        record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None,
-                     **({"cause": outcome.cause} if outcome.cause else {}), **outcome.stop)  # fmt: skip
     return outcome
 
 
@@ -256,17 +263,6 @@ def _meet_again(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, checkp
         return job, agreed(job, replace(job.plan(prepared), recoveries=plan.recoveries), prepared)
 
 
-@contextlib.contextmanager
-def _stop_recorded(run: RunFolder, job: Job) -> Iterator[None]:
-    """Records a stop that comes while no worker lives."""
-    try:
-        yield
-    except (SystemExit, KeyboardInterrupt) as stop:
-        number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
-        record_event(run, "stopped", node_rank=job.node.rank, code=stop_code(number), **stop_facts(run, (number,), ()))
-        raise
-
-
 def _with_less(
     job: Job, request: LaunchRequest, run: RunFolder, prepared: Prepared, before: Plan, outcome: Outcome, checkpoint: Path | None,
     retry: int,
@@ -277,7 +273,8 @@ def _with_less(
     changed = recovery.facts(before, plan, outcome, checkpoint)
     plan = replace(plan, recoveries=(*before.recoveries, changed))
     print("\n" + recovery.announcement(job.loaded.config, before, plan, outcome, checkpoint, retry), file=sys.stderr)
-    record_event(run, recovery.EVENT, node_rank=job.node.rank, launch=launch_facts(job.options), **changed)
+    with contextlib.suppress(OSError):  # the plan keeps it too
+        record_event(run, recovery.EVENT, node_rank=job.node.rank, launch=launch_facts(job.options), **changed)
     return job, plan
 
 

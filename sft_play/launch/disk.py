@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
+from sft_play.launch.run_folder import has_started
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.space import NO_ROOM, UNWRITABLE, describe
 
 SPARE_BYTES = 64 * 2**20
 """Logs, TensorBoard, tokenizer and JSON files of a run."""
@@ -80,3 +84,25 @@ def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:
             f"checkpoints of {checkpoint_bytes(plan) / 2**30:.2f} GiB each, the model and logs",
             hint="free some space, set RUNS_DIR to another disk, or lower `train.save_total_limit`",
         )
+
+
+@contextlib.contextmanager
+def disk_refusals_told(run: RunFolder) -> Iterator[None]:
+    """Turns an `OSError` of the body that says that a disk takes no more, or no writes, into a `HardwareError` with its place.
+
+    Any other error is raised as it is: a permission that lacks outside of the run's folder says nothing of a disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        inside = isinstance(error.filename, str | os.PathLike) and run.path.absolute() in Path(error.filename).absolute().parents
+        full = error.errno in NO_ROOM
+        if not full and (error.errno not in UNWRITABLE or (error.errno in (errno.EACCES, errno.EPERM) and not inside)):
+            raise
+        place = error.filename if isinstance(error.filename, str | os.PathLike) and not inside else run.path
+        then = f"make resume RUN={run.name}" if has_started(run) else "the same command again"
+        raise HardwareError(
+            describe(error) if full else f"cannot be written: {error.strerror}",
+            place=str(place),
+            hint=f"{'free some space' if full else '`mount` and `dmesg` may say why'}, then: {then}",
+        ) from error

@@ -93,10 +93,22 @@ def announcement(outcome: Outcome, checkpoint: Path | None, state: Restarts) -> 
     return f"restarting: {first_line(outcome)}; going on from {source} in {state.pause():g} s (restart {state.used} of {state.limit})"
 
 
-def nothing_to_go_on_from(run: RunFolder, outcome: Outcome) -> Outcome:
-    """Returns the end of a launch whose checkpoints are all damaged: beginning at step 0 would write over what may be rescued."""
-    text = f"error: `{run.name}` has no valid checkpoint to go on from; the reasons stand above"
-    message = f"{text}\n\nhint: start again under another RUN_NAME\n\nwhy it had ended: {first_line(outcome)}"
+def nothing_to_go_on_from(run: RunFolder, outcome: Outcome, *, gone: int | None = None) -> Outcome:
+    """Returns the end of a launch whose checkpoints are all damaged: beginning at step 0 would write over what may be rescued.
+
+    `gone`: the last step that the run had saved, where none of its checkpoints is there any more.
+    """
+    text, hint = (
+        f"error: `{run.name}` has no valid checkpoint to go on from; the reasons stand above",
+        "start again under another RUN_NAME",
+    )
+    if gone:
+        text = (
+            f"error: {run.checkpoints}: `{run.name}` had saved checkpoints (the last at step {gone}), and none is left; it would train"
+            " again from its start"
+        )
+        hint = f"put them back, then: make resume RUN={run.name}; or {hint}"
+    message = f"{text}\n\nhint: {hint}\n\nwhy it had ended: {first_line(outcome)}"
     return Outcome(code=CheckpointError.exit_code, rank=outcome.rank, message=message)
 
 

@@ -145,7 +145,7 @@ def choose_checkpoint(run: RunFolder) -> Path | None:
         raise CheckpointError(
             f"`{run.name}` has no valid checkpoint", hint="the reasons stand above; start again under another RUN_NAME"
         )
-    if checkpoint is None and (lost := _saved_once(run)):
+    if checkpoint is None and (lost := saved_once(run)):
         raise CheckpointError(
             f"`{run.name}` had saved checkpoints (the last at step {lost}), and none is left in `{run.checkpoints.name}/`; it would train"
             " again from its start",
@@ -164,7 +164,7 @@ def newest_told(run: RunFolder) -> tuple[Path | None, list[str]]:
     return checkpoint, skipped
 
 
-def _saved_once(run: RunFolder) -> int | None:
+def saved_once(run: RunFolder) -> int | None:
     """Returns the newest step whose checkpoint the run's metrics know of; `None` when there was none."""
     rows = [row for row in read_json_lines(run.metrics) if row.get("kind") == "save" and not row.get("failed")]
     return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,8 @@ from sft_play.runs.folder import RunFolder, run_path, runs_folder
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 """Letters, digits, `_ . + = -`; starts with a letter or digit, so that it is a visible folder and never an option."""
+TAKEN = (errno.EAGAIN, errno.EACCES)
+"""What a lock that another process holds gives; any other error says that the disk knows no locks."""
 FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
 
 
@@ -84,7 +88,8 @@ def held(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
     """Keeps a run for one launcher of this node: of two that train in one folder, each would overwrite the other's files.
 
     The kernel gives the lock back when this process ends, however it ends. Raises `UserError` when another has it, `HardwareError`
-    where nothing can be written.
+    where nothing can be written. A disk that knows no locks (Lustre or NFS, as it may be mounted) keeps no run from being trained: that a
+    second launcher would not be noticed is said.
     """
     path = run.path / f".launcher-node{node_rank}.lock"
     try:
@@ -94,11 +99,14 @@ def held(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
     try:
         try:
             _lock(descriptor)
-        except OSError:
-            owner = os.read(descriptor, 20).decode(errors="replace").strip()
-            raise UserError(
-                f"the run `{run.name}` is in use: process {owner or '?'} trains it", hint="wait for it, or end that process first"
-            ) from None
+        except OSError as error:
+            if error.errno in TAKEN:
+                owner = os.read(descriptor, 20).decode(errors="replace").strip()
+                raise UserError(
+                    f"the run `{run.name}` is in use: process {owner or '?'} trains it",
+                    hint="wait for it, or end that process first",
+                ) from None
+            print(_without_locks(run, error), file=sys.stderr, flush=True)
         try:
             os.truncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()}\n".encode())
@@ -114,10 +122,18 @@ def _not_writable(run: RunFolder, error: OSError) -> HardwareError:
     return HardwareError(f"the run cannot be written: {error.strerror}", place=str(run.path), hint=hint)
 
 
+def _without_locks(run: RunFolder, error: OSError) -> str:
+    mounted = "mount it with locks (Lustre: `-o flock`; NFS: without `nolock`, or with `local_lock=flock`), or set RUNS_DIR"
+    return (
+        f"warning: {run.path}: its disk knows no locks ({error.strerror}), so a second launcher of this run would not be refused: start"
+        f" none\n\nhint: {mounted}"
+    )
+
+
 def _lock(descriptor: int) -> None:
     """Takes the lock. Raises `OSError` when it stays with another: one that only looks (`make runs`) has it for a moment."""
     for _ in range(10):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         time.sleep(0.02)

@@ -18,6 +18,7 @@ import psutil
 
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError
+from sft_play.launch import cause_file
 from sft_play.launch.run_folder import FINAL_EVENTS, find_run, read_events
 from sft_play.launch.stopped import describe
 from sft_play.launch.watch import is_alive
@@ -48,11 +49,13 @@ def holders(run: RunFolder) -> list[Holder]:
 
 
 def _is_locked(path: Path) -> bool:
-    with contextlib.suppress(OSError), path.open("rb") as stream:
-        try:
+    try:
+        with path.open("rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except BlockingIOError:
+        return True
+    except OSError:  # a disk that knows no locks: then only a launcher of this machine can be known
+        return _owner(path) is not None
     return False
 
 
@@ -83,10 +86,14 @@ def stop(call: Call) -> int:
         raise UserError(f"nothing trains `{run.name}` now", hint="`make runs` shows which runs are under way")
     mine = [holder for holder in known if holder.process is not None]
     if not mine:
+        by_slurm = "; where Slurm started it, `scancel JOBID` saves and ends it for good" if (run.path / "slurm").is_dir() else ""
         raise HardwareError(
             f"the launcher of `{run.name}` runs on another machine, or under another user",
-            hint="type `make stop` there; the stop of one machine stops all",
+            hint=f"type `make stop` there; the stop of one machine stops all{by_slurm}",
         )
+    job = _slurm_job(mine[0])
+    if job:
+        print(f"hint: Slurm job {job} trains `{run.name}`: {_another_turn(job)}", file=sys.stderr, flush=True)
     asked, begun = time.time(), _begun(mine[0])
     for holder in mine:
         assert holder.process is not None
@@ -97,7 +104,20 @@ def stop(call: Call) -> int:
             pid = left[0].pid
             raise HardwareError(f"process {pid} has not left within {LONGEST_SECONDS:.0f} s", hint=f"kill -KILL {pid}")
         time.sleep(0.1)
-    return _told(call, run, ending(run, mine[0].node_rank, begun=begun, asked=asked))
+    goes_on = _another_turn(job) if job else f"make resume RUN={run.name} goes on"
+    return _told(call, run, ending(run, mine[0].node_rank, begun=begun, asked=asked), goes_on)
+
+
+def _slurm_job(holder: Holder) -> str | None:
+    """Returns the job whose batch script, of `make slurm`, has started a launcher; `None` for any other launcher."""
+    with contextlib.suppress(psutil.Error, OSError):
+        variables = holder.process.environ() if holder.process else {}
+        return variables.get("SLURM_JOB_ID") if cause_file.VARIABLE in variables else None
+    return None
+
+
+def _another_turn(job: str) -> str:
+    return f"after a stop its batch script takes another turn, as often as `slurm.max_requeues` allows; `scancel {job}` ends it for good"
 
 
 def _ask(launcher: psutil.Process, run: RunFolder) -> None:
@@ -130,16 +150,17 @@ def ending(run: RunFolder, node_rank: int, *, begun: float, asked: float) -> dic
     return {"event": "stopped", "code": 143, "note": "its workers had not started; nothing was trained in this launch"}
 
 
-def _told(call: Call, run: RunFolder, last: Mapping[str, Any]) -> int:
+def _told(call: Call, run: RunFolder, last: Mapping[str, Any], goes_on: str) -> int:
+    """Says how it ended, and after a stop how it `goes_on`; returns the exit code."""
     name, event = run.name, last["event"]
     if call.json:
         print(json.dumps({"run": str(run.path), **last}))
     elif event == "removed":
         print(f"`{name}` was stopped before its workers started; nothing was trained, and its folder is removed")
     elif event == "stopped" and "signal" not in last:
-        print(f"stopped; {last['note']}\nmake resume RUN={name} goes on")
+        print(f"stopped; {last['note']}\n{goes_on}")
     elif event == "stopped":
-        print(f"{describe(last)}\nmake resume RUN={name} goes on")
+        print(f"{describe(last)}\n{goes_on}")
     elif event == "finished":
         print(f"`{name}` was finished before it could be stopped")
     elif event == "failed":

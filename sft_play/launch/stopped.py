@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from sft_play.launch.run_folder import record_event, stop_code
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
 
@@ -22,10 +24,14 @@ def stop_of(failed: Sequence[tuple[int, Mapping[str, Any]]], silent: Sequence[in
 
 
 def facts(run: RunFolder, signals: Sequence[int], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what the event `stopped` keeps: `signal`, `step` (the last that ended) and `saved`, the newest valid checkpoint."""
+    """Returns what the event `stopped` keeps: `signal`, `step` (the last that ended) and `saved`, the newest complete checkpoint.
+
+    Its files are compared by size alone: whoever saved it has read it back, `make resume` compares every byte, and to read a large one
+    takes longer than a scheduler waits.
+    """
     told = [record["stop"] for record in records if "stop" in record]
     name = signal.Signals(signals[0]).name if signals else told[0]["signal"] if told else None
-    newest, damaged = newest_valid(run)
+    newest, damaged = newest_valid(run, sizes_only=True)
     notes = [str(record["note"]) for record in records if "note" in record][:1] + [f"damaged: {reason}" for reason in damaged]
     return {
         "signal": name,
@@ -43,3 +49,15 @@ def describe(stop: Mapping[str, Any]) -> str:
     whole = f"checkpoint {saved} is whole" if saved else "there is no whole checkpoint"
     note = f"; {stop['note']}" if stop.get("note") else ""
     return f"stopped by {stop.get('signal') or 'a signal'}{after}; {whole}{note}"
+
+
+@contextlib.contextmanager
+def stop_recorded(run: RunFolder, node_rank: int) -> Iterator[None]:
+    """Records a stop that comes in the body while no worker lives; one that comes while workers live is their launcher's to tell."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as stop:
+        number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
+        with contextlib.suppress(OSError):  # a full disk must not hide that the run was stopped
+            record_event(run, "stopped", node_rank=node_rank, code=stop_code(number), **facts(run, (number,), ()))
+        raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,6 +142,11 @@ def _error(record: Mapping[str, Any]) -> str:
     return str(record.get("error") or "").rstrip()
 
 
+def _who(rank: int) -> str:
+    """Returns a rank of this machine with the machine's name."""
+    return f"rank {rank} ({socket.gethostname()})"
+
+
 def _recorded(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
     """What a rank said of its own end, or of the rank that made it leave."""
     rank, facts = record
@@ -148,9 +154,13 @@ def _recorded(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
         what, log = _error(facts).removeprefix("error: "), run.rank_log(rank)
         text = f"error: {what}; all ranks were stopped\n\nhint: noticed by rank {rank}; its log: {log}"
         return Outcome(code=LOST, rank=facts["blames"], message=text, cause=facts.get("cause"))
-    text = f"{_error(facts)}\n\nrank {rank} failed first; its log: {run.rank_log(rank)}"
     code = _code(facts)
-    return Outcome(code=code, rank=rank, message=text, cause="peer" if code == LOST else None)
+    if code == LOST:  # not the rank that failed: that one ran elsewhere, or would be told of here
+        why = f"{_who(rank)} lost its connection to another rank; the machine of that rank says why"
+        text = f"{_error(facts)}\n\n{why}; the log of rank {rank}: {run.rank_log(rank)}"
+        return Outcome(code=code, rank=rank, message=text, cause="peer")
+    text = f"{_error(facts)}\n\n{_who(rank)} failed first; its log: {run.rank_log(rank)}"
+    return Outcome(code=code, rank=rank, message=text)
 
 
 def _seen(run: RunFolder, loss: Loss) -> Outcome:
@@ -169,15 +179,15 @@ def _out_of_memory(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcom
 def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> Outcome:
     """A rank that left no record. Without evidence it counts as lost, whatever the signal; a full disk is evidence."""
     if memory_kill is None and is_full(run.path):
-        text = f"error: {run.path}: no space is left on the disk; rank {rank} {how}\n\nhint: free some space, then: make resume RUN={run.name}"
+        text = f"error: {run.path}: no space is left on the disk; {_who(rank)} {how}\n\nhint: free some space, then: make resume RUN={run.name}"
         return Outcome(code=3, rank=rank, message=text)
     if memory_kill is None and is_read_only(run.path):
-        text = f"error: {run.path}: Read-only file system; rank {rank} {how}"
+        text = f"error: {run.path}: Read-only file system; {_who(rank)} {how}"
         hint = f"the last checkpoint is as it was; `dmesg` may say why it cannot be written any more; then: make resume RUN={run.name}"
         return Outcome(code=3, rank=rank, message=f"{text}\n\nhint: {hint}")
     why = " (nothing shows that memory was short; see `dmesg`)" if "SIGKILL" in how else ""
     why = f" for want of memory ({memory_kill})" if memory_kill else why
-    text = f"error: rank {rank} {how}{why}; all other ranks were stopped\n\nhint: its log: {run.rank_log(rank)}"
+    text = f"error: {_who(rank)} {how}{why}; all other ranks were stopped\n\nhint: its log: {run.rank_log(rank)}"
     return Outcome(code=LOST, rank=rank, message=text, cause=OUT_OF_MEMORY if memory_kill else "killed")
 
 

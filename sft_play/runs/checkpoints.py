@@ -42,15 +42,15 @@ def published(run: RunFolder) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def newest_valid(run: RunFolder) -> tuple[Path | None, list[str]]:
+def newest_valid(run: RunFolder, *, sizes_only: bool = False) -> tuple[Path | None, list[str]]:
     """Returns the newest checkpoint whose every file is whole, and why newer ones were skipped.
 
-    What a process that has ended was about to replace gets its name back first.
+    What a process that has ended was about to replace gets its name back first. `sizes_only`: see `verify`.
     """
     _give_names_back(run)
     skipped: list[str] = []
     for checkpoint in published(run):
-        reason = verify(checkpoint)
+        reason = verify(checkpoint, sizes_only=sizes_only)
         if reason is None:
             return checkpoint, skipped
         skipped.append(f"{checkpoint.name}: {reason}")
@@ -96,14 +96,14 @@ def link(name: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def rotate(run: RunFolder, keep: int | None, verified: Path) -> list[Path]:
+def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | None = None) -> list[Path]:
     """Removes the oldest checkpoints beyond `keep`, all older than `verified`, which was just compared with its manifest.
 
-    Never removes `verified`, nor the best, nor the last. Returns what was removed.
+    Never removes `verified`, nor the best (`best`, and what the link of that name points at), nor the last. Returns what was removed.
     """
     if keep is None:
         return []
-    protected = {path.resolve() for path in (run.best, run.last, verified) if path.exists()}
+    protected = {path.resolve() for path in (run.best, run.last, verified, best) if path is not None and path.exists()}
     removed = []
     for checkpoint in published(run)[max(1, keep) :]:
         if checkpoint.resolve() not in protected and step_of(checkpoint) < step_of(verified):

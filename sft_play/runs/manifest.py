@@ -88,10 +88,13 @@ def sync_below(folder: Path) -> None:
     _sync_folders(folder)
 
 
-def verify(folder: Path, *, needed: Callable[[str], bool] | None = None, from_disk: bool = False) -> str | None:
+def verify(
+    folder: Path, *, needed: Callable[[str], bool] | None = None, from_disk: bool = False, sizes_only: bool = False
+) -> str | None:
     """Returns why a checkpoint cannot be trusted, or `None` when every file is there and unchanged.
 
     `needed` says by its name (relative to `folder`) whether a file is looked at; without it every file is. `from_disk`: see `damage`.
+    `sizes_only`: nothing is read but the manifest, where there is no time for more.
     """
     if not folder.is_dir():
         return "it is not there"
@@ -108,6 +111,8 @@ def verify(folder: Path, *, needed: Callable[[str], bool] | None = None, from_di
     if outside is not None:
         return f"its manifest names `{outside}`, which is not in the folder"
     chosen = {name: facts for name, facts in listed.items() if needed is None or needed(name)}
+    if sizes_only:
+        return next((reason for item in chosen.items() if (reason := _wrong_size(folder, *item))), None)
     return damage(folder, chosen, from_disk=from_disk)
 
 

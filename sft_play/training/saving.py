@@ -120,11 +120,10 @@ class Saver(TrainerCallback):
             return
         self._check = None
         if check.damage is None:
-            with contextlib.suppress(OSError):  # the next save tries again
-                rotate(self.trainer.run, self.trainer.config.train.save_total_limit, check.checkpoint)
+            self._remove_old(check.checkpoint)
         else:
             self._say(
-                f"warning: {check.checkpoint}: what the disk gives back is not what was written: {check.damage}; older ones stay"
+                f"warning: {check.checkpoint}: the disk does not give back what was written: {check.damage}; older ones stay"
             )
             self._event("checkpoint_damaged", checkpoint=check.checkpoint.name, reason=check.damage)
 
@@ -258,14 +257,23 @@ class Saver(TrainerCallback):
 
     def _after(self, checkpoint: Path, writing: Writing) -> None:
         """Moves `best`, and lets the disk be read again. The checkpoint is there already, so what fails here only waits."""
-        run = self.trainer.run
-        with contextlib.suppress(OSError):
-            if writing.best or self.trainer.state.best_global_step == writing.step:
-                link(run.best, checkpoint)
-            if writing.background:  # each rank has read its part from the disk
-                rotate(run, self.trainer.config.train.save_total_limit, checkpoint)
-        if not writing.background:
+        if writing.best or self.trainer.state.best_global_step == writing.step:
+            with contextlib.suppress(OSError):
+                link(self.trainer.run.best, checkpoint)
+        if writing.background:  # each rank has read its part from the disk
+            self._remove_old(checkpoint)
+        else:
             self._check = DiskCheck(checkpoint)
+
+    def _remove_old(self, verified: Path) -> None:
+        """Removes old checkpoints, never the best step's: where the link to it failed it is made first. The next save tries again."""
+        run, step = self.trainer.run, self.trainer.state.best_global_step
+        best = run.checkpoint(step) if step else None
+        with contextlib.suppress(OSError):
+            if best is not None and run.best.resolve() != best.resolve():
+                self.link_best()
+        with contextlib.suppress(OSError):
+            rotate(run, self.trainer.config.train.save_total_limit, verified, best=best)
 
     # ---- What is told
 

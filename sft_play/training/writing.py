@@ -117,12 +117,15 @@ class DiskCheck:
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        self.damage: str | None = None
+        self.damage: str | None = "it was not read to its end"
         self._thread = threading.Thread(target=self._run, name=f"check-{checkpoint.name}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        self.damage = verify(self.checkpoint, from_disk=True)
+        try:
+            self.damage = verify(self.checkpoint, from_disk=True)
+        except Exception as error:  # noqa: BLE001 - of a thread nobody hears it: what was not compared must not count as whole
+            self.damage = f"it could not be read: {str(error) or type(error).__name__}"
 
     def ended(self, *, wait_seconds: float = 0.0) -> bool:
         """Whether `damage` is known, after `wait_seconds` at most."""

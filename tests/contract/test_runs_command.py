@@ -53,10 +53,10 @@ def make_run(runs: Path, name: str, *events: str, best: str = "loss") -> RunFold
     return run
 
 
-def hold(run: RunFolder, end: str = "stopped") -> subprocess.Popen[str]:
+def hold(run: RunFolder, end: str = "stopped", **variables: str) -> subprocess.Popen[str]:
     """Starts a process that holds a run's lock as its launcher does, and records how it ends unless that is `silent`."""
     words = [sys.executable, "-c", HOLDER, str(run.path), end]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **variables})
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
 
@@ -96,6 +96,18 @@ def test_stop_asks_the_process_that_holds_the_lock(program: Program, tmp_path: P
     assert done.code == 0 and "stopped by SIGTERM after step 4; checkpoint step-000004 is whole" in done.out, done.err
     again = program("stop", "RUN=now")
     assert again.code == 2 and "nothing trains `now` now" in again.err
+
+
+@pytest.mark.parametrize("by_script", [True, False])
+def test_stop_says_that_a_batch_script_goes_on(program: Program, tmp_path: Path, by_script: bool) -> None:
+    run = make_run(tmp_path / "runs", "now", "started")
+    script = {"SFT_PLAY_CAUSE_FILE": str(tmp_path / "0.cause")} if by_script else {}  # without it: typed inside an allocation
+    process = hold(run, SLURM_JOB_ID="4711", **script)
+    done = program("stop", "RUN=now")
+    assert process.wait(10) == 143 and done.code == 0, done.err
+    turn = "takes another turn, as often as `slurm.max_requeues` allows; `scancel 4711` ends it for good"
+    assert (turn in done.out and "hint: Slurm job 4711 trains `now`" in done.err) == by_script
+    assert ("make resume RUN=now goes on" in done.out) != by_script
 
 
 def test_stop_tells_what_this_launcher_did_and_nothing_older(program: Program, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_a_killed_rank_is_named_and_everything_stops(launcher: Launcher) -> None
     _, error = process.communicate(timeout=SECONDS)
     assert time.monotonic() - started < 30
     assert process.returncode == 75, error
-    assert "rank 1 was killed" in error
+    assert f"rank 1 ({socket.gethostname()}) was killed" in error
     assert str(run / "logs" / "rank1.log") in error
     assert not any(worker.is_running() for worker in workers.values())
     assert launcher.events("lost")[-1]["rank"] == 1

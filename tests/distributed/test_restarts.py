@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -43,7 +46,7 @@ def test_a_killed_rank(variables: dict[str, str], config: str, undisturbed: list
         launch.workers()[1].kill()
         code, error = launch.end()
         assert code == 0, error
-        assert "restarting: rank 1 was killed by SIGKILL" in error
+        assert f"restarting: rank 1 ({socket.gethostname()}) was killed by SIGKILL" in error
         assert "(restart 1 of 1)" in error
         assert learnt(launch.run) == undisturbed
         events = launch.events()
@@ -101,8 +104,60 @@ def test_damaged_checkpoints_are_told_and_none_means_no_restart(variables: dict[
         code, error = launch.end()
         assert code == 5, error
         assert saved and all(f"passed over: {checkpoint.name}: " in error for checkpoint in saved), error
-        assert "has no valid checkpoint to go on from" in error and "rank 1 was killed" in error
+        assert "has no valid checkpoint to go on from" in error and f"rank 1 ({socket.gethostname()}) was killed" in error
         assert [event["event"] for event in launch.events()] == ["started", "failed"]
+
+
+@pytest.mark.long
+def test_checkpoints_that_are_gone_are_missed(variables: dict[str, str], config: str) -> None:
+    with start(variables, *TWO, config, "TRAIN_SAVE_STEPS=2", "TRAIN_MAX_STEPS=100000", name="gone") as launch:
+        launch.wait_for_step(12)
+        workers = launch.workers()
+        for worker in workers.values():
+            worker.suspend()
+        shutil.rmtree(launch.run / "checkpoints")
+        workers[1].kill()
+        workers[0].resume()
+        code, error = launch.end()
+        assert code == 5, error
+        assert "had saved checkpoints (the last at step " in error and "rank 1 (" in error and "Traceback" not in error
+        assert [event["event"] for event in launch.events()] == ["started", "failed"]
+
+
+@pytest.mark.long
+def test_a_stop_between_two_attempts_is_recorded(variables: dict[str, str], config: str) -> None:
+    with start(variables, *TWO, config, "TRAIN_MAX_STEPS=100000", name="between") as launch:
+        launch.wait_for_step(7)
+        launch.workers()[1].kill()
+        launch.wait_for(lambda: launch.events()[-1]["event"] == "restarted")
+        launch.process.send_signal(signal.SIGTERM)
+        code, error = launch.end(within=20)
+        assert code == 143 and "Traceback" not in error, error
+        last = launch.events()[-1]
+        assert (last["event"], last["signal"]) == ("stopped", "SIGTERM") and last["saved"].startswith("step-0000")
+
+
+@pytest.mark.long
+def test_a_disk_that_fills_before_a_restart_is_told(cache: Path, config: str, tmp_path: Path) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(tmp_path)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        variables = environment(cache, tmp_path / "runs", {"OMP_NUM_THREADS": "1"})
+        with start(variables, *TWO, config, "TRAIN_MAX_STEPS=100000", name="full") as launch:
+            launch.wait_for_step(7)
+            launch.workers()[1].kill()
+            launch.wait_for(lambda: launch.events()[-1]["event"] == "restarted")
+            with (tmp_path / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+                while True:
+                    filler.write(bytes(2**20))
+            code, error = launch.end(within=60)
+        assert code == 3 and "Traceback" not in error, error
+        assert f"error: {launch.run}: no space is left on the disk" in error and "make resume RUN=full" in error, error
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 @pytest.mark.long

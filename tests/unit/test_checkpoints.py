@@ -114,6 +114,15 @@ def test_rotation_keeps_the_newest_and_the_best(run: RunFolder) -> None:
     assert rotate(run, None, run.checkpoint(8)) == []
 
 
+def test_rotation_keeps_the_best_step_though_its_link_failed(run: RunFolder) -> None:
+    for step in (2, 4, 6, 8):
+        save(run, step)
+    checkpoints.link(run.best, run.checkpoint(2))
+    removed = rotate(run, 1, run.checkpoint(8), best=run.checkpoint(4))
+    assert [p.name for p in removed] == ["step-000006"] and run.checkpoint(4).is_dir() and run.checkpoint(2).is_dir()
+    assert [p.name for p in rotate(run, 1, run.checkpoint(8), best=run.checkpoint(12))] == ["step-000004"], "12 was never saved"
+
+
 def test_rotation_to_nothing_still_keeps_the_last(run: RunFolder) -> None:
     save(run, 2)
     save(run, 4)

@@ -71,7 +71,7 @@ def test_a_rank_without_a_record_is_named_by_its_own_launcher(tmp_path: Path) ->
         "event": "failed",
         "code": 75,
         "rank": 1,
-        "error": "error: rank 1 was killed by SIGKILL; all other ranks were stopped",
+        "error": "error: rank 1 (node2) was killed by SIGKILL; all other ranks were stopped",
     }
     peers = {"event": "failed", "code": 75, "rank": 0, "error": "Connection closed by peer"}
     session = ended(
@@ -81,7 +81,7 @@ def test_a_rank_without_a_record_is_named_by_its_own_launcher(tmp_path: Path) ->
         {"code": 75, "records": {2: (PEER, 0.1)}},
     )
     outcome = cause.judge(session, RANKS)
-    assert (outcome.code, outcome.rank) == (75, 1) and "host `node2`: rank 1 was killed by SIGKILL" in outcome.message
+    assert (outcome.code, outcome.rank) == (75, 1) and "host `node2`: rank 1 (node2) was killed by SIGKILL" in outcome.message
 
 
 def test_ends_that_are_none_of_a_failure(tmp_path: Path) -> None:

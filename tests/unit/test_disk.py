@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import subprocess
 from pathlib import Path
 
+import pytest
+
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
-from sft_play.launch.disk import SPARE_BYTES, needed_bytes
+from sft_play.errors import HardwareError
+from sft_play.files import write_json
+from sft_play.launch.disk import SPARE_BYTES, disk_refusals_told, needed_bytes
+from sft_play.launch.run_folder import record_event
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.runs.folder import RunFolder
 from tests.plans import simple_plan
@@ -40,3 +47,41 @@ def test_a_run_that_goes_on_needs_no_room_for_the_checkpoints_that_it_has(tmp_pa
     saved(run, 4, 6, 8, 10, 12)
     assert needed_bytes(plan(), config(2), run) == SPARE_BYTES + 2 * ONE, "a new one and the model have no space yet"
     assert needed_bytes(plan(), config(None), run) == SPARE_BYTES + 2 * ONE
+
+
+def test_a_disk_that_takes_no_more_is_told_with_its_place(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "mine")
+    with pytest.raises(HardwareError, match="no space is left on the disk") as refused, disk_refusals_told(run):
+        Path("/dev/full").write_bytes(b"x")
+    assert (refused.value.exit_code, refused.value.place) == (3, str(run.path))
+    assert refused.value.hint == "free some space, then: the same command again"
+    run.path.mkdir()
+    record_event(run, "started")
+    with pytest.raises(HardwareError) as outside, disk_refusals_told(run):
+        raise OSError(errno.EROFS, "Read-only file system", "/elsewhere/cache")
+    assert outside.value.render().startswith("error: /elsewhere/cache: cannot be written: Read-only file system")
+    assert outside.value.hint is not None and outside.value.hint.endswith("then: make resume RUN=mine")
+
+
+def test_a_read_only_run_folder_is_told_by_its_name(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "mine")
+    run.path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(run.path)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        with pytest.raises(HardwareError, match="cannot be written: Read-only") as refused, disk_refusals_told(run):
+            write_json(run.plan, {})
+        assert refused.value.place == str(run.path), "not the name of a file that is only there while it is written"
+    finally:
+        subprocess.run(["umount", str(run.path)], check=True)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PermissionError(errno.EPERM, "not permitted"), FileNotFoundError(errno.ENOENT, "none", "plan.json"), ConnectionResetError()],
+)
+def test_other_errors_stay_what_they_are(tmp_path: Path, error: OSError) -> None:
+    with pytest.raises(type(error)) as raised, disk_refusals_told(RunFolder(tmp_path)):
+        raise error
+    assert raised.value is error

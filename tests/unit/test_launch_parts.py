@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,8 @@ from sft_play.launch.environment import Node, worker_environment
 from sft_play.launch.local import show_launch, worker_arguments
 from sft_play.launch.network import free_port, interface_of, port_is_free, require_free_port
 from sft_play.launch.render import accelerate_settings, to_yaml
-from sft_play.launch.run_folder import choose_name, find_run, record_event, reserved
+from sft_play.launch.run_folder import choose_name, find_run, held, record_event, reserved
+from sft_play.launch.running import holders
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_deepspeed_json import make_plan
 
@@ -168,3 +171,31 @@ def test_recomputation_on_a_cpu_maps_tensors_one_by_one() -> None:
     assert chosen.variables["MALLOC_MMAP_THRESHOLD_"] == "1048576" and any("heap" in note for note in chosen.notes)
     mine = worker_environment(saving, Node(), {"MALLOC_MMAP_THRESHOLD_": "4096"}, cpu_threads=2)
     assert mine.variables["MALLOC_MMAP_THRESHOLD_"] == "4096"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_refuses_no_run(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    """As Lustre without `-o flock` answers, or NFS whose lock server is away."""
+
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    run = RunFolder(runs / "mine")
+    run.path.mkdir(parents=True)
+    assert holders(run) == []
+    with held(run):
+        said = capsys.readouterr().err
+        assert f"warning: {run.path}: its disk knows no locks ({os.strerror(number)})" in said and "-o flock" in said
+        (found,) = holders(run)
+        assert found.process is not None and found.process.pid == os.getpid(), "`make stop` finds it all the same"
+    assert holders(run) == []
+
+
+def test_a_run_that_another_launcher_holds_is_refused(runs: Path) -> None:
+    run = RunFolder(runs / "mine")
+    run.path.mkdir(parents=True)
+    with held(run), pytest.raises(UserError, match=f"is in use: process {os.getpid()} trains it"), held(run):
+        pytest.fail("two launchers have one run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -53,7 +54,7 @@ def test_the_earliest_permanent_error_is_named(tmp_path: Path) -> None:
     run = run_with(tmp_path, {0: record(75, 1.0, "peer gone"), 1: record(4, 3, "error: bad row"), 2: record(1, 4, "Traceback")})
     outcome = judge(run, range(3), agent_code=1, agent_log="")
     assert (outcome.code, outcome.rank) == (4, 1)
-    assert "error: bad row" in outcome.message
+    assert outcome.message.startswith(f"error: bad row\n\nrank 1 ({socket.gethostname()}) failed first")
     assert "rank1.log" in outcome.message
 
 
@@ -61,7 +62,7 @@ def test_a_killed_worker_comes_before_what_its_peers_say(tmp_path: Path) -> None
     run = run_with(tmp_path, {0: record(1, 1.0, "RuntimeError: Connection closed by peer")})
     outcome = judge(run, range(2), agent_code=1, agent_log=summary({1: -9, 0: 1}))
     assert (outcome.code, outcome.rank) == (75, 1)
-    assert "SIGKILL" in outcome.message
+    assert f"rank 1 ({socket.gethostname()}) was killed by SIGKILL" in outcome.message
     assert "rank1.log" in outcome.message
 
 
@@ -86,8 +87,11 @@ def test_a_rank_that_torchrun_ended_is_not_to_blame(tmp_path: Path) -> None:
     ],
 )
 def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Path, error: str) -> None:
-    run = run_with(tmp_path, {0: record(1, 1.0, error)})
-    assert judge(run, range(1), agent_code=1, agent_log=summary({0: 1})).code == 75
+    run = run_with(tmp_path, {2: record(1, 1.0, error)})
+    outcome = judge(run, range(2, 3), agent_code=1, agent_log=summary({2: 1}))
+    assert (outcome.code, outcome.rank, outcome.cause) == (75, 2, "peer")
+    lost = f"rank 2 ({socket.gethostname()}) lost its connection to another rank; the machine of that rank says why; the log of rank 2: "
+    assert outcome.message == f"{error}\n\n{lost}{run.rank_log(2)}", "the rank that failed is not this one"
 
 
 def test_a_silent_rank_on_a_full_disk(tmp_path: Path) -> None:
@@ -232,7 +236,7 @@ def test_a_lost_worker_is_named_though_the_others_hang(supervised: tuple[subproc
     os.kill(int((folder / "pids-1").read_text().split()[0]), signal.SIGKILL)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 75, error
-    assert b"rank 1 was killed" in error
+    assert f"rank 1 ({socket.gethostname()}) was killed".encode() in error
     assert b"rank1.log" in error
     assert alive(pids) == []
 

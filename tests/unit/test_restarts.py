@@ -17,7 +17,10 @@ from sft_play.training.heartbeat import patience
 from sft_play.training.memory_errors import Activity
 
 LOST = Outcome(
-    code=75, rank=1, message="error: rank 1 was killed by SIGKILL; all other ranks were stopped\n\nhint: x", cause="killed"
+    code=75,
+    rank=1,
+    message="error: rank 1 (node1) was killed by SIGKILL; all other ranks were stopped\n\nhint: x",
+    cause="killed",
 )
 
 
@@ -57,11 +60,11 @@ def test_what_is_said_and_kept(tmp_path: Path) -> None:
     state = Restarts(limit=3, step=0)
     assert state.allows(LOST, Path("step-000004"))
     line = restarts.announcement(LOST, Path("step-000004"), state)
-    assert line == "restarting: rank 1 was killed by SIGKILL; going on from step-000004 in 2 s (restart 1 of 3)"
+    assert line == "restarting: rank 1 (node1) was killed by SIGKILL; going on from step-000004 in 2 s (restart 1 of 3)"
     run = RunFolder(tmp_path)
     record_event(run, restarts.EVENT, node_rank=0, **restarts.facts(LOST, Path("step-000004")))
     record_event(run, restarts.EVENT, node_rank=1, **restarts.facts(LOST, Path("step-000004")))
-    kept = {"rank": 1, "cause": "killed", "error": "rank 1 was killed by SIGKILL", "checkpoint": "step-000004"}
+    kept = {"rank": 1, "cause": "killed", "error": "rank 1 (node1) was killed by SIGKILL", "checkpoint": "step-000004"}
     assert restarts.restarts(run) == [kept]
 
 

@@ -18,13 +18,11 @@ import pytest
 
 from sft_play.config.load import LoadedConfig, load_config, read_config, save_config
 from sft_play.errors import UserError
-from sft_play.launch.restarts import nothing_to_go_on_from
 from sft_play.launch.resume import CHANGEABLE, is_longer, refuse_fewer_steps, steps_asked
-from sft_play.launch.run_folder import stop_code
+from sft_play.launch.run_folder import read_events, stop_code
 from sft_play.launch.same_command import as_long, changes
-from sft_play.launch.stopped import describe, facts, stop_of
+from sft_play.launch.stopped import describe, facts, stop_of, stop_recorded
 from sft_play.launch.stopping import Stop
-from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
 from tests.conftest import ROOT
@@ -219,7 +217,7 @@ def test_one_worker_that_was_asked_stops_the_run() -> None:
     assert stop_of([], [0], None) is None
 
 
-DAMAGE = "step-000008: `weights` has another checksum than the manifest says"
+DAMAGE = "step-000008: `weights` has 9 bytes, not 12"
 
 
 def test_what_the_event_says(tmp_path: Path) -> None:
@@ -228,7 +226,7 @@ def test_what_the_event_says(tmp_path: Path) -> None:
         run.checkpoint(step).mkdir(parents=True)
         (run.checkpoint(step) / "weights").write_text("as they were")
         seal(run.checkpoint(step), ranks=())
-    (run.checkpoint(8) / "weights").write_text("as they wear")
+    (run.checkpoint(8) / "weights").write_text("as they w")
     found = facts(run, (signal.SIGUSR1,), [STOPPED, {**STOPPED, "note": "left late"}])
     assert found == {
         "signal": "SIGUSR1",
@@ -243,10 +241,27 @@ def test_what_the_event_says(tmp_path: Path) -> None:
     )
 
 
-def test_a_launch_never_begins_anew_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
-    lost = Outcome(code=75, rank=1, message="error: rank 1 was killed by SIGKILL; all other ranks were stopped", cause="killed")
-    end = nothing_to_go_on_from(RunFolder(tmp_path / "mine"), lost)
-    assert end.code == 5 and "`mine` has no valid checkpoint" in end.message and "rank 1 was killed by SIGKILL" in end.message
+def test_a_stop_reads_no_large_checkpoint(tmp_path: Path) -> None:
+    """A file of 64 GB that holds nothing: to read it would take longer than a scheduler waits."""
+    run = RunFolder(tmp_path)
+    run.checkpoint(8).mkdir(parents=True)
+    (run.checkpoint(8) / "weights").touch()
+    os.truncate(run.checkpoint(8) / "weights", 64 * 10**9)
+    manifest = {"files": {"weights": {"bytes": 64 * 10**9, "xxh3_128": "0" * 32}}}
+    (run.checkpoint(8) / "manifest.json").write_text(json.dumps(manifest))
+    began = time.monotonic()
+    assert facts(run, (signal.SIGTERM,), [STOPPED])["saved"] == "step-000008" and time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(("stop", "code", "name"), [(SystemExit(143), 143, "SIGTERM"), (KeyboardInterrupt(), 130, "SIGINT")])
+def test_a_stop_while_no_worker_lives_is_recorded(tmp_path: Path, stop: BaseException, code: int, name: str) -> None:
+    run = RunFolder(tmp_path)
+    with pytest.raises(type(stop)), stop_recorded(run, 1):
+        raise stop
+    (event,) = read_events(run)
+    assert (event["event"], event["code"], event["signal"], event["node"], event["saved"]) == ("stopped", code, name, 1, None)
+    with pytest.raises(type(stop)), stop_recorded(RunFolder(tmp_path / "gone"), 0):  # where nothing can be written
+        raise stop
 
 
 def loaded(folder: Path, train: str) -> LoadedConfig:

@@ -173,7 +173,8 @@ def _again(task: Task, outcome: Outcome, lost: Restarts) -> bool:
         return False
     say("\n" + restarts.announcement(outcome, checkpoint, lost))
     if is_begun(task.run):
-        record_event(task.run, restarts.EVENT, **restarts.facts(outcome, checkpoint))
+        with contextlib.suppress(OSError):  # what a full disk leaves out here is no reason to end
+            record_event(task.run, restarts.EVENT, **restarts.facts(outcome, checkpoint))
     elastic.pause(lost.pause())
     return True
 
