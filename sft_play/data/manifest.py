@@ -47,6 +47,8 @@ class SourceTally:
     formats: Counter[str] = field(default_factory=Counter)
     there: int | None = None
     """How many rows there were, where the source's `rows` asks for more."""
+    commit: str | None = None
+    """Of a hub dataset, the commit that was read."""
     left_out: list[dict[str, str]] = field(default_factory=list)
     """`reason` and `place` of the first that were left out."""
 
@@ -82,6 +84,7 @@ def source_manifest(
         "trained_tokens": trained,
         "length_quantiles": quantiles(lengths),
         "content_sha256": content,
+        "hub_commit": tally.commit,
     }
 
 
