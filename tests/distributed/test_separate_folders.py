@@ -52,7 +52,8 @@ def test_each_machine_keeps_the_random_states_of_its_ranks(launcher: Launcher) -
         assert code == 0, said
     first, second = (RunFolder(launcher.folder / f"runs{rank}" / "apart") for rank in range(2))
     assert verify(first.checkpoint(2)) is None and not (first.checkpoint(2) / "rng-rank1.safetensors").exists()
-    assert [path.name for path in second.random_states(2).iterdir()] == ["rng-rank1.safetensors"]
+    own = second.random_states(2)
+    assert sorted(path.name for path in own.iterdir()) == [".manifest-rank1.json", "rng-rank1.safetensors"]
     assert not list(second.path.glob("checkpoints/.*")) and not list(first.path.glob(".seen-*"))
     expected = (first.model / "adapter_model.safetensors").read_bytes()
 
@@ -70,5 +71,10 @@ def test_each_machine_keeps_the_random_states_of_its_ranks(launcher: Launcher) -
 
     assert "no random states" not in again()
     assert (first.model / "adapter_model.safetensors").read_bytes() == expected
+    states = own / "rng-rank1.safetensors"
+    written = states.read_bytes()
+    states.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))
+    assert "note: step-000002 has no random states of rank 1: drawn anew" in again()
+    assert "has another checksum than the manifest says; it counts as absent" in second.rank_log(1).read_text()
     shutil.rmtree(second.path / "random")
     assert "note: step-000002 has no random states of rank 1: drawn anew" in again()

@@ -7,6 +7,7 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -17,7 +18,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import CheckpointError
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import describe
 from sft_play.runs.states_facts import check_states, optimizer_file, random_file
+from sft_play.training.states.apart import kept_apart, seal_own
 from sft_play.training.states.facts import groups_of, plain, restored, scheduler_of, set_groups, set_scheduler
 from sft_play.training.states.pieces import Piece, flat_shares, partition, reads
 from sft_play.training.states.random_states import fresh_seed, random_states, restore_random_states
@@ -208,13 +212,51 @@ def test_random_states_go_on_where_they_were(tmp_path: Path) -> None:
     write_tensors(tmp_path / random_file(0), *random_states())
     expected = draws()
     draws()
-    restore_random_states(tmp_path, 0, seed=42, step=10)
+    restore_random_states(tmp_path / random_file(0), 0, seed=42, step=10)
     assert draws() == expected
-    restore_random_states(tmp_path, 1, seed=42, step=10)
+    restore_random_states(None, 1, seed=42, step=10)
     joined = draws()
-    restore_random_states(tmp_path, 1, seed=42, step=10)
+    restore_random_states(None, 1, seed=42, step=10)
     assert draws() == joined != expected
     assert len({fresh_seed(seed, rank, step) for seed in (1, 2) for rank in (0, 1) for step in (5, 6)}) == 8
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        ("none", ""),
+        ("one bit", "`rng-rank3.safetensors` has another checksum than the manifest says; it counts as absent"),
+        ("cut", "`rng-rank3.safetensors` has "),
+        ("no manifest", "stands in no manifest: it was never completed"),
+        ("manifest cut", "`.manifest-rank3.json` cannot be read"),
+        ("gone", ""),
+    ],
+)
+def test_what_a_machine_keeps_of_its_own_is_checked(
+    harm: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks that do not see rank 0's folder: a damaged file of theirs is no file."""
+    run, name = RunFolder(tmp_path), random_file(3)
+    trainer, folder = SimpleNamespace(run=run, args=SimpleNamespace(process_index=3)), run.random_states(20)
+    folder.mkdir(parents=True)
+    states, manifest = folder / name, folder / ".manifest-rank3.json"
+    write_tensors(states, *random_states())
+    seal_own(folder, 3, describe(folder, [states]))
+    content = states.read_bytes()
+    if harm == "one bit":
+        states.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif harm == "cut":
+        states.write_bytes(content[:-1])
+    elif harm == "no manifest":
+        manifest.unlink()
+    elif harm == "manifest cut":
+        manifest.write_text(manifest.read_text()[:-9])
+    elif harm == "gone":
+        states.unlink()
+    found = [kept_apart(trainer, run.checkpoint(20), name) for _ in range(2)]
+    assert found == [states if harm == "none" else None] * 2
+    told = capfd.readouterr().err
+    assert said in told and told.count("counts as absent") == (1 if said else 0)
 
 
 STATES = {
