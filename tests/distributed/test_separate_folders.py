@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,14 @@ def start(launcher: Launcher, command: str, *words: str) -> list[tuple[int, str]
 def test_parts_of_states_on_two_disks_are_refused_before_a_step(launcher: Launcher) -> None:
     found = start(launcher, "train-fsdp")
     assert [code for code, _ in found] == [5, 5], found
-    said = found[0][1]
-    assert "under fsdp2 every machine writes a part of each checkpoint, and rank 1 does not see the run folder of rank 0" in said
-    assert "RUNS_DIR" in said
+    host = socket.gethostname()
+    for rank, (_, said) in enumerate(found):
+        assert (
+            f"under fsdp2 every machine writes a part of each checkpoint, and node 1 ({host}) does not see the run folder of node 0"
+            in said
+        )
+        assert "RUNS_DIR" in said
+        assert not list((launcher.folder / f"runs{rank}" / "apart").glob("logs/rank*.log")), "no worker was started"
     for rank in range(2):
         run = RunFolder(launcher.folder / f"runs{rank}" / "apart")
         assert not run.checkpoints.exists() and not list(run.path.glob(".seen-*"))

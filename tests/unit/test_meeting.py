@@ -18,7 +18,16 @@ import pytest
 
 from sft_play.errors import CheckpointError, DataError, HardwareError, RetryableError, UserError
 from sft_play.launch import meeting, meeting_guest, meeting_host
-from sft_play.launch.agreement import NodeFacts, config_here, data_apart, disagreements, errors_from_json, versions_here
+from sft_play.launch.agreement import (
+    NodeFacts,
+    config_here,
+    data_apart,
+    disagreements,
+    errors_from_json,
+    errors_to_json,
+    folders_apart,
+    versions_here,
+)
 from sft_play.launch.environment import Node, ranks_of, worker_environment
 from sft_play.launch.local import worker_arguments
 from sft_play.launch.meeting import Given, Meeting
@@ -436,6 +445,17 @@ def test_stops_are_told_as_such() -> None:
     (prepared,) = why(SystemExit(4), "node 1 (b)")
     assert isinstance(prepared, DataError) and "its own output" in prepared.message
     assert isinstance(why(ZeroDivisionError(), "node 1 (b)")[0], RetryableError)
+
+
+def test_folders_apart() -> None:
+    nodes = [facts(rank=1), facts(rank=2)]
+    for strategy, save, found in (("ddp", "steps", nodes), ("fsdp2", "no", nodes), ("zero2", "steps", [])):
+        assert not folders_apart(found, strategy=strategy, save_strategy=save)
+    (error,) = folders_apart(nodes, strategy="zero2", save_strategy="steps")
+    assert isinstance(error, CheckpointError)
+    assert f"{nodes[0].name}, {nodes[1].name} do not see the run folder of node 0" in error.message
+    (told,) = errors_from_json(errors_to_json([error]))
+    assert (type(told), told.render()) == (CheckpointError, error.render())
 
 
 def test_data_apart() -> None:
