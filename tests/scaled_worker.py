@@ -21,7 +21,7 @@ def scale_on_cpus() -> None:
         if self.mixed_precision == "fp16":
             self.scaler, self.native_amp = torch.amp.GradScaler("cpu"), True
 
-    accelerate.Accelerator.__init__ = made  # type: ignore[method-assign]
+    accelerate.Accelerator.__init__ = made
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def train_scaled(run: RunFolder) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("single", ((4, 2),)), pytest.param("ddp", HALVES, marks=pytest.mark.long),
+    ("strategy", "ranks"), [pytest.param("single", ((4, 2),), marks=pytest.mark.long), pytest.param("ddp", HALVES, marks=pytest.mark.long),
                             pytest.param("fsdp2", HALVES, marks=pytest.mark.long), pytest.param("zero2", HALVES, marks=pytest.mark.long)]
 )  # fmt: skip
 def test_an_infinite_gradient_stops_at_once_without_a_scaler(
@@ -69,7 +69,12 @@ def test_an_infinite_gradient_stops_at_once_without_a_scaler(
 
 
 @pytest.mark.parametrize(
-    ("every", "ranks"), [(True, ((4, 2),)), (False, ((4, 2),)), pytest.param(True, HALVES, marks=pytest.mark.long)]
+    ("every", "ranks"),
+    [
+        (True, ((4, 2),)),
+        pytest.param(False, ((4, 2),), marks=pytest.mark.long),
+        pytest.param(True, HALVES, marks=pytest.mark.long),
+    ],
 )
 def test_a_scaler_that_leaves_out_every_update_ends_the_run(
     every: bool, ranks: tuple[tuple[int, int], ...], tmp_path: Path
