@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from sft_play.config.schema import DataSource
 from sft_play.data.arrow_read import without_nulls
 from sft_play.data.files_read import Placed
+from sft_play.data.left import LeftOut
 from sft_play.errors import DataError, first_line
 from sft_play.plan.hub import hub_reachable
 
 DEFAULT_SPLIT = "train"
+COMMIT = re.compile("[0-9a-f]{40}")
 SECONDS = 30
 """How long the hub may take to say which commit a revision is."""
 
 
-def read_hub(source: DataSource, hint: str) -> Iterator[Placed]:
-    """Yields the rows of a hub dataset. Raises `DataError`; `hint` says how paths of files are meant."""
+def read_hub(source: DataSource, hint: str, left: LeftOut) -> Iterator[Placed]:
+    """Yields the rows of a hub dataset, whose commit `left` keeps. Raises `DataError`; `hint` says how paths of files are meant."""
     import datasets
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError
@@ -25,8 +28,10 @@ def read_hub(source: DataSource, hint: str) -> Iterator[Placed]:
     split = source.split or DEFAULT_SPLIT
     number = 0
     try:
+        revision = _commit(source)
+        left.commit = revision if revision and COMMIT.fullmatch(revision) else None
         loaded: Any = datasets.load_dataset(
-            source.path, source.config, split=split, revision=_commit(source), streaming=source.streaming
+            source.path, source.config, split=split, revision=revision, streaming=source.streaming
         )
         for number, row in enumerate(loaded, 1):
             yield f"{source.path} ({split}), row {number}", {name: without_nulls(value) for name, value in row.items()}

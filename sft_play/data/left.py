@@ -1,4 +1,4 @@
-"""What a reader left out, and why."""
+"""What a reader left out, and why; and what it read, where a path does not say that."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class LeftOut:
         self.places: dict[str, list[str]] = {}
         self.there: int | None = None
         """How many rows there were, where `rows` asks for more."""
+        self.commit: str | None = None
+        """Of a hub dataset, the commit that was read."""
 
     def add(self, reason: str, place: str) -> None:
         """Counts one."""

@@ -85,6 +85,8 @@ class Gatherer:
 
     def take_left_out(self, left: Sequence[LeftOut]) -> None:
         """Counts what readers left out; where a fraction is validation it belongs to no side, and is counted once, with training."""
+        for tally, out in zip(self.tallies, left, strict=True):
+            tally.commit = out.commit
         if self.part.fraction and self.part.name == "validation":
             return
         for tally, out in zip(self.tallies, left, strict=True):

@@ -15,7 +15,7 @@ from typing import Any
 from sft_play.config.schema import DataSource
 from sft_play.data.left import EMPTY, SCANNED, SHOWN_PLACES
 from sft_play.files import read_json
-from sft_play.runs.manifest import ALGORITHM, checksum
+from sft_play.runs.manifest import ALGORITHM, damage
 
 MANIFEST = "manifest.json"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -47,6 +47,8 @@ class SourceTally:
     formats: Counter[str] = field(default_factory=Counter)
     there: int | None = None
     """How many rows there were, where the source's `rows` asks for more."""
+    commit: str | None = None
+    """Of a hub dataset, the commit that was read."""
     left_out: list[dict[str, str]] = field(default_factory=list)
     """`reason` and `place` of the first that were left out."""
 
@@ -82,6 +84,7 @@ def source_manifest(
         "trained_tokens": trained,
         "length_quantiles": quantiles(lengths),
         "content_sha256": content,
+        "hub_commit": tally.commit,
     }
 
 
@@ -138,22 +141,20 @@ def quantiles(lengths: Sequence[int]) -> dict[str, int]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Returns the manifest of a split that is there as it was written; removes what is damaged and returns `None`."""
+    """Returns the manifest of a split that is there as it was written; removes what is damaged and returns `None`.
+
+    Every file is read, once in a launch: neither its size nor its time tells of bits that a disk lost. Training reads them anyway.
+    """
     try:
         manifest: dict[str, Any] = read_json(folder / MANIFEST)
-        if all(_as_written(folder / name, size, manifest["checksums"][name]) for name, size in manifest["files"].items()):
+        sums = manifest["checksums"]
+        if damage(folder, {name: {"bytes": size, ALGORITHM: sums[name]} for name, size in manifest["files"].items()}) is None:
             return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     if folder.exists():
         shutil.rmtree(folder)
     return None
-
-
-def _as_written(path: Path, size: int, written: Mapping[str, Any]) -> bool:
-    """Whether a file is what was written. One that nobody has touched since is not read again."""
-    facts = path.stat()
-    return facts.st_size == size and (facts.st_mtime_ns == written["time"] or checksum(path) == written[ALGORITHM])
 
 
 def summary(name: str, manifest: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from sft_play.data.read import BUILTIN, files_of
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
 from sft_play.runs.folder import cache_folder
-from sft_play.runs.prepared import PreparedSplit, ResolvedModel
+from sft_play.runs.prepared import HUB, PreparedSplit, ResolvedModel
 from sft_play.runs.prepared_index import preparation_code, settings_that_matter
 
 
@@ -106,9 +106,11 @@ def _named(manifest: dict[str, Any] | None, part: Part) -> dict[str, Any]:
     """Returns a manifest with this configuration's names and weights, which the cache does not go by."""
     assert manifest is not None, f"{part.folder} was published a moment ago"
     names = [{"name": source.name or source.path} for source in part.sources]
+    commits = [source.get("hub_commit") for source in manifest["sources"]]
+    contents = [content or (f"{HUB}{commit}" if commit else None) for content, commit in zip(part.contents, commits, strict=True)]
     facts = [
         fact | name | {"weight": source.weight, "content": content}
-        for fact, name, source, content in zip(manifest["split"]["sources"], names, part.sources, part.contents, strict=True)
+        for fact, name, source, content in zip(manifest["split"]["sources"], names, part.sources, contents, strict=True)
     ]
     sources = [found | name for found, name in zip(manifest["sources"], names, strict=True)]
     split = manifest["split"] | {"path": str(part.folder.resolve()), "sources": facts}

@@ -107,7 +107,7 @@ def _all_rows(source: DataSource, left: LeftOut) -> Iterator[Placed]:
     if files is None:
         from sft_play.data.hub_read import read_hub
 
-        yield from read_hub(source, PATHS_COUNT)
+        yield from read_hub(source, PATHS_COUNT, left)
         return
     saved = (Path(source.path).expanduser() / "dataset_dict.json").is_file()
     _refuse_hub_options(source, *(["split"] if saved else []))

@@ -20,7 +20,7 @@ from sft_play.data.chunks import Chunk, Integers
 from sft_play.data.manifest import MANIFEST
 from sft_play.files import sync_folder, write_bytes, write_json
 from sft_play.runs.aside import new_folder
-from sft_play.runs.manifest import ALGORITHM, checksum
+from sft_play.runs.manifest import checksum
 
 ARROW = "data-00000-of-00001.arrow"
 LENGTHS, SOURCES, LABELS, KEYS = "lengths.i32", "sources.i32", "labels.i32", "keys.bin"
@@ -121,8 +121,7 @@ class SplitWriter:
         write_json(self._scratch / "state.json", state)  # what `datasets.load_from_disk` looks for
         write_json(self._scratch / "dataset_info.json", {"citation": "", "description": "", "homepage": "", "license": ""})
         sizes = {path.name: path.stat().st_size for path in self._scratch.iterdir()}
-        written = {name: {"time": (self._scratch / name).stat().st_mtime_ns} for name in sizes}
-        checksums = {name: facts | {ALGORITHM: checksum(self._scratch / name)} for name, facts in written.items()}
+        checksums = {name: checksum(self._scratch / name) for name in sizes}
         write_json(self._scratch / MANIFEST, {**manifest, "files": sizes, "checksums": checksums})
         self._scratch.chmod(0o755)
         try:

@@ -15,6 +15,7 @@ from sft_play.errors import TOKEN, CheckpointError, DataError, HardwareError, Pr
 from sft_play.files import text_sha256
 from sft_play.plan.hardware import Device
 from sft_play.runs.origin import code_sha256, torch_cuda, versions
+from sft_play.runs.states_facts import SHARDED
 
 OWN_CHOICE = frozenset({"launch.join_seconds", "train.dataloader_num_workers", "train.dataloader_pin_memory"})
 """Keys that each node may have its own way: none of them is seen by another."""
@@ -212,6 +213,18 @@ def data_apart(nodes: Sequence[NodeFacts], prepared: Sequence[Mapping[str, Any]]
         return []
     hint = "bring the same files to every node (`data.sync` does it for `make train-cluster`), or let all read one shared folder"
     return [DataError(f"the nodes did not prepare the same: {'; '.join(lines)}", hint=hint)]
+
+
+def folders_apart(apart: Sequence[NodeFacts], *, strategy: str, save_strategy: str) -> list[UserError]:
+    """Returns the error for nodes that do not see node 0's run folder, where no checkpoint could be complete."""
+    if not apart or strategy not in SHARDED or save_strategy == "no":
+        return []
+    names, verb = ", ".join(node.name for node in apart), "does" if len(apart) == 1 else "do"
+    return [CheckpointError(
+        f"under {strategy} every machine writes a part of each checkpoint, and {names} {verb} not see the run folder of node 0",
+        hint="let RUNS_DIR be a folder that all machines share, or take `make train-distributed` with `launch.strategy: ddp`, or set"
+        " `train.save_strategy: no`",
+    )]  # fmt: skip
 
 
 def errors_to_json(errors: Sequence[UserError]) -> list[dict[str, Any]]:

@@ -42,6 +42,8 @@ class Job:
     """What the nodes said of themselves, where there are several."""
     shared: bool = False
     """Whether this is a node other than 0 that sees node 0's run folder."""
+    apart: bool = False
+    """Whether this is a node that does not see node 0's run folder."""
 
     def plan(self, prepared: Prepared | None) -> Plan:
         """The plan, early (`prepared` unknown) or final."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import HardwareError, UserError, first_line
-from sft_play.launch.agreement import NodeFacts, config_here, data_apart, disagreements, versions_here
+from sft_play.launch.agreement import NodeFacts, config_here, data_apart, disagreements, folders_apart, versions_here
 from sft_play.launch.job import Job
 from sft_play.launch.meeting import Given, Meeting, say
 from sft_play.launch.meeting_guest import Guest
@@ -51,10 +51,11 @@ def joined(job: Job, run: RunFolder, *, resumed: bool, checkpoint: Path | None, 
     try:
         with _marked(job, run) as mark:
             found = meeting.exchange({"facts": facts.to_json(), "mark": mark}, _judge_nodes)
-            shared = job.node.rank > 0 and _sees(run, found[0]["mark"])
+            first = found[0]["mark"]
+            shared = job.node.rank > 0 and _sees(run, first)
             meeting.exchange({}, lambda _: [])  # all have looked
         nodes = [NodeFacts.from_json(one["facts"]) for one in found]
-        yield replace(_with_all(job, meeting, nodes), shared=shared)
+        yield replace(_with_all(job, meeting, nodes), shared=shared, apart=first is not None and job.node.rank > 0 and not shared)
     except BaseException as error:
         meeting.fail(error)
         raise
@@ -68,11 +69,12 @@ def _marked(job: Job, run: RunFolder) -> Iterator[str | None]:
     if job.node.rank > 0:
         yield None
         return
-    path = run.path / f".seen-{secrets.token_hex(8)}"
+    path, left = run.path / f".seen-{secrets.token_hex(8)}", False
     with contextlib.suppress(OSError):  # a folder that cannot be written says so again, and better
         path.touch()
+        left = True
     try:
-        yield path.name
+        yield path.name if left else None
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -100,14 +102,16 @@ def own_part(job: Job, run: RunFolder) -> Iterator[None]:
 def agreed(job: Job, plan: Plan, prepared: Prepared) -> Plan:
     """Returns node 0's plan, by which all nodes train, when all have prepared the same; ends the meeting.
 
-    A node's own plan may rest on what was measured on it alone. Raises `DataError` or `HardwareError`, the same on every node.
+    A node's own plan may rest on what was measured on it alone. Raises `DataError`, `CheckpointError` (parts of checkpoints on several
+    disks) or `HardwareError`, the same on every node.
     """
     if job.meeting is None:
         return plan
-    given: Given = {"prepared": _content(prepared), "world_size": plan.world_size}
+    given: Given = {"prepared": _content(prepared), "world_size": plan.world_size, "apart": job.apart}
     if job.node.rank == 0:
         given["plan"] = plan.to_json()
-    found = job.meeting.exchange(given, lambda all_of_them: judge_prepared(job.nodes, all_of_them))
+    saving = job.loaded.config.train.save_strategy
+    found = job.meeting.exchange(given, lambda all_of_them: judge_prepared(job.nodes, all_of_them, saving))
     job.meeting.over = True
     job.meeting.close()
     try:
@@ -197,7 +201,7 @@ def _content(prepared: Prepared) -> dict[str, str]:
     return found
 
 
-def judge_prepared(nodes: Sequence[NodeFacts], given: Sequence[Given]) -> list[UserError]:
+def judge_prepared(nodes: Sequence[NodeFacts], given: Sequence[Given], save_strategy: str) -> list[UserError]:
     """Returns why nodes cannot train together with what each has prepared and plans for; none where they can."""
     content = [one.get("prepared") for one in given]
     if not all(isinstance(one, dict) and all(isinstance(v, str) for v in one.values()) for one in content):
@@ -208,4 +212,16 @@ def judge_prepared(nodes: Sequence[NodeFacts], given: Sequence[Given]) -> list[U
         told = ", ".join(f"{node.name} plans for {one.get('world_size')}" for node, one in zip(nodes, given, strict=True))
         text = f"the nodes have {ranks} processes in all, but {told}"
         return [HardwareError(text, place="NUM_GPUS", hint="give NUM_GPUS on every node")]
-    return data_apart(nodes, [one for one in content if isinstance(one, dict)])
+    return [
+        *data_apart(nodes, [one for one in content if isinstance(one, dict)]),
+        *folders_apart(
+            [node for node, one in zip(nodes, given, strict=True) if one.get("apart") is True],
+            strategy=_strategy(given), save_strategy=save_strategy,
+        ),
+    ]  # fmt: skip
+
+
+def _strategy(given: Sequence[Given]) -> str:
+    """Returns the strategy of node 0's plan; a plan that cannot be read says so elsewhere."""
+    plan = given[0].get("plan")
+    return str(plan.get("strategy")) if isinstance(plan, dict) else ""

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import psutil
 
-from sft_play.launch.beats import Listener
+from sft_play.launch.beats import Listener, may_beat
 from sft_play.launch.memory_kills import MemoryKills
 from sft_play.launch.run_folder import exit_records
 from sft_play.launch.stacks import culprits, describe, keep_stacks
@@ -25,7 +25,10 @@ DEAD_SECONDS = 20.0
 """How long a worker may show no sign of life: no beat, no processor time."""
 LONGEST_LOOK = 1.0
 """Seconds that count at most between two looks: a launcher that was itself suspended must not blame its workers."""
-WORKER_MODULES = frozenset({"sft_play.train", "sft_play.probe"})
+FIRST_BEAT_SECONDS = 3600.0
+"""How long a worker may take to its first beat; it comes before torch is imported."""
+BEATLESS_MODULE = "sft_play.probe"
+WORKER_MODULES = frozenset({"sft_play.train", BEATLESS_MODULE})
 AGENT_MODULE = "accelerate.commands.launch"
 BUSY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_TRACING_STOP})
 """States in which a silent process is not dead: it computes, waits for a disk, or a debugger holds it."""
@@ -55,6 +58,8 @@ class Watch:
     """What was seen first."""
     lost_at: float | None = None
     looked_at: float = field(default_factory=time.monotonic)
+    watched_seconds: float = 0.0
+    """Since the start of this attempt; time in which the launcher itself was suspended does not count."""
     agent_stopped: float = 0.0
     """Seconds for which the workers' parent has been stopped by a signal."""
 
@@ -62,12 +67,13 @@ class Watch:
         """Takes note of new workers, and of the first that has gone with an error, without a record, or has stopped living."""
         heard, now = self.beats.receive(), time.monotonic()
         passed, self.looked_at = min(now - self.looked_at, LONGEST_LOOK), now
+        self.watched_seconds += passed
         self._find_workers()
         for worker in self.workers:
             self.kills.follow(worker.pid)
         frozen_agent = self._frozen_agent(passed)
         if self.loss is None:
-            found = frozen_agent or self._gone() or self._frozen(heard, passed) or self._hanging()
+            found = frozen_agent or self._gone() or self._frozen(heard, passed) or self._never_heard() or self._hanging()
             if found:
                 self.loss, self.lost_at = found, now
 
@@ -135,6 +141,33 @@ class Watch:
                     return Loss(cause="frozen", rank=rank, text=text)
         return None
 
+    def _never_heard(self) -> Loss | None:
+        """Ranks that hang before their first beat (an import from a disk that does not answer), or that were never started."""
+        if self.watched_seconds < FIRST_BEAT_SECONDS or not may_beat() or self._probing():
+            return None
+        missing = [rank for rank in self.ranks if rank not in self.beats.latest and not self.run.rank_exit(rank).exists()]
+        if not missing:
+            return None
+        alive = {rank: worker for worker, rank in self.workers.items() if is_alive(worker)}
+        # Nobody asks the others: the signal ends a process that does not know it yet
+        stacks = keep_stacks(self.run, {rank: worker for rank, worker in alive.items() if rank in self.beats.latest})
+        lines = [*(f"  rank {rank}: {_state(alive.get(rank))}" for rank in missing), describe(self.beats.latest, stacks, missing)]
+        who, host = "rank" if len(missing) == 1 else "ranks", socket.gethostname()
+        text = f"{who} {', '.join(map(str, missing))} ({host}) gave no sign of life in {FIRST_BEAT_SECONDS:.0f} s since the start"
+        hint = (
+            f"look whether the disks of Python's packages and of {self.run.path} answer; the launcher's log is in {self.run.logs}"
+        )
+        rank = missing[0] if len(missing) == 1 else None
+        return Loss(cause="hang", rank=rank, text="\n".join([f"{text}; all ranks were stopped", *filter(None, lines)]), hint=hint)
+
+    def _probing(self) -> bool:
+        """Whether these workers measure memory: they send no beats."""
+        for worker in self.workers:
+            with contextlib.suppress(psutil.Error):
+                if BEATLESS_MODULE in worker.cmdline():
+                    return True
+        return False
+
     def _hanging(self) -> Loss | None:
         """All ranks quiet beyond what their phase allows: those that wait for one that saves or evaluates have its patience."""
         beats = self.beats.latest
@@ -150,6 +183,14 @@ class Watch:
         hint = f"`launch.hang_seconds` is the patience; stacks of all threads: {self.run.logs}/stack-rank*.txt"
         rank = blamed[0] if len(blamed) == 1 else None
         return Loss(cause="hang", rank=rank, text=f"{said}; all ranks were stopped\n{lines}", hint=hint)
+
+
+def _state(worker: psutil.Process | None) -> str:
+    """Returns what a process that says nothing does, as the kernel sees it."""
+    with contextlib.suppress(psutil.Error):
+        if worker is not None:
+            return f"process {worker.pid}, {worker.status()}, {sum(worker.cpu_times()[:2]):.1f} s of processor time"
+    return "no process"
 
 
 def is_worker(arguments: Sequence[str]) -> bool:

@@ -10,6 +10,9 @@ from typing import Any
 from sft_play.errors import CheckpointError, first_line
 from sft_play.files import read_json, write_json
 
+HUB = "hub:"
+"""Before the commit of a data set of the hub, where a checksum stands for files."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatFormat:
@@ -62,7 +65,7 @@ class SourceFacts:
     weight: float | None = None
     """As configured; `None` where the source's rows are all taken once an epoch."""
     content: str | None = None
-    """sha256 over the source's files; `None` where it has none here, as a data set of the hub."""
+    """sha256 over the source's files; of a data set of the hub `hub:` and its commit; `None` where neither is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, printable, without_tokens
 from sft_play.files import read_json, write_json
 from sft_play.runs.origin import code_sha256, git_state, machine, versions
-from sft_play.runs.prepared import Prepared
+from sft_play.runs.prepared import HUB, Prepared
 
 Purpose = Literal["resume", "merge", "infer", "eval"]
 Verdict = Literal["refuse", "warn", "allow"]
@@ -281,7 +281,8 @@ def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[Difference]:
         if before != after and verdict != "allow" and not (name in LATER and not (before and after)):
             if isinstance(before, Mapping) and isinstance(after, Mapping):
                 before, after = _changed(before, after), _changed(after, before)
-            found.append(Difference(name, before, after, verdict, rule.advice))
+            advice = rule.advice + (_commits(old, new) if name == "train_data" else "")
+            found.append(Difference(name, before, after, verdict, advice))
     return sorted(found, key=lambda difference: difference.verdict != "refuse")
 
 
@@ -298,6 +299,18 @@ def refuse(differences: Sequence[Difference], what: str) -> list[str]:
 
 def _changed(part: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in part.items() if other.get(name) != value}
+
+
+def _commits(old: Stamp, new: Stamp) -> str:
+    """Returns which data sets of the hub were read at another commit, and how to have that again; empty where none was."""
+    before, after = old.data_files or {}, new.data_files or {}
+    moved = {name: content for name, content in before.items() if (content or "").startswith(HUB) and after.get(name) != content}
+    told = [
+        f"`{name.partition(':')[2]}` was read from the hub at the commit `{content[len(HUB) :]}`"
+        for name, content in moved.items()
+        if content
+    ]
+    return f" ({'; '.join(told)}: set the `revision` of that source to it)" if told else ""
 
 
 def _short(value: Any) -> str:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from sft_play.errors import DataError
 from sft_play.files import write_json
 from sft_play.runs.space import side_file
 from sft_play.training.holdings import bytes_held, gradients_held, optimizer_held, parameters_held
+
+LEFT_OUT_LIMIT = 20
+"""Updates in a row that a loss scaler may leave out: from its first scale, 65536, it comes down to 1 by halving 16 times."""
 
 
 class SaveAtEnd(TrainerCallback):
@@ -71,24 +75,71 @@ class Holdings(TrainerCallback):
             write_json(path, self.counts | {"rows_trained": sorted(rows_trained), "rows_scored": sorted(rows_scored)})
 
 
-def require_finite(what: str, value: float, *, step: int, rows: list[int], path: Path, kept: Callable[[], str]) -> None:
-    """Raises `DataError` when `what` of this step (its loss, its gradient norm) is no number, and keeps the rows' ids."""
-    if not math.isfinite(value):
-        keep_bad_rows(path, step=step, rows=rows)
-        raise no_number(what, value, step=step, path=path, kept=kept())
+class Finite:
+    """Stops a run whose loss or gradient norm is no number: before the update, except under DeepSpeed, which leaves it out by itself."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.left_out = 0
+        """Updates in a row that the loss scaler left out."""
+
+    def loss(self, value: Any) -> None:
+        """Raises `DataError` when this rank's loss is no number, and keeps the ids of its rows."""
+        if not math.isfinite(float(value)):
+            self._keep_rows()
+            raise self._error("loss", float(value))
+
+    def norm(self, value: float) -> None:
+        """Raises `DataError` on all ranks when the gradient norm, the same on each, is no number.
+
+        A loss scaler (fp16) looks for its scale by trying: it leaves such an update out and halves. There the run stops when
+        `LEFT_OUT_LIMIT` updates in a row were left out, or when the scale has come down to 1, where nothing is scaled any more.
+        """
+        if math.isfinite(value):
+            self.left_out = 0
+            return
+        self.left_out += 1
+        scale = scale_of(self.trainer) if self.trainer.args.fp16 else None
+        if scale is None:
+            self._stop(value, "")
+        elif self.left_out >= LEFT_OUT_LIMIT or scale <= 1:
+            times = f"{self.left_out} updates in a row" if self.left_out > 1 else "this update"
+            self._stop(value, f" (the loss scaler of fp16 has left out {times}, its scale is {scale:g})")
+
+    def _stop(self, norm: float, why: str) -> None:
+        """Names the ranks whose loss is no number, where there are such: theirs are the bad rows. Collective."""
+        trainer = self.trainer
+        trainer.saver.finish()  # what is being written meanwhile is published
+        mine = int(trainer.args.process_index)
+        bad = trainer._gather((~torch.isfinite(trainer._window[:1])).double())[:, 0]
+        blamed = [rank for rank, flag in enumerate(bad.tolist()) if flag]
+        if not blamed or mine in blamed:
+            self._keep_rows()
+        if blamed:
+            raise self._error("loss", float(trainer._window[0]) if mine in blamed else math.nan, ranks=blamed)
+        raise self._error("gradient norm", norm, why=why)
+
+    def _keep_rows(self) -> None:
+        trainer = self.trainer
+        path = trainer.run.bad_rows(trainer.args.process_index)
+        with side_file(path, "the rows of a step that is no number"):
+            write_json(path, {"step": trainer.state.global_step + 1, "rows": trainer._step_rows})
+
+    def _error(self, what: str, value: float, *, ranks: Sequence[int] = (), why: str = "") -> DataError:
+        trainer = self.trainer
+        mine, step = int(trainer.args.process_index), trainer.state.global_step + 1
+        who = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
+        return DataError(
+            f"the {what} of step {step} is {value}{who}{why}; training has stopped; {trainer.saver.kept()}",
+            place=str(trainer.run.bad_rows(ranks[0] if ranks and mine not in ranks else mine)),
+            hint="lower TRAIN_LEARNING_RATE, look at the rows named there, or set TRAIN_BF16=true instead of fp16; then `make resume`",
+        )
 
 
-def keep_bad_rows(path: Path, *, step: int, rows: list[int]) -> None:
-    """Writes the ids of the rows of a step that is no number."""
-    with side_file(path, "the rows of a step that is no number"):
-        write_json(path, {"step": step, "rows": rows})
-
-
-def no_number(what: str, value: float, *, step: int, path: Path, kept: str, ranks: Sequence[int] = ()) -> DataError:
-    """Returns the error; `kept` says what checkpoint there is, `ranks` are those that had the bad rows, where it is known."""
-    who = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
-    return DataError(
-        f"the {what} of step {step} is {value}{who}; training has stopped; {kept}",
-        place=str(path),
-        hint="lower TRAIN_LEARNING_RATE, look at the rows named there, or set TRAIN_BF16=true instead of fp16; then `make resume`",
-    )
+def scale_of(trainer: Any) -> float | None:
+    """Returns the factor of the loss scaler, accelerate's or DeepSpeed's; `None` where nothing leaves a bad update out."""
+    if trainer.is_deepspeed_enabled:
+        scaler = getattr(trainer.model_wrapped.optimizer, "loss_scaler", None)
+        return None if scaler is None else float(scaler.loss_scale)
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    return None if scaler is None else float(scaler.get_scale())

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -32,7 +31,7 @@ from sft_play.training.balance import Balancer, together
 from sft_play.training.compression import PowerSgd, register
 from sft_play.training.feeding import IDLE, sampler_of, step_totals, train_loader
 from sft_play.training.flops import operations_per_token, peak_operations
-from sft_play.training.guards import keep_bad_rows, no_number, require_finite
+from sft_play.training.guards import Finite
 from sft_play.training.held_out import evaluate
 from sft_play.training.local_steps import local_steps_of, seen_as_average
 from sft_play.training.loss import label_tokens, token_loss_sum
@@ -79,6 +78,7 @@ class SftTrainer(Trainer):
         self._seconds, self._begun = 0.0, time.perf_counter()
         self.saver = Saver(self)
         self.add_callback(self.saver)
+        self.finite = Finite(self)
         self.balancer = Balancer(self)
         self.add_callback(self.balancer)
         self.powersgd: PowerSgd | None = None
@@ -139,7 +139,7 @@ class SftTrainer(Trainer):
         self.doing.next_batch(inputs["rows"])
         total = token_loss_sum(model, inputs)
         if self.is_deepspeed_enabled:  # it makes the update inside the backward pass
-            self._require_finite("loss", total.detach())
+            self.finite.loss(total.detach())
         self.balancer.passed(total)
         sums = [total.detach().double(), label_tokens(inputs).double(), self._tokens_in(inputs).double()]
         self._window += torch.stack([*sums, torch.full_like(sums[0], len(inputs["rows"]))])
@@ -164,9 +164,8 @@ class SftTrainer(Trainer):
         value = float(getattr(norm, "full_tensor", lambda: norm)())
         if self.local is not None:
             norm = value = self.local.agree(value)
-        if not self.args.fp16:  # there the loss scaler expects infinities, and leaves such updates out
-            self._require_finite_everywhere(value)
-        self._require_finite("loss", self._window[0])
+        self.finite.norm(value)
+        self.finite.loss(self._window[0])
         jumps = self.spikes.jumps(value, step=step, rows=self._step_rows)
         if self.powersgd is not None:
             self.powersgd.settle(made=not jumps)
@@ -175,26 +174,6 @@ class SftTrainer(Trainer):
         if jumps or (self.local is not None and self.local.empty):
             model.zero_grad(set_to_none=True)  # an optimizer passes over parameters without a gradient; the schedule goes on
         return norm
-
-    def _require_finite_everywhere(self, norm: float) -> None:
-        """Raises on all ranks when the norm, the same on each, is no number. Those whose loss is none either had the bad rows."""
-        if math.isfinite(norm):
-            return
-        self.saver.finish()  # what is being written meanwhile is published
-        bad = self._gather((~torch.isfinite(self._window[:1])).double())[:, 0]
-        blamed = [rank for rank, flag in enumerate(bad.tolist()) if flag]
-        step, mine = self.state.global_step + 1, self.args.process_index
-        if not blamed or mine in blamed:
-            keep_bad_rows(self.run.bad_rows(mine), step=step, rows=self._step_rows)
-        if blamed:
-            raise no_number("loss", float(self._window[0]) if mine in blamed else math.nan, step=step,
-                            path=self.run.bad_rows(mine if mine in blamed else blamed[0]), kept=self.saver.kept(), ranks=blamed)  # fmt: skip
-        raise no_number("gradient norm", norm, step=step, path=self.run.bad_rows(mine), kept=self.saver.kept())
-
-    def _require_finite(self, what: str, value: Any) -> None:
-        path = self.run.bad_rows(self.args.process_index)
-        step, rows = self.state.global_step + 1, self._step_rows
-        require_finite(what, float(value), step=step, rows=rows, path=path, kept=self.saver.kept)
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """Counted by the plan; the base class would walk over all parameters at every micro-step."""

@@ -18,6 +18,7 @@ from sft_play.runs.manifest import damage, describe, sync, verify, write_part
 from sft_play.runs.space import describe as describe_problem
 from sft_play.runs.space import errno_of
 from sft_play.training.states import States
+from sft_play.training.states.apart import seal_own
 from sft_play.training.weights_out import write_weights
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Writing:
     """Whether this step's evaluation was the best so far."""
     background: bool
     apart: bool = False
-    """Whether this rank does not see rank 0's folder: what it writes stays beside its own, and in no manifest."""
+    """Whether this rank does not see rank 0's folder: what it writes stays beside its own, with a manifest of its own."""
     pause_seconds: float = 0.0
     write_seconds: float = 0.0
     """Until everything was on the disk."""
@@ -83,6 +84,8 @@ class Writing:
             self.problem = damage(self.folder, facts, from_disk=self.background)  # in a thread it keeps no step waiting
             if not self.apart:
                 write_part(self.folder, self.rank, facts)
+            elif self.problem is None:
+                seal_own(self.folder, self.rank, facts)
             times.append(time.perf_counter())
             self.write_seconds = times[1] - times[0] + times[3] - times[2]
             self.verify_seconds = times[2] - times[1] + times[4] - times[3]

@@ -204,14 +204,22 @@ def test_a_file_elsewhere_with_the_same_content_is_not_prepared_again(prepared_b
     assert prepared_by(f"data.train_path: {data}").prepared == first
 
 
-def test_a_damaged_cache_is_made_again(prepared_by: Prepare, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["cut", "one bit, size and times kept"])
+def test_a_damaged_cache_is_made_again(damage: str, prepared_by: Prepare, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", pairs(5))
     first = prepared_by(f"data.train_path: {data}").prepared
     assert first.train
     arrow = next(Path(first.train.path).glob("*.arrow"))
-    arrow.write_bytes(arrow.read_bytes()[:-8])
+    written, times = arrow.read_bytes(), arrow.stat()
+    middle = len(written) // 2
+    if damage == "cut":
+        arrow.write_bytes(written[:-8])
+    else:
+        arrow.write_bytes(written[:middle] + bytes([written[middle] ^ 1]) + written[middle + 1 :])
+        os.utime(arrow, ns=(times.st_atime_ns, times.st_mtime_ns))
     again = prepared_by(f"data.train_path: {data}").prepared
     assert again == first
+    assert arrow.read_bytes() == written
     assert len(rows_of(first.train.path)) == 5
 
 

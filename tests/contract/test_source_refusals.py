@@ -113,6 +113,9 @@ def test_a_hub_dataset_is_downloaded_or_streamed_and_its_faults_are_told(tiny: P
         done = prepare(tmp_path, tiny, sources, "JSON=1", env=env)
         assert done.code == 0, done.err
         assert [source["kept"] for source in done.json["train"]["sources"]] == [5, 2]
+        assert [source["content"] for source in done.json["train"]["split"]["sources"]] == [f"hub:{COMMIT}"] * 2
+        cached = prepare(tmp_path, tiny, sources, "JSON=1", env=env)
+        assert cached.json == done.json, "the commit is part of what is kept"
         wrong = [{**hub, "revision": "nope"}, {**hub, "split": "nope"}, {**hub, "config": "nope"}]
         done = prepare(tmp_path, tiny, wrong, env=env)
     assert done.code == 4

@@ -33,6 +33,42 @@ def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+WAYS = {
+    "ddp": ["train-distributed"],
+    "zero1": ["train-deepspeed", "LAUNCH_STRATEGY=zero1"],
+    "zero2": ["train-deepspeed", "LAUNCH_STRATEGY=zero2"],
+    "zero3": ["train-deepspeed", "LAUNCH_STRATEGY=zero3"],
+    "fsdp2": ["train-fsdp"],
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", WAYS)
+def test_packed_and_mixed_rows_go_on_to_the_bit_under_every_strategy(
+    strategy: str, config: Path, cache: Path, tmp_path: Path
+) -> None:
+    """Cut off in the middle, with dropout."""
+    env = environment(cache, tmp_path)
+    words = ["NUM_GPUS=2", f"CONFIG={config}", "RUN_NAME=run", "TRAIN_SAVE_STEPS=2", "TRAIN_SAVE_TOTAL_LIMIT=20"]
+    done = run_program([*WAYS[strategy], *words], env)
+    assert done.code == 0, done.err + done.out
+    run = tmp_path / "run"
+    plan, whole = json.loads((run / "plan.json").read_text()), metrics(run)
+    assert plan["strategy"] == strategy and plan["pack_tokens"] == 256
+    weights = (run / "model" / "adapter_model.safetensors").read_bytes()
+    checkpoints = sorted((run / "checkpoints").glob("step-*"))
+    middle = len(checkpoints) // 2
+    assert 1 <= middle < len(checkpoints) - 1
+    for checkpoint in checkpoints[middle:]:
+        shutil.rmtree(checkpoint)
+    shutil.rmtree(run / "model")
+    done = run_program(["resume", "RUN=run"], env)
+    assert done.code == 0, done.err + done.out
+    assert checkpoints[middle - 1].name in done.out + done.err
+    assert [[row[key] for key in EXACT] for row in metrics(run)] == [[row[key] for key in EXACT] for row in whole]
+    assert (run / "model" / "adapter_model.safetensors").read_bytes() == weights
+
+
 def test_weights_are_what_is_trained_and_resume_is_exact(config: Path, cache: Path, tmp_path: Path) -> None:
     import datasets
 

@@ -17,6 +17,7 @@ from tests.training_runs import Trial, column, copy_run, holdings, make_plan, ma
 
 SHARES = {1: ((4, 2),), 2: ((2, 2), (2, 2)), 3: ((1, 3),) * 3}
 """Micro-batch and accumulation of each rank; 8 rows a step everywhere."""
+DROPOUT = 0.1
 HERE = 5
 """The checkpoint to go on from: in the middle of the second epoch (an epoch has 3 steps)."""
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_loss", "rank_tokens")
@@ -24,8 +25,9 @@ NO_PICKLE = (".safetensors", ".json", ".txt", ".jinja", ".model", ".md")
 LONG = pytest.mark.long
 
 
-def trial(strategy: str, world: int, **changes: Any) -> Trial:
-    settings = ("train.save_steps: 1", "tuning.lora.dropout: 0.0")
+def trial(strategy: str, world: int, *, dropout: float = 0.0, **changes: Any) -> Trial:
+    """Another number of ranks draws otherwise, so only a run that keeps its own has `dropout`; with `full` the base's attention does."""
+    settings = ("train.save_steps: 1", f"tuning.lora.dropout: {dropout}")
     values: dict[str, Any] = {"strategy": strategy, "ranks": SHARES[world], "settings": settings, "steps": 7}
     return Trial(**(values | changes))
 
@@ -76,15 +78,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns the run of two ranks under a strategy, trained once."""
-    made: dict[str, RunFolder] = {}
+def dropping(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_llama(tmp_path_factory.mktemp("dropping") / "llama", attention_dropout=DROPOUT)
 
-    def run(strategy: str) -> RunFolder:
-        if strategy not in made:
-            folder = tmp_path_factory.mktemp(strategy) / "run"
-            made[strategy] = must_train(make_run(folder, base, trial(strategy, 2, mode=STRATEGIES[strategy])))
-        return made[strategy]
+
+@pytest.fixture(scope="module")
+def uninterrupted(base: Path, dropping: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns the run of two ranks under a strategy, trained once."""
+    made: dict[tuple[str, float], RunFolder] = {}
+
+    def run(strategy: str, dropout: float = 0.0) -> RunFolder:
+        if (strategy, dropout) not in made:
+            folder, now = (
+                tmp_path_factory.mktemp(strategy) / "run",
+                trial(strategy, 2, dropout=dropout, mode=STRATEGIES[strategy]),
+            )
+            made[strategy, dropout] = must_train(make_run(folder, dropping if dropout else base, now))
+        return made[strategy, dropout]
 
     return run
 
@@ -92,11 +102,17 @@ def uninterrupted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("strategy", MARKED)
 def test_a_run_of_two_ranks_goes_on(strategy: str, world: int, uninterrupted: Any, tmp_path: Path) -> None:
-    run = uninterrupted(strategy)
-    now = trial("single" if (strategy, world) == ("ddp", 1) else strategy, world, mode=STRATEGIES[strategy])
+    dropout = DROPOUT if world == 2 else 0.0
+    run = uninterrupted(strategy, dropout)
+    now = trial("single" if (strategy, world) == ("ddp", 1) else strategy, world, dropout=dropout, mode=STRATEGIES[strategy])
     again = resumed(run, tmp_path / "run", now)
     if world == 2:
         same_to_the_bit(run, again)
+        states = (
+            load_file(run.checkpoint(HERE) / "rng-rank0.safetensors"),
+            load_file(run.checkpoint(HERE + 1) / "rng-rank0.safetensors"),
+        )
+        assert not torch.equal(states[0]["torch"], states[1]["torch"]), "each step draws"
     else:
         same_updates(run, again)
 
@@ -129,7 +145,7 @@ def test_another_strategy_goes_on(before: tuple[str, int], after: tuple[str, int
 def test_a_model_whose_file_has_other_names_comes_back(strategy: str, tmp_path: Path) -> None:
     """transformers writes Mixtral's experts one by one, as the hub has them, and keeps them as one tensor."""
     base = build_tiny_mixtral(tmp_path / "mixtral")
-    now = trial(strategy, 1 if strategy == "single" else 2)
+    now = trial(strategy, 1 if strategy == "single" else 2, dropout=DROPOUT)
     run = must_train(make_run(tmp_path / "run", base, now))
     same_to_the_bit(run, resumed(run, tmp_path / "again", now))
 

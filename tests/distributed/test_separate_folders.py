@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,14 @@ def start(launcher: Launcher, command: str, *words: str) -> list[tuple[int, str]
 def test_parts_of_states_on_two_disks_are_refused_before_a_step(launcher: Launcher) -> None:
     found = start(launcher, "train-fsdp")
     assert [code for code, _ in found] == [5, 5], found
-    said = found[0][1]
-    assert "under fsdp2 every machine writes a part of each checkpoint, and rank 1 does not see the run folder of rank 0" in said
-    assert "RUNS_DIR" in said
+    host = socket.gethostname()
+    for rank, (_, said) in enumerate(found):
+        assert (
+            f"under fsdp2 every machine writes a part of each checkpoint, and node 1 ({host}) does not see the run folder of node 0"
+            in said
+        )
+        assert "RUNS_DIR" in said
+        assert not list((launcher.folder / f"runs{rank}" / "apart").glob("logs/rank*.log")), "no worker was started"
     for rank in range(2):
         run = RunFolder(launcher.folder / f"runs{rank}" / "apart")
         assert not run.checkpoints.exists() and not list(run.path.glob(".seen-*"))
@@ -52,7 +58,8 @@ def test_each_machine_keeps_the_random_states_of_its_ranks(launcher: Launcher) -
         assert code == 0, said
     first, second = (RunFolder(launcher.folder / f"runs{rank}" / "apart") for rank in range(2))
     assert verify(first.checkpoint(2)) is None and not (first.checkpoint(2) / "rng-rank1.safetensors").exists()
-    assert [path.name for path in second.random_states(2).iterdir()] == ["rng-rank1.safetensors"]
+    own = second.random_states(2)
+    assert sorted(path.name for path in own.iterdir()) == [".manifest-rank1.json", "rng-rank1.safetensors"]
     assert not list(second.path.glob("checkpoints/.*")) and not list(first.path.glob(".seen-*"))
     expected = (first.model / "adapter_model.safetensors").read_bytes()
 
@@ -70,5 +77,10 @@ def test_each_machine_keeps_the_random_states_of_its_ranks(launcher: Launcher) -
 
     assert "no random states" not in again()
     assert (first.model / "adapter_model.safetensors").read_bytes() == expected
+    states = own / "rng-rank1.safetensors"
+    written = states.read_bytes()
+    states.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))
+    assert "note: step-000002 has no random states of rank 1: drawn anew" in again()
+    assert "has another checksum than the manifest says; it counts as absent" in second.rank_log(1).read_text()
     shutil.rmtree(second.path / "random")
     assert "note: step-000002 has no random states of rank 1: drawn anew" in again()

@@ -7,6 +7,7 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -17,8 +18,21 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import CheckpointError
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import describe
 from sft_play.runs.states_facts import check_states, optimizer_file, random_file
-from sft_play.training.states.facts import groups_of, plain, restored, scheduler_of, set_groups, set_scheduler
+from sft_play.training.guards import scale_of
+from sft_play.training.states.apart import kept_apart, seal_own
+from sft_play.training.states.facts import (
+    groups_of,
+    plain,
+    restored,
+    scaler_of,
+    scheduler_of,
+    set_groups,
+    set_scaler,
+    set_scheduler,
+)
 from sft_play.training.states.pieces import Piece, flat_shares, partition, reads
 from sft_play.training.states.random_states import fresh_seed, random_states, restore_random_states
 from sft_play.training.states.shelf import INDEX, Shelf
@@ -202,19 +216,117 @@ def draws() -> list[Any]:
     return [random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn(), torch.rand(2).tolist()]
 
 
+def scaled_steps(scaler: torch.amp.GradScaler, gradients: list[float]) -> list[float]:
+    """Returns the scale after each step of a model of one weight with such gradients."""
+    weight, scales = torch.nn.Parameter(torch.ones(1)), []
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for gradient in gradients:
+        optimizer.zero_grad()
+        scaler.scale((weight * gradient).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def test_a_loss_scaler_goes_on_where_it_was() -> None:
+    """accelerate's: the scale that it has found, and how far it is from the next one."""
+
+    def made() -> Any:
+        scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+        return SimpleNamespace(is_deepspeed_enabled=False, accelerator=SimpleNamespace(scaler=scaler))
+
+    first, second = made(), made()
+    assert scaled_steps(first.accelerator.scaler, [math.inf, math.inf, 1.0, 1.0]) == [32768.0, 16384.0, 16384.0, 16384.0]
+    kept = json.loads(json.dumps(scaler_of(first), allow_nan=False))
+    set_scaler(second, kept)
+    assert scale_of(second) == scale_of(first) == 16384.0
+    rest = [1.0, math.inf, 1.0]
+    expected = scaled_steps(first.accelerator.scaler, rest)
+    assert scaled_steps(second.accelerator.scaler, rest) == expected == [32768.0, 16384.0, 16384.0]
+    assert scaled_steps(made().accelerator.scaler, rest) != expected
+    none = SimpleNamespace(is_deepspeed_enabled=False, accelerator=SimpleNamespace(scaler=None))
+    set_scaler(none, kept)
+    assert scaler_of(none) is None and scale_of(none) is None
+
+
+def test_deepspeeds_loss_scaler_goes_on_where_it_was() -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    def made() -> Any:
+        scaler = DynamicLossScaler(65536.0, 3, 1.0, 2, False)
+        return SimpleNamespace(
+            is_deepspeed_enabled=True, model_wrapped=SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
+        )
+
+    def scales(trainer: Any) -> list[float | None]:
+        found = []
+        for _ in range(6):  # without an overflow, which DeepSpeed tells of through its process group
+            trainer.model_wrapped.optimizer.loss_scaler.update_scale(False)
+            found.append(scale_of(trainer))
+        return found
+
+    first, second = made(), made()
+    found = first.model_wrapped.optimizer.loss_scaler
+    found.cur_scale, found.cur_iter, found.last_overflow_iter, found.cur_hysteresis = 4096.0, 11, 9, 1
+    set_scaler(second, json.loads(json.dumps(scaler_of(first), allow_nan=False)))
+    assert scale_of(second) == 4096.0 and vars(second.model_wrapped.optimizer.loss_scaler) == vars(found)
+    expected = scales(first)
+    assert scales(second) == expected and expected[-1] == 16384.0
+    assert scales(made()) != expected
+
+
 def test_random_states_go_on_where_they_were(tmp_path: Path) -> None:
     random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
     draws()  # leaves half of a pair of normal numbers in Python's and numpy's generators
     write_tensors(tmp_path / random_file(0), *random_states())
     expected = draws()
     draws()
-    restore_random_states(tmp_path, 0, seed=42, step=10)
+    restore_random_states(tmp_path / random_file(0), 0, seed=42, step=10)
     assert draws() == expected
-    restore_random_states(tmp_path, 1, seed=42, step=10)
+    restore_random_states(None, 1, seed=42, step=10)
     joined = draws()
-    restore_random_states(tmp_path, 1, seed=42, step=10)
+    restore_random_states(None, 1, seed=42, step=10)
     assert draws() == joined != expected
     assert len({fresh_seed(seed, rank, step) for seed in (1, 2) for rank in (0, 1) for step in (5, 6)}) == 8
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        ("none", ""),
+        ("one bit", "`rng-rank3.safetensors` has another checksum than the manifest says; it counts as absent"),
+        ("cut", "`rng-rank3.safetensors` has "),
+        ("no manifest", "stands in no manifest: it was never completed"),
+        ("manifest cut", "`.manifest-rank3.json` cannot be read"),
+        ("gone", ""),
+    ],
+)
+def test_what_a_machine_keeps_of_its_own_is_checked(
+    harm: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks that do not see rank 0's folder: a damaged file of theirs is no file."""
+    run, name = RunFolder(tmp_path), random_file(3)
+    trainer, folder = SimpleNamespace(run=run, args=SimpleNamespace(process_index=3)), run.random_states(20)
+    folder.mkdir(parents=True)
+    states, manifest = folder / name, folder / ".manifest-rank3.json"
+    write_tensors(states, *random_states())
+    seal_own(folder, 3, describe(folder, [states]))
+    content = states.read_bytes()
+    if harm == "one bit":
+        states.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif harm == "cut":
+        states.write_bytes(content[:-1])
+    elif harm == "no manifest":
+        manifest.unlink()
+    elif harm == "manifest cut":
+        manifest.write_text(manifest.read_text()[:-9])
+    elif harm == "gone":
+        states.unlink()
+    found = [kept_apart(trainer, run.checkpoint(20), name) for _ in range(2)]
+    assert found == [states if harm == "none" else None] * 2
+    told = capfd.readouterr().err
+    assert said in told and told.count("counts as absent") == (1 if said else 0)
 
 
 STATES = {

@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from sft_play.launch.beats import Listener
+from sft_play.launch.beats import Beat, Listener, Sender
 from sft_play.launch.memory_kills import MemoryKills
 from sft_play.launch.run_folder import exit_records
 from sft_play.launch.verdict import judge
-from sft_play.launch.watch import Watch, is_worker
+from sft_play.launch.watch import FIRST_BEAT_SECONDS, Watch, is_worker
 from sft_play.runs.folder import RunFolder
 from sft_play.training.exit_record import describe_full_disk, leave_record, ran_out_of_disk, reserve
 
@@ -310,6 +310,41 @@ def test_a_rank_that_cannot_be_told_yet_is_looked_at_again(tmp_path: Path) -> No
             beats.close()
             kills.close()
     assert list(found.values()) == [[], [1], [3]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="beats need sockets without a file")
+@pytest.mark.parametrize(("module", "started"), [("sft_play.train", True), ("sft_play.train", False), ("sft_play.probe", True)])
+def test_ranks_that_never_send_a_beat_are_not_waited_for_without_end(module: str, started: bool, tmp_path: Path) -> None:
+    """Of two ranks one beats. A probe sends none, and is left alone."""
+    words = [sys.executable, "-c", "import time; time.sleep(60)", "-m", module]
+    beats, kills, run = Listener("silent"), MemoryKills.begin(), run_with(tmp_path, {})
+    worker = subprocess.Popen(words, env={**os.environ, "RANK": "1"}) if started else None
+    sender = Sender("silent")
+    try:
+        watch = Watch(agent=os.getpid(), run=run, ranks=range(2), kills=kills, beats=beats)
+        until = time.monotonic() + 10
+        while worker and not is_worker(psutil.Process(worker.pid).cmdline()) and time.monotonic() < until:
+            time.sleep(0.05)
+        sender.send(Beat(rank=0, number=1, host="h", pid=1, phase="loading", step=None, micro_step=None, quiet=0.0, limit=9e9))
+        watch.watched_seconds = FIRST_BEAT_SECONDS - 10
+        watch.look()
+        assert watch.loss is None, "not yet"
+        watch.watched_seconds = FIRST_BEAT_SECONDS
+        watch.look()
+        if module == "sft_play.probe":
+            assert watch.loss is None
+            return
+        assert watch.loss is not None and (watch.loss.cause, watch.loss.rank) == ("hang", 1)
+        assert f"rank 1 ({socket.gethostname()}) gave no sign of life in 3600 s since the start" in watch.loss.text
+        assert (f"rank 1: process {worker.pid}, " if worker else "rank 1: no process") in watch.loss.text
+        assert "rank 0 (h): loading" in watch.loss.text
+        assert watch.is_over(stopping=False)
+    finally:
+        if worker:
+            worker.kill()
+            worker.wait()
+        beats.close()
+        kills.close()
 
 
 STOPPED_CHILD = """

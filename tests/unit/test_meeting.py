@@ -18,7 +18,16 @@ import pytest
 
 from sft_play.errors import CheckpointError, DataError, HardwareError, RetryableError, UserError
 from sft_play.launch import meeting, meeting_guest, meeting_host
-from sft_play.launch.agreement import NodeFacts, config_here, data_apart, disagreements, errors_from_json, versions_here
+from sft_play.launch.agreement import (
+    NodeFacts,
+    config_here,
+    data_apart,
+    disagreements,
+    errors_from_json,
+    errors_to_json,
+    folders_apart,
+    versions_here,
+)
 from sft_play.launch.environment import Node, ranks_of, worker_environment
 from sft_play.launch.joining import judge_prepared
 from sft_play.launch.local import worker_arguments
@@ -506,6 +515,17 @@ def test_stops_are_told_as_such() -> None:
     assert isinstance(why(ZeroDivisionError(), "node 1 (b)")[0], RetryableError)
 
 
+def test_folders_apart() -> None:
+    nodes = [facts(rank=1), facts(rank=2)]
+    for strategy, save, found in (("ddp", "steps", nodes), ("fsdp2", "no", nodes), ("zero2", "steps", [])):
+        assert not folders_apart(found, strategy=strategy, save_strategy=save)
+    (error,) = folders_apart(nodes, strategy="zero2", save_strategy="steps")
+    assert isinstance(error, CheckpointError)
+    assert f"{nodes[0].name}, {nodes[1].name} do not see the run folder of node 0" in error.message
+    (told,) = errors_from_json(errors_to_json([error]))
+    assert (type(told), told.render()) == (CheckpointError, error.render())
+
+
 def test_data_apart() -> None:
     here = [facts(rank, num_nodes=3) for rank in range(3)]
     same = {"base model": "m", "training data": "8 rows, 90 tokens, abc"}
@@ -519,17 +539,21 @@ def test_data_apart() -> None:
 def test_every_node_plans_for_all_processes() -> None:
     here = [facts(rank, num_nodes=2) for rank in range(2)]  # with 1 and 2 devices
     content = {"base model": "m", "training data": "8 rows, 90 tokens, abc"}
-    assert not judge_prepared(here, [{"prepared": content, "world_size": 3, "plan": {}}, {"prepared": content, "world_size": 3}])
-    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 3}, {"prepared": content, "world_size": 4}])
+    assert not judge_prepared(
+        here, [{"prepared": content, "world_size": 3, "plan": {}}, {"prepared": content, "world_size": 3}], "steps"
+    )
+    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 3}, {"prepared": content, "world_size": 4}], "steps")
     assert isinstance(error, HardwareError)
     assert error.message == "the nodes have 3 processes in all, but node 0 (a) plans for 3, node 1 (b) plans for 4"
     assert (error.place, error.hint) == ("NUM_GPUS", "give NUM_GPUS on every node")
-    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 2}, {"prepared": content}])
+    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 2}, {"prepared": content}], "steps")
     assert "node 0 (a) plans for 2, node 1 (b) plans for None" in error.message
-    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 3}, {"prepared": {"base model": 1}, "world_size": 3}])
+    (error,) = judge_prepared(
+        here, [{"prepared": content, "world_size": 3}, {"prepared": {"base model": 1}, "world_size": 3}], "steps"
+    )
     assert "not understood" in error.message and error.hint == "install the same SFT-Play on every node"
     (error,) = judge_prepared(
-        here, [{"prepared": content, "world_size": 3}, {"prepared": content | {"base model": "n"}, "world_size": 3}]
+        here, [{"prepared": content, "world_size": 3}, {"prepared": content | {"base model": "n"}, "world_size": 3}], "steps"
     )
     assert isinstance(error, DataError)
 

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,16 @@ def test_a_stamp_holds_what_a_reproduction_needs() -> None:
     assert made.plan["batches"] == ["2 x 4 x 2"] and made.plan["loss_chunk"] == 7 and made.plan["optim"] == "adamw_torch_fused"
     assert made.machine["devices"] == ["2 x a card"] and made.machine["processor"] and "driver" not in made.machine
     assert made.code is not None and re.fullmatch("[0-9a-f]{64}", made.code)
+
+
+def test_other_rows_of_the_hub_are_refused_with_the_commit_to_pin() -> None:
+    old = replace(stamp(), data_files={"train:nobody/small": "hub:" + "1" * 40, "train:x.jsonl": "c" * 64})
+    new = replace(old, train_data="f" * 64, data_files={**old.data_files, "train:nobody/small": "hub:" + "2" * 40})
+    with pytest.raises(CheckpointError) as error:
+        refuse(compare(old, new, "resume"), "the run")
+    said = f"`nobody/small` was read from the hub at the commit `{'1' * 40}`: set the `revision` of that source to it"
+    assert said in str(error.value) and "x.jsonl" not in str(error.value)
+    assert not compare(old, replace(new, train_data=old.train_data), "resume"), "the same rows at another commit are the same"
 
 
 def run_git(folder: Path, *words: str) -> str:

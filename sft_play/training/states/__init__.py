@@ -4,6 +4,8 @@
 - `collecting`: `collect(trainer, clone=...)` and `States.write(folder)`; `restoring`: `restore(trainer, checkpoint)`;
 - `facts` (scheduler, scaler, groups), `random_states`, `tensor_file` (writes safetensors), `shelf` (reads ranges of them).
 
+- `apart`: what ranks keep that do not see rank 0's folder.
+
 See docs/adr/0007-states-without-pickle.md.
 """
 

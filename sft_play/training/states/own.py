@@ -18,6 +18,7 @@ from torch import Tensor
 from sft_play.runs.states_facts import StatesFacts, optimizer_file
 from sft_play.training.compression import BASIS, ERROR
 from sft_play.training.local_steps import ANCHOR, AVERAGE, MOMENTUM
+from sft_play.training.states.apart import kept_apart
 from sft_play.training.states.pieces import Kind, Piece
 from sft_play.training.states.shelf import Shelf
 
@@ -129,8 +130,7 @@ def _own_shelf(trainer: Any, checkpoint: Path, facts: StatesFacts) -> Shelf | No
     if facts.own["world"] != trainer.args.world_size or not has_own(trainer):
         return None
     name = optimizer_file(int(trainer.args.process_index))
-    apart = trainer.run.random_states(int(checkpoint.name.rpartition("-")[2]))
-    path = next((folder / name for folder in (checkpoint, apart) if (folder / name).is_file()), None)
+    path = checkpoint / name if (checkpoint / name).is_file() else kept_apart(trainer, checkpoint, name)
     return None if path is None else Shelf(checkpoint, 0, only=path)
 
 

@@ -13,7 +13,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from sft_play.runs.states_facts import random_file
 from sft_play.training.states.shelf import readable
 
 FACTS = "facts"
@@ -49,10 +48,9 @@ def set_random_states(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         torch.cuda.set_rng_state(tensors["cuda"])
 
 
-def restore_random_states(checkpoint: Path, rank: int, *, seed: int, step: int) -> None:
-    """Puts a rank's states back. A rank that was not there when the checkpoint was written starts from `fresh_seed`."""
-    path = checkpoint / random_file(rank)
-    if not path.is_file():
+def restore_random_states(path: Path | None, rank: int, *, seed: int, step: int) -> None:
+    """Puts a rank's states back from its file. Without one (it was not there when the checkpoint was written) it starts from `fresh_seed`."""
+    if path is None:
         number = fresh_seed(seed, rank, step)
         random.seed(number)
         numpy.random.seed(number % 2**32)

@@ -12,6 +12,7 @@ from torch import Tensor, distributed
 
 from sft_play.errors import CheckpointError
 from sft_play.runs.states_facts import check_states, optimizer_file, random_file, read_facts
+from sft_play.training.states.apart import kept_apart
 from sft_play.training.states.bundles import Bundle, layout_of
 from sft_play.training.states.facts import restored, set_engine, set_groups, set_scaler, set_scheduler
 from sft_play.training.states.own import EXTRA, VALUES, restore_extra, sources_of
@@ -56,22 +57,21 @@ def restore(trainer: Any, checkpoint: Path) -> None:
 
 def restore_random(trainer: Any, checkpoint: Path) -> None:
     """Puts this rank's random states back."""
-    folder, step = _random_folder(trainer, checkpoint)
-    restore_random_states(folder, trainer.args.process_index, seed=trainer.config.train.seed, step=step)
-
-
-def _random_folder(trainer: Any, checkpoint: Path) -> tuple[Path, int]:
-    """Returns where this rank's random states are, the checkpoint or what a machine with a folder of its own keeps; and their step."""
     step = int(checkpoint.name.rpartition("-")[2])
-    own = trainer.run.random_states(step)
-    here = (checkpoint / random_file(trainer.args.process_index)).is_file() or not own.is_dir()
-    return (checkpoint if here else own), step
+    restore_random_states(
+        _random_states(trainer, checkpoint), trainer.args.process_index, seed=trainer.config.train.seed, step=step
+    )
+
+
+def _random_states(trainer: Any, checkpoint: Path) -> Path | None:
+    """Returns the file of this rank's random states, in the checkpoint or in what a machine with a folder of its own keeps."""
+    name = random_file(trainer.args.process_index)
+    return checkpoint / name if (checkpoint / name).is_file() else kept_apart(trainer, checkpoint, name)
 
 
 def _say_fresh(trainer: Any, checkpoint: Path) -> None:
     """Says which ranks have no random states to go on with. Collective."""
-    folder, _ = _random_folder(trainer, checkpoint)
-    missing = not (folder / random_file(trainer.args.process_index)).is_file()
+    missing = _random_states(trainer, checkpoint) is None
     flags = trainer._gather(torch.tensor([float(missing)], dtype=torch.float64, device=trainer._sums_on()))
     fresh = [str(rank) for rank, flag in enumerate(flags.flatten().tolist()) if flag]
     if fresh and trainer.is_world_process_zero():

@@ -1,0 +1,102 @@
+"""Gradients that are infinite where the loss is finite: the run stops, with a loss scaler once that has searched long enough."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import datasets
+import pytest
+from safetensors.torch import load_file, save_file
+
+from sft_play.runs.folder import RunFolder
+from tests.tiny_models import build_tiny_llama
+from tests.training_runs import Trial, command, ended_with, logs, make_run, rows, train
+
+HALVES = ((2, 2), (2, 2))
+STEPS = 30
+SETTINGS = ("train.max_steps: 30", "train.eval_strategy: no", "train.eval_steps: null", "train.save_steps: 100")
+TOKEN = 4
+
+
+def spoilt(base: Path) -> Path:
+    """A token whose embedding is zero, before norms that add next to nothing: as the first of a row it stays zero in every layer,
+    where the gradient of each norm is 1e18 times what comes in."""
+    build_tiny_llama(base, tie_word_embeddings=False, rms_norm_eps=1e-36)
+    weights = load_file(base / "model.safetensors")
+    weights["model.embed_tokens.weight"][TOKEN] = 0.0
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    return base
+
+
+def begin_with_the_token(run: RunFolder, *, every: bool) -> None:
+    """Puts the token at the beginning of every row, or of none."""
+    prepared = json.loads(run.prepared.read_text())
+    columns = datasets.load_from_disk(prepared["train"]["path"]).to_dict()
+    columns["input_ids"] = [[TOKEN if every else 5, *(max(id, 5) for id in ids[1:])] for ids in columns["input_ids"]]
+    prepared["train"]["path"] = str(run.path / "rows" / "other")
+    datasets.Dataset.from_dict(columns).save_to_disk(prepared["train"]["path"])
+    run.prepared.write_text(json.dumps(prepared))
+
+
+def train_scaled(run: RunFolder) -> subprocess.CompletedProcess[str]:
+    """Trains as `train` does, with a loss scaler."""
+    arguments, variables = command(run)
+    module = arguments.index("sft_play.train")
+    arguments = [*arguments[:module], "tests.scaled_worker", *arguments[module + 1 :]]
+    return subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=400, check=False)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [pytest.param("single", ((4, 2),), marks=pytest.mark.long), pytest.param("ddp", HALVES, marks=pytest.mark.long),
+                            pytest.param("fsdp2", HALVES, marks=pytest.mark.long), pytest.param("zero2", HALVES, marks=pytest.mark.long)]
+)  # fmt: skip
+def test_an_infinite_gradient_stops_at_once_without_a_scaler(
+    strategy: str, ranks: tuple[tuple[int, int], ...], tmp_path: Path
+) -> None:
+    run = make_run(
+        tmp_path / "run", spoilt(tmp_path / "base"), Trial(strategy=strategy, ranks=ranks, steps=STEPS, settings=SETTINGS)
+    )
+    begin_with_the_token(run, every=True)
+    assert train(run).returncode != 0
+    end = ended_with(run)
+    assert end["code"] == 4, logs(run)
+    assert "the gradient norm of step 1 is" in end["error"] and "loss scaler" not in end["error"]
+    found = [json.loads(path.read_text()) for path in run.logs.glob("bad-rows-rank*.json")]
+    assert found and all(one["step"] == 1 and one["rows"] for one in found)
+    assert not run.model.exists()
+
+
+@pytest.mark.parametrize(
+    ("every", "ranks"),
+    [
+        (True, ((4, 2),)),
+        pytest.param(False, ((4, 2),), marks=pytest.mark.long),
+        pytest.param(True, HALVES, marks=pytest.mark.long),
+    ],
+)
+def test_a_scaler_that_leaves_out_every_update_ends_the_run(
+    every: bool, ranks: tuple[tuple[int, int], ...], tmp_path: Path
+) -> None:
+    plan = (("precision", "fp16"),)
+    strategy = "single" if len(ranks) == 1 else "ddp"
+    run = make_run(
+        tmp_path / "run",
+        spoilt(tmp_path / "base"),
+        Trial(strategy=strategy, ranks=ranks, steps=STEPS, settings=SETTINGS, plan=plan),
+    )
+    begin_with_the_token(run, every=every)
+    done = train_scaled(run)
+    if not every:
+        assert done.returncode == 0, logs(run)
+        assert len(rows(run)) == STEPS and run.model.exists()
+        return
+    assert done.returncode != 0
+    end = ended_with(run)
+    assert end["code"] == 4, logs(run)
+    assert "the gradient norm of step 17 is" in end["error"], "16 halvings, and once more at a scale of 1"
+    assert "has left out 17 updates in a row, its scale is 1)" in end["error"]
+    found = [json.loads(path.read_text()) for path in run.logs.glob("bad-rows-rank*.json")]
+    assert len(found) == len(ranks) and all(one["step"] == 17 and one["rows"] for one in found)
+    assert len(rows(run)) == 16 and not run.model.exists()

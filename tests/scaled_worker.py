@@ -1,0 +1,29 @@
+"""A worker that trains with accelerate's loss scaler on a CPU (`python -m tests.scaled_worker`): accelerate makes one for GPUs only."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import accelerate
+import torch
+
+from sft_play import train
+
+
+def scale_on_cpus() -> None:
+    """Every `Accelerator` made from here on for fp16 has torch's loss scaler and fp16 autocast, as it would on a GPU."""
+    make = accelerate.Accelerator.__init__
+
+    @wraps(make)
+    def made(self: accelerate.Accelerator, *arguments: Any, **named: Any) -> None:
+        make(self, *arguments, **named)
+        if self.mixed_precision == "fp16":
+            self.scaler, self.native_amp = torch.amp.GradScaler("cpu"), True
+
+    accelerate.Accelerator.__init__ = made
+
+
+if __name__ == "__main__":
+    scale_on_cpus()
+    train.end(train.main())
