@@ -280,13 +280,13 @@ def test_elastic_goes_on_with_those_that_are_left_and_takes_one_back(machines: H
     machines.until(lambda: time.monotonic() - begun > 25 and metrics(run.path)[-1]["step"] > step + 6)
     assert worlds(run) == [3, 2, 2], "the run is not stopped again for a host that has not changed"
     machines.net.link(2, up=False)
-    said = machines.said().count("`node3` answers again")
+    times = machines.said().count("`node3` answers again")
     time.sleep(30)  # its absence is noticed
     told.unlink()
     told.with_name("away").rename(told)
     machines.net.link(2, up=True)
     machines.until(lambda: worlds(run) == [3, 2, 2, 3])
-    assert machines.said().count("`node3` answers again") == said + 1
+    assert machines.said().count("`node3` answers again") == times + 1
     step = metrics(run.path)[-1]["step"]
     machines.until_step("grows", step + 2)
     process.send_signal(signal.SIGTERM)
