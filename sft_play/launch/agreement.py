@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -13,6 +13,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.show import flatten
 from sft_play.errors import TOKEN, CheckpointError, DataError, HardwareError, Problems, RetryableError, UserError
 from sft_play.files import text_sha256
+from sft_play.plan.calibration import Calibration, calibration_of, same_name
 from sft_play.plan.hardware import Device
 from sft_play.runs.origin import code_sha256, torch_cuda, versions
 from sft_play.runs.states_facts import SHARDED
@@ -49,6 +50,8 @@ class NodeFacts:
     """`cpu` or `cuda`."""
     devices: tuple[Device, ...]
     """Of its ranks, in order."""
+    measured: tuple[Calibration, ...] = ()
+    """What `make bench` measured there on these devices, one for each of their names; without the links, which are that machine's own."""
 
     @property
     def name(self) -> str:
@@ -74,7 +77,19 @@ class NodeFacts:
         tables = [value[name] for name in ("command", "config", "versions")]
         if not all(isinstance(table, dict) and all(isinstance(v, str) for v in table.values()) for table in tables):
             raise ValueError("a table that is none")
-        return NodeFacts(**{**value, "devices": _devices(value["devices"])})
+        devices = _devices(value["devices"])
+        return NodeFacts(**{**value, "devices": devices, "measured": _measured(value["measured"], value["kind"], devices)})
+
+
+def _measured(value: Any, kind: str, devices: Sequence[Device]) -> tuple[Calibration, ...]:
+    names = {same_name(device.name) for device in devices}
+    if not isinstance(value, list) or len(value) > len(names):
+        raise ValueError("no list of what was measured")
+    found = tuple(replace(calibration_of(one), links={}) for one in value)
+    told = [same_name(one.device) for one in found]
+    if not set(told) <= names or len(set(told)) < len(told) or any(one.kind != kind for one in found):
+        raise ValueError("what was measured is of other devices")
+    return found
 
 
 def _devices(value: Any) -> tuple[Device, ...]:

@@ -13,7 +13,7 @@ from sft_play.launch.environment import Node, ranks_of
 from sft_play.launch.meeting import Meeting
 from sft_play.launch.network import address_towards, free_port, loopback_interface, require_free_port
 from sft_play.launch.options import LaunchOptions
-from sft_play.plan.calibration import load_calibration
+from sft_play.plan.calibration import load_calibration, of_all_nodes
 from sft_play.plan.detect import detect
 from sft_play.plan.fit import Memory
 from sft_play.plan.hardware import Hardware
@@ -47,7 +47,8 @@ class Job:
 
     def plan(self, prepared: Prepared | None) -> Plan:
         """The plan, early (`prepared` unknown) or final."""
-        config, typed, calibration = self.loaded.config, self.loaded.typed, load_calibration(self.hardware)
+        config, typed = self.loaded.config, self.loaded.typed
+        calibration = of_all_nodes(load_calibration(self.hardware), [node.measured for node in self.nodes])
         request = replace(self.options.request, early=prepared is None)
 
         def make(memory: Memory) -> Plan:

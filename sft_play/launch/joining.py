@@ -21,7 +21,9 @@ from sft_play.launch.meeting_guest import Guest
 from sft_play.launch.meeting_host import Host
 from sft_play.launch.network import interface_of, is_of_this_machine
 from sft_play.launch.run_folder import has_started
+from sft_play.plan.calibration import Calibration, read_calibration, same_name
 from sft_play.plan.choices import devices_for
+from sft_play.plan.hardware import Device
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import NAME as MANIFEST
@@ -129,12 +131,19 @@ def _facts(job: Job, run: str, *, resumed: bool, checkpoint: Path | None) -> Nod
         "DEEPSPEED_CONFIG": dict(options.deepspeed.settings) if options.deepspeed else None,
         "FSDP settings": dict(options.fsdp),
     }
+    devices = devices_for(job.hardware, request, False)[1]
     return NodeFacts(
         rank=job.node.rank, host=socket.gethostname()[:255], num_nodes=job.node.count, run=run, resumed=resumed,
         checkpoint=_named(checkpoint), command={name: json.dumps(value, sort_keys=True) for name, value in command.items()},
         config=config_here(job.loaded), versions=versions_here(job.hardware.kind), kind=job.hardware.kind,
-        devices=devices_for(job.hardware, request, False)[1],
+        devices=devices, measured=_measured(devices, job.hardware.kind),
     )  # fmt: skip
+
+
+def _measured(devices: Sequence[Device], kind: str) -> tuple[Calibration, ...]:
+    """Returns what `make bench` measured here on these devices, for the plan of all nodes."""
+    found = (read_calibration(name) for name in {same_name(device.name): device.name for device in devices}.values())
+    return tuple(replace(one, links={}) for one in found if one is not None and one.kind == kind)
 
 
 def _named(checkpoint: Path | None) -> str | None:
@@ -165,10 +174,19 @@ def _with_all(job: Job, meeting: Meeting, nodes: Sequence[NodeFacts]) -> Job:
     request = replace(job.options.request, node_devices=tuple(node.devices for node in nodes))
     interface = _interface(meeting.addresses(), job.node.interface)
     say(f"all {len(nodes)} nodes are here: {', '.join(_counted(node) for node in nodes)}")
+    _say_unmeasured(nodes)
     return replace(
         job, meeting=meeting, nodes=tuple(nodes), node=replace(job.node, interface=interface),
         options=replace(job.options, request=request),
     )  # fmt: skip
+
+
+def _say_unmeasured(nodes: Sequence[NodeFacts]) -> None:
+    """Says which nodes keep the others' measures from counting: a measured speed and a guessed one do not compare."""
+    known = {same_name(one.device) for node in nodes for one in node.measured}
+    without = [node.name for node in nodes if any(same_name(device.name) not in known for device in node.devices)]
+    if known and without:
+        say(f"note: speeds are guessed until training has measured them: `make bench` was not run on {', '.join(without)}")
 
 
 def _counted(node: NodeFacts) -> str:

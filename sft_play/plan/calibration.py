@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +16,10 @@ from sft_play.runs.folder import cache_folder
 
 FORMAT = 1
 """Raised when the meaning of a field changes; a file of another format is as good as none."""
+LONGEST_NAME = 255
+"""Letters of a device's or a model's name."""
+LARGEST = 1e30
+"""Below it is whatever a device can do in a second."""
 SAME_WORK = ("mode", "precision", "gradient_checkpointing", "layout", "attention")
 """Parts of a step's description that a fit of another model must share to be of any use here, the most telling first."""
 
@@ -150,12 +153,27 @@ def load_calibration(hardware: Hardware) -> Calibration | None:
     known = {name: one for name, one in found.items() if one is not None and one.kind == hardware.kind}
     if not found or len(known) < len(found):
         return None
-    first = next(iter(known.values()))
-    if len(known) == 1:
-        return first
+    return next(iter(known.values())) if len(known) == 1 else _of_several(known)
+
+
+def of_all_nodes(here: Calibration | None, nodes: Sequence[Sequence[Calibration]]) -> Calibration | None:
+    """Returns what was measured on the devices of all nodes: each device by its own node's measure, `here` first.
+
+    Where several nodes measured a device of one name, the first of them counts. The links between processes of a machine are `here`'s.
+    """
+    known: dict[str, Calibration] = {} if here is None else dict(here.others) or {same_name(here.device): here}
+    for one in (one for node in nodes for one in node):
+        known.setdefault(same_name(one.device), one)
+    if len(known) < 2:
+        return next(iter(known.values()), None)
+    return _of_several(known)
+
+
+def _of_several(known: Mapping[str, Calibration]) -> Calibration:
+    """Returns what was measured on devices of several names, by `same_name`."""
     return Calibration(
-        device=" + ".join(one.device for one in known.values()), kind=first.kind, threads=first.threads,
-        measured=min(one.measured for one in known.values()), others=known,
+        device=" + ".join(one.device for one in known.values()), kind=next(iter(known.values())).kind,
+        threads=next(iter(known.values())).threads, measured=min(one.measured for one in known.values()), others=known,
     )  # fmt: skip
 
 
@@ -165,12 +183,64 @@ def read_calibration(device: str) -> Calibration | None:
         value = read_json(calibration_path(device))
         if value.pop("format") != FORMAT:
             return None
-        value["links"] = {name: Link(**link) for name, link in value["links"].items()}
-        value["steps"] = tuple(StepFit(**fit) for fit in value["steps"])
-        found = Calibration(**value)
-    except (OSError, json.JSONDecodeError, AttributeError, KeyError, TypeError):  # never measured, or by another version
+        found = calibration_of(value)
+    except (OSError, AttributeError, KeyError, TypeError, ValueError):  # never measured, or by another version
         return None
     return found if same_name(found.device) == same_name(device) else None
+
+
+def calibration_of(value: Any) -> Calibration:
+    """Returns the calibration that `value` tells as JSON does, without others. Raises `ValueError` for anything else."""
+    if not isinstance(value, dict) or value.get("kind") not in ("cpu", "cuda"):
+        raise ValueError("not what was measured on a device")
+    tables = {name: value.get(name, {}) for name in ("versions", "matmul_flops", "links")}
+    steps = value.get("steps", [])
+    if value.get("others") or not isinstance(steps, list) or not all(isinstance(table, dict) for table in tables.values()):
+        raise ValueError("no table of what was measured")
+    _need_words(value, "device", "measured")
+    _need_speeds({"threads": value.get("threads"), **tables["matmul_flops"]})
+    if value.get("bandwidth") is not None:
+        _need_speeds({"bandwidth": value["bandwidth"]})
+    if not all(isinstance(version, str) for version in tables["versions"].values()):
+        raise ValueError("a version that is none")
+    links = {name: _link_of(link) for name, link in tables["links"].items()}
+    try:
+        return Calibration(**{**value, "links": links, "steps": tuple(map(_fit_of, steps)), "others": {}})
+    except TypeError as error:
+        raise ValueError(f"not what was measured on a device: {error}") from None
+
+
+def _link_of(value: Any) -> Link:
+    if not isinstance(value, dict) or set(value) != {item.name for item in fields(Link)}:
+        raise ValueError("not a link between processes")
+    _need_speeds(value, from_zero=("latency_seconds",))
+    return Link(**value)
+
+
+def _fit_of(value: Any) -> StepFit:
+    if (
+        not isinstance(value, dict)
+        or set(value) != {item.name for item in fields(StepFit)}
+        or not isinstance(value["work"], dict)
+    ):
+        raise ValueError("not a line through measured steps")
+    _need_words(value, "model", "measured")
+    numbers = {name: number for name, number in value.items() if name not in ("work", "model", "measured")}
+    _need_speeds(numbers, from_zero=("seconds_per_micro_step", "spread"))
+    return StepFit(**value)
+
+
+def _need_words(value: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if not isinstance(value.get(name), str) or len(value[name]) > LONGEST_NAME:
+            raise ValueError(f"`{name}` of what was measured is no text")
+
+
+def _need_speeds(value: Mapping[str, Any], *, from_zero: Sequence[str] = ()) -> None:
+    """Raises `ValueError` for what is no number of use: a speed of zero would be divided by."""
+    for name, number in value.items():
+        if type(number) not in (int, float) or not 0 <= number < LARGEST or (number == 0 and name not in from_zero):
+            raise ValueError(f"`{name}` of what was measured is no number of use")
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

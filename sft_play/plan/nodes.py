@@ -103,7 +103,7 @@ def with_network(config: Config, hardware: Hardware, launch: LaunchRequest) -> H
 
 
 def measured_on_all(launch: LaunchRequest, calibration: Calibration | None) -> Calibration | None:
-    """Returns what was measured on this machine where it holds for the devices of every node that has met."""
+    """Returns what was measured on the nodes that have met where it holds for the devices of each: measures and guesses do not compare."""
     others = {same_name(device.name) for devices in launch.node_devices for device in devices}
     if calibration is None or all(name in calibration.others or name == same_name(calibration.device) for name in others):
         return calibration

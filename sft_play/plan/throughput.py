@@ -237,13 +237,17 @@ def paces_of(
     calibration: Calibration | None,
 ) -> dict[Device, Pace | None]:  # fmt: skip
     """Returns the pace of a rank on each of `devices`, `None` where its speed is unknown."""
-    threads = hardware.cpu_threads * nodes / len(devices) if hardware.kind == "cpu" else 1.0
+    share = nodes / len(devices)
     per_token = flops_per_token(
         config, shape, int(data.row_tokens), recompute=setup.gradient_checkpointing, label_share=data.label_share
     )
 
     def paced(device: Device) -> Pace | None:
         known = calibration.of(device.name) if calibration else None
+        there = (
+            known.threads if calibration and known and calibration.others else hardware.cpu_threads
+        )  # another machine's processor
+        threads = there * share if hardware.kind == "cpu" else 1.0
         return pace(config, shape, setup, device, threads=threads, per_token=per_token, calibration=known)
 
     return {device: paced(device) for device in dict.fromkeys(devices)}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sft_play.plan.calibration import Calibration, StepFit
+from sft_play.plan.detect import detect
+from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from tests.conftest import metrics
@@ -51,8 +54,12 @@ class Lan2:
 
     def until(self, k: int, words: str) -> None:
         """Waits until what was started as number `k` has said this."""
+        self.until_true(lambda: words in self.said(k), k)
+
+    def until_true(self, true: Callable[[], bool], k: int = 0) -> None:
+        """Waits for something, as long as what was started as number `k` runs."""
         deadline = time.monotonic() + SECONDS
-        while words not in self.said(k):
+        while not true():
             assert self.started[k][0].poll() is None, self.said(k)
             assert time.monotonic() < deadline, self.said(k)
             time.sleep(0.1)
@@ -144,9 +151,13 @@ def test_folders_of_their_own_beside_a_shared_run_folder(two: Lan2) -> None:
         folder.mkdir()
         shutil.copy(two.folder / "rows.jsonl", folder)
         rows = f"DATA_TRAIN_PATH={folder / 'rows.jsonl'}"
-        two.start(k, "train-distributed", "NUM_GPUS=1", rows, SFT_PLAY_CACHE=str(folder / "cache"))
+        cache = folder / "cache"
+        if k == 1:  # `make bench` was typed there only, and the processors are alike
+            keep_measured(cache)
+        two.start(k, "train-distributed", "NUM_GPUS=1", rows, "LAUNCH_NETWORK=1Gbit", SFT_PLAY_CACHE=str(cache))
     all_ended_with_0(two.end())
     run = two.run()
+    assert Plan.load(run.plan).speed_basis == "by `make bench` with small on 2026-11-20, other work than this"
     first, second = Prepared.load(run.prepared), Prepared.load(run.of_node(1).prepared)
     assert first.train and second.train
     assert str(two.folder / "home0") in first.train.path and str(two.folder / "home1") in second.train.path
@@ -195,10 +206,7 @@ def test_nodes_meet_again_after_a_rank_was_killed(two: Lan2) -> None:
     for k in range(2):
         two.start(k, *words)
     run = two.run()
-    deadline = time.monotonic() + SECONDS
-    while not run.checkpoint(5).exists():
-        assert time.monotonic() < deadline and two.started[0][0].poll() is None, two.said(0) + two.said(1)
-        time.sleep(0.1)
+    two.until_true(lambda: run.checkpoint(5).exists())
     workers = [pid for pid in two.net.pids(1) if is_worker(pid)]
     assert workers
     for pid in workers:
@@ -207,6 +215,43 @@ def test_nodes_meet_again_after_a_rank_was_killed(two: Lan2) -> None:
     all_ended_with_0(ended)
     assert all("restarting:" in said and said.count("all 2 nodes are here") == 2 for _, said in ended), ended
     assert [row["step"] for row in metrics(run.path)][-1] == 40
+
+
+@pytest.mark.long
+def test_a_cut_link_ends_every_launcher_and_names_the_node(tmp_path: Path, tiny: Path) -> None:
+    """The launcher behind the cut ends too, by itself. No rank saves meanwhile: one that does is waited for longer (docs/reliability.md)."""
+    with lan(tmp_path / "lan", nodes=3) as net:
+        three = Lan2(net, tmp_path, tiny)
+        for k in range(3):
+            three.start(k, "train-distributed", "NUM_GPUS=1", "TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=100000", nodes=3)
+        run = three.run()
+        three.until_true(lambda: run.metrics.is_file() and len(metrics(run.path)) > 20)
+        net.link(2, up=False)
+        began, took = time.monotonic(), [0.0] * 3
+        while not all(took):
+            for k, (process, _) in enumerate(three.started):
+                if not took[k] and process.poll() is not None:
+                    took[k] = time.monotonic() - began
+            assert time.monotonic() - began < SECONDS, took
+            time.sleep(0.1)
+        ended = three.end()
+        assert [code for code, _ in ended] == [75] * 3, ended
+        assert max(took) < 30, (took, ended)
+        assert all("rank 2 (node3)" in said for _, said in ended[:2]), ended
+        assert not [pid for k in range(3) for pid in net.pids(k) if is_worker(pid)]
+
+
+def keep_measured(cache: Path) -> None:
+    """Writes into a cache what `make bench` would have measured on this processor."""
+    fit = StepFit(
+        work={}, model="small", seconds_per_micro_step=0.01, flops_per_second=1e10, threads=1.0, layers=2, flops_per_token=1e6, points=8,
+        spread=0.1, measured="2026-11-20",
+    )  # fmt: skip
+    hardware = detect()
+    found = Calibration(device=hardware.devices[0].name, kind="cpu", threads=2, measured="2026-11-20", steps=(fit,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SFT_PLAY_CACHE", str(cache))
+        found.save()
 
 
 def is_worker(pid: int) -> bool:

@@ -40,6 +40,7 @@ from sft_play.launch.wire import HEAD, LARGEST_BYTES, MAGIC, GoneError, Line, St
 from sft_play.plan.hardware import Device
 from sft_play.runs.folder import RunFolder
 from tests.plans import simple_plan
+from tests.unit.test_calibration import calibration
 
 CARD = Device(name="RTX 3060", memory_bytes=12 * 2**30, free_bytes=11 * 2**30, bf16=True, compute_capability=(8, 6))
 Act = Callable[[Meeting], Any]
@@ -272,6 +273,43 @@ def test_facts_that_are_not_understood_are_refused() -> None:
             NodeFacts.from_json(good | change)
         (error,) = _judge_nodes([{"facts": good}, {"facts": good | change}])
         assert isinstance(error, HardwareError)
+
+
+def test_what_a_node_measured_goes_with_its_facts() -> None:
+    """Its links stay at home, and what is not understood, or is of a device that it has not, is one error."""
+    from sft_play.launch.joining import _judge_nodes
+
+    known = calibration("NVIDIA RTX 3060", "cuda", links={})
+    good = json.loads(json.dumps(facts(1, measured=(known,)).to_json()))
+    assert NodeFacts.from_json(good) == facts(1, measured=(known,))
+    one = good["measured"][0]
+    linked = {**one, "links": {"nccl": {"ranks": 2, "latency_seconds": 1e-4, "bytes_per_second": 2e9}}}
+    assert NodeFacts.from_json(good | {"measured": [linked]}) == facts(1, measured=(known,))
+    step = one["steps"][0]
+    bad: list[Any] = [
+        None, {}, [None], [[]], [{}], [{**one, "device": "H200"}], [{**one, "kind": "cpu"}], [one, one], [{**one, "threads": None}],
+        [{**one, "bandwidth": 0}], [{**one, "bandwidth": "9"}], [{**one, "bandwidth": float("nan")}], [{**one, "bandwidth": 10**400}],
+        [{**one, "matmul_flops": {"512": -1.0}}], [{**one, "matmul_flops": []}], [{**one, "versions": {"torch": 2}}],
+        [{**one, "steps": {}}], [{**one, "steps": [{}]}], [{**one, "steps": [{**step, "flops_per_second": 0}]}], [{**one, "more": 1}],
+        [{**one, "steps": [{**step, "work": 1}]}], [{**one, "steps": [{**step, "threads": True}]}], [{**one, "links": {"nccl": 1}}],
+        [{**one, "others": {"a": one}}], [{**one, "measured": "x" * 300}], [{**one, "steps": [{**step, "seconds_per_micro_step": -1}]}],
+    ]  # fmt: skip
+    for value in bad:
+        (error,) = _judge_nodes([{"facts": good}, {"facts": good | {"measured": value}}])
+        assert isinstance(error, HardwareError) and "a node sent what is not understood" in error.message, value
+        assert error.hint == "install the same SFT-Play on every node"
+
+
+def test_a_node_that_was_never_measured_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    from sft_play.launch.joining import _say_unmeasured
+
+    known = calibration("RTX 3060", "cuda", links={})
+    other = replace(CARD, name="RTX 4070")
+    _say_unmeasured([facts(0), facts(1)])
+    _say_unmeasured([facts(0), facts(1, measured=(known,))])
+    assert not capfd.readouterr().err
+    _say_unmeasured([facts(0, measured=(known,)), facts(1), facts(2, devices=(other,))])
+    assert "`make bench` was not run on node 2 (c)\n" in capfd.readouterr().err
 
 
 def test_another_version_of_the_protocol_is_told_to_both() -> None:

@@ -10,7 +10,7 @@ import pytest
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import HardwareError
 from sft_play.plan.balance import spans
-from sft_play.plan.calibration import Calibration, load_calibration
+from sft_play.plan.calibration import Calibration, StepFit, load_calibration, of_all_nodes
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.nodes import measured_on_all
@@ -242,6 +242,65 @@ def test_what_one_node_measured_counts_where_all_have_such_devices() -> None:
     assert measured_on_all(LaunchRequest(), found) is found
     both = replace(found, others={"a": found, "b": replace(found, device="b")})
     assert measured_on_all(mixed, both) is both
+
+
+def fitted(name: str, flops: float) -> Calibration:
+    """Returns what `make bench` found on a card: a line through steps of other work than is planned."""
+    fit = StepFit(
+        work={"mode": "full"}, model="small", seconds_per_micro_step=0.001, flops_per_second=flops, threads=1.0, layers=24,
+        flops_per_token=5e8, points=10, spread=0.02, measured="2026-11-21",
+    )  # fmt: skip
+    return Calibration(device=name, kind="cuda", threads=8, measured="2026-11-21", steps=(fit,))
+
+
+def test_shares_rest_on_what_each_node_measured_on_its_own_card() -> None:
+    """By their data sheets the two are alike; the second was measured at a third of the speed."""
+    met = ((gpu("a", 24, 6e13),), (gpu("b", 24, 6e13),))
+    fast, slow = fitted("a", 3e13), fitted("b", 1e13)
+    config = config_of(SMALL, "lora", seq=512, launch={"network": "10Gbit"})
+
+    def shares(here: Calibration | None, *nodes: tuple[Calibration, ...]) -> tuple[int, ...]:
+        launch = LaunchRequest(command_strategy="auto", num_nodes=2, node_devices=met)
+        plan = make_plan(
+            config, frozenset[str]().__contains__, machine(*met[0]), shape_of(config.model), launch=launch, prepared=None,
+            calibration=of_all_nodes(here, nodes),
+        )  # fmt: skip
+        return counts(plan)
+
+    assert shares(fast, (fast,), ()) == (12, 12), "one of the two was never measured: both are guessed"
+    assert shares(None, (), (slow,)) == (12, 12)
+    first, second = shares(fast, (fast,), (slow,))
+    assert first + second == 24 and 2 * second <= first
+    second, first = shares(replace(slow, device="a"), (), (replace(fast, device="b"),))
+    assert first + second == 24 and 2 * second <= first, "also where node 0's is the slow one"
+
+
+def test_what_is_merged_of_the_nodes() -> None:
+    a, b, other_a = fitted("NVIDIA a", 3e13), fitted("b", 1e13), fitted("a", 2e13)
+    assert of_all_nodes(None, []) is None and of_all_nodes(None, [(), ()]) is None and of_all_nodes(a, []) is a
+    assert of_all_nodes(a, [(replace(a, links={}),), (other_a,)]) is a, "a name that two nodes measured is node 0's"
+    assert of_all_nodes(None, [(), (other_a,)]) is other_a, "node 0 has such a card and measured nothing"
+    both = of_all_nodes(a, [(a,), (b,)])
+    assert both and both.of("a") is a and both.of("NVIDIA b") is b and both.measured == "2026-11-21"
+    again = of_all_nodes(both, [(a, b), (fitted("c", 1e13),)])
+    assert again and again.of("c").device == "c" and set(again.others) == {"a", "b", "c"}
+
+
+def test_a_processor_of_another_node_has_its_own_threads() -> None:
+    cpus = tuple(Device(name=name, memory_bytes=32 * GIB, free_bytes=24 * GIB, bf16=False) for name in ("x", "y"))
+    hardware = Hardware(kind="cpu", devices=cpus[:1], cpu_threads=4, ram_bytes=32 * GIB)
+    config = config_of(SMALL, "lora", seq=128)
+
+    def of_cpu(name: str, threads: int) -> Calibration:
+        found = fitted(name, 1e10 * threads)
+        return replace(found, kind="cpu", threads=threads, steps=(replace(found.steps[0], threads=float(threads)),))
+
+    found = of_all_nodes(of_cpu("x", 4), [(of_cpu("x", 4),), (of_cpu("y", 16),)])
+    launch = LaunchRequest(command_strategy="auto", num_nodes=2, num_gpus=1, node_devices=(cpus[:1], cpus[1:]))
+    plan = make_plan(
+        config, frozenset[str]().__contains__, hardware, shape_of(config.model), launch=launch, prepared=None, calibration=found
+    )
+    assert counts(plan)[1] > 2 * counts(plan)[0] > 0
 
 
 def test_a_full_gpu_of_another_node_is_named() -> None:

@@ -1,0 +1,118 @@
+"""Speed over three hosts with links of 1 Gb/s: shares that follow what each host computes (B11), bytes as the hosts' interfaces count them (B12)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.plan.plan import Plan
+from tests.conftest import metrics
+from tests.lan import lan
+from tests.multinode.test_by_hand import Lan2, all_ended_with_0, is_worker
+from tests.multinode.test_train_cluster import Home
+from tests.quota import move, quota
+from tests.tiny_models import build_tiny_llama
+
+pytestmark = pytest.mark.long
+
+SPEEDS = (0.3, 0.3, 0.15)
+"""Shares of a core: the third host has half the speed of the others, and two cores carry all with room for everything else."""
+GLOBAL_BATCH, LAST = 24, 8
+"""Rows of a step; steps at the end of a run whose speed counts."""
+STEPS = {"off": 14, "auto": 48}
+"""Alike devices share out again after three looks, at steps 5, 15 and 25 or later."""
+HEAVIER: Mapping[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8}
+"""Large enough that a rank computes for most of a step, and for the 2 s between two looks that a measure needs."""
+WIDER: Mapping[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+"""0.8 million weights: gradients of 3.2 MB a step, beside which nothing else that is sent counts."""
+
+
+@contextlib.contextmanager
+def held(machines: Home) -> Iterator[Callable[[], None]]:
+    """Yields what puts the one worker of each host under that host's quota."""
+    with contextlib.ExitStack() as stack:
+        groups = [stack.enter_context(quota(share)) for share in SPEEDS]
+
+        def hold() -> None:
+            for k, group in enumerate(groups):
+                (worker,) = (pid for pid in machines.net.pids(k) if is_worker(pid))
+                move(worker, group)
+
+        yield hold
+
+
+def trained_at_unequal_speeds(machines: Home, balance: str) -> list[dict[str, Any]]:
+    """Trains on three hosts of which the third has half the speed from its first steps on; returns the logged steps."""
+    steps = STEPS[balance]
+    words = (f"LAUNCH_BALANCE={balance}", f"TRAIN_MAX_STEPS={steps}", "TRAIN_SAVE_STRATEGY=no")
+    with held(machines) as hold:
+        machines.start("train-cluster", f"CONFIG={machines.config}", f"RUN_NAME={balance}", *words)
+        machines.until_step(balance, 1)
+        hold()
+        assert machines.end(600) == 0, machines.said()
+    found = metrics(machines.run(balance).path)
+    assert len(found) == steps and {sum(row["rank_rows"]) for row in found} == {GLOBAL_BATCH}
+    return found
+
+
+def part_of(rank: int, found: list[dict[str, Any]]) -> float:
+    """Returns a rank's part of the trained tokens."""
+    return float(sum(row["rank_tokens"][rank] for row in found) / sum(sum(row["rank_tokens"]) for row in found))
+
+
+@pytest.mark.quiet
+def test_a_host_at_half_speed_gets_fewer_rows_and_all_are_faster(tmp_path: Path) -> None:
+    """The kernel holds the workers, and nobody sleeps: tokens per second with and without `launch.balance`, and each rank's own count."""
+    folder = tmp_path / "lan"
+    own = [folder / name for name in ("runs", "cache", "project", "models")]
+    with lan(folder, nodes=3, private=own) as net:
+        machines = Home(net, tmp_path, build_tiny_llama(tmp_path / "heavier", **HEAVIER), net.hosts[0].private[folder / "models"])
+        rows = [
+            {"messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": f"I say {i:02d} " + "so " * 60}]}
+            for i in range(48)
+        ]
+        (net.hosts[0].private[folder / "models"] / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        text = machines.config.read_text().replace("max_seq_len: 64", "max_seq_len: 256")
+        machines.config.write_text(text.replace("global_batch_size: 6", f"global_batch_size: {GLOBAL_BATCH}"))
+        found = {balance: trained_at_unequal_speeds(machines, balance) for balance in STEPS}
+        machines.all_free(0, 1, 2)
+        told = [json.loads(line) for line in machines.run("auto").metrics.read_text().splitlines() if '"balance"' in line]
+    assert all(row["rank_rows"] == [8, 8, 8] for row in found["off"])
+    assert told and told[-1]["from_step"] <= STEPS["auto"] - LAST, told
+    last = {balance: rows[-LAST:] for balance, rows in found.items()}
+    assert part_of(2, last["off"]) == pytest.approx(1 / 3, abs=0.02)
+    assert 0.1 < part_of(2, last["auto"]) < 0.27, told
+    assert min(part_of(rank, last["auto"]) for rank in (0, 1)) > 0.34, told
+    speeds = {balance: statistics.median(row["tokens_per_second"] for row in rows) for balance, rows in last.items()}
+    assert speeds["auto"] >= 1.3 * speeds["off"], (speeds, told)
+
+
+def bytes_of(hosts: Lan2, name: str, steps: int, *words: str) -> int:
+    """Returns what the interfaces of three hosts sent in a whole run of full tuning."""
+    before = sum(map(hosts.net.sent_bytes, range(3)))
+    fixed = ("NUM_GPUS=1", "TUNING_MODE=full", "LAUNCH_BALANCE=off", "TRAIN_SAVE_STRATEGY=no", "TRAIN_GLOBAL_BATCH_SIZE=6")
+    for k in range(3):
+        hosts.start(k, "train-distributed", *fixed, f"TRAIN_MAX_STEPS={steps}", *words, name=name, nodes=3)
+    all_ended_with_0(hosts.end())
+    run = hosts.run(name)
+    assert Plan.load(run.plan).strategy == "ddp" and metrics(run.path)[-1]["step"] == steps
+    return sum(map(hosts.net.sent_bytes, range(3))) - before
+
+
+def test_three_hosts_send_half_with_fp16_and_a_twelfth_with_16_local_steps(tmp_path: Path) -> None:
+    """What a start sends, the whole model once, is what ordinary runs of 8 and of 32 steps have in common."""
+    with lan(tmp_path / "lan", nodes=3) as net:
+        hosts = Lan2(net, tmp_path, build_tiny_llama(tmp_path / "wider", **WIDER))
+        ways = {"none": (), "fp16": ("LAUNCH_COMPRESSION=fp16",), "local": ("LAUNCH_LOCAL_STEPS=16",)}
+        sent = {name: bytes_of(hosts, name, 32, *words) for name, words in ways.items()}
+        start = (4 * bytes_of(hosts, "start", 8) - sent["none"]) // 3
+    found = {name: count - start for name, count in sent.items()}
+    assert 0 < start < sent["none"] / 8, (start, sent)
+    assert 0.45 < found["fp16"] / found["none"] < 0.56, (start, found)
+    assert found["none"] / found["local"] > 12, (start, found)
