@@ -444,7 +444,7 @@ def test_a_node_that_vanishes_between_the_rounds(gone: int) -> None:
 def test_a_node_that_hangs_between_the_rounds_is_named(frozen: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says no word any more, and its connection stays: the others do not wait for ever."""
     monkeypatch.setattr(meeting, "LEAST_SILENCE", 1.0)
-    nodes, over = Nodes(count=3, patience=1.0), threading.Event()
+    nodes, over = Nodes(count=3, patience=3.0), threading.Event()
 
     def act(here: Meeting) -> Any:
         here.exchange(facts(here.node.rank).to_json(), judge)
