@@ -19,7 +19,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
@@ -32,11 +33,13 @@ from sft_play.launch.verdict import LOST, PEER_GONE
 from sft_play.runs.folder import RunFolder
 from sft_play.training.exit_record import leave_record
 from sft_play.training.memory_errors import Activity
+from sft_play.training.reach import Door, answers
 from sft_play.training.world import launched_world
 
 TICK_SECONDS, PERIOD_SECONDS, DEAD_SECONDS = 1.0, 2.0, 20.0
 PATIENT_SECONDS = 60.0
-"""For ranks of other machines that load or save: reading and writing gigabytes may hold Python's lock, and with it the beats."""
+"""For ranks of other machines that load or save, and whose machine answers: reading and writing gigabytes may hold Python's lock, and with
+it the beats. Whether it answers is looked at by rank 0, which all hear."""
 FIXED = {"loading": 3600.0, "saving": 1800.0, "evaluating": 1800.0, "leaving": 1800.0}
 """Seconds without progress at least, by phase."""
 MULTIPLE = {"loading": 6.0, "saving": 3.0, "evaluating": 3.0, "leaving": 3.0}
@@ -66,6 +69,8 @@ class Peer:
     beat: Beat
     silent: float = 0.0
     """Seconds, counted while this thread ran: a process that was itself suspended blames nobody."""
+    door: tuple[str, int] | None = None
+    """Where its machine has answered this one; `None` where it never did (a firewall)."""
 
 
 class Heartbeat:
@@ -83,6 +88,7 @@ class Heartbeat:
         self._store: Any = None
         self._peers: dict[int, Peer] = {}
         self._unanswered = 0.0
+        self._door: Door | None = None
         self._leaving = threading.Lock()
         self._stacks: TextIO | None = None
         self.over = False
@@ -101,7 +107,12 @@ class Heartbeat:
         self.hang_seconds = hang_seconds
         if self.world > 1 and "MASTER_ADDR" in os.environ:
             store = open_store(DEAD_SECONDS)
+            with contextlib.suppress(OSError):  # without it the others are patient
+                self._door = Door(os.environ["MASTER_ADDR"])
+                store.set(f"door/{self.rank}", json.dumps(self._door.address))
             self._peers = roll_call(store, self._now(), self.world, timeout_seconds)
+            if self.rank == 0:
+                find_doors(store, self._peers)
             self._store = store
             threading.Thread(target=self._guard, name="guard", daemon=True).start()
 
@@ -153,6 +164,8 @@ class Heartbeat:
         """Writes this rank's beat, reads those of ranks under other launchers, and an order to leave."""
         mine = asdict(self._now()) | {"peers": [], "over": self.over}
         self._store.set(f"beat/{self.rank}", json.dumps(mine))
+        if self._door:
+            self._door.clear()
         if self._store.check(["abort"]) and not self.over:
             order = json.loads(self._store.get("abort"))
             self._leave(order["cause"], order["rank"], order["text"], tell=False)
@@ -161,7 +174,10 @@ class Heartbeat:
             beat = Beat.from_bytes(json.dumps(facts).encode())
             peer.silent = 0.0 if beat.number != peer.beat.number or facts["over"] else peer.silent + passed
             peer.beat = beat
-            if peer.silent > (PATIENT_SECONDS if beat.phase in ("loading", "saving") else DEAD_SECONDS):
+            busy = beat.phase in ("loading", "saving") and not (
+                peer.door and peer.silent > DEAD_SECONDS and not answers(peer.door)
+            )
+            if peer.silent > (PATIENT_SECONDS if busy else DEAD_SECONDS):
                 text = f"rank {rank} ({beat.host}) has been silent for {peer.silent:.0f} s, last seen {beat.where()}"
                 self._leave("unreachable", rank, text)
 
@@ -216,6 +232,15 @@ def roll_call(store: Any, mine: Beat, world: int, timeout_seconds: float) -> dic
         time.sleep(0.2)
     beats = {rank: Beat.from_bytes(store.get(f"beat/{rank}")) for rank in range(world)}
     return {rank: Peer(beat=beat) for rank, beat in beats.items() if not mine.mark or beat.mark != mine.mark}
+
+
+def find_doors(store: Any, peers: Mapping[int, Peer]) -> None:
+    """Knocks once at every peer's door, all at once, and keeps those that answer."""
+    places = {rank: json.loads(store.get(f"door/{rank}")) for rank in peers if store.check([f"door/{rank}"])}
+    doors = {rank: (str(host), int(port)) for rank, (host, port) in places.items()}
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        for (rank, door), open_ in zip(doors.items(), pool.map(answers, doors.values()), strict=True):
+            peers[rank].door = door if open_ else None
 
 
 def _not_joined(store: Any, missing: list[int], world: int, timeout_seconds: float) -> NotJoined:

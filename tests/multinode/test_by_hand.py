@@ -218,12 +218,13 @@ def test_nodes_meet_again_after_a_rank_was_killed(two: Lan2) -> None:
 
 
 @pytest.mark.long
-def test_a_cut_link_ends_every_launcher_and_names_the_node(tmp_path: Path, tiny: Path) -> None:
-    """The launcher behind the cut ends too, by itself. No rank saves meanwhile: one that does is waited for longer (docs/reliability.md)."""
+@pytest.mark.parametrize("save_steps", [5, 100_000])
+def test_a_cut_link_ends_every_launcher_and_names_the_node(save_steps: int, tmp_path: Path, tiny: Path) -> None:
+    """The launcher behind the cut ends too, by itself, also when its rank was last seen in one of many saves."""
     with lan(tmp_path / "lan", nodes=3) as net:
         three = Lan2(net, tmp_path, tiny)
         for k in range(3):
-            three.start(k, "train-distributed", "NUM_GPUS=1", "TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=100000", nodes=3)
+            three.start(k, "train-distributed", "NUM_GPUS=1", "TRAIN_MAX_STEPS=100000", f"TRAIN_SAVE_STEPS={save_steps}", nodes=3)
         run = three.run()
         three.until_true(lambda: run.metrics.is_file() and len(metrics(run.path)) > 20)
         net.link(2, up=False)
