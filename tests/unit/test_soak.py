@@ -118,7 +118,9 @@ def test_kills_are_spread_over_moments_and_processes(tmp_path: Path) -> None:
     aims = [choose_aim(state, chance) for _ in range(1000)]
     assert {aim.kind for aim in aims} == set(AIMS)
     times = [aim.seconds for aim in aims if aim.kind == "time"]
-    assert 400 < len(times) < 700 and min(times) < 0.5 and max(times) > 13
+    assert 250 < len(times) < 450 and min(times) < 0.5 and max(times) > 13
+    steps = [aim.seconds for aim in aims if aim.kind == "training"]
+    assert 150 < len(steps) < 300 and min(steps) < 0.1 and 4 < max(steps) <= 6, "anywhere in the steps, which take 6 s"
     saves = [aim.seconds for aim in aims if aim.kind == "save"]
     assert len(saves) > 150 and max(saves) <= 0.2
     roles = ["launcher", "agent", "rank 0", "rank 1", "helper"]
