@@ -59,10 +59,13 @@ class Ranks:
 
 
 def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
-    """Whether `HARDWARE=12GB+8GB+8GB@1Gbit NUM_NODES=3` describes as many unlike cards as machines: then each has one of them."""
+    """Whether `HARDWARE=12GB+8GB+8GB@1Gbit NUM_NODES=3` describes as many cards as machines: then each has one of them.
+
+    Like cards too, where each is written by itself (`8GB+8GB`): `2x8GB` are two cards in each machine.
+    """
     apart = hardware.described and hardware.kind == "cuda" and hardware.network_bytes_per_second is not None
-    unlike = len(set(hardware.devices)) > 1 and len(hardware.devices) == launch.num_nodes
-    return apart and unlike and launch.num_gpus in (None, 1) and not launch.node_devices
+    named = hardware.listed == len(hardware.devices) or len(set(hardware.devices)) > 1
+    return apart and named and len(hardware.devices) == launch.num_nodes and launch.num_gpus in (None, 1) and not launch.node_devices
 
 
 def met(hardware: Hardware, launch: LaunchRequest) -> LaunchRequest:
@@ -138,14 +141,23 @@ def _refuse_full(node: int, devices: tuple[Device, ...]) -> None:
         )
 
 
-def in_words(launch: LaunchRequest, ranks: Ranks) -> list[str]:
-    """Returns what is known of the other machines."""
+def in_words(hardware: Hardware, launch: LaunchRequest, ranks: Ranks) -> list[str]:
+    """Returns what is known of the other machines, and where several cards that a description lists are those of each of them."""
     if launch.num_nodes == 1:
         return []
     if not launch.node_devices:
-        return [f"{launch.num_nodes} nodes, each with the devices of this one"]
+        return [f"{launch.num_nodes} nodes, each with the devices of this one", *_multiplied(hardware, launch, ranks)]
     found = ", ".join(f"{node}: {_named(ranks, node)}" for node in range(min(launch.num_nodes, 8)))
     return [f"{launch.num_nodes} nodes with {len(ranks.devices)} ranks in all ({found}{', ...' if launch.num_nodes > 8 else ''})"]
+
+
+def _multiplied(hardware: Hardware, launch: LaunchRequest, ranks: Ranks) -> list[str]:
+    """Says that each node has all of `12GB+8GB+8GB@1Gbit`, which may as well have been meant as one card of each machine."""
+    cards = len(hardware.devices)
+    if hardware.listed < 2 or hardware.network_bytes_per_second is None or cards == launch.num_nodes:
+        return []
+    each = ("both cards" if cards == 2 else f"all {cards} cards") if ranks.local == cards else f"{ranks.local} of the {cards} cards"
+    return [f"each of the {launch.num_nodes} nodes has {each}; with NUM_NODES={cards} each would have one of them"]
 
 
 def _named(ranks: Ranks, node: int) -> str:

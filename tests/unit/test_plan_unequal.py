@@ -196,8 +196,27 @@ def test_unlike_cards_as_many_as_machines_are_one_each() -> None:
     assert "3 nodes with 3 ranks in all (0: RTX5070TiLaptop, 1: RTX3070Ti, 2: RTX4070Laptop)" in plan.reasons
     together = planned(CARDS + "@1Gbit", config_of())
     assert counts(plan) == counts(together) and plan.seconds_per_step == pytest.approx(together.seconds_per_step)
-    # Like cards are those of each machine, as ever.
-    assert planned("2xRTX4090@1Gbit", config_of(seq=512), num_nodes=2).world_size == 4
+    # The network may stand in the configuration as well.
+    assert planned(CARDS, config_of(launch={"network": "1Gbit"}), num_nodes=3) == plan
+    assert planned(CARDS, config_of(), num_nodes=3).world_size == 9, "cards of one machine, as far as anybody said"
+    # Counted cards are those of each machine, as ever; cards that are written one by one are machines, like or not.
+    counted = planned("2xRTX4090@1Gbit", config_of(seq=512), num_nodes=2)
+    assert counted.world_size == 4 and not any(one.startswith("each of the") for one in counted.reasons)
+    written = planned("RTX4090+RTX4090@1Gbit", config_of(seq=512), num_nodes=2)
+    assert written.world_size == 2 and [rank.device for rank in written.ranks] == ["cuda:0"] * 2
+
+
+@pytest.mark.parametrize(
+    ("hardware", "request_", "world", "told"),
+    [
+        (LAN, {"num_nodes": 2}, 6, "each of the 2 nodes has all 3 cards; with NUM_NODES=3 each would have one of them"),
+        ("12GB+8GB@1Gbit", {"num_nodes": 3}, 6, "each of the 3 nodes has both cards; with NUM_NODES=2 each would have one of them"),
+        (LAN, {"num_nodes": 2, "num_gpus": 2}, 4, "each of the 2 nodes has 2 of the 3 cards; with NUM_NODES=3 each would have one of them"),
+    ],
+)  # fmt: skip
+def test_numbers_that_do_not_match_are_said(hardware: str, request_: dict[str, int], world: int, told: str) -> None:
+    plan = planned(hardware, config_of(seq=512), **request_)
+    assert plan.world_size == world and reason(plan, "each of the") == told
 
 
 def gpu(name: str, gib: float, flops: float, free: float | None = None) -> Device:
