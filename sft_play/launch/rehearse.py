@@ -17,8 +17,7 @@ from sft_play.launch.run_folder import ended_by_signals, find_run
 from sft_play.plan.command import hardware_of, needs_several, plan_for
 from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.hardware import Hardware
-from sft_play.plan.nodes import devices_of
-from sft_play.plan.nodes import with_network
+from sft_play.plan.nodes import devices_of, with_network
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scaling import parse_price, parse_scale, scale_json, scale_table, show_scale, with_cost

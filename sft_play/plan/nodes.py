@@ -65,7 +65,9 @@ def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
     """
     apart = hardware.described and hardware.kind == "cuda" and hardware.network_bytes_per_second is not None
     named = hardware.listed == len(hardware.devices) or len(set(hardware.devices)) > 1
-    return apart and named and len(hardware.devices) == launch.num_nodes and launch.num_gpus in (None, 1) and not launch.node_devices
+    return (
+        apart and named and len(hardware.devices) == launch.num_nodes and launch.num_gpus in (None, 1) and not launch.node_devices
+    )
 
 
 def met(hardware: Hardware, launch: LaunchRequest) -> LaunchRequest:
@@ -156,7 +158,9 @@ def _multiplied(hardware: Hardware, launch: LaunchRequest, ranks: Ranks) -> list
     cards = len(hardware.devices)
     if hardware.listed < 2 or hardware.network_bytes_per_second is None or cards == launch.num_nodes:
         return []
-    each = ("both cards" if cards == 2 else f"all {cards} cards") if ranks.local == cards else f"{ranks.local} of the {cards} cards"
+    each = (
+        ("both cards" if cards == 2 else f"all {cards} cards") if ranks.local == cards else f"{ranks.local} of the {cards} cards"
+    )
     return [f"each of the {launch.num_nodes} nodes has {each}; with NUM_NODES={cards} each would have one of them"]
 
 

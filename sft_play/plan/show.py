@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +21,8 @@ ORDER = (
 )  # fmt: skip
 BAR = 40
 MOST_LISTED = 32
+MOST_GROUPS = 8
+"""Of ranks that are not adjacent, before a block of bars."""
 
 
 def show_plan(plan: Plan, *, details: bool = False) -> str:
@@ -136,12 +138,24 @@ def _bars(plan: Plan) -> list[str]:
         seen.setdefault((rank.device_name, rank.micro_batch, rank.peak_bytes), []).append(rank.rank)
     for members in seen.values():
         rank = plan.ranks[members[0]]
-        who = f"rank {members[0]}" if len(members) == 1 else f"ranks {members[0]} to {members[-1]}"
         lines.append(
-            f"  {who}: {rank.device_name}, micro-batch {rank.micro_batch}, {_gib(rank.peak_bytes)} of {_gib(rank.capacity_bytes)}"
+            f"  {_who(members)}: {rank.device_name}, micro-batch {rank.micro_batch}, {_gib(rank.peak_bytes)} of {_gib(rank.capacity_bytes)}"
         )
         lines += _part_bars(rank.memory_bytes, max(rank.capacity_bytes, rank.peak_bytes, 1))
     return lines
+
+
+def _who(members: Sequence[int]) -> str:
+    """Returns `rank 0`, `ranks 0 to 3`, or `ranks 0, 2, 4 to 6` for rising ranks; of many groups the first, and how many ranks follow."""
+    groups: list[list[int]] = []
+    for rank in members:
+        if groups and rank == groups[-1][-1] + 1:
+            groups[-1].append(rank)
+        else:
+            groups.append([rank])
+    shown = [str(one[0]) if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in groups[:MOST_GROUPS]]
+    rest = sum(map(len, groups[MOST_GROUPS:]))
+    return f"rank{'s' if len(members) > 1 else ''} {', '.join(shown)}" + (f" and {rest} more" if rest else "")
 
 
 def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:

@@ -206,6 +206,15 @@ def test_unlike_cards_as_many_as_machines_are_one_each() -> None:
     assert written.world_size == 2 and [rank.device for rank in written.ranks] == ["cuda:0"] * 2
 
 
+def test_bars_name_the_ranks_that_they_are_of() -> None:
+    shown = show_plan(planned("12GB+8GB", config_of(seq=512), num_nodes=3), details=True)
+    assert "  ranks 0, 2, 4: 12 GB GPU" in shown and "  ranks 1, 3, 5: 8 GB GPU" in shown
+    shown = show_plan(planned("2x12GB+8GB", config_of(seq=512, global_batch_size=27, batch_size=1), num_nodes=9), details=True)
+    assert "  ranks 0 to 1, 3 to 4, 6 to 7, 9 to 10, 12 to 13, 15 to 16, 18 to 19, 21 to 22 and 2 more: 12 GB GPU" in shown
+    alone = show_plan(planned("12GB+8GB+8GB", config_of(seq=512)), details=True)
+    assert "  rank 0: 12 GB GPU" in alone and "  ranks 1 to 2: 8 GB GPU" in alone
+
+
 @pytest.mark.parametrize(
     ("hardware", "request_", "world", "told"),
     [
