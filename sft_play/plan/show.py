@@ -14,6 +14,7 @@ from sft_play.plan.hardware import GIB
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.show_speed import show_speed
+from sft_play.plan.words import figure
 
 ORDER = (
     "frozen", "quant_state", "trained", "adapters", "gradients", "optimizer", "buffers", "activations", "recompute", "logits",
@@ -87,7 +88,7 @@ def _ranks(plan: Plan) -> list[str]:
         rows = counts[rank.rank] if counts else f"{rank.micro_batch * rank.accumulation} max"
         lines.append(
             f"  {rank.rank:>6}  {rank.device_name[:25]:<26}{rank.micro_batch:>12}{rank.accumulation:>12}{rows:>8}{rank.most_rows:>11}"
-            + (f"{seconds[rank.rank]:>10.3g}" if seconds else "")
+            + (f"{figure(seconds[rank.rank]):>10}" if seconds else "")
         )
     rest = len(plan.ranks) - MOST_LISTED
     return [*lines, *([f"  and {rest} more"] if rest > 0 else []), ""]

@@ -26,6 +26,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import shape_of
 from sft_play.plan.show import show_plan
+from sft_play.plan.words import figure, rate_in_words
 
 LLAMA2, QWEN = "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-7B-Instruct"
 SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -223,3 +224,21 @@ def test_a_network_that_is_fast_enough_is_not_refused() -> None:
     assert planned("8xH100@400Gbit", config_of(QWEN, "full", seq=4096), command_strategy="fsdp2", num_nodes=2).strategy == "fsdp2"
     # Of a network that nobody told the speed of, nothing is refused.
     assert planned("24GB", config_of(QWEN, seq=512), command_strategy="fsdp2", num_nodes=3).strategy == "fsdp2"
+
+
+def test_figures_have_no_exponent() -> None:
+    assert [figure(value) for value in (4590.4, 999.6, 118.2, 11.75, 10, 0.5, 0.000012345, 0, 1234567)] == [
+        "4,590", "1,000", "118", "11.8", "10", "0.5", "0.0000123", "0", "1,230,000"
+    ]  # fmt: skip
+    assert [figure(value, 2) for value in (118.2, 1.94, 0.19, float("inf"))] == ["120", "1.9", "0.19", "inf"]
+    assert [rate_in_words(speed) for speed in (1.175e8, 1.175e10, 9.996e8)] == ["118 MB/s", "11.8 GB/s", "1,000 MB/s"]
+
+
+def test_a_fast_network_and_a_long_wait_are_told_in_plain_numbers() -> None:
+    fast = show_plan(planned("4xH100@100Gbit", config_of(), num_nodes=2))
+    assert "over the network of 11.8 GB/s" in fast and "e+0" not in fast
+    slow = planned("12GB+8GB+8GB@1Mbit", config_of(seq=512, mode="qlora"))
+    assert "e+0" not in show_plan(slow)
+    with pytest.raises(UserError) as error:
+        planned(CARDS + "@10Mbit", config_of(seq=512), command_strategy="fsdp2")
+    assert "e+0" not in str(error.value) and " MB/s" in str(error.value)
