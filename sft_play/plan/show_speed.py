@@ -11,19 +11,29 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.words import figure
 from sft_play.runs.folder import RunFolder
 
-UNKNOWN = "unknown for these devices, or for the network between them, until they have trained (`make bench` measures them)"
-NAMED = "to forecast it, name the cards (HARDWARE=2xRTX4090), or give `bf16_tflops` and `bandwidth_gb_s` in a hardware file"
+CARDS = "unknown for these devices until they have trained (`make bench` measures them)"
+NAME_CARDS = "to forecast it, name the cards (HARDWARE=2xRTX4090), or give `bf16_tflops` and `bandwidth_gb_s` in a hardware file"
 
 
 def show_speed(plan: Plan) -> list[str]:
     """Returns what a run is expected to take, the most asked first; one line where nothing is known."""
     if plan.tokens_per_second is None or plan.seconds_per_step is None:
-        return [UNKNOWN, NAMED, *_exchange(plan)]
+        return [*_missing(plan), *_exchange(plan)]
     first = f"about {plan.tokens_per_second:,.0f} tokens/s ({plan.speed_basis or 'a prior, not measured here'})"
     first += f", {figure(plan.seconds_per_step)} s a step"
     if plan.mfu is not None:
         first += f", MFU {plan.mfu:.0%}"
     return [first, *_times(plan), *_communication(plan), *_price(plan)]
+
+
+def _missing(plan: Plan) -> list[str]:
+    """Returns which of the two is not known, the devices' speed or the network's, and how to tell it."""
+    lines = [] if all(rank.cost for rank in plan.ranks) else [CARDS, NAME_CARDS]
+    if plan.num_nodes > 1 and plan.communication_seconds is None:
+        speed = "100Gbit" if plan.device == "cuda" else "1Gbit"
+        lines.append("unknown for the network between the nodes")
+        lines.append(f"to forecast it, name the network: LAUNCH_NETWORK={speed} (`launch.network`), or HARDWARE=...@{speed}")
+    return lines or [CARDS]
 
 
 def _exchange(plan: Plan) -> list[str]:

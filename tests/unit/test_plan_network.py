@@ -242,3 +242,23 @@ def test_a_fast_network_and_a_long_wait_are_told_in_plain_numbers() -> None:
     with pytest.raises(UserError) as error:
         planned(CARDS + "@10Mbit", config_of(seq=512), command_strategy="fsdp2")
     assert "e+0" not in str(error.value) and " MB/s" in str(error.value)
+
+
+NAME_CARDS, NAME_NETWORK = "name the cards (HARDWARE=2xRTX4090)", "name the network: LAUNCH_NETWORK="
+
+
+@pytest.mark.parametrize(
+    ("hardware", "nodes", "cards", "network"),
+    [
+        ("4xH100", 2, False, "100Gbit"), ("2x24GB", 2, True, "100Gbit"), ("2x24GB@1Gbit", 2, True, None), ("12GB+8GB", 1, True, None),
+        ("cpu", 2, False, "1Gbit"), ("cpu@1Gbit", 2, False, None), ("4xH100@100Gbit", 2, False, None),
+    ],
+)  # fmt: skip
+def test_the_plan_says_which_speed_is_missing(hardware: str, nodes: int, cards: bool, network: str | None) -> None:
+    config = config_of(SMALL, seq=512, train={"global_batch_size": 8}, strategy="ddp")
+    shown = show_plan(planned(hardware, config, num_nodes=nodes))
+    assert (NAME_CARDS in shown) is cards
+    assert (NAME_NETWORK in shown) is (network is not None)
+    if network:
+        assert f"{NAME_NETWORK}{network} (`launch.network`), or HARDWARE=...@{network}" in shown
+    assert ("tokens/s" in shown) is (not cards and network is None)
