@@ -149,7 +149,7 @@ def _start(case: Case, fit: Fit, reasons: list[str]) -> Start:
     config, hardware, launch, kind = case.config, case.hardware, case.launch, case.hardware.kind
     ranks = nodes.ranks_of(hardware, launch)
     reasons += ["for hardware as described, not for this machine"] if hardware.described else []
-    reasons += nodes.in_words(hardware, launch, ranks)
+    reasons += [*nodes.in_words(hardware, launch, ranks), *nodes.unheard_network(config, case.typed, hardware)]
     devices = ranks.devices
     strategy = strategies.choose_strategy(config, case.typed, launch, hardware, len(devices), reasons)
     backend = choices.choose_backend(config, kind, len(devices), reasons)

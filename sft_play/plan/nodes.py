@@ -24,6 +24,7 @@ from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import optimizer_seconds
 from sft_play.plan.unequal import Machines
+from sft_play.plan.words import rate_in_words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +106,16 @@ def with_network(config: Config, hardware: Hardware, launch: LaunchRequest) -> H
     if text is None or launch.num_nodes == 1 or hardware.network_bytes_per_second:
         return hardware
     return replace(hardware, network_bytes_per_second=network_speed(text, "launch.network", "`launch.network` is"))
+
+
+def unheard_network(config: Config, typed: Callable[[str], bool], hardware: Hardware) -> list[str]:
+    """Returns that a written `launch.network` does not count, where `HARDWARE` names another one."""
+    text, speed = config.launch.network, hardware.network_bytes_per_second
+    if text is None or speed is None or not typed("launch.network"):
+        return []
+    if network_speed(text, "launch.network", "`launch.network` is") == speed:
+        return []
+    return [f"`launch.network` {text} does not count: HARDWARE names a network of {rate_in_words(speed)}"]
 
 
 def measured_on_all(launch: LaunchRequest, calibration: Calibration | None) -> Calibration | None:

@@ -262,3 +262,21 @@ def test_the_plan_says_which_speed_is_missing(hardware: str, nodes: int, cards: 
     if network:
         assert f"{NAME_NETWORK}{network} (`launch.network`), or HARDWARE=...@{network}" in shown
     assert ("tokens/s" in shown) is (not cards and network is None)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_typed_network_beside_that_of_hardware_is_told_not_to_count(nodes: int) -> None:
+    def told(hardware: str, network: str, *keys: str) -> list[str]:
+        launch = LaunchRequest(command_strategy="auto", num_nodes=nodes)
+        config = config_of(SMALL, seq=512, network=network)
+        plan = make_plan(
+            config, keys.__contains__, parse_hardware(hardware), shape_of(config.model), launch=launch, prepared=None
+        )
+        assert plan.communication_seconds is not None
+        return [reason for reason in plan.reasons if reason.startswith("`launch.network`")]
+
+    assert told(CARDS + "@1Gbit", "10Gbit", "launch.network") == [
+        "`launch.network` 10Gbit does not count: HARDWARE names a network of 118 MB/s"
+    ]
+    assert told(CARDS + "@1Gbit", "1Gbit", "launch.network") == []
+    assert told(CARDS, "10Gbit", "launch.network") == []
