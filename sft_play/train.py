@@ -29,7 +29,7 @@ from sft_play.runs.checkpoints import clean_up
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
-from sft_play.training.console import quiet_libraries, redirect
+from sft_play.training.console import log_alone, quiet_libraries, redirect
 from sft_play.training.exit_record import describe_full_disk, ran_out_of_disk, reserve
 from sft_play.training.heartbeat import Heartbeat, beating, hang_limit
 from sft_play.training.memory_errors import Activity, describe, ran_out_of_memory
@@ -177,7 +177,7 @@ def settle_stamp(run: RunFolder, config: Config, plan: Plan, prepared: Prepared,
     if checkpoint is not None:
         notes = refuse(compare(Stamp.load(checkpoint), stamp, "resume"), f"the checkpoint `{checkpoint.name}`")
         for note in notes if rank == 0 else []:
-            print(note)
+            print(note, file=log_alone() if MARK in os.environ else sys.stdout)  # the launcher has said it on the console
     if rank == 0:
         stamp.save(run.path)
     return stamp
@@ -236,7 +236,7 @@ def quiet_callbacks(trainer: SftTrainer) -> None:
 
 
 def add_reporters(trainer: SftTrainer, run: RunFolder, config: Config, console: TextIO | None) -> None:
-    """Rank 0 writes metrics and curves and shows progress."""
+    """Rank 0 writes metrics and curves and says how far it is, in its log and on the console."""
     from sft_play.training.aim_tracker import NAME as AIM
     from sft_play.training.aim_tracker import AimTracker
     from sft_play.training.arguments import trackers, wants_tensorboard
@@ -250,8 +250,7 @@ def add_reporters(trainer: SftTrainer, run: RunFolder, config: Config, console: 
             trainer.add_callback(Curves(run.tensorboard))
         if AIM in trackers(config):
             trainer.add_callback(AimTracker(run))
-        if console is not None and not config.train.extra.get("disable_tqdm"):
-            trainer.add_callback(Progress(console))
+        trainer.add_callback(Progress(None if config.train.extra.get("disable_tqdm") else console, log_alone()))
 
 
 def save_holdings(run: RunFolder, trainer: SftTrainer, holdings: Holdings) -> None:

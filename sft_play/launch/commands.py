@@ -311,11 +311,18 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
         result = {"run": str(run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None}
         print(json.dumps(result | {"model": str(run.model) if run.model.is_dir() else None}))
     elif outcome.code == 0:
-        print(
-            f"\ndone: {run.path}\n  model    {run.model}\n{beside_forecast(run)}"
-            f"  answers  make infer RUN={run.name}\n  scores   make eval RUN={run.name}"
-        )
+        print(f"\ndone: {run.path}\n{_what_is_there(call, run)}")
     return outcome.code
+
+
+def _what_is_there(call: Call, run: RunFolder) -> str:
+    """Returns where the model of a run that has ended is, and what can be done with it here: other nodes do not have it."""
+    if not run.model.is_dir():
+        address = call.options.get("MASTER_ADDR")
+        return "  the model is on node 0" + (f" ({address})" if address else "")
+    return (
+        f"  model    {run.model}\n{beside_forecast(run)}  answers  make infer RUN={run.name}\n  scores   make eval RUN={run.name}"
+    )
 
 
 def _with_tensorboard(call: Call, command: Callable[[Call], int]) -> int:

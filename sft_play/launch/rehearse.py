@@ -17,7 +17,7 @@ from sft_play.launch.run_folder import ended_by_signals, find_run
 from sft_play.plan.command import hardware_of, needs_several, plan_for
 from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.hardware import Hardware
-from sft_play.plan.nodes import devices_of
+from sft_play.plan.nodes import devices_of, with_network
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scaling import parse_price, parse_scale, scale_json, scale_table, show_scale, with_cost
@@ -47,6 +47,7 @@ def _rehearse(call: Call) -> int:
         request = replace(request, num_nodes=hardware.nodes)
     if request.command_strategy == "auto" and not needs_several(loaded, hardware, request):
         request = replace(request, command_strategy="single")
+    hardware = with_network(loaded.config, hardware, request)
     counts = parse_scale(call.options["SCALE"]) if "SCALE" in call.options else ()
     price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
     prepared = _prepared(call)

@@ -11,6 +11,7 @@ from sft_play.plan.batch import Batch, choose_batch
 from sft_play.plan.fit import Fit
 from sft_play.plan.hardware import Device, Hardware
 from sft_play.plan.memory import Setup
+from sft_play.plan.words import figure
 
 GAIN = 1.02
 """What is not faster than this is as fast: then the larger micro-batch is taken, and rows in one line."""
@@ -76,8 +77,8 @@ def choose_rows(fit: Fit, setup: Setup, rows: Rows, seconds: Seconds) -> Batch:
     if batch is whole:
         return whole
     reason = (
-        f"micro-batch {max(chosen)}, not {largest}: by forecast a step then takes {times[chosen]:.3g} s instead of "
-        f"{times[whole.micro_batches]:.3g} s; the time goes into padding, or a mask over all rows"
+        f"micro-batch {max(chosen)}, not {largest}: by forecast a step then takes {figure(times[chosen])} s instead of "
+        f"{figure(times[whole.micro_batches])} s; the time goes into padding, or a mask over all rows"
     )
     return replace(batch, reasons=(*batch.reasons, reason))
 

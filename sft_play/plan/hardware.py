@@ -66,6 +66,8 @@ class Hardware:
     """Whether `ram_bytes` was looked up or stated, rather than assumed."""
     nodes: int = 1
     """Machines like this one that a description names; `NUM_NODES` wins."""
+    listed: int = 0
+    """Entries of a description that `+` joins, such as 2 of `12GB+8GB`; 0 where nothing was written so."""
 
 
 PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+)")
@@ -85,10 +87,11 @@ def parse_hardware(text: str) -> Hardware:
         from sft_play.plan.detect import cpu_only
 
         return replace(cpu_only(), network_bytes_per_second=speed)
-    devices = [device for part in body.split("+") for device in _devices(part.strip(), text)]
+    parts = body.split("+")
+    devices = [device for part in parts for device in _devices(part.strip(), text)]
     return Hardware(
         kind="cuda", devices=tuple(devices), cpu_threads=ASSUMED_THREADS, ram_bytes=ASSUMED_RAM, described=True,
-        network_bytes_per_second=speed, ram_known=False,
+        network_bytes_per_second=speed, ram_known=False, listed=len(parts),
     )  # fmt: skip
 
 

@@ -62,7 +62,8 @@ def make_plan(
     `calibration` is what was measured on these very devices: without it, speeds are priors. `memory` is the best source of a rank's
     memory: the closed formulas, or those corrected by a trace or a probe.
     """
-    hardware, launch = nodes.with_network(config, hardware, launch), nodes.met(hardware, launch)
+    hardware = nodes.with_network(config, hardware, launch)
+    launch = nodes.met(hardware, launch)
     calibration = nodes.measured_on_all(launch, calibration)
     case = Case(
         config=config, typed=typed, hardware=hardware, shape=shape, launch=launch, prepared=prepared, calibration=calibration, memory=memory
@@ -148,7 +149,7 @@ def _start(case: Case, fit: Fit, reasons: list[str]) -> Start:
     config, hardware, launch, kind = case.config, case.hardware, case.launch, case.hardware.kind
     ranks = nodes.ranks_of(hardware, launch)
     reasons += ["for hardware as described, not for this machine"] if hardware.described else []
-    reasons += nodes.in_words(launch, ranks)
+    reasons += [*nodes.in_words(hardware, launch, ranks), *nodes.unheard_network(config, case.typed, hardware)]
     devices = ranks.devices
     strategy = strategies.choose_strategy(config, case.typed, launch, hardware, len(devices), reasons)
     backend = choices.choose_backend(config, kind, len(devices), reasons)

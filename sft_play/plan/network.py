@@ -18,7 +18,8 @@ from sft_play.plan.fit import Fit
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.memory import Setup, trained_bytes
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.strategies import SLOW_NETWORK, gathering_arithmetic, rate_in_words
+from sft_play.plan.strategies import SLOW_NETWORK, gathering_arithmetic
+from sft_play.plan.words import figure, rate_in_words
 
 EXAMPLE_LOCAL_STEPS = 16
 """What the table shows where `launch.local_steps` is 1."""
@@ -78,7 +79,7 @@ def show_exchanges(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         share = f"{row['share']:>8.1%}" if row["share"] is not None else ""
         mark = "  <- this run" if row["chosen"] else ""
-        lines.append(f"  {row['choice']:<34}{row['bytes'] / 1e6:>10.3g}{row['seconds']:>10.2g}{share}{mark}")
+        lines.append(f"  {row['choice']:<34}{figure(row['bytes'] / 1e6):>10}{figure(row['seconds'], 2):>10}{share}{mark}")
     return lines
 
 
@@ -130,7 +131,7 @@ def check_gathering(
     smaller = "" if config.tuning.mode == "qlora" else "TUNING_MODE=qlora, "
     raise UserError(
         f"{setup.strategy} over a network of {rate_in_words(speed)} would wait for weights {share:.0%} of each step: "
-        f"{gathering_arithmetic(fit, setup, hardware)}, {waits:.3g} s in the {accumulation} of a step",
+        f"{gathering_arithmetic(fit, setup, hardware)}, {figure(waits)} s in the {accumulation} of a step",
         hint=f"replicas send gradients alone: LAUNCH_STRATEGY=ddp (make train-distributed); {smaller}shorter rows or a smaller model make "
         "them fit; LAUNCH_SLOW_NETWORK=allow runs it all the same",
     )

@@ -24,6 +24,7 @@ from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import optimizer_seconds
 from sft_play.plan.unequal import Machines
+from sft_play.plan.words import rate_in_words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +60,15 @@ class Ranks:
 
 
 def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
-    """Whether `HARDWARE=12GB+8GB+8GB@1Gbit NUM_NODES=3` describes as many unlike cards as machines: then each has one of them."""
+    """Whether `HARDWARE=12GB+8GB+8GB@1Gbit NUM_NODES=3` describes as many cards as machines: then each has one of them.
+
+    Like cards too, where each is written by itself (`8GB+8GB`): `2x8GB` are two cards in each machine.
+    """
     apart = hardware.described and hardware.kind == "cuda" and hardware.network_bytes_per_second is not None
-    unlike = len(set(hardware.devices)) > 1 and len(hardware.devices) == launch.num_nodes
-    return apart and unlike and launch.num_gpus in (None, 1) and not launch.node_devices
+    named = hardware.listed == len(hardware.devices) or len(set(hardware.devices)) > 1
+    return (
+        apart and named and len(hardware.devices) == launch.num_nodes and launch.num_gpus in (None, 1) and not launch.node_devices
+    )
 
 
 def met(hardware: Hardware, launch: LaunchRequest) -> LaunchRequest:
@@ -102,6 +108,16 @@ def with_network(config: Config, hardware: Hardware, launch: LaunchRequest) -> H
     return replace(hardware, network_bytes_per_second=network_speed(text, "launch.network", "`launch.network` is"))
 
 
+def unheard_network(config: Config, typed: Callable[[str], bool], hardware: Hardware) -> list[str]:
+    """Returns that a written `launch.network` does not count, where `HARDWARE` names another one."""
+    text, speed = config.launch.network, hardware.network_bytes_per_second
+    if text is None or speed is None or not typed("launch.network"):
+        return []
+    if network_speed(text, "launch.network", "`launch.network` is") == speed:
+        return []
+    return [f"`launch.network` {text} does not count: HARDWARE names a network of {rate_in_words(speed)}"]
+
+
 def measured_on_all(launch: LaunchRequest, calibration: Calibration | None) -> Calibration | None:
     """Returns what was measured on the nodes that have met where it holds for the devices of each: measures and guesses do not compare."""
     others = {same_name(device.name) for devices in launch.node_devices for device in devices}
@@ -138,14 +154,25 @@ def _refuse_full(node: int, devices: tuple[Device, ...]) -> None:
         )
 
 
-def in_words(launch: LaunchRequest, ranks: Ranks) -> list[str]:
-    """Returns what is known of the other machines."""
+def in_words(hardware: Hardware, launch: LaunchRequest, ranks: Ranks) -> list[str]:
+    """Returns what is known of the other machines, and where several cards that a description lists are those of each of them."""
     if launch.num_nodes == 1:
         return []
     if not launch.node_devices:
-        return [f"{launch.num_nodes} nodes, each with the devices of this one"]
+        return [f"{launch.num_nodes} nodes, each with the devices of this one", *_multiplied(hardware, launch, ranks)]
     found = ", ".join(f"{node}: {_named(ranks, node)}" for node in range(min(launch.num_nodes, 8)))
     return [f"{launch.num_nodes} nodes with {len(ranks.devices)} ranks in all ({found}{', ...' if launch.num_nodes > 8 else ''})"]
+
+
+def _multiplied(hardware: Hardware, launch: LaunchRequest, ranks: Ranks) -> list[str]:
+    """Says that each node has all of `12GB+8GB+8GB@1Gbit`, which may as well have been meant as one card of each machine."""
+    cards = len(hardware.devices)
+    if hardware.listed < 2 or hardware.network_bytes_per_second is None or cards == launch.num_nodes:
+        return []
+    each = (
+        ("both cards" if cards == 2 else f"all {cards} cards") if ranks.local == cards else f"{ranks.local} of the {cards} cards"
+    )
+    return [f"each of the {launch.num_nodes} nodes has {each}; with NUM_NODES={cards} each would have one of them"]
 
 
 def _named(ranks: Ranks, node: int) -> str:

@@ -15,6 +15,7 @@ from sft_play.plan.layouts import FLATTENED_TOKENS
 from sft_play.plan.memory import Setup
 from sft_play.plan.packing import WORTH, Packs, packs_of
 from sft_play.plan.throughput import Data, rank_rows
+from sft_play.plan.words import figure
 from sft_play.runs.prepared import PreparedSplit
 
 SLOWER = 1.05
@@ -138,7 +139,7 @@ def choose_packing(
         before, after = seconds(unpacked), seconds(chosen)
         if before and after and after > SLOWER * before:
             return off(
-                f"{arithmetic}, but a step would take {after:.3g} s instead of {before:.3g} s by forecast: the mask between rows"
+                f"{arithmetic}, but a step would take {figure(after)} s instead of {figure(before)} s by forecast: the mask between rows"
             )
     reasons.extend([*plain.reasons[:1], f"packing on: {arithmetic}" + (", as configured" if wish == "on" else "")])
     micro = str(micros[0]) if len(set(micros)) == 1 else ", ".join(map(str, micros))

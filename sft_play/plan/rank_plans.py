@@ -22,6 +22,7 @@ from sft_play.plan.rows import rows_data
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import Forecast, unequal
 from sft_play.plan.unequal import SHARED, fewer_machines, fits, rank_costs, shares_in_words
+from sft_play.plan.words import figure, rate_in_words
 
 LONGEST_ROW = 2**22
 """Where the search for the longest row ends, for models that know no limit of positions."""
@@ -115,7 +116,9 @@ def waiting(case: Case, setup: Setup, accumulation: int) -> list[str]:
     what = "weights and gradients" if setup.strategy in GATHERING else "gradients"
     if case.config.launch.local_steps > 1:
         what = f"trained weights, once in {case.config.launch.local_steps} steps,"
-    return [f"a step waits {seconds:.2g} s for {what} over the network of {speed / 1e6:.3g} MB/s, unless computation hides it"]
+    return [
+        f"a step waits {figure(seconds, 2)} s for {what} over the network of {rate_in_words(speed)}, unless computation hides it"
+    ]
 
 
 def computing_seconds(speed: Forecast) -> float | None:

@@ -14,6 +14,7 @@ from sft_play.plan.nodes import one_each
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.show_speed import duration
+from sft_play.plan.words import figure
 
 MOST_DEVICES = 4096
 MOST_ROWS = 100
@@ -149,14 +150,14 @@ def show_scale(rows: Sequence[Scale], hardware: Hardware, request: LaunchRequest
             continue
         if row.tokens_per_second is None or row.seconds_per_step is None:
             waits = (
-                f"; {row.communication_seconds:.2g} s of each step for communication"
+                f"; {figure(row.communication_seconds, 2)} s of each step for communication"
                 if row.communication_seconds is not None
                 else ""
             )
             lines.append(f"  {row.count:>9}  speed unknown{waits}  {row.strategy}")
             continue
         line = f"  {row.count:>9}{row.tokens_per_second:>12,.0f}{_percent(row.efficiency):>12}{_percent(row.communication_share):>15}"
-        line += f"{row.seconds_per_step:>10.3g}"
+        line += f"{figure(row.seconds_per_step):>10}"
         line += f"{duration(row.total_seconds):>12}" if row.total_seconds is not None else ""
         line += f"{row.cost:>10.2f}" if row.cost is not None else ""
         lines.append(f"{line}  {row.strategy}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +14,7 @@ from sft_play.plan.hardware import GIB
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.show_speed import show_speed
+from sft_play.plan.words import figure
 
 ORDER = (
     "frozen", "quant_state", "trained", "adapters", "gradients", "optimizer", "buffers", "activations", "recompute", "logits",
@@ -21,6 +22,8 @@ ORDER = (
 )  # fmt: skip
 BAR = 40
 MOST_LISTED = 32
+MOST_GROUPS = 8
+"""Of ranks that are not adjacent, before a block of bars."""
 
 
 def show_plan(plan: Plan, *, details: bool = False) -> str:
@@ -85,7 +88,7 @@ def _ranks(plan: Plan) -> list[str]:
         rows = counts[rank.rank] if counts else f"{rank.micro_batch * rank.accumulation} max"
         lines.append(
             f"  {rank.rank:>6}  {rank.device_name[:25]:<26}{rank.micro_batch:>12}{rank.accumulation:>12}{rows:>8}{rank.most_rows:>11}"
-            + (f"{seconds[rank.rank]:>10.3g}" if seconds else "")
+            + (f"{figure(seconds[rank.rank]):>10}" if seconds else "")
         )
     rest = len(plan.ranks) - MOST_LISTED
     return [*lines, *([f"  and {rest} more"] if rest > 0 else []), ""]
@@ -136,12 +139,24 @@ def _bars(plan: Plan) -> list[str]:
         seen.setdefault((rank.device_name, rank.micro_batch, rank.peak_bytes), []).append(rank.rank)
     for members in seen.values():
         rank = plan.ranks[members[0]]
-        who = f"rank {members[0]}" if len(members) == 1 else f"ranks {members[0]} to {members[-1]}"
         lines.append(
-            f"  {who}: {rank.device_name}, micro-batch {rank.micro_batch}, {_gib(rank.peak_bytes)} of {_gib(rank.capacity_bytes)}"
+            f"  {_who(members)}: {rank.device_name}, micro-batch {rank.micro_batch}, {_gib(rank.peak_bytes)} of {_gib(rank.capacity_bytes)}"
         )
         lines += _part_bars(rank.memory_bytes, max(rank.capacity_bytes, rank.peak_bytes, 1))
     return lines
+
+
+def _who(members: Sequence[int]) -> str:
+    """Returns `rank 0`, `ranks 0 to 3`, or `ranks 0, 2, 4 to 6` for rising ranks; of many groups the first, and how many ranks follow."""
+    groups: list[list[int]] = []
+    for rank in members:
+        if groups and rank == groups[-1][-1] + 1:
+            groups[-1].append(rank)
+        else:
+            groups.append([rank])
+    shown = [str(one[0]) if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in groups[:MOST_GROUPS]]
+    rest = sum(map(len, groups[MOST_GROUPS:]))
+    return f"rank{'s' if len(members) > 1 else ''} {', '.join(shown)}" + (f" and {rest} more" if rest else "")
 
 
 def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:

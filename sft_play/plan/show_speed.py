@@ -8,28 +8,39 @@ from typing import Any
 from sft_play.files import read_json
 from sft_play.plan.hardware import GIB
 from sft_play.plan.plan import Plan
+from sft_play.plan.words import figure
 from sft_play.runs.folder import RunFolder
 
-UNKNOWN = "unknown for these devices, or for the network between them, until they have trained (`make bench` measures them)"
-NAMED = "to forecast it, name the cards (HARDWARE=2xRTX4090), or give `bf16_tflops` and `bandwidth_gb_s` in a hardware file"
+CARDS = "unknown for these devices until they have trained (`make bench` measures them)"
+NAME_CARDS = "to forecast it, name the cards (HARDWARE=2xRTX4090), or give `bf16_tflops` and `bandwidth_gb_s` in a hardware file"
 
 
 def show_speed(plan: Plan) -> list[str]:
     """Returns what a run is expected to take, the most asked first; one line where nothing is known."""
     if plan.tokens_per_second is None or plan.seconds_per_step is None:
-        return [UNKNOWN, NAMED, *_exchange(plan)]
+        return [*_missing(plan), *_exchange(plan)]
     first = f"about {plan.tokens_per_second:,.0f} tokens/s ({plan.speed_basis or 'a prior, not measured here'})"
-    first += f", {plan.seconds_per_step:.3g} s a step"
+    first += f", {figure(plan.seconds_per_step)} s a step"
     if plan.mfu is not None:
         first += f", MFU {plan.mfu:.0%}"
     return [first, *_times(plan), *_communication(plan), *_price(plan)]
+
+
+def _missing(plan: Plan) -> list[str]:
+    """Returns which of the two is not known, the devices' speed or the network's, and how to tell it."""
+    lines = [] if all(rank.cost for rank in plan.ranks) else [CARDS, NAME_CARDS]
+    if plan.num_nodes > 1 and plan.communication_seconds is None:
+        speed = "100Gbit" if plan.device == "cuda" else "1Gbit"
+        lines.append("unknown for the network between the nodes")
+        lines.append(f"to forecast it, name the network: LAUNCH_NETWORK={speed} (`launch.network`), or HARDWARE=...@{speed}")
+    return lines or [CARDS]
 
 
 def _exchange(plan: Plan) -> list[str]:
     """Returns what a stated network costs where the devices' speed is not known."""
     if plan.communication_seconds is None:
         return []
-    return [f"{plan.communication_seconds:.2g} s of each step go into communication, unless computation hides it"]
+    return [f"{figure(plan.communication_seconds, 2)} s of each step go into communication, unless computation hides it"]
 
 
 def _times(plan: Plan) -> list[str]:
@@ -45,13 +56,13 @@ def _communication(plan: Plan) -> list[str]:
     if not plan.communication_share or plan.communication_seconds is None:
         return []
     share = f"{plan.communication_share:.0%}" if plan.communication_share >= 0.01 else "under 1 %"
-    return [f"{share} of it communication: {plan.communication_seconds:.2g} s of each step, unless computation hides it"]
+    return [f"{share} of it communication: {figure(plan.communication_seconds, 2)} s of each step, unless computation hides it"]
 
 
 def _price(plan: Plan) -> list[str]:
     found = []
     if plan.energy_kwh is not None:
-        found.append(f"at most {plan.energy_kwh:.3g} kWh by the GPUs at their power limits")
+        found.append(f"at most {figure(plan.energy_kwh)} kWh by the GPUs at their power limits")
     if plan.cost is not None:
         found.append(f"costs {plan.cost:.2f} at PRICE_PER_HOUR")
     return ["; ".join(found)] if found else []

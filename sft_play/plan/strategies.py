@@ -23,6 +23,7 @@ from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.memory import Setup, host_bytes, sent_weights
 from sft_play.plan.plan import Plan, Strategy
 from sft_play.plan.request import LaunchRequest
+from sft_play.plan.words import figure, rate_in_words
 
 SLOW_NETWORK = 10e9
 """Bytes per second below which weights are not shared out unasked: PCIe carries more, Ethernet mostly less."""
@@ -131,14 +132,9 @@ def gathering_arithmetic(fit: Fit, setup: Setup, hardware: Hardware) -> str:
     assumed = "" if hardware.network_bytes_per_second else ", if it is 1 Gbit/s"
     world = setup.world_size
     return (
-        f"every micro-step waits {seconds:.3g} s for weights = {gathering_passes(setup)} x {weights / 1e9:.3g} GB x {world - 1}/{world} / "
+        f"every micro-step waits {figure(seconds)} s for weights = {gathering_passes(setup)} x {figure(weights / 1e9)} GB x {world - 1}/{world} / "
         f"{rate_in_words(speed)}{assumed}"
     )
-
-
-def rate_in_words(bytes_per_second: float) -> str:
-    """Returns a speed as `118 MB/s`."""
-    return f"{bytes_per_second / 1e9:.3g} GB/s" if bytes_per_second >= 1e9 else f"{bytes_per_second / 1e6:.3g} MB/s"
 
 
 def settle(

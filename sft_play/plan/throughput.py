@@ -22,6 +22,7 @@ from sft_play.plan.exchange import exchange_seconds, latency_seconds, link_of
 from sft_play.plan.hardware import Device, Hardware
 from sft_play.plan.memory import NF4_BYTES, Setup, trainable_parameters
 from sft_play.plan.shape import ModelShape
+from sft_play.plan.words import figure
 
 GPU_EFFICIENCY = 0.35
 """Share of the peak that eager bf16 training reached in published runs of 7B models (0.35 to 0.45)."""
@@ -268,7 +269,7 @@ def unequal(seconds: Sequence[float], rows: Sequence[int], names: Sequence[str])
     slow, fast = max(working), min(working)
     even = sum(share for _, share, _ in working) / sum(share / spent for spent, share, _ in working)
     return [
-        f"unequal GPUs: {slow[2]} computes {slow[0]:.3g} s of each step and {fast[2]} {fast[0]:.3g} s, so a step is "
+        f"unequal GPUs: {slow[2]} computes {figure(slow[0])} s of each step and {fast[2]} {figure(fast[0])} s, so a step is "
         f"{slow[0] / even - 1:.0%} longer than rows shared out by speed would"
     ]
 

@@ -19,6 +19,7 @@ from sft_play.plan.memory import Setup
 from sft_play.plan.packed_batch import Division
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import Data, paces_of, step_flops
+from sft_play.plan.words import figure
 
 SHARED = "shares by speed and memory"
 """How the reason begins that says what each rank gets."""
@@ -141,7 +142,9 @@ def _gain(chosen: Division, equal: Division, before: float | None, after: float)
         if len(chosen.batch.slots) <= NAMED
         else ""
     )
-    return [f"unequal shares: {before:.3g} s -> {after:.3g} s a step, {before / after:.2f} times as fast as equal ones{counts}"]
+    return [
+        f"unequal shares: {figure(before)} s -> {figure(after)} s a step, {before / after:.2f} times as fast as equal ones{counts}"
+    ]
 
 
 def _guess() -> str:
@@ -200,7 +203,7 @@ def fewer_machines(
     best = min(options, default=(math.inf, ""))
     if now <= FASTER * best[0]:
         return []
-    return [f"FASTER {best[1]}: {best[0]:.3g} s a step instead of {now:.3g} s, the network included"]
+    return [f"FASTER {best[1]}: {figure(best[0])} s a step instead of {figure(now)} s, the network included"]
 
 
 def _others(everyone: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:

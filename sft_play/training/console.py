@@ -65,6 +65,12 @@ def redirect(log: Path, rank: int) -> TextIO | None:
     return console
 
 
+def log_alone() -> TextIO:
+    """Returns this rank's log without the console, once `redirect` was called: what is shown there in another form."""
+    log = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", buffering=1)
+    return cast(TextIO, Tee(log, None))
+
+
 def quiet_libraries() -> None:
     """Lets libraries speak of errors only: what they say at start-up is said better by the plan, or does not concern users."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

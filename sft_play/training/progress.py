@@ -1,4 +1,4 @@
-"""The progress line on rank 0's console: step, loss, tokens/s and time left."""
+"""The progress of a run in rank 0's log and on its console: step, loss, tokens/s and time left."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ def evaluation_line(logs: Mapping[str, Any]) -> str:
 
 
 class Progress(TrainerCallback):
-    """A bar where the console is a terminal, a plain line now and then where it is a file or a pipe."""
+    """A plain line now and then, in the log and on the console; where the console is a terminal it has a bar instead."""
 
-    def __init__(self, console: TextIO) -> None:
+    def __init__(self, console: TextIO | None, log: TextIO) -> None:
         self.console = console
+        self.log = log
+        """The rank's log alone: what is written there does not come on the console as well."""
         self.bar: Any = None
         self.told = 0.0
         self.first_step = 0
@@ -44,7 +46,7 @@ class Progress(TrainerCallback):
         self.told = 0.0
         self.first_step = state.global_step
         self.counted = None
-        if self.console.isatty():
+        if self.console is not None and self.console.isatty():
             from tqdm import tqdm
 
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, file=self.console, unit="step", dynamic_ncols=True)
@@ -62,8 +64,8 @@ class Progress(TrainerCallback):
             if self.bar is not None:
                 self.bar.n = state.global_step
                 self.bar.set_postfix_str(facts)
-            elif self._due(state):
-                self._line(f"step {state.global_step}/{state.max_steps}: {facts}{self._left(state)}")
+            if self._due(state):
+                self._line(f"step {state.global_step}/{state.max_steps}: {facts}{self._left(state)}", in_bar=True)
         elif "eval_loss" in logs:
             self._line(f"step {state.global_step}/{state.max_steps}: {evaluation_line(logs)}")
 
@@ -78,10 +80,14 @@ class Progress(TrainerCallback):
             return True
         return False
 
-    def _line(self, text: str) -> None:
+    def _line(self, text: str, *, in_bar: bool = False) -> None:
+        """Writes a line to the log, and to the console unless a bar there says the same (`in_bar`)."""
+        self.log.write(text + "\n")
+        self.log.flush()
         if self.bar is not None:
-            self.bar.write(text, file=self.console)
-        else:
+            if not in_bar:
+                self.bar.write(text, file=self.console)
+        elif self.console is not None:
             self.console.write(text + "\n")
             self.console.flush()
 

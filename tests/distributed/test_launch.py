@@ -121,6 +121,8 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
     for name in ("config.json", "plan.json", "prepared.json", "stamp.json", "accelerate.yaml", "metrics.jsonl", "logs/rank0.log"):
         assert (run / name).is_file(), name
     assert [e["event"] for e in launcher.events("one")] == ["started", "finished"]
+    told = [line for line in (run / "logs" / "rank0.log").read_text().splitlines() if line.startswith("step ")]
+    assert told and told == [line for line in done.stderr.splitlines() if line.startswith("step ")], "once in the log, as on the console"
 
     before = changed_at(run)
     again = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=one")

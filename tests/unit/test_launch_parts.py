@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, HardwareError, UserError
+from sft_play.launch.commands import finish
 from sft_play.launch.environment import Node, worker_environment
 from sft_play.launch.local import show_launch, worker_arguments
 from sft_play.launch.network import free_port, interface_of, port_is_free, require_free_port
 from sft_play.launch.render import accelerate_settings, to_yaml
 from sft_play.launch.run_folder import choose_name, find_run, held, record_event, reserved
 from sft_play.launch.running import holders
+from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_deepspeed_json import make_plan
 
@@ -199,3 +202,20 @@ def test_a_run_that_another_launcher_holds_is_refused(runs: Path) -> None:
     run.path.mkdir(parents=True)
     with held(run), pytest.raises(UserError, match=f"is in use: process {os.getpid()} trains it"), held(run):
         pytest.fail("two launchers have one run")
+
+
+def test_the_last_words_announce_a_model_only_where_it_is(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunFolder(runs / "two")
+    run.path.mkdir(parents=True)
+    call = Call(command="train-distributed", options={"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "192.168.1.10"})
+    assert finish(call, run, Outcome(code=0)) == 0
+    assert capsys.readouterr().out == f"\ndone: {run.path}\n  the model is on node 0 (192.168.1.10)\n"
+    run.model.mkdir()
+    assert finish(call, run, Outcome(code=0)) == 0
+    told = capsys.readouterr().out
+    assert (
+        f"  model    {run.model}\n" in told
+        and "make infer RUN=two" in told
+        and "make eval RUN=two" in told
+        and "node 0" not in told
+    )

@@ -26,6 +26,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import shape_of
 from sft_play.plan.show import show_plan
+from sft_play.plan.words import figure, rate_in_words
 
 LLAMA2, QWEN = "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-7B-Instruct"
 SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -223,3 +224,59 @@ def test_a_network_that_is_fast_enough_is_not_refused() -> None:
     assert planned("8xH100@400Gbit", config_of(QWEN, "full", seq=4096), command_strategy="fsdp2", num_nodes=2).strategy == "fsdp2"
     # Of a network that nobody told the speed of, nothing is refused.
     assert planned("24GB", config_of(QWEN, seq=512), command_strategy="fsdp2", num_nodes=3).strategy == "fsdp2"
+
+
+def test_figures_have_no_exponent() -> None:
+    assert [figure(value) for value in (4590.4, 999.6, 118.2, 11.75, 10, 0.5, 0.000012345, 0, 1234567)] == [
+        "4,590", "1,000", "118", "11.8", "10", "0.5", "0.0000123", "0", "1,230,000"
+    ]  # fmt: skip
+    assert [figure(value, 2) for value in (118.2, 1.94, 0.19, float("inf"))] == ["120", "1.9", "0.19", "inf"]
+    assert [rate_in_words(speed) for speed in (1.175e8, 1.175e10, 9.996e8)] == ["118 MB/s", "11.8 GB/s", "1,000 MB/s"]
+
+
+def test_a_fast_network_and_a_long_wait_are_told_in_plain_numbers() -> None:
+    fast = show_plan(planned("4xH100@100Gbit", config_of(), num_nodes=2))
+    assert "over the network of 11.8 GB/s" in fast and "e+0" not in fast
+    slow = planned("12GB+8GB+8GB@1Mbit", config_of(seq=512, mode="qlora"))
+    assert "e+0" not in show_plan(slow)
+    with pytest.raises(UserError) as error:
+        planned(CARDS + "@10Mbit", config_of(seq=512), command_strategy="fsdp2")
+    assert "e+0" not in str(error.value) and " MB/s" in str(error.value)
+
+
+NAME_CARDS, NAME_NETWORK = "name the cards (HARDWARE=2xRTX4090)", "name the network: LAUNCH_NETWORK="
+
+
+@pytest.mark.parametrize(
+    ("hardware", "nodes", "cards", "network"),
+    [
+        ("4xH100", 2, False, "100Gbit"), ("2x24GB", 2, True, "100Gbit"), ("2x24GB@1Gbit", 2, True, None), ("12GB+8GB", 1, True, None),
+        ("cpu", 2, False, "1Gbit"), ("cpu@1Gbit", 2, False, None), ("4xH100@100Gbit", 2, False, None),
+    ],
+)  # fmt: skip
+def test_the_plan_says_which_speed_is_missing(hardware: str, nodes: int, cards: bool, network: str | None) -> None:
+    config = config_of(SMALL, seq=512, train={"global_batch_size": 8}, strategy="ddp")
+    shown = show_plan(planned(hardware, config, num_nodes=nodes))
+    assert (NAME_CARDS in shown) is cards
+    assert (NAME_NETWORK in shown) is (network is not None)
+    if network:
+        assert f"{NAME_NETWORK}{network} (`launch.network`), or HARDWARE=...@{network}" in shown
+    assert ("tokens/s" in shown) is (not cards and network is None)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_typed_network_beside_that_of_hardware_is_told_not_to_count(nodes: int) -> None:
+    def told(hardware: str, network: str, *keys: str) -> list[str]:
+        launch = LaunchRequest(command_strategy="auto", num_nodes=nodes)
+        config = config_of(SMALL, seq=512, network=network)
+        plan = make_plan(
+            config, keys.__contains__, parse_hardware(hardware), shape_of(config.model), launch=launch, prepared=None
+        )
+        assert plan.communication_seconds is not None
+        return [reason for reason in plan.reasons if reason.startswith("`launch.network`")]
+
+    assert told(CARDS + "@1Gbit", "10Gbit", "launch.network") == [
+        "`launch.network` 10Gbit does not count: HARDWARE names a network of 118 MB/s"
+    ]
+    assert told(CARDS + "@1Gbit", "1Gbit", "launch.network") == []
+    assert told(CARDS, "10Gbit", "launch.network") == []

@@ -196,8 +196,36 @@ def test_unlike_cards_as_many_as_machines_are_one_each() -> None:
     assert "3 nodes with 3 ranks in all (0: RTX5070TiLaptop, 1: RTX3070Ti, 2: RTX4070Laptop)" in plan.reasons
     together = planned(CARDS + "@1Gbit", config_of())
     assert counts(plan) == counts(together) and plan.seconds_per_step == pytest.approx(together.seconds_per_step)
-    # Like cards are those of each machine, as ever.
-    assert planned("2xRTX4090@1Gbit", config_of(seq=512), num_nodes=2).world_size == 4
+    # The network may stand in the configuration as well.
+    assert planned(CARDS, config_of(launch={"network": "1Gbit"}), num_nodes=3) == plan
+    assert planned(CARDS, config_of(), num_nodes=3).world_size == 9, "cards of one machine, as far as anybody said"
+    # Counted cards are those of each machine, as ever; cards that are written one by one are machines, like or not.
+    counted = planned("2xRTX4090@1Gbit", config_of(seq=512), num_nodes=2)
+    assert counted.world_size == 4 and not any(one.startswith("each of the") for one in counted.reasons)
+    written = planned("RTX4090+RTX4090@1Gbit", config_of(seq=512), num_nodes=2)
+    assert written.world_size == 2 and [rank.device for rank in written.ranks] == ["cuda:0"] * 2
+
+
+def test_bars_name_the_ranks_that_they_are_of() -> None:
+    shown = show_plan(planned("12GB+8GB", config_of(seq=512), num_nodes=3), details=True)
+    assert "  ranks 0, 2, 4: 12 GB GPU" in shown and "  ranks 1, 3, 5: 8 GB GPU" in shown
+    shown = show_plan(planned("2x12GB+8GB", config_of(seq=512, global_batch_size=27, batch_size=1), num_nodes=9), details=True)
+    assert "  ranks 0 to 1, 3 to 4, 6 to 7, 9 to 10, 12 to 13, 15 to 16, 18 to 19, 21 to 22 and 2 more: 12 GB GPU" in shown
+    alone = show_plan(planned("12GB+8GB+8GB", config_of(seq=512)), details=True)
+    assert "  rank 0: 12 GB GPU" in alone and "  ranks 1 to 2: 8 GB GPU" in alone
+
+
+@pytest.mark.parametrize(
+    ("hardware", "request_", "world", "told"),
+    [
+        (LAN, {"num_nodes": 2}, 6, "each of the 2 nodes has all 3 cards; with NUM_NODES=3 each would have one of them"),
+        ("12GB+8GB@1Gbit", {"num_nodes": 3}, 6, "each of the 3 nodes has both cards; with NUM_NODES=2 each would have one of them"),
+        (LAN, {"num_nodes": 2, "num_gpus": 2}, 4, "each of the 2 nodes has 2 of the 3 cards; with NUM_NODES=3 each would have one of them"),
+    ],
+)  # fmt: skip
+def test_numbers_that_do_not_match_are_said(hardware: str, request_: dict[str, int], world: int, told: str) -> None:
+    plan = planned(hardware, config_of(seq=512), **request_)
+    assert plan.world_size == world and reason(plan, "each of the") == told
 
 
 def gpu(name: str, gib: float, flops: float, free: float | None = None) -> Device:

@@ -413,6 +413,16 @@ def test_a_users_deepspeed_json_is_frozen_too(in_process: Program, tmp_path: Pat
     assert done.json["command"][3] == "train-deepspeed" and f"DEEPSPEED_CONFIG={kept}" in done.json["command"]
 
 
+def test_hardware_that_was_named_is_not_asked_for(in_process: Program, tmp_path: Path) -> None:
+    config = f"CONFIG={config_file(tmp_path)}"
+    done = in_process("slurm", config, "HARDWARE=cpu", "NUM_GPUS=1", "RUN_NAME=a")
+    assert done.code == 0 and "planned for nodes like this machine" not in done.err, done.err
+    assert "slurm: 1 node, 1 process each, 8 cores each, " in done.out
+    unnamed = in_process("slurm", config, "NUM_GPUS=2", "NUM_NODES=2", "RUN_NAME=b", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert "planned for nodes like this machine; HARDWARE=4xH100 describes the cluster's nodes" in unnamed.err
+    assert "slurm: 2 nodes, 2 processes each, " in unnamed.out
+
+
 def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tmp_path: Path) -> None:
     done = command(in_process, tmp_path, "RUN_NAME=demo", f"OUT={tmp_path / 'jobs' / 'first.sbatch'}", "SLURM_ARRAY=0-3")
     assert done.code == 0, done.err

@@ -24,6 +24,7 @@ from sft_play.launch.run_folder import choose_name, has_started
 from sft_play.launch.same_command import OF_REPLICAS
 from sft_play.launch.slurm.script import HEADER, BatchJob, cpus, render
 from sft_play.launch.slurm.submit import submit
+from sft_play.plan.batch import count
 from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.show import misfit_json, show_misfit, show_plan
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
@@ -63,7 +64,7 @@ def main(call: Call) -> int:
     job, withheld = job_of(call, ahead, name, files)
     text = render(job)
     _write(ahead, files, text)
-    for notice in [*ahead.options.notices, *_notes(ahead, name, withheld)]:
+    for notice in [*ahead.options.notices, *_notes(call, ahead, name, withheld)]:
         print(f"note: {notice}", file=sys.stderr)
     if not call.json:
         print(f"{show_plan(ahead.plan)}\n\n{_show(job, files)}", flush=True)
@@ -212,9 +213,9 @@ def _check_shell(setup: list[str]) -> None:
         )
 
 
-def _notes(ahead: Ahead, name: str, withheld: list[str]) -> list[str]:
+def _notes(call: Call, ahead: Ahead, name: str, withheld: list[str]) -> list[str]:
     notes = []
-    if not ahead.hardware.described:
+    if not call.options.get("HARDWARE"):
         what = "HARDWARE=4xH100 describes the cluster's nodes" if ahead.plan.device == "cpu" else "HARDWARE= describes others"
         notes.append(f"planned for nodes like this machine; {what}")
     if withheld:
@@ -229,8 +230,8 @@ def _notes(ahead: Ahead, name: str, withheld: list[str]) -> list[str]:
 
 
 def _show(job: BatchJob, files: Files) -> str:
-    gpus = f", {job.processes} GPU{'s' if job.processes > 1 else ''} each" if job.gpus else f", {job.processes} processes each"
-    nodes = f"{job.nodes} node{'s' if job.nodes > 1 else ''}{gpus}, {cpus(job)} cores each, {job.slurm.time}"
+    ranks = f"{job.processes} GPU{'s' if job.processes > 1 else ''}" if job.gpus else count(job.processes, "process")
+    nodes = f"{count(job.nodes, 'node')}, {ranks} each, {count(cpus(job), 'core')} each, {job.slurm.time}"
     tasks = f", tasks {job.slurm.array}: runs {job.run_name}-INDEX" if job.slurm.array else ""
     return f"slurm: {nodes}{tasks}\n  script   {files.script}\n  config   {files.config} (frozen: later edits elsewhere change nothing)"
 
