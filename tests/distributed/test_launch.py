@@ -122,7 +122,9 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
         assert (run / name).is_file(), name
     assert [e["event"] for e in launcher.events("one")] == ["started", "finished"]
     told = [line for line in (run / "logs" / "rank0.log").read_text().splitlines() if line.startswith("step ")]
-    assert told and told == [line for line in done.stderr.splitlines() if line.startswith("step ")], "once in the log, as on the console"
+    assert told and told == [line for line in done.stderr.splitlines() if line.startswith("step ")], (
+        "once in the log, as on the console"
+    )
 
     before = changed_at(run)
     again = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=one")
