@@ -276,3 +276,10 @@ def test_cards_as_the_driver_shows_them(tmp_path: Path, monkeypatch: pytest.Monk
     findings = judged(seen(0), host)["laptop"]
     assert [one.id for one in findings] == ["no-environment", "gpus"]
     assert "its driver shows 1" in findings[1].text
+
+
+def test_what_a_host_says_in_the_place_of_a_shell_counts_before_sshds_remark() -> None:
+    said = "This account is currently not available.\nCould not chdir to home directory /nonexistent: No such file or directory"
+    host = seen(1, start=said, code=1, facts={})
+    [found] = judged(seen(0), host)["laptop"]
+    assert found.id == "broken-python" and found.text.endswith("ended with code 1: This account is currently not available.")

@@ -7,6 +7,7 @@ import queue
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -134,6 +135,14 @@ def test_messages_of_hosts(tmp_path: Path) -> None:
     absent = refused(HOSTS[1], inventory, 127, "sh: not found")
     assert absent.exit_code == 3 and "host `node2` has no environment" in absent.message
     assert absent.hint == "make it: make cluster-install CLUSTER=home.yaml"
+    remark = "Could not chdir to home directory /nonexistent: No such file or directory\n"
+    barred = refused(HOSTS[2], inventory, 1, remark, "Welcome\nThis account is currently not available.\n")
+    assert barred.message == "host `node3`: its user may not log in there: This account is currently not available."
+    assert barred.hint and "`user`" in barred.hint
+    broken = refused(replace(HOSTS[1], user="me", port=2200), inventory, 1, remark + "ImportError: no module x\n" + remark)
+    assert broken.message == "host `node2`: its Python `.venv/bin/python` did not start, or failed: ImportError: no module x"
+    assert broken.hint and "`ssh -p 2200 me@192.168.77.12`" in broken.hint
+    assert "Could not chdir" in refused(HOSTS[1], inventory, 1, remark).message, "where nothing else was said"
     assert venv_of(HOSTS[0]) == ".venv"
     with pytest.raises(Exception, match="no environment's interpreter"):
         venv_of(Host(name="a", address="b", python="python3"))

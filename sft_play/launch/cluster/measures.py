@@ -58,7 +58,8 @@ class _Examination:
             codes = self.parallel({name: session.close for name, session in self.sessions.items()})
             for name, seen in self.found.hosts.items():
                 if seen.start is not None and name in codes:
-                    seen.start, seen.code = self.sessions[name].errors.strip() or seen.start, codes[name]
+                    said = self.sessions[name].beside + self.sessions[name].errors
+                    seen.start, seen.code = said.strip() or seen.start, codes[name]
         self.found.seconds = time.monotonic() - self.began
         return self.found
 

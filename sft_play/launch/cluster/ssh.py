@@ -32,6 +32,8 @@ NO_FOLDER = 96
 NOT_A_PROGRAM = 126
 NO_PROGRAM = 127
 """A shell's exit code for a program that is not there."""
+NO_HOME = "Could not chdir to home directory"
+"""How sshd begins a remark on stderr, whatever then becomes of the command."""
 SSH_FAILED = 255
 TIMED_OUT = 124
 IN_FOLDER = (
@@ -179,6 +181,23 @@ def trouble(host: Host, inventory: Inventory, message: str) -> Trouble:
     return Trouble(
         id="ssh", text=f"ssh to `{target}` failed: {last}", remedy=f"try `ssh{with_config}{port} {user}{target} true` by hand"
     )
+
+
+def login(host: Host, inventory: Inventory) -> str:
+    """Returns the command by which a person logs in on `host`."""
+    words = (
+        ["ssh"]
+        + (["-F", str(inventory.ssh_config)] if inventory.ssh_config else [])
+        + (["-p", str(host.port)] if host.port else [])
+    )
+    return shlex.join([*words, f"{f'{host.user}@' if host.user else ''}{host.ssh or host.address}"])
+
+
+def last_word(err: str, out: str = "") -> str:
+    """Returns the last line of what a host has printed on stderr, else on stdout; sshd's own remark, that there is no home, comes after both."""
+    lines = [line.strip() for text in (out, err) for line in text.splitlines() if line.strip()]
+    said = [line for line in lines if not line.startswith(NO_HOME)]
+    return (said or lines or [""])[-1]
 
 
 def _text(stream: str | bytes | None) -> str:
