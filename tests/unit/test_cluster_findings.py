@@ -283,3 +283,9 @@ def test_what_a_host_says_in_the_place_of_a_shell_counts_before_sshds_remark() -
     host = seen(1, start=said, code=1, facts={})
     [found] = judged(seen(0), host)["laptop"]
     assert found.id == "broken-python" and found.text.endswith("ended with code 1: This account is currently not available.")
+
+
+def test_a_folder_that_is_a_file_is_told_as_one() -> None:
+    [found] = judged(seen(0), seen(1, start="/etc/hosts is a file", code=95, facts={}))["laptop"]
+    assert found.id == "no-environment" and found.text == "no environment: `folder` is `~/sft-play`, which is a file there"
+    assert found.remedy == "give another `folder` in the inventory, or move that file away there"

@@ -211,8 +211,15 @@ def test_words_arrive_letter_for_letter(tmp_path: Path) -> None:
             env={"HOME": str(home), "ODD": "1 $2", "PATH": "/usr/bin:/bin"},
         )
         assert done.stdout == "".join(f"{word}|" for word in [str(home / "sub"), "1 $2", *odd])
-    missing = in_folder(Host(name="a", address="192.0.2.1", folder="/nowhere"), ["true"])
-    assert subprocess.run(missing, capture_output=True, check=False, timeout=10).returncode == 96
+    for folder, code, said in (("/nowhere", 96, "there is no folder"), (str(script), 95, f"{script} is a file")):
+        done = subprocess.run(
+            in_folder(Host(name="a", address="192.0.2.1", folder=folder), ["true"]),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+        )
+        assert done.returncode == code and said in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,9 @@ from typing import Any
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.cluster.ssh import (
-    NO_FOLDER,
-    NO_PROGRAM,
     SSH_FAILED,
     TIMED_OUT,
+    WITHOUT,
     arguments,
     in_folder,
     is_here,
@@ -30,6 +29,7 @@ from sft_play.launch.cluster.ssh import (
     no_client,
     run_on,
     trouble,
+    without_environment,
 )
 
 SOURCES = ("remote", "remote_processes", "remote_launch")
@@ -45,6 +45,10 @@ TALK_SECONDS = 2.0
 ERROR_LETTERS = 4000
 NO_LOGIN = "account is currently not available"
 """What `nologin` prints, on standard output, in the place of a shell."""
+
+
+class NoEnvironment(HardwareError):
+    """A machine answers, and has not the folder or the Python that the inventory states."""
 
 
 @cache
@@ -111,13 +115,9 @@ def refused(host: Host, inventory: Inventory, code: int, err: str, out: str = ""
     if code in (SSH_FAILED, TIMED_OUT):
         why = trouble(host, inventory, err)
         return HardwareError(f"host `{host.name}`: {why.text}", place=host.place or None, hint=why.remedy)
-    if code in (NO_FOLDER, NO_PROGRAM, 126):
-        what = f"no folder `{host.folder}`" if code == NO_FOLDER else f"no Python `{host.python}` in `{host.folder}`"
-        return HardwareError(
-            f"host `{host.name}` has no environment: {what}",
-            place=host.place or None,
-            hint=f"make it: make cluster-install CLUSTER={inventory.path}",
-        )
+    if code in WITHOUT:
+        why = without_environment(host, code, f"make it: make cluster-install CLUSTER={inventory.path}")
+        return NoEnvironment(f"host `{host.name}` has no environment: {why.text}", place=host.place or None, hint=why.remedy)
     last = last_word(err, out) or f"exit code {code}"
     if NO_LOGIN in last.lower():
         text = f"host `{host.name}`: {f'user `{host.user}`' if host.user else 'its user'} may not log in there: {last}"
