@@ -243,6 +243,8 @@ def test_output() -> None:
     assert "34 MB) would take 0.29 s a step" in text
     assert "(nccl): 0.070 s" in text
     assert text.endswith("2 machines: 2 ok, 0 with a warning, 0 cannot take part")
+    alone = Examined(hosts={"desktop": machines[0]}, seconds=7.0)
+    assert "1 machine: 1 ok" in "\n".join(report(alone, inventory, Wanted(port=29500), {"desktop": []}))
     value = as_json(examined, inventory, Wanted(port=29500), findings)
     assert value["ok"] is True
     assert value["hosts"]["laptop"]["software"]["gpus"][0]["total_bytes"] == 8 * GIB

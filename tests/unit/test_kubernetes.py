@@ -288,6 +288,7 @@ def test_workers_that_differ_and_a_wrong_number_of_selectors_are_refused() -> No
         (("KUBERNETES_PORT=80",), "`kubernetes.port`"),
         (("KUBERNETES_KIND=pod",), "`kubernetes.kind`"),
         (("LAUNCH_ELASTIC=1:2",), "a PyTorchJob has a fixed number of pods"),
+        (("LAUNCH_ELASTIC=1:2", "KUBERNETES_KIND=job"), "an indexed Job has a fixed number of pods"),
         (("KUBERNETES_KIND=skypilot", "KUBERNETES_QUEUE=a"), "which knows no `kubernetes.queue`"),
         (("KUBERNETES_KIND=skypilot", "KUBERNETES_PULL_SECRET=a"), "which knows no `kubernetes.pull_secret`"),
         (("KUBERNETES_RUNS_CLAIM=null",), "`kubernetes.runs_claim` is null, and pods keep nothing without a claim"),
