@@ -224,6 +224,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
+    except SystemExit as stop:  # a stop that came while no worker lived to be told of it
+        if name := getattr(stop, "signal", None):
+            print(f"stopped by {name}", file=sys.stderr)
+        raise
     except BrokenPipeError:  # `make config | head`: the reader has gone; as shells do, say that the command did not end by itself
         sys.stderr.close()
         return 141

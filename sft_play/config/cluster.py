@@ -37,6 +37,7 @@ INVENTORIES = PRESETS / "clusters"
 TOP_KEYS = ("extends", "network", "ssh_config", "defaults", "hosts")
 HOST_KEYS = ("address", "ssh", "user", "port", "gpus", "python", "folder", "interface")
 DEFAULT_KEYS = tuple(key for key in HOST_KEYS if key not in ("address", "ssh"))
+MEANT_ADDRESS = "did you mean `address`?"
 MOST_HOSTS = 256
 MOST_FILES = 20
 
@@ -104,6 +105,8 @@ class _Found:
     hosts: dict[str, dict[str, _Given]] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     """Where each host is named."""
+    without_address: set[str] = field(default_factory=set)
+    """Hosts of which something was told that says as well that they have no address."""
     problems: list[UserError] = field(default_factory=list)
     files: int = 0
 
@@ -160,20 +163,24 @@ def _hosts(node: Node, path: Path, found: _Found) -> None:
         hint = "write `hosts:`, then `  desktop: {address: 192.168.1.10}`, a line for each"
         return found.problem("`hosts` is a list; expected names with their keys", f"{path}:{node.line}", hint)
     if not isinstance(node.value, dict):
-        return found.problem(f"`hosts` is `{shown(node)}`; expected names with their keys", f"{path}:{node.line}")
+        text = "`hosts` is empty" if node.value is None else f"`hosts` is `{shown(node)}`"
+        hint = "below it, a line for each machine: `  desktop: {address: 192.168.1.10}`"
+        return found.problem(f"{text}; expected names with their keys", f"{path}:{node.line}", hint)
     for name, part in node.value.items():
         place = f"{path}:{part.line}"
         if not NAME.fullmatch(name):
             found.problem(f"`{name}` is not a name for a host; expected letters, digits, `.`, `_` and `-`", place)
         elif part.value is None and name in found.hosts:
             del found.hosts[name]  # a file that extends another leaves this host out
-        elif isinstance(part.value, str) and ADDRESS.fullmatch(part.value):
+        elif isinstance(part.value, str) and ADDRESS.fullmatch(part.value.rpartition("@")[2]):
             found.hosts.setdefault(name, {})["address"] = _Given(part, place, path.parent)
             found.places[name] = place
         else:
-            keys = found.hosts.setdefault(name, {})
+            keys, before = found.hosts.setdefault(name, {}), len(found.problems)
             found.places[name] = place
             _keys(part, HOST_KEYS, f"host `{name}`", path, found, keys)
+            if not isinstance(part.value, dict) or any(one.hint == MEANT_ADDRESS for one in found.problems[before:]):
+                found.without_address.add(name)
     return None
 
 
@@ -241,8 +248,17 @@ def _change(found: _Found, changes: Mapping[str, str]) -> None:
 
 def _choose(found: _Found, text: str, origin: str) -> None:
     """Keeps the named hosts, in the order given."""
-    names = list(dict.fromkeys(text.replace(",", " ").split()))
+    if not found.hosts:  # which is told where they should stand
+        return
+    given = text.replace(",", " ").split()
+    names = list(dict.fromkeys(given))
+    if not names:
+        found.problem("`CLUSTER_HOSTS` names no host", origin, f"the inventory has {listed(list(found.hosts))}")
     for name in names:
+        if given.count(name) > 1:
+            found.problem(
+                f"`{name}` stands there {given.count(name)} times", origin, "name each host once; the first is the master"
+            )
         if name not in found.hosts:
             hosts = list(found.hosts)
             found.problem(f"`{name}` is not a host", origin, meant(name, hosts) or f"the inventory has {listed(hosts)}")
@@ -287,6 +303,8 @@ def _inventory(found: _Found, path: Path) -> Inventory | None:
 def _host(name: str, keys: Mapping[str, _Given], found: _Found) -> Host | None:
     before = len(found.problems)
     place = found.places.get(name, "")
+    if "address" not in keys and name in found.without_address:
+        return None
     if "address" not in keys:
         hint = f"`{name}: {{address: 192.168.1.10}}`, the address by which the others reach it"
         found.problem(f"host `{name}` has no `address`", place, hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import posixpath
 import re
@@ -24,6 +25,10 @@ MEANT = {
 }  # fmt: skip
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:_%-]{0,252}")
+WITH_PORT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*):([0-9]{1,5})")
+NUMBERS = re.compile(r"[0-9.]+")
+"""What is read as an IPv4 address, or the short form of one, and never as a name."""
+BROADCAST = ipaddress.IPv4Address("255.255.255.255")
 USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
 INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,14}")
 NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(G|M)bit(?:/s)?", re.IGNORECASE)
@@ -109,10 +114,8 @@ def value_of(key: str, node: Node, place: str, problems: list[UserError]) -> Any
     if isinstance(node.value, (dict, list)) or (isinstance(node.value, float) and not math.isfinite(node.value)):
         right, expected = False, "text"
     elif key in ("address", "ssh"):
-        right, expected = bool(ADDRESS.fullmatch(text)), "a name or an IP address"
-        if key == "address" and ":" in text:
-            right, expected = False, "an IPv4 address, or a name that has one"
-            hint = "ranks meet over IPv4 only: `ip -4 -br address` there lists its IPv4 addresses; `ssh` may be an IPv6 address"
+        expected, hint = _no_address(key, text)
+        right = not expected
     elif key in ("user", "interface"):
         right = bool((USER if key == "user" else INTERFACE).fullmatch(text))
         expected = "a user's name" if key == "user" else "a network interface, such as `eth0`"
@@ -124,6 +127,28 @@ def value_of(key: str, node: Node, place: str, problems: list[UserError]) -> Any
     if not right:
         problems.append(UserError(f"`{key}` is `{shown(node)}`; expected {expected}", place=place, hint=hint))
     return text if right else None
+
+
+def _no_address(key: str, text: str) -> tuple[str, str | None]:
+    """Returns what was expected in the place of `text`, and a hint; `""` where it is an address or a name."""
+    user, at, rest = text.rpartition("@")
+    if at and USER.fullmatch(user) and ADDRESS.fullmatch(rest):
+        return "a name or an IP address alone", f"the user goes into `user:`: `{key}: {rest}, user: {user}`"
+    if match := WITH_PORT.fullmatch(text):
+        return "a name or an IP address alone", f"the port goes into `port:`: `{key}: {match[1]}, port: {match[2]}`"
+    if not ADDRESS.fullmatch(text):
+        return "a name or an IP address", None
+    if key == "address" and ":" in text:
+        hint = "ranks meet over IPv4 only: `ip -4 -br address` there lists its IPv4 addresses; `ssh` may be an IPv6 address"
+        return "an IPv4 address, or a name that has one", hint
+    if NUMBERS.fullmatch(text) and (key == "address" or "." in text):
+        try:
+            known = ipaddress.IPv4Address(text)
+        except ValueError:
+            return "a name or an IP address", "an IPv4 address is four numbers from 0 to 255, such as `192.168.1.10`"
+        if known.is_unspecified or known.is_multicast or known == BROADCAST:
+            return "the address of one machine", "`ip -4 -br address` there lists its addresses"
+    return "", None
 
 
 def _plain(path: str) -> str:

@@ -26,6 +26,8 @@ LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
 QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?")
 UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,
          "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}  # fmt: skip
+LEAST = {"memory": 2**30, "shm": 2**20, "storage_size": 2**20}
+"""Bytes; less is a slip of the unit: a Python with torch alone has more."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 IMAGE = re.compile(r"[a-z0-9][\w./:@-]*", re.ASCII)
 ADAPTERS = re.compile(r"[=^]{0,2}[\w.:,-]+", re.ASCII)
@@ -82,10 +84,15 @@ def sizes(config: Config, origins: Origins) -> Iterator[UserError]:
     kubernetes = config.kubernetes
     found = {key: quantity(getattr(kubernetes, key)) for key in ("memory", "shm", "storage_size")}
     for key, size in found.items():
+        text = getattr(kubernetes, key)
         if not size:
-            yield _wrong(origins, key, getattr(kubernetes, key), "a quantity such as `64Gi`")
+            yield _wrong(origins, key, text, "a quantity such as `64Gi`")
+        elif size < LEAST[key]:
+            number = text.rstrip("KMGTPki")
+            hint = f"did you mean `{number}Gi`?" if 1 <= float(number) < 1000 else "such as `64Gi`"
+            yield _wrong(origins, key, text, f"`{'1Gi' if key == 'memory' else '1Mi'}` or more; a number alone is in bytes", hint)
     memory, shared = found["memory"], found["shm"]
-    if memory and shared and shared >= memory:
+    if memory and shared and shared >= memory >= LEAST["memory"]:
         yield _problem(
             origins, "shm", f"`kubernetes.shm` is {kubernetes.shm}, which leaves nothing of `kubernetes.memory` ({kubernetes.memory})",
             "`/dev/shm` counts against the pod's memory: make it smaller, or the memory larger",

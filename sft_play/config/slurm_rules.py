@@ -18,6 +18,7 @@ MEMORY = re.compile(r"[0-9]+[KMGT]?")
 TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(\d+)(?::(\d+)(?::(\d+))?)?)", re.ASCII)
 """`days-hours[:minutes[:seconds]]`, `minutes[:seconds]` or `hours:minutes:seconds`: what sbatch takes."""
 ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", re.ASCII)
+RANGE = re.compile(r"(\d+)-(\d+)(?::(\d+))?", re.ASCII)
 OPTION = re.compile(r"--([a-z][a-z0-9-]*)(=[^\"\\]+)?")
 OF_KEYS: Mapping[str, str] = {
     "partition": "slurm.partition", "account": "slurm.account", "qos": "slurm.qos", "time": "slurm.time", "mem": "slurm.memory",
@@ -47,6 +48,42 @@ def seconds_of(time: str) -> int | None:
     return first * 60 + second
 
 
+def _carried(time: str, seconds: int) -> str | None:
+    """Returns what was meant by a time with 60 or more minutes or seconds behind a larger unit, `None` for any other.
+
+    Slurm adds them up: `25:99` ends a job after 26 minutes and 39 seconds. `seconds`: what it makes of it.
+    """
+    match = TIME.fullmatch(time)
+    assert match, "the caller has read it"
+    _, _, minutes, rest, first, second, third = match.groups()
+    if not any(part and int(part) >= 60 for part in (minutes, rest, second, third)):
+        return None
+    days, hours = divmod(seconds // 3600, 24) if match.group(1) is not None else (0, seconds // 3600)
+    clock = f"{hours:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    if second is None or third is not None:
+        return f"did you mean `{f'{days}-' if match.group(1) is not None else ''}{clock}`?"
+    longer = int(first) * 60 + int(second)
+    return f"did you mean `{longer // 60:02}:{longer % 60:02}:00` (hours:minutes:seconds) or `{seconds // 60}:{seconds % 60:02}` (minutes:seconds)?"
+
+
+def indices(config: Config, origins: Origins) -> Iterator[UserError]:
+    """Ranges of an array that sbatch would refuse: those that run backwards, or without a step."""
+    array = config.slurm.array
+    for low, high, step in RANGE.findall(array) if array and ARRAY.fullmatch(array) else ():
+        text = f"`slurm.array` is `{_shown(str(array))}`, "
+        if int(high) < int(low):
+            yield _problem(
+                origins, "slurm.array", f"{text}whose range `{low}-{high}` runs backwards", f"did you mean `{high}-{low}`?"
+            )
+        elif step and not int(step):
+            yield _problem(
+                origins,
+                "slurm.array",
+                f"{text}whose range `{low}-{high}` has a step of 0",
+                f"`{low}-{high}:2` is every second index",
+            )
+
+
 def names(config: Config, origins: Origins) -> Iterator[UserError]:
     """Names, amounts and indices, each as sbatch takes it."""
     slurm = config.slurm
@@ -68,7 +105,10 @@ def times(config: Config, origins: Origins) -> Iterator[UserError]:
     """The job's time, and room in it for the warning before its end."""
     slurm = config.slurm
     seconds = seconds_of(slurm.time)
-    if not seconds:
+    if seconds and (hint := _carried(slurm.time, seconds)):
+        text = f"`slurm.time` is `{_shown(slurm.time)}`; expected less than 60 minutes beside hours, and less than 60 seconds beside minutes"
+        yield _problem(origins, "slurm.time", text, hint)
+    elif not seconds:
         text = f"`slurm.time` is `{_shown(slurm.time)}`; expected a time as sbatch takes it"
         yield _problem(origins, "slurm.time", text, "`24:00:00`, `2-12` (days-hours) or `90` (minutes)")
     elif seconds <= slurm.warning_seconds:
@@ -125,4 +165,4 @@ def _problem(origins: Origins, key: str, text: str, hint: str | None = None) -> 
     return UserError(text, place=None if place == "default" else place, hint=hint)
 
 
-RULES = (names, times, setup, options)
+RULES = (names, indices, times, setup, options)

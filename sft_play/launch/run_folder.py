@@ -158,6 +158,14 @@ def stop_code(number: int) -> int:
     return 130 if number == signal.SIGINT else 143
 
 
+class StoppedBySignal(SystemExit):
+    """Ends this command with the exit code of a stop; whoever ends it says by what."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(stop_code(number))
+        self.signal = signal.Signals(number).name
+
+
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Turns SIGTERM, SIGUSR1 and SIGHUP into an orderly end with code 143, so that children are stopped and nothing half-made is left.
@@ -186,9 +194,9 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def raise_what_was_heard() -> None:
-    """Raises `KeyboardInterrupt` or `SystemExit` when a signal came; called again, it raises again."""
+    """Raises `KeyboardInterrupt` or `StoppedBySignal` when a signal came; called again, it raises again."""
     if _heard:
-        raise KeyboardInterrupt if _heard[0] == signal.SIGINT else SystemExit(stop_code(_heard[0]))
+        raise KeyboardInterrupt if _heard[0] == signal.SIGINT else StoppedBySignal(_heard[0])
 
 
 def read_events(run: RunFolder) -> list[dict[str, Any]]:

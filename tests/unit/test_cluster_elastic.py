@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def facts(**changes: Any) -> Facts:
     known: dict[str, Any] = {
         "host": "b", "home": "/home/b", "folder": "/srv/sft", "runs": "/srv/runs", "cache": "/srv/cache", "hub": "/srv/hub", "python": "3.11.2",
         "versions": {"torch": "2.13.0"}, "code": True, "gpus": 1, "rsync": True, "shares_runs": False, "shares_cache": False,
-        "linux": True, "run_there": None, **changes,
+        "linux": True, "run_there": None, "interfaces": [], **changes,
     }  # fmt: skip
     return Facts(**{item.name: known[item.name] for item in fields(Facts)})
 
@@ -69,6 +69,38 @@ def test_a_machine_that_is_not_fit_counts_as_missing(tmp_path: Path, changes: di
     chosen, missing = muster._choose({"desktop": facts(), "laptop": answer})
     assert (chosen, missing) == ([MASTER], [answer]) and muster._enough(chosen)
     assert isinstance(judged(muster, facts()), Facts), "it is well again"
+
+
+def test_every_fault_is_told_also_of_hosts_that_answer_where_others_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first host is this machine, with an interface that it has not; one states GPUs it has not, and two cannot be asked at all."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    answer = json.dumps({**{item.name: getattr(facts(gpus=0), item.name) for item in fields(Facts)}})
+    ssh.write_text(
+        "#!/bin/sh\nremark='Could not chdir to home directory /nonexistent: No such file or directory'\n"
+        f"case \"$*\" in *192.0.2.11*) cat > {tmp_path}/asked; echo '{answer}';;\n"
+        "*192.0.2.12*) echo 'This account is currently not available.'; echo \"$remark\" >&2; exit 1;;\n"
+        "*) echo 'ssh: connect to host x port 22: Connection refused' >&2; exit 255;; esac\n"
+    )
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}{os.pathsep}{os.environ['PATH']}")
+    for name, folder in (("RUNS_DIR", "runs"), ("SFT_PLAY_CACHE", "cache")):
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    barred, off = Host(name="third", address="192.0.2.12", user="nobody"), Host(name="fourth", address="192.0.2.13")
+    task = task_of(tmp_path)
+    hosts = (replace(MASTER, interface="eth7"), replace(LAPTOP, gpus=2), barred, off)
+    with pytest.raises(UserError) as caught:
+        Muster(replace(task, inventory=replace(task.inventory, hosts=hosts))).for_start()
+    said = caught.value.render()
+    for part in (
+        "host `desktop` has no interface `eth7`", "host `laptop` has no GPU, and the inventory states 2", "host `laptop` has other versions",
+        "host `third`: user `nobody` may not log in there: This account is currently not available.", "no sshd listens",
+    ):  # fmt: skip
+        assert part in said, said
+    assert said.count("hint: ") >= 5, said
+    assert caught.value.exit_code == 3
 
 
 def test_a_machine_that_failed_is_not_tried_again_before_something_has_changed(tmp_path: Path) -> None:

@@ -38,6 +38,34 @@ def test_a_save_that_fails_comes_before_the_request_to_stop(tmp_path: Path) -> N
     assert (outcome.code, outcome.rank) == (3, 1) and "host `node2`: no space" in outcome.message
 
 
+def test_a_command_that_is_stopped_before_its_workers_live_says_so(tmp_path: Path) -> None:
+    """`cluster-stop` sends SIGTERM while hosts are asked, prepared for or sent to."""
+    card, rows = tmp_path / "bin" / "nvidia-smi", tmp_path / "rows.jsonl"
+    card.parent.mkdir()
+    card.write_text(f'#!/bin/sh\n[ "$1" != -L ] || {{ touch {tmp_path}/asked; exec sleep 5; }}\nexit 9\n')
+    card.chmod(0o755)
+    rows.write_text('{"prompt": "a", "response": "b"}\n')
+    (tmp_path / "c.yaml").write_text(f"model: {{name: demo}}\ndata: {{train_path: {rows}}}\n")
+    (tmp_path / "home.yaml").write_text("hosts: {here: 127.0.0.1}\n")
+    folders = {"RUNS_DIR": str(tmp_path / "runs"), "SFT_PLAY_CACHE": str(tmp_path / "cache")}
+    words = ["train-cluster", f"CLUSTER={tmp_path}/home.yaml", f"CONFIG={tmp_path}/c.yaml", "RUN_NAME=demo"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "sft_play", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **folders, "PATH": f"{card.parent}{os.pathsep}{os.environ['PATH']}"},
+    ) as process:  # fmt: skip
+        until = time.monotonic() + 60
+        while not (tmp_path / "asked").exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        process.terminate()
+        try:
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 143, said
+    assert said.splitlines()[-1] == "stopped by SIGTERM", said
+    assert not (tmp_path / "runs" / "demo").exists()
+
+
 def test_a_run_that_was_complete_before_the_stop_ends_with_0(tmp_path: Path) -> None:
     assert cause.judge(ended(tmp_path, *[{"code": 0}] * 3, asked="signal"), RANKS).code == 0
 

@@ -243,6 +243,8 @@ def test_output() -> None:
     assert "34 MB) would take 0.29 s a step" in text
     assert "(nccl): 0.070 s" in text
     assert text.endswith("2 machines: 2 ok, 0 with a warning, 0 cannot take part")
+    alone = Examined(hosts={"desktop": machines[0]}, seconds=7.0)
+    assert "1 machine: 1 ok" in "\n".join(report(alone, inventory, Wanted(port=29500), {"desktop": []}))
     value = as_json(examined, inventory, Wanted(port=29500), findings)
     assert value["ok"] is True
     assert value["hosts"]["laptop"]["software"]["gpus"][0]["total_bytes"] == 8 * GIB
@@ -276,3 +278,16 @@ def test_cards_as_the_driver_shows_them(tmp_path: Path, monkeypatch: pytest.Monk
     findings = judged(seen(0), host)["laptop"]
     assert [one.id for one in findings] == ["no-environment", "gpus"]
     assert "its driver shows 1" in findings[1].text
+
+
+def test_what_a_host_says_in_the_place_of_a_shell_counts_before_sshds_remark() -> None:
+    said = "This account is currently not available.\nCould not chdir to home directory /nonexistent: No such file or directory"
+    host = seen(1, start=said, code=1, facts={})
+    [found] = judged(seen(0), host)["laptop"]
+    assert found.id == "broken-python" and found.text.endswith("ended with code 1: This account is currently not available.")
+
+
+def test_a_folder_that_is_a_file_is_told_as_one() -> None:
+    [found] = judged(seen(0), seen(1, start="/etc/hosts is a file", code=95, facts={}))["laptop"]
+    assert found.id == "no-environment" and found.text == "no environment: `folder` is `~/sft-play`, which is a file there"
+    assert found.remedy == "give another `folder` in the inventory, or move that file away there"

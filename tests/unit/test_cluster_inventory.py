@@ -59,11 +59,13 @@ hosts:
     said = caught.value.render()
     for part in (
         "c.yaml:1: unknown key `netwrk`", "did you mean `network`?", "c.yaml:2: unknown key `usr`", "did you mean `user`?",
-        "c.yaml:4: unknown key `ip`", "did you mean `address`?", "host `a` has no `address`", "c.yaml:5: `gpus` is `two`", "`port` is `99999`",
+        "c.yaml:4: unknown key `ip`", "did you mean `address`?", "c.yaml:5: `gpus` is `two`", "`port` is `99999`",
         "c.yaml:6: `folder` is `relative`", "`user` is `-oProxyCommand=x`", "c.yaml:7: `address` is `-oProxyCommand=x`",
         "`e f` is not a name", "c.yaml:9: host `g` has no keys",
     ):  # fmt: skip
         assert part in said, part
+    assert "has no `address`" not in said, "host `a` has a wrong key in its place, and `g` has nothing at all"
+    assert said.count("error: ") == 10, said
 
 
 @pytest.mark.parametrize(
@@ -78,12 +80,27 @@ hosts:
         ("ssh_config: nowhere\nhosts: {a: 10.0.0.1}", "which is no file"),
         ("extends: nowhere\nhosts: {a: 10.0.0.1}", "`extends` is `nowhere`"),
         ("hosts: {a: {address: [1]}}", "expected text"),
+        ("hosts:", "`hosts` is empty; expected names with their keys\n\nhint: below it, a line for each machine"),
+        ("hosts: {a: }", "host `a` has no keys"),
+        ("hosts: {a: {adress: 10.0.0.1}}", "unknown key `adress`\n\nhint: did you mean `address`?"),
+        ("hosts: {a: {user: me}}", "host `a` has no `address`"),
+        ("hosts: {a: '192.168.77.11:22'}", "the port goes into `port:`: `address: 192.168.77.11, port: 22`"),
+        ("hosts: {a: {address: 'desktop:22'}}", "the port goes into `port:`: `address: desktop, port: 22`"),
+        ("hosts: {a: root@192.168.77.11}", "the user goes into `user:`: `address: 192.168.77.11, user: root`"),
+        ("hosts: {a: {address: 10.0.0.1, ssh: me@jump}}", "the user goes into `user:`: `ssh: jump, user: me`"),
+        ("hosts: {a: 192.168.1.300}", "four numbers from 0 to 255"),
+        ("hosts: {a: {address: 192.168.1}}", "four numbers from 0 to 255"),
+        ("hosts: {a: {address: 10.1}}", "four numbers from 0 to 255"),
+        ("hosts: {a: {address: 10.0.0.1, ssh: 192.168.1}}", "four numbers from 0 to 255"),
+        ("hosts: {a: 0.0.0.0}", "`address` is `0.0.0.0`; expected the address of one machine"),
+        ("hosts: {a: 255.255.255.255}", "expected the address of one machine"),
     ],
 )
 def test_refused(tmp_path: Path, text: str, part: str) -> None:
     with pytest.raises(UserError) as caught:
         read_inventory(written(tmp_path, text))
     assert part in caught.value.render()
+    assert caught.value.render().count("error: ") == 1, "one mistake, one error"
 
 
 def test_two_hosts_with_one_address_are_told_with_both_places(tmp_path: Path) -> None:
@@ -128,6 +145,8 @@ def test_command_line(tmp_path: Path) -> None:
     assert inventory.network == "100Mbit"
     for changes, part in (
         ({"CLUSTER_HOSTS": "desktop lapto"}, "did you mean `laptop`?"),
+        ({"CLUSTER_HOSTS": "desktop laptop desktop"}, "`desktop` stands there 2 times"),
+        ({"CLUSTER_HOSTS": " , "}, "names no host"),
         ({"CLUSTER_NETWORKS": "1Gbit"}, "did you mean `CLUSTER_NETWORK`?"),
         ({"CLUSTER_LAPTOP_GPUS": "many"}, "CLUSTER_LAPTOP_GPUS=many: `gpus` is `many`"),
     ):
@@ -211,8 +230,15 @@ def test_words_arrive_letter_for_letter(tmp_path: Path) -> None:
             env={"HOME": str(home), "ODD": "1 $2", "PATH": "/usr/bin:/bin"},
         )
         assert done.stdout == "".join(f"{word}|" for word in [str(home / "sub"), "1 $2", *odd])
-    missing = in_folder(Host(name="a", address="192.0.2.1", folder="/nowhere"), ["true"])
-    assert subprocess.run(missing, capture_output=True, check=False, timeout=10).returncode == 96
+    for folder, code, said in (("/nowhere", 96, "there is no folder"), (str(script), 95, f"{script} is a file")):
+        done = subprocess.run(
+            in_folder(Host(name="a", address="192.0.2.1", folder=folder), ["true"]),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+        )
+        assert done.returncode == code and said in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import queue
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,8 @@ from sft_play.launch.cluster.children import ended_with_us, waited_for
 from sft_play.launch.cluster.facts import Facts
 from sft_play.launch.cluster.install import venv_of
 from sft_play.launch.cluster.session import Node, Session
+from sft_play.launch.cluster.ssh import NOT_A_FOLDER
+from sft_play.launch.cluster.status import _rows
 from sft_play.launch.cluster.sync import place_there, prepared_text
 from sft_play.launch.preparation import DELIVERED, delivered
 from sft_play.launch.stopping import Stop
@@ -134,6 +137,20 @@ def test_messages_of_hosts(tmp_path: Path) -> None:
     absent = refused(HOSTS[1], inventory, 127, "sh: not found")
     assert absent.exit_code == 3 and "host `node2` has no environment" in absent.message
     assert absent.hint == "make it: make cluster-install CLUSTER=home.yaml"
+    odd = refused(HOSTS[1], inventory, NOT_A_FOLDER, "")
+    assert odd.message == "host `node2` has no environment: `folder` is `~/sft-play`, which is a file there"
+    assert odd.hint == "give another `folder` in the inventory, or move that file away there"
+    assert [next(_rows(HOSTS[1], one, []))["state"] for one in (absent, odd, refused(HOSTS[1], inventory, 255, ""))] == [
+        "no environment", "no environment", "unreachable",
+    ]  # fmt: skip
+    remark = "Could not chdir to home directory /nonexistent: No such file or directory\n"
+    barred = refused(HOSTS[2], inventory, 1, remark, "Welcome\nThis account is currently not available.\n")
+    assert barred.message == "host `node3`: its user may not log in there: This account is currently not available."
+    assert barred.hint and "`user`" in barred.hint
+    broken = refused(replace(HOSTS[1], user="me", port=2200), inventory, 1, remark + "ImportError: no module x\n" + remark)
+    assert broken.message == "host `node2`: its Python `.venv/bin/python` did not start, or failed: ImportError: no module x"
+    assert broken.hint and "`ssh -p 2200 me@192.168.77.12`" in broken.hint
+    assert "Could not chdir" in refused(HOSTS[1], inventory, 1, remark).message, "where nothing else was said"
     assert venv_of(HOSTS[0]) == ".venv"
     with pytest.raises(Exception, match="no environment's interpreter"):
         venv_of(Host(name="a", address="b", python="python3"))

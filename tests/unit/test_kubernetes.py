@@ -152,7 +152,7 @@ def test_what_is_offloaded_must_fit_the_pods_memory() -> None:
 
 def test_a_process_on_the_cpu_must_fit_the_pods_memory() -> None:
     words = ("CONFIG=configs/quickstart.yaml", "HARDWARE=cpu", "NUM_GPUS=2", "NUM_NODES=1", "KUBERNETES_SHM=64Mi")
-    assert any("a pod's memory" in note for note in rendered(*words, "KUBERNETES_MEMORY=100Mi").notes)
+    assert any("a pod's memory" in note for note in rendered(*words, "KUBERNETES_MEMORY=1Gi").notes)
     assert not any("a pod's memory" in note for note in rendered(*words).notes)
 
 
@@ -267,6 +267,15 @@ def test_workers_that_differ_and_a_wrong_number_of_selectors_are_refused() -> No
         (("KUBERNETES_TOKEN_SECRET=a_b",), "`kubernetes.token_secret` is `a_b`"),
         (("KUBERNETES_GPU_RESOURCE=gpu",), "`kubernetes.gpu_resource` is `gpu`"),
         (("KUBERNETES_MEMORY=64 GB",), "`kubernetes.memory` is `64 GB`; expected a quantity"),
+        (
+            ("KUBERNETES_MEMORY=64",),
+            "KUBERNETES_MEMORY=64: `kubernetes.memory` is `64`; expected `1Gi` or more; a number alone is in bytes\n\n"
+            "hint: did you mean `64Gi`?",
+        ),
+        (("KUBERNETES_MEMORY=64M",), "did you mean `64Gi`?"),
+        (("KUBERNETES_MEMORY=65536",), "such as `64Gi`"),
+        (("KUBERNETES_SHM=8",), "did you mean `8Gi`?"),
+        (("KUBERNETES_STORAGE_SIZE=100",), "did you mean `100Gi`?"),
         (("KUBERNETES_SHM=64Gi",), "leaves nothing of `kubernetes.memory`"),
         (("KUBERNETES_IMAGE=my image",), "`kubernetes.image` is `my image`"),
         (("KUBERNETES_ENV={HF_TOKEN: x}",), "`HF_TOKEN`, a secret by its name"),
@@ -279,6 +288,7 @@ def test_workers_that_differ_and_a_wrong_number_of_selectors_are_refused() -> No
         (("KUBERNETES_PORT=80",), "`kubernetes.port`"),
         (("KUBERNETES_KIND=pod",), "`kubernetes.kind`"),
         (("LAUNCH_ELASTIC=1:2",), "a PyTorchJob has a fixed number of pods"),
+        (("LAUNCH_ELASTIC=1:2", "KUBERNETES_KIND=job"), "an indexed Job has a fixed number of pods"),
         (("KUBERNETES_KIND=skypilot", "KUBERNETES_QUEUE=a"), "which knows no `kubernetes.queue`"),
         (("KUBERNETES_KIND=skypilot", "KUBERNETES_PULL_SECRET=a"), "which knows no `kubernetes.pull_secret`"),
         (("KUBERNETES_RUNS_CLAIM=null",), "`kubernetes.runs_claim` is null, and pods keep nothing without a claim"),

@@ -339,6 +339,11 @@ def config_file(folder: Path, *lines: str) -> Path:
         ('partition: "gpu; rm -rf ~"', "slurm.partition"), ('account: "a b"', "slurm.account"), ('qos: ""', "slurm.qos"),
         ('partition: "gpu\\nevil"', "slurm.partition"), ("gpu_type: 'h100 x'", "slurm.gpu_type"), ("memory: lots", "slurm.memory"),
         ('constraint: "$(id)"', "slurm.constraint"), ("array: all", "slurm.array"), ("array: 1-10%0", "slurm.array"),
+        ("array: 3-1", "whose range `3-1` runs backwards\n\nhint: did you mean `1-3`?"), ("array: '0,9-7:2%1'", "did you mean `7-9`?"),
+        ("array: 0-3:0", "has a step of 0"),
+        ("time: 25:99", "did you mean `26:39:00` (hours:minutes:seconds) or `26:39` (minutes:seconds)?"),
+        ("time: 1:90:00", "did you mean `02:30:00`?"), ("time: 30:00:75", "did you mean `30:01:15`?"),
+        ("time: 2-12:90", "did you mean `2-13:30:00`?"),
         ("time: soon", "slurm.time"), ("time: '2'", "the job ends after 120 s"), ("warning_seconds: 90000", "slurm.warning_seconds"),
         ("options: ['-N 3']", "expected an option of sbatch"), ("options: ['--nodes=3']", "NUM_NODES"),
         ("options: ['--partition=x']", "slurm.partition"),
@@ -355,11 +360,13 @@ def test_what_sbatch_would_not_take_is_refused_with_its_place(tmp_path: Path, li
     text = caught.value.render()
     assert words in text
     assert "demo.yaml:" in text
+    assert text.count("error: ") == 1 or TOKEN in line
     assert TOKEN not in text
 
 
 def test_a_time_needs_no_quotes_and_a_resumed_run_may_have_another(tmp_path: Path) -> None:
-    assert load_config(config_file(tmp_path, "time: 12:30:00"), environ={}).config.slurm.time == "12:30:00"
+    for given in ("12:30:00", "59:59", "90", "2-30", "2-12:59:59", "100:59:59"):
+        assert load_config(config_file(tmp_path, f"time: {given}"), environ={}).config.slurm.time == given
     key = Override(key="slurm.time", text="48:00:00", origin="SLURM_TIME=48:00:00")
     check_overrides(Call(command="resume", overrides=(key,)))  # raises nothing
 

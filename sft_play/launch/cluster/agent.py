@@ -18,16 +18,18 @@ from typing import Any
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.cluster.ssh import (
-    NO_FOLDER,
-    NO_PROGRAM,
     SSH_FAILED,
     TIMED_OUT,
+    WITHOUT,
     arguments,
     in_folder,
     is_here,
+    last_word,
+    login,
     no_client,
     run_on,
     trouble,
+    without_environment,
 )
 
 SOURCES = ("remote", "remote_processes", "remote_launch")
@@ -41,6 +43,12 @@ sys.exit(module.main())
 TALK_SECONDS = 2.0
 """How often a launcher's machine hears that somebody listens."""
 ERROR_LETTERS = 4000
+NO_LOGIN = "account is currently not available"
+"""What `nologin` prints, on standard output, in the place of a shell."""
+
+
+class NoEnvironment(HardwareError):
+    """A machine answers, and has not the folder or the Python that the inventory states."""
 
 
 @cache
@@ -85,7 +93,7 @@ def ask(host: Host, inventory: Inventory, do: str, *, timeout: float, **values: 
     if lines and "problem" in lines[-1]:
         raise HardwareError(f"host `{host.name}`: {lines[-1]['problem']}", place=host.place or None)
     if code or not lines:
-        raise refused(host, inventory, code, err)
+        raise refused(host, inventory, code, err, _without_answers(out))
     return lines[-1]
 
 
@@ -97,20 +105,30 @@ def parse(line: str) -> dict[str, Any] | None:
     return None
 
 
-def refused(host: Host, inventory: Inventory, code: int, err: str) -> UserError:
-    """Returns the error for a machine that could not be asked: what is wrong, and the remedy."""
+def _without_answers(out: str) -> str:
+    """Returns what a login shell, or a program in the place of one, has printed."""
+    return "\n".join(line for line in out.splitlines() if parse(line) is None)
+
+
+def refused(host: Host, inventory: Inventory, code: int, err: str, out: str = "") -> UserError:
+    """Returns the error for a machine that could not be asked: what is wrong, and the remedy. `out`: what it printed beside answers."""
     if code in (SSH_FAILED, TIMED_OUT):
         why = trouble(host, inventory, err)
         return HardwareError(f"host `{host.name}`: {why.text}", place=host.place or None, hint=why.remedy)
-    if code in (NO_FOLDER, NO_PROGRAM, 126):
-        what = f"no folder `{host.folder}`" if code == NO_FOLDER else f"no Python `{host.python}` in `{host.folder}`"
+    if code in WITHOUT:
+        why = without_environment(host, code, f"make it: make cluster-install CLUSTER={inventory.path}")
+        return NoEnvironment(f"host `{host.name}` has no environment: {why.text}", place=host.place or None, hint=why.remedy)
+    last = last_word(err, out) or f"exit code {code}"
+    if NO_LOGIN in last.lower():
+        text = f"host `{host.name}`: {f'user `{host.user}`' if host.user else 'its user'} may not log in there: {last}"
         return HardwareError(
-            f"host `{host.name}` has no environment: {what}",
-            place=host.place or None,
-            hint=f"make it: make cluster-install CLUSTER={inventory.path}",
+            text, place=host.place or None, hint="give another `user` in the inventory: one with a shell and a home"
         )
-    last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), f"exit code {code}")
-    return HardwareError(f"host `{host.name}`: its Python `{host.python}` failed: {last}", place=host.place or None)
+    return HardwareError(
+        f"host `{host.name}`: its Python `{host.python}` did not start, or failed: {last}",
+        place=host.place or None,
+        hint=f"try it by hand: `{login(host, inventory)}`, then in `{host.folder}`: `{host.python} -V`",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +148,9 @@ class Agent:
         self.begun = self.heard = time.monotonic()
         """When its machine last said something, at first when it was asked."""
         self.error = ""
-        """The end of what ssh, or the Python there, has printed."""
+        """The end of what ssh, or the Python there, has printed on stderr."""
+        self.beside = ""
+        """The end of what came on stdout and was no message."""
         self.closed = False
         """The conversation has ended: ssh has gone."""
         try:
@@ -164,7 +184,7 @@ class Agent:
     def refusal(self) -> UserError | None:
         """Returns why there was no conversation, where ssh or the Python there has said so."""
         code = self.process.poll()
-        return refused(self.host, self.inventory, code, self.error) if code else None
+        return refused(self.host, self.inventory, code, self.error, self.beside) if code else None
 
     def _next_line(self) -> bytes | None:
         """Returns what is to be said next; while there is nothing, that somebody listens, even when this console is stopped (Ctrl-S)."""
@@ -187,8 +207,11 @@ class Agent:
         with contextlib.suppress(OSError, ValueError):
             for line in iter(self.process.stdout.readline, b""):
                 self.heard = time.monotonic()
-                if (facts := parse(line.decode("utf-8", "replace"))) is not None:
+                text = line.decode("utf-8", "replace")
+                if (facts := parse(text)) is not None:
                     self.inbox.put(Message(self.node, facts, self.heard))
+                else:
+                    self.beside = (self.beside + text)[-ERROR_LETTERS:]
         self.process.wait()
         self.closed = True
         self.inbox.put(Message(self.node, {"closed": self.process.returncode}, time.monotonic()))

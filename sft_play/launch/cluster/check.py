@@ -102,7 +102,8 @@ def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: M
         yield f"data not compared: {more}{wanted.left_bytes / 1e9:.1f} GB in {wanted.left_files} file{'' if wanted.left_files == 1 else 's'}{told}"
     counts = [verdict(some) for some in findings.values()]
     failed = counts.count("fail")
-    yield f"{len(counts)} machines: {counts.count('ok')} ok, {counts.count('warning')} with a warning, {failed} cannot take part"
+    noun = "machine" if len(counts) == 1 else "machines"
+    yield f"{len(counts)} {noun}: {counts.count('ok')} ok, {counts.count('warning')} with a warning, {failed} cannot take part"
 
 
 def _row(seen: Seen, word: str) -> tuple[str, ...]:

@@ -52,6 +52,9 @@ class Session:
         """
         self.host = host
         self.errors = ""
+        """Of what came on stderr, the end."""
+        self.beside = ""
+        """Of what came on stdout before the probe's first line, the end."""
         here = is_here(host)  # then it is this very project and interpreter, whatever the inventory says
         start = ["-u", "-B", "-c", BOOT]
         there = ["python3", *start] if system else in_folder(host, [host.python, *start])
@@ -75,8 +78,8 @@ class Session:
 
     def await_start(self, timeout: float) -> None:
         """Waits for the probe's first line; what a login shell prints before it is passed over. Raises `Silent` or `Gone`."""
-        while self._line(timeout) != MARK:
-            pass
+        while (line := self._line(timeout)) != MARK:
+            self.beside = (self.beside + line + "\n")[-KEPT_LETTERS:]
 
     def call(self, name: str, timeout: float, /, **request: Any) -> Any:
         """Returns what the probe's function `name` returns. Raises `Refused`, `Silent` or `Gone`."""

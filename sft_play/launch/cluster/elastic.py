@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sft_play.config.cluster import Host
-from sft_play.errors import HardwareError, RetryableError, UserError, raise_all
+from sft_play.errors import HardwareError, Problems, RetryableError, UserError, raise_all
 from sft_play.launch.cluster.facts import Facts, check, gather, shared_variables
 from sft_play.launch.cluster.ssh import is_here
 from sft_play.launch.cluster.task import Task, require_one_disk, require_unused_name
@@ -62,10 +62,13 @@ class Muster:
         if task.bounds is None:
             answers = gather(task.inventory, hosts, self._variables, task.run.name)
             found = {name: answer for name, answer in answers.items() if isinstance(answer, Facts)}
-            raise_all([answer for answer in answers.values() if isinstance(answer, UserError)])
-            check(task.inventory, found, shared=task.shared)
-            require_one_disk(task, hosts, found)
-            require_unused_name(task, hosts, found)
+            there = [host for host in hosts if host.name in found]
+            raise_all(
+                [answer for answer in answers.values() if isinstance(answer, UserError)]
+                + raised(lambda: check(task.inventory, found, shared=task.shared))
+                + raised(lambda: require_one_disk(task, there, found))
+                + raised(lambda: require_unused_name(task, there, found))
+            )
             for host in hosts:
                 self._note(host, found[host.name])
             return list(hosts), found
@@ -148,7 +151,9 @@ class Muster:
             raise HardwareError(f"host `{master.name}`, the master, has not answered", place=master.place or None)
         others = () if host == master else (host,)
         known = {master.name: own, host.name: facts}
-        told = replace(self.task.inventory, hosts=(master if host == master else replace(master, gpus=None), *others))
+        told = replace(
+            self.task.inventory, hosts=(master if host == master else replace(master, gpus=None, interface=None), *others)
+        )
         check(told, known, shared=self.task.shared)
         require_one_disk(self.task, [host], known)
         require_unused_name(self.task, [host], known)
@@ -171,6 +176,15 @@ class Muster:
 
     def _enough(self, hosts: Sequence[Host]) -> bool:
         return len(hosts) >= self.task.least and self.task.inventory.master in hosts
+
+
+def raised(judge: Callable[[], None]) -> list[UserError]:
+    """Returns what `judge` raises, problem by problem, so that it is told together with what others raise."""
+    try:
+        judge()
+    except UserError as error:
+        return list(error.problems) if isinstance(error, Problems) else [error]
+    return []
 
 
 def _itself(answer: Facts | UserError) -> Facts | UserError:

@@ -9,7 +9,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from threading import Event, Thread
 from typing import Any
 
@@ -53,6 +53,8 @@ class Facts:
     linux: bool
     run_there: str | None = None
     """Its folder of a run of the name that was asked for, where one was begun there."""
+    interfaces: Sequence[str] = field(default=(), compare=False)
+    """Its network interfaces by name, without `lo`; empty where it was not asked."""
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Facts:
@@ -124,22 +126,37 @@ def shared_variables(shared: bool) -> dict[str, str]:
 
 
 def check(inventory: Inventory, found: Mapping[str, Facts], *, shared: bool) -> None:
-    """Raises every reason why no run can be started on these machines, each with its remedy."""
+    """Raises every reason why no run can be started on these machines, each with its remedy.
+
+    Only those that are `found` are judged, and without the master none is compared with it.
+    """
     problems: list[UserError] = []
-    own = found[inventory.master.name]
-    if not own.rsync and any(name != inventory.master.name for name in found):
+    own = found.get(inventory.master.name)
+    if own and not own.rsync and any(name != inventory.master.name for name in found):
         text = "this machine has no `rsync`, by which code and data go to the others"
         problems.append(HardwareError(text, place=inventory.master.place or None, hint="sudo apt install rsync"))
     for host in inventory.hosts:
         facts = found.get(host.name)
-        if facts is not None and not is_here(host):
+        if own and facts is not None and not is_here(host):
             problems += _problems(host, facts, own, inventory, shared)
     for host in inventory.hosts:
-        if host.name in found and host.gpus is not None and host.gpus > found[host.name].gpus:
-            text = f"host `{host.name}` has {_count(found[host.name].gpus, 'GPU')}, and the inventory states {host.gpus}"
-            hint = "`nvidia-smi` there shows what its driver sees; correct `gpus` in the inventory (0 trains on its CPU)"
-            problems.append(HardwareError(text, place=host.place or None, hint=hint))
+        if host.name in found:
+            problems += _unlike_stated(host, found[host.name])
     raise_all(problems)
+
+
+def _unlike_stated(host: Host, facts: Facts) -> Iterator[UserError]:
+    """Yields what the inventory states of a machine and is not there."""
+    if host.gpus is not None and host.gpus > facts.gpus:
+        text = f"host `{host.name}` has {_count(facts.gpus, 'GPU')}, and the inventory states {host.gpus}"
+        hint = "`nvidia-smi` there shows what its driver sees; correct `gpus` in the inventory (0 trains on its CPU)"
+        yield HardwareError(text, place=host.place or None, hint=hint)
+    if host.interface is not None and facts.interfaces and host.interface not in (*facts.interfaces, "lo"):
+        text = (
+            f"host `{host.name}` has no interface `{host.interface}`; it has {', '.join(f'`{one}`' for one in facts.interfaces)}"
+        )
+        hint = "correct `interface` in the inventory, or leave it away: that of the route to the master is taken"
+        yield HardwareError(text, place=host.place or None, hint=hint)
 
 
 def _problems(host: Host, facts: Facts, own: Facts, inventory: Inventory, shared: bool) -> Iterator[UserError]:

@@ -9,7 +9,16 @@ from sft_play.config.cluster import Inventory
 from sft_play.launch.cluster.examined import Examined, Seen, Wanted
 from sft_play.launch.cluster.finding import Finding, Severity, listed, optional_hints
 from sft_play.launch.cluster.findings_network import network_findings
-from sft_play.launch.cluster.ssh import NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM, SSH_FAILED, trouble
+from sft_play.launch.cluster.ssh import (
+    NO_FOLDER,
+    NO_PROGRAM,
+    NOT_A_PROGRAM,
+    SSH_FAILED,
+    WITHOUT,
+    last_word,
+    trouble,
+    without_environment,
+)
 from sft_play.plan.compiled_for import LACKING_REMEDY, lacking, supports
 from sft_play.runs.origin import OPTIONAL, PACKAGES
 
@@ -63,12 +72,14 @@ def _start(seen: Seen, inventory: Inventory, cluster: str) -> Iterator[Finding]:
     elif code in (NO_PROGRAM, NOT_A_PROGRAM):
         text = f"no environment: `{host.python}` in `{host.folder}` cannot be started"
         yield Finding(id="no-environment", severity="fail", text=text, remedy=install)
+    elif code in WITHOUT:
+        why = without_environment(host, code, install)
+        yield Finding(id=why.id, severity="fail", text=f"no environment: {why.text}", remedy=why.remedy)
     elif seen.start is not None and seen.code in (SSH_FAILED, -9):
         why = trouble(host, inventory, seen.start)
         yield Finding(id=why.id, severity="fail", text=why.text, remedy=why.remedy)
     elif seen.start is not None:
-        last = seen.start.strip().splitlines()[-1:] or ["no word"]
-        text = f"`{host.python}` ended with code {seen.code}: {last[0]}"
+        text = f"`{host.python}` ended with code {seen.code}: {last_word(seen.start) or 'no word'}"
         yield Finding(id="broken-python", severity="fail", text=text, remedy=f"start it there by hand; {install} anew")
     elif seen.lost is not None:
         text = f"it stopped answering ({seen.lost})"

@@ -14,7 +14,7 @@ from typing import Any
 from sft_play.config.cluster import Inventory
 from sft_play.launch.cluster.conversation import Gone, Refused, Session, Silent
 from sft_play.launch.cluster.examined import SUM_MEGABYTES, Examined, Pair, Seen, Summed, Wanted, sum_seconds
-from sft_play.launch.cluster.ssh import CONNECT_SECONDS, NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM
+from sft_play.launch.cluster.ssh import CONNECT_SECONDS, WITHOUT
 
 START_SECONDS = CONNECT_SECONDS + 8.0
 ROUND_TRIPS = 20
@@ -58,7 +58,8 @@ class _Examination:
             codes = self.parallel({name: session.close for name, session in self.sessions.items()})
             for name, seen in self.found.hosts.items():
                 if seen.start is not None and name in codes:
-                    seen.start, seen.code = self.sessions[name].errors.strip() or seen.start, codes[name]
+                    said = self.sessions[name].beside + self.sessions[name].errors
+                    seen.start, seen.code = said.strip() or seen.start, codes[name]
         self.found.seconds = time.monotonic() - self.began
         return self.found
 
@@ -131,7 +132,7 @@ class _Examination:
         name = seen.host.name
         first = self.sessions[name]
         code = first.close()
-        if code not in (NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM):
+        if code not in WITHOUT:
             return False
         self.sessions[name] = Session(seen.host, self.inventory, system=True)
         try:

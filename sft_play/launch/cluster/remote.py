@@ -74,6 +74,7 @@ def facts(request: dict[str, Any]) -> int:
         shares_cache=(cache_folder() / mark).exists(),
         linux=sys.platform == "linux",
         run_there=_run_there(request.get("run")),
+        interfaces=sorted({name for _, name in socket.if_nameindex()} - {"lo"}),
     )
     return 0
 

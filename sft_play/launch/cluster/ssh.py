@@ -29,14 +29,24 @@ OPTIONS = (
 """Connections of the user's own configuration that are shared or forward ports would outlive ours, or be refused the second time."""
 NO_FOLDER = 96
 """Exit code of `in_folder` where the folder is not there."""
+NOT_A_FOLDER = 95
+"""Exit code of `in_folder` where something else has the folder's name."""
+CLOSED_FOLDER = 94
+"""Exit code of `in_folder` where the user may not enter it."""
 NOT_A_PROGRAM = 126
 NO_PROGRAM = 127
 """A shell's exit code for a program that is not there."""
+NO_HOME = "Could not chdir to home directory"
+"""How sshd begins a remark on stderr, whatever then becomes of the command."""
+WITHOUT = (NO_FOLDER, NOT_A_FOLDER, CLOSED_FOLDER, NO_PROGRAM, NOT_A_PROGRAM)
+"""With these a host answers, and has no environment where the inventory says."""
 SSH_FAILED = 255
 TIMED_OUT = 124
 IN_FOLDER = (
     'h() { case "$1" in "~/"*) printf "%s" "$HOME/${1#"~/"}";; *) printf "%s" "$1";; esac; }; '
-    f'f=$(h "$1"); cd "$f" 2>/dev/null || {{ echo "there is no folder $f" >&2; exit {NO_FOLDER}; }}; p=$(h "$2"); shift 2; '
+    f'f=$(h "$1"); cd "$f" 2>/dev/null || {{ [ ! -d "$f" ] || {{ echo "$f may not be entered" >&2; exit {CLOSED_FOLDER}; }}; '
+    f'[ ! -e "$f" ] || {{ echo "$f is a file" >&2; exit {NOT_A_FOLDER}; }}; echo "there is no folder $f" >&2; exit {NO_FOLDER}; }}; '
+    'p=$(h "$2"); shift 2; '
 )
 """`~/` is the user's home over there; no path is ever part of a script's text."""
 
@@ -81,7 +91,7 @@ def in_folder(host: Host, argv: Sequence[str]) -> list[str]:
     """Returns the words that run `argv` in the host's project folder.
 
     For `arguments` and `run_on`. `argv[0]` may be `~/...`, and counts from the folder when it is a relative path. Exits with 96 where
-    the folder is not there, with 127 where the program is not.
+    the folder is not there, with 95 where it is a file, with 94 where the user may not enter it, with 127 where the program is not there.
     """
     return ["sh", "-c", f'{IN_FOLDER}exec "$p" "$@"', "sh", host.folder, *argv]
 
@@ -179,6 +189,35 @@ def trouble(host: Host, inventory: Inventory, message: str) -> Trouble:
     return Trouble(
         id="ssh", text=f"ssh to `{target}` failed: {last}", remedy=f"try `ssh{with_config}{port} {user}{target} true` by hand"
     )
+
+
+def without_environment(host: Host, code: int, install: str) -> Trouble:
+    """Returns what an exit code of `WITHOUT` says about `host`; `install` is the remedy where there is nothing yet."""
+    if code == NOT_A_FOLDER:
+        remedy = "give another `folder` in the inventory, or move that file away there"
+        return Trouble(id="no-environment", text=f"`folder` is `{host.folder}`, which is a file there", remedy=remedy)
+    if code == CLOSED_FOLDER:
+        remedy = f"`ls -ld {host.folder}` there says who may; give another `folder` or `user` in the inventory"
+        return Trouble(id="no-environment", text=f"its user may not enter the folder `{host.folder}`", remedy=remedy)
+    what = f"no folder `{host.folder}`" if code == NO_FOLDER else f"no Python `{host.python}` in `{host.folder}`"
+    return Trouble(id="no-environment", text=what, remedy=install)
+
+
+def login(host: Host, inventory: Inventory) -> str:
+    """Returns the command by which a person logs in on `host`."""
+    words = (
+        ["ssh"]
+        + (["-F", str(inventory.ssh_config)] if inventory.ssh_config else [])
+        + (["-p", str(host.port)] if host.port else [])
+    )
+    return shlex.join([*words, f"{f'{host.user}@' if host.user else ''}{host.ssh or host.address}"])
+
+
+def last_word(err: str, out: str = "") -> str:
+    """Returns the last line of what a host has printed on stderr, else on stdout; sshd's own remark, that there is no home, comes after both."""
+    lines = [line.strip() for text in (out, err) for line in text.splitlines() if line.strip()]
+    said = [line for line in lines if not line.startswith(NO_HOME)]
+    return (said or lines or [""])[-1]
 
 
 def _text(stream: str | bytes | None) -> str:

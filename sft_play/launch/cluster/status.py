@@ -20,7 +20,7 @@ from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch import running
 from sft_play.launch.cluster import phase
-from sft_play.launch.cluster.agent import ask, parse, python_of, refused, request_of
+from sft_play.launch.cluster.agent import NoEnvironment, ask, parse, python_of, refused, request_of
 from sft_play.launch.cluster.board import host_speeds, last_row, plan_of, shares
 from sft_play.launch.cluster.facts import require_master_here
 from sft_play.launch.cluster.ssh import is_here, on_all
@@ -72,7 +72,8 @@ def main(call: Call) -> int:
 def _rows(host: Host, answer: Answer | UserError, early: Sequence[tuple[RunFolder, str]]) -> Iterator[dict[str, Any]]:
     """Yields what a machine does. `early`: runs that are still prepared, or sent to the others."""
     if isinstance(answer, UserError):
-        yield {"host": host.name, "address": host.address, "state": "unreachable", "error": answer.message, "hint": answer.hint}
+        state = "no environment" if isinstance(answer, NoEnvironment) else "unreachable"
+        yield {"host": host.name, "address": host.address, "state": state, "error": answer.message, "hint": answer.hint}
         return
     for run, state in early:
         yield {

@@ -18,7 +18,7 @@ from sft_play.launch.ahead import planned_ahead
 from sft_play.launch.kubernetes import job, lint, pytorchjob, skypilot, trainjob
 from sft_play.launch.kubernetes.notes import namespace, notes
 from sft_play.launch.kubernetes.pods import Document, claim_documents, config_map
-from sft_play.launch.kubernetes.spec import KINDS, Spec, name_of, of_plan
+from sft_play.launch.kubernetes.spec import KINDS, Spec, name_of, of_plan, one_of
 from sft_play.launch.options import LaunchOptions
 from sft_play.plan.catalogue import find_card
 from sft_play.plan.fit import DoesNotFitError
@@ -75,7 +75,7 @@ def render(call: Call) -> Rendered:
     settings, config = loaded.config.kubernetes, loaded.config
     if loaded.config.launch.elastic is not None:
         raise UserError(
-            f"`launch.elastic` is `{loaded.config.launch.elastic}`, and a {KINDS[settings.kind]} has a fixed number of pods",
+            f"`launch.elastic` is `{loaded.config.launch.elastic}`, and {one_of(settings.kind)} has a fixed number of pods",
             place=loaded.origins.get("launch.elastic"),
             hint="it is for `make train-cluster`; here leave it out",
         )

@@ -123,7 +123,7 @@ def refuse_unlike(spec: Spec) -> None:
     if len(set(one_template)) > 1:
         which = "all its workers (its Master may differ)" if kind == "pytorchjob" else "all its pods"
         raise UserError(
-            f"the pods are to have different GPUs, and a {KINDS[kind]} has one template for {which}",
+            f"the pods are to have different GPUs, and {one_of(kind)} has one template for {which}",
             place="kubernetes.kind",
             hint=ONE_FIRST if kind == "pytorchjob" else WHERE_UNLIKE,
         )
@@ -141,8 +141,14 @@ KINDS = {
     "job": "indexed Job",
     "skypilot": "SkyPilot task",
 }
+
 WHERE_UNLIKE = "kubernetes.kind: pytorchjob, whose Master (rank 0's pod) may differ from its Workers; or GPUs of one kind"
 ONE_FIRST = "put the pod that differs first; or run each node's command (docs/launching.md) in a Job of its own"
+
+
+def one_of(kind: str) -> str:
+    """Returns the name of a kind with its article: `an indexed Job`."""
+    return f"{'an' if KINDS[kind][0] in 'aeiou' else 'a'} {KINDS[kind]}"
 
 
 def of_plan(
