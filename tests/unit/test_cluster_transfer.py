@@ -173,6 +173,16 @@ def test_code_is_what_git_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(said) == 1, "an inventory of one's own is read on the master only"
 
 
+def test_a_project_of_which_git_tracks_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty list would send nothing, and compare nothing without a word."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True, timeout=30)
+    (tmp_path / "new.py").write_text("x")
+    monkeypatch.setattr(sync, "project", lambda: tmp_path)
+    with pytest.raises(UserError, match="git tracks no file of") as found:
+        sync.code_files()
+    assert found.value.hint == "git add, git commit there"
+
+
 def test_files_that_left_the_project_leave_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("kept.py", "gone.py", "edited.py", "own.py"):

@@ -47,7 +47,8 @@ def project() -> Path:
 def code_files(say: Callable[[str], None] | None = None) -> list[str]:
     """Returns the project's files that git tracks and that are there, relative to its folder; no `.env`, and none of the folder of runs.
 
-    `say` is told how many files stay behind since they are not tracked, inventories left out. Raises `UserError` where it is no git checkout.
+    `say` is told how many files stay behind since they are not tracked, inventories left out. Raises `UserError` where it is no git checkout,
+    or one in which nothing was added.
     """
     place, runs = project(), runs_folder().absolute()
     names = [
@@ -57,6 +58,10 @@ def code_files(say: Callable[[str], None] | None = None) -> list[str]:
         and not (place / name).is_relative_to(runs)
         and ((place / name).is_file() or (place / name).is_symlink())
     ]
+    if not names:
+        raise UserError(
+            f"git tracks no file of `{place}`, so what belongs to the project is not known", hint="git add, git commit there"
+        )
     new = _listed("--others", "--exclude-standard") if say else []
     behind = [name for name in new if name.startswith(NOTICED) and not name.startswith(INVENTORIES)]
     if say and behind:
