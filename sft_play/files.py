@@ -80,7 +80,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Appends one JSON object as a line in a single write, so that concurrent writers do not mix; a line that was cut short stays alone.
+    """Appends one JSON object as a line in a single write, so that concurrent writers do not mix, and syncs it to the disk.
+
+    A line that was cut short before stays alone.
 
     Raises `OSError` on a full disk; what a part of the line has taken there is given back, so that the next line begins a line.
     """
@@ -95,6 +97,9 @@ def append_json_line(path: Path, value: Any) -> None:
             if os.fstat(stream.fileno()).st_size == end:  # nobody has written after it
                 os.ftruncate(stream.fileno(), end - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(stream.fileno())
+    if not size:
+        sync_folder(path.parent)
 
 
 def file_sha256(path: Path) -> str:

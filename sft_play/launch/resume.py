@@ -18,9 +18,9 @@ from sft_play.errors import CheckpointError, UserError
 from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed_json import UserDeepSpeed
 from sft_play.launch.json_with_comments import JsonDocument
+from sft_play.launch.kept import last_launch
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.recovery import remedies_so_far, without_batch_numbers
-from sft_play.launch.run_folder import read_events
 from sft_play.plan.batch import global_rows
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
@@ -71,7 +71,7 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
         halvings = 0  # what is typed now is what memory is to be tried with
     options = LaunchOptions(
         request=LaunchRequest(
-            command_strategy=_command(call, run, facts),
+            command_strategy=_command(call, run, facts, before),
             num_gpus=call.integer("NUM_GPUS", minimum=1) or facts["num_gpus"] or here,
             num_nodes=num_nodes,
             node_rank=node_rank or 0,
@@ -90,9 +90,9 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
     return without_batch_numbers(options) if halvings or unpack else options
 
 
-def _command(call: Call, run: RunFolder, facts: Mapping[str, Any]) -> Any:
+def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan) -> Any:
     """Returns what the run's command asks for, or what is typed now: states fit any strategy and number of processes."""
-    command, planned = facts["command"], Plan.load(run.plan).strategy
+    command, planned = facts["command"], before.strategy
     typed = next((o.text for o in call.overrides if o.key == "launch.strategy" and o.text != planned), "auto")
     if typed != "auto" and facts["deepspeed"]:
         raise UserError(
@@ -110,30 +110,6 @@ def _command(call: Call, run: RunFolder, facts: Mapping[str, Any]) -> Any:
 def _deepspeed_again(run: RunFolder, settings: Mapping[str, Any]) -> UserDeepSpeed:
     document = JsonDocument(path=run.events, value=settings, lines={})
     return UserDeepSpeed(document=document, settings=settings, stage=int(settings["zero_optimization"]["stage"]))
-
-
-def first_launch(run: RunFolder) -> dict[str, Any]:
-    """Returns the facts of the run's `started` event. Raises `CheckpointError` for a run whose workers never started."""
-    return _launches(run, 0)[0]
-
-
-def last_launch(run: RunFolder, node_rank: int) -> dict[str, Any]:
-    """Returns the facts of the launch that a user last asked for, on this node where nodes share the folder.
-
-    Raises `CheckpointError` for a run whose workers never started.
-    """
-    return _launches(run, node_rank)[-1]
-
-
-def _launches(run: RunFolder, node_rank: int) -> list[dict[str, Any]]:
-    kinds = ("started", "resumed")
-    found = [event for event in read_events(run) if event.get("event") in kinds and "launch" in event]
-    if found:
-        own = [event for event in found if event.get("node", 0) == node_rank]
-        return [dict(event["launch"]) for event in own or found]
-    raise CheckpointError(
-        f"`{run.name}` never started, so there is nothing to go on from", hint="start it again under another RUN_NAME"
-    )
 
 
 def choose_checkpoint(run: RunFolder) -> Path | None:
