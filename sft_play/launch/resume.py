@@ -257,11 +257,17 @@ def compare_fully(checkpoint: Path, config: Config, plan: Plan, prepared: Prepar
 
 @contextlib.contextmanager
 def restored_on_error(path: Path) -> Iterator[None]:
-    """Gives a file its old content back when the body raises: a refused resume must leave the run as it was."""
+    """Gives a file that the body has changed its old content back when it raises: a refused resume must leave the run as it was.
+
+    Where a disk refuses that, it is said, and the body's own error stays what ends the command.
+    """
     before = path.read_bytes() if path.is_file() else None
     try:
         yield
     except BaseException:
-        if before is not None:
-            write_bytes(path, before)
+        try:
+            if before is not None and (not path.is_file() or path.read_bytes() != before):
+                write_bytes(path, before)
+        except OSError as error:
+            print(f"warning: {path}: it could not be given its old content back: {error.strerror}", file=sys.stderr, flush=True)
         raise
