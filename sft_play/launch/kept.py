@@ -18,6 +18,8 @@ from sft_play.runs.folder import RunFolder
 
 NEEDED = frozenset({"command", "num_gpus", "num_nodes", "deepspeed", "fsdp"})
 """Facts without which a launch cannot be repeated (`resume.launch_facts`)."""
+_told: set[str] = set()
+"""Notes that this process has printed."""
 
 
 def keep_launch(run: RunFolder, node_rank: int, facts: Mapping[str, Any], plan: Plan, *, anew: bool) -> None:
@@ -55,7 +57,7 @@ def last_plan(run: RunFolder) -> Plan:
         for path in _copies(run, 0):
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
                 plan = Plan.from_json(read_json(path)["plan"])
-                print(f"note: `{run.plan.name}` is missing or damaged; its copy in `{path.name}` is taken", file=sys.stderr)
+                _tell(f"note: {run.plan} is missing or damaged; its copy in `{path.name}` is taken")
                 return plan
         if not run.plan.exists() and not has_started(run):
             raise never_started(run) from None
@@ -73,10 +75,7 @@ def _launches(run: RunFolder, node_rank: int) -> list[dict[str, Any]]:
     if found := _of_events(run, node_rank):
         return found
     if found := _of_copy(run, node_rank):
-        print(
-            f"note: `{run.events.name}` is missing or damaged; `{run.launch(0).name}` says how the run was launched",
-            file=sys.stderr,
-        )
+        _tell(f"note: {run.events} is missing or damaged; `{run.launch(0).name}` says how the run was launched")
         return found
     if not has_started(run):
         raise never_started(run)
@@ -101,6 +100,13 @@ def _of_copy(run: RunFolder, node_rank: int) -> list[dict[str, Any]]:
 def _copies(run: RunFolder, node_rank: int) -> list[Path]:
     own = run.launch(node_rank)
     return [own, *sorted(path for path in run.path.glob("launch-node*.json") if path != own)]
+
+
+def _tell(note: str) -> None:
+    """Says it once in a command, which asks several times."""
+    if note not in _told:
+        print(note, file=sys.stderr)
+    _told.add(note)
 
 
 def _whole(facts: object) -> bool:
