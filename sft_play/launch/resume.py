@@ -21,10 +21,12 @@ from sft_play.launch.json_with_comments import JsonDocument
 from sft_play.launch.kept import last_launch
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.recovery import remedies_so_far, without_batch_numbers
+from sft_play.launch.run_folder import read_events
 from sft_play.plan.batch import global_rows
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scratch import label
+from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import clean_up, newest_valid, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
@@ -128,6 +130,8 @@ def choose_checkpoint(run: RunFolder) -> Path | None:
             place=str(run.checkpoints),
             hint="put them back, or start again under a new RUN_NAME",
         )
+    if checkpoint is None:
+        _refuse_over_model(run)
     print(f"resuming {run.path} from {checkpoint.name if checkpoint else 'its start: it has no checkpoint yet'}", file=sys.stderr)
     return checkpoint
 
@@ -141,9 +145,26 @@ def newest_told(run: RunFolder) -> tuple[Path | None, list[str]]:
 
 
 def saved_once(run: RunFolder) -> int | None:
-    """Returns the newest step whose checkpoint the run's metrics know of; `None` when there was none."""
+    """Returns the newest step whose checkpoint the run's metrics or events know of; `None` when there was none."""
     rows = [row for row in read_json_lines(run.metrics) if row.get("kind") == "save" and not row.get("failed")]
-    return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=None)
+    named = [CHECKPOINT.fullmatch(str(event.get("checkpoint"))) for event in read_events(run)]
+    steps = [row["step"] for row in rows if isinstance(row.get("step"), int)] + [int(name.group(1)) for name in named if name]
+    return max(steps, default=None)
+
+
+def _refuse_over_model(run: RunFolder) -> None:
+    """Raises `CheckpointError` where a run without checkpoints has its model: training again from the start would write over it."""
+    if not run.model.is_dir():
+        return
+    try:
+        made = f"a model, made in {Stamp.load(run.model).step} steps,"
+    except CheckpointError:
+        made = "a model"
+    raise CheckpointError(
+        f"`{run.name}` has {made} and no checkpoint to go on from; to train again from its start would write over the model",
+        place=str(run.model),
+        hint=f"use it as it is (make infer RUN={run.name}), start again under a new RUN_NAME, or move `{run.model.name}/` away first",
+    )
 
 
 CHANGEABLE = frozenset({
