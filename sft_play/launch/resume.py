@@ -147,7 +147,10 @@ def newest_told(run: RunFolder) -> tuple[Path | None, list[str]]:
 def saved_once(run: RunFolder) -> int | None:
     """Returns the newest step whose checkpoint the run's metrics or events know of; `None` when there was none."""
     rows = [row for row in read_json_lines(run.metrics) if row.get("kind") == "save" and not row.get("failed")]
-    named = [CHECKPOINT.fullmatch(str(event.get("checkpoint"))) for event in read_events(run)]
+    events = [
+        event for event in read_events(run) if event.get("node", 0) == 0
+    ]  # another node may keep none in a folder of its own
+    named = [CHECKPOINT.fullmatch(str(event.get("checkpoint"))) for event in events]
     steps = [row["step"] for row in rows if isinstance(row.get("step"), int)] + [int(name.group(1)) for name in named if name]
     return max(steps, default=None)
 

@@ -18,12 +18,14 @@ from typing import Any
 
 from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.files import append_json_line, read_json, read_json_lines
+from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.folder import RunFolder, run_path, runs_folder
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 """Letters, digits, `_ . + = -`; starts with a letter or digit, so that it is a visible folder and never an option."""
 TAKEN = (errno.EAGAIN, errno.EACCES)
 """What a lock that another process holds gives; any other error says that the disk knows no locks."""
+OF_CHECKPOINT = "`make resume` goes on from its newest checkpoint, and infer, eval and merge take one as CHECKPOINT="
 FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
 
 
@@ -222,6 +224,9 @@ def started_by(run: RunFolder, node_rank: int) -> bool:
 def find_run(name: str) -> RunFolder:
     """Returns the run called `name`, or in the folder `name`. Raises `CheckpointError` with the runs that exist, or for a lost `config.json`."""
     if path := run_path(name):
+        if CHECKPOINT.fullmatch(path.name) and path.parent.name == RunFolder(path).checkpoints.name:
+            of = path.absolute().parent.parent
+            raise CheckpointError(f"`{path}` is a checkpoint, not a run", hint=f"the run is RUN={of}; {OF_CHECKPOINT}")
         return RunFolder(path)
     for folder in ([] if "/" in name else [runs_folder() / name]) + [Path(name)]:
         if folder.is_dir() and has_started(RunFolder(folder)):
