@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,16 @@ def keep_launch(run: RunFolder, node_rank: int, facts: Mapping[str, Any], plan: 
 
     `anew`: this is the run's first launch.
     """
-    known = [] if anew else _of_events(run, node_rank) or _of_copy(run, node_rank)
+    known = [] if anew else _of_events(run, node_rank, NEEDED) or _of_copy(run, node_rank)
     write_json(run.launch(node_rank), {"first": known[0] if known else dict(facts), "last": dict(facts), "plan": asdict(plan)})
 
 
-def first_launch(run: RunFolder) -> dict[str, Any]:
-    """Returns the facts of the run's first launch. Raises `CheckpointError` where they are lost, and for a run that never started."""
-    return _launches(run, 0)[0]
+def first_launch(run: RunFolder, *, needed: Set[str] = frozenset({"command"})) -> dict[str, Any]:
+    """Returns the facts of the run's first launch that has those `needed`.
+
+    Raises `CheckpointError` where they are lost, and for a run that never started.
+    """
+    return _launches(run, 0, needed)[0]
 
 
 def last_launch(run: RunFolder, node_rank: int) -> dict[str, Any]:
@@ -41,7 +44,7 @@ def last_launch(run: RunFolder, node_rank: int) -> dict[str, Any]:
 
     Raises `CheckpointError` where they are lost, and for a run whose workers never started.
     """
-    return _launches(run, node_rank)[-1]
+    return _launches(run, node_rank, NEEDED)[-1]
 
 
 def kept_facts(run: RunFolder) -> dict[str, Any]:
@@ -71,8 +74,8 @@ def never_started(run: RunFolder) -> CheckpointError:
     )
 
 
-def _launches(run: RunFolder, node_rank: int) -> list[dict[str, Any]]:
-    if found := _of_events(run, node_rank):
+def _launches(run: RunFolder, node_rank: int, needed: Set[str]) -> list[dict[str, Any]]:
+    if found := _of_events(run, node_rank, needed):
         return found
     if found := _of_copy(run, node_rank):
         _tell(f"note: {run.events} is missing or damaged; `{run.launch(0).name}` says how the run was launched")
@@ -82,8 +85,10 @@ def _launches(run: RunFolder, node_rank: int) -> list[dict[str, Any]]:
     raise _lost(run, run.events, "it is missing or damaged, so how the run was launched is unknown")
 
 
-def _of_events(run: RunFolder, node_rank: int) -> list[dict[str, Any]]:
-    found = [event for event in read_events(run) if event["event"] in ("started", "resumed") and _whole(event.get("launch"))]
+def _of_events(run: RunFolder, node_rank: int, needed: Set[str]) -> list[dict[str, Any]]:
+    found = [
+        event for event in read_events(run) if event["event"] in ("started", "resumed") and _has(event.get("launch"), needed)
+    ]
     own = [event for event in found if event.get("node", 0) == node_rank]
     return [dict(event["launch"]) for event in own or found]
 
@@ -92,7 +97,7 @@ def _of_copy(run: RunFolder, node_rank: int) -> list[dict[str, Any]]:
     for path in _copies(run, node_rank):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             copy = read_json(path)
-            if _whole(copy["first"]) and _whole(copy["last"]):
+            if _has(copy["first"], NEEDED) and _has(copy["last"], NEEDED):
                 return [copy["first"], copy["last"]]
     return []
 
@@ -109,8 +114,8 @@ def _tell(note: str) -> None:
     _told.add(note)
 
 
-def _whole(facts: object) -> bool:
-    return isinstance(facts, dict) and facts.keys() >= NEEDED
+def _has(facts: object, needed: Set[str]) -> bool:
+    return isinstance(facts, dict) and facts.keys() >= needed
 
 
 def _lost(run: RunFolder, path: Path, why: str) -> CheckpointError:

@@ -74,7 +74,7 @@ def _make(run: RunFolder, node_rank: int) -> bool:
             raise UserError(f"`{run.path}` cannot be made: a file stands in its way", hint="remove it or set RUNS_DIR") from None
         if node_rank > 0 and not started_by(run, node_rank):
             return False
-        if has_started(run) and not run.config.is_file():
+        if has_trained(run) and not run.config.is_file():
             raise without_config(run) from None
         raise UserError(
             f"the run `{run.name}` exists already: `{run.path}`",

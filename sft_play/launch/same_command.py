@@ -10,7 +10,7 @@ from sft_play.config.call import Call, Override
 from sft_play.config.load import DEFAULT, LoadedConfig, override_config, read_config
 from sft_play.config.show import flatten
 from sft_play.errors import UserError
-from sft_play.launch.kept import first_launch, last_launch, last_plan
+from sft_play.launch.kept import NEEDED, first_launch, last_launch, last_plan
 from sft_play.launch.options import COMMAND_FOR, LaunchOptions
 from sft_play.launch.resume import BY_RESUME, LONGER, launch_facts, steps_asked
 from sft_play.launch.run_folder import has_started, without_config
@@ -62,7 +62,7 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
 
     The number of nodes and of processes may be another than before. Raises `UserError` where the run was launched in another way.
     """
-    first, mine, request = first_launch(run), launch_facts(options), options.request
+    first, mine, request = first_launch(run, needed=NEEDED), launch_facts(options), options.request
     if not _same_command(first["command"], mine["command"], given=request.num_gpus is not None):
         raise UserError(
             f"the run `{run.name}` was started by {COMMAND_FOR[first['command']]}, not by {COMMAND_FOR[mine['command']]}",

@@ -12,7 +12,7 @@ import pytest
 from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import append_json_line
-from sft_play.launch.kept import first_launch, keep_launch, last_launch, last_plan
+from sft_play.launch.kept import NEEDED, first_launch, keep_launch, last_launch, last_plan
 from sft_play.launch.options import LaunchOptions, read_options
 from sft_play.launch.recovery import remedies_so_far
 from sft_play.launch.resume import launch_facts, options_of_run
@@ -114,11 +114,14 @@ def test_a_lost_plan_without_a_copy_is_told_with_its_place(run: RunFolder) -> No
     assert refused.value.place == str(run.plan) and refused.value.hint
 
 
-def test_a_launch_that_lacks_a_fact_is_no_launch(run: RunFolder) -> None:
+def test_a_launch_that_lacks_a_fact_cannot_be_repeated(run: RunFolder) -> None:
     run.events.unlink()
     record_event(run, "started", launch={"command": "single"})
+    assert first_launch(run)["command"] == "single"
     with pytest.raises(CheckpointError, match="missing or damaged"):
-        first_launch(run)
+        last_launch(run, 0)
+    with pytest.raises(CheckpointError, match="missing or damaged"):
+        first_launch(run, needed=NEEDED)
 
 
 def test_a_run_that_never_started_is_told_so(tmp_path: Path) -> None:
