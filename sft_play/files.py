@@ -24,17 +24,21 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Like `write_text`, for bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    temporary = Path(name)
     try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.chmod(0o666 & ~current_umask())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        temporary = Path(name)
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.chmod(0o666 & ~current_umask())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:  # a failed write does not say where, and the name aside means nothing to anybody
+        error.filename, error.filename2 = str(path), None
         raise
 
 
@@ -80,7 +84,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Appends one JSON object as a line in a single write, so that concurrent writers do not mix; a line that was cut short stays alone.
+    """Appends one JSON object as a line in a single write, so that concurrent writers do not mix, and syncs it to the disk.
+
+    A line that was cut short before stays alone.
 
     Raises `OSError` on a full disk; what a part of the line has taken there is given back, so that the next line begins a line.
     """
@@ -95,6 +101,9 @@ def append_json_line(path: Path, value: Any) -> None:
             if os.fstat(stream.fileno()).st_size == end:  # nobody has written after it
                 os.ftruncate(stream.fileno(), end - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(stream.fileno())
+    if not size:
+        sync_folder(path.parent)
 
 
 def file_sha256(path: Path) -> str:

@@ -74,12 +74,13 @@ def _stopped_in_order() -> Iterator[None]:
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python lets nobody handle signals
             stack.enter_context(ended_by_signals())
-        stack.enter_context(_disk_errors_told())
+        stack.enter_context(disk_errors_told())
         yield
 
 
 @contextmanager
-def _disk_errors_told() -> Iterator[None]:
+def disk_errors_told() -> Iterator[None]:
+    """Turns an `OSError` of the body that says that a disk is full or cannot be written into a `HardwareError` with its place."""
     try:
         yield
     except OSError as error:
@@ -93,10 +94,17 @@ def _disk_problem(error: OSError) -> HardwareError | None:
     """Returns what to say when a disk is full or cannot be written; `None` when the error is another one."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
         return None
+    cache, place = cache_folder(), Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+    if place is not None and place.name == RunFolder(place.parent).prepared.name:
+        why, hint = (
+            "what was prepared cannot be written",
+            f"free some space in `{place.parent}`, or make it writable: `df` and `mount` say more",
+        )
+        return HardwareError(f"{why}: {os.strerror(error.errno)}", place=str(place), hint=hint)
     return HardwareError(
         f"the model or the prepared data cannot be written: {os.strerror(error.errno)}",
-        place=str(error.filename or cache_folder()),
-        hint=f"the cache is `{cache_folder()}`: free some space there, or set SFT_PLAY_CACHE to another folder",
+        place=str(place or cache),
+        hint=f"the cache is `{cache}`: free some space there, or set SFT_PLAY_CACHE to another folder",
     )
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from json import JSONDecodeError
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -132,8 +133,18 @@ def _read_saved(path: Path) -> tuple[Values, Path | None]:
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no run in `{path.parent}`", hint="RUN= takes the name or the folder of a run") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"not the configuration of a run: {type(error).__name__} {error}", place=str(path)) from None
+        raise CheckpointError(
+            f"not the configuration of a run: {_in_words(error)}",
+            place=str(path),
+            hint="if it is damaged, put it back from a backup, or from a run of another RUN_NAME that the same command starts: it has the same one",
+        ) from None
     return _values_of(tree, origins, place=str(path)), source
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, JSONDecodeError):
+        return f"it is cut short, or no JSON ({error})"
+    return f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__} {error}"
 
 
 def override_config(loaded: LoadedConfig, overrides: Iterable[Override]) -> LoadedConfig:

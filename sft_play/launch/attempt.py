@@ -14,6 +14,7 @@ from sft_play.launch.deepspeed_resolve import resolve
 from sft_play.launch.environment import worker_environment
 from sft_play.launch.extension_locks import remove_abandoned_locks
 from sft_play.launch.job import Job
+from sft_play.launch.kept import keep_launch
 from sft_play.launch.local import show_launch, worker_arguments
 from sft_play.launch.render import accelerate_yaml
 from sft_play.launch.resume import launch_facts
@@ -37,6 +38,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
         remove_abandoned_locks(environment.variables)
     arguments = worker_arguments(run, job.node, checkpoint=checkpoint, plan=plan)
     console = sys.stderr if job.call.json else sys.stdout
+    keep_launch(run, job.node.rank, launch_facts(job.options), plan, anew=event == "started")
     if event:
         notes = (*job.options.notices, *notices, *environment.notes)
         print(f"{show_plan(plan)}\n{show_launch(arguments, replace(environment, notes=notes))}", file=console)

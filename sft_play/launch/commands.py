@@ -12,13 +12,14 @@ from pathlib import Path
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
-from sft_play.errors import CheckpointError, UserError
+from sft_play.errors import UserError
 from sft_play.launch import cause_file, probing, recovery, restarts, tensorboard
 from sft_play.launch.attempt import run_attempt, write_launch_files
 from sft_play.launch.disk import disk_refusals_told, require_disk_space
 from sft_play.launch.environment import worker_environment
 from sft_play.launch.job import Job, job_of, refuse_early
 from sft_play.launch.joining import agreed, joined, own_part
+from sft_play.launch.kept import last_plan
 from sft_play.launch.local import worker_arguments
 from sft_play.launch.options import CommandStrategy, read_options
 from sft_play.launch.preparation import delivered, run_preparation
@@ -151,11 +152,7 @@ def resume(call: Call) -> int:
 
 
 def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
-    if not run.plan.is_file():
-        raise CheckpointError(
-            f"`{run.name}` was never launched, so there is nothing to go on from", hint="start it again under another RUN_NAME"
-        )
-    before = Plan.load(run.plan)
+    before = last_plan(run)
     if is_finished(run) and not is_longer(loaded.config, before):
         if newest := newest_valid(run)[0]:
             compare_early(newest, loaded.config)

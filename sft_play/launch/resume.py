@@ -18,6 +18,7 @@ from sft_play.errors import CheckpointError, UserError
 from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed_json import UserDeepSpeed
 from sft_play.launch.json_with_comments import JsonDocument
+from sft_play.launch.kept import last_launch
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.recovery import remedies_so_far, without_batch_numbers
 from sft_play.launch.run_folder import read_events
@@ -25,6 +26,7 @@ from sft_play.plan.batch import global_rows
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scratch import label
+from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import clean_up, newest_valid, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
@@ -71,7 +73,7 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
         halvings = 0  # what is typed now is what memory is to be tried with
     options = LaunchOptions(
         request=LaunchRequest(
-            command_strategy=_command(call, run, facts),
+            command_strategy=_command(call, run, facts, before),
             num_gpus=call.integer("NUM_GPUS", minimum=1) or facts["num_gpus"] or here,
             num_nodes=num_nodes,
             node_rank=node_rank or 0,
@@ -90,9 +92,9 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
     return without_batch_numbers(options) if halvings or unpack else options
 
 
-def _command(call: Call, run: RunFolder, facts: Mapping[str, Any]) -> Any:
+def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan) -> Any:
     """Returns what the run's command asks for, or what is typed now: states fit any strategy and number of processes."""
-    command, planned = facts["command"], Plan.load(run.plan).strategy
+    command, planned = facts["command"], before.strategy
     typed = next((o.text for o in call.overrides if o.key == "launch.strategy" and o.text != planned), "auto")
     if typed != "auto" and facts["deepspeed"]:
         raise UserError(
@@ -112,30 +114,6 @@ def _deepspeed_again(run: RunFolder, settings: Mapping[str, Any]) -> UserDeepSpe
     return UserDeepSpeed(document=document, settings=settings, stage=int(settings["zero_optimization"]["stage"]))
 
 
-def first_launch(run: RunFolder) -> dict[str, Any]:
-    """Returns the facts of the run's `started` event. Raises `CheckpointError` for a run whose workers never started."""
-    return _launches(run, 0)[0]
-
-
-def last_launch(run: RunFolder, node_rank: int) -> dict[str, Any]:
-    """Returns the facts of the launch that a user last asked for, on this node where nodes share the folder.
-
-    Raises `CheckpointError` for a run whose workers never started.
-    """
-    return _launches(run, node_rank)[-1]
-
-
-def _launches(run: RunFolder, node_rank: int) -> list[dict[str, Any]]:
-    kinds = ("started", "resumed")
-    found = [event for event in read_events(run) if event.get("event") in kinds and "launch" in event]
-    if found:
-        own = [event for event in found if event.get("node", 0) == node_rank]
-        return [dict(event["launch"]) for event in own or found]
-    raise CheckpointError(
-        f"`{run.name}` never started, so there is nothing to go on from", hint="start it again under another RUN_NAME"
-    )
-
-
 def choose_checkpoint(run: RunFolder) -> Path | None:
     """Returns the newest valid checkpoint, says which were passed over and why; `None` (said too) when the run has none yet."""
     for left in clean_up(run):
@@ -152,6 +130,8 @@ def choose_checkpoint(run: RunFolder) -> Path | None:
             place=str(run.checkpoints),
             hint="put them back, or start again under a new RUN_NAME",
         )
+    if checkpoint is None:
+        _refuse_over_model(run)
     print(f"resuming {run.path} from {checkpoint.name if checkpoint else 'its start: it has no checkpoint yet'}", file=sys.stderr)
     return checkpoint
 
@@ -165,9 +145,29 @@ def newest_told(run: RunFolder) -> tuple[Path | None, list[str]]:
 
 
 def saved_once(run: RunFolder) -> int | None:
-    """Returns the newest step whose checkpoint the run's metrics know of; `None` when there was none."""
+    """Returns the newest step whose checkpoint the run's metrics or events know of; `None` when there was none."""
     rows = [row for row in read_json_lines(run.metrics) if row.get("kind") == "save" and not row.get("failed")]
-    return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=None)
+    events = [
+        event for event in read_events(run) if event.get("node", 0) == 0
+    ]  # another node may keep none in a folder of its own
+    named = [CHECKPOINT.fullmatch(str(event.get("checkpoint"))) for event in events]
+    steps = [row["step"] for row in rows if isinstance(row.get("step"), int)] + [int(name.group(1)) for name in named if name]
+    return max(steps, default=None)
+
+
+def _refuse_over_model(run: RunFolder) -> None:
+    """Raises `CheckpointError` where a run without checkpoints has its model: training again from the start would write over it."""
+    if not run.model.is_dir():
+        return
+    try:
+        made = f"a model, made in {Stamp.load(run.model).step} steps,"
+    except CheckpointError:
+        made = "a model"
+    raise CheckpointError(
+        f"`{run.name}` has {made} and no checkpoint to go on from; to train again from its start would write over the model",
+        place=str(run.model),
+        hint=f"use it as it is (make infer RUN={run.name}), start again under a new RUN_NAME, or move `{run.model.name}/` away first",
+    )
 
 
 CHANGEABLE = frozenset({
@@ -281,11 +281,17 @@ def compare_fully(checkpoint: Path, config: Config, plan: Plan, prepared: Prepar
 
 @contextlib.contextmanager
 def restored_on_error(path: Path) -> Iterator[None]:
-    """Gives a file its old content back when the body raises: a refused resume must leave the run as it was."""
+    """Gives a file that the body has changed its old content back when it raises: a refused resume must leave the run as it was.
+
+    Where a disk refuses that, it is said, and the body's own error stays what ends the command.
+    """
     before = path.read_bytes() if path.is_file() else None
     try:
         yield
     except BaseException:
-        if before is not None:
-            write_bytes(path, before)
+        try:
+            if before is not None and (not path.is_file() or path.read_bytes() != before):
+                write_bytes(path, before)
+        except OSError as error:
+            print(f"warning: {path}: it could not be given its old content back: {error.strerror}", file=sys.stderr, flush=True)
         raise

@@ -18,12 +18,14 @@ from typing import Any
 
 from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.files import append_json_line, read_json, read_json_lines
+from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.folder import RunFolder, run_path, runs_folder
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 """Letters, digits, `_ . + = -`; starts with a letter or digit, so that it is a visible folder and never an option."""
 TAKEN = (errno.EAGAIN, errno.EACCES)
 """What a lock that another process holds gives; any other error says that the disk knows no locks."""
+OF_CHECKPOINT = "`make resume` goes on from its newest checkpoint, and infer, eval and merge take one as CHECKPOINT="
 FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
 
 
@@ -72,6 +74,8 @@ def _make(run: RunFolder, node_rank: int) -> bool:
             raise UserError(f"`{run.path}` cannot be made: a file stands in its way", hint="remove it or set RUNS_DIR") from None
         if node_rank > 0 and not started_by(run, node_rank):
             return False
+        if has_trained(run) and not run.config.is_file():
+            raise without_config(run) from None
         raise UserError(
             f"the run `{run.name}` exists already: `{run.path}`",
             hint=f"choose another RUN_NAME, or go on with it: make resume RUN={run.name}",
@@ -210,8 +214,14 @@ def record_event(run: RunFolder, event: str, *, node_rank: int = 0, **facts: Any
 
 
 def has_started(run: RunFolder) -> bool:
-    """Whether workers were ever started in this folder."""
-    return any(e.get("event") in {"started", "resumed"} for e in read_events(run))
+    """Whether workers were ever started in this folder: by its events, or by what only workers write, as events may be lost."""
+    return any(e.get("event") in {"started", "resumed"} for e in read_events(run)) or has_trained(run)
+
+
+def has_trained(run: RunFolder) -> bool:
+    """Whether this folder holds what only workers write: a checkpoint, whole or not, a model, or metrics."""
+    measured = run.metrics.is_file() and run.metrics.stat().st_size > 0
+    return measured or run.model.is_dir() or any(run.checkpoints.glob("step-*"))
 
 
 def started_by(run: RunFolder, node_rank: int) -> bool:
@@ -220,13 +230,28 @@ def started_by(run: RunFolder, node_rank: int) -> bool:
 
 
 def find_run(name: str) -> RunFolder:
-    """Returns the run called `name`, or in the folder `name`. Raises `CheckpointError` with the runs that exist."""
+    """Returns the run called `name`, or in the folder `name`. Raises `CheckpointError` with the runs that exist, or for a lost `config.json`."""
     if path := run_path(name):
+        if CHECKPOINT.fullmatch(path.name) and path.parent.name == RunFolder(path).checkpoints.name:
+            of = path.absolute().parent.parent
+            raise CheckpointError(f"`{path}` is a checkpoint, not a run", hint=f"the run is RUN={of}; {OF_CHECKPOINT}")
         return RunFolder(path)
+    for folder in ([] if "/" in name else [runs_folder() / name]) + [Path(name)]:
+        if folder.is_dir() and has_started(RunFolder(folder)):
+            raise without_config(RunFolder(folder))
     known = sorted((p.parent for p in runs_folder().glob("*/config.json")), key=lambda p: p.stat().st_mtime, reverse=True)
     listing = ", ".join(p.name for p in known[:10]) or "none"
     more = f" and {len(known) - 10} more" if len(known) > 10 else ""
     raise CheckpointError(f"there is no run `{name}`", hint=f"runs in `{runs_folder()}`, newest first: {listing}{more}")
+
+
+def without_config(run: RunFolder) -> CheckpointError:
+    """Returns the error for a run whose `config.json` is lost, so that nothing can go on with it or use it."""
+    return CheckpointError(
+        f"the run `{run.name}` is there, but its `{run.config.name}` is missing",
+        place=str(run.config),
+        hint="put it back from a backup, or from a run of another RUN_NAME that the same command starts: it has the same one",
+    )
 
 
 def is_finished(run: RunFolder) -> bool:

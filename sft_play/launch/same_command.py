@@ -10,10 +10,10 @@ from sft_play.config.call import Call, Override
 from sft_play.config.load import DEFAULT, LoadedConfig, override_config, read_config
 from sft_play.config.show import flatten
 from sft_play.errors import UserError
+from sft_play.launch.kept import NEEDED, first_launch, last_launch, last_plan
 from sft_play.launch.options import COMMAND_FOR, LaunchOptions
-from sft_play.launch.resume import BY_RESUME, LONGER, first_launch, last_launch, launch_facts, steps_asked
-from sft_play.launch.run_folder import has_started
-from sft_play.plan.plan import Plan
+from sft_play.launch.resume import BY_RESUME, LONGER, launch_facts, steps_asked
+from sft_play.launch.run_folder import has_started, without_config
 from sft_play.runs.folder import RunFolder, runs_folder
 
 OF_A_START = frozenset({"CONFIG", "RUN_NAME", "ACCELERATE_CONFIG", "DEEPSPEED_CONFIG"})
@@ -25,7 +25,8 @@ OF_REPLICAS = frozenset({"single", "ddp", "auto"})
 def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | None:
     """Returns the run to go on with; `None` where a new one is to be started, in a folder that was only reserved too.
 
-    Raises `UserError` without `RUN_NAME`: a name made of the time would be another one each time.
+    Raises `UserError` without `RUN_NAME`: a name made of the time would be another one each time; `CheckpointError` for a run without its
+    configuration.
     """
     if not loaded.config.launch.auto_resume:
         return None
@@ -36,12 +37,16 @@ def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | No
             hint="add RUN_NAME=NAME to the command",
         )
     run = RunFolder(runs_folder() / options.run_name)
-    return run if run.config.is_file() and has_started(run) else None
+    if not run.path.is_dir() or not has_started(run):
+        return None
+    if not run.config.is_file():
+        raise without_config(run)
+    return run
 
 
 def as_long(loaded: LoadedConfig, run: RunFolder) -> LoadedConfig:
     """Returns the configuration with the run's own length where that is greater: `make resume` has made the run longer since."""
-    plan = Plan.load(run.plan)
+    plan = last_plan(run)
     if steps_asked(loaded.config, plan) >= (plan.steps or 0):
         return loaded
     own = read_config(run.config)
@@ -57,7 +62,7 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
 
     The number of nodes and of processes may be another than before. Raises `UserError` where the run was launched in another way.
     """
-    first, mine, request = first_launch(run), launch_facts(options), options.request
+    first, mine, request = first_launch(run, needed=NEEDED), launch_facts(options), options.request
     if not _same_command(first["command"], mine["command"], given=request.num_gpus is not None):
         raise UserError(
             f"the run `{run.name}` was started by {COMMAND_FOR[first['command']]}, not by {COMMAND_FOR[mine['command']]}",

@@ -12,10 +12,11 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, UserError, printable, without_tokens
 from sft_play.files import read_json, typed_path
-from sft_play.launch.resume import first_launch
+from sft_play.launch.kept import first_launch
 from sft_play.launch.run_folder import find_run, read_events
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import LATER, NAME, RULES, Stamp
+from sft_play.runs.weights import checkpoint_folder, checkpoint_names
 
 PURPOSES = ("resume", "merge", "infer", "eval")
 STARTED_BY = {
@@ -63,13 +64,11 @@ def find(name: str) -> Path:
 
 
 def _part(run: RunFolder, part: str) -> Path:
-    there = sorted(path.name for path in run.checkpoints.glob("step-*")) if run.checkpoints.is_dir() else []
-    there += [path.name for path in (run.best, run.last) if path.exists()]
     if part == "model" and run.model.is_dir():
         return run.model
-    if part in there:
-        return (run.checkpoints / part).resolve()
-    names = [*there, *(["model"] if run.model.is_dir() else [])]
+    if folder := checkpoint_folder(run, part):
+        return folder
+    names = [*checkpoint_names(run), *(["model"] if run.model.is_dir() else [])]
     hint = f"it has {', '.join(names)}" if names else "it has neither a checkpoint nor a model yet"
     raise CheckpointError(f"the run `{run.name}` has no `{part}`", hint=hint)
 

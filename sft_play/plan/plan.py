@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,7 +135,10 @@ class Plan:
         try:
             return Plan.from_json(read_json(path))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"not the plan of a run: {first_line(error)}", place=str(path)) from error
+            lost, cut = isinstance(error, FileNotFoundError), isinstance(error, JSONDecodeError)
+            why = "it is missing" if lost else f"it is cut short, or no JSON ({first_line(error)})" if cut else first_line(error)
+            hint = f"`make resume RUN={path.parent.name}` writes it anew by its copy, `launch-node0.json`; else put it back from a backup"
+            raise CheckpointError(f"not the plan of a run: {why}", place=str(path), hint=hint) from error
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Plan:

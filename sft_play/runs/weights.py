@@ -25,24 +25,55 @@ def weights_folder(run: RunFolder, wanted: str | None) -> Path:
     """
     if wanted is None and kind_of(run.model):
         return run.model
-    name = wanted or "last"
-    folder = (run.checkpoints / name).resolve()
-    plain = Path(name).name == name and (STEP_NAME.fullmatch(name) or name in ("best", "last"))
-    inside = (
-        folder.parent == run.checkpoints.resolve()
-    )  # `last` and `best` are links, and those of a stranger's run may lead anywhere
-    if plain and inside and STEP_NAME.fullmatch(folder.name) and folder.is_dir():
+    if folder := checkpoint_folder(run, wanted or "last"):
         damage = verify(folder, needed=_is_for_use)
         if damage:
             hint = "CHECKPOINT= takes another one, and `make resume` goes on from the newest that is whole"
             raise CheckpointError(f"the checkpoint is damaged: {damage}", place=str(folder), hint=hint)
         return folder
-    known = sorted(p.name for p in run.checkpoints.glob("step-*")) if run.checkpoints.is_dir() else []
+    known = checkpoint_names(run)
     what = f"no checkpoint `{wanted}`" if wanted else "neither a final model nor a checkpoint yet"
     raise CheckpointError(
         f"the run `{run.name}` has {what}",
-        hint=f"CHECKPOINT= takes best, last, {', '.join(known)}" if known else "wait for its first checkpoint, or train it again",
+        hint=f"CHECKPOINT= takes {', '.join(known)}" if known else "wait for its first checkpoint, or train it again",
     )
+
+
+def checkpoint_names(run: RunFolder) -> list[str]:
+    """Returns the names by which checkpoints of a run can be had: `best` and `last` where they lead to one, then those of the steps."""
+    names = [
+        *(link.name for link in (run.best, run.last) if _inside(run, link)),
+        *sorted(p.name for p in run.checkpoints.glob("step-*")),
+    ]
+    return [name for name in names if _inside(run, run.checkpoints / name)]
+
+
+def checkpoint_folder(run: RunFolder, name: str) -> Path | None:
+    """Returns the folder that `best`, `last` or `step-000040` names, links followed; `None` where there is none.
+
+    `last` and `best` are links, and those of a stranger's run may lead anywhere. Raises `CheckpointError` for one that leaves the run.
+    """
+    path = run.checkpoints / name
+    if Path(name).name != name or not (STEP_NAME.fullmatch(name) or name in ("best", "last")):
+        return None
+    if folder := _inside(run, path):
+        return folder
+    if path.is_symlink():
+        known = [one for one in checkpoint_names(run) if one != name]
+        raise CheckpointError(
+            f"is a link to `{path.readlink()}`, which is no checkpoint of the run `{run.name}`",
+            place=str(path),
+            hint=f"there are {', '.join(known)}; `make resume` points `last` at what it saves"
+            if known
+            else "the run has no checkpoint",
+        )
+    return None
+
+
+def _inside(run: RunFolder, path: Path) -> Path | None:
+    folder = path.resolve()
+    whole = folder.parent == run.checkpoints.resolve() and STEP_NAME.fullmatch(folder.name) and folder.is_dir()
+    return folder if whole else None
 
 
 def _is_for_use(name: str) -> bool:

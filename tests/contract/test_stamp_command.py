@@ -166,7 +166,7 @@ def test_the_difference_of_two(runs: Path) -> None:
     [
         ([], 2, "`RUN` is missing"), (["A=one"], 2, "`A` do not say what is compared"),
         (["RUN=one", "A=one", "B=other"], 2, "do not say what is compared"),
-        (["RUN=gone"], 5, "there is no run `gone`"), (["RUN=one@step-000041"], 5, "it has step-000040, last, model"),
+        (["RUN=gone"], 5, "there is no run `gone`"), (["RUN=one@step-000041"], 5, "it has last, step-000040, model"),
         (["RUN=one", "CHECKPOINT=../../other"], 5, "has no `../../other`"), (["A=one", "B=gone"], 5, "there is no run `gone`"),
         (["A=one", "B=other", "CHECKPOINT=last"], 2, "`CHECKPOINT` goes with `RUN`"), (["RUN=one", "TRAIN_SEED=1"], 2, "no configuration keys"),
     ],

@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 import deepspeed
+from sft_play.runs.folder import RunFolder
 from sft_play.training.states import collect, restore
+from sft_play.training.trainer import SftTrainer
 
 ENGINES: dict[str, dict[str, Any]] = {
     "bf16-zero1": {"stage": 1},
@@ -62,13 +64,17 @@ def trainer_of(name: str) -> Any:
     optimizer = torch.optim.AdamW(groups, lr=0.05)
     engine, wrapped, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     world = distributed.get_world_size()
-    return SimpleNamespace(
+    trainer = SimpleNamespace(
         model=model, model_wrapped=engine, optimizer=wrapped, lr_scheduler=None,
         is_deepspeed_enabled=True, is_fsdp_enabled=False, plan=SimpleNamespace(strategy=f"zero{zero['stage']}", world_size=world),
         args=SimpleNamespace(process_index=distributed.get_rank(), world_size=world),
         config=SimpleNamespace(tuning=SimpleNamespace(mode="full"), train=SimpleNamespace(seed=1)),
         counters=lambda: {"steps": engine.global_steps}, set_counters=lambda _: None,
+        run=RunFolder(Path(sys.argv[3]).parent), is_world_process_zero=lambda: distributed.get_rank() == 0,
+        _sums_on=lambda: torch.device("cpu"),
     )  # fmt: skip
+    trainer._gather = MethodType(SftTrainer._gather, trainer)
+    return trainer
 
 
 def update(trainer: Any, times: int) -> None:

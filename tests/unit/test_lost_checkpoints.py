@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from sft_play.errors import CheckpointError
 from sft_play.launch.restarts import nothing_to_go_on_from
 from sft_play.launch.resume import choose_checkpoint, saved_once
+from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
+from tests.unit.test_stamp import stamp as stamp_of_a_run
 
 
 def with_rows(folder: Path, *rows: dict[str, object]) -> RunFolder:
@@ -57,3 +60,38 @@ def test_a_launch_never_begins_anew_where_its_checkpoints_are_gone(tmp_path: Pat
         end.code == 5 and f"{run.checkpoints}: `mine` had saved checkpoints (the last at step 4), and none is left" in end.message
     )
     assert "make resume RUN=mine" in end.message and "why it had ended: rank 1 was killed" in end.message
+
+
+@pytest.mark.parametrize("metrics", [None, bytes(range(256)) * 9])
+def test_events_know_of_checkpoints_where_the_metrics_are_lost(tmp_path: Path, metrics: bytes | None) -> None:
+    run = RunFolder(tmp_path)
+    if metrics:
+        run.metrics.write_bytes(metrics)
+    record_event(run, "started", checkpoint=None)
+    record_event(run, "resumed", node_rank=1, checkpoint="step-000030")
+    assert saved_once(run) is None, "node 1 may have a folder of its own, and no checkpoints in it"
+    record_event(run, "resumed", checkpoint="step-000020")
+    record_event(run, "stopped", checkpoint="step-000010", step=25)
+    with pytest.raises(CheckpointError, match="the last at step 20"):
+        choose_checkpoint(run)
+
+
+@pytest.mark.parametrize("metrics", [None, bytes(range(256)) * 9])
+@pytest.mark.parametrize("stamp", [None, "{", "whole"])
+def test_a_model_is_not_written_over_where_checkpoints_and_metrics_are_lost(
+    tmp_path: Path, metrics: bytes | None, stamp: str | None
+) -> None:
+    run = RunFolder(tmp_path)
+    run.model.mkdir()
+    if metrics:
+        run.metrics.write_bytes(metrics)
+    if stamp == "whole":
+        replace(stamp_of_a_run(), step=30).save(run.model)
+    elif stamp:
+        (run.model / "stamp.json").write_text(stamp)
+    with pytest.raises(CheckpointError, match="would write over the model") as refused:
+        choose_checkpoint(run)
+    assert ("made in 30 steps" in refused.value.message) == (stamp == "whole")
+    assert refused.value.place == str(run.model) and "move `model/` away" in (refused.value.hint or "")
+    run.model.rename(tmp_path / "away")
+    assert choose_checkpoint(run) is None

@@ -1,0 +1,164 @@
+"""A run whose small files are lost or damaged never begins anew over its checkpoints; what a resume needs stands in two places."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.call import Call
+from sft_play.errors import CheckpointError, UserError
+from sft_play.files import append_json_line
+from sft_play.launch.kept import NEEDED, first_launch, keep_launch, last_launch, last_plan
+from sft_play.launch.options import LaunchOptions, read_options
+from sft_play.launch.recovery import remedies_so_far
+from sft_play.launch.resume import launch_facts, options_of_run
+from sft_play.launch.run_folder import find_run, has_started, record_event, reserved
+from sft_play.launch.same_command import as_resume, existing_run
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import seal
+from tests.plans import simple_plan
+from tests.unit.test_same_command import begun, config
+
+
+def typed(folder: Path) -> LaunchOptions:
+    return read_options(Call(command="train", options={"RUN_NAME": "demo"}), config(folder), "single")[0]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run of one process that has saved a checkpoint."""
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path))
+    run = begun(tmp_path, "train", {})
+    checkpoint = run.checkpoint(30)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    seal(checkpoint, ranks=())
+    return run
+
+
+def damaged(path: Path, how: str) -> None:
+    if how == "deleted":
+        path.unlink()
+    elif how == "emptied":
+        path.write_bytes(b"")
+    else:
+        content = bytearray(path.read_bytes())
+        content[3] ^= 0x04
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["deleted", "emptied", "flipped"])
+@pytest.mark.parametrize("left", ["checkpoints", "metrics", "model"])
+def test_a_run_without_its_events_is_never_begun_anew(run: RunFolder, how: str, left: str) -> None:
+    if left != "checkpoints":
+        run.checkpoints.rename(run.path / "moved")
+    if left == "metrics":
+        append_json_line(run.metrics, {"kind": "train", "step": 1})
+    if left == "model":
+        run.model.mkdir()
+    damaged(run.events, how)
+    folder = run.path.parent
+    assert has_started(run) and existing_run(typed(folder), config(folder)) == run
+    for too in (True, False):
+        with pytest.raises(UserError, match="exists already"), reserved("demo", never_started_too=too):
+            pass
+    with pytest.raises(CheckpointError, match="missing or damaged") as refused:
+        as_resume(Call(command="train", options={"RUN_NAME": "demo"}), typed(folder), config(folder), run)
+    assert refused.value.place == str(run.events) and refused.value.hint and "launch-node0.json" in refused.value.hint
+    assert ("`step-000030` is there" in refused.value.message) == (left == "checkpoints")
+
+
+def test_a_folder_that_was_only_reserved_is_still_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path))
+    (tmp_path / "demo").mkdir()
+    assert existing_run(typed(tmp_path), config(tmp_path)) is None
+    with reserved("demo", never_started_too=True) as run:
+        assert not has_started(run)
+
+
+@pytest.mark.parametrize("how", ["deleted", "emptied", "flipped"])
+def test_lost_events_and_a_lost_plan_are_had_from_the_copy(run: RunFolder, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, before = run.path.parent, Plan.load(run.plan)
+    keep_launch(run, 0, launch_facts(typed(folder)), before, anew=True)
+    damaged(run.events, how)
+    damaged(run.plan, how)
+    assert last_plan(run) == before
+    call = as_resume(Call(command="train", options={"RUN_NAME": "demo"}), typed(folder), config(folder), run)
+    request = options_of_run(call, run, before).request
+    assert (call.command, request.command_strategy, request.num_nodes) == ("resume", "single", 1)
+    said = capsys.readouterr().err
+    assert said.count(f"{run.events} is missing or damaged") == said.count(f"{run.plan} is missing or damaged") == 1
+
+
+def test_the_copy_knows_the_first_launch_the_last_one_and_what_memory_took(run: RunFolder) -> None:
+    plan, facts = simple_plan(), launch_facts(typed(run.path.parent))
+    keep_launch(run, 0, facts, plan, anew=True)
+    keep_launch(run, 0, {**facts, "command": "ddp", "num_gpus": 2, "halvings": 1}, plan, anew=False)
+    run.events.unlink()
+    assert (first_launch(run)["command"], last_launch(run, 0)["command"], last_launch(run, 3)["num_gpus"]) == ("single", "ddp", 2)
+    assert remedies_so_far(run) == (1, False, False)
+    run.launch(0).write_text("{")
+    with pytest.raises(CheckpointError, match="is missing or damaged"):
+        first_launch(run)
+
+
+def test_a_lost_plan_without_a_copy_is_told_with_its_place(run: RunFolder) -> None:
+    run.plan.unlink()
+    with pytest.raises(CheckpointError, match="`step-000030` is there") as refused:
+        last_plan(run)
+    assert refused.value.place == str(run.plan) and refused.value.hint
+
+
+def test_a_launch_that_lacks_a_fact_cannot_be_repeated(run: RunFolder) -> None:
+    run.events.unlink()
+    record_event(run, "started", launch={"command": "single"})
+    assert first_launch(run)["command"] == "single"
+    with pytest.raises(CheckpointError, match="missing or damaged"):
+        last_launch(run, 0)
+    with pytest.raises(CheckpointError, match="missing or damaged"):
+        first_launch(run, needed=NEEDED)
+
+
+def test_a_run_that_never_started_is_told_so(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "demo")
+    run.path.mkdir()
+    for ask in (last_plan, first_launch):
+        with pytest.raises(CheckpointError, match="never started"):
+            ask(run)
+
+
+def test_a_lost_configuration_is_named(run: RunFolder) -> None:
+    run.config.unlink()
+    folder = run.path.parent
+    asks: list[Callable[[], object]] = [
+        lambda: find_run("demo"),
+        lambda: find_run(str(run.path)),
+        lambda: existing_run(typed(folder), config(folder)),
+    ]
+    for ask in asks:
+        with pytest.raises(CheckpointError, match=r"the run `demo` is there, but its `config.json` is missing") as refused:
+            ask()
+        assert refused.value.place == str(run.config) and refused.value.hint
+    with pytest.raises(CheckpointError, match="there is no run `other`"):
+        find_run("other")
+
+
+def test_an_event_is_on_the_disk_when_it_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    real = os.fsync
+
+    def counted(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    run = RunFolder(tmp_path)
+    record_event(run, "started")
+    record_event(run, "finished")
+    assert synced == [run.events, tmp_path, run.events]
+    assert [json.loads(line)["event"] for line in run.events.read_text().splitlines()] == ["started", "finished"]

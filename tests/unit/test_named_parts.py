@@ -1,0 +1,93 @@
+"""What `RUN=` and `CHECKPOINT=` name in a run: links that leave it are refused by their target, other folders by what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.load import read_config
+from sft_play.errors import CheckpointError
+from sft_play.files import write_json
+from sft_play.launch.run_folder import find_run
+from sft_play.launch.stamps import find
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import seal
+from sft_play.runs.weights import checkpoint_names, weights_folder
+from tests.plans import simple_plan
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run with checkpoints of the steps 20 and 30, which `last` means."""
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path))
+    run = RunFolder(tmp_path / "demo")
+    for step in (20, 30):
+        run.checkpoint(step).mkdir(parents=True)
+        write_json(run.checkpoint(step) / "config.json", {"model_type": "llama"})
+        seal(run.checkpoint(step), ranks=())
+    run.last.symlink_to("step-000030")
+    write_json(run.config, {"config": {}, "origins": {}})
+    return run
+
+
+def test_a_link_within_the_run_is_followed(run: RunFolder) -> None:
+    assert weights_folder(run, "last") == find("demo@last") == run.checkpoint(30).resolve()
+    assert checkpoint_names(run) == ["last", "step-000020", "step-000030"], "there is no best"
+
+
+@pytest.mark.parametrize("name", ["last", "best", "step-000040"])
+@pytest.mark.parametrize("target", ["elsewhere/step-000007", "/nowhere/step-000007", "..", "step-000099"])
+def test_a_link_out_of_the_run_is_refused_with_its_target(run: RunFolder, name: str, target: str) -> None:
+    elsewhere = run.path.parent / "elsewhere" / "step-000007"
+    elsewhere.mkdir(parents=True)
+    link = run.checkpoints / name
+    link.unlink(missing_ok=True)
+    link.symlink_to(target if target.startswith(("/n", ".", "step")) else elsewhere)
+    asks: list[Callable[[], object]] = [lambda: weights_folder(run, name), lambda: find(f"demo@{name}")]
+    for ask in asks:
+        with pytest.raises(CheckpointError, match="is a link to") as refused:
+            ask()
+        assert refused.value.place == str(link) and f"`{link.readlink()}`" in refused.value.message
+        hint = refused.value.hint or ""
+        assert "step-000020, step-000030" in hint and "best" not in hint
+
+
+def test_an_unknown_checkpoint_is_answered_with_what_there_is(run: RunFolder) -> None:
+    with pytest.raises(CheckpointError, match="has no checkpoint `best`") as refused:
+        weights_folder(run, "best")
+    assert refused.value.hint == "CHECKPOINT= takes last, step-000020, step-000030"
+    for name in ("../../demo/checkpoints/step-000020", "", ".."):
+        with pytest.raises(CheckpointError):
+            find(f"demo@{name}")
+
+
+def test_a_checkpoint_is_no_run(run: RunFolder) -> None:
+    with pytest.raises(CheckpointError, match="is a checkpoint, not a run") as refused:
+        find_run(str(run.checkpoint(20)))
+    assert f"RUN={run.path}" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [('{"config": {"mod', "it is cut short, or no JSON"), ('{"model_type": "llama"}', "it has no 'config'")]
+)
+def test_a_damaged_configuration_says_what_it_is_and_what_helps(run: RunFolder, content: str, why: str) -> None:
+    run.config.write_text(content)
+    with pytest.raises(CheckpointError) as refused:
+        read_config(run.config)
+    assert why in refused.value.message and refused.value.place == str(run.config) and "backup" in (refused.value.hint or "")
+
+
+def test_a_damaged_plan_says_what_it_is_and_what_helps(run: RunFolder) -> None:
+    simple_plan().save(run.plan)
+    whole = run.plan.read_text()
+    for content, why in ((whole[:200], "it is cut short"), (None, "it is missing")):
+        run.plan.unlink()
+        if content is not None:
+            run.plan.write_text(content)
+        with pytest.raises(CheckpointError, match=why) as refused:
+            Plan.load(run.plan)
+        assert "make resume RUN=demo" in (refused.value.hint or "")
+        run.plan.touch()
