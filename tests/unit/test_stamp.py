@@ -20,12 +20,12 @@ from sft_play.launch.resume import compare_early
 from sft_play.plan.plan import RankPlan
 from sft_play.runs.origin import git_state
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel, SourceFacts
-from sft_play.runs.stamp import LATER, RULES, Stamp, compare, make_stamp, refuse
+from sft_play.runs.stamp import LATER, RULES, Purpose, Stamp, compare, make_stamp, refuse
 from sft_play.runs.states_facts import FORMAT, StatesFacts
 from tests.documents import ROOT
 from tests.plans import simple_plan
 
-PURPOSES = ("resume", "merge", "infer", "eval")
+PURPOSES: tuple[Purpose, ...] = ("resume", "merge", "infer", "eval")
 
 
 def prepared(**model: Any) -> Prepared:
@@ -45,7 +45,7 @@ def prepared(**model: Any) -> Prepared:
     return Prepared(model=ResolvedModel(**(values | model)), train=split, validation=None)
 
 
-def stamp(backend: str = "bnb", mode: str = "qlora", plan: dict[str, Any] | None = None, **model: Any) -> Stamp:
+def stamp(backend: Any = "bnb", mode: Any = "qlora", plan: dict[str, Any] | None = None, **model: Any) -> Stamp:
     config = Config(
         model=ModelConfig(name="m"), tuning=TuningConfig(backend=backend, mode=mode, lora=LoraSettings(r=8)), data=DataConfig()
     )
@@ -255,8 +255,8 @@ def changed(field: str) -> tuple[Stamp, Stamp]:
     value = getattr(old, field)
     other: Any
     if isinstance(value, dict):
-        of_a_package = {"versions": {"torch": "1.0"}, "settings": {"train.max_grad_norm": 9.0}}
-        other = value | of_a_package.get(field, {"r": 99})
+        of_a_kind: dict[str, dict[str, Any]] = {"versions": {"torch": "1.0"}, "settings": {"train.max_grad_norm": 9.0}}
+        other = value | of_a_kind.get(field, {"r": 99})
     else:
         other = value + 1 if isinstance(value, int) else "something else"
     return old, dataclasses.replace(old, **{field: other})
