@@ -99,9 +99,10 @@ def test_the_best_checkpoint_stays_though_its_link_could_not_be_made(tmp_path: P
 def begun(run: RunFolder) -> tuple[Saver, str | None]:
     """Returns a saver with one process, and what its first save of step 4 says before anything is written."""
     one = saver(run, best=None)
-    one.trainer._gather = lambda part: part[None]
-    one.trainer._sums_on = lambda: "cpu"
-    one.trainer.callback_handler = SimpleNamespace(callbacks=[])
+    trainer: Any = one.trainer
+    trainer._gather = lambda part: part[None]
+    trainer._sums_on = lambda: "cpu"
+    trainer.callback_handler = SimpleNamespace(callbacks=[])
     one._predicted = 1
     return one, one._begin(4)
 
