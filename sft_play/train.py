@@ -105,14 +105,16 @@ def verdict(problem: Exception, run: RunFolder, doing: Activity) -> dict[str, An
 
 def say(problem: Exception, record: dict[str, Any]) -> None:
     """Writes an error down: a user's mistake in one line, everything else with its traceback; what the launcher itself
-    says (all but what nobody foresaw) goes to the rank's log alone, and not to the console a second time."""
+    says (all but what nobody foresaw) goes to the rank's log alone, and not to the console a second time: that a peer has gone too."""
     with contextlib.suppress(MemoryError, OSError):  # the record counts, and is written even when there is no room to say more
-        told = MARK in os.environ and record["code"] != 1  # by the launcher, which ends with a worker's words
+        # by the launcher, which ends with a worker's words, or names the rank whose end was the cause
+        told = MARK in os.environ and (record["code"] != 1 or is_lost_peer(record["error"]))
         if told or "cause" in record:
             with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace") as log:
                 if not isinstance(problem, UserError):
                     traceback.print_exception(problem, file=log)
-                print(record["error"], file=log)
+                if record["code"] != 1:
+                    print(record["error"], file=log)
             return
         if not isinstance(problem, UserError):
             traceback.print_exception(problem)

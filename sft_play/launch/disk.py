@@ -74,6 +74,26 @@ def is_read_only(folder: Path) -> bool:
         return False
 
 
+def is_gone(folder: Path) -> bool:
+    """Whether there is no such folder any more; not for one whose disk does not answer."""
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def folder_gone(run: RunFolder) -> HardwareError:
+    """Returns the error of a run whose folder was there when it started."""
+    return HardwareError(
+        "the run's folder is gone: was it moved or deleted while it trained?",
+        place=str(run.path),
+        hint=f"where it was moved, put it back, then: make resume RUN={run.name} (or, as it is now: make resume RUN=FOLDER)",
+    )
+
+
 def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:
     """Raises `HardwareError` when the disk of the run folder is too small for the run's checkpoints."""
     needed = needed_bytes(plan, config, run)

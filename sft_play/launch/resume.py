@@ -30,6 +30,7 @@ from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import clean_up, newest_valid, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
+from sft_play.runs.settings import CHANGEABLE, STAMPED, kept_settings
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
 from sft_play.runs.states_facts import check_states, read_facts
 
@@ -170,17 +171,6 @@ def _refuse_over_model(run: RunFolder) -> None:
     )
 
 
-CHANGEABLE = frozenset({
-    "train.max_steps", "train.epochs", "train.save_strategy", "train.save_steps", "train.save_total_limit",
-    "train.logging_steps", "train.eval_strategy", "train.eval_steps", "train.dataloader_num_workers",
-    "train.dataloader_pin_memory", "train.batch_size", "train.grad_accum", "train.gradient_checkpointing", "eval.batch_size",
-    "train.async_save", "train.spike_guard", "train.spike_factor",
-    "launch.timeout_seconds", "launch.max_oom_retries", "launch.hang_seconds", "launch.max_restarts", "launch.auto_resume",
-    "launch.balance", "launch.elastic", "launch.join_seconds", "launch.network", "launch.slow_network",
-})  # fmt: skip
-"""Keys that a resumed run may change: none of them changes an update that has been made."""
-STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size", "launch.strategy")
-"""Keys that the stamp holds: comparing it gives the better message."""
 ELSEWHERE = ("slurm.", "kubernetes.")
 """Sections that say where a run is started, and nothing of what it computes."""
 LONGER = frozenset({"train.max_steps", "train.epochs"})
@@ -267,6 +257,7 @@ def compare_early(checkpoint: Path, config: Config) -> None:
         lora=None if tuning.mode == "full" else shape,
         max_seq_len=config.model.max_seq_len,
         seed=config.train.seed,
+        settings=kept_settings(config),
     )
     refuse(compare(old, new, "resume"), f"checkpoint `{checkpoint.name}`")
 

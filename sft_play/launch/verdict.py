@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.launch.disk import is_full, is_read_only
+from sft_play.launch.disk import folder_gone, is_full, is_gone, is_read_only
 from sft_play.launch.run_folder import exit_records, stop_code
 from sft_play.launch.stopped import facts as stop_facts
 from sft_play.launch.stopped import stop_of
@@ -82,23 +82,20 @@ def judge(
 ) -> Outcome:
     """Says how the workers ended, from their records, the agent's own words and what the launcher saw first.
 
-    The order of causes: what made the launcher end everything (a rank that was frozen, or made no step); a worker that said that memory
-    ran out, unless another had failed for good before it; a worker that a signal killed (others then only saw their peer go), for memory
-    where `memory_kill` is the evidence; the earliest permanent error (codes 1 to 5), a worker without a record, the earliest lost peer,
-    a stop on request.
+    The order of causes: a run folder that is gone; what made the launcher end everything (a rank that was frozen, or made no step); a
+    worker that said that memory ran out, unless another had failed for good before it; a worker that a signal killed (others then only
+    saw their peer go), for memory where `memory_kill` is the evidence; the earliest permanent error (codes 1 to 5), a worker without a
+    record, the earliest lost peer, a stop on request.
     """
     records = exit_records(run, ranks)
     failed = sorted((r for r in records.items() if int(r[1]["code"]) != 0), key=lambda r: float(r[1]["time"]))
     silent = [rank for rank in ranks if rank not in records]
     if not failed and not silent:
         return Outcome(code=0)
+    if silent and is_gone(run.path):
+        return Outcome(code=3, message=folder_gone(run).render())
     if signals:
-        permanent = [r for r in failed if 1 <= _code(r[1]) <= 5]
-        if permanent and len(signals) == 1:
-            return _recorded(run, permanent[0])
-        if silent and is_read_only(run.path):  # nothing was saved, and no rank could write that down
-            return _vanished(run, silent[0], "was asked to stop, and its last steps could not be saved", None)
-        return Outcome(code=stop_code(signals[0]), stop=stop_facts(run, signals, [facts for _, facts in failed]))
+        return _asked_to_stop(run, signals, failed, silent)
     if loss and loss.text and not (loss.cause == "agent" and memory_kill):
         return _seen(run, loss)
     permanent = [r for r in failed if 1 <= _code(r[1]) <= 5]
@@ -121,6 +118,18 @@ def judge(
     if failed:
         return _recorded(run, failed[0])
     return _never_began(run, ranks, agent_code, agent_log)
+
+
+def _asked_to_stop(
+    run: RunFolder, signals: tuple[int, ...], failed: Sequence[tuple[int, dict[str, Any]]], silent: Sequence[int]
+) -> Outcome:
+    """How workers ended that this launcher was asked to stop."""
+    permanent = [r for r in failed if 1 <= _code(r[1]) <= 5]
+    if permanent and len(signals) == 1:
+        return _recorded(run, permanent[0])
+    if silent and is_read_only(run.path):  # nothing was saved, and no rank could write that down
+        return _vanished(run, silent[0], "was asked to stop, and its last steps could not be saved", None)
+    return Outcome(code=stop_code(signals[0]), stop=stop_facts(run, signals, [facts for _, facts in failed]))
 
 
 def _killed(ranks: range, silent: Sequence[int], agent_log: str) -> tuple[int, str] | None:

@@ -109,6 +109,40 @@ def refuse_embedded_adapter(folder: Path, place: str) -> None:
         )  # fmt: skip
 
 
+def refuse_untrusted_code(folder: Path, place: str) -> None:
+    """Raises `DataError` for a model that only code of its own folder can load (`auto_map`, and no class of transformers).
+
+    Asked where `model.trust_remote_code` is false, before anything is launched. The tokenizer's code: `model.tokenizer.load_tokenizer`.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        mapped, kind = set(config.get("auto_map") or ()), str(config.get("model_type"))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return  # `check_folder` says so
+    if not mapped & {"AutoConfig", "AutoModelForCausalLM"}:
+        return
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known = kind in CONFIG_MAPPING
+    if not known or ("AutoModelForCausalLM" in mapped and CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING):
+        raise code_not_trusted("model", place)
+
+
+def is_about_trust(error: BaseException) -> bool:
+    """Whether transformers refuses because a folder's code would have to run."""
+    return "trust_remote_code" in str(error)
+
+
+def code_not_trusted(what: str, place: str) -> DataError:
+    """Returns the refusal of a model or tokenizer (`what`) that needs code of its own."""
+    return DataError(
+        f"the {what} comes with Python code of its own (`auto_map`), without which it cannot be loaded, and which is not run unasked",
+        place=place,
+        hint="read that code; to let it run, set `model.trust_remote_code: true`, and for a model of the hub `model.revision` to the full"
+        " commit that you have read",
+    )
+
+
 def refuse_foreign_code(folder: Path) -> None:
     """Raises `DataError` for a model whose `auto_map` names code of another repository, which `model.revision` does not pin.
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, HardwareError
-from sft_play.model.folder import refuse_embedded_adapter, refuse_foreign_code
+from sft_play.model.folder import code_not_trusted, is_about_trust, refuse_embedded_adapter, refuse_foreign_code
 
 
 def read_model(
@@ -28,8 +28,8 @@ def read_model(
 ) -> Any:
     """Reads a causal language model from a local folder, without network.
 
-    Raises `CheckpointError` when weights are missing, of another shape, or unreadable; `UserError` for an architecture that
-    transformers does not know.
+    Raises `CheckpointError` when weights are missing, of another shape, or unreadable; `DataError` for one that needs code of its
+    own that is not trusted; `UserError` for an architecture that transformers does not know.
     """
     refuse_embedded_adapter(folder, str(folder))
     arguments: dict[str, Any] = {"device_map": {"": device}} if device else {}
@@ -55,6 +55,8 @@ def read_model(
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
+        if not settings.trust_remote_code and is_about_trust(error):
+            raise code_not_trusted("model", str(folder)) from error
         raise CheckpointError(f"the model `{settings.name}` cannot be loaded: {first_lines(error)}", place=str(folder)) from error
     except ImportError as error:
         hint = "install what the message names, or use another version of the model"

@@ -7,7 +7,7 @@ from typing import Any
 
 from sft_play.data.templates import adds_bos, fitted, quoted, styled
 from sft_play.errors import DataError, first_line
-from sft_play.model.folder import refuse_foreign_code
+from sft_play.model.folder import code_not_trusted, is_about_trust, refuse_foreign_code
 from sft_play.runs.prepared import ChatFormat
 
 MARKER = "\u2402answer\u2403"
@@ -28,6 +28,8 @@ def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust:
         # Without a word about trust transformers would ask at the terminal whether to run the code that a folder holds.
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust)
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if not trust and is_about_trust(error):
+            raise code_not_trusted("tokenizer", str(folder)) from error
         first = first_line(error)
         raise DataError(f"no tokenizer can be loaded: {first}", place=str(folder)) from error
     if not tokenizer.is_fast:

@@ -15,13 +15,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from sft_play.files import sync_folder
+from sft_play.files import read_json, sync_folder
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import verify
 
-NAME = re.compile(r"step-(\d{6,})")
-LEFT = re.compile(r"\.(step-\d{6,})\.(partial|removed|replaced)")
+NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,8})")
+"""As `RunFolder.checkpoint` writes it, and in no other way: of two folders for one step, or a number in other digits, one would win by chance."""
+LEFT = re.compile(rf"\.({NAME.pattern})\.(partial|removed|replaced)")
 """Folders on their way to a name, or from one."""
 _writing: set[Path] = set()
 """Locks that this process holds; a POSIX lock would be given away by opening the file a second time."""
@@ -43,18 +44,29 @@ def published(run: RunFolder) -> list[Path]:
 
 
 def newest_valid(run: RunFolder, *, sizes_only: bool = False) -> tuple[Path | None, list[str]]:
-    """Returns the newest checkpoint whose every file is whole, and why newer ones were skipped.
+    """Returns the newest checkpoint whose every file is whole and whose name is its step's, and why newer ones were skipped.
 
     What a process that has ended was about to replace gets its name back first. `sizes_only`: see `verify`.
     """
     _give_names_back(run)
     skipped: list[str] = []
     for checkpoint in published(run):
-        reason = verify(checkpoint, sizes_only=sizes_only)
+        reason = verify(checkpoint, sizes_only=sizes_only) or _renamed(checkpoint)
         if reason is None:
             return checkpoint, skipped
         skipped.append(f"{checkpoint.name}: {reason}")
     return None, skipped
+
+
+def _renamed(checkpoint: Path) -> str | None:
+    """Returns in words that a checkpoint says of itself that it is of another step than its name; `None` where it says nothing."""
+    for file, key in (("stamp.json", "step"), ("trainer_state.json", "global_step")):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            step = read_json(checkpoint / file).get(key)
+            if isinstance(step, int) and step:
+                own = f"step-{step:06d}"
+                return None if step == step_of(checkpoint) else f"it is of step {step}, by its `{file}`: name it `{own}` again"
+    return None
 
 
 def partial_folder(run: RunFolder, step: int) -> Path:
@@ -155,7 +167,7 @@ def clean_up(run: RunFolder) -> list[str]:
     with _no_writer(run) as free:
         for path in sorted(run.checkpoints.iterdir()) if free else []:
             if match := LEFT.fullmatch(path.name):
-                if match.group(2) == "partial":
+                if match.group(3) == "partial":
                     said.append(f"{match.group(1)}: the process that wrote it ended before it was complete")
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name in (".last.new", ".best.new"):

@@ -13,6 +13,7 @@ from sft_play.errors import CheckpointError, printable, without_tokens
 from sft_play.files import read_json, write_json
 from sft_play.runs.origin import code_sha256, git_state, machine, versions
 from sft_play.runs.prepared import HUB, Prepared
+from sft_play.runs.settings import kept_settings
 
 Purpose = Literal["resume", "merge", "infer", "eval"]
 Verdict = Literal["refuse", "warn", "allow"]
@@ -87,6 +88,8 @@ class Stamp:
     """sha256 of a conversation as the chat template writes it; `None` where rows have no template."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the plan that make the last digits: layout, kernels, how a batch is divided."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted key -> value of the configuration that a run keeps (`runs.settings`); empty in a stamp of an earlier version."""
     data_files: Mapping[str, str | None] = field(default_factory=dict)
     """`train:NAME` or `validation:NAME` -> sha256 over the source's files; `None` for a hub data set or a built-in one."""
     code: str | None = None
@@ -152,6 +155,7 @@ def make_stamp(config: Config, plan: PlanFacts, prepared: Prepared) -> Stamp:
         optimizer=_family(plan.optim),
         template=next((split.template for split in (prepared.train, prepared.validation) if split), None),
         plan=_plan(plan),
+        settings=kept_settings(config),
         data_files=_data_files(prepared),
         code=code_sha256(),
         git=git_state(),
@@ -245,6 +249,7 @@ RULES: Mapping[str, Rule] = {
     "optimizer": Rule("refuse", "allow", "allow", "allow", "its states are of another kind: set `train.optim` to the one before"),
     "template": Rule("warn", "warn", "warn", "warn", "the chat template writes conversations otherwise: look for its change"),
     "plan": Rule("allow", "allow", "allow", "allow", "losses may differ in the last digits"),
+    "settings": Rule("refuse", "allow", "allow", "allow", "a run keeps its configuration: put these keys of `config.json` back"),
     "data_files": Rule("allow", "allow", "allow", "allow", "nothing while `train_data`, the rows made from them, is the same"),
     "code": Rule("warn", "allow", "allow", "allow", "another version of SFT-Play goes on with this run"),
     "git": Rule("allow", "allow", "allow", "allow", "nothing: it says where configuration and data came from"),
@@ -252,7 +257,7 @@ RULES: Mapping[str, Rule] = {
 }
 """The table: field of `Stamp` -> verdicts. `docs/checkpoints.md` shows it; a test compares the two."""
 
-LATER = frozenset({"optimizer", "template", "plan", "data_files", "code", "machine"})
+LATER = frozenset({"optimizer", "template", "plan", "settings", "data_files", "code", "machine"})
 """Fields that a stamp of an earlier version, or one of a run without such rows, leaves empty: nothing is said about those."""
 
 
@@ -277,6 +282,8 @@ def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[Difference]:
         before, after = getattr(old, name), getattr(new, name)
         if name == "versions":  # a package that an earlier SFT-Play did not write down is no difference
             after = {package: version for package, version in after.items() if package in before}
+        if name == "settings":  # nor is a key that only one of the two versions knows
+            before, after = _shared(before, after), _shared(after, before)
         verdict: Verdict = getattr(rule, purpose)
         if before != after and verdict != "allow" and not (name in LATER and not (before and after)):
             if isinstance(before, Mapping) and isinstance(after, Mapping):
@@ -295,6 +302,10 @@ def refuse(differences: Sequence[Difference], what: str) -> list[str]:
             hint="start a new run for what is new; the old one is unchanged",
         )
     return [f"note: {printable(without_tokens(str(difference)))}" for difference in differences]
+
+
+def _shared(part: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if name in other}
 
 
 def _changed(part: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from sft_play.runs.states_facts import is_state_file
 Kind = Literal["adapter", "full"]
 
 FULL = ("model.safetensors", "model.safetensors.index.json")
-STEP_NAME = re.compile(r"step-\d+")
+STEP_NAME = re.compile(r"step-[0-9]{1,9}")
 
 
 def weights_folder(run: RunFolder, wanted: str | None) -> Path:

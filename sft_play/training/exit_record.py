@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.files import write_json
-from sft_play.launch.disk import is_full
+from sft_play.launch.disk import is_full, is_gone
 from sft_play.runs.folder import RunFolder
 
 RESERVED_BYTES = 64 * 2**10
@@ -32,8 +32,10 @@ def reserve(run: RunFolder, rank: int) -> None:
 
 
 def leave_record(run: RunFolder, rank: int, record: Mapping[str, Any]) -> None:
-    """Writes `exit-rank{N}.json` with the time, on a full disk in the place of what was reserved."""
+    """Writes `exit-rank{N}.json` with the time, on a full disk in the place of what was reserved; nothing where the run's folder is gone."""
     value = {**record, "time": time.time()}
+    if is_gone(run.path):
+        return
     try:
         write_json(run.rank_exit(rank), value)
         _reserved(run, rank).unlink(missing_ok=True)

@@ -28,6 +28,7 @@ from transformers.trainer_callback import ExportableState
 
 from sft_play.errors import HardwareError
 from sft_play.files import append_json_line
+from sft_play.launch.disk import folder_gone, is_gone
 from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publish, published, rotate, rotate_own
 from sft_play.runs.manifest import seal, verify
 from sft_play.runs.space import SPARE_MEMORY_BYTES, Room, describe, free_bytes, free_memory_bytes, side_file, size, with_spare
@@ -167,7 +168,8 @@ class Saver(TrainerCallback):
             if trainer.is_world_process_zero():
                 claim(trainer.run)
                 discard(trainer.run, step)
-                partial_folder(trainer.run, step).mkdir(parents=True)
+                trainer.run.checkpoints.mkdir(exist_ok=True)  # whatever was removed, but never the run's own folder anew
+                partial_folder(trainer.run, step).mkdir()
         except OSError as error:
             problem, free = describe(error), 0
         asked = trainer._gather(torch.tensor([needed, free, problem is not None], dtype=torch.float64, device=trainer._sums_on()))
@@ -292,8 +294,13 @@ class Saver(TrainerCallback):
         )
 
     def _failed(self, step: int, reason: str, *, pause: float) -> None:
-        """Removes what was written, and warns, once until a save succeeds again."""
+        """Removes what was written, and warns, once until a save succeeds again. Collective.
+
+        Raises `HardwareError` on every rank where the run's folder is gone: all that comes after it would be lost.
+        """
         trainer, first = self.trainer, self.problem is None
+        if self._sum(is_gone(trainer.run.path)):
+            raise folder_gone(trainer.run)
         self.problem = reason
         if not trainer.is_world_process_zero():
             return

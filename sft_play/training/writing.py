@@ -98,6 +98,7 @@ class Writing:
     def _write(self, trainer: SftTrainer) -> list[Path]:
         """Returns the files of this rank."""
         assert self.states is not None
+        trainer.run.path.stat()  # raises where the run's folder is gone: it is not made anew
         self.folder.mkdir(
             parents=True, exist_ok=True
         )  # rank 0 made it; on a network disk, or another machine's own, it is not there

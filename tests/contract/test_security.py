@@ -24,7 +24,7 @@ from sft_play.data.read import read_source
 from sft_play.errors import CheckpointError, DataError, UserError, without_tokens
 from sft_play.launch.environment import mask
 from sft_play.launch.network import free_port
-from sft_play.model.folder import check_folder, check_trained, refuse_foreign_code
+from sft_play.model.folder import check_folder, check_trained, refuse_foreign_code, refuse_untrusted_code
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import verify
 from sft_play.runs.weights import kind_of, weights_folder
@@ -302,9 +302,24 @@ def test_code_in_a_model_folder_does_not_run_unasked(with_code: Path, program: P
     config = tmp_path / "c.yaml"
     config.write_text(f"model: {{name: {with_code}, max_seq_len: 64}}\ndata: {{train_path: {data}}}\ntuning: {{mode: lora}}\n")
     done = program("train", f"CONFIG={config}", "RUN_NAME=demo", "TRAIN_MAX_STEPS=1", stdin="y\ny\ny\n", timeout=120)
-    assert done.code in (2, 3, 4, 5), f"{done.out}\n{done.err}"
-    assert "Traceback" not in done.err
+    assert done.code == 4 and "comes with Python code of its own" in done.err, f"{done.out}\n{done.err}"
+    assert "Traceback" not in done.err and "accelerate launch" not in done.out
     assert not (with_code / "ran").exists(), "not even when somebody answers `y` to whatever is asked"
+
+
+def test_a_model_or_tokenizer_with_code_of_its_own_is_refused_with_what_to_set(with_code: Path, tmp_path: Path) -> None:
+    from sft_play.model.tokenizer import load_tokenizer
+
+    for refuse in (lambda: refuse_untrusted_code(with_code, "a/model"), lambda: load_tokenizer(with_code)):
+        with pytest.raises(DataError) as refused:
+            refuse()
+        said = refused.value.render()
+        assert "comes with Python code of its own" in said
+        assert "`model.trust_remote_code: true`" in said and "`model.revision`" in said
+    assert not (with_code / "ran").exists()
+    mapped = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "auto_map": mapped}))
+    refuse_untrusted_code(tmp_path, "transformers knows it, and runs none of that code")
 
 
 def test_code_of_another_repository_is_refused_even_when_trusted(with_code: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sft_play.errors import HardwareError
 from sft_play.runs.checkpoints import link
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
@@ -93,3 +94,32 @@ def test_the_best_checkpoint_stays_though_its_link_could_not_be_made(tmp_path: P
     one.tidy(wait_seconds=30)
     assert run.best.resolve() == run.checkpoint(4 if linkable else 2)
     assert steps(run) == ["step-000004", "step-000008"] if linkable else ["step-000002", "step-000004", "step-000008"]
+
+
+def begun(run: RunFolder) -> tuple[Saver, str | None]:
+    """Returns a saver with one process, and what its first save of step 4 says before anything is written."""
+    one = saver(run, best=None)
+    trainer: Any = one.trainer
+    trainer._gather = lambda part: part[None]
+    trainer._sums_on = lambda: "cpu"
+    trainer.callback_handler = SimpleNamespace(callbacks=[])
+    one._predicted = 1
+    return one, one._begin(4)
+
+
+def test_a_checkpoints_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    run = RunFolder(tmp_path / "run")
+    assert begun(run)[1] is None
+    assert [path.name for path in run.checkpoints.iterdir()] == [".step-000004.partial"]
+
+
+def test_a_run_folder_that_is_gone_ends_the_run_and_is_not_made_anew(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    one, reason = begun(run)
+    assert reason is not None and not run.path.exists()
+    with pytest.raises(HardwareError) as ended:
+        one._failed(4, reason, pause=0.0)
+    said = ended.value.render()
+    assert f"{run.path}: the run's folder is gone" in said and "was it moved" in said and "make room" not in said
+    assert not run.path.exists() and ended.value.exit_code == 3

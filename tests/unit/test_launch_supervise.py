@@ -376,3 +376,14 @@ def test_a_stopped_worker_wakes_when_its_parent_is_killed() -> None:
     parent.kill()
     parent.wait()
     assert parent.stdout.readline() == "woken\n"
+
+
+@pytest.mark.parametrize("signals", [(), (signal.SIGTERM,)])
+def test_a_run_whose_folder_is_gone_says_so_and_no_stub_is_left(tmp_path: Path, signals: tuple[int, ...]) -> None:
+    run = run_with(tmp_path, {})
+    run.path.rename(tmp_path / "elsewhere")
+    leave_record(run, 0, record(3, 1.0, "error: the run's folder is gone"))
+    assert not run.path.exists(), "no stub that looks like a run"
+    outcome = judge(run, range(1), agent_code=1, agent_log=summary({0: 3}), signals=signals)
+    assert outcome.code == 3 and f"{run.path}: the run's folder is gone" in outcome.message and "was it moved" in outcome.message
+    assert "make room" not in outcome.message and "hint: where it was moved, put it back" in outcome.message

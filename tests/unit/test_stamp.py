@@ -13,16 +13,19 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.schema import Config, DataConfig, LoraSettings, ModelConfig, TuningConfig
+from sft_play.config.schema import Config, DataConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import CheckpointError
+from sft_play.files import write_json
+from sft_play.launch.resume import compare_early
 from sft_play.plan.plan import RankPlan
 from sft_play.runs.origin import git_state
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel, SourceFacts
-from sft_play.runs.stamp import LATER, RULES, Stamp, compare, make_stamp, refuse
+from sft_play.runs.stamp import LATER, RULES, Purpose, Stamp, compare, make_stamp, refuse
+from sft_play.runs.states_facts import FORMAT, StatesFacts
 from tests.documents import ROOT
 from tests.plans import simple_plan
 
-PURPOSES = ("resume", "merge", "infer", "eval")
+PURPOSES: tuple[Purpose, ...] = ("resume", "merge", "infer", "eval")
 
 
 def prepared(**model: Any) -> Prepared:
@@ -42,7 +45,7 @@ def prepared(**model: Any) -> Prepared:
     return Prepared(model=ResolvedModel(**(values | model)), train=split, validation=None)
 
 
-def stamp(backend: str = "bnb", mode: str = "qlora", plan: dict[str, Any] | None = None, **model: Any) -> Stamp:
+def stamp(backend: Any = "bnb", mode: Any = "qlora", plan: dict[str, Any] | None = None, **model: Any) -> Stamp:
     config = Config(
         model=ModelConfig(name="m"), tuning=TuningConfig(backend=backend, mode=mode, lora=LoraSettings(r=8)), data=DataConfig()
     )
@@ -165,6 +168,43 @@ def test_a_stamp_of_an_earlier_version_is_read_and_says_nothing_about_later_fiel
     assert [compare(loaded, made, purpose) for purpose in PURPOSES] == [[]] * 4
 
 
+def altered(old: Config, **train: Any) -> Config:
+    return replace(old, train=replace(old.train, **train))
+
+
+def test_an_altered_configuration_is_refused_with_the_keys_to_put_back(tmp_path: Path) -> None:
+    config = Config(model=ModelConfig(name="m"), train=TrainConfig(extra={"adam_beta1": 0.8}))
+    made = make_stamp(config, simple_plan(), prepared())
+    made.save(tmp_path)
+    states = StatesFacts(
+        format=FORMAT, strategy="single", world_size=1, optimizer="AdamW", reshardable=True, files=1, groups=[], scheduler=None,
+        scaler=None, engine=None, counters={},
+    )  # fmt: skip
+    write_json(tmp_path / "states.json", dataclasses.asdict(states))
+    compare_early(tmp_path, config)
+    with pytest.raises(CheckpointError) as caught:
+        compare_early(
+            tmp_path, altered(config, max_grad_norm=0.5, learning_rate=0.1, extra={"adam_beta1": 0.8, "adam_beta2": 0.5})
+        )
+    text = caught.value.message
+    assert (
+        "train.max_grad_norm 1.0" in text and "train.max_grad_norm 0.5" in text and "put these keys of `config.json` back" in text
+    )
+    assert "train.learning_rate auto" in text and "'adam_beta2': 0.5" in text and "weight_decay" not in text
+    # What a resume, a recovery or a repeated run writes itself
+    same = altered(
+        config, batch_size=2, grad_accum=3, global_batch_size=6, gradient_checkpointing=True, max_steps=9, packing="off"
+    )
+    assert compare(made, make_stamp(same, simple_plan(), prepared()), "resume") == []
+
+
+def test_a_key_that_only_one_version_knows_is_no_difference() -> None:
+    made = stamp()
+    fewer = {key: value for key, value in made.settings.items() if key != "train.max_grad_norm"}
+    assert compare(replace(made, settings=fewer), made, "resume") == compare(made, replace(made, settings=fewer), "resume") == []
+    assert compare(replace(made, settings={}), made, "resume") == []
+
+
 def test_a_stamp_is_made_without_torch() -> None:
     code = (
         "import sys, sft_play.runs.stamp, sft_play.runs.checkpoints; print([m for m in sys.modules if m in ('torch', 'numpy')])"
@@ -215,7 +255,8 @@ def changed(field: str) -> tuple[Stamp, Stamp]:
     value = getattr(old, field)
     other: Any
     if isinstance(value, dict):
-        other = value | ({"torch": "1.0"} if field == "versions" else {"r": 99})
+        of_a_kind: dict[str, dict[str, Any]] = {"versions": {"torch": "1.0"}, "settings": {"train.max_grad_norm": 9.0}}
+        other = value | of_a_kind.get(field, {"r": 99})
     else:
         other = value + 1 if isinstance(value, int) else "something else"
     return old, dataclasses.replace(old, **{field: other})

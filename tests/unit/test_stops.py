@@ -18,13 +18,14 @@ import pytest
 
 from sft_play.config.load import LoadedConfig, load_config, read_config, save_config
 from sft_play.errors import UserError
-from sft_play.launch.resume import CHANGEABLE, is_longer, refuse_fewer_steps, steps_asked
+from sft_play.launch.resume import is_longer, refuse_fewer_steps, steps_asked
 from sft_play.launch.run_folder import read_events, stop_code
 from sft_play.launch.same_command import as_long, changes
 from sft_play.launch.stopped import describe, facts, stop_of, stop_recorded
 from sft_play.launch.stopping import Stop
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
+from sft_play.runs.settings import CHANGEABLE
 from tests.conftest import ROOT
 from tests.plans import simple_plan
 
