@@ -83,9 +83,9 @@ def judge(
     """Says how the workers ended, from their records, the agent's own words and what the launcher saw first.
 
     The order of causes: a run folder that is gone; what made the launcher end everything (a rank that was frozen, or made no step); a
-    worker that said that memory ran out, unless another had failed for good before it; a worker that a signal killed (others then only
-    saw their peer go), for memory where `memory_kill` is the evidence; the earliest permanent error (codes 1 to 5), a worker without a
-    record, the earliest lost peer, a stop on request.
+    worker that said that memory ran out, unless another had failed for good before it; a worker that never joined the others; one that a
+    signal killed (others then only saw their peer go), for memory where `memory_kill` is the evidence; the earliest permanent error (codes
+    1 to 5), a worker without a record, the earliest lost peer, a stop on request.
     """
     records = exit_records(run, ranks)
     failed = sorted((r for r in records.items() if int(r[1]["code"]) != 0), key=lambda r: float(r[1]["time"]))
@@ -102,6 +102,9 @@ def judge(
     short = [r for r in failed if r[1].get("cause") == OUT_OF_MEMORY or (memory_kill and HELPER_KILLED.search(_error(r[1])))]
     if short and (not permanent or float(short[0][1]["time"]) <= float(permanent[0][1]["time"])):
         return _out_of_memory(run, short[0])
+    absent = next((r for r in failed if r[1].get("cause") == "not_joined" and r[1].get("blames") in silent), None)
+    if absent and memory_kill is None:  # torchrun ended it, since the others had given it up
+        return _recorded(run, absent)
     killed = _killed(ranks, silent, agent_log)
     if killed is None and loss and loss.rank in silent and not SUMMARY.search(agent_log):
         killed = loss.rank, "a signal"  # the others did not leave in time, so torchrun never said which

@@ -66,6 +66,17 @@ def test_a_killed_worker_comes_before_what_its_peers_say(tmp_path: Path) -> None
     assert "rank1.log" in outcome.message
 
 
+@pytest.mark.parametrize("end", [-15, -9])
+def test_a_rank_that_never_joined_is_told_as_such_although_torchrun_ended_it(end: int, tmp_path: Path) -> None:
+    said = "error: rank 1 of 2 did not join within 1 s; there are: 0 (vm)"
+    run = run_with(tmp_path, {0: record(75, 1.0, said) | {"cause": "not_joined", "blames": 1}})
+    outcome = judge(run, range(2), agent_code=1, agent_log=summary({0: 75, 1: end}))
+    assert (outcome.code, outcome.rank, outcome.cause) == (75, 1, "not_joined")
+    assert outcome.message.startswith("error: rank 1 of 2 did not join within 1 s; there are: 0 (vm); all ranks were stopped")
+    short = judge(run, range(2), agent_code=1, agent_log=summary({0: 75, 1: -9}), memory_kill="oom_kill rose")
+    assert short.cause == "out_of_memory", "evidence comes before silence"
+
+
 def test_ranks_of_another_node_are_counted_from_its_first(tmp_path: Path) -> None:
     run = run_with(tmp_path, {2: record(75, 1.0, "peer gone")})
     outcome = judge(run, range(2, 4), agent_code=1, agent_log=summary({3: -9, 2: 1}))
