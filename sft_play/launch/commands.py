@@ -35,8 +35,8 @@ from sft_play.launch.resume import (
     options_of_run,
     refuse_fewer_steps,
     restored_on_error,
-    saved_once,
     with_its_batch,
+    without_checkpoints,
 )
 from sft_play.launch.run_folder import (
     choose_name,
@@ -224,9 +224,9 @@ def _go_on(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Ou
     retries, ports = 0, 0
     while outcome.code == LOST and not restarts.is_left_to_cluster(outcome):
         checkpoint, damaged = newest_told(run)
-        gone = saved_once(run) if checkpoint is None and not damaged else None
-        if (gone or (damaged and checkpoint is None)) and (outcome.cause in (OUT_OF_MEMORY, "port") or lost.limit):
-            outcome = restarts.nothing_to_go_on_from(run, outcome, gone=gone)
+        ended = without_checkpoints(run, outcome, checkpoint, damaged)
+        if ended and (outcome.cause in (OUT_OF_MEMORY, "port") or lost.limit):
+            outcome = ended
             break
         if outcome.cause == OUT_OF_MEMORY:
             found = recovery.remedy(job.loaded.config, job.shape, plan, job.options.request, outcome, retries)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from sft_play.launch.json_with_comments import JsonDocument
 from sft_play.launch.kept import last_launch
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.recovery import remedies_so_far, without_batch_numbers
+from sft_play.launch.restarts import nothing_to_go_on_from
 from sft_play.launch.run_folder import read_events
+from sft_play.launch.verdict import Outcome
 from sft_play.plan.batch import global_rows
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
@@ -143,6 +145,14 @@ def newest_told(run: RunFolder) -> tuple[Path | None, list[str]]:
     for reason in skipped:
         print(f"passed over: {reason}", file=sys.stderr, flush=True)
     return checkpoint, skipped
+
+
+def without_checkpoints(run: RunFolder, outcome: Outcome, checkpoint: Path | None, damaged: Sequence[str]) -> Outcome | None:
+    """Returns how a launch ends whose checkpoints (`newest_told`) are all damaged, or gone; `None` where it may go on, if from its start."""
+    if checkpoint is not None:
+        return None
+    gone = None if damaged else saved_once(run)
+    return nothing_to_go_on_from(run, outcome, gone=gone) if damaged or gone else None
 
 
 def saved_once(run: RunFolder) -> int | None:

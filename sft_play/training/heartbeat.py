@@ -26,7 +26,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from sft_play.errors import RetryableError
+from sft_play.errors import RetryableError, UserError
 from sft_play.launch.beats import MARK, Beat, Sender
 from sft_play.launch.stacks import STACKS_SIGNAL
 from sft_play.launch.verdict import LOST, PEER_GONE
@@ -107,7 +107,7 @@ class Heartbeat:
         self.hang_seconds = hang_seconds
         if self.world > 1 and "MASTER_ADDR" in os.environ:
             store = open_store(DEAD_SECONDS)
-            with contextlib.suppress(OSError):  # without it the others are patient
+            with contextlib.suppress(OSError, UserError):  # without it the others are patient
                 self._door = Door(os.environ["MASTER_ADDR"])
                 store.set(f"door/{self.rank}", json.dumps(self._door.address))
             self._peers = roll_call(store, self._now(), self.world, timeout_seconds)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import socket
 
+from sft_play.launch.network import address_towards
+
 SECONDS = 4.0
 """Within which a machine that is there answers: time for a lost packet to be sent again."""
 WAITING = 128
@@ -18,12 +20,8 @@ class Door:
     """A port of this rank that others may knock at."""
 
     def __init__(self, towards: str) -> None:
-        """`towards`: a host name or address; the door is at this machine's address on the way there. Raises `OSError`."""
-        family, kind, _, _, place = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(place)  # of UDP: sends nothing
-            own = probe.getsockname()[0]
-        self._socket = socket.create_server((own, 0), family=family, backlog=WAITING)
+        """`towards`: a host name or address; the door is at this machine's address on the way there. Raises `OSError` or `UserError`."""
+        self._socket = socket.create_server((address_towards(towards, 9), 0), backlog=WAITING)
         self._socket.setblocking(False)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
 

@@ -16,8 +16,7 @@ from sft_play.launch import recovery
 from sft_play.launch.cluster.board import plan_of, say
 from sft_play.launch.environment import Node
 from sft_play.launch.job import Job
-from sft_play.launch.restarts import nothing_to_go_on_from
-from sft_play.launch.resume import launch_facts, newest_told, options_of_run, saved_once
+from sft_play.launch.resume import launch_facts, newest_told, options_of_run, without_checkpoints
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.detect import cpu_only, detect
@@ -44,9 +43,8 @@ def with_less(run: RunFolder, inventory: Inventory, prepared: Prepared, outcome:
     if before is None:
         return outcome
     checkpoint, damaged = newest_told(run)
-    gone = saved_once(run) if checkpoint is None and not damaged else None
-    if gone or (damaged and checkpoint is None):
-        return nothing_to_go_on_from(run, outcome, gone=gone)
+    if ended := without_checkpoints(run, outcome, checkpoint, damaged):
+        return ended
     try:
         job = last_job(run, inventory, before)
         found = recovery.remedy(job.loaded.config, job.shape, before, job.options.request, outcome, retries, for_all=True)
