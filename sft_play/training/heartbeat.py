@@ -200,6 +200,8 @@ class Heartbeat:
         with self._leaving:
             if tell and self._store is not None and rank is not None:
                 self._abort(cause, rank, text)
+                if self.rank == 0:  # its agent ends with it, and the store with the agent: the others read the order first
+                    time.sleep(PERIOD_SECONDS)
             if not self.over and not self.run.rank_exit(self.rank).exists():
                 with contextlib.suppress(OSError):
                     leave_record(self.run, self.rank, {"code": LOST, "error": text, "cause": cause, "blames": rank})
