@@ -1,70 +1,139 @@
-"""A stand-in for NVIDIA's `pynvml` on PYTHONPATH: a driver with the cards that a test names. Only the third party is replaced."""
+"""Machines with NVIDIA cards that are not here: doubles of the driver's library, of the kernel's name, and of a torch built for them.
+
+`nvml_path` and `emulated` write a description and return the environment with which any child process is on that machine. Only what
+stands for hardware is replaced: `pynvml` always, `torch` only where `torch=True` (for what is asked before a launch).
+"""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.conftest import ROOT
 
-SOURCE = """
-import os
-from types import SimpleNamespace as Row
+DOUBLES = ROOT / "tests" / "doubles"
+NOT_LOADED, MISMATCH = 9, 18
+"""NVML's codes of a driver that is not there, and of one that was updated under a running kernel."""
 
-class NVMLError(Exception):
-    pass
 
-# name, GiB, GiB free, compute capability
-CARDS = {cards!r}
-LINKED = {linked!r}
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A MIG slice."""
 
-def nvmlInit():
-    if {broken!r}:
-        raise NVMLError("Driver Not Loaded")
+    name: str
+    gib: float
+    free: float
+    uuid: str
 
-def nvmlShutdown(): pass
-def nvmlDeviceGetCount(): return len(CARDS)
-def nvmlDeviceGetHandleByIndex(index):
-    if index == {lost!r}:
-        raise NVMLError("GPU is lost")
-    return index
 
-def nvmlDeviceGetUUID(card): return f"GPU-{{card}}{{card}}{{card}}{{card}}"
-def nvmlDeviceGetName(card): return CARDS[card][0]
-def nvmlDeviceGetMemoryInfo(card):
-    if {unified!r}:
-        raise NVMLError("Not Supported")
-    return Row(total=int(CARDS[card][1] * 2**30), free=int(CARDS[card][2] * 2**30))
-def nvmlDeviceGetCudaComputeCapability(card): return CARDS[card][3]
-def nvmlDeviceGetEnforcedPowerLimit(card): return 700_000
-def nvmlSystemGetDriverVersion(): return "580.65.06"
-def nvmlSystemGetCudaDriverVersion(): return 13000
-def nvmlDeviceGetTopologyCommonAncestor(one, other): return 40
-def nvmlDeviceGetPciInfo(card): return Row(busId=f"00000000:0{{card}}:00.0")
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One card."""
 
-def nvmlDeviceGetNvLinkState(card, link):
-    if not LINKED or link >= 4:
-        raise NVMLError("Not Supported")
-    return 1
+    name: str
+    gib: float
+    free: float
+    capability: tuple[int, int]
+    uuid: str = ""
+    slices: tuple[Slice, ...] | None = None
+    """`None`: MIG is off."""
+    permitted: bool = True
+    """Whether a user may use the slices."""
+    mode: int = 0
+    """Compute mode: 0 default, 2 prohibited, 3 exclusive process."""
+    held_by: tuple[int | None, ...] = (None,)
+    """Processes on it; `None` is the one that asks."""
+    lost: bool = False
+    unified: bool = False
 
-def nvmlDeviceGetNvLinkRemotePciInfo(card, link): return Row(busId=f"00000000:0{{1 - card}}:00.0")
-def nvmlDeviceGetComputeRunningProcesses(card):
-    if {unified!r}:
-        raise NVMLError("Not Supported")
-    return [Row(pid=os.getpid(), usedGpuMemory=3 * 2**30)]
-"""
+
+@dataclass(frozen=True, kw_only=True)
+class Torch:
+    """What torch was built for; the default is the pinned wheel's."""
+
+    version: str = "2.13.0+cu130"
+    cuda: str | None = "13.0"
+    architectures: tuple[str, ...] = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Everything that the doubles answer from."""
+
+    cards: tuple[Gpu, ...]
+    driver: str = "580.65.06"
+    cuda: int = 13000
+    """The newest CUDA that the driver supports, as NVML counts: 12040 is 12.4."""
+    release: str | None = None
+    """The kernel's name; `None` for this machine's own."""
+    linked: bool = False
+    broken: int | None = None
+    """NVML's code when it cannot be initialised."""
+    torch: Torch = field(default_factory=Torch)
+
+    def write(self, folder: Path) -> None:
+        """Writes the description; a process that runs on it already sees the change."""
+        folder.mkdir(parents=True, exist_ok=True)
+        value = asdict(self)
+        for index, card in enumerate(value["cards"]):
+            card["uuid"] = card["uuid"] or f"GPU-{index}{index}{index}{index}"
+        (folder / "machine.json").write_text(json.dumps(value), encoding="utf-8")
+
+    def environment(self, folder: Path, *, torch: bool = False) -> dict[str, str]:
+        """Writes the description and returns the variables of a process on this machine."""
+        self.write(folder)
+        paths = [DOUBLES / "machine", *([DOUBLES / "torch_facts"] if torch else []), ROOT]
+        return {"PYTHONPATH": ":".join(map(str, paths)), "NVML_DOUBLE": str(folder / "machine.json")}
+
+
+RTX4090 = Gpu(name="NVIDIA GeForce RTX 4090", gib=23.99, free=23.5, capability=(8, 9))
+RTX3090 = Gpu(name="NVIDIA GeForce RTX 3090", gib=24.0, free=23.6, capability=(8, 6))
+A100_SLICES = (
+    Slice(name="NVIDIA A100-SXM4-80GB MIG 1g.10gb", gib=9.5, free=9.45, uuid="MIG-11111111-0000-0000-0000-000000000001"),
+    Slice(name="NVIDIA A100-SXM4-80GB MIG 3g.40gb", gib=39.25, free=39.2, uuid="MIG-11111111-0000-0000-0000-000000000002"),
+)
+A100_SPLIT = Gpu(name="NVIDIA A100-SXM4-80GB", gib=79.25, free=30.0, capability=(8, 0), slices=A100_SLICES)
+
+MACHINES: dict[str, Machine] = {
+    "rtx4090": Machine(cards=(RTX4090,)),
+    "rtx3090_pair": Machine(cards=(RTX3090, RTX3090)),
+    "t4": Machine(cards=(Gpu(name="Tesla T4", gib=14.7, free=14.5, capability=(7, 5)),)),
+    "v100": Machine(cards=(Gpu(name="Tesla V100-SXM2-16GB", gib=15.8, free=15.5, capability=(7, 0)),)),
+    "h200": Machine(cards=(Gpu(name="NVIDIA H200", gib=139.8, free=139.0, capability=(9, 0)),)),
+    "unlike_pair": Machine(
+        cards=(
+            Gpu(name="NVIDIA GeForce RTX 4070", gib=11.99, free=11.5, capability=(8, 9)),
+            Gpu(name="NVIDIA GeForce RTX 4080", gib=15.99, free=15.5, capability=(8, 9)),
+        )
+    ),
+    "mig": Machine(cards=(A100_SPLIT,)),
+    "mig_without_rights": Machine(
+        cards=(Gpu(name="NVIDIA A100-SXM4-80GB", gib=79.25, free=30.0, capability=(8, 0), slices=A100_SLICES, permitted=False),)
+    ),
+    "wsl2": Machine(cards=(RTX4090,), release="6.6.87.2-microsoft-standard-WSL2"),
+    "old_driver": Machine(cards=(RTX4090,), driver="550.54.14", cuda=12040),
+    "cpu_torch": Machine(cards=(RTX4090,), torch=Torch(version="2.13.0+cpu", cuda=None, architectures=())),
+}
+"""The machines of the issue, by name."""
 
 Card = tuple[str, float, float, tuple[int, int]]
+
+
+def emulated(folder: Path, name: str, *, torch: bool = False) -> dict[str, str]:
+    """Returns the environment of a process on one of `MACHINES`."""
+    return MACHINES[name].environment(folder, torch=torch)
 
 
 def nvml_path(
     folder: Path, *cards: Card, linked: bool = False, broken: bool = False, unified: bool = False, lost: int | None = None
 ) -> dict[str, str]:
-    """Writes the module to `folder` and returns the environment that puts it first.
+    """Returns the environment of a process on a machine with these (name, GiB, GiB free, compute capability).
 
     `unified`: cards without memory of their own; `lost`: the index of one that does not answer.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "pynvml.py").write_text(
-        SOURCE.format(cards=list(cards), linked=linked, broken=broken, unified=unified, lost=lost), encoding="utf-8"
+    made = tuple(
+        Gpu(name=name, gib=gib, free=free, capability=capability, unified=unified, lost=index == lost)
+        for index, (name, gib, free, capability) in enumerate(cards)
     )
-    return {"PYTHONPATH": f"{folder}:{ROOT}"}
+    return Machine(cards=made, linked=linked, broken=NOT_LOADED if broken else None).environment(folder)
