@@ -38,6 +38,7 @@ def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFo
     for rank in ranks:  # a resumed run must not be judged by the records of the last attempt
         run.rank_exit(rank).unlink(missing_ok=True)
     remove_left(run, ranks)
+    log_starts = {rank: path.stat().st_size for rank in ranks if (path := run.rank_log(rank)).is_file()}
     _adopt_orphans()
     stop, mark, kills = Stop(), uuid.uuid4().hex, MemoryKills.begin()
     beats, log = Listener(mark), launcher_log(run, ranks.start)
@@ -62,7 +63,7 @@ def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFo
             remove_empty(run, ranks)
     return judge(
         run, ranks, agent_code=process.returncode, agent_log=tail(log), signals=tuple(stop.signals), loss=watch.loss,
-        memory_kill=memory_kill,
+        memory_kill=memory_kill, log_starts=log_starts,
     )  # fmt: skip
 
 

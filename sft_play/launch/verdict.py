@@ -22,10 +22,23 @@ LOST = 75
 SUMMARY = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
 """torchrun's summary of its failed workers: rank and exit code, negative for a signal."""
 PEER_GONE = re.compile(
-    r"Connection (closed|reset) by peer|Socket closed|Connection refused|remote process exited|Broken pipe"
+    r"Connection (closed|reset) by (remote )?peer|Socket closed|Connection refused|remote process exited|Broken pipe"
     r"|NCCL.*(timeout|remote error)|Timed out waiting \d+ms|failed to pass monitoredBarrier"
+    r"|NCCL communicator was aborted|ncclRemoteError|Watchdog caught collective operation timeout"
 )
 """What gloo and NCCL say in a rank whose peer has died."""
+WATCHDOG = re.compile(
+    r"watchdog thread terminated with exception: .*|to dump debug info, due to collective timeout.*", re.IGNORECASE
+)
+"""torch's last words (ProcessGroupNCCL.cpp) before it aborts a rank whose collective operation failed or never ended."""
+OWN_FAULT = re.compile(r"CUDA error|Cuda failure|unhandled cuda error", re.IGNORECASE)
+"""The same words where the rank's own GPU has failed."""
+WORDS_BYTES = 200_000
+"""The end of a rank's log that is searched: stacks of all threads may follow an abort's reason."""
+NATIVE_SHORTAGE = re.compile(
+    r"terminate called after throwing an instance of 'std::bad_alloc'|Error out of memory at line \d+ in file \S+"
+)
+"""What C++ says of memory that ran out when it ends the process: the runtime, and bitsandbytes, which exits with 1."""
 SIMPLE_DEATH = re.compile(r"died with <Signals\.(\w+): \d+>")
 """Python's word on a single process that was killed by a signal."""
 NODES_MISSING = re.compile(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined")
@@ -79,13 +92,17 @@ def judge(
     signals: tuple[int, ...] = (),
     loss: Loss | None = None,
     memory_kill: str | None = None,
+    log_starts: Mapping[int, int] | None = None,
 ) -> Outcome:
     """Says how the workers ended, from their records, the agent's own words and what the launcher saw first.
 
+    `log_starts`: rank -> bytes that its log had before this attempt.
+
     The order of causes: a run folder that is gone; what made the launcher end everything (a rank that was frozen, or made no step); a
-    worker that said that memory ran out, unless another had failed for good before it; a worker that never joined the others; one that a
-    signal killed (others then only saw their peer go), for memory where `memory_kill` is the evidence; the earliest permanent error (codes
-    1 to 5), a worker without a record, the earliest lost peer, a stop on request.
+    worker that said that memory ran out, unless another had failed for good before it; a worker that never joined the others; an error that
+    no lost peer explains (codes 2, 4, 5), or that was seen first; one that a signal killed (others then only saw their peer go), for memory
+    where `memory_kill` is the evidence; the earliest permanent error (codes 1 to 5), a worker without a record, the earliest lost peer, a
+    stop on request. A worker that NCCL's watchdog ended has only lost its peer.
     """
     records = exit_records(run, ranks)
     failed = sorted((r for r in records.items() if int(r[1]["code"]) != 0), key=lambda r: float(r[1]["time"]))
@@ -102,22 +119,28 @@ def judge(
     short = [r for r in failed if r[1].get("cause") == OUT_OF_MEMORY or (memory_kill and HELPER_KILLED.search(_error(r[1])))]
     if short and (not permanent or float(short[0][1]["time"]) <= float(permanent[0][1]["time"])):
         return _out_of_memory(run, short[0])
-    absent = next((r for r in failed if r[1].get("cause") == "not_joined" and r[1].get("blames") in silent), None)
-    if absent and memory_kill is None:  # torchrun ended it, since the others had given it up
-        return _recorded(run, absent)
-    killed = _killed(ranks, silent, agent_log)
-    if killed is None and loss and loss.rank in silent and not SUMMARY.search(agent_log):
-        killed = loss.rank, "a signal"  # the others did not leave in time, so torchrun never said which
-    if killed:
-        rank, name = killed
-        aborted = name == "SIGABRT" and "std::bad_alloc" in tail(run.rank_log(rank), 4000)
-        return _vanished(run, rank, f"was killed by {name}", "its log ends with std::bad_alloc" if aborted else memory_kill)
-    if stopped := stop_of(failed, silent, loss.rank if loss else None):  # one worker, or their parent, was asked
+    sure = next(
+        (r for r in failed if r[1].get("cause") == "not_joined" and r[1].get("blames") in silent and memory_kill is None), None
+    )
+    seen_first = loss.rank if loss and loss.cause == "failed" else None
+    sure = sure or next((r for r in permanent if _code(r[1]) not in (1, 3) or r[0] == seen_first), None)
+    if sure:  # torchrun ended the others
+        return _recorded(run, sure)
+    words = {rank: tail(run.rank_log(rank), WORDS_BYTES, since=(log_starts or {}).get(rank, 0)) for rank in silent}
+    peers = {rank: said for rank, text in words.items() if (said := _lost_its_peer(text))}
+    alone = [rank for rank in silent if rank not in peers]
+    if abrupt := _ended_abruptly(run, ranks, words, alone, agent_log, loss, memory_kill):
+        return abrupt
+    stopped = stop_of(failed, silent, loss.rank if loss else None) if seen_first is not None or not peers else None
+    if stopped:  # one worker, or their parent, was asked
         return Outcome(code=int(stopped["code"]), stop=stop_facts(run, (), [stopped, *(facts for _, facts in failed)]))
     if permanent:
         return _recorded(run, permanent[0])
-    if silent and (failed or agent_code < 0):
-        return _vanished(run, silent[0], "vanished without a word", memory_kill)
+    if alone and (failed or agent_code < 0):
+        return _vanished(run, alone[0], "vanished without a word", memory_kill)
+    if peers and all(int(facts["code"]) in (130, 143) for _, facts in failed):  # torchrun asked the others to leave
+        rank, said = next(iter(peers.items()))
+        return _recorded(run, (rank, {"code": LOST, "error": said}))
     if failed:
         return _recorded(run, failed[0])
     return _never_began(run, ranks, agent_code, agent_log)
@@ -135,13 +158,36 @@ def _asked_to_stop(
     return Outcome(code=stop_code(signals[0]), stop=stop_facts(run, signals, [facts for _, facts in failed]))
 
 
+def _ended_abruptly(
+    run: RunFolder, ranks: range, words: Mapping[int, str], alone: Sequence[int], agent_log: str, loss: Loss | None, memory_kill: str | None
+) -> Outcome | None:  # fmt: skip
+    """What became of a rank that had no time for a record: its memory ran out in C++, or a signal killed it.
+
+    `words`: the logs of the ranks without a record; `alone`: those of them that NCCL's watchdog did not end.
+    """
+    for rank, text in words.items():
+        if shortage := NATIVE_SHORTAGE.search(text):
+            return _vanished(run, rank, "ended", f"its log says `{shortage[0]}`")
+    killed = _killed(ranks, alone, agent_log)
+    if killed is None and loss and loss.rank is not None and loss.rank in alone and not SUMMARY.search(agent_log):
+        killed = loss.rank, "a signal"  # the others did not leave in time, so torchrun never said which
+    return _vanished(run, killed[0], f"was killed by {killed[1]}", memory_kill) if killed else None
+
+
 def _killed(ranks: range, silent: Sequence[int], agent_log: str) -> tuple[int, str] | None:
     """Returns a rank that a signal killed before it could record anything, and the signal's name, from the agent's log."""
-    for rank, code in SUMMARY.findall(agent_log):
+    others, _, root_cause = agent_log.partition("Root Cause")  # torchrun lists what it saw first last
+    for rank, code in SUMMARY.findall(root_cause) + SUMMARY.findall(others):
         if int(rank) in silent and int(code) < 0 and -int(code) != signal.SIGTERM:  # SIGTERM is how torchrun ends the others
             return int(rank), signal.Signals(-int(code)).name
     death = SIMPLE_DEATH.search(agent_log)
     return (ranks.start, death[1]) if death and ranks.start in silent else None
+
+
+def _lost_its_peer(log: str) -> str | None:
+    """Returns the words of NCCL's watchdog where it ended the rank of a log for what another rank did; `None` otherwise."""
+    found = WATCHDOG.search(log)
+    return None if found is None or OWN_FAULT.search(log, found.start(), found.end() + 1000) else found[0]
 
 
 def _code(record: Mapping[str, Any]) -> int:
@@ -228,11 +274,11 @@ def launcher_log(run: RunFolder, first_rank: int) -> Path:
     return run.logs / ("launcher.log" if first_rank == 0 else f"launcher-from-rank{first_rank}.log")
 
 
-def tail(path: Path, limit: int = 200_000) -> str:
-    """Returns the last `limit` bytes of a file; empty where there is none."""
+def tail(path: Path, limit: int = 200_000, *, since: int = 0) -> str:
+    """Returns the last `limit` bytes of a file, of those from `since` on; empty where there is none."""
     if not path.is_file():
         return ""
     with path.open("rb") as stream:
         stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, stream.tell() - limit))
+        stream.seek(max(since, stream.tell() - limit))
         return stream.read().decode("utf-8", errors="replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,9 +14,17 @@ TEXTS = re.compile(
     r"|(CUDA|HIP|XPU|MPS backend)( driver)?( error:)? out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"  # torch, CUDA
     r"|(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|CUFFT)_STATUS_(INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED|ALLOC_FAILED)"
     r"|NCCL[\s\S]*(Failed to CUDA (host )?(c|m)alloc|Cuda failure[^\n]*out of memory|Cuda failure 2\b)"
+    r"|Triton Error \[CUDA\]: out of memory|NVML_SUCCESS == r INTERNAL ASSERT FAILED at \S*CUDACachingAllocator"  # asked for its own message
     r"|std::bad_alloc|could not create a memory|Cannot allocate memory|unable to (m)?map \d+ bytes"
 )
-"""What torch, CUDA's libraries, NCCL, C++ and the system say when an allocation fails."""
+"""What torch, CUDA's libraries, NCCL, Triton, C++ and the system say when an allocation fails."""
+AMBIGUOUS = re.compile(
+    r"(CUBLAS|CUDNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|unable to find an engine to execute this computation"
+    r"|CUDA( driver)? error: (device not ready|unknown error)"  # WSL2
+)
+"""What they say for want of memory, and for other reasons too: it counts on a GPU that is full."""
+FULL = 0.02
+"""Share of a GPU's memory; with less free, it is full."""
 
 Phase = Literal["loading", "training", "updating", "evaluating", "saving", "leaving"]
 
@@ -89,8 +98,22 @@ def ran_out_of_memory(error: BaseException) -> bool:
             return True
         if isinstance(link, RuntimeError) and (type(link).__name__ == "OutOfMemoryError" or TEXTS.search(str(link))):
             return True
+        if isinstance(link, RuntimeError) and AMBIGUOUS.search(str(link)) and _gpu_is_full():
+            return True
         link = link.__cause__
     return False
+
+
+def _gpu_is_full() -> bool:
+    """Whether this process computes on a GPU of which next to nothing is free."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError:  # the error has ended the context
+        return False
+    return bool(free < FULL * total)
 
 
 def describe(error: BaseException, doing: Activity) -> str:

@@ -94,6 +94,10 @@ def test_a_rank_that_torchrun_ended_is_not_to_blame(tmp_path: Path) -> None:
     [
         "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:26508: Connection reset by peer.",
         "DistBackendError: NCCL communicator was aborted on rank 1. remote process exited or there was a network error",
+        "DistBackendError: NCCL error in: NCCLUtils.cpp:94, socketProgress: Connection closed by remote peer node2<59116>",
+        "DistBackendError: NCCL communicator was aborted on rank 2.",
+        "DistBackendError: ncclRemoteError: A call failed possibly due to a network error",
+        "RuntimeError: [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST)",
         "RuntimeError: [Rank 0]: Ranks 2 failed to pass monitoredBarrier in 6000 ms",
     ],
 )

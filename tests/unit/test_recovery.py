@@ -54,6 +54,8 @@ class OutOfMemoryError(RuntimeError):
         RuntimeError("CUDA driver error: out of memory"),
         RuntimeError(CUBLAS),
         RuntimeError(NCCL),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1131, please report a bug'),
         RuntimeError("std::bad_alloc"),
     ],
 )  # fmt: skip
@@ -76,6 +78,25 @@ def test_what_is_want_of_memory(error: Exception) -> None:
 )  # fmt: skip
 def test_what_is_not(error: Exception) -> None:
     assert not ran_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+        "GET was unable to find an engine to execute this computation",
+        "CUDA error: device not ready",
+        "CUDA driver error: unknown error",
+    ],
+)
+def test_what_may_be_want_of_memory_counts_on_a_gpu_that_is_full(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    assert not ran_out_of_memory(RuntimeError(text)), "no GPU"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for free, is_short in ((0.019, True), (0.021, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (int(free * 2**40), 2**40))
+        assert ran_out_of_memory(RuntimeError(text)) == is_short
 
 
 def test_the_real_errors_of_torch() -> None:

@@ -112,6 +112,7 @@ def _killed(nodes: Sequence[Node]) -> Outcome | None:
         own = event.get("rank") is not None and event["rank"] not in node.records and "noticed by rank" not in error
         if (
             event.get("event") == "failed"
+            and event.get("cause") != "peer"
             and (own or "frozen" in error or "made no step" in error)
             and not PEER_GONE.search(error)
         ):

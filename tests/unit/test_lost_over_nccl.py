@@ -1,0 +1,178 @@
+"""Ranks that NCCL's watchdog ends because another has gone: a program that speaks and dies as they do, under the real torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.launch.cluster import cause
+from sft_play.launch.verdict import Loss, judge
+from tests.unit.test_cluster_parts import RANKS, ended
+from tests.unit.test_launch_supervise import record, run_with, summary
+
+PREFIX = "[rank{rank}]:[E1122 14:00:00.{rank}00000 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] "
+REMOTE = """Process group watchdog thread terminated with exception: NCCL error: remote process exited or there was a network error
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+Last error:
+socketProgress: Connection closed by remote peer node2<59116>
+Exception raised from checkForNCCLErrorsInternal at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2363 (most recent call first):
+terminate called after throwing an instance of 'c10::DistBackendError'
+"""
+TIMEOUT = """Process group watchdog thread terminated with exception: [Rank 0] Watchdog caught collective operation timeout: \
+WorkNCCL(SeqNum=4, OpType=BROADCAST, NumelIn=112, NumelOut=112, Timeout(ms)=1800000) ran for 1800011 milliseconds before timing out.
+"""
+FAULT = """Process group watchdog thread terminated with exception: CUDA error: an illegal memory access was encountered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+"""
+STACKS = "Fatal Python error: Aborted\n" + '  File "x.py", line 1 in f\n' * 2000
+"""What Python's fault handler writes after the reason."""
+
+SUPERVISOR = """
+import os, sys
+from pathlib import Path
+from sft_play.launch.supervise import supervise
+from sft_play.runs.folder import RunFolder
+agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0", *sys.argv[2:]]
+outcome = supervise(agent, os.environ, RunFolder(Path(sys.argv[1])), range(4), console=2)
+print(outcome.message)
+sys.exit(outcome.code)
+"""
+WORKER = """
+import json, os, pathlib, signal, sys, time
+folder, death, words = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+rank = int(os.environ["RANK"])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a thread that sits in NCCL does not hear it
+log = (folder / "logs" / f"rank{rank}.log").open("w")
+(folder / f"here-{rank}").touch()
+while len(list(folder.glob("here-*"))) < 4:
+    time.sleep(0.02)
+if rank == 1:
+    (folder / "first").touch()
+    if death == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    record = {"code": 4, "error": "error: row 7 is damaged", "time": time.time()}
+    (folder / "logs" / "exit-rank1.json").write_text(json.dumps(record))
+    os._exit(4)
+while not (folder / "first").exists():
+    time.sleep(0.02)
+time.sleep(0.3 + 0.2 * rank)
+log.write(words)
+log.close()
+os.abort()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("death", "code", "said"),
+    [("killed", 75, "was killed by SIGKILL"), pytest.param("record", 4, "error: row 7 is damaged", marks=pytest.mark.long)],
+)
+def test_of_four_ranks_the_first_is_named_and_not_those_that_abort(death: str, code: int, said: str, tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "run").mkdir()
+    words = [str(tmp_path / "worker.py"), str(tmp_path / "run"), death, PREFIX.format(rank=0) + REMOTE, "-m", "sft_play.train"]
+    process = subprocess.run(
+        [sys.executable, "-c", SUPERVISOR, str(tmp_path / "run"), *words],
+        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.returncode == code, process.stdout + process.stderr
+    assert said in process.stdout
+    assert "rank 1 (" in process.stdout and "rank 0" not in process.stdout
+    root_cause = (tmp_path / "run" / "logs" / "launcher.log").read_text().partition("Root Cause")[2]
+    assert "exitcode  : -9" in root_cause or "exitcode  : 4" in root_cause, "torchrun itself has seen it"
+
+
+def logged(tmp_path: Path, records: dict[int, dict[str, Any]], words: dict[int, str]) -> Any:
+    run = run_with(tmp_path, records)
+    for rank, text in words.items():
+        run.rank_log(rank).write_text(PREFIX.format(rank=rank) + text + STACKS)
+    return run
+
+
+def test_an_error_of_the_user_stays_one_though_its_peers_abort(tmp_path: Path) -> None:
+    run = logged(tmp_path, {1: record(4, 2.0, "error: row 7 is damaged")}, {0: REMOTE, 2: REMOTE})
+    outcome = judge(run, range(3), agent_code=1, agent_log=summary({0: -6, 2: -6, 1: 4}), loss=Loss(cause="killed", rank=0))
+    assert (outcome.code, outcome.rank) == (4, 1)
+
+
+@pytest.mark.parametrize("text", [REMOTE, TIMEOUT])
+def test_a_survivor_alone_has_lost_its_peer(text: str, tmp_path: Path) -> None:
+    """The machine of the rank that was lost is another one, and torchrun has asked this machine's other rank to leave."""
+    run = logged(tmp_path, {3: record(143, 2.0)}, {2: text})
+    for loss in (None, Loss(cause="killed", rank=2)):
+        outcome = judge(run, range(2, 4), agent_code=1, agent_log=summary({3: 143, 2: -6}), loss=loss)
+        assert (outcome.code, outcome.rank, outcome.cause) == (75, 2, "peer")
+        assert "lost its connection to another rank" in outcome.message and "watchdog" in outcome.message
+
+
+def test_a_rank_whose_own_gpu_failed_is_the_cause(tmp_path: Path) -> None:
+    run = logged(tmp_path, {}, {0: REMOTE, 1: FAULT})
+    outcome = judge(run, range(2), agent_code=1, agent_log=summary({0: -6, 1: -6}))
+    assert (outcome.code, outcome.rank, outcome.cause) == (75, 1, "killed")
+
+
+def test_words_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
+    run = logged(tmp_path, {}, {0: REMOTE})
+    size = run.rank_log(0).stat().st_size
+    outcome = judge(run, range(1), agent_code=1, agent_log=summary({0: -6}), log_starts={0: size})
+    assert (outcome.rank, outcome.cause) == (0, "killed")
+
+
+def test_torchruns_root_cause_comes_before_what_it_lists_first(tmp_path: Path) -> None:
+    log = summary({0: -11, 2: -11}) + "-----\nRoot Cause (first observed failure):\n" + summary({1: -9})
+    assert judge(run_with(tmp_path, {}), range(3), agent_code=1, agent_log=log).rank == 1
+
+
+def test_an_error_that_was_seen_first_comes_before_a_rank_that_was_killed_after_it(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {1: record(1, 1.0, "KeyError: 'x'")})
+    log = summary({0: -9, 1: 1})
+    assert judge(run, range(2), agent_code=1, agent_log=log, loss=Loss(cause="failed", rank=1)).code == 1
+    assert judge(run, range(2), agent_code=1, agent_log=log, loss=Loss(cause="killed", rank=0)).rank == 0
+
+
+def test_among_machines_the_one_that_only_lost_its_peer_is_not_the_cause(tmp_path: Path) -> None:
+    """It ended first, since the kernel's kill was told only when all of the other machine had ended."""
+    peer = {
+        "event": "failed",
+        "code": 75,
+        "rank": 0,
+        "cause": "peer",
+        "error": "watchdog thread terminated with exception: NCCL error: internal error",
+    }
+    killed = {
+        "event": "failed",
+        "code": 75,
+        "rank": 1,
+        "cause": "out_of_memory",
+        "error": "error: rank 1 was killed by SIGKILL for want of memory",
+    }
+    session = ended(
+        tmp_path, {"code": 75, "event": peer}, {"code": 75, "event": killed}, {"code": 75, "event": {**peer, "rank": 2}}
+    )
+    session.nodes[1].ended_at = 9.0
+    outcome = cause.judge(session, RANKS)
+    assert (outcome.code, outcome.rank, outcome.cause) == (75, 1, "out_of_memory")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Error out of memory at line 90 in file /src/csrc/ops.cu\n",
+        "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n" + STACKS,
+    ],
+)
+def test_a_process_that_cpp_ended_for_want_of_memory(words: str, tmp_path: Path) -> None:
+    """bitsandbytes leaves with code 1 and without an exception."""
+    run = run_with(tmp_path, {})
+    run.rank_log(0).write_text(words)
+    code = 1 if words.startswith("Error") else -int(signal.SIGABRT)
+    outcome = judge(run, range(1), agent_code=1, agent_log=json.dumps("died") + summary({0: code}))
+    assert (outcome.code, outcome.rank, outcome.cause) == (75, 0, "out_of_memory")
+    assert words.splitlines()[0] in outcome.message
