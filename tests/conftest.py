@@ -21,7 +21,7 @@ from tests.tiny_models import build_tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_INHERITED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "RUNS_DIR", "SFT_PLAY_CACHE", "PYTHONWARNINGS")
-SLOWEST_FIRST = ("distributed", "multinode", "numerics", "contract")
+SLOWEST_FIRST = ("distributed", "multinode", "numerics", "emulated", "contract")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share the cores: more threads would only wait for one
 
 

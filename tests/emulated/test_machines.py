@@ -1,0 +1,141 @@
+"""Machines with GPUs that are not here, each from `make plan` to steps of the project's own worker (`tests.fake_cuda` says what is fake).
+
+All workers are children of one process, which imports torch once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import call_program, environment
+from tests.emulated.machines import Start, on_machine, ready, steps
+from tests.nvml_double import emulated
+
+STEPS, ACCUMULATION = 2, 2
+CONFIG = """
+model: {{name: {model}, max_seq_len: 64}}
+data: {{train_path: rows.jsonl}}
+train: {{batch_size: 4, global_batch_size: 8, max_steps: 2, save_strategy: "no", eval_strategy: "no"}}
+"""
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What is typed on a machine, and what must come of it."""
+
+    machine: str
+    words: tuple[str, ...] = ()
+    shown: str | None = None
+    """The user's `CUDA_VISIBLE_DEVICES`."""
+    sees: str = "GPU-0000"
+    """UUID of the only card that the worker sees."""
+    computes: str = "bfloat16"
+    frozen: str | None = "bfloat16"
+    layout: str = "flattened"
+    attention: str = "sdpa"
+
+
+CASES = {
+    "RTX 4090": Case(machine="rtx4090"),
+    "T4": Case(machine="t4", computes="float16", frozen="float16"),
+    "H200, every weight, recomputed": Case(
+        machine="h200", words=("TUNING_MODE=full", "TRAIN_GRADIENT_CHECKPOINTING=true"), frozen=None
+    ),
+    "4080 beside 4070": Case(machine="unlike_pair", sees="GPU-1111"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture(scope="module")
+def machines(folder: Path, tiny: Path) -> Mapping[str, dict[str, str]]:
+    """The environment of a process on each case's machine."""
+    (folder / "train.yaml").write_text(CONFIG.format(model=tiny), encoding="utf-8")
+    return {
+        name: environment(folder / "cache", folder / "runs", emulated(folder / "machines" / case.machine, case.machine))
+        | ({"CUDA_VISIBLE_DEVICES": case.shown} if case.shown else {})
+        for name, case in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def starts(folder: Path, machines: Mapping[str, dict[str, str]]) -> Mapping[str, Start]:
+    return {
+        name: ready(folder / "runs" / name, [f"CONFIG={folder / 'train.yaml'}", *case.words], machines[name])
+        for name, case in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def reports(starts: Mapping[str, Start], cache: Path) -> Mapping[str, dict[str, Any]]:
+    import torch
+
+    if torch.version.cuda:
+        pytest.skip("this torch was built with CUDA: the guard of `tests/fake_cuda` is for one without")
+    return steps(starts, cache)
+
+
+each = pytest.mark.parametrize("name", CASES)
+
+
+@each
+def test_make_plan_says_what_make_train_does(name: str, folder: Path, machines: Any, starts: Mapping[str, Start]) -> None:
+    case, plan = CASES[name], starts[name].plan
+    with on_machine(machines[name]):
+        done = call_program(["plan", f"CONFIG={folder / 'train.yaml'}", *case.words, "NUM_GPUS=1", "JSON=1"], dict(os.environ))
+    assert done.code == 0, done.err
+    shown = done.json
+    assert shown["strategy"] == plan.strategy == "single" and shown["device"] == "cuda"
+    for key in ("precision", "weights_dtype", "attn_implementation", "layout", "optim"):
+        assert shown[key] == getattr(plan, key), key
+    assert (plan.layout, plan.attn_implementation) == (case.layout, case.attention)
+
+
+@each
+def test_the_worker_goes_its_whole_road(name: str, reports: Mapping[str, Any], starts: Mapping[str, Start]) -> None:
+    report = reports[name]
+    assert "error" not in report, report["error"]
+    assert (report["code"], report["steps"]) == (0, STEPS)
+    assert starts[name].run.model.is_dir()
+
+
+@each
+def test_one_process_has_one_card(name: str, reports: Mapping[str, Any]) -> None:
+    report = reports[name]
+    assert report["visible"] == [CASES[name].sees]
+    assert (report["n_gpu"], report["wrapped"]) == (1, report["model"])
+    assert report["contexts"] in ([], [0])
+
+
+@each
+def test_everything_is_on_that_card_in_the_planned_types(name: str, reports: Mapping[str, Any]) -> None:
+    case, report = CASES[name], reports[name]
+    frozen = {f"frozen cuda:0 {case.frozen}"} if case.frozen else set()
+    assert set(report["parameters"]) == {"trained cuda:0 float32"} | frozen
+    assert set(report["states"]) == {"cuda:0 float32"}
+    for phase in ("forward", "backward"):
+        assert set(report["matmuls"][phase]) == {f"cuda {case.computes}"}, phase
+    assert report["scaler"] == ("GradScaler" if case.computes == "float16" else None)
+    assert (report["optimizer"], report["fused"]) == ("AdamW", True)
+
+
+@each
+def test_the_host_waits_no_oftener_than_it_must(name: str, reports: Mapping[str, Any]) -> None:
+    waits = reports[name]["waits"]
+    copies = [wait for wait in waits if "send_to_device" in wait["where"]]
+    assert {wait["what"] for wait in copies} <= {"cpu to cuda", "cpu to cuda non_blocking"}
+    once_a_step = {wait["where"] for wait in waits if wait["phase"] in ("begin", "step") and wait["count"] >= STEPS} - {
+        copy["where"] for copy in copies
+    }
+    assert len(once_a_step) <= 13, "\n".join(sorted(once_a_step))

@@ -1,0 +1,27 @@
+"""Compiles `guard.cpp` beside the torch that is installed. Imports no torch: the library must be loaded before it is."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("guard.cpp")
+
+
+def compiled(cache: Path) -> Path:
+    """Returns the shared library, which `cache` keeps for the torch that is installed."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.submodule_search_locations
+    torch = Path(found.submodule_search_locations[0])
+    content = "".join(path.read_text(encoding="utf-8") for path in (SOURCE, Path(__file__), torch / "version.py"))
+    library = cache / f"fake-cuda-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        made = library.with_suffix(f".{os.getpid()}")
+        libraries = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
+        command = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{torch / 'include'}", str(SOURCE), "-o", str(made), *libraries]
+        subprocess.run(command, check=True, timeout=120)
+        made.rename(library)
+    return library

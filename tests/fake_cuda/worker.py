@@ -1,0 +1,198 @@
+"""`python -m tests.fake_cuda.worker GUARD JOBS.json`: runs the project's worker for each job, on that job's fake GPUs.
+
+A job is {"run": folder, "environment": {...}, "report": file}; its machine is that of `NVML_DOUBLE`. torch and the worker's modules are
+imported once; then each job is a process of its own, forked from here, with the environment that the launch would give to its worker.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+
+def main(guard: str, jobs: str) -> None:
+    """Runs the jobs one after another; each writes its report."""
+    ctypes.CDLL(guard)  # before torch looks for its hooks
+    for module in ("sft_play.model.load", "sft_play.training.trainer"):
+        importlib.import_module(module)
+    for job in json.loads(Path(jobs).read_text(encoding="utf-8")):
+        child = os.fork()
+        if child == 0:
+            _end(job)
+        os.waitpid(child, 0)
+
+
+def _end(job: dict[str, Any]) -> None:
+    """This job, in a process of its own; what goes wrong stands in its report."""
+    log = os.open(f"{job['report']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    sys.path[:0] = [part for part in job["environment"].get("PYTHONPATH", "").split(":") if part]
+    sys.modules.pop("pynvml", None)  # torch has imported the real one; the job's driver is the double on its path
+    report: dict[str, Any] = {}
+    try:
+        _run(job, report)
+    except BaseException:  # noqa: BLE001 - all of it stands in the report
+        report["error"] = traceback.format_exc()
+    Path(job["report"]).write_text(json.dumps(report), encoding="utf-8")
+    os._exit(0)
+
+
+def _run(job: dict[str, Any], report: dict[str, Any]) -> None:
+    """The worker's whole road, from its arguments to the published model."""
+    import torch
+
+    import sft_play.train as worker
+    from sft_play.runs.folder import RunFolder
+    from sft_play.training.memory_errors import Activity
+    from sft_play.training.requests import StopRequest
+    from tests.fake_cuda.gpus import fake_gpus, visible
+    from tests.fake_cuda.waits import Waits
+
+    run, doing, waits = RunFolder(Path(job["run"])), Activity(), Waits()
+    cards = visible(json.loads(Path(os.environ["NVML_DOUBLE"]).read_text(encoding="utf-8")), os.environ)
+    report["visible"] = [card.uuid for card in cards]
+    with fake_gpus(cards) as asked, fake_weights(), watched(waits, report), waits:
+        report["code"] = worker.work(run, None, None, doing, StopRequest(run=run, rank=0, doing=doing))
+    report["contexts"] = sorted(set(asked))
+    report["waits"] = [{"phase": key[0], "what": key[1], "where": key[2], "count": count} for key, count in waits.log.items()]
+    for name in ("matmuls", "attention"):
+        report[name] = {
+            phase: {what: n for (p, what), n in getattr(waits, name).items() if p == phase} for phase in ("forward", "backward")
+        }
+    assert torch.cuda.is_available() is False  # everything is put back
+
+
+@contextmanager
+def fake_weights() -> Iterator[None]:
+    """Models are read for real, on the CPU; then every weight becomes an empty fake one where it was to go. Saved ones are zeros."""
+    import torch
+    from peft import PeftModel
+    from torch.utils._python_dispatch import _disable_current_modes
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
+    read = AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(folder: str, *, device_map: Any = None, attn_implementation: str, **arguments: Any) -> Any:
+        with _disable_current_modes():
+            model, info = read(folder, attn_implementation="sdpa", **arguments)
+        to, made = (device_map or {"": "cpu"})[""], {}
+        for module in model.modules():
+            for kind in (module._parameters, module._buffers):
+                for name, real in kind.items():
+                    if real is not None:
+                        if id(real) not in made:  # tied weights stay one
+                            fake = torch.empty(real.shape, dtype=real.dtype, device=to)
+                            made[id(real)] = (
+                                torch.nn.Parameter(fake, requires_grad=real.requires_grad) if kind is module._parameters else fake
+                            )
+                        kind[name] = made[id(real)]
+            if hasattr(module, "config"):
+                module.config._attn_implementation_internal = attn_implementation
+        if device_map:
+            model.hf_device_map = device_map
+        return model, info
+
+    def saving(save: Any) -> Any:
+        def save_pretrained(self: Any, folder: str, *, state_dict: dict[str, Any], **named: Any) -> Any:
+            with _disable_current_modes():
+                storages = {name: tensor.untyped_storage()._cdata for name, tensor in state_dict.items()}
+                made = {storages[name]: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state_dict.items()}
+                return save(self, folder, state_dict={name: made[storage] for name, storage in storages.items()}, **named)
+
+        return save_pretrained
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(AutoModelForCausalLM, "from_pretrained", from_pretrained))
+        for kind in (PreTrainedModel, PeftModel):
+            stack.enter_context(mock.patch.object(kind, "save_pretrained", saving(kind.save_pretrained)))
+        yield
+
+
+@contextmanager
+def watched(waits: Any, report: dict[str, Any]) -> Iterator[None]:
+    """Tells phases of a step apart, and puts into the report what the trainer has when it begins and ends."""
+    import torch
+    from accelerate import Accelerator
+
+    from sft_play.training.trainer import SftTrainer
+
+    def phase(name: str, function: Any, after: str) -> Any:
+        def called(*arguments: Any, **named: Any) -> Any:
+            waits.phase = name
+            try:
+                return function(*arguments, **named)
+            finally:
+                waits.phase = after
+
+        return called
+
+    train = SftTrainer.train
+
+    def trained(self: Any, *arguments: Any, **named: Any) -> Any:
+        result = train(self, *arguments, **named)
+        report.update(facts(self))
+        return result
+
+    def attention(*arguments: Any, attn_mask: Any = None, is_causal: bool = False, **named: Any) -> Any:
+        words = [
+            "sdpa",
+            "mask" if attn_mask is not None else "no mask",
+            "causal" if is_causal else "not causal",
+            str(arguments[0].dtype).removeprefix("torch."),
+        ]
+        waits.attention[waits.phase, ", ".join(words)] += 1
+        return plain(*arguments, attn_mask=attn_mask, is_causal=is_causal, **named)
+
+    plain = torch.nn.functional.scaled_dot_product_attention
+    with (
+        mock.patch.object(SftTrainer, "train", trained),
+        mock.patch.object(SftTrainer, "training_step", phase("forward", SftTrainer.training_step, "step")),
+        mock.patch.object(Accelerator, "backward", phase("backward", Accelerator.backward, "forward")),
+        mock.patch.object(SftTrainer, "_get_num_items_in_batch", phase("begin", SftTrainer._get_num_items_in_batch, "step")),
+        mock.patch("torch.nn.functional.scaled_dot_product_attention", attention),
+    ):
+        yield
+
+
+def kind(tensor: Any) -> str:
+    """Returns device and type, as `cuda:0 bfloat16`."""
+    return f"{tensor.device} {tensor.dtype}".replace("torch.", "")
+
+
+def facts(trainer: Any) -> dict[str, Any]:
+    """What a trained trainer is: where everything lies, in which type, wrapped in what."""
+    import torch
+
+    engine = trainer.optimizer.optimizer
+    states = [value for state in engine.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    scaler = trainer.accelerator.scaler
+    return {
+        "steps": trainer.state.global_step,
+        "n_gpu": trainer.args.n_gpu,
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "model": type(trainer.model).__name__,
+        "optimizer": type(engine).__name__,
+        "fused": bool(engine.param_groups[0].get("fused")),
+        "parameters": Counter(f"{'trained' if p.requires_grad else 'frozen'} {kind(p)}" for p in trainer.model.parameters()),
+        "states": Counter(map(kind, states)),
+        "scaler": type(scaler).__name__ if scaler is not None and scaler.is_enabled() else None,
+        "mixed_precision": trainer.accelerator.mixed_precision,
+        "attention_implementation": trainer.model.config._attn_implementation,
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
