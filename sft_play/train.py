@@ -147,7 +147,7 @@ def road(
     check_world(plan, trainer.accelerator)
     trainer.saver.together = ranks_together(plan, run.path)
     check_folders(plan, config.train.save_strategy, trainer.saver.together)
-    check_start(plan, checkpoint)
+    check_start(checkpoint)
     if trainer.is_world_process_zero():
         clean_up(run)
     trainer.accelerator.wait_for_everyone()

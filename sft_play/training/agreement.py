@@ -15,8 +15,9 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl
 
 from sft_play.training.loss import all_sum
 from sft_play.training.metrics import rows_until
+from sft_play.training.ranks import from_rank_0
 from sft_play.training.requests import StopRequest
-from sft_play.training.stopping import catch_up, of_rank_0
+from sft_play.training.stopping import catch_up
 
 if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
@@ -161,7 +162,7 @@ class MissedEvaluation(TrainerCallback):
         if not state.global_step:
             return
         args.eval_on_start = False  # it was at the run's start; here it would be a second row of this step
-        rows = of_rank_0([row for row in rows_until(trainer.run.metrics, state.global_step) if row["kind"] == "eval"])
+        rows = from_rank_0([row for row in rows_until(trainer.run.metrics, state.global_step) if row["kind"] == "eval"])
         catch_up(trainer.lr_scheduler, args.metric_for_best_model, rows)
         due = evaluation_due(args, state, trainer.plan.steps_per_epoch) and not control.should_training_stop
         if due and not any(row["step"] == state.global_step for row in rows):

@@ -9,17 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import distributed
 from torch.distributed.fsdp import FSDPModule
 
 from sft_play.config.metrics import short_name
 from sft_play.config.schema import Config
-from sft_play.errors import UserError
+from sft_play.errors import DataError
 from sft_play.training.answering import Answer, AnswerSettings, answer_batch, refills, use_our_settings
+from sft_play.training.intervals import Interval
+from sft_play.training.ranks import from_rank_0, gather
 from sft_play.training.results import GenerationResult, Prediction
 from sft_play.training.scores import DEFAULT_METRICS, Scored, metrics_for, score_answers
 from sft_play.training.shares import share_batches, share_size
@@ -40,7 +41,8 @@ class Budget:
         if self.seconds is None or turns == 0:
             return False
         elapsed = self.clock() - started
-        return _of_rank_0(elapsed + elapsed / turns > self.seconds, world_size)
+        over = elapsed + elapsed / turns > self.seconds
+        return bool(from_rank_0(over)) if world_size > 1 else over
 
 
 class Interruption(Protocol):
@@ -157,7 +159,7 @@ def score_by_generation(
                 progress(turn + 1, rounds)
     if stop:
         stop.after_batches()
-    everywhere = sorted(_gather(answers, world_size), key=lambda part: part[0])
+    everywhere = sorted(_of_all_ranks(answers) if world_size > 1 else answers, key=lambda part: part[0])
     generated = budget.clock()
     assert len({index for index, _ in everywhere}) == len(everywhere), "no row is answered twice"
     assert budget.seconds is not None or len(everywhere) == len(rows), "every row is answered"
@@ -180,17 +182,29 @@ def score_by_generation(
 
 def _scored(metrics: Sequence[str], references: Sequence[str], texts: Sequence[str], *, rank: int, world_size: int) -> Scored:
     """Returns the scores, computed once, on rank 0: metrics of strangers may be slow, or differ from one time to the next."""
-    found: Scored | UserError | None = None
+    scored: Scored | None = None
+    problem: DataError | None = None
     if rank == 0:
         try:
-            found = score_answers(metrics_for(metrics), references, texts)
-        except UserError as problem:  # the others wait for it
-            found = problem
-    found = _of_rank_0(found, world_size)
-    if isinstance(found, UserError):
-        raise found
-    assert found is not None
-    return found
+            scored = score_answers(metrics_for(metrics), references, texts)
+        except DataError as error:  # the others wait for it
+            problem = error
+    if world_size > 1:
+        failed = from_rank_0(problem and {"message": problem.message, "place": problem.place, "hint": problem.hint})
+        problem = problem or (failed and DataError(**failed))
+        told = from_rank_0(scored and asdict(scored))
+        if told is not None:
+            intervals = {name: Interval(**interval) for name, interval in told["intervals"].items()}
+            scored = Scored(each=tuple(told["each"]), intervals=intervals)
+    if problem is not None:
+        raise problem
+    assert scored is not None
+    return scored
+
+
+def _of_all_ranks(answers: Sequence[tuple[int, Answer]]) -> list[tuple[int, Answer]]:
+    parts = gather([(index, asdict(answer)) for index, answer in answers])
+    return [(index, Answer(**answer)) for part in parts for index, answer in part]
 
 
 def _prediction(tokenizer: Any, row: Mapping[str, Any], answer: Answer, scores: Mapping[str, float]) -> Prediction:
@@ -217,23 +231,6 @@ def _warnings(predictions: Sequence[Prediction], metrics: Sequence[str], *, aske
     if cut > count // 2:
         found.append(f"{cut} of {count} answers reached `train.generation_max_new_tokens` before the model ended its turn")
     return tuple(found)
-
-
-def _of_rank_0(value: Any, world_size: int) -> Any:
-    """Returns rank 0's `value` on every rank."""
-    if world_size == 1:
-        return value
-    shared = [value]
-    distributed.broadcast_object_list(shared, src=0)
-    return shared[0]
-
-
-def _gather(answers: list[Any], world_size: int) -> list[Any]:
-    if world_size == 1:
-        return answers
-    parts: list[list[Any]] = [[] for _ in range(world_size)]
-    distributed.all_gather_object(parts, answers)
-    return [answer for part in parts for answer in part]
 
 
 @contextmanager

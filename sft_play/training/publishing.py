@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import distributed
-
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError
 from sft_play.files import append_json_line, read_json, sync_folder
@@ -19,6 +17,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import sync_below, verify
 from sft_play.runs.space import describe, errno_of
 from sft_play.runs.states_facts import is_state_file
+from sft_play.training.ranks import from_rank_0
 from sft_play.training.weights_out import gather_weights, write_weights
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def publish_model(run: RunFolder, trainer: SftTrainer, config: Config) -> int:
 
 def _agreed_choice(run: RunFolder, trainer: SftTrainer) -> tuple[Path | None, int]:
     """Returns rank 0's choice and its step, the same on every rank. Collective."""
-    found: list[Any] = [None, None]
+    found: tuple[str | None, int] | None = None
     if trainer.is_world_process_zero():
         choice = choose(run, trainer.state.best_global_step)
         step = (
@@ -85,10 +84,9 @@ def _agreed_choice(run: RunFolder, trainer: SftTrainer) -> tuple[Path | None, in
         )
         if choice.lost:
             _warn(run, choice, step)
-        found = [choice.checkpoint, step]
-    if trainer.plan.world_size > 1:
-        distributed.broadcast_object_list(found, src=0)
-    return found[0], int(found[1])
+        found = (choice.checkpoint.name if choice.checkpoint else None, step)
+    name, step = from_rank_0(found)
+    return run.checkpoints / name if name else None, int(step)
 
 
 def _warn(run: RunFolder, choice: Choice, step: int) -> None:

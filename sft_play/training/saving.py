@@ -22,7 +22,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -36,6 +35,7 @@ from sft_play.training.holdings import bytes_held
 from sft_play.training.local_steps import seen_as_average
 from sft_play.training.loss import all_sum
 from sft_play.training.metrics import MetricsFile
+from sft_play.training.ranks import gather
 from sft_play.training.states import collect
 from sft_play.training.weights_out import gather_weights, predicted_bytes
 from sft_play.training.writing import DiskCheck, Writing
@@ -150,10 +150,7 @@ class Saver(TrainerCallback):
         """Returns the first rank's problem on every rank, `None` when none has one. Collective."""
         if not self._sum(problem is not None):
             return None
-        found = [problem]
-        if self.trainer.plan.world_size > 1:
-            found = [None] * self.trainer.plan.world_size
-            distributed.all_gather_object(found, problem)
+        found = gather(problem)
         rank, reason = next((rank, reason) for rank, reason in enumerate(found) if reason is not None)
         return reason if all(found) else f"rank {rank}: {reason}"
 

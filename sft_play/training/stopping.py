@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torch import distributed
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import EarlyStoppingCallback
 from transformers.optimization import GreedyLR
@@ -17,6 +16,7 @@ from sft_play.files import append_json_line, read_json_lines
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.space import side_file
 from sft_play.training.metrics import rows_until
+from sft_play.training.ranks import from_rank_0
 
 
 def metric_key(name: str) -> str:
@@ -72,7 +72,7 @@ class Patience(EarlyStoppingCallback):
             return
         key = metric_key(args.metric_for_best_model)
         found = [row for row in rows_until(self.run.metrics, state.global_step) if row.get(key) is not None and row["step"] > 0]
-        rows = of_rank_0(found)
+        rows = from_rank_0(found)
         if rows:
             state.best_metric, state.best_global_step = None, None
         for row in rows:
@@ -114,12 +114,3 @@ class Patience(EarlyStoppingCallback):
             event = {"event": "stopped_early", "time": time.time(), "node": 0, "step": state.global_step, "reason": self.reason}
             with side_file(self.run.events, "the event `stopped_early`"):
                 append_json_line(self.run.events, event)
-
-
-def of_rank_0(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns rank 0's rows on every rank: other nodes may not have its files. Collective."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return list(rows)
-    shared = [list(rows)]
-    distributed.broadcast_object_list(shared, src=0)
-    return shared[0]

@@ -75,22 +75,21 @@ def ranks_together(plan: Plan, folder: Path) -> tuple[int, ...]:
 
     The disk itself is asked: rank 0 writes a file with a random name, the others look for it.
     """
-    import torch
+    from sft_play.training.ranks import from_rank_0, gather
 
     if plan.num_nodes == 1 or plan.world_size == 1:
         return tuple(range(plan.world_size))
-    told: list[str | None] = [None]
+    mark: str | None = None
     if launched_world()[0] == 0:
-        mark = f".seen-{secrets.token_hex(8)}"
         with contextlib.suppress(OSError):  # a folder that cannot be written says so again, and better, when a checkpoint is
-            (folder / mark).touch()
-            told = [mark]
-    torch.distributed.broadcast_object_list(told, src=0)
-    seen: list[bool | None] = [None] * plan.world_size
-    torch.distributed.all_gather_object(seen, told[0] is None or (folder / told[0]).exists())
-    if launched_world()[0] == 0 and told[0] is not None:
+            name = f".seen-{secrets.token_hex(8)}"
+            (folder / name).touch()
+            mark = name
+    mark = from_rank_0(mark)
+    seen = gather(mark is None or (folder / mark).exists())
+    if launched_world()[0] == 0 and mark is not None:
         with contextlib.suppress(OSError):
-            (folder / told[0]).unlink()
+            (folder / mark).unlink()
     return tuple(rank for rank, one in enumerate(seen) if one)
 
 
@@ -106,14 +105,11 @@ def check_folders(plan: Plan, save_strategy: str, together: Collection[int]) -> 
         )
 
 
-def check_start(plan: Plan, checkpoint: Path | None) -> None:
+def check_start(checkpoint: Path | None) -> None:
     """Raises `CheckpointError` on every rank when they would go on from different checkpoints: machines with a run folder each."""
-    import torch
+    from sft_play.training.ranks import gather
 
-    mine = checkpoint.name if checkpoint else "its start"
-    starts: list[str | None] = [mine] * plan.world_size
-    if plan.world_size > 1:
-        torch.distributed.all_gather_object(starts, mine)
+    starts = gather(checkpoint.name if checkpoint else "its start")
     if len(set(starts)) > 1:
         told = ", ".join(f"rank {rank} from {start}" for rank, start in enumerate(starts))
         raise CheckpointError(
