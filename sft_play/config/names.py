@@ -10,17 +10,35 @@ from pathlib import Path
 
 from sft_play.config.keys import extra_keys, find_key, schema_keys, sections, variable_name
 from sft_play.config.ranges import REFUSED
-from sft_play.errors import HUB_LOGIN
+from sft_play.errors import HUB_LOGIN, TOKEN
 
 SECRET = re.compile(r"(.*[_.])?(token|api_?key|secret|secret_key|access_key|password|passwd|credentials?)", re.IGNORECASE)
 """Names of what must never stand in a file or on a command line."""
 SECRET_VARIABLE = re.compile(
-    r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|ACCESS_KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH(?!OR)", re.IGNORECASE
+    r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH(?!OR)|_(KEY|PASS|PWD)(?![A-Z0-9])",
+    re.IGNORECASE,
 )
-"""What stands somewhere in the names of environment variables whose values are never shown, nor taken into a configuration."""
+"""What is in the names of environment variables whose values are never shown, nor taken into a configuration."""
+PLAIN_VARIABLE = re.compile(
+    r"PWD|TMPDIR|SCRATCH|WORK|USER|LOGNAME|(SFT|SLURM|CUDA)_\w+"
+    r"|(\w+_)?(HOME|DIR|FOLDER|PATH|ROOT|FILE|NAME|HOSTNAME|ID|DATA|MODEL|SEED|LENGTH|SIZE|STEPS|EPOCHS|RATE|COUNT|RANK)"
+)
+"""Environment variables that `${oc.env:NAME}` takes into a configuration, which is shown and kept in the run folder."""
+USER_IN_URL = re.compile(r"(?<=://)\S*@")
+"""To the last `@`: a password may hold slashes and `@`, and hiding too much of an address does no harm."""
+SECRET_IN_URL = re.compile(r"([?&;#][^=&;#\s]*(?:token|key|secret|passw|auth|sig|credential)[^=&;#\s]*=)[^&;#\s]+", re.IGNORECASE)
+SECRET_VALUE = re.compile(r"-----BEGIN|eyJ[\w-]{8,}\.[\w-]+\.")
+"""How keys in PEM and JSON web tokens begin."""
 SECRETS_HINT = (
     f"tokens and passwords come from the environment (`HF_TOKEN` for the hub) or from {HUB_LOGIN}, and are never written down"
 )
+
+
+def mask(name: str, value: str) -> str:
+    """Returns `value`, or its length when its name or its looks say that it is a secret; of a URL only user, password and keys go."""
+    if SECRET_VARIABLE.search(name) or TOKEN.search(value) or SECRET_VALUE.search(value):
+        return f"({len(value)} letters, not shown)"
+    return SECRET_IN_URL.sub(r"\1(not shown)", USER_IN_URL.sub("(not shown)@", value))
 
 
 def without_secret(origin: str, name: str) -> str:

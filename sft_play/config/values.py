@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_origin
@@ -11,6 +12,10 @@ from sft_play.config.keys import REQUIRED, Key, find_key, schema_keys
 from sft_play.config.types import allows_null, options, shown, takes_text
 from sft_play.config.yaml_source import Node, parse_yaml, resolve_scalar, wrap
 from sft_play.errors import UserError
+
+REFERENCE = re.compile(r"\$\{([\w.\[\]]+)\}")
+MOST_RESOLVED = 2**20
+"""Characters that one value may have after its interpolations: `${a}${a}` doubles at each step."""
 
 RIVALS: Mapping[str, str] = {
     "data.train_path": "data.sources",
@@ -97,8 +102,12 @@ def interpolate(found: Values) -> None:
 
     OmegaConf.register_resolver("oc.env", _variable, replace=True)
     unresolved = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
+    texts = {path: text for key, value in found.values.items() for path, text in _texts(key, value.node.plain()).items()}
+    sizes: dict[str, int] = {}
     for key in list(open_ones):
         try:
+            if any(_resolved_size(path, texts, sizes) > MOST_RESOLVED for path in texts if f"{path}.".startswith(f"{key}.")):
+                raise ValueError(f"it would grow beyond {MOST_RESOLVED:,} characters")
             OmegaConf.create({"value": found.values[key].node.plain()})
         except unresolved as error:  # not OmegaConf's grammar at all
             _cannot_resolve(key, error, found)
@@ -118,13 +127,37 @@ def interpolate(found: Values) -> None:
         found.values[key] = Value(_again(wrap(plain, value.node.line)), value.origin, layer=value.layer)
 
 
+def _texts(name: str, plain: Any) -> dict[str, str]:
+    """Returns every text in a value by its path: `data.sources.0.path`."""
+    if not isinstance(plain, (dict, list)):
+        return {name: str(plain)}
+    parts = plain.items() if isinstance(plain, dict) else enumerate(plain)
+    return {path: text for key, part in parts for path, text in _texts(f"{name}.{key}", part).items()}
+
+
+def _resolved_size(path: str, texts: Mapping[str, str], sizes: dict[str, int]) -> int:
+    """Returns about how many characters a text has with every `${other}` in it replaced; `sizes` holds those that are known."""
+    if path not in sizes:
+        sizes[path] = 0  # a circle adds nothing here; OmegaConf reports it
+        named = [re.sub(r"\[(\w+)\]", r".\1", name).lstrip(".") for name in REFERENCE.findall(texts[path])]
+        others = [other for name in named for other in texts if f"{other}.".startswith(f"{name}.") or other.endswith(f".{name}")]
+        sizes[path] = len(texts[path]) + sum(_resolved_size(other, texts, sizes) for other in others)
+    return sizes[path]
+
+
 def _variable(name: str, *default: Any) -> Any:
-    """`${oc.env:NAME}`, but never a secret: what a configuration holds is kept in the run folder and shown."""
+    """`${oc.env:NAME}` of a name that is plainly no secret: what a configuration holds is kept in the run folder and shown."""
     from omegaconf.resolvers import oc
 
-    if names.SECRET_VARIABLE.search(name):
-        raise ValueError(f"`{name}` is named like a secret, and what a configuration holds is kept in files")
-    return oc.env(name, *default)
+    if not names.PLAIN_VARIABLE.fullmatch(name) or names.SECRET_VARIABLE.search(name):
+        raise ValueError(
+            f"`{name}` could be a secret, and what a configuration holds is kept in files; `oc.env` takes HOME, USER, SCRATCH, SLURM_*,"
+            " SFT_* and names that end in _DIR, _PATH, _FILE, _NAME, _DATA, _MODEL and the like"
+        )
+    value = oc.env(name, *default)
+    if isinstance(value, str) and names.mask(name, value) != value:
+        raise ValueError(f"the value of `{name}` looks like a secret, and what a configuration holds is kept in files")
+    return value
 
 
 def _as_read(key: str, value: Value) -> Any:

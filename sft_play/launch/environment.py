@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sft_play.config.names import SECRET_VARIABLE
-from sft_play.errors import TOKEN
+from sft_play.config.names import mask
 from sft_play.plan.plan import Plan
 
 SCRUBBED = re.compile(
@@ -19,9 +18,6 @@ DROPPED = frozenset({"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MAKE_
 """Make's own, which would make compilers that workers start (DeepSpeed's extensions) part of this make."""
 SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES|NCCL_\w+|HF_\w+|AIM_REPO|GLOO_\w+|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF")
 ALLOCATOR = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
-USER_IN_URL = re.compile(r"(?<=://)\S*@")
-"""To the last `@`: a password may hold slashes and `@`, and hiding too much of an address does no harm."""
-SECRET_IN_URL = re.compile(r"([?&;#][^=&;#\s]*(?:token|key|secret|passw|auth|sig|credential)[^=&;#\s]*=)[^&;#\s]+", re.IGNORECASE)
 NO_PEER_TO_PEER = re.compile(r"RTX (40|50)\d\d")
 """Consumer cards without peer-to-peer transfers; accelerate knows only the 40 series, and a 50 series pair may hang."""
 
@@ -134,10 +130,3 @@ def _for_gpu(plan: Plan, kept: Mapping[str, str]) -> dict[str, str]:
         shown = [part.strip() for part in kept.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
         ours["CUDA_VISIBLE_DEVICES"] = shown[index] if index < len(shown) else str(index)
     return ours
-
-
-def mask(name: str, value: str) -> str:
-    """Returns `value`, or its length when its name or its looks say that it is a secret; of a URL only user, password and keys go."""
-    if SECRET_VARIABLE.search(name) or TOKEN.search(value):
-        return f"({len(value)} letters, not shown)"
-    return SECRET_IN_URL.sub(r"\1(not shown)", USER_IN_URL.sub("(not shown)@", value))

@@ -197,7 +197,30 @@ def test_a_secret_of_the_environment_is_not_taken_into_a_configuration(text: str
     path = tmp_path / "c.yaml"
     path.write_text(f"model: {{name: x/y}}\ndata: {{train_path: x, system: '{text}'}}\n")
     done = in_process("config", f"CONFIG={path}", env={"MY_TOKEN": "hunter2hunter2", "INNER": "MY_TOKEN"})
-    assert done.code == 2 and "hunter2" not in done.out + done.err and "named like a secret" in done.err
+    assert done.code == 2 and "hunter2" not in done.out + done.err and "could be a secret" in done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DATABASE_URL", "postgres://u:hunter2@h/d"), ("DB_PASS", "hunter2"), ("SSH_KEY", "hunter2"), ("MYSQL_PWD", "hunter2"),
+        ("DATA_PATH", "https://u:hunter2@host/rows.jsonl"), ("MODEL_NAME", "-----BEGIN hunter2"), ("SLURM_JOB", "eyJhbGciOiJI.hunter2.x"),
+    ],
+)  # fmt: skip
+def test_what_could_be_a_secret_by_name_or_looks_stays_in_the_environment(
+    name: str, value: str, in_process: Program, tmp_path: Path
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"model: {{name: x/y}}\ndata: {{train_path: x, system: '${{oc.env:{name}}}'}}\n")
+    done = in_process("config", f"CONFIG={path}", env={name: value})
+    assert done.code == 2 and "hunter2" not in done.out + done.err and "secret" in done.err
+
+
+def test_folders_and_names_of_the_environment_are_taken(in_process: Program, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {name: x/y}\ndata: {train_path: '${oc.env:DATA_DIR}/${oc.env:SLURM_JOB_ID}.jsonl'}\n")
+    done = in_process("config", f"CONFIG={path}", "JSON=1", env={"DATA_DIR": "/somewhere", "SLURM_JOB_ID": "7"})
+    assert done.code == 0 and "/somewhere/7.jsonl" in done.out, done.err
 
 
 def test_a_token_in_an_sft_variable_is_refused_and_not_repeated(in_process: Program) -> None:

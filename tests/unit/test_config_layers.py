@@ -222,12 +222,12 @@ def test_defaults_of_further_arguments_fit_their_own_types() -> None:
 
 def test_interpolation_sees_every_layer_and_typed_text_is_never_interpolated(write: Write) -> None:
     path = write(
-        "model: {name: 'base-${train.seed}', max_seq_len: '${oc.env:LENGTH_OF_TEST}'}\n"
+        "model: {name: 'base-${train.seed}', max_seq_len: '${oc.env:TEST_LENGTH}'}\n"
         "data: {sources: [{path: '${model.name}.jsonl'}]}\n"
         "train: {epochs: '${eval.samples}', save_steps: '${train.logging_steps}', run_name: '\\${kept}'}\n"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LENGTH_OF_TEST", "64")
+        patch.setenv("TEST_LENGTH", "64")
         loaded = load(path, "TRAIN_SEED=9", "TRAIN_LOGGING_STEPS=4", "DATA_VALIDATION=[{path: '${x}'}]", "TRAIN_PROJECT=\\${a")
     config = loaded.config
     assert config.model.name == "base-9" and config.data.sources[0].path == "base-9.jsonl" and config.model.max_seq_len == 64
@@ -243,6 +243,12 @@ def test_interpolation_sees_every_layer_and_typed_text_is_never_interpolated(wri
 def test_interpolations_that_lead_nowhere_are_named_with_their_line(write: Write, value: str) -> None:
     shown = refused(write(f"train:\n  seed: 1\n  epochs: '{value}'\n"))
     assert "x.yaml:4: `train.epochs` cannot be resolved" in shown
+
+
+def test_interpolation_that_doubles_at_each_step_is_refused_at_once(write: Write) -> None:
+    steps = [f"{{path: '${{data.sources[{i}].path}}${{data.sources[{i}].path}}'}}" for i in range(1, 60)]
+    shown = refused(write(f"data: {{sources: [{', '.join(steps)}, {{path: xx}}]}}\n"))
+    assert "x.yaml:2: `data.sources` cannot be resolved: it would grow beyond 1,048,576 characters" in shown
 
 
 @given(st.text(st.sampled_from("\\${}a.: "), max_size=12))

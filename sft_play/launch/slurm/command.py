@@ -15,10 +15,10 @@ from pathlib import Path
 
 from sft_play.config.call import FALSE, TRUE, Call
 from sft_play.config.load import save_config
+from sft_play.config.names import mask
 from sft_play.errors import HUB_LOGIN, HardwareError, UserError
 from sft_play.files import typed_path, write_json, write_text
 from sft_play.launch.ahead import Ahead, planned_ahead
-from sft_play.launch.environment import mask
 from sft_play.launch.kept import first_launch
 from sft_play.launch.run_folder import choose_name, has_started
 from sft_play.launch.same_command import OF_REPLICAS
