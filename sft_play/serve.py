@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 8000
 PORTS_TRIED = 100
+SECONDS_TO_END = 5
+"""After the first signal; an answer that is being made then is cut off."""
+LONGEST_ANSWER_SECONDS = 600
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 """What transformers' server imports: the packages of `transformers[serving]`."""
 
@@ -164,6 +168,10 @@ def _stop_on_signals() -> Iterator[list[int]]:
         if stopped:  # the second time the user means it
             raise SystemExit(128 + number)
         stopped.append(number)
+        # A request that a thread is busy with would keep the interpreter alive for as long as it likes.
+        last = threading.Timer(SECONDS_TO_END, os._exit, [128 + number])
+        last.daemon = True
+        last.start()
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -185,6 +193,8 @@ def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int
 
         def start_server(self) -> None:
             only_model(self._model_manager, name)
+            for handler in (self._chat_handler, self._completion_handler, self._response_handler):
+                limit_time(handler)
             config = self.server.config
             assert not config.loaded, "the application must not be in use yet"
             config.app = Guard(Checked(config.app), token=place.token, address=place.address)
@@ -217,6 +227,18 @@ def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int
     finally:
         server.kill_server()
     return 128 + stopped[0] if stopped else 1
+
+
+def limit_time(handler: Any) -> None:
+    """Ends each answer of a handler after `LONGEST_ANSWER_SECONDS`, with what there is: answers wait for one another."""
+    build = handler._build_generation_config
+
+    def bounded(*arguments: Any, **named: Any) -> Any:
+        config = build(*arguments, **named)
+        config.max_time = LONGEST_ANSWER_SECONDS
+        return config
+
+    handler._build_generation_config = bounded
 
 
 def only_model(manager: Any, name: str) -> None:

@@ -110,15 +110,22 @@ class Guard:
 
 
 class Checked:
-    """An ASGI application that answers 400 for requests that transformers' server would break on (500, without a word)."""
+    """An ASGI application that passes on what one model can answer, and nothing else of what transformers' server takes.
+
+    That server also unloads models, replaces the chat template, reads files and addresses that a request names, and breaks on
+    odd bodies without a word.
+    """
 
     def __init__(self, app: App) -> None:
         self.app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Reads the body of a request that has JSON, and passes it on when it is one that can be answered."""
-        if scope["type"] != "http" or scope.get("method") != "POST" or scope.get("path") not in CHECKED:
+        """Reads the body of a request, at most `MOST_BODY` bytes, and passes it on when it is one that can be answered."""
+        if scope["type"] != "http" or scope.get("path") in OPEN:
             await self.app(scope, receive, send)
+            return
+        if scope.get("path") not in KEYS:
+            await _answer(send, 404, f"there is only {', '.join(sorted(OPEN | KEYS.keys()))}")
             return
         body, more = b"", True
         while more:
@@ -127,7 +134,10 @@ class Checked:
                 return  # the client has gone
             body += message.get("body", b"")
             more = message.get("more_body", False)
-        if (wrong := wrong_with(scope["path"], body)) is not None:
+            if len(body) > MOST_BODY:
+                await _answer(send, 413, f"the body has more than {MOST_BODY:,} bytes")
+                return
+        if scope.get("method") == "POST" and (wrong := wrong_with(scope["path"], body)) is not None:
             await _answer(send, 400, wrong)
             return
         left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -138,8 +148,25 @@ class Checked:
         await self.app(scope, again, send)
 
 
-CHAT = "/v1/chat/completions"
-CHECKED = frozenset({CHAT, "/v1/completions", "/v1/responses", "/load_model"})
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+OPEN = frozenset({"/v1/models", "/health"})
+SAMPLING = {"model", "stream", "temperature", "top_p", "seed"}
+KEYS: Mapping[str, frozenset[str]] = {
+    CHAT: frozenset(
+        SAMPLING
+        | {"messages", "max_tokens", "max_completion_tokens", "stop", "frequency_penalty", "tools", "chat_template_kwargs"}
+    ),
+    "/v1/completions": frozenset(SAMPLING | {"prompt", "max_tokens", "stop", "frequency_penalty"}),
+    RESPONSES: frozenset(SAMPLING | {"input", "instructions", "max_output_tokens", "tools"}),
+    "/load_model": frozenset({"model"}),
+}
+"""What each page takes; not `generation_config`, which could ask for anything."""
+TEMPLATE_KEYS = frozenset({"enable_thinking", "thinking"})
+MOST_BODY = 2**20
+MOST_MESSAGES = 1_000
+MOST_NEW_TOKENS = 32_768
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+"""Other parts name a picture or a sound by an address or a file, which the server would open."""
 
 
 def wrong_with(path: str, body: bytes) -> str | None:
@@ -149,19 +176,35 @@ def wrong_with(path: str, body: bytes) -> str | None:
     except (ValueError, RecursionError):
         return "the body is not JSON"
     if not isinstance(asked, dict):
-        return "the body is no JSON object"
+        return "the body is not a JSON object"
+    if unknown := sorted(asked.keys() - KEYS[path]):
+        return f"`{unknown[0][:80]}` is not taken here; there are {', '.join(sorted(KEYS[path]))}"
     if not isinstance(asked.get("model", ""), (str, NoneType)):
-        return "`model` is no text"
-    if path != CHAT:
-        return None
-    messages = asked.get("messages")
-    if not isinstance(messages, list) or not messages:
-        return "`messages` must be a list with at least one message"
+        return "`model` is not text"
+    for key in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        count = asked.get(key, 1)
+        if count is not None and (not isinstance(count, int) or not 1 <= count <= MOST_NEW_TOKENS):
+            return f"`{key}` must be 1 to {MOST_NEW_TOKENS}"
+    settings = asked.get("chat_template_kwargs", {})
+    if not isinstance(settings, dict) or settings.keys() - TEMPLATE_KEYS:
+        return f"`chat_template_kwargs` takes {', '.join(sorted(TEMPLATE_KEYS))}"
+    if path == CHAT:
+        return _wrong_messages("messages", asked.get("messages"))
+    return _wrong_messages("input", asked["input"]) if path == RESPONSES and isinstance(asked.get("input"), list) else None
+
+
+def _wrong_messages(key: str, messages: object) -> str | None:
+    if not isinstance(messages, list) or not 0 < len(messages) <= MOST_MESSAGES:
+        return f"`{key}` must be a list of 1 to {MOST_MESSAGES} messages"
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"`messages[{index}]` must be an object with a `role`"
-        if not isinstance(message.get("content"), (str, list, NoneType)):
-            return f"`messages[{index}].content` must be text, or a list of parts"
+            return f"`{key}[{index}]` must be an object with a `role`"
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        if not isinstance(content, (str, list, NoneType)) or not all(
+            isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str) for part in parts
+        ):
+            return f"`{key}[{index}].content` must be text, or a list of parts of text"
     return None
 
 

@@ -37,11 +37,21 @@ GOOD = b'{"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}'
     ("path", "body", "said"),
     [
         (CHAT, GOOD, None), (CHAT, b'{"messages": [{"role": "assistant", "tool_calls": []}]}', None), ("/v1/models", b"no JSON", None),
-        (CHAT, b'{"model": 5}', "`model` is no text"), ("/load_model", b'{"model": 5}', "`model` is no text"),
-        ("/load_model", b'{"model": "demo"}', None), (CHAT, b'{"model": "demo", "messages": []}', "at least one message"),
-        (CHAT, b'{"model": "demo"}', "at least one message"), (CHAT, b'{"messages": "Hello"}', "at least one message"),
+        (CHAT, b'{"model": 5}', "`model` is not text"), ("/load_model", b'{"model": 5}', "`model` is not text"),
+        ("/load_model", b'{"model": "demo"}', None), (CHAT, b'{"model": "demo", "messages": []}', "1 to 1000 messages"),
+        (CHAT, b'{"model": "demo"}', "1 to 1000 messages"), (CHAT, b'{"messages": "Hello"}', "1 to 1000 messages"),
         (CHAT, b'{"messages": [5]}', "`messages[0]`"), (CHAT, b'{"messages": [{"role": "user", "content": 5}]}', "`messages[0].content`"),
-        (CHAT, b"{", "not JSON"), (CHAT, b"[]", "no JSON object"), (CHAT, b"[" * 100_000, "not JSON"), (CHAT, b"\xff", "not JSON"),
+        (CHAT, b"{", "not JSON"), (CHAT, b"[]", "not a JSON object"), (CHAT, b"[" * 100_000, "not JSON"), (CHAT, b"\xff", "not JSON"),
+        (CHAT, b'{"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}', "takes enable_thinking, thinking"),
+        (CHAT, b'{"chat_template_kwargs": {"enable_thinking": false}, ' + GOOD[1:], None), (CHAT, b'{"chat_template_kwargs": 5}', "takes"),
+        (CHAT, b'{"generation_config": "{}"}', "`generation_config` is not taken"), (CHAT, b'{"max_tokens": 1000000000}', "1 to 32768"),
+        (CHAT, b'{"max_tokens": "5"}', "1 to 32768"), (CHAT, b'{"max_tokens": null, ' + GOOD[1:], None),
+        (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}', "of text"),
+        (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]}', None),
+        ("/v1/responses", b'{"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}', "of text"),
+        ("/v1/responses", b'{"input": "Hello"}', None), ("/v1/completions", b'{"prompt": "Hello", "messages": []}', "`messages` is not taken"),
+        (CHAT, b'{"messages": "' + b"x" * 2**20 + b'"}', "more than 1,048,576 bytes"), ("/reset", b"{}", "there is only /health"),
+        ("/v1/systemone", b"{}", "there is only"), ("/docs", b"", "there is only"),
     ],
 )  # fmt: skip
 def test_a_request_that_cannot_be_answered_is_refused_in_words(path: str, body: bytes, said: str | None) -> None:
@@ -66,7 +76,8 @@ def test_a_request_that_cannot_be_answered_is_refused_in_words(path: str, body: 
         await send({"type": "http.response.body", "body": read})
 
     asyncio.run(Checked(echo)({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send))
-    assert sent[0]["status"] == (400 if said else 200)
+    status = 413 if said and "bytes" in said else 404 if said and "there is only" in said else 400
+    assert sent[0]["status"] == (status if said else 200)
     assert sent[1]["body"] == body if said is None else said in sent[1]["body"].decode()
 
 

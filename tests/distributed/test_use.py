@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -176,7 +179,8 @@ def test_serve_answers_under_the_runs_name_and_ends_on_sigterm(place: Place) -> 
             assert answer["choices"][0]["message"]["role"] == "assistant"
             with pytest.raises(urllib.error.HTTPError):
                 ask(f"{facts['url']}/chat/completions", {**body, "model": "another"})
-            for wrong in ({**body, "messages": []}, {**body, "model": 5}):
+            endless = {"chat_template": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"}
+            for wrong in ({**body, "messages": []}, {**body, "model": 5}, {**body, "chat_template_kwargs": endless}):
                 with pytest.raises(urllib.error.HTTPError, match="400"):
                     ask(f"{facts['url']}/chat/completions", wrong)
             second = subprocess.Popen(
@@ -188,8 +192,17 @@ def test_serve_answers_under_the_runs_name_and_ends_on_sigterm(place: Place) -> 
             finally:
                 second.kill()
                 second.communicate(timeout=20)
+
+            def ask_for_much() -> None:
+                with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
+                    ask(f"{facts['url']}/chat/completions", {**body, "max_tokens": 30_000})
+
+            long = threading.Thread(target=ask_for_much)
+            long.start()
+            time.sleep(1)
             server.send_signal(signal.SIGTERM)
             assert server.wait(timeout=30) == 143
+            long.join(30)
             with pytest.raises(urllib.error.URLError):
                 ask(f"{facts['url']}/models")
         finally:
