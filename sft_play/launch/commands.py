@@ -17,6 +17,7 @@ from sft_play.launch import cause_file, probing, recovery, restarts, tensorboard
 from sft_play.launch.attempt import run_attempt, write_launch_files
 from sft_play.launch.disk import disk_refusals_told, require_disk_space
 from sft_play.launch.environment import worker_environment
+from sft_play.launch.free_memory import wait_until_free
 from sft_play.launch.job import Job, job_of, refuse_early
 from sft_play.launch.joining import agreed, joined, own_part
 from sft_play.launch.kept import last_plan
@@ -247,8 +248,17 @@ def _go_on(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Ou
         else:
             outcome = lost.refused(outcome)
             break
+        _wait_until_free(job, plan)
         outcome = run_attempt(job, plan, run, event=None, checkpoint=checkpoint)
+    if outcome.code == LOST and restarts.is_controlled():  # `train-cluster` starts again as soon as this launcher ends
+        _wait_until_free(job, plan)
     return outcome
+
+
+def _wait_until_free(job: Job, plan: Plan) -> None:
+    if plan.device == "cuda":
+        here = job.ranks_here(plan)
+        wait_until_free(job.hardware, {int(rank.device.partition(":")[2] or 0) for rank in plan.ranks if rank.rank in here})
 
 
 def _meet_again(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, checkpoint: Path | None) -> tuple[Job, Plan]:

@@ -26,13 +26,15 @@ from sft_play.runs.folder import RunFolder
 
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 0.5
+KILL_SECONDS = 10.0
+"""How long killed processes may take to go, each of three times."""
 
 
 def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFolder, ranks: range, *, console: int) -> Outcome:
     """Runs the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to.
 
     A signal asks the workers to save and leave (`launch.stopping`), a second Ctrl-C kills them. Whatever happens, no descendant is
-    alive when this returns.
+    alive when this returns; one that the kernel cannot end is named.
     """
     run.logs.mkdir(parents=True, exist_ok=True)
     for rank in ranks:  # a resumed run must not be judged by the records of the last attempt
@@ -114,11 +116,23 @@ def _kill_descendants(process: subprocess.Popen[bytes], mark: str) -> None:
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-        psutil.wait_procs(family, timeout=10)
-        if not _descendants(process.pid, mark):
+        psutil.wait_procs(family, timeout=KILL_SECONDS)
+        left = _descendants(process.pid, mark)
+        if not left:
             break
+    else:
+        names = ", ".join(_described(member) for member in left)
+        say(
+            f"warning: SIGKILL has not ended {names}\n\nhint: the kernel waits for a device or a disk; their memory may stay taken"
+        )
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=10)
+
+
+def _described(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return f"process {process.pid} ({process.name()}, {process.status()})"
+    return f"process {process.pid}"
 
 
 def _descendants(agent: int, mark: str) -> list[psutil.Process]:

@@ -1,0 +1,78 @@
+"""Before another attempt: GPU memory that the driver has not taken back yet, and processes that SIGKILL does not end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sft_play.launch import supervise
+from sft_play.launch.beats import MARK
+from tests.nvml_double import MACHINES, Machine
+
+PROGRAM = """
+import sys
+from sft_play.launch import free_memory
+from sft_play.plan.detect import detect
+before = detect()
+print("ready", flush=True)
+sys.stdin.readline()
+free_memory.WAIT_SECONDS = float(sys.argv[1])
+free_memory.wait_until_free(before, [1])
+"""
+
+
+def becomes(folder: Path, machine: Machine) -> None:
+    """Changes the machine at once: the other process may be looking."""
+    machine.write(folder / "next")
+    (folder / "next" / "machine.json").replace(folder / "machine.json")
+
+
+@pytest.mark.parametrize(("seconds", "freed"), [(60.0, True), (0.0, False)])
+def test_a_restart_waits_for_the_memory_of_its_own_cards(seconds: float, freed: bool, tmp_path: Path) -> None:
+    pair = MACHINES["rtx3090_pair"]
+    first, second = pair.cards
+    variables = {**os.environ, **pair.environment(tmp_path)}
+    variables.pop("CUDA_VISIBLE_DEVICES", None)
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(seconds)], env=variables, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdin and process.stdout and process.stderr
+        assert process.stdout.readline() == "ready\n"
+        becomes(
+            tmp_path, replace(pair, cards=(replace(first, free=1.0), replace(second, free=2.1)))
+        )  # the first is not the run's
+        process.stdin.write("\n")
+        process.stdin.flush()
+        said = [process.stderr.readline() for _ in range(2)][1]
+        assert "21.5 GiB on cuda:1" in said and "cuda:0" not in said
+        if freed:
+            assert said.startswith("waiting until the memory of the processes that have ended is free")
+            becomes(tmp_path, replace(pair, cards=(replace(first, free=1.0), second)))
+        _, rest = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert ("still held after 0 s" in said + rest) is not freed
+
+
+def test_processes_that_sigkill_does_not_end_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernel's part is replaced: a process that waits for a device takes no signal."""
+    agent = subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: "stuck"})
+    end = psutil.Process.kill
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(psutil.Process, "kill", lambda _: None)
+            patched.setattr(supervise, "KILL_SECONDS", 0.05)
+            patched.setattr(agent, "wait", lambda **_: None)
+            supervise._kill_descendants(agent, "stuck")
+    finally:
+        end(psutil.Process(agent.pid))
+        agent.wait()
+    assert f"warning: SIGKILL has not ended process {agent.pid} (sleep, sleeping)" in capsys.readouterr().err
