@@ -32,6 +32,8 @@ override program := @$(bin)/python -m sft_play
 override pytest := @$(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Where `make test` looks: a folder, a file or a node id.
 TESTS ?= tests
+# Steps of `make accept-gpu`, as `3,8-12`; all of them when empty.
+STEPS ?=
 # Rows of `make bench-preparation`.
 ROWS ?= 200000
 
@@ -41,13 +43,13 @@ $(foreach v,$(typed),$(eval unexport $(v)))
 override commands := quickstart config plan data inspect gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
 	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve runs stop logs stamp audit bench soak tensorboard \
 	tensorboard-stop cluster-check cluster-install train-cluster cluster-status cluster-logs cluster-stop slurm kubernetes help
-.PHONY: $(commands) install test check test-all test-gpu bench-training bench-evaluation bench-saving bench-preparation format render
+.PHONY: $(commands) install test check test-all test-gpu accept-gpu bench-training bench-evaluation bench-saving bench-preparation format render
 
 # A command refuses the variables that it does not know; without one, nobody would.
 ifneq ($(MAKECMDGOALS),)
 ifeq ($(filter $(commands),$(MAKECMDGOALS)),)
 override unknown := $(filter-out PYTHON VENV $(if $(filter test test-all test-gpu,$(MAKECMDGOALS)),TESTS) \
-	$(if $(filter bench-preparation,$(MAKECMDGOALS)),ROWS),$(typed))
+	$(if $(filter bench-preparation,$(MAKECMDGOALS)),ROWS) $(if $(filter accept-gpu,$(MAKECMDGOALS)),STEPS),$(typed))
 $(if $(unknown),$(error `make $(MAKECMDGOALS)` takes no $(unknown)))
 endif
 endif
@@ -88,6 +90,10 @@ test-all: $(VENV)/.bench
 
 test-gpu: $(VENV)/.dev
 	@$(bin)/python -m pytest $(call quoted,TESTS) -m gpu
+
+# What only a real card can show, offline, in at most 25 minutes; writes docs/benchmarks-gpu.md. STEPS=8-12 adds some steps to it.
+accept-gpu: $(VENV)/.bench
+	@$(bin)/python -m benchmarks.acceptance STEPS=$(call quoted,STEPS)
 
 # Training speed and memory beside a plain transformers Trainer and TRL's SFTTrainer, as ratios of medians.
 bench-training: $(VENV)/.bench

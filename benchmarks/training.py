@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.options import options_of
 from sft_play.data.batches import GlobalBatchSampler
@@ -129,10 +130,19 @@ def measure_ours(config: Path, run: RunFolder) -> Measurement:
 
 def measure_other(kind: str, folder: Path, run: RunFolder, steps: int) -> Measurement:
     """Trains with another trainer on the rows that our run prepared, in our order."""
+    write_json(folder / "spec.json", spec_of(run, folder, steps))
+    out = folder / "other.json"
+    peak = run_measured([sys.executable, "-m", "benchmarks.baselines", kind, str(folder / "spec.json"), str(out)], {})
+    result = read_json(out)
+    return Measurement(seconds=result["seconds"], peak_bytes=result["device_peak_bytes"] or peak, losses=tuple(result["losses"]))
+
+
+def spec_of(run: RunFolder, folder: Path, steps: int) -> dict[str, Any]:
+    """Returns what `benchmarks.baselines` reads to do what `run` did: its rows in its order, its model, precision and optimizer."""
     plan, prepared = Plan.load(run.plan), Prepared.load(run.prepared)
     assert prepared.train is not None
     sampler = GlobalBatchSampler(prepared.train.rows, BATCH_SIZE, [(BATCH_SIZE, 1)], rank=0, seed=SEED)
-    spec = {
+    return {
         **LORA,
         "rows": prepared.train.path,
         "order": sampler.order(),
@@ -147,11 +157,6 @@ def measure_other(kind: str, folder: Path, run: RunFolder, steps: int) -> Measur
         "learning_rate": LEARNING_RATE,
         "optim": plan.optim,
     }
-    write_json(folder / "spec.json", spec)
-    out = folder / "other.json"
-    peak = run_measured([sys.executable, "-m", "benchmarks.baselines", kind, str(folder / "spec.json"), str(out)], {})
-    result = read_json(out)
-    return Measurement(seconds=result["seconds"], peak_bytes=result["device_peak_bytes"] or peak, losses=tuple(result["losses"]))
 
 
 def run_measured(arguments: Sequence[str], extra: dict[str, str]) -> int:

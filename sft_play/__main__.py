@@ -203,6 +203,23 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+MAKEFILE_TARGETS = {
+    "install": "a virtual environment with the pinned packages; every target makes it when needed",
+    "test": "the suite on a CPU; TESTS=tests/unit for a part",
+    "check": "the fast part of the suite, with lint, types and layers",
+    "test-all": "the long tests too",
+    "test-gpu": "the tests that need a GPU",
+    "accept-gpu": "on one GPU, offline, within 25 minutes: what works, how exactly, how fast; STEPS=8-12 for a part",
+    "bench-training": "training beside transformers' Trainer and TRL",
+    "bench-evaluation": "answers a second beside plain `generate`",
+    "bench-saving": "what a checkpoint costs",
+    "bench-preparation": "rows prepared a second beside a plain `datasets.map`",
+    "render": "write every rendered file again",
+    "format": "format the code",
+}
+"""Of the Makefile itself -> what the user reads in `make help`."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns the exit code of contract section 7."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -239,6 +256,9 @@ def show_help(_: object) -> int:
     print("make TARGET NAME=value ...\n")
     for name, command in COMMANDS.items():
         print(f"  {name:<{width}}{command.help}")
+    print("\nof the repository\n")
+    for name, text in MAKEFILE_TARGETS.items():
+        print(f"  {name:<{width}}{text}")
     print("\ndocs/launching.md lists the variables of each command")
     return 0
 

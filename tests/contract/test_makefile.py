@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.__main__ import COMMANDS
+from sft_play.__main__ import COMMANDS, MAKEFILE_TARGETS
 from tests.conftest import NOT_INHERITED
 from tests.documents import ROOT, documented_commands, documents
 
@@ -29,14 +29,15 @@ def makefile_targets() -> set[str]:
 
 def test_every_command_is_a_target_and_the_other_way_round() -> None:
     assert makefile_commands() == set(COMMANDS)
+    assert makefile_targets() - makefile_commands() == set(MAKEFILE_TARGETS)
 
 
 def test_help_has_one_line_for_each_command() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "sft_play", "help"], capture_output=True, text=True, timeout=30, check=True
     ).stdout
-    for name, command in COMMANDS.items():
-        assert len(re.findall(rf"^  {re.escape(name)} +{re.escape(command.help)}$", shown, re.M)) == 1, name
+    for name, text in {name: command.help for name, command in COMMANDS.items()}.items() | MAKEFILE_TARGETS.items():
+        assert len(re.findall(rf"^  {re.escape(name)} +{re.escape(text)}$", shown, re.M)) == 1, name
 
 
 def test_the_table_of_variables_is_the_commands() -> None:
@@ -104,7 +105,8 @@ AWKWARD = ['"; touch x; "', "$(touch x)", "$(shell touch x)", "`touch x`", "two 
 
 @pytest.mark.parametrize("value", AWKWARD)
 @pytest.mark.parametrize(
-    ("goal", "name"), [("test", "TESTS"), ("test-gpu", "TESTS"), ("bench-preparation", "ROWS"), ("install", "PYTHON")]
+    ("goal", "name"),
+    [("test", "TESTS"), ("test-gpu", "TESTS"), ("bench-preparation", "ROWS"), ("accept-gpu", "STEPS"), ("install", "PYTHON")],
 )
 def test_values_reach_the_program_letter_for_letter(goal: str, name: str, value: str, tmp_path: Path) -> None:
     """Runs the recipe with programs that write their arguments down, typed and from the environment."""
@@ -121,7 +123,7 @@ def test_values_reach_the_program_letter_for_letter(goal: str, name: str, value:
         command = ["make", goal, "VENV=v", *done, *words]
         subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, timeout=30, check=True)
         arguments = (tmp_path / "said").read_text().split("\0")
-        assert (f"rows={value}" if name == "ROWS" else value) in arguments
+        assert {"ROWS": f"rows={value}", "STEPS": f"STEPS={value}"}.get(name, value) in arguments
         (tmp_path / "said").unlink()
         assert not (tmp_path / "x").exists()
 

@@ -1,0 +1,171 @@
+"""`make accept-gpu`: what only a real card can show, step by step, offline, each step with its bounds and its time limit.
+
+    python -m benchmarks.acceptance [STEPS=0-3,8] [FOLDER=.cache/acceptance] [WRITE=docs/benchmarks-gpu.md] [COMMIT=name]
+
+FOLDER keeps models, runs and `results.json`, so that a later call with other STEPS adds to the same page. Needs the packages, no network.
+TINY=FOLDER_OF_A_SMALL_MODEL runs steps on a CPU, which proves the steps and no card.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.acceptance_steps import GIB, GOALS, STEPS, TRL_GOAL, Lab, Row, SkippedError, Step, StepError
+from sft_play.errors import HardwareError, UserError
+from sft_play.files import read_json, write_json, write_text
+from sft_play.plan.catalogue import find_card
+from sft_play.plan.detect import cpu_threads
+from sft_play.plan.gpu_info import gpu_facts
+
+DEFAULTS = {"STEPS": "", "FOLDER": ".cache/acceptance", "WRITE": "docs/benchmarks-gpu.md", "COMMIT": "", "TINY": ""}
+MOST_SECONDS = 25 * 60
+WORDS = {True: "yes", False: "**no**", None: ""}
+INTRODUCTION = Path(__file__).with_suffix(".md")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the steps, writes results and page; 0 where every bound holds, 1 where one does not, 2 and 3 as all commands."""
+    try:
+        options, chosen = options_of(arguments)
+        tiny = Path(options["TINY"]).resolve() if options["TINY"] else None
+        facts = gpu_facts()
+        if not facts["count"] and not tiny:
+            raise HardwareError(
+                f"`make accept-gpu` needs an NVIDIA GPU, and {facts['reason']}", hint="`make test` runs what a CPU can show"
+            )
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+    card = facts["gpus"][0] if facts["count"] else {"name": "CPU", "memory_bytes": facts["cpu"]["memory_bytes"], "uuid": ""}
+    folder = Path(options["FOLDER"]).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.update(
+        RUNS_DIR=str(folder / "runs"), HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", CUDA_VISIBLE_DEVICES=card["uuid"]
+    )
+    lab = Lab(folder=folder, card=card["name"], memory_bytes=card["memory_bytes"], tiny=tiny)
+    kept, machine = folder / "results.json", describe(card, facts)
+    results = read_json(kept) if kept.is_file() else {}
+    if results.get("machine") != machine:  # figures of another card or of other versions do not belong into this table
+        results = {"machine": machine, "steps": {}}
+    commit, end = options["COMMIT"] or head(), time.monotonic() + MOST_SECONDS
+    for number in chosen:
+        result = run_step(lab, STEPS[number], end) | {"date": time.strftime("%Y-%m-%d"), "commit": commit}
+        print(f"{number:>2}  {STEPS[number].title}: {result['state']}, {result['seconds']:.0f} s", file=sys.stderr, flush=True)
+        results["steps"][str(number)] = result
+        write_json(kept, results)
+        write_text(Path(options["WRITE"]), page(results))
+    print("\n".join(table([row for n in chosen for row in results["steps"][str(n)]["rows"]])))
+    return 0 if all(results["steps"][str(n)]["state"] in ("holds", "skipped") for n in chosen) else 1
+
+
+def options_of(arguments: Sequence[str]) -> tuple[dict[str, str], list[int]]:
+    """Returns the options, and the steps to run. Raises `UserError`."""
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    if unknown := given.keys() - DEFAULTS.keys():
+        raise UserError(f"unknown arguments: {', '.join(sorted(unknown))}; there are {', '.join(DEFAULTS)}")
+    options, chosen = DEFAULTS | given, []
+    for part in options["STEPS"].split(",") if options["STEPS"] else [f"0-{max(STEPS)}"]:
+        found = re.fullmatch(r"\s*(\d{1,3})(?:-(\d{1,3}))?\s*", part)
+        numbers = [n for n in STEPS if int(found[1]) <= n <= int(found[2] or found[1])] if found else []
+        if not numbers:
+            raise UserError(f"`STEPS` is `{options['STEPS']}`; expected numbers and ranges from 0 to {max(STEPS)}, as `3,8-12`")
+        chosen += numbers
+    return options, sorted(set(chosen))
+
+
+def run_step(lab: Lab, step: Step, end: float) -> dict[str, Any]:
+    """Runs one step within its time and `end`; a failure is kept as its reason."""
+    begun, rows, reason = time.monotonic(), list[Row](), ""
+    lab.deadline = end if lab.tiny else min(begun + step.seconds, end)  # the limits are those of a card
+    try:
+        if begun > end:
+            raise StepError(f"not begun: the {MOST_SECONDS // 60} minutes of this call were over")
+        for row in step.rows(lab):
+            rows.append(row)
+        state = "holds" if all(row.holds is not False for row in rows) else "does not hold"
+    except SkippedError as skipped:
+        state, reason = "skipped", str(skipped)
+    except Exception as error:  # noqa: BLE001  one step's failure, of whatever kind, must not cost the others their minutes
+        state, reason = "failed", str(error) if isinstance(error, StepError) else f"{type(error).__name__}: {error}"
+    return {"state": state, "reason": reason, "seconds": time.monotonic() - begun, "rows": [asdict(row) for row in rows]}
+
+
+def describe(card: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    """Returns what the figures depend on."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
+    return f"{card['name']}, {card['memory_bytes'] / GIB:.1f} GiB, driver {facts['driver']}, {cpu_threads()} cores; {versions}"
+
+
+def head() -> str:
+    """Returns the commit of this project's files, `-dirty` after it where files differ from it; `unknown` where git does not say."""
+    words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """Returns `docs/benchmarks-gpu.md`; without results, what it will hold."""
+    steps = results.get("steps", {})
+    machine = f"{results['machine']}." if steps else "**Unverified: no card was at hand.** Nothing below is measured yet."
+    lines = [INTRODUCTION.read_text(encoding="utf-8"), machine, "", "## Goals", ""]
+    lines += ["| goal | bound | measured | met |", "|---|---|---|---|"]
+    lines += ["| " + " | ".join(cells) + " |" for cells in goals(results)]
+    left = [f"| {n} | {step.title} | {step.seconds} |" for n, step in STEPS.items() if str(n) not in steps]
+    lines += ["", "## Not run yet", "", "| step | what | at most, s |", "|---|---|---|", *left] if left else []
+    for number, result in sorted(steps.items(), key=lambda item: int(item[0])):
+        step, reason = STEPS[int(number)], f": {result['reason']}" if result["reason"] else ""
+        lines += ["", f"## {number}. {step.title}", ""]
+        lines.append(
+            f"{result['state']}{reason} ({result['seconds']:.0f} of {step.seconds} s, {result['date']}, commit {result['commit']})"
+        )
+        lines += ["", *table(result["rows"])] if result["rows"] else []
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns rows as markdown."""
+    cells = [(row["what"], row["measured"], row["bound"], WORDS[row["holds"]]) for row in rows]
+    return [
+        "| what | measured | bound | holds |",
+        "|---|---|---|---|",
+        *("| " + " | ".join(map(_cell, row)) + " |" for row in cells),
+    ]
+
+
+def goals(results: Mapping[str, Any]) -> list[list[str]]:
+    """Returns goal, bound, measured, met; a goal for another card is not measured here."""
+    measured = {
+        (row["what"], row["bound"]): row for step in results.get("steps", {}).values() for row in step["rows"] if row["goal"]
+    }
+    catalogued = find_card(results.get("machine", "").partition(",")[0])
+    wanted = []
+    for card, trainings in GOALS.items():
+        here = catalogued is not None and catalogued[0] == card
+        for name, (least, most) in trainings.items():
+            pairs = [(f"{name}: tokens/s", f">= {least:,}"), *([(f"{name}: GiB allocated", f"<= {most}")] if most else [])]
+            wanted += [(f"{card}, {what}", bound, measured.get((what, bound)) if here else None) for what, bound in pairs]
+    share = ("training time as a share of TRL's", f"<= {TRL_GOAL}")
+    wanted.append((*share, measured.get(share)))
+    return [
+        [what, bound, _cell(row["measured"]) if row else "not measured", WORDS[row["holds"]] if row else ""]
+        for what, bound, row in wanted
+    ]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,469 @@
+"""The steps of the acceptance: each calls the program as a user does, reads the run folder's JSON, and yields rows with their bounds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.acceptance_model import SHAPE, parameters
+from benchmarks.training import BATCH_SIZE, LEARNING_RATE, spec_of
+from sft_play.files import read_json, read_json_lines, write_json
+from sft_play.model.embedded import embedded_folder
+from sft_play.plan.catalogue import find_card
+from sft_play.runs.folder import RunFolder
+
+GIB, MIB = 2**30, 2**20
+TINY_SHAPE = {"layers": 2, "hidden": 64, "inner": 128, "heads": 4, "kv_heads": 2, "vocabulary": 1024}
+SHORT = {"TRAIN_MAX_STEPS": "10", "TRAIN_SAVE_STRATEGY": "no"}
+COMPARED = {
+    "TRAIN_BATCH_SIZE": str(BATCH_SIZE),
+    "TRAIN_GLOBAL_BATCH_SIZE": str(BATCH_SIZE),
+    "TRAIN_MAX_STEPS": "12",
+    "TRAIN_LEARNING_RATE": str(LEARNING_RATE),
+    "TRAIN_LR_SCHEDULER_TYPE": "constant",
+    "TRAIN_WARMUP_STEPS": "0",
+    "TRAIN_SAVE_STRATEGY": "no",
+}
+"""What the other trainers of `benchmarks.training` do."""
+PACKED = {"TRAIN_PACKING": "on", "TRAIN_SAVE_STRATEGY": "no"}
+FORTY_GIB, HUNDRED_GIB = 40, 100
+NOT_ALLOCATED = ("context", "fragmentation", "free")
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
+CURVE = {"fp32": 2e-3, "bf16": 3e-2}
+CONTEXT = "import torch; torch.zeros(1).cuda(); free, all = torch.cuda.mem_get_info(); print((all - free) >> 20)"
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One call of a training command."""
+
+    words: Mapping[str, str] = field(default_factory=dict)
+    command: str = "train"
+    large: bool = False
+    """Whether it is the 8B model's; else that of `configs/quickstart.yaml`."""
+    cpu: bool = False
+
+
+TRAININGS: Mapping[str, Training] = {
+    **{
+        f"packed, {kind}": Training(PACKED | {"MODEL_ATTN_IMPLEMENTATION": kind})
+        for kind in ("sdpa", "varlen", "flex_attention", "flash_attention_2")
+    },
+    "unpacked": Training(PACKED | {"TRAIN_PACKING": "off", "MODEL_ATTN_IMPLEMENTATION": "eager"}),
+    "cpu": Training({"TRAIN_BF16": "false"}, cpu=True),
+    "fp32": Training({"TRAIN_BF16": "false"}),
+    "bf16": Training({"TRAIN_BF16": "true"}),
+    "QLoRA, nf4": Training(SHORT | {"TUNING_MODE": "qlora"}),
+    "QLoRA, int8": Training(SHORT | {"TUNING_MODE": "qlora", "TUNING_QUANTIZATION": "int8"}),
+    "full": Training(SHORT | {"TUNING_MODE": "full", "TRAIN_LEARNING_RATE": "1e-4"}),
+    "fp16": Training(SHORT | {"TRAIN_FP16": "true", "TRAIN_BF16": "false"}),
+    "recomputation": Training(SHORT | {"TRAIN_GRADIENT_CHECKPOINTING": "true"}),
+    "whole": Training({"TRAIN_MAX_STEPS": "60"}),
+    "stopped": Training({"TRAIN_MAX_STEPS": "60"}),
+    "8B LoRA": Training(large=True),
+    "8B LoRA, sdpa": Training({"MODEL_ATTN_IMPLEMENTATION": "sdpa"}, large=True),
+    "8B LoRA, plain kernels": Training({"TRAIN_KERNELS": "off"}, large=True),
+    "8B QLoRA": Training({"TUNING_MODE": "qlora"}, large=True),
+    "8B QLoRA, int8": Training({"TUNING_MODE": "qlora", "TUNING_QUANTIZATION": "int8", "TRAIN_MAX_STEPS": "6"}, large=True),
+    "8B full": Training({"TUNING_MODE": "full", "TRAIN_MAX_STEPS": "6"}, large=True),
+    "out of memory": Training(SHORT | {"TRAIN_BATCH_SIZE": "32", "TRAIN_GLOBAL_BATCH_SIZE": "32", "TRAIN_PACKING": "off"}),
+    "generating": Training(
+        SHORT | {"TRAIN_EVAL_STRATEGY": "steps", "TRAIN_EVAL_STEPS": "10", "TRAIN_PREDICT_WITH_GENERATE": "true"}
+    ),
+    "8B LoRA, 4 rows a step": Training(COMPARED, large=True),
+    "LoRA, 4 rows a step": Training(COMPARED),
+    "FSDP2": Training(SHORT | {"NUM_GPUS": "1"}, "train-fsdp"),
+    "ZeRO-2": Training(SHORT | {"NUM_GPUS": "1"}, "train-deepspeed"),
+    "ZeRO-3, offloaded": Training(
+        SHORT | {"NUM_GPUS": "1", "DEEPSPEED_CONFIG": "deepspeed/zero3_offload.json"}, "train-deepspeed"
+    ),
+}
+GOALS: Mapping[str, Mapping[str, tuple[int, float | None]]] = {
+    "H200": {"8B LoRA": (15_000, None), "8B QLoRA": (8_000, None), "8B full": (9_000, None)},
+    "RTX4090": {"8B LoRA": (3_100, 16.0), "8B QLoRA": (2_400, 7.5)},
+}
+"""Card of the catalogue -> training -> tokens/s, and the most GiB allocated."""
+TRL_GOAL = 0.6
+MODES = ("QLoRA, nf4", "QLoRA, int8", "full", "fp16", "recomputation")
+SHARDED = ("FSDP2", "ZeRO-2", "ZeRO-3, offloaded")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step, its name on the page, and the most seconds that it may take."""
+
+    title: str
+    seconds: int
+    rows: Callable[[Lab], Iterator[Row]]
+
+
+class StepError(Exception):
+    """A command did not end as it must; the text is its last line of error."""
+
+
+class SkippedError(Exception):
+    """This card or this environment has not what the step needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was measured, beside its bound."""
+
+    what: str
+    measured: str
+    bound: str = ""
+    holds: bool | None = None
+    """`None` where nothing is demanded."""
+    goal: bool = False
+    """Whether it is one of the project's goals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a finished run's folder says."""
+
+    folder: Path
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return dict(read_json(self.folder / "training_metrics.json"))
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return dict(read_json(self.folder / "plan.json"))
+
+    def column(self, name: str) -> dict[int, float]:
+        """Returns step -> value of the training rows."""
+        rows = read_json_lines(self.folder / "metrics.jsonl")
+        return {row["step"]: row[name] for row in rows if row.get("kind") == "train" and row.get(name) is not None}
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the steps after the first two, in which kernels are chosen and memory is allocated."""
+        return median(speed for step, speed in self.column("tokens_per_second").items() if step > 2)
+
+
+@dataclass(kw_only=True, slots=True)
+class Lab:
+    """Where commands run, and until when."""
+
+    folder: Path
+    card: str
+    memory_bytes: int
+    tiny: Path | None = None
+    """A small model in place of both, on a CPU: proves the steps, not a card."""
+    deadline: float = 0.0
+
+    def words(self, one: Training) -> dict[str, str]:
+        """Returns the variables of a training."""
+        words = {"CONFIG": str(self.folder / "8b.yaml") if one.large else "configs/quickstart.yaml", **one.words}
+        if one.large and self.memory_bytes < FORTY_GIB * GIB:
+            words["TRAIN_BATCH_SIZE"] = "1"  # the goals of such cards are bounds on memory, too
+        if self.tiny and not one.large:
+            words["MODEL_NAME"] = str(self.tiny)
+        return words
+
+    def needs(self, gib: int) -> None:
+        """Raises `SkippedError` on a smaller card."""
+        if not self.tiny and self.memory_bytes < gib * GIB:
+            raise SkippedError(f"needs a card of {gib} GiB")
+
+    def call(
+        self, *words: str, env: Mapping[str, str] | None = None, stop: Callable[[], bool] | None = None
+    ) -> tuple[int, str, str]:
+        """Runs a Python program until it ends, or the step's time; returns code, stdout, stderr. `stop` says when to send SIGTERM."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            command, environment = [sys.executable, *words], {**os.environ, **(env or {})}
+            process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
+            late = False
+            try:
+                while process.poll() is None:
+                    time.sleep(0.01)
+                    if stop and stop():
+                        process.terminate()
+                        stop = None
+                    if not late and time.monotonic() > self.deadline:
+                        late = True
+                        process.terminate()
+                    if time.monotonic() > self.deadline + 30:
+                        break
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            out.seek(0)
+            err.seek(0)
+            if late:
+                raise StepError(f"`{' '.join(words[:4])}` was stopped: the step's time was over")
+            return process.returncode, out.read(), err.read()
+
+    def program(self, command: str, words: Mapping[str, str], env: Mapping[str, str] | None = None) -> str:
+        """Runs `python -m sft_play COMMAND NAME=value ...`, which must end with 0, and returns its stdout."""
+        code, out, err = self.call("-m", "sft_play", command, *(f"{name}={value}" for name, value in words.items()), env=env)
+        if code:
+            raise StepError(f"`{command}` ended with code {code}: {last_error(err or out)}")
+        return out
+
+    def train(self, name: str, env: Mapping[str, str] | None = None) -> Run:
+        """Trains anew and returns the run; a full model's weights are removed again, since disks are small."""
+        one, run = TRAININGS[name], Run(self.folder / "runs" / slug(name))
+        shutil.rmtree(run.folder, ignore_errors=True)
+        self.program(one.command, self.words(one) | {"RUN_NAME": slug(name)}, {**(HIDDEN if one.cpu else {}), **(env or {})})
+        if one.large:
+            shutil.rmtree(run.folder / "model", ignore_errors=True)
+        return run
+
+    def trained(self, name: str) -> Run:
+        """Returns the run of an earlier step, or trains it."""
+        run = Run(self.folder / "runs" / slug(name))
+        return run if (run.folder / "training_metrics.json").is_file() else self.train(name)
+
+
+def slug(name: str) -> str:
+    """Returns a run's name."""
+    return name.replace(", ", "-").replace(" ", "-").lower()
+
+
+def last_error(text: str) -> str:
+    """Returns the last line that says what went wrong, else the last of all."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "rror:" in line), lines[-1] if lines else "it said nothing")[:300]
+
+
+def require(package: str) -> None:
+    """Raises `SkippedError` where a package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise SkippedError(f"`{package}` is not installed")
+
+
+def close(what: str, one: Run, other: Run, most: float) -> Row:
+    """Returns whether two curves agree."""
+    mine, theirs = one.column("loss"), other.column("loss")
+    found = max(abs(mine[step] - theirs[step]) for step in mine.keys() & theirs.keys())
+    return Row(f"{what}: largest difference of a step's loss", f"{found:.1e}", f"<= {most:g}", found <= most)
+
+
+def within_plan(name: str, run: Run) -> Row:
+    """Returns whether memory stayed within the plan."""
+    peak, planned = run.metrics["peak_memory_bytes"], run.plan["ranks"][0]["peak_bytes"]
+    return Row(f"{name}: most GiB allocated", f"{peak / GIB:.2f}", f"<= {planned / GIB:.2f} (plan)", peak <= planned)
+
+
+def learns(name: str, run: Run) -> Iterator[Row]:
+    """Yields whether the loss falls, and whether memory stays within the plan."""
+    losses = list(run.column("loss").values())
+    first, last = fmean(losses[:3]), fmean(losses[-3:])
+    yield Row(f"{name}: loss, mean of the first and the last 3 steps", f"{first:.3f}, {last:.3f}", "falls", last < first)
+    yield within_plan(name, run)
+
+
+def each(lab: Lab, names: Iterable[str], rows: Callable[[str, Run], Iterator[Row]]) -> Iterator[Row]:
+    """Trains one after the other; one that fails is a row, and the others go on."""
+    for name in names:
+        try:
+            yield from rows(name, lab.train(name))
+        except StepError as error:
+            yield Row(name, str(error), "trains", False)
+
+
+def machine(lab: Lab) -> Iterator[Row]:
+    """What `make doctor` says, and what a bare CUDA context takes."""
+    code, out, err = lab.call("-m", "sft_play", "doctor", "JSON=1")
+    if not out.strip():
+        raise StepError(f"`doctor` ended with code {code}: {last_error(err)}")
+    found = [f["id"] for f in json.loads(out)["findings"] if f["severity"] == "error"]
+    yield Row("errors that `make doctor` finds", ", ".join(found) or "none", "none", not found)
+    code, out, err = lab.call("-c", CONTEXT)
+    yield Row("MiB in use on the card with one bare CUDA context, other programs' included", out.strip() or last_error(err))
+
+
+def large_model(lab: Lab) -> Iterator[Row]:
+    """Writes the 8B model and its rows."""
+    words = [f"{name}={value}" for name, value in (TINY_SHAPE if lab.tiny else SHAPE).items()]
+    code, _, err = lab.call("-m", "benchmarks.acceptance_model", str(lab.folder), str(lab.tiny or embedded_folder()), *words)
+    if code:
+        raise StepError(last_error(err))
+    size = sum(path.stat().st_size for path in (lab.folder / "m8b").glob("*.safetensors"))
+    yield Row("GiB of random bfloat16 weights", f"{size / GIB:.2f}")
+
+
+def gpu_tests(lab: Lab) -> Iterator[Row]:
+    """The tests that `make test-gpu` runs, waits for the device among them."""
+    require("pytest")
+    code, out, err = lab.call("-m", "pytest", "-q", "-m", "gpu", "tests/numerics", "tests/gpu")
+    yield Row("`pytest -m gpu tests/numerics tests/gpu`", (out or err).strip().splitlines()[-1], "passes", code == 0)
+
+
+def attention(lab: Lab) -> Iterator[Row]:
+    """Packed rows under each attention, beside unpacked rows and eager attention."""
+    alone, names = lab.train("unpacked"), [name for name in TRAININGS if name.startswith("packed")]
+    if importlib.util.find_spec("flash_attn") is None:
+        names.remove("packed, flash_attention_2")
+        yield Row("packed, flash_attention_2", "skipped: `flash_attn` is not installed")
+
+    def rows(name: str, run: Run) -> Iterator[Row]:
+        yield close(f"{name}, beside unpacked", run, alone, 3e-2)
+        yield Row(f"{name}: tokens/s", f"{run.tokens_per_second:,.0f}")
+
+    yield from each(lab, names, rows)
+
+
+def beside_cpu(lab: Lab) -> Iterator[Row]:
+    """The same 30 steps on the card and on the processor."""
+    cpu = lab.train("cpu")
+    yield from each(lab, ["fp32", "bf16"], lambda name, run: iter([close(f"{name} beside a CPU", run, cpu, CURVE[name])]))
+
+
+def resumed(lab: Lab) -> Iterator[Row]:
+    """SIGTERM after step 15, then `make resume`, beside an undisturbed run."""
+    whole, run = lab.train("whole"), Run(lab.folder / "runs" / "stopped")
+    shutil.rmtree(run.folder, ignore_errors=True)
+    words = [f"{name}={value}" for name, value in (lab.words(TRAININGS["stopped"]) | {"RUN_NAME": "stopped"}).items()]
+    code, _, err = lab.call("-m", "sft_play", "train", *words, stop=lambda: max(run.column("loss"), default=0) >= 15)
+    yield Row("SIGTERM in mid-run: exit code", str(code), "143", code == 143)
+    if code != 143:
+        raise StepError(last_error(err))
+    lab.program("resume", {"RUN": "stopped"})
+    yield close("resumed beside undisturbed", run, whole, 1e-3)
+
+
+def allocated(plan: Mapping[str, Any]) -> int:
+    """Returns what torch's allocator hands out by a plan's first rank, bytes."""
+    return sum(int(size) for name, size in plan["ranks"][0]["memory_bytes"].items() if name not in NOT_ALLOCATED)
+
+
+def predicted(lab: Lab, *names: str) -> Iterator[Row]:
+    """Memory by trace beside two real steps with the longest rows (a probe), whose own record must not correct the trace."""
+    probes = Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play") / "probes"
+    for name in names:
+        words, before = lab.words(TRAININGS[name]), set(probes.glob("*.json"))
+        probe = json.loads(lab.program("plan", words | {"SOURCE": "probe", "JSON": "1"}))
+        for path in set(probes.glob("*.json")) - before:
+            path.unlink()
+        planned, measured = allocated(json.loads(lab.program("plan", words | {"SOURCE": "trace", "JSON": "1"}))), allocated(probe)
+        most = max(0.02 * measured, 100 * MIB)
+        yield Row(f"{name}: GiB allocated, planned and measured", f"{planned / GIB:.2f}, {measured / GIB:.2f}",
+                  f"within {most / MIB:.0f} MiB", abs(planned - measured) <= most)  # fmt: skip
+
+
+def large_memory(lab: Lab) -> Iterator[Row]:
+    """Predicted beside measured, 8B."""
+    lab.needs(FORTY_GIB)
+    yield from predicted(lab, "8B LoRA", "8B QLoRA", *(["8B full"] if lab.memory_bytes >= HUNDRED_GIB * GIB else []))
+
+
+def fast(lab: Lab, gib: int, *names: str) -> Iterator[Row]:
+    """Tokens/s beside plan and goal, and MFU: 6 operations a weight and token, 4 for adapters, and those of causal attention."""
+    lab.needs(gib)
+    key, card = find_card(lab.card) or ("", None)
+
+    def rows(name: str, run: Run) -> Iterator[Row]:
+        speed, metrics, plan = run.tokens_per_second, run.metrics, run.plan
+        length = metrics["tokens"] / (metrics["steps"] * plan["global_batch_size"])
+        operations = (6 if "full" in name else 4) * parameters(SHAPE) + 6 * SHAPE["layers"] * SHAPE["hidden"] * length
+        said = f", MFU {operations * speed / (card.bf16_tflops * 1e12):.0%}" if card else ""
+        said += f" (plan {plan['tokens_per_second']:,.0f})" if plan["tokens_per_second"] else ""
+        least, most = GOALS.get(key, {}).get(name, (None, None))
+        bound, holds = (f">= {least:,}", speed >= least) if least else ("", None)
+        yield Row(f"{name}: tokens/s", f"{speed:,.0f}{said}", bound, holds, goal=bool(least))
+        yield within_plan(name, run)
+        if most:
+            peak = metrics["peak_memory_bytes"] / GIB
+            yield Row(f"{name}: GiB allocated", f"{peak:.2f}", f"<= {most}", peak <= most, goal=True)
+
+    yield from each(lab, names, rows)
+
+
+def out_of_memory(lab: Lab) -> Iterator[Row]:
+    """A real out-of-memory: torch may allocate the weights and 38 % of the rest; batches are about 55 % of the planned worst."""
+    words = lab.words(TRAININGS["out of memory"])
+    plan = json.loads(lab.program("plan", words | {"JSON": "1"}))
+    fixed = sum(plan["ranks"][0]["memory_bytes"].get(name, 0) for name in ("frozen", "adapters", "gradients", "optimizer"))
+    share = (fixed + 0.38 * (allocated(plan) - fixed)) / lab.memory_bytes
+    limit = f"expandable_segments:True,per_process_memory_fraction:{share:.5f}"
+    run = lab.train("out of memory", {"PYTORCH_ALLOC_CONF": limit})
+    count, steps = len(run.metrics["recoveries"]), len(run.column("loss"))
+    yield Row("recoveries", f"{count}, micro-batch 32 -> {run.plan['ranks'][0]['micro_batch']}", ">= 1", count >= 1)
+    yield Row("steps after all", str(steps), words["TRAIN_MAX_STEPS"], steps == int(words["TRAIN_MAX_STEPS"]))
+
+
+def evaluation(lab: Lab) -> Iterator[Row]:
+    """Scores of the card beside the processor's, answers a second, answers while training, a chat."""
+    found = []
+    for name, env in (("fp32", {}), ("cpu", HIDDEN)):
+        lab.trained(name)
+        found.append(json.loads(lab.program("eval", {"RUN": name, "EVAL_SAMPLES": "80", "JSON": "1"}, env)))
+    for what, values, most in (
+        ("held-out loss", [one["loss"] for one in found], 0.01),
+        ("ROUGE-L", [one["rougeL"]["mean"] for one in found], 0.02),
+    ):
+        yield Row(
+            f"{what} beside a CPU", ", ".join(f"{v:.4f}" for v in values), f"within {most}", abs(values[0] - values[1]) <= most
+        )
+    yield Row("answers/s", f"{found[0]['speed']['answers_per_second']:.1f}")
+    yield from each(lab, ["generating"], learns)
+    answer = lab.program(
+        "infer", {"RUN": "fp32", "PROMPT": "What does this Python function do: def area(r): return 3.14 * r * r"}
+    )
+    yield Row("`make infer`: letters answered", str(len(answer.strip())), "> 0", bool(answer.strip()))
+
+
+def calibrated(lab: Lab) -> Iterator[Row]:
+    """`make bench`, and its forecast beside its own steps."""
+    lab.needs(FORTY_GIB)
+    for row in json.loads(lab.program("bench", {"CONFIG": lab.words(TRAININGS["8B LoRA"])["CONFIG"], "JSON": "1"}))["rows"]:
+        off = abs(row["ratio"] - 1) if row["ratio"] and row["what"].endswith("calibration") else None
+        bound, holds = ("within 15 % of the plan", off <= 0.15) if off is not None else ("", None)
+        yield Row(row["what"], f"{row['measured']:,.4g} {row['unit']}", bound, holds)
+
+
+def beside_trl(lab: Lab) -> Iterator[Row]:
+    """Training time beside TRL's `SFTTrainer` with its defaults: the same ragged rows, order and adapters."""
+    require("trl")
+    run = lab.train("8B LoRA, 4 rows a step" if lab.tiny or lab.memory_bytes >= FORTY_GIB * GIB else "LoRA, 4 rows a step")
+    losses = list(run.column("loss").values())
+    with tempfile.TemporaryDirectory(dir=lab.folder) as scratch:
+        spec, result = Path(scratch) / "spec.json", Path(scratch) / "result.json"
+        write_json(spec, spec_of(RunFolder(run.folder), Path(scratch), len(losses)))
+        code, _, err = lab.call("-m", "benchmarks.baselines", "trl", str(spec), str(result))
+        if code:
+            raise StepError(last_error(err))
+        theirs = read_json(result)
+    seconds, apart = run.metrics["train_runtime"], max(abs(a - b) for a, b in zip(losses, theirs["losses"], strict=True))
+    share = seconds / theirs["seconds"]
+    measured = f"{share:.2f} ({seconds:.1f} s, {theirs['seconds']:.1f} s)"
+    yield Row("training time as a share of TRL's", measured, f"<= {TRL_GOAL}", share <= TRL_GOAL, goal=True)
+    yield Row("largest difference of a step's loss to TRL's", f"{apart:.1e}", "<= 0.03", apart <= 0.03)
+
+
+STEPS: Mapping[int, Step] = {
+    0: Step("the machine", 60, machine),
+    1: Step("a model of 8B weights, made here", 150, large_model),
+    2: Step("tests that need a GPU", 240, gpu_tests),
+    3: Step("packing under each attention", 150, attention),
+    4: Step("losses beside a CPU's", 240, beside_cpu),
+    5: Step("nf4, int8, every weight, fp16, recomputation", 150, lambda lab: each(lab, MODES, learns)),
+    6: Step("stop and resume", 120, resumed),
+    7: Step("memory, planned beside measured", 150, lambda lab: predicted(lab, "bf16", "recomputation", "full")),
+    8: Step("8B: LoRA", 240, lambda lab: fast(lab, 20, "8B LoRA", "8B LoRA, sdpa", "8B LoRA, plain kernels")),
+    9: Step("8B: QLoRA, nf4 and int8", 200, lambda lab: fast(lab, 12, "8B QLoRA", "8B QLoRA, int8")),
+    10: Step("8B: every weight", 240, lambda lab: fast(lab, HUNDRED_GIB, "8B full")),
+    11: Step("8B: memory, planned beside measured", 240, large_memory),
+    12: Step("out of memory, and the recovery", 120, out_of_memory),
+    13: Step("evaluation beside a CPU's", 180, evaluation),
+    14: Step("one rank under FSDP2 and ZeRO", 150, lambda lab: each(lab, SHARDED, learns)),
+    15: Step("forecast by `make bench`", 180, calibrated),
+    16: Step("8B LoRA beside TRL", 300, beside_trl),
+}
