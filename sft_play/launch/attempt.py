@@ -11,7 +11,7 @@ from sft_play.config.load import save_config
 from sft_play.files import write_json, write_text
 from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
 from sft_play.launch.deepspeed_resolve import resolve
-from sft_play.launch.environment import worker_environment
+from sft_play.launch.environment import dump_variables, worker_environment
 from sft_play.launch.extension_locks import remove_abandoned_locks
 from sft_play.launch.job import Job
 from sft_play.launch.kept import keep_launch
@@ -31,9 +31,8 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
     """Writes the run's files and runs the workers to their end. With an `event`, which is recorded, plan and command are shown."""
     notices = write_launch_files(job, plan, run)
     environment = worker_environment(plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads)
-    if job.shared:
-        own = {OWN: str(job.home(run).path)}
-        environment = replace(environment, variables={**environment.variables, **own}, set_here={**environment.set_here, **own})
+    own = dump_variables(plan, run.logs, os.environ) | ({OWN: str(job.home(run).path)} if job.shared else {})
+    environment = replace(environment, variables={**environment.variables, **own}, set_here={**environment.set_here, **own})
     if plan.strategy.startswith("zero"):
         remove_abandoned_locks(environment.variables)
     arguments = worker_arguments(run, job.node, checkpoint=checkpoint, plan=plan)

@@ -40,6 +40,8 @@ class Beat:
     """Seconds since its training thread was last seen to get on."""
     limit: float
     """Seconds that it may be quiet in this phase."""
+    collectives: int | None = None
+    """Collective operations that it has begun; known of a rank that has been quiet for nearly as long as it may be."""
     peers: list[dict[str, Any]] = field(default_factory=list)
     """The last beats that it knows of ranks under other launchers."""
 

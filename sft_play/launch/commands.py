@@ -217,6 +217,8 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
         record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None,
                      **({"cause": outcome.cause} if outcome.cause else {}), **outcome.stop)  # fmt: skip
+    if outcome.code == LOST and restarts.is_controlled():  # `train-cluster` starts again as soon as this launcher ends
+        _wait_until_free(job, plan)
     return outcome
 
 
@@ -250,8 +252,6 @@ def _go_on(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Ou
             break
         _wait_until_free(job, plan)
         outcome = run_attempt(job, plan, run, event=None, checkpoint=checkpoint)
-    if outcome.code == LOST and restarts.is_controlled():  # `train-cluster` starts again as soon as this launcher ends
-        _wait_until_free(job, plan)
     return outcome
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from sft_play.config.names import mask
 from sft_play.plan.plan import Plan
@@ -88,6 +89,19 @@ def worker_environment(plan: Plan, node: Node, ambient: Mapping[str, str], *, cp
         removed=removed,
         notes=tuple(notes),
     )
+
+
+def dump_variables(plan: Plan, logs: Path, ambient: Mapping[str, str]) -> dict[str, str]:
+    """Returns what makes torch's flight recorder, which is on by default, write to `logs` when NCCL fails or times out.
+
+    Its own default is a folder that a pod loses when it ends. The names are those of torch 2.13 (FlightRecorder.cpp, ProcessGroupNCCL.hpp).
+    """
+    if plan.device != "cuda" or plan.world_size == 1:
+        return {}
+    ours = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in ambient:  # the older name
+        ours["TORCH_FR_DUMP_TEMP_FILE"] = f"{logs.absolute()}/nccl-dump-rank"
+    return {name: value for name, value in ours.items() if name not in ambient}
 
 
 USER_DECIDES = frozenset({

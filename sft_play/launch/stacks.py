@@ -71,14 +71,16 @@ def in_collective(stacks: str) -> bool:
 
 
 def culprits(beats: Mapping[int, Beat], stacks: Mapping[int, str]) -> list[int]:
-    """Returns the ranks that keep the others waiting: those that are behind, else those that wait for nobody; empty if unknown."""
+    """Returns the ranks that keep the others waiting: those that are behind, else those that have begun fewer collective operations (under
+    NCCL ranks wait for the GPU, in no frame of torch.distributed), else those that wait for nobody; empty if unknown."""
     if len(beats) < 2:
         return list(beats)
-    place = {rank: beat.at() for rank, beat in beats.items()}
-    behind = [rank for rank, at in place.items() if at < max(place.values())]
-    if behind:
-        least = min(place[rank] for rank in behind)
-        return [rank for rank in behind if place[rank] == least]
+    for place in (
+        {rank: beat.at() for rank, beat in beats.items()},
+        {rank: (beat.collectives,) for rank, beat in beats.items() if beat.collectives is not None},
+    ):
+        if len(place) == len(beats) and len(set(place.values())) > 1:
+            return [rank for rank, at in place.items() if at == min(place.values())]
     working = [rank for rank in beats if main_frames(stacks.get(rank, "")) and not in_collective(stacks[rank])]
     return working if len(working) < len(beats) else []
 
@@ -89,6 +91,7 @@ def describe(beats: Mapping[int, Beat], stacks: Mapping[int, str], blamed: Seque
     for rank, beat in sorted(beats.items()):
         frames = main_frames(stacks.get(rank, ""))
         inner = f", at {frames[0][1]} ({'/'.join(frames[0][0].split('/')[-2:])})" if frames else ""
+        begun = f", {beat.collectives} collective operations begun" if beat.collectives is not None else ""
         waits = " waiting for other ranks" if rank not in blamed and frames and in_collective(stacks[rank]) else ""
-        lines.append(f"  rank {rank} ({beat.host}): {beat.where()}{waits}{inner}")
+        lines.append(f"  rank {rank} ({beat.host}): {beat.where()}{waits}{begun}{inner}")
     return "\n".join(lines)

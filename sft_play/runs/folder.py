@@ -108,6 +108,10 @@ class RunFolder:
         """The stacks of a rank that made no step, of each time it was asked."""
         return self.logs / f"stack-rank{rank}.txt"
 
+    def rank_collectives(self, rank: int) -> Path:
+        """The collective operations of a rank that made no step, as torch's flight recorder has them."""
+        return self.logs / f"collectives-rank{rank}.json"
+
     def rank_holdings(self, rank: int) -> Path:
         """What a rank really held: elements of parameters, gradients, optimizer states; rows trained and scored."""
         return self.logs / f"holdings-rank{rank}.json"

@@ -31,6 +31,7 @@ from sft_play.launch.beats import MARK, Beat, Sender
 from sft_play.launch.stacks import STACKS_SIGNAL
 from sft_play.launch.verdict import LOST, PEER_GONE
 from sft_play.runs.folder import RunFolder
+from sft_play.training import collectives
 from sft_play.training.exit_record import leave_record
 from sft_play.training.memory_errors import Activity
 from sft_play.training.reach import Door, answers
@@ -45,6 +46,9 @@ FIXED = {"loading": 3600.0, "saving": 1800.0, "evaluating": 1800.0, "leaving": 1
 MULTIPLE = {"loading": 6.0, "saving": 3.0, "evaluating": 3.0, "leaving": 3.0}
 """... or so many times the patience with a step, if that is more."""
 LEAST_SECONDS, STEPS = 600.0, 10.0
+TRACE_SECONDS, TRACE_SHARE = 5.0, 0.1
+"""So long before its patience ends, or such a share of it if that is more, a rank tells of its collective operations: the launcher, and those
+of other machines, know of them when they judge."""
 
 
 def patience(phase: str, typed: float | None, longest_step: float) -> float:
@@ -133,19 +137,26 @@ class Heartbeat:
     def _now(self) -> Beat:
         self._number += 1
         doing = self.doing
+        quiet, limit = time.monotonic() - doing.since, patience(doing.phase, self.hang_seconds, doing.longest_step)
+        stands = quiet > limit - max(TRACE_SECONDS, TRACE_SHARE * limit)
         return Beat(
             rank=self.rank, number=self._number, host=self.host, pid=os.getpid(), mark=self._mark, phase=doing.phase, step=doing.step,
-            micro_step=doing.micro_step, quiet=time.monotonic() - doing.since,
-            limit=patience(doing.phase, self.hang_seconds, doing.longest_step),
+            micro_step=doing.micro_step, quiet=quiet, limit=limit, collectives=collectives.begun() if stands else None,
             peers=[asdict(peer.beat) for peer in self._peers.values()],
         )  # fmt: skip
 
     def _beat(self) -> None:
-        passed = 0.0
+        passed, traced = 0.0, 0.0
         while True:
             begun = time.monotonic()
-            if not self._sender.send(self._now()):
+            beat = self._now()
+            if not self._sender.send(beat):
                 self._leave("agent", None, "the launcher is gone")
+            since = self.doing.since
+            if beat.collectives is not None and traced != since:
+                traced = since
+                with contextlib.suppress(OSError):  # after the beat: a GPU that has gone may never answer
+                    collectives.keep_trace(self.run.rank_collectives(self.rank))
             if not self._sender.works and os.getppid() != self._parent:  # else the launcher sees it, and may wait for a save
                 self._leave("agent", None, "the process that had started this rank is gone")
             if self._store is not None and passed >= PERIOD_SECONDS:

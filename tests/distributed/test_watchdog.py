@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import socket
 import subprocess
@@ -112,6 +113,8 @@ def test_a_rank_that_waits_for_ever_is_named_with_the_stacks_of_all(variables: d
         assert "waiting for the rows of the next" in error
         for rank in range(2):
             assert "train.py" in (launch.run / "logs" / f"stack-rank{rank}.txt").read_text()
+            assert json.loads((launch.run / "logs" / f"collectives-rank{rank}.json").read_text())["entries"]
+        assert "collective operations begun" in error and "/logs/collectives-rank*.json" in error
         assert launch.left() == []
         assert launch.events()[-1]["rank"] == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,19 @@ def test_at_one_place_the_rank_that_waits_for_nobody_is_blamed() -> None:
     said = describe(at, {0: WORKS, 1: WAITS}, [0])
     assert "rank 0 (here): saving after step 4, at read (datasets/table.py)" in said
     assert "rank 1 (here): saving after step 4 waiting for other ranks, at all_reduce (distributed/distributed_c10d.py)" in said
+
+
+def test_where_ranks_wait_for_the_gpu_the_one_with_fewer_collective_operations_is_blamed() -> None:
+    """Under NCCL no rank stands in torch.distributed: the operations run on the GPU, and every rank waits for a number from it."""
+    frames = WAITS.replace("torch/distributed/distributed_c10d.py", "torch/_tensor.py").replace("all_reduce", "item")
+    at = {rank: replace(beat(rank, "updating", 4), collectives=count) for rank, count in enumerate((41, 40, 41))}
+    assert culprits(at, dict.fromkeys(at, frames)) == [1]
+    said = describe(at, dict.fromkeys(at, frames), [1])
+    assert "waiting for the rows of the next, 40 collective operations begun, at item (torch/_tensor.py)" in said
+    at[1] = replace(at[1], collectives=41)
+    assert culprits(at, dict.fromkeys(at, frames)) == []
+    at[1] = replace(at[1], collectives=None)
+    assert culprits(at, dict.fromkeys(at, frames)) == [], "one that did not tell is not compared"
 
 
 def test_patience_by_phase() -> None:

@@ -237,7 +237,7 @@ def require_master_here(inventory: Inventory) -> None:
         )
 
 
-COMMON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "SFT_")
+COMMON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_", "SFT_")
 """Beginnings of such settings; `SFT_SECTION_KEY` is a key of the configuration."""
 OF_THE_HUB = re.compile(r"HF_(?!HOME$)\w+(?<!_CACHE)(?<!_PATH)(?<!_DIR)|AIM_REPO")
 """Settings of the hub's libraries that are no folder, and where tracked runs are kept; of these what looks like a secret stays here."""

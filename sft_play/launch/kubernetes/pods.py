@@ -133,10 +133,7 @@ def variables(spec: Spec) -> dict[str, str]:
     if spec.settings.tracking_claim:
         found["AIM_REPO"] = TRACKING
     if spec.device == "cuda" and sum(spec.processes) > 1:
-        # What a rank was doing is written when a collective times out, and a failed one ends its process.
-        found |= {
-            "NCCL_DEBUG": "WARN", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000",
-        }  # fmt: skip
+        found["NCCL_DEBUG"] = "WARN"
         if spec.pods > 1 and not spec.settings.infiniband:
             found["NCCL_IB_DISABLE"] = "1"
         elif spec.settings.infiniband:

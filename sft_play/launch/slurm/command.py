@@ -31,7 +31,7 @@ from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 
 PASSED = re.compile(
     r"PATH|LD_LIBRARY_PATH|PYTHONPATH|CUDA_HOME|HF_\w+|TRANSFORMERS_\w+|TORCH_HOME|TRITON_CACHE_DIR|XDG_CACHE_HOME|OMP_NUM_THREADS"
-    r"|NCCL_(?!TIMEOUT$)\w+|GLOO_\w+|TORCH_NCCL_\w+|PYTORCH_(CUDA_)?ALLOC_CONF|AIM_REPO|MLFLOW_TRACKING_URI|WANDB_(MODE|PROJECT|ENTITY|DIR)"
+    r"|NCCL_(?!TIMEOUT$)\w+|GLOO_\w+|TORCH_(NCCL|FR)_\w+|PYTORCH_(CUDA_)?ALLOC_CONF|AIM_REPO|MLFLOW_TRACKING_URI|WANDB_(MODE|PROJECT|ENTITY|DIR)"
     r"|(http|https|no|all|HTTP|HTTPS|NO|ALL)_(proxy|PROXY)"
 )
 """Variables of this shell that the job gets too: where things are, and how the network is used."""
