@@ -38,7 +38,9 @@ def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
 
 
 def _held(before: Hardware, now: Hardware, devices: Collection[int]) -> dict[int, int]:
-    """Returns index -> bytes that were free before and are not now."""
+    """Returns index -> bytes that were free before and are not now; nothing where the driver has gone meanwhile."""
+    if now.kind != before.kind:
+        return {}
     pairs = enumerate(zip(before.devices, now.devices, strict=False))
     missing = {index: then.free_bytes - card.free_bytes for index, (then, card) in pairs if index in devices}
     return {index: size for index, size in missing.items() if size > SLACK * before.devices[index].memory_bytes}

@@ -27,7 +27,7 @@ def begun() -> int | None:
 def keep_trace(path: Path) -> None:
     """Writes the last collective operations of this rank, with their sizes and states, as JSON; nothing where there were none."""
     if found := next((dump for dump in _dumps(entries=True) if _groups(dump)), None):
-        write_text(path, json.dumps(found, indent=1) + "\n")
+        write_text(path, json.dumps(found) + "\n")
 
 
 def _dumps(*, entries: bool) -> list[dict[str, Any]]:

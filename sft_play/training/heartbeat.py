@@ -47,7 +47,7 @@ MULTIPLE = {"loading": 6.0, "saving": 3.0, "evaluating": 3.0, "leaving": 3.0}
 """... or so many times the patience with a step, if that is more."""
 LEAST_SECONDS, STEPS = 600.0, 10.0
 TRACE_SECONDS, TRACE_SHARE = 5.0, 0.1
-"""So long before its patience ends, or such a share of it if that is more, a rank tells of its collective operations: the launcher, and those
+"""So long before its patience ends, or such a share of it if that is more (never before its half), a rank tells of its collective operations: the launcher, and those
 of other machines, know of them when they judge."""
 
 
@@ -138,7 +138,7 @@ class Heartbeat:
         self._number += 1
         doing = self.doing
         quiet, limit = time.monotonic() - doing.since, patience(doing.phase, self.hang_seconds, doing.longest_step)
-        stands = quiet > limit - max(TRACE_SECONDS, TRACE_SHARE * limit)
+        stands = quiet > max(limit / 2, limit - max(TRACE_SECONDS, TRACE_SHARE * limit))
         return Beat(
             rank=self.rank, number=self._number, host=self.host, pid=os.getpid(), mark=self._mark, phase=doing.phase, step=doing.step,
             micro_step=doing.micro_step, quiet=quiet, limit=limit, collectives=collectives.begun() if stands else None,
