@@ -47,8 +47,8 @@ MULTIPLE = {"loading": 6.0, "saving": 3.0, "evaluating": 3.0, "leaving": 3.0}
 """... or so many times the patience with a step, if that is more."""
 LEAST_SECONDS, STEPS = 600.0, 10.0
 TRACE_SECONDS, TRACE_SHARE = 5.0, 0.1
-"""So long before its patience ends, or such a share of it if that is more (never before its half), a rank tells of its collective operations: the launcher, and those
-of other machines, know of them when they judge."""
+"""So long before its patience ends, or such a share of it if that is more (never before its half), a rank tells of its collective
+operations: the launcher, and those of other machines, know of them when they judge."""
 
 
 def patience(phase: str, typed: float | None, longest_step: float) -> float:
