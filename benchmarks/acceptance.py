@@ -1,9 +1,10 @@
 """`make accept-gpu`: what only a real card can show, step by step, offline, each step with its bounds and its time limit.
 
-    python -m benchmarks.acceptance [STEPS=0-3,8] [FOLDER=.cache/acceptance] [WRITE=docs/benchmarks-gpu.md] [COMMIT=name]
+    python -m benchmarks.acceptance [STEPS=0-3,8] [FOLDER=.cache/acceptance] [WRITE=docs/benchmarks-gpu.md] [COMMIT=name] [SMALL=FOLDER]
 
 FOLDER keeps models, runs and `results.json`, so that a later call with other STEPS adds to the same page. Needs the packages, no network.
-TINY=FOLDER_OF_A_SMALL_MODEL runs steps on a CPU, which proves the steps and no card.
+SMALL=FOLDER takes the model there in place of SmolLM2-135M-Instruct, where that cannot be had; with it steps run on a CPU as well, and the
+large model is tiny: that proves the steps, and no card.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sft_play.plan.catalogue import find_card
 from sft_play.plan.detect import cpu_threads
 from sft_play.plan.gpu_info import gpu_facts
 
-DEFAULTS = {"STEPS": "", "FOLDER": ".cache/acceptance", "WRITE": "docs/benchmarks-gpu.md", "COMMIT": "", "TINY": ""}
+DEFAULTS = {"STEPS": "", "FOLDER": ".cache/acceptance", "WRITE": "docs/benchmarks-gpu.md", "COMMIT": "", "SMALL": ""}
 MOST_SECONDS = 25 * 60
 WORDS = {True: "yes", False: "**no**", None: ""}
 INTRODUCTION = Path(__file__).with_suffix(".md")
@@ -36,22 +37,22 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the steps, writes results and page; 0 where every bound holds, 1 where one does not, 2 and 3 as all commands."""
     try:
         options, chosen = options_of(arguments)
-        tiny = Path(options["TINY"]).resolve() if options["TINY"] else None
+        small = Path(options["SMALL"]).resolve() if options["SMALL"] else None
         facts = gpu_facts()
-        if not facts["count"] and not tiny:
+        if not facts["count"] and not small:
             raise HardwareError(
                 f"`make accept-gpu` needs an NVIDIA GPU, and {facts['reason']}", hint="`make test` runs what a CPU can show"
             )
     except UserError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
-    card = facts["gpus"][0] if facts["count"] else {"name": "CPU", "memory_bytes": facts["cpu"]["memory_bytes"], "uuid": ""}
+    card = facts["gpus"][0] if facts["count"] else {"name": "CPU", "memory_bytes": facts["cpu"]["memory_bytes"]}
     folder = Path(options["FOLDER"]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ.update(
-        RUNS_DIR=str(folder / "runs"), HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", CUDA_VISIBLE_DEVICES=card["uuid"]
-    )
-    lab = Lab(folder=folder, card=card["name"], memory_bytes=card["memory_bytes"], tiny=tiny)
+    os.environ.update(RUNS_DIR=str(folder / "runs"), HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+    if facts["count"] > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = card["uuid"]
+    lab = Lab(folder=folder, card=card["name"], memory_bytes=card["memory_bytes"], small=small, on_cpu=not facts["count"])
     kept, machine = folder / "results.json", describe(card, facts)
     results = read_json(kept) if kept.is_file() else {}
     if results.get("machine") != machine:  # figures of another card or of other versions do not belong into this table
@@ -85,7 +86,7 @@ def options_of(arguments: Sequence[str]) -> tuple[dict[str, str], list[int]]:
 def run_step(lab: Lab, step: Step, end: float) -> dict[str, Any]:
     """Runs one step within its time and `end`; a failure is kept as its reason."""
     begun, rows, reason = time.monotonic(), list[Row](), ""
-    lab.deadline = end if lab.tiny else min(begun + step.seconds, end)  # the limits are those of a card
+    lab.deadline = end if lab.on_cpu else min(begun + step.seconds, end)  # the limits are those of a card
     try:
         if begun > end:
             raise StepError(f"not begun: the {MOST_SECONDS // 60} minutes of this call were over")

@@ -17,7 +17,7 @@ from pathlib import Path
 from sft_play.files import write_json, write_text
 
 SHAPE = {"layers": 32, "hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 128256}
-ROWS, LONGEST_WORDS = 1600, 1400
+LONGEST_WORDS = 1400
 WORDS = re.findall(r"\w+", "the model learns a row of words and says them again in order while the loss goes down on every card")
 
 
@@ -28,8 +28,8 @@ def parameters(shape: Mapping[str, int]) -> int:
     return shape["layers"] * (attention + 3 * hidden * shape["inner"]) + hidden * shape["vocabulary"]
 
 
-def make(folder: Path, tokenizer: Path, shape: Mapping[str, int], *, weights: bool = True) -> None:
-    """Writes model, rows and `8b.yaml` into `folder`; the weights are drawn on the GPU where there is one."""
+def make(folder: Path, tokenizer: Path, shape: Mapping[str, int], *, weights: bool = True, batch: int = 64) -> None:
+    """Writes model, rows and `8b.yaml` with `batch` rows a step into `folder`; the weights are drawn on the GPU where there is one."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -53,12 +53,12 @@ def make(folder: Path, tokenizer: Path, shape: Mapping[str, int], *, weights: bo
         if path.name.startswith(("tokenizer", "special_tokens", "generation_config")) or path.suffix == ".jinja":
             shutil.copy(path, model / path.name)
     chance = random.Random(0)
-    write_text(folder / "rows.jsonl", "".join(json.dumps(row(chance)) + "\n" for _ in range(ROWS)))
+    write_text(folder / "rows.jsonl", "".join(json.dumps(row(chance)) + "\n" for _ in range(25 * batch)))
     settings = {
         "model": {"name": str(model), "max_seq_len": 2048},
         "tuning": {"mode": "lora", "lora": {"r": 16, "alpha": 32}},
         "data": {"train_path": str(folder / "rows.jsonl"), "overlong": "drop"},
-        "train": {"global_batch_size": 64, "max_steps": 12, "loss_on": "all", "eval_strategy": "no", "save_strategy": "no"},
+        "train": {"global_batch_size": batch, "max_steps": 12, "loss_on": "all", "eval_strategy": "no", "save_strategy": "no"},
     }
     write_json(folder / "8b.yaml", settings)  # JSON is YAML
 

@@ -162,22 +162,24 @@ class Lab:
     folder: Path
     card: str
     memory_bytes: int
-    tiny: Path | None = None
-    """A small model in place of both, on a CPU: proves the steps, not a card."""
+    small: Path | None = None
+    """A model in place of SmolLM2-135M-Instruct."""
+    on_cpu: bool = False
+    """Then the large model is tiny, too: this proves the steps, and no card."""
     deadline: float = 0.0
 
     def words(self, one: Training) -> dict[str, str]:
         """Returns the variables of a training."""
         words = {"CONFIG": str(self.folder / "8b.yaml") if one.large else "configs/quickstart.yaml", **one.words}
         if one.large and self.memory_bytes < FORTY_GIB * GIB:
-            words["TRAIN_BATCH_SIZE"] = "1"  # the goals of such cards are bounds on memory, too
-        if self.tiny and not one.large:
-            words["MODEL_NAME"] = str(self.tiny)
+            words.setdefault("TRAIN_BATCH_SIZE", "1")  # the goals of such cards are bounds on memory, too
+        if self.small and not one.large:
+            words["MODEL_NAME"] = str(self.small)
         return words
 
     def needs(self, gib: int) -> None:
         """Raises `SkippedError` on a smaller card."""
-        if not self.tiny and self.memory_bytes < gib * GIB:
+        if not self.on_cpu and self.memory_bytes < gib * GIB:
             raise SkippedError(f"needs a card of {gib} GiB")
 
     def call(
@@ -205,9 +207,12 @@ class Lab:
                     process.wait()
             out.seek(0)
             err.seek(0)
+            said = out.read(), err.read()
+            if process.returncode:
+                sys.stderr.write(f"{' '.join(words)}: code {process.returncode}\n{said[1][-2000:]}\n")
             if late:
                 raise StepError(f"`{' '.join(words[:4])}` was stopped: the step's time was over")
-            return process.returncode, out.read(), err.read()
+            return process.returncode, *said
 
     def program(self, command: str, words: Mapping[str, str], env: Mapping[str, str] | None = None) -> str:
         """Runs `python -m sft_play COMMAND NAME=value ...`, which must end with 0, and returns its stdout."""
@@ -291,8 +296,8 @@ def machine(lab: Lab) -> Iterator[Row]:
 
 def large_model(lab: Lab) -> Iterator[Row]:
     """Writes the 8B model and its rows."""
-    words = [f"{name}={value}" for name, value in (TINY_SHAPE if lab.tiny else SHAPE).items()]
-    code, _, err = lab.call("-m", "benchmarks.acceptance_model", str(lab.folder), str(lab.tiny or embedded_folder()), *words)
+    words = [f"{name}={value}" for name, value in (TINY_SHAPE if lab.on_cpu else SHAPE).items()]
+    code, _, err = lab.call("-m", "benchmarks.acceptance_model", str(lab.folder), str(lab.small or embedded_folder()), *words)
     if code:
         raise StepError(last_error(err))
     size = sum(path.stat().st_size for path in (lab.folder / "m8b").glob("*.safetensors"))
@@ -432,7 +437,7 @@ def calibrated(lab: Lab) -> Iterator[Row]:
 def beside_trl(lab: Lab) -> Iterator[Row]:
     """Training time beside TRL's `SFTTrainer` with its defaults: the same ragged rows, order and adapters."""
     require("trl")
-    run = lab.train("8B LoRA, 4 rows a step" if lab.tiny or lab.memory_bytes >= FORTY_GIB * GIB else "LoRA, 4 rows a step")
+    run = lab.train("8B LoRA, 4 rows a step" if lab.on_cpu or lab.memory_bytes >= FORTY_GIB * GIB else "LoRA, 4 rows a step")
     losses = list(run.column("loss").values())
     with tempfile.TemporaryDirectory(dir=lab.folder) as scratch:
         spec, result = Path(scratch) / "spec.json", Path(scratch) / "result.json"
