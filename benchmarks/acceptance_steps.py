@@ -172,7 +172,10 @@ class Lab:
         """Returns the variables of a training."""
         words = {"CONFIG": str(self.folder / "8b.yaml") if one.large else "configs/quickstart.yaml", **one.words}
         if one.large and self.memory_bytes < FORTY_GIB * GIB:
-            words.setdefault("TRAIN_BATCH_SIZE", "1")  # the goals of such cards are bounds on memory, too
+            words = {
+                "TRAIN_BATCH_SIZE": "1",
+                "TRAIN_GRADIENT_CHECKPOINTING": "true",
+            } | words  # their goals are bounds on memory, too
         if self.small and not one.large:
             words["MODEL_NAME"] = str(self.small)
         return words

@@ -11,6 +11,8 @@ from benchmarks.acceptance import main, page
 from benchmarks.acceptance_model import SHAPE, make
 from benchmarks.acceptance_steps import GIB, TINY_SHAPE, TRAININGS, Lab
 from tests.conftest import ROOT, Done, Program, called, environment
+from tests.emulated.machines import on_machine
+from tests.nvml_double import emulated
 
 
 @pytest.fixture
@@ -33,6 +35,15 @@ def test_without_a_gpu_it_says_so_and_changes_nothing(accept, tmp_path: Path) ->
 def test_unknown_steps_and_arguments_are_refused(accept, words: list[str]) -> None:
     done = accept(*words)
     assert done.code == 2 and words[0].partition("=")[0] in done.err
+
+
+def test_a_smaller_card_skips_what_does_not_fit_it(cache: Path, tmp_path: Path) -> None:
+    words = ["STEPS=10,15", f"FOLDER={tmp_path}", f"WRITE={tmp_path / 'page.md'}", "COMMIT=abc"]
+    with on_machine(environment(cache, tmp_path, emulated(tmp_path, "rtx4090"))):
+        assert main(words) == 0
+    text = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert "NVIDIA GeForce RTX 4090, 24.0 GiB, driver 580.65.06, " in text
+    assert "skipped: needs a card of 100 GiB (0 of 240 s, " in text and ", commit abc)" in text
 
 
 @pytest.mark.slow
