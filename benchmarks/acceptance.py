@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from sft_play.files import read_json, write_json, write_text
 from sft_play.plan.catalogue import find_card
 from sft_play.plan.detect import cpu_threads
 from sft_play.plan.gpu_info import gpu_facts
+from sft_play.runs.origin import git_state
 
 DEFAULTS = {"STEPS": "", "FOLDER": ".cache/acceptance", "WRITE": "docs/benchmarks-gpu.md", "COMMIT": "", "SMALL": ""}
 MOST_SECONDS = 25 * 60
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     results = read_json(kept) if kept.is_file() else {}
     if results.get("machine") != machine:  # figures of another card or of other versions do not belong into this table
         results = {"machine": machine, "steps": {}}
-    commit, end = options["COMMIT"] or head(), time.monotonic() + MOST_SECONDS
+    commit, end = options["COMMIT"] or commit_here(), time.monotonic() + MOST_SECONDS
     for number in chosen:
         result = run_step(lab, STEPS[number], end) | {"date": time.strftime("%Y-%m-%d"), "commit": commit}
         print(f"{number:>2}  {STEPS[number].title}: {result['state']}, {result['seconds']:.0f} s", file=sys.stderr, flush=True)
@@ -106,13 +106,10 @@ def describe(card: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     return f"{card['name']}, {card['memory_bytes'] / GIB:.1f} GiB, driver {facts['driver']}, {cpu_threads()} cores; {versions}"
 
 
-def head() -> str:
-    """Returns the commit of this project's files, `-dirty` after it where files differ from it; `unknown` where git does not say."""
-    words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+def commit_here() -> str:
+    """Returns the commit of this project's files, marked where files differ from it; `unknown` in a copy without git."""
+    state = git_state()
+    return f"{state['commit'][:10]}{'-dirty' if state['dirty'] else ''}" if state else "unknown"
 
 
 def page(results: Mapping[str, Any]) -> str:

@@ -28,14 +28,9 @@ GIB, MIB = 2**30, 2**20
 TINY_SHAPE = {"layers": 2, "hidden": 64, "inner": 128, "heads": 4, "kv_heads": 2, "vocabulary": 1024}
 SHORT = {"TRAIN_MAX_STEPS": "10", "TRAIN_SAVE_STRATEGY": "no"}
 COMPARED = {
-    "TRAIN_BATCH_SIZE": str(BATCH_SIZE),
-    "TRAIN_GLOBAL_BATCH_SIZE": str(BATCH_SIZE),
-    "TRAIN_MAX_STEPS": "12",
-    "TRAIN_LEARNING_RATE": str(LEARNING_RATE),
-    "TRAIN_LR_SCHEDULER_TYPE": "constant",
-    "TRAIN_WARMUP_STEPS": "0",
-    "TRAIN_SAVE_STRATEGY": "no",
-}
+    "TRAIN_BATCH_SIZE": str(BATCH_SIZE), "TRAIN_GLOBAL_BATCH_SIZE": str(BATCH_SIZE), "TRAIN_LEARNING_RATE": str(LEARNING_RATE),
+    "TRAIN_LR_SCHEDULER_TYPE": "constant", "TRAIN_WARMUP_STEPS": "0", "TRAIN_MAX_STEPS": "12", "TRAIN_SAVE_STRATEGY": "no",
+}  # fmt: skip
 """What the other trainers of `benchmarks.training` do."""
 PACKED = {"TRAIN_PACKING": "on", "TRAIN_SAVE_STRATEGY": "no"}
 FORTY_GIB, HUNDRED_GIB = 40, 100
@@ -70,7 +65,7 @@ TRAININGS: Mapping[str, Training] = {
     "full": Training(SHORT | {"TUNING_MODE": "full", "TRAIN_LEARNING_RATE": "1e-4"}),
     "fp16": Training(SHORT | {"TRAIN_FP16": "true", "TRAIN_BF16": "false"}),
     "recomputation": Training(SHORT | {"TRAIN_GRADIENT_CHECKPOINTING": "true"}),
-    "whole": Training({"TRAIN_MAX_STEPS": "60"}),
+    "undisturbed": Training({"TRAIN_MAX_STEPS": "60"}),
     "stopped": Training({"TRAIN_MAX_STEPS": "60"}),
     "8B LoRA": Training(large=True),
     "8B LoRA, sdpa": Training({"MODEL_ATTN_IMPLEMENTATION": "sdpa"}, large=True),
@@ -119,7 +114,7 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured, beside its bound."""
+    """One measurement with its bound."""
 
     what: str
     measured: str
@@ -225,7 +220,7 @@ class Lab:
         return out
 
     def train(self, name: str, env: Mapping[str, str] | None = None) -> Run:
-        """Trains anew and returns the run; a full model's weights are removed again, since disks are small."""
+        """Starts a new run under this name and returns it; 8B weights that it wrote are removed, since disks are small."""
         one, run = TRAININGS[name], Run(self.folder / "runs" / slug(name))
         shutil.rmtree(run.folder, ignore_errors=True)
         self.program(one.command, self.words(one) | {"RUN_NAME": slug(name)}, {**(HIDDEN if one.cpu else {}), **(env or {})})
@@ -315,28 +310,28 @@ def gpu_tests(lab: Lab) -> Iterator[Row]:
 
 
 def attention(lab: Lab) -> Iterator[Row]:
-    """Packed rows under each attention, beside unpacked rows and eager attention."""
+    """Packed rows under each attention, compared with unpacked rows under eager attention."""
     alone, names = lab.train("unpacked"), [name for name in TRAININGS if name.startswith("packed")]
     if importlib.util.find_spec("flash_attn") is None:
         names.remove("packed, flash_attention_2")
         yield Row("packed, flash_attention_2", "skipped: `flash_attn` is not installed")
 
     def rows(name: str, run: Run) -> Iterator[Row]:
-        yield close(f"{name}, beside unpacked", run, alone, 3e-2)
+        yield close(f"{name}, and unpacked", run, alone, 3e-2)
         yield Row(f"{name}: tokens/s", f"{run.tokens_per_second:,.0f}")
 
     yield from each(lab, names, rows)
 
 
-def beside_cpu(lab: Lab) -> Iterator[Row]:
+def both_devices(lab: Lab) -> Iterator[Row]:
     """The same 30 steps on the card and on the processor."""
     cpu = lab.train("cpu")
-    yield from each(lab, ["fp32", "bf16"], lambda name, run: iter([close(f"{name} beside a CPU", run, cpu, CURVE[name])]))
+    yield from each(lab, ["fp32", "bf16"], lambda name, run: iter([close(f"{name} on GPU and CPU", run, cpu, CURVE[name])]))
 
 
 def resumed(lab: Lab) -> Iterator[Row]:
-    """SIGTERM after step 15, then `make resume`, beside an undisturbed run."""
-    whole, run = lab.train("whole"), Run(lab.folder / "runs" / "stopped")
+    """SIGTERM after step 15, then `make resume`, compared with an undisturbed run."""
+    undisturbed, run = lab.train("undisturbed"), Run(lab.folder / "runs" / "stopped")
     shutil.rmtree(run.folder, ignore_errors=True)
     words = [f"{name}={value}" for name, value in (lab.words(TRAININGS["stopped"]) | {"RUN_NAME": "stopped"}).items()]
     code, _, err = lab.call("-m", "sft_play", "train", *words, stop=lambda: max(run.column("loss"), default=0) >= 15)
@@ -344,7 +339,7 @@ def resumed(lab: Lab) -> Iterator[Row]:
     if code != 143:
         raise StepError(last_error(err))
     lab.program("resume", {"RUN": "stopped"})
-    yield close("resumed beside undisturbed", run, whole, 1e-3)
+    yield close("resumed and undisturbed", run, undisturbed, 1e-3)
 
 
 def allocated(plan: Mapping[str, Any]) -> int:
@@ -353,7 +348,7 @@ def allocated(plan: Mapping[str, Any]) -> int:
 
 
 def predicted(lab: Lab, *names: str) -> Iterator[Row]:
-    """Memory by trace beside two real steps with the longest rows (a probe), whose own record must not correct the trace."""
+    """Memory by trace and in two real steps with the longest rows (a probe), whose record must not correct the trace."""
     probes = Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play") / "probes"
     for name in names:
         words, before = lab.words(TRAININGS[name]), set(probes.glob("*.json"))
@@ -367,13 +362,13 @@ def predicted(lab: Lab, *names: str) -> Iterator[Row]:
 
 
 def large_memory(lab: Lab) -> Iterator[Row]:
-    """Predicted beside measured, 8B."""
+    """The same for 8B."""
     lab.needs(FORTY_GIB)
     yield from predicted(lab, "8B LoRA", "8B QLoRA", *(["8B full"] if lab.memory_bytes >= HUNDRED_GIB * GIB else []))
 
 
 def fast(lab: Lab, gib: int, *names: str) -> Iterator[Row]:
-    """Tokens/s beside plan and goal, and MFU: 6 operations a weight and token, 4 for adapters, and those of causal attention."""
+    """Tokens/s with plan and goal, and MFU: 6 operations a weight and token, 4 for adapters, and those of causal attention."""
     lab.needs(gib)
     key, card = find_card(lab.card) or ("", None)
 
@@ -408,7 +403,7 @@ def out_of_memory(lab: Lab) -> Iterator[Row]:
 
 
 def evaluation(lab: Lab) -> Iterator[Row]:
-    """Scores of the card beside the processor's, answers a second, answers while training, a chat."""
+    """Scores on GPU and CPU, answers a second, answers while training, a chat."""
     found = []
     for name, env in (("fp32", {}), ("cpu", HIDDEN)):
         lab.trained(name)
@@ -418,7 +413,7 @@ def evaluation(lab: Lab) -> Iterator[Row]:
         ("ROUGE-L", [one["rougeL"]["mean"] for one in found], 0.02),
     ):
         yield Row(
-            f"{what} beside a CPU", ", ".join(f"{v:.4f}" for v in values), f"within {most}", abs(values[0] - values[1]) <= most
+            f"{what} on GPU and CPU", ", ".join(f"{v:.4f}" for v in values), f"within {most}", abs(values[0] - values[1]) <= most
         )
     yield Row("answers/s", f"{found[0]['speed']['answers_per_second']:.1f}")
     yield from each(lab, ["generating"], learns)
@@ -429,7 +424,7 @@ def evaluation(lab: Lab) -> Iterator[Row]:
 
 
 def calibrated(lab: Lab) -> Iterator[Row]:
-    """`make bench`, and its forecast beside its own steps."""
+    """`make bench`, and its forecast of its own steps."""
     lab.needs(FORTY_GIB)
     for row in json.loads(lab.program("bench", {"CONFIG": lab.words(TRAININGS["8B LoRA"])["CONFIG"], "JSON": "1"}))["rows"]:
         off = abs(row["ratio"] - 1) if row["ratio"] and row["what"].endswith("calibration") else None
@@ -437,8 +432,8 @@ def calibrated(lab: Lab) -> Iterator[Row]:
         yield Row(row["what"], f"{row['measured']:,.4g} {row['unit']}", bound, holds)
 
 
-def beside_trl(lab: Lab) -> Iterator[Row]:
-    """Training time beside TRL's `SFTTrainer` with its defaults: the same ragged rows, order and adapters."""
+def compared_with_trl(lab: Lab) -> Iterator[Row]:
+    """Training time compared with TRL's `SFTTrainer` with its defaults: the same ragged rows, order and adapters."""
     require("trl")
     run = lab.train("8B LoRA, 4 rows a step" if lab.on_cpu or lab.memory_bytes >= FORTY_GIB * GIB else "LoRA, 4 rows a step")
     losses = list(run.column("loss").values())
@@ -461,17 +456,17 @@ STEPS: Mapping[int, Step] = {
     1: Step("a model of 8B weights, made here", 150, large_model),
     2: Step("tests that need a GPU", 240, gpu_tests),
     3: Step("packing under each attention", 150, attention),
-    4: Step("losses beside a CPU's", 240, beside_cpu),
+    4: Step("losses on GPU and CPU", 240, both_devices),
     5: Step("nf4, int8, every weight, fp16, recomputation", 150, lambda lab: each(lab, MODES, learns)),
     6: Step("stop and resume", 120, resumed),
-    7: Step("memory, planned beside measured", 150, lambda lab: predicted(lab, "bf16", "recomputation", "full")),
+    7: Step("memory, planned and measured", 150, lambda lab: predicted(lab, "bf16", "recomputation", "full")),
     8: Step("8B: LoRA", 240, lambda lab: fast(lab, 20, "8B LoRA", "8B LoRA, sdpa", "8B LoRA, plain kernels")),
     9: Step("8B: QLoRA, nf4 and int8", 200, lambda lab: fast(lab, 12, "8B QLoRA", "8B QLoRA, int8")),
     10: Step("8B: every weight", 240, lambda lab: fast(lab, HUNDRED_GIB, "8B full")),
-    11: Step("8B: memory, planned beside measured", 240, large_memory),
+    11: Step("8B: memory, planned and measured", 240, large_memory),
     12: Step("out of memory, and the recovery", 120, out_of_memory),
-    13: Step("evaluation beside a CPU's", 180, evaluation),
+    13: Step("evaluation on GPU and CPU", 180, evaluation),
     14: Step("one rank under FSDP2 and ZeRO", 150, lambda lab: each(lab, SHARDED, learns)),
     15: Step("forecast by `make bench`", 180, calibrated),
-    16: Step("8B LoRA beside TRL", 300, beside_trl),
+    16: Step("8B LoRA compared with TRL", 300, compared_with_trl),
 }

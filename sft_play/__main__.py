@@ -210,10 +210,10 @@ MAKEFILE_TARGETS = {
     "test-all": "the long tests too",
     "test-gpu": "the tests that need a GPU",
     "accept-gpu": "on one GPU, offline, within 25 minutes: what works, how exactly, how fast; STEPS=8-12 for a part",
-    "bench-training": "training beside transformers' Trainer and TRL",
-    "bench-evaluation": "answers a second beside plain `generate`",
+    "bench-training": "training compared with transformers' Trainer and TRL",
+    "bench-evaluation": "answers a second compared with plain `generate`",
     "bench-saving": "what a checkpoint costs",
-    "bench-preparation": "rows prepared a second beside a plain `datasets.map`",
+    "bench-preparation": "rows prepared a second compared with a plain `datasets.map`",
     "render": "write every rendered file again",
     "format": "format the code",
 }

@@ -47,7 +47,7 @@ def test_a_smaller_card_skips_what_does_not_fit_it(cache: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_failed_step_is_told_and_a_later_call_adds_to_the_page(accept, tiny: Path, tmp_path: Path) -> None:
+def test_a_failed_step_is_reported_and_a_later_call_adds_to_the_page(accept, tiny: Path, tmp_path: Path) -> None:
     work, written = tmp_path / "work", tmp_path / "page.md"
     done = accept("STEPS=11", f"SMALL={tiny}")
     assert done.code == 1 and "8b.yaml" in written.read_text(encoding="utf-8"), "no step has made the model yet"
