@@ -22,7 +22,7 @@ override hash := \#
 # `VENV` stands in names of targets: no letter there that make or the shell reads. `$(value)` is what was typed; nothing expands it.
 override read_by_others := $$ " ' ` \ ; & | < > ( ) { } [ ] * ? ~ = : % $(hash)
 override wrong := $(strip $(if $(value VENV),,empty) $(foreach c,$(read_by_others),$(findstring $c,$(value VENV))) \
-	$(foreach c,blank tab newline,$(if $(findstring $($c),$(value VENV)),$c)))
+	$(if $(filter -%,$(value VENV)),- at its beginning) $(foreach c,blank tab newline,$(if $(findstring $($c),$(value VENV)),$c)))
 $(if $(wrong),$(error `VENV` is `$(value VENV)` (refused: $(wrong)); give a path without blanks and without letters that make or a shell reads))
 # $(call quoted,NAME) is a variable's value for the shell, letter for letter. A newline would begin another line of the recipe.
 override quoted = '$(subst ','\'',$(if $(findstring $(newline),$(value $1)),$(error `$1` holds a newline; write it on one line),$(value $1)))'

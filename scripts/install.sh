@@ -18,7 +18,7 @@ if [ ! -x "$venv/bin/python" ]; then
     echo "making a virtual environment in $venv"
     if ! "$python" -m venv "$venv"; then
         printf 'error: `%s -m venv` failed\n\nhint: on Debian and Ubuntu: apt-get install python3-venv\n' "$python" >&2
-        rm -rf "$venv"
+        rm -rf -- "$venv"
         exit 3
     fi
 fi

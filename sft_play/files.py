@@ -8,6 +8,7 @@ import glob
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, *, unique: bool = False) -> Any:
-    """Returns the parsed JSON of `path`; `unique` refuses an object that has a key twice. Raises `OSError` or `ValueError`."""
+    """Returns the parsed JSON of `path`; `unique` refuses an object that has a key twice. Raises `OSError` or `ValueError`.
+
+    Only plain files are read: a pipe or a device would never end.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique if unique else None)
     except RecursionError:

@@ -10,11 +10,11 @@ from sft_play.config.schema import DataSource
 from sft_play.data.arrow_read import saved_files
 from sft_play.data.documents import DOCUMENTS
 from sft_play.data.files_read import ENDINGS, TABLES, Placed, read_file
-from sft_play.data.inside import require_inside, root_of
 from sft_play.data.left import LeftOut
 from sft_play.data.select import select
 from sft_play.data.unpack import kind
 from sft_play.errors import DataError
+from sft_play.runs.inside import require_inside, root_of
 
 __all__ = ["BUILTIN", "LeftOut", "Placed", "files_of", "is_hub", "read_file", "read_source"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import lzma
 import shutil
 import tempfile
@@ -15,6 +16,8 @@ from typing import IO, Any, cast
 
 from sft_play.errors import DataError, first_line
 
+LEAST_UNPACKED, MOST_EXPANSION = 64 * 2**20, 200
+"""Bytes that any compressed file may unpack to, and the largest ratio beyond them. Text shrinks to a tenth, repeated rows to a fiftieth."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Endings of compressed files, after the ending of what is in them: `rows.jsonl.gz`."""
 
@@ -35,25 +38,43 @@ def is_compressed(path: Path) -> bool:
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """Opens a file for reading its uncompressed bytes from the first to the last. Raises `OSError`."""
-    ending = path.suffix.lower()
-    if ending == ".gz":
-        return cast(IO[bytes], gzip.open(path, "rb"))
-    if ending == ".bz2":
-        return cast(IO[bytes], bz2.open(path, "rb"))
-    if ending == ".xz":
-        return cast(IO[bytes], lzma.open(path, "rb"))
-    if ending == ".zst":
-        return _open_zstd(path)
-    return path.open("rb")
+    """Opens a file for reading its uncompressed bytes from the first to the last. Raises `OSError`; reading may raise `DataError`."""
+    openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+    opener = openers.get(path.suffix.lower())
+    return path.open("rb") if opener is None else io.BufferedReader(_Unpacked(path, cast(Any, opener)(path)), 1 << 18)
 
 
-def _open_zstd(path: Path) -> IO[bytes]:
-    import io
-
+def _open_zstd(path: Path) -> Any:
     import pyarrow
 
-    return io.BufferedReader(cast(Any, pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")), 1 << 16)
+    return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+
+
+class _Unpacked(io.RawIOBase):
+    """What a compressed file holds, up to a size that rows and documents can have: a few bytes must not become all of the memory."""
+
+    def __init__(self, path: Path, stream: IO[bytes]) -> None:
+        self._path, self._stream = path, stream
+        self._left = max(LEAST_UNPACKED, MOST_EXPANSION * path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises `DataError` beyond `MOST_EXPANSION` times the compressed size."""
+        block = self._stream.read(len(buffer))
+        self._left -= len(block)
+        if self._left < 0:
+            raise DataError(
+                f"unpacks to more than {MOST_EXPANSION} times its size, as no text does", place=str(self._path),
+                hint="unpack it yourself, if you trust it, and name the result",
+            )  # fmt: skip
+        buffer[: len(block)] = block
+        return len(block)
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
 
 
 @contextmanager

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 from sft_play.errors import CheckpointError, DataError
+from sft_play.files import read_json
+from sft_play.runs.inside import require_plain
 from sft_play.runs.states_facts import is_state_file
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+SETTINGS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "adapter_config.json")
 LFS_POINTER = b"version https://git-lfs"
 HEADER_LIMIT = 100 * 2**20
 """The safetensors format allows no longer header."""
@@ -23,6 +26,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def check_folder(folder: Path, place: str) -> None:
     """Raises `DataError` (its place is `place`: the folder, or the hub id) when the model cannot be loaded from `folder`."""
+    require_plain(folder)
     _check_config(folder, place)
     _check_weights(folder, place)
     if not any((folder / name).is_file() for name in TOKENIZERS):
@@ -30,8 +34,12 @@ def check_folder(folder: Path, place: str) -> None:
 
 
 def check_trained(folder: Path) -> None:
-    """Raises `CheckpointError` for a weight file of a run's model or adapter that is cut short or no safetensors file, and for an
-    index that names files elsewhere."""
+    """Raises `CheckpointError` for a weight file of a run's model or adapter that is cut short or no safetensors file, for an
+    index that names files elsewhere, and for files that are no plain files of this folder."""
+    try:
+        require_plain(folder)
+    except DataError as error:
+        raise CheckpointError(error.message, place=error.place, hint=error.hint) from None
     for index in sorted(folder.glob("*.index.json")):
         if (outside := _outside(_indexed(index))) is not None:
             raise CheckpointError(f"names `{outside}`, which is not in the folder", place=str(index))
@@ -51,10 +59,16 @@ def _check_config(folder: Path, place: str) -> None:
             hint="set `model.name` to the base model" if adapter else "a model folder holds config.json, weights and a tokenizer",
         )
     refuse_embedded_adapter(folder, place)
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"is not JSON: {error}", place=str(path)) from None
+    parsed = {}
+    for one in (
+        path,
+        *(folder / name for name in SETTINGS),
+    ):  # transformers reads them all, and ends in a traceback where one is no JSON
+        try:
+            parsed[one.name] = read_json(one) if one.is_file() else None
+        except ValueError as error:
+            raise DataError(f"is not JSON: {error}", place=str(one)) from None
+    config = parsed[path.name]
     if not isinstance(config, dict) or "model_type" not in config:
         raise DataError("names no `model_type`, so transformers cannot load it", place=str(path))
 
@@ -87,8 +101,8 @@ def _check_weights(folder: Path, place: str) -> None:
 def _indexed(index: Path) -> set[str]:
     """Returns the weight files that an index names. Raises `DataError` for what is no index."""
     try:
-        named = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        named = set(read_json(index)["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
         named = {None}
     if not all(isinstance(name, str) for name in named):
         raise DataError("is not an index of weight files", place=str(index), hint="fetch it again")
@@ -115,7 +129,7 @@ def refuse_untrusted_code(folder: Path, place: str) -> None:
     Asked where `model.trust_remote_code` is false, before anything is launched. The tokenizer's code: `model.tokenizer.load_tokenizer`.
     """
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        config = read_json(folder / "config.json")
         mapped, kind = set(config.get("auto_map") or ()), str(config.get("model_type"))
     except (OSError, ValueError, AttributeError, TypeError):
         return  # `check_folder` says so
@@ -150,7 +164,7 @@ def refuse_foreign_code(folder: Path) -> None:
     """
     for path in (folder / "config.json", folder / "tokenizer_config.json"):
         try:
-            named = json.loads(path.read_bytes()).get("auto_map") or {}
+            named = read_json(path).get("auto_map") or {}
         except (OSError, ValueError, AttributeError):
             continue
         entries = named.values() if isinstance(named, dict) else [named]
@@ -179,7 +193,7 @@ def _damage(path: Path) -> tuple[str, str] | None:
         try:
             header = json.loads(stream.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             return "is not a safetensors file", "fetch it again"
     wanted = 8 + length + max(ends, default=0)
     return (f"is cut short: {size:,} of {wanted:,} bytes", "fetch it again") if size < wanted else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.states_facts import is_state_file
-from sft_play.runs.weights import kind_of, label_of
+from sft_play.runs.weights import kind_of, label_of, model_files
 
 Say = Callable[[str], None]
 
@@ -36,8 +35,6 @@ ROUNDED = 0.05
 """The same for weights that are rounded to 16 bits when they are saved."""
 PROMPTS = ("What is a file?", "Write one line of Python that adds two numbers.", "Name three colours, and say which you like.")
 """What both models are asked for their comparison."""
-LEFT_BEHIND = ("optimizer-", "rng-", "states.json", "trainer_state")
-"""Beginnings of names in a checkpoint that are no part of a model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,10 +91,8 @@ def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
     checked_base(weights, settled, Plan.load(run.plan), prepared, "merge")
     size = sum(p.stat().st_size for p in weights.iterdir() if p.is_file())
     _require_disk(partial, size)
-    for path in weights.iterdir():
-        foreign = path.suffix in (".pt", ".pth", ".bin", ".pkl")  # no run writes a pickle, so none goes into what is published
-        if path.is_file() and not foreign and not path.name.startswith((*LEFT_BEHIND, "manifest")):
-            shutil.copy2(path, partial / path.name)
+    for path in model_files(weights):
+        shutil.copy2(path, partial / path.name)
     own = has_tokenizer(partial)
     source, chat = (partial, None) if own else (Path(prepared.model.path), prepared.model.chat)
     tokenizer = load_tokenizer(source, chat, trust=settled.model.trust_remote_code)
@@ -241,7 +236,7 @@ def _compare(found: list[Any], wanted: list[Any], allowed: float, what: str) -> 
 
 def stored_dtype(folder: Path) -> str:
     """Returns the type that a folder's weights are kept in, by its `config.json`; `float32` when it does not say."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     text = config.get("text_config") or {}
     name = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32")
     return name if name in ("float32", "bfloat16", "float16") else "float32"

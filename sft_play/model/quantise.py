@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from sft_play.config.schema import TuningConfig
 from sft_play.errors import HardwareError, UserError
+from sft_play.files import read_json
 from sft_play.plan.backends import conflict_for
 from sft_play.plan.plan import Plan
 
@@ -26,7 +26,7 @@ _LIBRARIES = {
 
 def quantisation_of(folder: Path) -> dict[str, Any] | None:
     """Returns the `quantization_config` that a model folder comes with, or `None` for plain weights."""
-    value = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    value = read_json(folder / "config.json")
     found = value.get("quantization_config") or (value.get("text_config") or {}).get("quantization_config")
     return dict(found) if found else None
 

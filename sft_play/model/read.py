@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, HardwareError
@@ -37,14 +37,17 @@ def read_model(
         arguments["quantization_config"] = quantization_config
     if settings.trust_remote_code:
         refuse_foreign_code(folder)
+    trusted = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True}
     try:
+        # Read first: `_attn_implementation` in a `config.json` would overrule the argument below, which it does not overrule here.
+        config = AutoConfig.from_pretrained(str(folder), **trusted)
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder),
+            config=config,
             dtype=dtype,
             attn_implementation=attention,
-            trust_remote_code=settings.trust_remote_code,
-            local_files_only=True,
             output_loading_info=True,
+            **trusted,
             **arguments,
         )
     except pickle.UnpicklingError as error:  # torch's `weights_only`: nothing of the file has run

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import ModelConfig
+from sft_play.files import read_json
 from sft_play.plan.scratch import is_scratch, scratch_architecture
 from sft_play.plan.shape import ModelShape, config_file, shape_of
 from sft_play.runs.prepared import Prepared
@@ -27,7 +27,7 @@ def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dic
     else:
         path = config_file(model)
     if path is not None and path.is_file():
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = read_json(path)
         return found
     return from_shape(shape_of(model))
 

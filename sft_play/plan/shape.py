@@ -11,6 +11,7 @@ from typing import Any
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError
+from sft_play.files import read_json
 from sft_play.plan.hub import hub_reachable
 from sft_play.plan.scratch import is_scratch, scratch_architecture
 
@@ -148,7 +149,7 @@ def config_file(model: ModelConfig) -> Path | None:
 def shape_from_file(path: Path) -> ModelShape:
     """Returns the shape that a `config.json` describes. Raises `DataError`."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         if not isinstance(config, dict):
             raise ValueError("it holds no JSON object")
         return shape_from_config(config)

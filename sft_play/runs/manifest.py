@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -156,7 +157,10 @@ def _hasher(algorithm: str) -> Any:
 
 def _wrong_size(folder: Path, name: str, facts: Facts) -> str | None:
     try:
-        size = (folder / name).stat().st_size
+        found = (folder / name).lstat()  # a link could lead anywhere, a pipe or a device has no end
+        if not stat.S_ISREG(found.st_mode):
+            return f"`{name}` is not a plain file"
+        size = found.st_size
         return None if size == facts["bytes"] else f"`{name}` has {size} bytes, not {facts['bytes']}"
     except FileNotFoundError:
         return f"`{name}` is missing"

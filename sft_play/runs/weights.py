@@ -14,6 +14,8 @@ from sft_play.runs.states_facts import is_state_file
 Kind = Literal["adapter", "full"]
 
 FULL = ("model.safetensors", "model.safetensors.index.json")
+PUBLISHED = (".safetensors", ".json", ".jinja", ".model", ".txt", ".md")
+OF_THE_CHECKPOINT = frozenset({"trainer_state.json", "manifest.json", "stamp.json", "states.json"})
 STEP_NAME = re.compile(r"step-[0-9]{1,9}")
 
 
@@ -79,6 +81,16 @@ def _inside(run: RunFolder, path: Path) -> Path | None:
 def _is_for_use(name: str) -> bool:
     """Whether a checkpoint's file is read to answer; states of optimizer and random numbers, far larger, are for resuming."""
     return "/" not in name and not is_state_file(name) and Path(name).suffix not in (".pt", ".pth", ".bin")
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Returns the files of trained weights that may be copied to what is published: no states, no pickles, no code, no links."""
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.suffix in PUBLISHED and path.is_file() and not path.is_symlink() and path.name not in OF_THE_CHECKPOINT
+        and not is_state_file(path.name)
+    )  # fmt: skip
 
 
 def kind_of(folder: Path) -> Kind | None:

@@ -16,7 +16,7 @@ from sft_play.files import append_json_line, read_json, sync_folder
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import sync_below, verify
 from sft_play.runs.space import describe, errno_of
-from sft_play.runs.states_facts import is_state_file
+from sft_play.runs.weights import model_files
 from sft_play.training.ranks import from_rank_0
 from sft_play.training.weights_out import gather_weights, write_weights
 
@@ -123,14 +123,7 @@ def write_model(run: RunFolder, trainer: SftTrainer, best: Path | None, weights:
 
 def copy_weights(checkpoint: Path, folder: Path) -> None:
     """Copies weights, configuration and tokenizer of a checkpoint; the states for resuming stay behind."""
-    left_out = {"trainer_state.json", "manifest.json", "stamp.json", "zero_to_fp32.py", "latest"}
-    for path in checkpoint.iterdir():
-        if (
-            path.is_file()
-            and path.name not in left_out
-            and path.suffix not in (".pt", ".pth", ".bin")
-            and not is_state_file(path.name)
-        ):
-            shutil.copy2(path, folder / path.name)
+    for path in model_files(checkpoint):
+        shutil.copy2(path, folder / path.name)
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError("the best checkpoint holds no weights", place=str(checkpoint))

@@ -128,7 +128,7 @@ def test_values_reach_the_program_letter_for_letter(goal: str, name: str, value:
         assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("value", [*AWKWARD, "", "a\tb", "a\nb", "~/v", "a:b", "a=b", "a%b", "(a", "a)"])
+@pytest.mark.parametrize("value", [*AWKWARD, "", "a\tb", "a\nb", "~/v", "a:b", "a=b", "a%b", "(a", "a)", "-x", "--help"])
 def test_a_folder_that_make_or_a_shell_would_read_is_refused(value: str) -> None:
     done = dry("config", f"VENV={value}")
     assert (done.returncode, done.stdout) == (2, "")

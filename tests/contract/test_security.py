@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+import os
 import pickle
 import re
+import shutil
 import socket
 import stat
 import subprocess
@@ -18,16 +23,18 @@ import pytest
 from sft_play.config.call import Override
 from sft_play.config.keys import extra_keys, schema_keys, variable_name
 from sft_play.config.load import load_config, read_config, save_config
-from sft_play.config.schema import DataSource
+from sft_play.config.names import mask
+from sft_play.config.schema import DataSource, ModelConfig
 from sft_play.config.types import options
 from sft_play.data.read import read_source
 from sft_play.errors import CheckpointError, DataError, UserError, without_tokens
-from sft_play.launch.environment import mask
+from sft_play.files import read_json
 from sft_play.launch.network import free_port
 from sft_play.model.folder import check_folder, check_trained, refuse_foreign_code, refuse_untrusted_code
+from sft_play.model.read import read_model
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import verify
-from sft_play.runs.weights import kind_of, weights_folder
+from sft_play.runs.manifest import damage, describe, verify
+from sft_play.runs.weights import kind_of, model_files, weights_folder
 from tests.conftest import Program, environment
 from tests.documents import ROOT
 from tests.pickles import Evil
@@ -427,16 +434,73 @@ def test_links_in_a_folder_of_data_do_not_lead_out(outside: Path) -> None:
     assert len(rows(folder)) == 2, "links inside are fine"
     (folder / "more.jsonl").symlink_to(outside)
     for source in (folder, f"{folder}/*.jsonl"):
-        with pytest.raises(DataError, match="outside of the source's folder"):
+        with pytest.raises(DataError, match="outside of the folder"):
             rows(source)
     (folder / "more.jsonl").unlink()
     (folder / "inner").symlink_to(outside.parent, target_is_directory=True)
     assert len(rows(folder)) == 2, "linked folders are not entered"
-    with pytest.raises(DataError, match="outside of the source's folder"):
+    with pytest.raises(DataError, match="outside of the folder"):
         rows(f"{folder}/*/secret.jsonl")
     (folder / "named").symlink_to(outside.parent)
     assert len(rows(folder / "rows.jsonl")) == 1
     assert len(rows(outside)) == 1, "what the user names is the user's wish"
+
+
+@pytest.mark.parametrize("name", ["LICENSE.txt", "notes.md"])
+def test_links_in_a_model_folder_do_not_lead_out(
+    name: str, tiny: Path, outside: Path, in_process: Program, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    (folder / name).symlink_to(outside)
+    for check in (lambda: check_folder(folder, "x"), lambda: check_trained(folder)):
+        with pytest.raises(UserError, match="outside of the folder"):
+            check()
+    assert model_files(folder) and name not in {path.name for path in model_files(folder)}
+
+
+def test_a_pipe_or_a_device_in_a_folder_ends_no_command_in_waiting(tiny: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    facts = describe(folder, [folder / "config.json"])
+    (folder / "extra.json").symlink_to("/dev/zero")
+    with pytest.raises(DataError, match="not a plain file"):
+        check_folder(folder, "x")
+    (folder / "extra.json").unlink()
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(CheckpointError, match="not a plain file"):
+        check_trained(folder)
+    with pytest.raises(OSError, match="not a plain file"):
+        read_json(folder / "config.json")
+    assert damage(folder, facts) == "`config.json` is not a plain file"
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors"])
+def test_nesting_without_end_is_one_clear_error(name: str, tiny: Path, in_process: Program, tmp_path: Path) -> None:
+    folder, deep = shutil.copytree(tiny, tmp_path / "model"), b"[" * 200_000
+    (folder / name).write_bytes(len(deep).to_bytes(8, "little") + deep if name.endswith("safetensors") else deep)
+    done = in_process("data", "CONFIG=quickstart", f"MODEL_NAME={folder}")
+    assert done.code == 4 and name in done.err and "Traceback" not in done.err, done.err
+
+
+def test_a_models_own_attention_setting_does_not_overrule_the_plan(tiny: Path, tmp_path: Path) -> None:
+    import torch
+
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"_attn_implementation": "a-stranger/kernel"}))
+    model = read_model(folder, ModelConfig(name="x"), dtype=torch.float32, attention="sdpa")
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("ending", "opener"), [(".gz", gzip.open), (".bz2", bz2.open), (".xz", lzma.open)])
+def test_a_few_bytes_do_not_become_all_of_the_memory(ending: str, opener: Any, tmp_path: Path) -> None:
+    path = tmp_path / f"rows.jsonl{ending}"
+    with opener(path, "wb") as stream:
+        for _ in range(70):
+            stream.write(b"x" * 2**20)
+    assert path.stat().st_size < 2**18
+    with pytest.raises(DataError, match="unpacks to more than 200 times its size"):
+        rows(path)
 
 
 def test_a_folder_that_is_itself_a_link_is_fine(outside: Path) -> None:
@@ -481,10 +545,7 @@ def test_a_saved_data_set_names_only_its_own_files(outside: Path) -> None:
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "..\\x.safetensors"])
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
 def test_an_index_names_only_files_beside_it(name: str, index: str, tiny: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for path in tiny.iterdir():
-        (folder / path.name).symlink_to(path)
+    folder = shutil.copytree(tiny, tmp_path / "model")
     check_folder(folder, "x")
     (folder / index).write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": name}}))
     with pytest.raises(DataError, match="which is not in the folder"):

@@ -25,8 +25,10 @@ CONNECT_SECONDS = 5
 OPTIONS = (
     "BatchMode=yes", "StrictHostKeyChecking=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=3", "ServerAliveCountMax=3",
     "LogLevel=ERROR", "ControlPath=none", "ClearAllForwardings=yes",
+    "ForwardAgent=no", "ForwardX11=no",
 )  # fmt: skip
-"""Connections of the user's own configuration that are shared or forward ports would outlive ours, or be refused the second time."""
+"""Connections of the user's own configuration that are shared or forward ports would outlive ours, or be refused the second time;
+a host that trains needs neither the user's keys nor their screen."""
 NO_FOLDER = 96
 """Exit code of `in_folder` where the folder is not there."""
 NOT_A_FOLDER = 95

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sft_play.errors import CheckpointError
+from sft_play.files import read_json
 from sft_play.runs.states_facts import optimizer_file
 from sft_play.training.states.pieces import Piece, reads
 
@@ -88,7 +89,7 @@ class _Weights:
         self._open: dict[str, Any] = {}
         index = checkpoint / "model.safetensors.index.json"
         if index.is_file():
-            self._files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            self._files = dict(read_json(index)["weight_map"])
         elif (checkpoint / "model.safetensors").is_file():
             self._files = dict.fromkeys(self._opened("model.safetensors").keys(), "model.safetensors")
 

@@ -1,4 +1,4 @@
-"""A folder or a pattern of data gives only files that really are where it says: a link in it must not bring in others."""
+"""A folder from elsewhere gives only plain files that really are in it: data, a model, a run. A link in it must not bring in others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WILD = "*?["
 
 
 def require_inside(files: Iterable[Path], root: Path) -> None:
-    """Raises `DataError` for a file that links lead out of `root`. Links into the hub's own cache, beside its snapshots, are its way.
+    """Raises `DataError` for a file that a link leads out of `root`. Links into the hub's own cache, beside its snapshots, are its way.
 
     Data come from strangers as folders and archives, and a link of theirs (`rows.jsonl -> /home/me/.ssh/id_ed25519`) would be trained on.
     """
@@ -24,9 +24,23 @@ def require_inside(files: Iterable[Path], root: Path) -> None:
         target = file.resolve() if file.is_symlink() else folder / file.name
         if not target.is_relative_to(base) and not _in_hub_cache(base, target):
             raise DataError(
-                f"is a link to `{target}`, which is outside of the source's folder", place=str(file),
-                hint="put a copy in its place, or name that file as a source of its own",
+                f"is a link to `{target}`, which is outside of the folder", place=str(file),
+                hint="put a copy of that file in its place, if it belongs there",
             )  # fmt: skip
+
+
+def require_plain(folder: Path) -> None:
+    """Raises `DataError` for a file directly in a model's or a run's folder that is a pipe or a device, or that leads out of it.
+
+    Each is read, hashed and perhaps copied to what is published: `LICENSE.txt -> /home/me/.ssh/id_ed25519`, `a.safetensors -> /dev/zero`.
+    """
+    files = [path for path in sorted(folder.iterdir()) if not path.is_dir()]
+    for path in files:
+        if path.exists() and not path.is_file():
+            raise DataError(
+                "is not a plain file", place=str(path), hint="a model is made of plain files: remove it, or fetch the model again"
+            )
+    require_inside(files, folder)
 
 
 def root_of(pattern: Path) -> Path:
