@@ -20,7 +20,8 @@ from sft_play.files import write_json
 from sft_play.launch.attempt import write_launch_files
 from sft_play.launch.environment import worker_environment
 from sft_play.launch.job import job_of
-from sft_play.launch.options import read_options
+from sft_play.launch.local import worker_arguments
+from sft_play.launch.options import CommandStrategy, read_options
 from sft_play.model.resolve import resolve_model
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -36,14 +37,19 @@ class Start:
 
     plan: Plan
     environment: Mapping[str, str]
+    arguments: Sequence[str]
+    """Of `accelerate launch`."""
     run: RunFolder
 
 
-def ready(path: Path, words: Sequence[str], environment: Mapping[str, str]) -> Start:
-    """Does what `make train WORDS` does before its workers start, with rows that are already prepared."""
+STRATEGIES: Mapping[str, CommandStrategy] = {"train": "single", "train-distributed": "auto", "train-fsdp": "fsdp2"}
+
+
+def ready(path: Path, command: str, words: Sequence[str], environment: Mapping[str, str]) -> list[Start]:
+    """Does what `make COMMAND WORDS` does before its workers start, with rows that are already prepared; returns one for each rank."""
     with on_machine(environment):
-        call = parse_call(["train", *words], COMMANDS)
-        options, loaded = read_options(call, call.load_config(), "single")
+        call = parse_call([command, *words], COMMANDS)
+        options, loaded = read_options(call, call.load_config(), STRATEGIES[command])
         job = job_of(call, loaded, options)
         run = RunFolder(path)
         path.mkdir(parents=True)
@@ -52,12 +58,19 @@ def ready(path: Path, words: Sequence[str], environment: Mapping[str, str]) -> S
         plan = job.plan(prepared)
         write_launch_files(job, plan, run)
         variables = worker_environment(plan, job.node, os.environ, cpu_threads=1).variables
-    return Start(plan=plan, environment=variables, run=run)
+    world = {"WORLD_SIZE": str(plan.world_size), "LOCAL_WORLD_SIZE": str(plan.world_size)} if plan.world_size > 1 else {}
+    ranks = [{**variables, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(plan.world_size)]
+    arguments = worker_arguments(run, job.node, plan=plan)[3:]
+    return [Start(plan=plan, environment=rank if world else variables, arguments=arguments, run=run) for rank in ranks]
 
 
 @contextlib.contextmanager
 def on_machine(environment: Mapping[str, str]) -> Iterator[None]:
-    """This process is on the machine that `environment` describes: a child would find the doubles by its `PYTHONPATH`."""
+    """This process is on the machine that `environment` describes, as a child of it would be; without `NVML_DOUBLE` it is this one."""
+    if "NVML_DOUBLE" not in environment:
+        with mock.patch.dict(os.environ, environment, clear=True):
+            yield
+        return
     machine = json.loads(Path(environment["NVML_DOUBLE"]).read_text(encoding="utf-8"))
     real, kernel = sys.modules.get("pynvml"), os.uname()
     named = os.uname_result((kernel[0], kernel[1], machine["release"] or kernel.release, *kernel[3:]))
@@ -71,17 +84,34 @@ def on_machine(environment: Mapping[str, str]) -> Iterator[None]:
             sys.modules["pynvml"] = real
 
 
-def steps(starts: Mapping[str, Start], cache: Path) -> dict[str, dict[str, Any]]:
-    """Runs the workers on fake GPUs, one process that imports torch for all; returns what each reports."""
-    folder = next(iter(starts.values())).run.path.parent
+def steps(starts: Mapping[str, Sequence[Start]], cache: Path) -> dict[str, list[dict[str, Any]]]:
+    """Runs the workers on fake GPUs, one process that imports torch for all; returns what each rank reports."""
     jobs = [
-        {"run": str(start.run.path), "environment": dict(start.environment), "report": str(folder / f"{name}.json")}
-        for name, start in starts.items()
+        {"run": str(start.run.path), "arguments": list(start.arguments), "environment": dict(start.environment),
+         "report": str(start.run.path / f"report-{rank}.json")}
+        for ranks in starts.values() for rank, start in enumerate(ranks)
     ]  # fmt: skip
-    write_json(folder / "jobs.json", jobs)
-    command = [sys.executable, "-m", "tests.fake_cuda.worker", str(compiled(cache)), str(folder / "jobs.json")]
+    path = next(iter(starts.values()))[0].run.path.parent / "jobs.json"
+    write_json(path, jobs)
+    command = [sys.executable, "-m", "tests.fake_cuda.worker", str(path), str(compiled(cache))]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=500, check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in starts}
+    found = iter([json.loads(Path(job["report"]).read_text(encoding="utf-8")) for job in jobs])
+    return {name: [next(found) for _ in ranks] for name, ranks in starts.items()}
+
+
+def step(start: Start) -> dict[str, Any]:
+    """Runs a worker on the devices that are here; returns what it reports."""
+    report, jobs = start.run.path / "report.json", start.run.path / "jobs.json"
+    job = {
+        "run": str(start.run.path),
+        "arguments": list(start.arguments),
+        "environment": dict(start.environment),
+        "report": str(report),
+    }
+    write_json(jobs, [job])
+    command = [sys.executable, "-m", "tests.fake_cuda.worker", str(jobs)]
+    subprocess.run(command, cwd=ROOT, env=start.environment, timeout=500, check=True)
+    return dict(json.loads(report.read_text(encoding="utf-8")))

@@ -32,11 +32,12 @@ class Case:
     """What is typed on a machine, and what must come of it."""
 
     machine: str
+    command: str = "train"
     words: tuple[str, ...] = ()
     shown: str | None = None
     """The user's `CUDA_VISIBLE_DEVICES`."""
-    sees: str = "GPU-0000"
-    """UUID of the only card that the worker sees."""
+    sees: tuple[str, ...] = ("GPU-0000",)
+    """UUIDs of the cards that each worker sees."""
     computes: str = "bfloat16"
     frozen: str | None = "bfloat16"
     layout: str = "flattened"
@@ -49,7 +50,8 @@ CASES = {
     "H200, every weight, recomputed": Case(
         machine="h200", words=("TUNING_MODE=full", "TRAIN_GRADIENT_CHECKPOINTING=true"), frozen=None
     ),
-    "4080 beside 4070": Case(machine="unlike_pair", sees="GPU-1111"),
+    "4080 beside 4070": Case(machine="unlike_pair", sees=("GPU-1111",)),
+    "two RTX 3090, a process each": Case(machine="rtx3090_pair", command="train-distributed", sees=("GPU-0000", "GPU-1111")),
 }
 
 
@@ -70,15 +72,15 @@ def machines(folder: Path, tiny: Path) -> Mapping[str, dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def starts(folder: Path, machines: Mapping[str, dict[str, str]]) -> Mapping[str, Start]:
+def starts(folder: Path, machines: Mapping[str, dict[str, str]]) -> Mapping[str, list[Start]]:
     return {
-        name: ready(folder / "runs" / name, [f"CONFIG={folder / 'train.yaml'}", *case.words], machines[name])
+        name: ready(folder / "runs" / name, case.command, [f"CONFIG={folder / 'train.yaml'}", *case.words], machines[name])
         for name, case in CASES.items()
     }
 
 
 @pytest.fixture(scope="module")
-def reports(starts: Mapping[str, Start], cache: Path) -> Mapping[str, dict[str, Any]]:
+def reports(starts: Mapping[str, list[Start]], cache: Path) -> Mapping[str, list[dict[str, Any]]]:
     import torch
 
     if torch.version.cuda:
@@ -90,52 +92,57 @@ each = pytest.mark.parametrize("name", CASES)
 
 
 @each
-def test_make_plan_says_what_make_train_does(name: str, folder: Path, machines: Any, starts: Mapping[str, Start]) -> None:
-    case, plan = CASES[name], starts[name].plan
+def test_make_plan_says_what_make_train_does(name: str, folder: Path, machines: Any, starts: Mapping[str, list[Start]]) -> None:
+    case, plan = CASES[name], starts[name][0].plan
+    words = [f"CONFIG={folder / 'train.yaml'}", *case.words, f"NUM_GPUS={plan.world_size}", "JSON=1"]
     with on_machine(machines[name]):
-        done = call_program(["plan", f"CONFIG={folder / 'train.yaml'}", *case.words, "NUM_GPUS=1", "JSON=1"], dict(os.environ))
+        done = call_program(["plan", *words], dict(os.environ))
     assert done.code == 0, done.err
-    shown = done.json
-    assert shown["strategy"] == plan.strategy == "single" and shown["device"] == "cuda"
-    for key in ("precision", "weights_dtype", "attn_implementation", "layout", "optim"):
-        assert shown[key] == getattr(plan, key), key
+    assert plan.device == "cuda" and plan.strategy == ("single" if case.command == "train" else "ddp")
+    for key in ("device", "strategy", "precision", "weights_dtype", "attn_implementation", "layout", "optim"):
+        assert done.json[key] == getattr(plan, key), key
     assert (plan.layout, plan.attn_implementation) == (case.layout, case.attention)
 
 
 @each
-def test_the_worker_goes_its_whole_road(name: str, reports: Mapping[str, Any], starts: Mapping[str, Start]) -> None:
-    report = reports[name]
-    assert "error" not in report, report["error"]
-    assert (report["code"], report["steps"]) == (0, STEPS)
-    assert starts[name].run.model.is_dir()
+def test_the_worker_goes_its_whole_road(name: str, reports: Any, starts: Mapping[str, list[Start]]) -> None:
+    for report in reports[name]:
+        assert "error" not in report, report["error"]
+        assert (report["code"], report["steps"]) == (0, STEPS)
+    assert starts[name][0].run.model.is_dir()
 
 
 @each
-def test_one_process_has_one_card(name: str, reports: Mapping[str, Any]) -> None:
-    report = reports[name]
-    assert report["visible"] == [CASES[name].sees]
-    assert (report["n_gpu"], report["wrapped"]) == (1, report["model"])
-    assert report["contexts"] in ([], [0])
+def test_one_process_has_one_card(name: str, reports: Any) -> None:
+    for rank, report in enumerate(reports[name]):
+        assert tuple(report["visible"]) == CASES[name].sees
+        assert report["n_gpu"] == 1
+        if len(reports[name]) == 1:
+            assert report["wrapped"] == report["model"]  # no nn.DataParallel
+        else:
+            assert report["ddp"]["device_ids"] == [rank]
 
 
 @each
-def test_everything_is_on_that_card_in_the_planned_types(name: str, reports: Mapping[str, Any]) -> None:
-    case, report = CASES[name], reports[name]
-    frozen = {f"frozen cuda:0 {case.frozen}"} if case.frozen else set()
-    assert set(report["parameters"]) == {"trained cuda:0 float32"} | frozen
-    assert set(report["states"]) == {"cuda:0 float32"}
-    for phase in ("forward", "backward"):
-        assert set(report["matmuls"][phase]) == {f"cuda {case.computes}"}, phase
-    assert report["scaler"] == ("GradScaler" if case.computes == "float16" else None)
-    assert (report["optimizer"], report["fused"]) == ("AdamW", True)
+def test_everything_is_on_that_card_in_the_planned_types(name: str, reports: Any) -> None:
+    case = CASES[name]
+    for rank, report in enumerate(reports[name]):
+        frozen = {f"frozen cuda:{rank} {case.frozen}"} if case.frozen else set()
+        assert set(report["parameters"]) == {f"trained cuda:{rank} float32"} | frozen
+        assert set(report["states"]) == {f"cuda:{rank} float32"}
+        for phase in ("forward", "backward"):
+            assert set(report["matmuls"][phase]) == {f"cuda {case.computes}"}, phase
+        assert report["mixed_precision"] == {"bfloat16": "bf16", "float16": "fp16"}[case.computes]
+        assert report["scaler"] == ("GradScaler" if case.computes == "float16" else None)
+        assert (report["optimizer"], report["fused"]) == ("AdamW", True)
 
 
 @each
-def test_the_host_waits_no_oftener_than_it_must(name: str, reports: Mapping[str, Any]) -> None:
-    waits = reports[name]["waits"]
-    copies = [wait for wait in waits if "send_to_device" in wait["where"]]
-    assert {wait["what"] for wait in copies} <= {"cpu to cuda", "cpu to cuda non_blocking"}
-    once_a_step = {wait["where"] for wait in waits if wait["phase"] in ("begin", "step") and wait["count"] >= STEPS} - {
-        copy["where"] for copy in copies
-    }
-    assert len(once_a_step) <= 13, "\n".join(sorted(once_a_step))
+def test_the_host_waits_no_oftener_than_it_must(name: str, reports: Any) -> None:
+    for report in reports[name]:
+        waits = [wait for wait in report["waits"] if wait["phase"] != "build"]
+        batches = [wait for wait in waits if "send_to_device" in wait["where"]]
+        assert {wait["what"] for wait in batches} <= {"cpu to cuda", "cpu to cuda non_blocking"}
+        places = {wait["where"] for wait in waits if wait["phase"] in ("begin", "step") and wait["count"] >= STEPS}
+        places -= {wait["where"] for wait in batches}
+        assert len(places) <= (13 if len(reports[name]) == 1 else 15), "\n".join(sorted(places))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections import Counter
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -69,3 +71,26 @@ def _answer(func: Any, tensor: Any) -> Any:
     if any(frame.filename.endswith(UNSET) for frame in traceback.extract_stack(limit=14)):
         return 0.0
     return False if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
+
+
+class DeviceWaits(ExitStack):
+    """As `Waits`, by what CUDA itself says on a real card (`torch.cuda.set_sync_debug_mode`): only `log` is filled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "build"
+        self.log: Counter[tuple[str, str, str]] = Counter()
+        self.matmuls: Counter[tuple[str, str]] = Counter()
+        self.attention: Counter[tuple[str, str]] = Counter()
+
+    def __enter__(self) -> Self:
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("warn")
+        self.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("always")
+        warnings.showwarning = self._said
+        return super().__enter__()
+
+    def _said(self, message: Any, _category: Any, filename: str, lineno: int, *_: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            self.log[self.phase, "wait", f"{filename}:{lineno}"] += 1

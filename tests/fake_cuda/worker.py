@@ -1,7 +1,8 @@
-"""`python -m tests.fake_cuda.worker GUARD JOBS.json`: runs the project's worker for each job, on that job's fake GPUs.
+"""`python -m tests.fake_cuda.worker JOBS.json [GUARD]`: runs the project's worker for each job, and reports what it had and where it waited.
 
-A job is {"run": folder, "environment": {...}, "report": file}; its machine is that of `NVML_DOUBLE`. torch and the worker's modules are
-imported once; then each job is a process of its own, forked from here, with the environment that the launch would give to its worker.
+A job is {"run": folder, "arguments": [of accelerate launch], "environment": {...}, "report": file}. With `GUARD` (see `guard.py`) it runs on
+the fake GPUs of the machine in `NVML_DOUBLE`: torch and the worker's modules are imported once, then each job is a process of its own,
+forked from here. Without, the file holds one job, which runs in this process on the devices that are really here.
 """
 
 from __future__ import annotations
@@ -14,65 +15,117 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 
-def main(guard: str, jobs: str) -> None:
+def main(jobs: str, guard: str = "") -> None:
     """Runs the jobs one after another; each writes its report."""
-    ctypes.CDLL(guard)  # before torch looks for its hooks
-    for module in ("sft_play.model.load", "sft_play.training.trainer"):
-        importlib.import_module(module)
+    if guard:
+        ctypes.CDLL(guard)  # before torch looks for its hooks
+        for module in ("sft_play.model.load", "sft_play.training.trainer"):
+            importlib.import_module(module)
     for job in json.loads(Path(jobs).read_text(encoding="utf-8")):
+        if not guard:
+            _end(job, fake=False)
         child = os.fork()
         if child == 0:
-            _end(job)
+            _end(job, fake=True)
         os.waitpid(child, 0)
 
 
-def _end(job: dict[str, Any]) -> None:
+def _end(job: dict[str, Any], *, fake: bool) -> NoReturn:
     """This job, in a process of its own; what goes wrong stands in its report."""
     log = os.open(f"{job['report']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.clear()
     os.environ.update(job["environment"])
+    os.environ.update(_launched(job["arguments"]))
     sys.path[:0] = [part for part in job["environment"].get("PYTHONPATH", "").split(":") if part]
     sys.modules.pop("pynvml", None)  # torch has imported the real one; the job's driver is the double on its path
     report: dict[str, Any] = {}
     try:
-        _run(job, report)
+        _run(job, report, fake=fake)
     except BaseException:  # noqa: BLE001 - all of it stands in the report
         report["error"] = traceback.format_exc()
     Path(job["report"]).write_text(json.dumps(report), encoding="utf-8")
     os._exit(0)
 
 
-def _run(job: dict[str, Any], report: dict[str, Any]) -> None:
-    """The worker's whole road, from its arguments to the published model."""
-    import torch
+def _launched(arguments: list[str]) -> dict[str, str]:
+    """Returns what `accelerate launch` with these arguments hands to its workers."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
+    options = _validate_launch_command(launch_command_parser().parse_args(arguments))[0]
+    if "WORLD_SIZE" not in os.environ:
+        return prepare_simple_launcher_cmd_env(options)[1]
+    return {
+        **prepare_multi_gpu_env(options),
+        **{name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+    }
+
+
+def _run(job: dict[str, Any], report: dict[str, Any], *, fake: bool) -> None:
+    """The worker's whole road, from its arguments to the published model."""
     import sft_play.train as worker
     from sft_play.runs.folder import RunFolder
     from sft_play.training.memory_errors import Activity
     from sft_play.training.requests import StopRequest
     from tests.fake_cuda.gpus import fake_gpus, visible
-    from tests.fake_cuda.waits import Waits
+    from tests.fake_cuda.waits import DeviceWaits, Waits
 
-    run, doing, waits = RunFolder(Path(job["run"])), Activity(), Waits()
-    cards = visible(json.loads(Path(os.environ["NVML_DOUBLE"]).read_text(encoding="utf-8")), os.environ)
-    report["visible"] = [card.uuid for card in cards]
-    with fake_gpus(cards) as asked, fake_weights(), watched(waits, report), waits:
+    run, doing, waits = RunFolder(Path(job["run"])), Activity(), Waits() if fake else DeviceWaits()
+    with ExitStack() as stack:
+        if fake:
+            cards = visible(json.loads(Path(os.environ["NVML_DOUBLE"]).read_text(encoding="utf-8")), os.environ)
+            report["visible"] = [card.uuid for card in cards]
+            report["contexts"] = stack.enter_context(fake_gpus(cards))
+            stack.enter_context(fake_peers(report))
+            stack.enter_context(fake_weights())
+        stack.enter_context(watched(waits, report))
+        stack.enter_context(waits)
         report["code"] = worker.work(run, None, None, doing, StopRequest(run=run, rank=0, doing=doing))
-    report["contexts"] = sorted(set(asked))
     report["waits"] = [{"phase": key[0], "what": key[1], "where": key[2], "count": count} for key, count in waits.log.items()]
     for name in ("matmuls", "attention"):
-        report[name] = {
-            phase: {what: n for (p, what), n in getattr(waits, name).items() if p == phase} for phase in ("forward", "backward")
-        }
-    assert torch.cuda.is_available() is False  # everything is put back
+        found = getattr(waits, name)
+        report[name] = {phase: {what: n for (p, what), n in found.items() if p == phase} for phase in ("forward", "backward")}
+
+
+@contextmanager
+def fake_peers(report: dict[str, Any]) -> Iterator[None]:
+    """Where there are several ranks, the others are not there: collective operations end at once, DDP averages nothing, nobody says anything."""
+    import torch
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    class Replica(torch.nn.Module):
+        """What the worker sees of `DistributedDataParallel`, whose C++ part would read the values of parameters."""
+
+        def __init__(self, module: Any, **named: Any) -> None:
+            super().__init__()
+            self.module = module
+            report["ddp"] = {
+                "device_ids": named["device_ids"],
+                "gradient_as_bucket_view": named.get("gradient_as_bucket_view", False),
+            }
+
+        def forward(self, *arguments: Any, **named: Any) -> Any:
+            return self.module(*arguments, **named)
+
+        def no_sync(self) -> Any:
+            return nullcontext()
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=int(os.environ["RANK"]), world_size=world)
+    with (
+        mock.patch("torch.nn.parallel.DistributedDataParallel", Replica),
+        mock.patch("sft_play.training.ranks._several", lambda: False),
+    ):
+        yield
 
 
 @contextmanager
@@ -195,4 +248,4 @@ def facts(trainer: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])
