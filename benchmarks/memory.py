@@ -28,6 +28,7 @@ CASES: Mapping[str, Sequence[str]] = {
     "LoRA, 8 rows, checkpointing": ["TRAIN_BATCH_SIZE=8", "TRAIN_GLOBAL_BATCH_SIZE=16", "TRAIN_GRADIENT_CHECKPOINTING=true"],
     "every weight, 2 rows": ["TUNING_MODE=full", "TRAIN_BATCH_SIZE=2", "TRAIN_GLOBAL_BATCH_SIZE=4"],
 }
+ALLOWED_BYTES = 100 * 2**20
 NOT_ALLOCATED = ("context", "fragmentation", "free")
 INTRODUCTION = """# Memory, planned beside measured
 
@@ -40,7 +41,7 @@ GPU: not measured yet (unverified); the same command fills the columns for alloc
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the table, and writes the page when asked; 1 when a growth is off by more than 10 %, or on a GPU more by 1 or 5 %."""
+    """Prints the table, and writes the page when asked; 1 where a difference exceeds the bounds of `compare`."""
     options = dict(argument.split("=", 1) for argument in arguments)
     document = options.pop("write", None)
     if options:
@@ -82,13 +83,16 @@ def plan(words: Sequence[str], source: str, environment: Mapping[str, str]) -> d
 
 
 def compare(name: str, found: Mapping[str, Mapping[str, int]], *, on_gpu: bool) -> tuple[str, bool]:
-    """Returns the table's row, and whether the growth agrees to 10 %, on a GPU allocated memory to 1 %, reserved and device memory to 5 %."""
+    """Returns the table's row, and whether the growth agrees to 10 %, on a GPU allocated memory to 2 %, reserved and device memory to 5 %.
+
+    On a GPU 100 MiB are always allowed: cuBLAS and cublasLt take workspaces for each thread that calls them.
+    """
     held, cells = True, [name]
-    of_a_gpu = ((_allocated, 0.01), (_reserved, 0.05), (_device, 0.05)) if on_gpu else ()
+    of_a_gpu = ((_allocated, 0.02), (_reserved, 0.05), (_device, 0.05)) if on_gpu else ()
     for quantity, bound in ((_growth, 0.1), *of_a_gpu):
         planned, measured = quantity(found["trace"]), quantity(found["probe"])
         cells += [f"{planned / GIB:.2f}", f"{measured / GIB:.2f}", f"{planned / measured - 1:+.1%}"]
-        held = held and abs(planned / measured - 1) <= bound
+        held = held and abs(planned - measured) <= max(bound * measured, ALLOWED_BYTES if on_gpu else 0)
     return "| " + " | ".join(cells) + " |", held
 
 

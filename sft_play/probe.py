@@ -5,6 +5,7 @@ It is the training worker with other rows: the same model, trainer and strategy,
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -48,6 +49,7 @@ def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity, req
     datasets.disable_progress_bars()
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
     check_launch(plan)
+    others = held_by_others()
     stamp = settle_stamp(run, config, plan, prepared, None)
     rank, _world = launched_world()
     rows = run.logs / f"probe-rows-rank{rank}"
@@ -62,19 +64,32 @@ def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity, req
     started = time.perf_counter()
     trainer.train()
     seconds = (time.perf_counter() - started) / trainer.state.global_step
-    write_json(run.logs / f"probe-rank{rank}.json", asdict(measured(rank, plan.ranks[rank].micro_batch, seconds)))
+    write_json(run.logs / f"probe-rank{rank}.json", asdict(measured(rank, plan.ranks[rank].micro_batch, seconds, others)))
     return 0
 
 
-def measured(rank: int, micro_batch: int, seconds: float) -> Probed:
-    """Returns the peaks of this process."""
+def held_by_others() -> int:
+    """Returns what is held of this rank's GPU before this process has a context there; 0 where NVML does not tell, as of a MIG slice."""
+    import pynvml
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    try:
+        return int(torch.cuda.device_memory_used(int(os.environ.get("LOCAL_RANK", "0"))))
+    except (pynvml.NVMLError, RuntimeError, ValueError):
+        return 0
+
+
+def measured(rank: int, micro_batch: int, seconds: float, others_bytes: int) -> Probed:
+    """Returns the peaks of this process, on a GPU where others held `others_bytes` before it began."""
     import torch
 
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return Probed(
             rank=rank, micro_batch=micro_batch, allocated_bytes=torch.cuda.max_memory_allocated(),
-            reserved_bytes=torch.cuda.max_memory_reserved(), device_bytes=total - free, seconds_per_step=seconds,
+            reserved_bytes=torch.cuda.max_memory_reserved(), device_bytes=total - free - others_bytes, seconds_per_step=seconds,
         )  # fmt: skip
     import resource
 

@@ -110,10 +110,15 @@ def deepspeed_settings(
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
         if stage == 3:
             zero["offload_param"] = {"device": "cpu", "pin_memory": device == "cuda"}
+    # By itself DeepSpeed reduces gradients and adds up those of micro-steps in the type of the weights, with 8 bits of mantissa.
+    exact = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}} if precision == "bf16" else {}
+    # Stage 1 would otherwise hold every weight's gradient in bf16 too until the backward pass ends.
+    at_once = {"immediate_grad_update": True} if exact and stage == 1 else {}
     return {
         **(batch.settings if batch else dict.fromkeys(BATCH_KEYS, "auto")),
+        **exact,
         "gradient_clipping": "auto" if clipping is None else clipping,
-        "bf16": {"enabled": precision == "bf16" if precision else "auto"},
+        "bf16": {"enabled": precision == "bf16" if precision else "auto", **at_once},
         "fp16": {"enabled": precision == "fp16" if precision else "auto"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,

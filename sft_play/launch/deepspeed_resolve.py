@@ -20,6 +20,7 @@ AGREED: Mapping[str, str] = {
     "gradient_clipping": "set `train.max_grad_norm`",
 }
 """Top-level numbers that the plan or the configuration decides, each with where."""
+OURS_UNLESS_TYPED = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type", "data_types")
 SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 SECTIONS_WITH_DEFAULTS = frozenset({"zero_optimization", "fp16", "bf16", "activation_checkpointing"})
 
@@ -43,8 +44,10 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
         work.agree(part, "enabled", ours[section]["enabled"], f"the plan's precision is {plan.precision}", section=section)
     work.leave_optimizer_out()
     work.leave_scheduler_out()
-    for key in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
-        work.settings.setdefault(key, ours[key])
+    for key in OURS_UNLESS_TYPED:
+        if key in ours:
+            work.settings.setdefault(key, ours[key])
+    work.settings["bf16"] = ours["bf16"] | work.settings["bf16"]
     work.fill_automatic(work.settings, ours, prefix="")
     raise_all(work.problems)
     return _whole_numbers(work.settings), work.notices

@@ -69,16 +69,23 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
     model = read_model(
         folder,
         config.model,
-        dtype=getattr(torch, plan.weights_dtype),
+        dtype=_held_dtype(plan),
         attention=plan.attn_implementation,
         quantization_config=settings,
-        device=_placement(plan),
+        # Shared out from the CPU layer by layer, since the whole quantised base need not fit on the card.
+        device="cpu" if settings is not None and plan.strategy == "fsdp2" else _placement(plan),
     )
     if settings is not None:
         plain = sum(model.get_parameter(name).numel() for name in lora.expert_names(model))
         if plain:
             tell(f"{plain:,} parameters of fused experts stay in {plan.weights_dtype}: bitsandbytes quantises linear layers only")
     return model
+
+
+def _held_dtype(plan: Plan) -> torch.dtype:
+    """Returns the type that weights are held in: DeepSpeed casts them before it makes its fp32 copy, so that nothing wider is of use."""
+    narrow = plan.strategy.startswith("zero") and plan.precision != "fp32"
+    return quantise.COMPUTE_TYPES[plan.precision] if narrow else getattr(torch, plan.weights_dtype)
 
 
 def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:

@@ -19,6 +19,7 @@ from sft_play.plan.layouts import (
     WITHOUT_FLASH_ATTENTION,
     WITHOUT_SDPA,
 )
+from sft_play.plan.memory import ADAM_MOMENTS, Setup, trainable_parameters, trained_bytes
 from sft_play.plan.plan import Precision, Strategy
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
@@ -32,6 +33,8 @@ GPU_ONLY_OPTIMIZERS = {
     "rmsprop_bnb_32bit": "rmsprop",
 }  # fmt: skip
 """Optimizers that need a GPU -> the nearest one that runs on a CPU."""
+LARGE_STATES = 0.03
+"""Share of a card's memory above which adapters' states are worth bitsandbytes' paged ones, which wait for the card after every tensor."""
 ADAPTER_RATE, FULL_RATE, SCRATCH_RATE = 2e-4, 2e-5, 6e-4
 
 Reasons = list[str]
@@ -235,14 +238,23 @@ def choose_layout(
     return "flattened"
 
 
-def choose_optimizer(config: Config, kind: str, strategy: Strategy, reasons: Reasons) -> str:
-    """Returns the optimizer that runs; one that needs a GPU becomes the nearest one elsewhere."""
-    wanted = config.train.optim
+def choose_optimizer(config: Config, shape: ModelShape, setup: Setup, memory_bytes: int, reasons: Reasons) -> str:
+    """Returns the optimizer that runs on cards of `memory_bytes`; one that needs a GPU becomes the nearest one elsewhere."""
+    wanted, kind, strategy = config.train.optim, setup.device, setup.strategy
+    # The fused kernel needs no copies of the weights. It takes a loss scaler's tensors beside shards of others only without FSDP2.
+    fused = strategy in ("single", "ddp") or (strategy == "fsdp2" and setup.precision != "fp16")
+    chosen = "adamw_torch_fused" if fused else "adamw_torch"
     if wanted == "auto":
-        if kind == "cuda" and config.tuning.mode == "qlora" and strategy in ("single", "ddp"):
-            reasons.append("optimizer paged_adamw_8bit: quantised base, so memory is short")
+        states = ADAM_MOMENTS * trained_bytes(config, setup) * trainable_parameters(config, shape)
+        if (
+            kind == "cuda"
+            and config.tuning.mode == "qlora"
+            and strategy in ("single", "ddp")
+            and states > LARGE_STATES * memory_bytes
+        ):
+            share = f"AdamW's states of these adapters are {states / GIB:.1f} GiB, more than {LARGE_STATES:.0%} of the memory"
+            reasons.append(f"optimizer paged_adamw_8bit: {share}")
             return "paged_adamw_8bit"
-        chosen = "adamw_torch_fused" if strategy in ("single", "ddp") else "adamw_torch"
         reasons.append(f"optimizer {chosen}: AdamW")
         return chosen
     if kind == "cpu" and wanted in GPU_ONLY_OPTIMIZERS:
@@ -250,8 +262,8 @@ def choose_optimizer(config: Config, kind: str, strategy: Strategy, reasons: Rea
         reasons.append(f"optimizer {nearest} instead of {wanted}, which needs a GPU")
         return nearest
     if strategy not in ("single", "ddp") and wanted in GPU_ONLY_OPTIMIZERS:
-        reasons.append(f"optimizer adamw_torch instead of {wanted}: its states cannot be sharded by {strategy}")
-        return "adamw_torch"
+        reasons.append(f"optimizer {chosen} instead of {wanted}: its states cannot be sharded by {strategy}")
+        return chosen
     return wanted
 
 

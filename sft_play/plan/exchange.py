@@ -7,7 +7,7 @@ import math
 from sft_play.config.schema import Config
 from sft_play.plan.calibration import Calibration, Link
 from sft_play.plan.hardware import Device, Hardware
-from sft_play.plan.memory import Setup, sent_weights, trainable_parameters, trained_bytes
+from sft_play.plan.memory import Setup, gradient_bytes, sent_weights, trainable_parameters, trained_bytes
 from sft_play.plan.replicas import AVERAGED_AT_A_TIME
 from sft_play.plan.shape import ModelShape
 
@@ -19,6 +19,8 @@ LOOPBACK_BYTES_PER_SECOND = 1.5e9
 """Between processes of one CPU over gloo (`make bench`: 1.2 to 1.5 GB/s)."""
 GATHERING = ("zero3", "fsdp2")
 """Strategies that send weights in every micro-step."""
+REDUCING = ("zero2", *GATHERING)
+"""Strategies that reduce gradients in every micro-step, since no rank holds all of them until the next one."""
 BUCKET_MIB = 25
 """Of DDP, unless `train.ddp_bucket_cap_mb` says otherwise: each bucket is an all-reduce of its own, with its own latency."""
 
@@ -61,7 +63,7 @@ def sent_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
     """
     launch, width = config.launch, trained_bytes(config, setup)
     if setup.strategy != "ddp":
-        return float(trainable_parameters(config, shape) * width)
+        return float(trainable_parameters(config, shape) * gradient_bytes(config, setup))
     if launch.local_steps > 1:
         return local_bytes(config, shape, launch.local_steps)
     return compressed_bytes(config, shape, width, launch.compression, launch.powersgd_rank)
@@ -108,10 +110,16 @@ def trained_matrices(config: Config, shape: ModelShape) -> list[tuple[int, int, 
 def exchange_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, accumulation: int, link: float) -> float:
     """Returns the time of an optimizer step's communication over links of `link` bytes per second.
 
-    Gradients once per optimizer step (once in `launch.local_steps`); under ZeRO-3 and FSDP2 the weights too, at every pass of every
-    micro-step.
+    Replicas reduce gradients once per optimizer step (once in `launch.local_steps`). ZeRO-2, ZeRO-3 and FSDP2 reduce and scatter them in
+    every micro-step; ZeRO-3 and FSDP2 gather weights at every pass of each, ZeRO-1 and 2 gather what the update made of them.
     """
-    seconds = communication_seconds(sent_bytes(config, shape, setup), ranks, link)
+    gradients = sent_bytes(config, shape, setup)
+    if setup.strategy not in REDUCING:
+        seconds = communication_seconds(gradients, ranks, link)
+    else:
+        seconds = accumulation * gather_seconds(gradients, ranks, link)
+    if setup.strategy in ("zero1", "zero2"):
+        seconds += gather_seconds(trainable_parameters(config, shape) * trained_bytes(config, setup), ranks, link)
     return seconds + accumulation * gathering_seconds(config, shape, setup, ranks, link)
 
 
@@ -131,7 +139,7 @@ def latency_seconds(config: Config, shape: ModelShape, setup: Setup, link: Link,
     """Returns what the latencies of a step's messages add up to: one for each bucket of gradients and each gathered layer."""
     if ranks < 2 or not link.latency_seconds:
         return 0.0
-    messages = _messages(config, shape, setup)
+    messages = _messages(config, shape, setup) * (accumulation if setup.strategy in REDUCING else 1)
     if setup.strategy in GATHERING:
         messages += 2 * shape.layers * accumulation
     return messages * link.latency_seconds * (ranks - 1) / max(1, link.ranks - 1)
@@ -145,4 +153,4 @@ def _messages(config: Config, shape: ModelShape, setup: Setup) -> float:
     if setup.strategy == "ddp" and launch.compression == "powersgd":
         return 2.0
     bucket = (config.train.ddp_bucket_cap_mb or BUCKET_MIB) * 2**20
-    return float(math.ceil(trained * trained_bytes(config, setup) / bucket))
+    return float(math.ceil(trained * gradient_bytes(config, setup) / bucket))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from sft_play.config.schema import Config
-from sft_play.errors import UserError
+from sft_play.errors import HardwareError, UserError
 from sft_play.plan import choices, network, nodes, strategies
 from sft_play.plan.batch import Batch, count, halve, halved
 from sft_play.plan.calibration import Calibration
@@ -16,7 +16,7 @@ from sft_play.plan.fastest import Rows, choose_rows, comparable, with_layout
 from sft_play.plan.fit import DoesNotFitError, Fit, Memory, Remedy, wanted_rows
 from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware
 from sft_play.plan.losses import settle_chunks, with_chunks
-from sft_play.plan.memory import Setup, host_bytes, rank_memory
+from sft_play.plan.memory import Setup, host_bytes, loading_host_bytes, rank_memory
 from sft_play.plan.packed_batch import Division, choose_packing, insisted
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.power import energy_kwh
@@ -114,6 +114,7 @@ def _decide(case: Case) -> Plan:
     if isinstance(settled, Plan):
         return settled
     setup, fitting = settled
+    _check_loading(config, shape, setup, hardware, start.ranks.local)
     fitting = tuple(max(1, rows) for rows in fitting)
     division = _divided(case, fit, start, setup, fitting, reasons)
     batch, setup = division.batch, division.setup
@@ -156,13 +157,14 @@ def _start(case: Case, fit: Fit, reasons: list[str]) -> Start:
     precision = choices.choose_precision(config, hardware, devices, strategy, reasons)
     dtype = choices.choose_weights_dtype(config, kind, precision, reasons)
     attention = choices.choose_attention(config, case.shape, kind, reasons)
-    optim = choices.choose_optimizer(config, kind, strategy, reasons)
     setup = Setup(
-        device=kind, strategy=strategy, world_size=len(devices), precision=precision, weights_dtype=dtype, optim=optim,
+        device=kind, strategy=strategy, world_size=len(devices), precision=precision, weights_dtype=dtype, optim=config.train.optim,
         gradient_checkpointing=False, layout="padded", attention=attention, label_share=label_share(case.prepared),
         row_tokens=row_tokens(config, case.prepared), offload_optimizer=launch.offload_optimizer,
         offload_parameters=launch.offload_parameters,
     )  # fmt: skip
+    least = min(device.memory_bytes for device in devices)
+    setup = replace(setup, optim=choices.choose_optimizer(config, case.shape, setup, least, reasons))
     network.check_precision(config, setup)
     reasons += network.without_effect(config, setup)
     return Start(
@@ -239,6 +241,18 @@ def _on_the_host(
         return []
     reasons.append(f"that is more than it has ({hardware.ram_bytes / GIB:.1f} GiB)")
     return ["TUNING_MODE=lora", "a machine with more memory"]
+
+
+def _check_loading(config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, processes: int) -> None:
+    """Raises `HardwareError` where the processes of this machine need more of its memory to load than it has."""
+    need = loading_host_bytes(config, shape, setup, processes)
+    if hardware.ram_known and need > hardware.ram_bytes:
+        raise HardwareError(
+            f"`{label(config.model)}` cannot be loaded under {setup.strategy}: each of {count(processes, 'process')} holds all weights "
+            f"{'in fp32' if config.tuning.mode == 'full' else 'quantised'} before they are shared out, {need / GIB:.1f} GiB of this machine's "
+            f"memory, which has {hardware.ram_bytes / GIB:.1f} GiB",
+            hint="TUNING_MODE=lora, whose frozen weights stay in the mapped file; or make train-deepspeed LAUNCH_STRATEGY=zero3",
+        )
 
 
 def _check_length(config: Config, shape: ModelShape) -> None:

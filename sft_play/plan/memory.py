@@ -21,10 +21,11 @@ INT8_BYTES = 1.0
 CONTEXT_BYTES = {"cuda": 700 * MIB, "cpu": 600 * MIB}
 """CUDA context and kernels (0.47 to 0.92 GiB were seen elsewhere; unverified here); Python and libraries on a CPU (475 MiB after
 the imports, measured)."""
-NCCL_BYTES = 300 * MIB
-"""Its buffers on each GPU of several (0.1 to 1.5 GiB were seen elsewhere; unverified here)."""
-WORKSPACE_BYTES = {"cuda": 32 * MIB, "cpu": 0}
-"""cuBLAS: 8 MiB before Hopper, 32 MiB since."""
+NCCL_BYTES, NCCL_RANKS = 150 * MIB, 8
+"""Its buffers on each GPU for each of so many ranks at most (0.1 GiB between two cards, 0.9 to 1.5 GiB on eight with NVLink's switch were
+seen elsewhere; unverified here)."""
+WORKSPACE_BYTES = {"cuda": 2 * 32 * MIB, "cpu": 0}
+"""cuBLAS takes 32 MiB since Hopper, 8 MiB before, in each of two threads: the backward pass has its own."""
 FRAGMENTATION = {"cuda": 0.06, "cpu": 0.42}
 """Share of what comes and goes within a step that an allocator loses. On a CPU glibc's heap keeps the gaps that it cannot fill: 0.33 to
 0.48 were measured (docs/memory.md)."""
@@ -116,7 +117,7 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
         moving = {moment: parts | {"dequantised": largest * (setup.width + 4 / 64)} for moment, parts in moving.items()}
     # What a step of the optimizer needs for itself exists when activations do not.
     moving["update"] = {**dict.fromkeys(MICRO_STEP, 0.0), "workspace": _optimizer_step_bytes(config, shape, setup)}
-    context = CONTEXT_BYTES[setup.device] + (NCCL_BYTES if setup.device == "cuda" and setup.world_size > 1 else 0)
+    context = _context_bytes(setup)
     mapped = setup.device == "cpu" and setup.gradient_checkpointing
     lost = MAPPED_FRAGMENTATION if mapped else FRAGMENTATION[setup.device]
     moments: dict[str, dict[str, int]] = {}
@@ -127,6 +128,12 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
             whole.pop("casts", None)
         moments[moment] = {name: int(size) for name, size in whole.items()}
     return moments
+
+
+def _context_bytes(setup: Setup) -> int:
+    return CONTEXT_BYTES[setup.device] + (
+        NCCL_BYTES * min(setup.world_size, NCCL_RANKS) if setup.device == "cuda" and setup.world_size > 1 else 0
+    )
 
 
 def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dict[str, dict[str, float]]:
@@ -168,20 +175,23 @@ def _states(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]
         frozen, quant_state = float(shape.vision_parameters * setup.weight_bytes), 0.0
     else:
         frozen, quant_state = _frozen(config, shape, setup.weight_bytes)
-    weights, gradients = float(trained * width), float(trained * width)
+    weights, gradients = float(trained * width), float(trained * gradient_bytes(config, setup))
     # DeepSpeed steps fp32 master weights and moments, whatever the weights are.
     step_width = 4 if setup.zero else width
     optimizer = trained * OPTIMIZER_BYTES.get(setup.optim, ADAM_MOMENTS * step_width)
     if setup.zero:
         optimizer += trained * 4
     buffers = slow_network_bytes(config, setup, trained, width)
-    buffers += _buffers(shape, setup, trained, width, full, frozen + quant_state + (weights if full else 0))
+    buffers += _buffers(shape, setup, trained, full, frozen + quant_state + (weights if full else 0))
     if setup.strategy in ("zero1", "zero2", "zero3", "fsdp2"):
         optimizer /= shards
     if setup.strategy in ("zero2", "zero3", "fsdp2"):
         gradients /= shards
     if setup.strategy in ("zero3", "fsdp2"):
-        frozen, quant_state, weights = frozen / shards, quant_state / shards, weights / shards
+        weights /= shards
+        # FSDP2 shards no integers, as which a base that comes quantised is stored, and no quantisation state, which is no parameter.
+        frozen /= 1 if setup.strategy == "fsdp2" and shape.quantized_bits else shards
+        quant_state /= 1 if setup.strategy == "fsdp2" else shards
     if setup.zero and setup.device == "cuda":
         if setup.offload_optimizer:
             optimizer = gradients = 0.0
@@ -202,6 +212,19 @@ def host_bytes(config: Config, shape: ModelShape, setup: Setup) -> int:
     return int(sum(whole.values()) - sum(left.values()))
 
 
+def loading_host_bytes(config: Config, shape: ModelShape, setup: Setup, processes: int) -> int:
+    """Returns the bytes of a machine's memory that its processes take while they load, beside files that are mapped.
+
+    Under FSDP2 each process makes what trains fp32 there, or quantises a base there, before it is shared out. Frozen weights in the type
+    of their file stay in the file's pages (2 of 237 MiB, measured with /proc/self/smaps_rollup); other strategies read onto the card.
+    """
+    if setup.device != "cuda" or setup.strategy != "fsdp2" or shape.quantized_bits or config.tuning.mode == "lora":
+        return 0
+    full = config.tuning.mode == "full"
+    weights = 4.0 * shape.parameters if full else sum(_frozen(config, shape, setup.weight_bytes))
+    return int(processes * (weights + CONTEXT_BYTES["cpu"]))
+
+
 def trained_bytes(config: Config, setup: Setup) -> int:
     """Returns the bytes of a trained weight.
 
@@ -215,14 +238,17 @@ def trained_bytes(config: Config, setup: Setup) -> int:
     return 2 if config.tuning.mode == "qlora" and setup.weights_dtype == "bfloat16" else 4
 
 
-def _buffers(shape: ModelShape, setup: Setup, trained: int, width: int, full: bool, weights: float) -> float:
-    """What a strategy copies into to send. `width` is that of a gradient, `weights` the size of the base as it is held, before it is sharded."""
-    if setup.strategy == "single":
-        return 0.0
-    if setup.strategy == "ddp":
-        return float(trained * width)  # buckets are copies of the gradients
+def gradient_bytes(config: Config, setup: Setup) -> int:
+    """Returns the bytes of a trained weight's gradient as ranks reduce it and micro-steps add it up (`launch/deepspeed_json.py`)."""
+    return 4 if setup.zero and setup.precision == "bf16" else trained_bytes(config, setup)
+
+
+def _buffers(shape: ModelShape, setup: Setup, trained: int, full: bool, weights: float) -> float:
+    """What a strategy copies into to send. `weights` is the size of the base as it is held, before it is sharded."""
+    if setup.strategy in ("single", "ddp"):
+        return 0.0  # DDP's buckets are where the gradients themselves are
     # We write reduce_bucket_size h^2 and prefetch 0.9 h^2 into the DeepSpeed JSON; overlapping needs two of each.
-    bucket = min(shape.hidden_size**2, trained) * 2 * setup.width
+    bucket = min(shape.hidden_size**2, trained) * (2 * setup.width + (4 if setup.precision == "bf16" else 0))  # reduced in fp32
     if setup.strategy in ("zero1", "zero2"):
         return float(bucket)
     per_layer = weights * (shape.layer_linear_parameters / max(1, shape.parameters)) * gathered_share(setup)

@@ -99,10 +99,15 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "use_cpu": uses_cpu_flag(plan),
         "ddp_backend": plan.backend if plan.world_size > 1 else None,
         "ddp_timeout": config.launch.timeout_seconds,
-        "accelerator_config": {"even_batches": False},
+        "accelerator_config": {"even_batches": False, **_synced(plan)},
         "average_tokens_across_devices": True,
     }
     return values | extra
+
+
+def _synced(plan: Plan) -> dict[str, Any]:
+    """FSDP2 reduces in every micro-step: between two that it does not reduce, every rank would hold the gradient of all weights in fp32."""
+    return {"gradient_accumulation_kwargs": {"sync_each_batch": True}} if plan.strategy == "fsdp2" else {}
 
 
 def _evaluation(config: Config, has_validation: bool) -> str:

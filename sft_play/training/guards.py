@@ -60,6 +60,10 @@ class Holdings(TrainerCallback):
 
         engine.step = counted
 
+    def on_substep_end(self, args: Any, state: Any, control: Any, **references: Any) -> None:
+        if "gradients_between" not in self.counts:  # what FSDP2 keeps unsharded has no place that could be counted here
+            self.counts["gradients_between"] = gradients_held(references["model"], references["optimizer"])
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **references: Any) -> None:
         if "gradients" not in self.counts:
             self.counts["gradients"] = gradients_held(references["model"], references["optimizer"])

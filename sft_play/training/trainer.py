@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor, distributed
 from transformers import Trainer
 
@@ -37,6 +37,7 @@ from sft_play.training.local_steps import local_steps_of, seen_as_average
 from sft_play.training.loss import label_tokens, token_loss_sum
 from sft_play.training.memory_errors import Activity
 from sft_play.training.saving import Saver
+from sft_play.training.sharding import reduce_in_fp32
 from sft_play.training.spikes import SpikeGuard
 from sft_play.training.states import restore, restore_random
 from sft_play.training.stopping import Patience, is_better, value_of
@@ -86,11 +87,20 @@ class SftTrainer(Trainer):
         if self.local is not None:
             self.add_callback(self.local)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Lets FSDP2 reduce gradients in fp32; accelerate 1.15 takes the computation's type, whose 8 bits of mantissa lose small ones."""
+        super().create_accelerator_and_postprocess()
+        if self.plan.strategy == "fsdp2":
+            reduce_in_fp32(self.accelerator.state.fsdp_plugin)
+
     def _sums_on(self) -> torch.device:
         return torch.device(self.args.device)
 
     def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
         built: dict[str, Any] = super()._build_accelerator_args(**arguments)
+        for handler in built["kwargs_handlers"]:
+            if isinstance(handler, DistributedDataParallelKwargs):
+                handler.gradient_as_bucket_view = True  # else DDP's buckets are a second copy of all gradients
         if self.plan.world_size > 1 and self.plan.device == "cpu":
             # Without it accelerate sees a world of one under DeepSpeed on a CPU, and nothing is sharded.
             built["kwargs_handlers"].append(InitProcessGroupKwargs(backend="gloo"))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from sft_play.training.holdings import local_part
 
@@ -48,7 +49,10 @@ def predicted_bytes(trainer: SftTrainer) -> int:
 
 def _whole_state(trainer: SftTrainer) -> dict[str, Any]:
     if trainer.is_fsdp_enabled:
-        whole = trainer.accelerator.get_state_dict(trainer.model)
+        # accelerate's own `get_state_dict` would gather a frozen base too, at every save; adapters alone are written.
+        frozen = trainer.config.tuning.mode != "full"
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=frozen)
+        whole = get_model_state_dict(trainer.model, options=options)
         tied = getattr(trainer.model, "all_tied_weights_keys", {})  # gathered twice: the head and the embedding that it is
         return {name: value for name, value in whole.items() if name not in tied}
     if trainer.is_deepspeed_enabled:

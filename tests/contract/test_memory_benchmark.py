@@ -13,6 +13,8 @@ def test_growth_leaves_the_context_out_and_must_agree() -> None:
     near, far = planned | {"fragmentation": GIB // 10}, planned | {"fragmentation": GIB}
     assert compare("a", {"trace": planned, "probe": near}, on_gpu=False) == ("| a | 2.00 | 2.10 | -4.8% |", True)
     assert compare("a", {"trace": planned, "probe": far}, on_gpu=False)[1] is False
+    slight = {"trace": {"frozen": GIB // 2}, "probe": {"frozen": GIB // 2 + 90 * 2**20}}
+    assert compare("a", slight, on_gpu=True)[1] and not compare("a", slight, on_gpu=False)[1], "90 MiB are a workspace or two"
     more = near | {"activations": int(1.1 * GIB)}
     assert compare("a", {"trace": planned, "probe": more}, on_gpu=True) == (
         "| a | 2.00 | 2.20 | -9.1% | 2.00 | 2.10 | -4.8% | 2.00 | 2.20 | -9.1% | 11.00 | 11.20 | -1.8% |",

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, distributed
 
 import deepspeed
+from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
 from sft_play.runs.folder import RunFolder
 from sft_play.training.states import collect, restore
 from sft_play.training.trainer import SftTrainer
 
 ENGINES: dict[str, dict[str, Any]] = {
     "bf16-zero1": {"stage": 1},
-    "bf16-zero1-fp32-gradients": {"stage": 1, "data_types": {"grad_accum_dtype": "fp32"}},
+    "bf16-zero1-own-gradients": {"stage": 1, "data_types": {"grad_accum_dtype": "bf16"}},
     "bf16-zero2": {"stage": 2, "round_robin_gradients": True},
     "bf16-zero2-offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "bf16-zero3": {"stage": 3, "stage3_param_persistence_threshold": 50, "sub_group_size": 300},
@@ -46,14 +47,11 @@ class Model(torch.nn.Module):  # type: ignore[misc]
 def trainer_of(name: str) -> Any:
     """Returns what `collect` and `restore` ask of a trainer, around a fresh engine."""
     zero = dict(ENGINES[name])
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        **({"data_types": zero.pop("data_types")} if "data_types" in zero else {}),
-        "zero_optimization": zero,
-    }
+    world = distributed.get_world_size()
+    batch = BatchNumbers(micro_batch=1, accumulation=1, world_size=world)
+    settings = deepspeed_settings(stage=zero["stage"], device="cpu", precision="bf16", batch=batch, clipping=0.0, hidden_size=13)
+    settings |= {"data_types": zero.pop("data_types")} if "data_types" in zero else {}
+    settings["zero_optimization"] |= zero
     torch.manual_seed(0)
     model = Model()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -63,7 +61,6 @@ def trainer_of(name: str) -> Any:
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.05)
     engine, wrapped, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    world = distributed.get_world_size()
     trainer = SimpleNamespace(
         model=model, model_wrapped=engine, optimizer=wrapped, lr_scheduler=None,
         is_deepspeed_enabled=True, is_fsdp_enabled=False, plan=SimpleNamespace(strategy=f"zero{zero['stage']}", world_size=world),

@@ -184,6 +184,17 @@ def test_matching_numbers_are_fine(tmp_path: Path) -> None:
     assert settings["zero_force_ds_cpu_optimizer"] is False
 
 
+def test_gradients_are_fp32_in_a_users_own_file_too_unless_it_says_otherwise(tmp_path: Path) -> None:
+    plan = make_plan(device="cuda", precision="bf16", strategy="zero1")
+    silent = read_user_json(write(tmp_path / "ds.json", '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}'))
+    settings, _ = resolve(silent, plan, CONFIG, hidden_size=64)
+    assert settings["communication_data_type"] == settings["data_types"]["grad_accum_dtype"] == "fp32"
+    assert settings["bf16"] == {"enabled": True, "immediate_grad_update": True}
+    typed = write(tmp_path / "ds.json", '{"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}}')
+    assert resolve(read_user_json(typed), plan, CONFIG, hidden_size=64)[0]["data_types"] == {"grad_accum_dtype": "bf16"}
+    assert "data_types" not in resolve(silent, make_plan(strategy="zero1"), CONFIG, hidden_size=64)[0], "fp32 anyway"
+
+
 def test_our_own_settings_have_no_auto_and_pass_our_own_check(tmp_path: Path) -> None:
     for stage in (1, 2, 3):
         settings = deepspeed_settings(
@@ -191,4 +202,5 @@ def test_our_own_settings_have_no_auto_and_pass_our_own_check(tmp_path: Path) ->
             hidden_size=4096,
         )  # fmt: skip
         assert "auto" not in json.dumps(settings)
+        assert settings["communication_data_type"] == settings["data_types"]["grad_accum_dtype"] == "fp32"
         assert read_user_json(write(tmp_path / "ds.json", json.dumps(settings))).stage == stage

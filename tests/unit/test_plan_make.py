@@ -168,7 +168,15 @@ def test_optimizers_that_need_a_gpu_become_the_nearest_one() -> None:
     assert plan.optim == "adamw_torch"
     assert "optimizer adamw_torch instead of paged_adamw_8bit, which needs a GPU" in plan.reasons
     assert plan_of("H100", name=LLAMA, optim="paged_adamw_8bit").optim == "paged_adamw_8bit"
-    assert plan_of("24GB", name=QWEN, mode="qlora", max_seq_len=512).optim == "paged_adamw_8bit"
+    quantised: dict[str, Any] = {"name": QWEN, "mode": "qlora", "max_seq_len": 512}
+    assert plan_of("24GB", **quantised).optim == "adamw_torch_fused"
+    large = plan_of("24GB", **quantised, lora=LoraSettings(r=128))
+    assert large.optim == "paged_adamw_8bit"
+    assert "optimizer paged_adamw_8bit: AdamW's states of these adapters are 1.2 GiB, more than 3% of the memory" in large.reasons
+    assert plan_of("H100", **quantised, lora=LoraSettings(r=128)).optim == "adamw_torch_fused"
+    shards: dict[str, Any] = {"name": LLAMA, "command_strategy": "fsdp2", "max_seq_len": 512}
+    assert plan_of("2xH100", **shards).optim == "adamw_torch_fused"
+    assert plan_of("2xT4", **shards).optim == "adamw_torch", "fp16: a loss scaler's tensors are no shards"
     assert plan_of("H100", name=LLAMA).optim == "adamw_torch_fused"
     sharded = plan_of("2xH100", name=LLAMA, command_strategy="zero", optim="adamw_bnb_8bit")
     assert sharded.optim == "adamw_torch" and any("cannot be sharded by zero2" in reason for reason in sharded.reasons)
@@ -339,7 +347,7 @@ def test_auto_shards_what_does_not_fit_as_replicas() -> None:
     plan = plan_of("8xH100", **case)
     assert plan.strategy == "fsdp2" and plan.global_batch_size == 32
     (why,) = [reason for reason in plan.reasons if reason.startswith("strategy ")]
-    assert "a whole replica on each needs 165.7 of 74.4 GiB, so weights are shared out" in why
+    assert "a whole replica on each needs 136.7 of 74.4 GiB, so weights are shared out" in why
     assert plan_of("8x192GB", **case).strategy == "ddp"
     # int8 weights do not survive FSDP2.
     message(
@@ -359,8 +367,8 @@ def test_what_a_deepspeed_file_offloads_is_not_on_the_gpu() -> None:
     plan = plan_of("2x24GB", **case, offload_optimizer=True, offload_parameters=True)
     parts = plan.ranks[0].memory_bytes
     assert parts["trained"] == parts["optimizer"] == parts["gradients"] == 0
-    # 2 B weights, 2 B gradients, 12 B fp32 master weights and moments, over both ranks.
-    assert f"offloaded to this machine's memory: {16 * 8_030_261_248 / 2**30:.1f} GiB for 2 processes" in plan.reasons
+    # 2 B weights, 4 B gradients, 12 B fp32 master weights and moments, over both ranks.
+    assert f"offloaded to this machine's memory: {18 * 8_030_261_248 / 2**30:.1f} GiB for 2 processes" in plan.reasons
     half = plan_of("2xH100", **case, offload_optimizer=True).ranks[0].memory_bytes
     assert half["optimizer"] == 0 and half["trained"] == 8_030_261_248
 

@@ -14,6 +14,7 @@ from sft_play.plan.calibration import Link
 from sft_play.plan.exchange import (
     communication_seconds,
     compressed_bytes,
+    exchange_seconds,
     gathering_seconds,
     latency_seconds,
     powersgd_elements,
@@ -70,7 +71,7 @@ def test_every_message_has_its_latency() -> None:
 
     assert waits(config_of()) == 2 and waits(config_of(train={"ddp_bucket_cap_mb": 8})) == 4
     assert waits(config_of(compression="powersgd")) == 2 and waits(config_of(local_steps=16)) == 1 / 16
-    assert waits(config_of(), "fsdp2") == 2 + 2 * 32 * 4, "each layer's weights twice in each of 4 micro-steps"
+    assert waits(config_of(), "fsdp2") == 4 * (2 + 2 * 32), "gradients, and each layer's weights twice, in each of 4 micro-steps"
 
 
 def test_adapters_of_a_7b_model_take_a_third_of_a_second() -> None:
@@ -88,6 +89,25 @@ def test_gigabytes_of_gradients_take_many_seconds_not_100_ms() -> None:
     assert communication_seconds(1.6e9, 3, GIGABIT) == pytest.approx(18.2, abs=0.05)
     # What 100 ms would need: 171 Gbit/s of payload.
     assert communication_seconds(1.6e9, 3, 8 * 1e9) > 0.1 and pytest.approx(171e9, rel=0.01) == 2 * 2 / 3 * 1.6e9 / 0.1 * 8
+
+
+def test_shards_of_gradients_travel_in_every_micro_step() -> None:
+    """Nobody holds all of them until the next one: N bytes are reduced and scattered in (N-1)/N of their time, 4 times."""
+    config = config_of(mode="full")
+    shape = shape_of(config.model)
+    gradients = 4 * trainable_parameters(config, shape)  # reduced in fp32, whatever is computed in
+    each = 2 / 3 * gradients / GIGABIT
+
+    def seconds(strategy: str, accumulation: int) -> float:
+        gathered = accumulation * gathering_seconds(config, shape, setup_for(strategy), 3, GIGABIT)
+        return exchange_seconds(config, shape, setup_for(strategy), 3, accumulation, GIGABIT) - gathered
+
+    for strategy in ("fsdp2", "zero3"):
+        assert seconds(strategy, 4) == pytest.approx(4 * each) and seconds(strategy, 1) == pytest.approx(each)
+    weights = each / 2  # in bf16, once, when they have been updated
+    assert seconds("zero2", 4) == pytest.approx(4 * each + weights)
+    assert seconds("zero1", 4) == pytest.approx(2 * each + weights)
+    assert seconds("ddp", 4) == seconds("ddp", 1)
 
 
 def test_gathering_a_frozen_7b_takes_two_and_a_half_minutes() -> None:

@@ -50,7 +50,7 @@ def test_shards_where_replicas_do_not_fit_and_the_quantised_way_is_told() -> Non
     plan = plan_of("4x12GB", name=QWEN, max_seq_len=512, command_strategy="auto")
     why = reason(plan, "strategy fsdp2: ")
     assert "a whole replica on each needs" in why and "(TUNING_MODE=qlora would fit whole: " in why
-    assert plan.optim == "adamw_torch"  # a typed mode is kept, and so is the optimizer
+    assert plan.optim == "adamw_torch_fused"  # a typed mode is kept, and so is the optimizer
 
 
 def test_8_bit_states_where_the_optimizer_is_what_does_not_fit() -> None:
@@ -232,3 +232,30 @@ def test_the_arithmetic_of_the_learning_rate_is_shown() -> None:
     )
     both = plan_of("2xH100", name=SMALL, command_strategy="auto", batch_size=16, grad_accum=2, learning_rate_scaling="linear")
     assert both.global_batch_size == 64 and both.learning_rate == pytest.approx(4e-4)
+
+
+# What loading takes counts too.
+
+LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
+
+
+def test_a_quantised_base_in_shards_is_quantised_in_the_machines_memory() -> None:
+    """nf4 of 70B takes 37 GiB, which need not fit on a card; its scales are no parameters, and stay whole."""
+    case: dict[str, Any] = {"name": LLAMA_70B, "mode": "qlora", "max_seq_len": 512, "command_strategy": "fsdp2"}
+    assert "each of 4 processes holds all weights quantised before they are shared out" in message(
+        HardwareError, with_ram("4xRTX3090", 128), **case
+    )
+    four, eight = (plan_of(with_ram(f"{count}xRTX3090", 512), **case).ranks[0].memory_bytes for count in (4, 8))
+    assert four["frozen"] == pytest.approx(2 * eight["frozen"], rel=1e-6) and four["quant_state"] == eight["quant_state"] > GIB
+
+
+def test_full_tuning_in_shards_needs_the_machines_memory_to_load() -> None:
+    """fp32 in every process: 8 x 30 GiB for 8B."""
+    refused = message(HardwareError, with_ram("8xH100", 200), **FULL_8B | {"command_strategy": "fsdp2"})
+    assert (
+        "cannot be loaded under fsdp2: each of 8 processes holds all weights in fp32 before they are shared out, 244.0 GiB"
+        in refused
+    )
+    assert "which has 200.0 GiB" in refused and "make train-deepspeed" in refused
+    assert plan_of(with_ram("8xH100", 300), **FULL_8B).strategy == "fsdp2"
+    assert plan_of(with_ram("8xH100", 30), **FULL_8B | {"mode": "lora", "command_strategy": "fsdp2"}).strategy == "fsdp2"

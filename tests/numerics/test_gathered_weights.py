@@ -1,0 +1,50 @@
+"""What a save gathers under FSDP2, and what a probe takes for its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+
+from sft_play.probe import held_by_others, measured
+from sft_play.training.weights_out import gather_weights
+
+GIB = 2**30
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("mode", "names"), [("lora", ["0.weight"]), ("full", ["0.weight", "1.weight"])])
+def test_a_frozen_base_is_not_gathered(alone: None, mode: str, names: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].requires_grad_(mode == "full")
+    wanted = model[0].weight.detach().clone()
+    fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    trainer = SimpleNamespace(
+        model=model,
+        is_fsdp_enabled=True,
+        is_world_process_zero=lambda: True,
+        config=SimpleNamespace(tuning=SimpleNamespace(mode=mode)),
+    )
+    found = gather_weights(trainer, clone=True)
+    assert found is not None and sorted(found) == names
+    assert torch.equal(found["0.weight"], wanted) and type(found["0.weight"]) is torch.Tensor
+
+
+def test_other_programs_memory_is_not_the_probes_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A desktop holds 2 of 24 GiB, which the plan's capacity leaves out already."""
+    card = {"is_available": True, "device_memory_used": 2 * GIB, "mem_get_info": (12 * GIB, 24 * GIB)}
+    card |= {"max_memory_allocated": 8 * GIB, "max_memory_reserved": 9 * GIB}
+    for name, value in card.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert measured(0, 1, 1.0, held_by_others()).device_bytes == 10 * GIB
