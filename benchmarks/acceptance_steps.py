@@ -390,7 +390,10 @@ def fast(lab: Lab, gib: int, *names: str) -> Iterator[Row]:
 
 
 def out_of_memory(lab: Lab) -> Iterator[Row]:
-    """A real out-of-memory: torch may allocate the weights and 38 % of the rest; batches are about 55 % of the planned worst."""
+    """A real out-of-memory: torch may allocate the weights and 38 % of the rest.
+
+    Batches need 55 % (flattened) to 96 % (padded) of the planned worst, so the micro-batch is halved once or twice.
+    """
     words = lab.words(TRAININGS["out of memory"])
     plan = json.loads(lab.program("plan", words | {"JSON": "1"}))
     fixed = sum(plan["ranks"][0]["memory_bytes"].get(name, 0) for name in ("frozen", "adapters", "gradients", "optimizer"))

@@ -66,8 +66,9 @@ def test_steps_hold_on_a_cpu(accept, tiny: Path, tmp_path: Path) -> None:
     """Without 3, 5, 7, 11 and 12, which are about a GPU's kernels and memory."""
     done = accept("STEPS=1,4,6,10,13,14,15", f"SMALL={tiny}")
     results = json.loads((tmp_path / "work" / "results.json").read_text(encoding="utf-8"))
-    failed = {step["reason"] for step in results["steps"].values() if step["state"] == "failed"}
-    assert not failed, done.err
+    steps = results["steps"].values()
+    assert not [step["reason"] for step in steps if step["state"] == "failed"], done.err
+    assert not [row for step in steps for row in step["rows"] if row["bound"] == "trains"], done.err
 
 
 @pytest.fixture(scope="module")
