@@ -58,7 +58,7 @@ def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity, req
     train = replace(prepared.train, path=str(rows), rows=len(worst_rows(plan)), sources=())
     worst = replace(prepared, train=train, validation=None)
     trainer, _stop, _holdings = build(run, config, plan, worst, stamp, None, doing, request)
-    check_world(plan, trainer.accelerator)
+    check_world(plan, trainer.accelerator, trainer.args.n_gpu)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()

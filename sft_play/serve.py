@@ -184,7 +184,6 @@ def _stop_on_signals() -> Iterator[list[int]]:
 def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int:
     """Loads the model into transformers' server and waits for the end; returns 130 or 143 after a signal."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # the model is here; the server would ask the hub for its revision
-    import torch
     from transformers.cli.serve import Serve
     from transformers.utils import logging
 
@@ -202,7 +201,9 @@ def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int
 
     logging.disable_progress_bar()
     print(f"loading {name} ...", file=sys.stderr, flush=True)
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    from sft_play.model.use import best_device
+
+    device = best_device()
     with contextlib.redirect_stdout(sys.stderr):  # uvicorn's access log would go to stdout
         server: Any = Guarded(
             force_model=name, device=device, host=place.address, port=place.port, log_level="error", non_blocking=True

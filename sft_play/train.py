@@ -144,7 +144,7 @@ def road(
     stamp = settle_stamp(run, config, plan, prepared, checkpoint)
     trainer, stop, holdings = build(run, config, plan, prepared, stamp, console, doing, request)
     trainer.add_callback(MissedEvaluation(trainer))
-    check_world(plan, trainer.accelerator)
+    check_world(plan, trainer.accelerator, trainer.args.n_gpu)
     trainer.saver.together = ranks_together(plan, run.path)
     check_folders(plan, config.train.save_strategy, trainer.saver.together)
     check_start(checkpoint)

@@ -7,8 +7,12 @@ stands for hardware is replaced: `pynvml` always, `torch` only where `torch=True
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+import pytest
 
 from tests.conftest import ROOT
 
@@ -67,6 +71,8 @@ class Machine:
     """The newest CUDA that the driver supports, as NVML counts: 12040 is 12.4."""
     release: str | None = None
     """The kernel's name; `None` for this machine's own."""
+    system: str | None = None
+    """The operating system's name, such as `Darwin`; `None` for this machine's own."""
     linked: bool = False
     broken: int | None = None
     """NVML's code when it cannot be initialised."""
@@ -83,7 +89,13 @@ class Machine:
     def environment(self, folder: Path, *, torch: bool = False) -> dict[str, str]:
         """Writes the description and returns the variables of a process on this machine."""
         self.write(folder)
-        paths = [DOUBLES / "machine", *([DOUBLES / "torch_facts"] if torch else []), ROOT]
+        if torch:
+            package = folder / "torch"
+            package.mkdir(exist_ok=True)
+            shutil.copy(DOUBLES / "torch_facts.py", package / "__init__.py")
+            told = f"__version__ = {self.torch.version!r}\ncuda: Optional[str] = {self.torch.cuda!r}\n"
+            (package / "version.py").write_text(told, encoding="utf-8")
+        paths = [DOUBLES / "machine", *([folder] if torch else []), ROOT]
         return {"PYTHONPATH": ":".join(map(str, paths)), "NVML_DOUBLE": str(folder / "machine.json")}
 
 
@@ -137,3 +149,13 @@ def nvml_path(
         for index, (name, gib, free, capability) in enumerate(cards)
     )
     return Machine(cards=made, linked=linked, broken=NOT_LOADED if broken else None).environment(folder)
+
+
+def move_to(monkeypatch: pytest.MonkeyPatch, machine: Machine, folder: Path) -> None:
+    """Puts this very process on a machine, but for the kernel's name and torch."""
+    import tests.doubles.machine.pynvml as double
+
+    for name, value in machine.environment(folder).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", double)

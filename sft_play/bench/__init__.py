@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from statistics import median
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.bench.steps import Steps, settings, tell, train_some
 from sft_play.errors import HardwareError
-from sft_play.launch.environment import DROPPED, SCRUBBED
+from sft_play.launch.environment import DROPPED, SCRUBBED, visible_cards, without_peer_to_peer
 from sft_play.launch.network import free_port, loopback_interface
 from sft_play.plan.calibration import Calibration, Link, StepFit, fit_line, read_calibration, spread
 from sft_play.plan.detect import detect
@@ -29,6 +30,7 @@ from sft_play.plan.throughput import (
     forecast,
     optimizer_seconds,
 )
+from sft_play.plan.torch_check import require_usable
 from sft_play.quickstart import preset
 
 if TYPE_CHECKING:
@@ -79,6 +81,9 @@ def main(call: Call) -> int:
     overrides = settings(call, command)  # mistakes are told before anything is measured
     result = Result(device=hardware.devices[0].name)
     before = read_calibration(hardware.devices[0].name)
+    if hardware.kind == "cuda":
+        used = range(processes or len(hardware.devices))
+        require_usable(hardware, used, os.environ | gpus_of(hardware, used))
     note_load(hardware, result)
     tell("measuring products of matrices and copies")
     found = {device.name: measure_device(hardware, device, index, result) for index, device in _kinds(hardware)}
@@ -124,8 +129,8 @@ def _kinds(hardware: Hardware) -> list[tuple[int, Device]]:
 
 def measure_device(hardware: Hardware, device: Device, index: int, result: Result) -> Calibration:
     """Returns a device's products and copies, and adds their rows."""
-    words = ["-m", "sft_play.bench.device", hardware.kind, str(index)]
-    value = _children([words], hardware.cpu_threads)[0]
+    words = ["-m", "sft_play.bench.device", hardware.kind]
+    value = _children([words], hardware.cpu_threads, gpus_of(hardware, [index]))[0]
     label = f" ({device.name})" if len(hardware.devices) > 1 else ""
     for size, flops in value["matmul"].items():
         largest = size == list(value["matmul"])[-1]
@@ -146,7 +151,7 @@ def measure_links(hardware: Hardware, ranks: int, result: Result) -> dict[str, L
     backend = "nccl" if hardware.kind == "cuda" else "gloo"
     port = str(free_port())
     words = [["-m", "sft_play.bench.reduce", str(rank), str(ranks), port, backend] for rank in range(ranks)]
-    times = _children(words, max(1, hardware.cpu_threads // ranks))[0]
+    times = _children(words, max(1, hardware.cpu_threads // ranks), gpus_of(hardware, range(ranks)))[0]
     prior = link_bytes_per_second(replace(hardware, network_bytes_per_second=None), hardware.devices)
     factor = 2 * (ranks - 1) / ranks
     points = [(factor * int(size), seconds) for size, seconds in times.items()]
@@ -157,10 +162,19 @@ def measure_links(hardware: Hardware, ranks: int, result: Result) -> dict[str, L
     return {backend: Link(ranks=ranks, latency_seconds=latency, bytes_per_second=speed)}
 
 
-def _children(calls: list[list[str]], threads: int) -> list[Any]:
-    """Runs Python processes side by side; returns the JSON of each that printed some. Raises `HardwareError` when one fails."""
+def gpus_of(hardware: Hardware, indices: Sequence[int]) -> dict[str, str]:
+    """Returns the variables of a measurement on these devices, as a launch on them has."""
+    if hardware.kind == "cpu":
+        return {}
+    peers = without_peer_to_peer([hardware.devices[index].name for index in indices])
+    ours = {name: value for name, value in peers.items() if name not in os.environ}
+    return ours | visible_cards("single", indices, hardware.devices)
+
+
+def _children(calls: list[list[str]], threads: int, gpus: Mapping[str, str]) -> list[Any]:
+    """Runs Python processes side by side, which see `gpus`; returns the JSON of each that printed some. Raises `HardwareError` when one fails."""
     kept = {k: v for k, v in os.environ.items() if k not in DROPPED and not SCRUBBED.fullmatch(k)}
-    environment = {"OMP_NUM_THREADS": str(threads), **kept, "GLOO_SOCKET_IFNAME": loopback_interface() or "lo"}
+    environment = {"OMP_NUM_THREADS": str(threads), **kept, **gpus, "GLOO_SOCKET_IFNAME": loopback_interface() or "lo"}
     running = [
         subprocess.Popen([sys.executable, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for words in calls

@@ -1,4 +1,4 @@
-"""`python -m sft_play.bench.device KIND INDEX`: products of matrices and copies on one device, as JSON. A process of its own."""
+"""`python -m sft_play.bench.device KIND`: products of matrices and copies on the first device that it sees, as JSON. A process of its own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ COPIED_BYTES = {"cpu": 2**28, "cuda": 2**30}
 LEAST_SECONDS, LEAST_TRIES, MOST_TRIES = 0.5, 5, 50
 
 
-def measure(kind: str, index: int) -> dict[str, Any]:
+def measure(kind: str) -> dict[str, Any]:
     """Returns `{"dtype", "matmul": {size: FLOP/s}, "bandwidth": bytes/s read and written}`, each a median."""
-    device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
     dtype = torch.float32
     if kind == "cuda":
         dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
@@ -52,4 +52,4 @@ def typical_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))
+    print(json.dumps(measure(sys.argv[1])))

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from sft_play.doctor.finding import Check, Context, Finding
-from sft_play.plan.compiled_for import LACKING_REMEDY, lacking, number, supports
+from sft_play.plan import torch_check
+from sft_play.plan.catalogue import NO_PEER_TO_PEER
+from sft_play.plan.detect import NOTHING, is_wsl, other_gpu
 
-QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,driver_version,compute_cap", "--format=csv,noheader")
-TORCH_FACTS = """
-import json, torch
-flags = torch._C._cuda_getArchFlags() if torch.version.cuda else None
-print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "architectures": (flags or "").split(),
-                  "available": torch.cuda.is_available()}))
-"""
-NO_PEER_TO_PEER = re.compile(r"RTX (40|50)\d\d")
+QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,driver_version,compute_cap,mig.mode.current", "--format=csv,noheader")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +28,8 @@ class Gpu:
     driver: str
     capability: str
     """Compute capability, `8.9`."""
+    split: bool
+    """Whether MIG is on."""
 
 
 @cache
@@ -52,20 +46,22 @@ def query() -> tuple[list[Gpu], str | None, str | None]:
         return [], None, (table.stdout + table.stderr).strip() or f"exit code {table.returncode}"
     gpus = []
     for line in table.stdout.strip().splitlines():
-        index, uuid, name, driver, capability = (part.strip() for part in line.split(",", 4))
-        gpus.append(Gpu(int(index), uuid, name, driver, capability))
+        index, uuid, name, driver, capability, mig = (part.strip() for part in line.split(",", 5))
+        gpus.append(Gpu(int(index), uuid, name, driver, capability, split=mig == "Enabled"))
     cuda = re.search(r"CUDA Version:\s*(\d+\.\d+)", overview.stdout)
     return gpus, cuda[1] if cuda else None, None
 
 
-@cache
-def torch_facts() -> dict[str, Any] | str:
-    """Returns version, CUDA and architectures of the installed torch, or the error of importing it."""
-    process = subprocess.run([sys.executable, "-c", TORCH_FACTS], capture_output=True, text=True, timeout=120, check=False)
-    if process.returncode:
-        return process.stderr.strip().splitlines()[-1] if process.stderr.strip() else f"exit code {process.returncode}"
-    facts: dict[str, Any] = json.loads(process.stdout.strip().splitlines()[-1])
-    return facts
+def shown() -> list[Gpu]:
+    """Returns the GPUs that a process here sees: by `CUDA_VISIBLE_DEVICES`, and one of those that MIG splits."""
+    gpus, value = query()[0], os.environ.get("CUDA_VISIBLE_DEVICES")
+    if value is not None:
+        names = [name.strip() for name in value.split(",")]
+        if names[0].startswith("MIG-"):
+            return [gpu for gpu in gpus if gpu.split][:1]
+        gpus = [g for g in gpus if str(g.index) in names or any(n.startswith("GPU-") and g.uuid.startswith(n) for n in names)]
+    whole = [gpu for gpu in gpus if not gpu.split]
+    return whole or gpus[:1]
 
 
 def driver(_: Context) -> Iterator[Finding]:
@@ -80,42 +76,26 @@ def driver(_: Context) -> Iterator[Finding]:
 
 def torch_for_gpu(_: Context) -> Iterator[Finding]:
     """A torch that cannot use these GPUs: built without CUDA, for a newer driver, or without their architecture."""
-    gpus, driver_cuda, _error = query()
+    gpus = shown()
     if not gpus:
         return
-    facts = torch_facts()
-    if isinstance(facts, str):
-        yield Finding(id="torch-broken", severity="error", text=f"torch cannot be imported: {facts}", remedy="make install")
-        return
-    if facts["cuda"] is None:
-        yield Finding(
-            id="torch-without-cuda",
-            severity="error",
-            text=f"{len(gpus)} GPUs here, but torch {facts['version']} is a build without CUDA: training would use the CPU",
-            remedy="install torch's CUDA build: remove .venv, unset a CPU-only index in pip's settings, make install",
-        )
-        return
-    if driver_cuda and number(facts["cuda"]) > number(driver_cuda) and not same_major(facts["cuda"], driver_cuda):
-        yield Finding(
-            id="driver-too-old",
-            severity="error",
-            text=f"torch {facts['version']} is built for CUDA {facts['cuda']}, driver {gpus[0].driver} is for {driver_cuda}",
-            remedy="update the NVIDIA driver, or install a torch built for an older CUDA",
-        )
-    for capability in sorted({gpu.capability for gpu in gpus}):
-        if facts["architectures"] and not supports(facts["architectures"], capability):
-            names = ", ".join(sorted({gpu.name for gpu in gpus if gpu.capability == capability}))
-            yield Finding(
-                id="torch-lacks-architecture",
-                severity="error",
-                text=lacking(facts["version"], facts["architectures"], names, capability),
-                remedy=LACKING_REMEDY,
-            )
+    known = [torch_check.Gpu(gpu.name, gpu.capability) for gpu in gpus]
+    facts = torch_check.torch_facts(len(gpus), os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    for one in torch_check.problems(facts, known, gpus[0].driver, query()[1]):
+        yield Finding(id=one.id, severity="error", text=one.text, remedy=one.remedy)
 
 
-def same_major(one: str, other: str) -> bool:
-    """CUDA's minor versions are compatible within a major one."""
-    return number(one)[0] == number(other)[0]
+def platform(_: Context) -> Iterator[Finding]:
+    """WSL2, and GPUs of other makers."""
+    if is_wsl():
+        yield Finding(
+            id="wsl2",
+            severity="note",
+            text="this is WSL2: workers run without `expandable_segments`, for which its driver fails at the first allocation",
+            remedy="nothing to do: plans count what torch's other allocator loses",
+        )
+    if text := other_gpu():
+        yield Finding(id="other-gpu", severity="warning", text=text, remedy="a machine with an NVIDIA GPU, or stay on the CPU")
 
 
 def visible_devices(_: Context) -> Iterator[Finding]:
@@ -124,7 +104,7 @@ def visible_devices(_: Context) -> Iterator[Finding]:
     gpus = query()[0]
     if value is None or (not gpus and not value.strip()):
         return
-    if gpus and value.strip() in {"", "-1"}:
+    if gpus and value.split(",")[0].strip() in NOTHING:
         yield Finding(
             id="gpus-hidden",
             severity="warning",
@@ -140,8 +120,8 @@ def visible_devices(_: Context) -> Iterator[Finding]:
         yield Finding(
             id="visible-devices",
             severity="error",
-            text=f"CUDA_VISIBLE_DEVICES=`{value}` names {', '.join(absent)}, but this machine has {len(gpus)} GPUs",
-            remedy="unset CUDA_VISIBLE_DEVICES, or name GPUs of `nvidia-smi -L`",
+            text=torch_check.VISIBLE.format(value=value, names=", ".join(absent), machine=torch_check.gpus_here(len(gpus))),
+            remedy=torch_check.VISIBLE_REMEDY,
         )
 
 
@@ -165,4 +145,4 @@ def consumer_cards(_: Context) -> Iterator[Finding]:
         )
 
 
-CHECKS: tuple[Check, ...] = (driver, torch_for_gpu, visible_devices, consumer_cards)
+CHECKS: tuple[Check, ...] = (driver, torch_for_gpu, platform, visible_devices, consumer_cards)

@@ -30,7 +30,9 @@ from sft_play.runs.stamp import divided
 def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpoint: Path | None) -> Outcome:
     """Writes the run's files and runs the workers to their end. With an `event`, which is recorded, plan and command are shown."""
     notices = write_launch_files(job, plan, run)
-    environment = worker_environment(plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads)
+    environment = worker_environment(
+        plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads, devices=job.hardware.devices
+    )
     own = dump_variables(plan, run.logs, os.environ) | ({OWN: str(job.home(run).path)} if job.shared else {})
     environment = replace(environment, variables={**environment.variables, **own}, set_here={**environment.set_here, **own})
     if plan.strategy.startswith("zero"):

@@ -174,7 +174,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
             if note:
                 print(note, file=sys.stderr)
             refuse_fewer_steps(loaded.config, before, checkpoint)
-        job.plan(None)
+        refuse_early(job)
         home = job.home(run)
         if job.shared:
             save_config(loaded, home.config)
@@ -294,7 +294,9 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
 
     def attempt(plan: Plan) -> Outcome:
         write_launch_files(quiet, plan, folder)
-        environment = worker_environment(plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads)
+        environment = worker_environment(
+            plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads, devices=job.hardware.devices
+        )
         arguments = worker_arguments(folder, job.node, module="sft_play.probe")
         with Path(os.devnull).open("wb") as nowhere:
             return supervise(arguments, environment.variables, folder, job.ranks_here(plan), console=nowhere.fileno())

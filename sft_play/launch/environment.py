@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.config.names import mask
+from sft_play.plan.catalogue import NO_PEER_TO_PEER
+from sft_play.plan.choices import visible_names
+from sft_play.plan.hardware import Device
 from sft_play.plan.plan import Plan
 
 SCRUBBED = re.compile(
@@ -19,8 +22,6 @@ DROPPED = frozenset({"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MAKE_
 """Make's own, which would make compilers that workers start (DeepSpeed's extensions) part of this make."""
 SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES|NCCL_\w+|HF_\w+|AIM_REPO|GLOO_\w+|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF")
 ALLOCATOR = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
-NO_PEER_TO_PEER = re.compile(r"RTX (40|50)\d\d")
-"""Consumer cards without peer-to-peer transfers; accelerate knows only the 40 series, and a 50 series pair may hang."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +56,10 @@ def ranks_of(plan: Plan, node: Node) -> range:
     return range(first, first + plan.ranks_by_node[node.rank])
 
 
-def worker_environment(plan: Plan, node: Node, ambient: Mapping[str, str], *, cpu_threads: int) -> WorkerEnvironment:
-    """Returns the workers' environment for `plan` on this node; `cpu_threads` is what this machine has in all."""
+def worker_environment(
+    plan: Plan, node: Node, ambient: Mapping[str, str], *, cpu_threads: int, devices: Sequence[Device] = ()
+) -> WorkerEnvironment:
+    """Returns the workers' environment for `plan` on this node; `cpu_threads` and `devices` are what this machine has in all."""
     kept = {k: v for k, v in ambient.items() if not SCRUBBED.fullmatch(k) and k not in DROPPED}
     removed = tuple(sorted(k for k in ambient if SCRUBBED.fullmatch(k)))
     chosen = _always(len(ranks_of(plan, node)), kept, cpu_threads) | (_for_cpu(plan) if plan.device == "cpu" else {})
@@ -67,13 +70,12 @@ def worker_environment(plan: Plan, node: Node, ambient: Mapping[str, str], *, cp
             "MALLOC_MMAP_THRESHOLD_: tensors get mappings of their own, or the heap's gaps would take what recomputing saves"
         )
     if plan.device == "cuda":
-        if "PYTORCH_CUDA_ALLOC_CONF" not in kept:  # the older name, over which torch prefers the new one
+        if not ALLOCATOR & kept.keys() and plan.expandable_segments:
             chosen["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-        if not ALLOCATOR & kept.keys():
             notes.append("PYTORCH_ALLOC_CONF=expandable_segments:True: blocks grow in place, so less memory is lost between them")
-        chosen |= _for_gpu(plan, kept)
-        if plan.world_size > 1 and any(NO_PEER_TO_PEER.search(r.device_name) for r in plan.ranks):
-            chosen |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+        chosen |= visible_cards(plan.strategy, indices_of(plan, node), devices)
+        if without := without_peer_to_peer([rank.device_name for rank in plan.ranks]):
+            chosen |= without
             notes.append("NCCL_P2P_DISABLE=1: GeForce RTX 40 and 50 cards have no peer-to-peer transfers")
     if plan.world_size > 1 and node.interface:
         chosen["GLOO_SOCKET_IFNAME"] = node.interface
@@ -136,11 +138,25 @@ def _for_cpu(plan: Plan) -> dict[str, str]:
     return ours
 
 
-def _for_gpu(plan: Plan, kept: Mapping[str, str]) -> dict[str, str]:
-    """CUDA numbers cards as the driver (and the plan) does, not fastest first; a single process sees only the card of its plan."""
+def without_peer_to_peer(names: Sequence[str]) -> dict[str, str]:
+    """Returns what keeps NCCL from transfers that these cards cannot make; nothing for one card."""
+    lacking = len(names) > 1 and any(NO_PEER_TO_PEER.search(name) for name in names)
+    return {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} if lacking else {}
+
+
+def indices_of(plan: Plan, node: Node) -> list[int]:
+    """Returns which of this node's devices its ranks have, in order."""
+    return [int(plan.ranks[rank].device.partition(":")[2] or 0) for rank in ranks_of(plan, node)]
+
+
+def visible_cards(strategy: str, indices: Sequence[int], devices: Sequence[Device]) -> dict[str, str]:
+    """Returns what shows a launch the cards of its plan and no other.
+
+    CUDA numbers cards as the driver does, not fastest first. A single process that saw a second card would train under
+    `torch.nn.DataParallel`.
+    """
     ours = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    index = int(plan.ranks[0].device.partition(":")[2] or 0) if plan.strategy == "single" and plan.ranks else 0
-    if index:
-        shown = [part.strip() for part in kept.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-        ours["CUDA_VISIBLE_DEVICES"] = shown[index] if index < len(shown) else str(index)
+    everything = not devices or (len(indices) == len(devices) and not any(device.mig_uuid for device in devices))
+    if strategy == "single" or not everything:
+        ours["CUDA_VISIBLE_DEVICES"] = ",".join(visible_names(devices, indices) if devices else map(str, indices))
     return ours

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from sft_play.config.call import Call
@@ -9,7 +10,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch import recovery
 from sft_play.launch.agreement import NodeFacts
-from sft_play.launch.environment import Node, ranks_of
+from sft_play.launch.environment import Node, indices_of, ranks_of, worker_environment
 from sft_play.launch.meeting import Meeting
 from sft_play.launch.network import address_towards, free_port, loopback_interface, require_free_port
 from sft_play.launch.options import LaunchOptions
@@ -22,6 +23,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape, shape_of
 from sft_play.plan.sources import parse_source, planned
+from sft_play.plan.torch_check import require_usable
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 
@@ -91,12 +93,20 @@ def job_of(call: Call, loaded: LoadedConfig, options: LaunchOptions) -> Job:
 
 
 def refuse_early(job: Job) -> None:
-    """Raises what the early plan refuses; not yet for want of devices where other nodes are still to come."""
+    """Raises what the early plan refuses; not yet for want of devices where other nodes are still to come.
+
+    Torch is asked here whether it can use the GPUs of the plan: before a run folder is made.
+    """
     try:
-        job.plan(None)
+        plan = job.plan(None)
     except HardwareError:
         if job.node.count == 1 or job.nodes:
             raise
+        return
+    if plan.device == "cuda":
+        devices, threads = job.hardware.devices, job.hardware.cpu_threads
+        environment = worker_environment(plan, job.node, os.environ, cpu_threads=threads, devices=devices)
+        require_usable(job.hardware, indices_of(plan, job.node), environment.variables)
 
 
 def _node(options: LaunchOptions) -> Node:

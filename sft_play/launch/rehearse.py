@@ -23,6 +23,7 @@ from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scaling import parse_price, parse_scale, scale_json, scale_table, show_scale, with_cost
 from sft_play.plan.show import misfit_json, show_misfit, show_plan
 from sft_play.plan.sources import parse_source
+from sft_play.plan.torch_check import unasked
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
 
@@ -60,6 +61,8 @@ def _rehearse(call: Call) -> int:
     )  # fmt: skip
     for notice in options.notices:
         print(notice, file=sys.stderr)
+    for problem in unasked(hardware) if plan.device == "cuda" else ():
+        print(f"warning: {problem.text}\nhint: {problem.remedy}", file=sys.stderr)
     if call.json:
         print(json.dumps(plan.to_json() | ({"scale": scale_json(rows)} if counts else {}), indent=2))
         return 0
@@ -74,7 +77,7 @@ def _rehearse(call: Call) -> int:
 def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> None:
     """Prepares model and data, and probes the plan on this machine; what is measured stays in the cache. Raises `UserError`."""
     from sft_play.launch import commands
-    from sft_play.launch.job import job_of
+    from sft_play.launch.job import job_of, refuse_early
 
     if hardware.described or options.request.num_nodes > 1:
         raise UserError(
@@ -82,11 +85,13 @@ def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: H
             hint="SOURCE=trace plans for what is not here",
         )
     cache_folder().mkdir(parents=True, exist_ok=True)
+    job = job_of(call, loaded, options)
+    refuse_early(job)
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="probe-", dir=cache_folder()) as folder:
         run = RunFolder(Path(folder) / "run")
         save_config(loaded, run.config)
         commands.prepare(run)
-        commands.probe(job_of(call, loaded, options), run, Prepared.load(run.prepared))
+        commands.probe(job, run, Prepared.load(run.prepared))
 
 
 def _as_the_run_was(call: Call, request: LaunchRequest, hardware: Hardware) -> LaunchRequest:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,16 @@ from safetensors import SafetensorError
 from sft_play.config.schema import Config
 from sft_play.data.templates import with_chat
 from sft_play.errors import CheckpointError
+from sft_play.launch.environment import visible_cards
 from sft_play.model import quantise
 from sft_play.model.folder import check_trained
 from sft_play.model.read import first_lines, read_model, tell
 from sft_play.model.tokenizer import load_tokenizer
+from sft_play.plan.choices import devices_for
+from sft_play.plan.detect import detect
 from sft_play.plan.plan import Plan
+from sft_play.plan.request import LaunchRequest
+from sft_play.plan.torch_check import unasked
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, ResolvedModel
 from sft_play.runs.stamp import Purpose, Stamp, compare, make_stamp, refuse
@@ -25,8 +32,20 @@ from sft_play.runs.weights import kind_of
 
 
 def best_device() -> str:
-    """Returns the device to answer on: the first GPU, or the CPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """Returns the device to answer on: the best GPU, which alone is visible from then on, or the CPU. Raises `HardwareError`.
+
+    Why a GPU that the driver shows is not used is said.
+    """
+    hardware = detect()
+    if hardware.kind == "cuda":
+        indices, _ = devices_for(hardware, LaunchRequest(), wants_one=True)
+        os.environ.update(visible_cards("single", indices, hardware.devices))
+    if torch.cuda.is_available():
+        return "cuda"
+    if hardware.kind == "cuda":
+        why = next((problem.text for problem in unasked(hardware)), "torch finds none of the GPUs that the driver shows")
+        print(f"warning: {why}; the CPU answers\nhint: `make doctor` says what to do", file=sys.stderr)
+    return "cpu"
 
 
 def load_for_use(

@@ -43,6 +43,9 @@ def _geforce(
 SHEET = "NVIDIA data sheet, dense"
 AMPERE, ADA, BLACKWELL = (8, 6), (8, 9), (12, 0)
 
+NO_PEER_TO_PEER = re.compile(r"GeForce RTX (40|50)\d\d")
+"""Consumer cards without peer-to-peer transfers; accelerate knows only the 40 series, and a 50 series pair may hang. `RTX 4000` is none."""
+
 CATALOGUE: Mapping[str, Card] = {
     # GeForce, desktop.
     "RTX3060": _geforce(11.8, 28, 1.777, 360, AMPERE, False), "RTX3070": _geforce(7.8, 46, 1.725, 448, AMPERE, False),

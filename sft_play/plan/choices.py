@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from sft_play.config.schema import Config
@@ -71,13 +72,19 @@ def devices_for(hardware: Hardware, request: LaunchRequest, wants_one: bool) -> 
     return tuple(range(len(chosen))), chosen
 
 
-def _worth(device: Device) -> tuple[int, float]:
-    """The best device for one process has the most free memory, in steps of a GiB; among equals, the fastest."""
-    return device.free_bytes // GIB, device.peak_flops or 0.0
+def _worth(device: Device) -> tuple[bool, int, float]:
+    """The best device for one process may be used and has the most free memory, in steps of a GiB; among equals, the fastest."""
+    return not device.blocked, device.free_bytes // GIB, device.peak_flops or 0.0
 
 
 def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
     """Raises `HardwareError` for a GPU that other programs fill, with the way to leave it out."""
+    for device in chosen:
+        if device.blocked:
+            raise HardwareError(
+                f"GPU {hardware.devices.index(device)} ({device.name}) cannot be used: {device.blocked}",
+                hint="`sudo nvidia-smi -c 0` lets every process compute on it; CUDA_VISIBLE_DEVICES chooses another",
+            )
     full = [index for index, device in enumerate(chosen) if device.full]
     if not full:
         return
@@ -101,10 +108,13 @@ def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
 
 def showing(hardware: Hardware, indices: list[int]) -> str:
     """Returns the `CUDA_VISIBLE_DEVICES` that shows these of the devices, by the driver's numbers."""
-    numbers = [hardware.devices[index].number for index in indices]
-    return "CUDA_VISIBLE_DEVICES=" + ",".join(
-        str(index if number is None else number) for index, number in zip(indices, numbers, strict=True)
-    )
+    return "CUDA_VISIBLE_DEVICES=" + ",".join(visible_names(hardware.devices, indices))
+
+
+def visible_names(devices: Sequence[Device], indices: Sequence[int]) -> list[str]:
+    """Returns how `CUDA_VISIBLE_DEVICES` names these of the devices: slices by UUID, cards by number, unknown ones by place."""
+    chosen = [(index, devices[index]) for index in indices]
+    return [device.mig_uuid or str(index if device.number is None else device.number) for index, device in chosen]
 
 
 def choose_backend(config: Config, kind: str, ranks: int, reasons: Reasons) -> str:

@@ -6,7 +6,19 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from sft_play.plan.detect import cpu_name, cpu_threads, fast_bf16, gpu_memory, open_nvml, ram_bytes, shown_handles
+from sft_play.plan.detect import (
+    Shown,
+    capability_of,
+    cpu_name,
+    cpu_threads,
+    fast_bf16,
+    gpu_memory,
+    name_of,
+    open_nvml,
+    other_gpu,
+    ram_bytes,
+    shown_gpus,
+)
 from sft_play.plan.hardware import GIB
 
 if TYPE_CHECKING:
@@ -35,16 +47,16 @@ def gpu_facts() -> dict[str, Any]:
     }  # fmt: skip
     nvml = open_nvml()
     if nvml is None:
-        return facts | {"reason": "no NVIDIA driver answers on this machine"}
+        return facts | {"reason": other_gpu() or "no NVIDIA driver answers on this machine"}
     try:
-        shown, count = shown_handles(nvml)
+        shown, count = shown_gpus(nvml)
         cuda = int(nvml.nvmlSystemGetCudaDriverVersion())
         facts |= {
             "count": len(shown),
             "driver": _text(nvml.nvmlSystemGetDriverVersion()),
             "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
         }
-        facts["gpus"] = [_gpu(nvml, handle, index) for index, handle in shown]
+        facts["gpus"] = [_gpu(nvml, gpu) for gpu in shown]
         facts["links"] = _links(nvml, shown)
         if not shown:
             hidden = f"CUDA_VISIBLE_DEVICES={facts['visible_devices']} hides all {count}"
@@ -54,13 +66,13 @@ def gpu_facts() -> dict[str, Any]:
     return facts
 
 
-def _gpu(nvml: Any, handle: Any, index: int) -> dict[str, Any]:
-    total, free = gpu_memory(nvml, handle)
-    major, minor = (int(part) for part in nvml.nvmlDeviceGetCudaComputeCapability(handle))
+def _gpu(nvml: Any, gpu: Shown) -> dict[str, Any]:
+    total, free = gpu_memory(nvml, gpu)
+    major, minor = capability_of(nvml, gpu)
     return {
-        "index": index,
-        "name": _text(nvml.nvmlDeviceGetName(handle)),
-        "uuid": _text(nvml.nvmlDeviceGetUUID(handle)),
+        "index": gpu.number,
+        "name": name_of(nvml, gpu),
+        "uuid": _text(nvml.nvmlDeviceGetUUID(gpu.handle)),
         "memory_bytes": total,
         "free_bytes": free,
         "compute_capability": f"{major}.{minor}",
@@ -69,18 +81,19 @@ def _gpu(nvml: Any, handle: Any, index: int) -> dict[str, Any]:
     }
 
 
-def _links(nvml: Any, handles: list[tuple[int, Any]]) -> list[dict[str, Any]]:
+def _links(nvml: Any, gpus: list[Shown]) -> list[dict[str, Any]]:
     """Returns how each pair of cards is connected."""
     links = []
-    for position, (first, one) in enumerate(handles):
-        for second, other in handles[position + 1 :]:
+    for position, first in enumerate(gpus):
+        for second in gpus[position + 1 :]:
+            one, other = first.card, second.card
             try:
                 lanes = _nvlinks(nvml, one, other)
                 level = int(nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
                 kind = f"NVLink x {lanes}" if lanes else LINKS.get(level, f"PCIe, level {level}")
             except nvml.NVMLError as error:
                 kind = f"unknown ({error})"
-            links.append({"from": first, "to": second, "link": kind})
+            links.append({"from": first.number, "to": second.number, "link": kind})
     return links
 
 

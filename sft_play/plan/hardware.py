@@ -42,6 +42,12 @@ class Device:
     """The limit that the driver enforces, or the card's by its data sheet; `None` when unknown (always so for a CPU)."""
     number: int | None = None
     """The driver's number, as `CUDA_VISIBLE_DEVICES` takes it; `None` for the CPU and for what is described."""
+    mig_uuid: str | None = None
+    """Of a MIG slice, as `CUDA_VISIBLE_DEVICES` takes it."""
+    blocked: str = ""
+    """Why no program of ours may compute on it (its compute mode); empty where one may."""
+    expandable_segments: bool = True
+    """Whether torch's allocator can grow its blocks in place there. Under WSL2 the first allocation would fail (pytorch#192330)."""
 
     @property
     def full(self) -> bool:
@@ -68,6 +74,12 @@ class Hardware:
     """Machines like this one that a description names; `NUM_NODES` wins."""
     listed: int = 0
     """Entries of a description that `+` joins, such as 2 of `12GB+8GB`; 0 where nothing was written so."""
+    driver: str | None = None
+    """Version of NVIDIA's driver; `None` where none was looked at."""
+    driver_cuda: str | None = None
+    """The newest CUDA that it supports, such as `13.0`."""
+    unused: str = ""
+    """Why a GPU of this machine does nothing."""
 
 
 PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+)")

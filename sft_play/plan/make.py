@@ -42,6 +42,11 @@ from sft_play.plan.trace_case import setup_of
 from sft_play.plan.unequal import with_shares
 from sft_play.runs.prepared import Prepared
 
+EXPANDABLE = (
+    "allocator: expandable_segments for workers, so that freed memory serves blocks of any size; PYTORCH_ALLOC_CONF overrides it"
+)
+NATIVE = "allocator: no expandable_segments, for which WSL2's driver fails at the first allocation; more is lost between blocks"
+
 MOST_TOGETHER = {"cuda": 64, "cpu": 4}
 """Rows of a micro-batch beyond which nothing is gained; on a CPU matrices are large enough then, and memory grows."""
 
@@ -122,7 +127,7 @@ def _decide(case: Case) -> Plan:
     costs = costs_of(case, fit, start, division, devices, max(batch.micro_batches))
     ranks = rank_plans(case, fit, start, division, costs)
     reasons += [*waiting(case, setup, batch.accumulation), *tight(ranks)]
-    reasons += _margin(kind)
+    reasons += _margin(setup)
     lacking = _on_the_host(config, shape, setup, hardware, start.ranks.local, reasons)
     steps, per_epoch = step_count(config, case.prepared, batch.global_batch, reasons)
     speed = _speed(case, devices, division)
@@ -138,7 +143,7 @@ def _decide(case: Case) -> Plan:
         optim=setup.optim, learning_rate=rate, ranks=ranks, offload_optimizer=setup.offload_optimizer,
         offload_parameters=setup.offload_parameters, global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch,
         warmup_steps=choices.warmup(config, steps), eval_batch_size=halve(_eval_batch(config, kind, fitting), launch.halvings),
-        reasons=tuple(reasons), remedies=tuple(lacking), tokens_per_second=speed.tokens_per_second,
+        reasons=tuple(reasons), remedies=tuple(lacking), tokens_per_second=speed.tokens_per_second, expandable_segments=setup.expandable_segments,
         communication_share=speed.communication_share, seconds_per_step=per_step, total_seconds=total,
         exchanges=exchanges(case, setup, speed), communication_seconds=speed.communication_seconds, mfu=speed.mfu, speed_basis=speed.basis,
         epoch_seconds=per_step * per_epoch if per_step and per_epoch else None, energy_kwh=energy_kwh(devices, total),
@@ -150,6 +155,7 @@ def _start(case: Case, fit: Fit, reasons: list[str]) -> Start:
     config, hardware, launch, kind = case.config, case.hardware, case.launch, case.hardware.kind
     ranks = nodes.ranks_of(hardware, launch)
     reasons += ["for hardware as described, not for this machine"] if hardware.described else []
+    reasons += [hardware.unused] if hardware.unused else []
     reasons += [*nodes.in_words(hardware, launch, ranks), *nodes.unheard_network(config, case.typed, hardware)]
     devices = ranks.devices
     strategy = strategies.choose_strategy(config, case.typed, launch, hardware, len(devices), reasons)
@@ -161,7 +167,7 @@ def _start(case: Case, fit: Fit, reasons: list[str]) -> Start:
         device=kind, strategy=strategy, world_size=len(devices), precision=precision, weights_dtype=dtype, optim=config.train.optim,
         gradient_checkpointing=False, layout="padded", attention=attention, label_share=label_share(case.prepared),
         row_tokens=row_tokens(config, case.prepared), offload_optimizer=launch.offload_optimizer,
-        offload_parameters=launch.offload_parameters,
+        offload_parameters=launch.offload_parameters, expandable_segments=all(device.expandable_segments for device in devices),
     )  # fmt: skip
     least = min(device.memory_bytes for device in devices)
     setup = replace(setup, optim=choices.choose_optimizer(config, case.shape, setup, least, reasons))
@@ -222,11 +228,11 @@ def _speed(case: Case, devices: tuple[Device, ...], division: Division) -> Forec
     )  # fmt: skip
 
 
-def _margin(kind: str) -> list[str]:
+def _margin(setup: Setup) -> list[str]:
     """Returns what is kept free, and how a GPU's memory is kept from falling to pieces."""
-    kept = f"memory: {HEADROOM[kind]:.0%} of what is free is planned for, {1 - HEADROOM[kind]:.0%} stay as the margin"
-    segments = "allocator: expandable_segments for workers, so that freed memory serves blocks of any size; PYTORCH_ALLOC_CONF overrides it"
-    return [kept, segments] if kind == "cuda" else [kept]
+    share = HEADROOM[setup.device]
+    kept = f"memory: {share:.0%} of what is free is planned for, {1 - share:.0%} stay as the margin"
+    return [kept, EXPANDABLE if setup.expandable_segments else NATIVE] if setup.device == "cuda" else [kept]
 
 
 def _on_the_host(

@@ -26,9 +26,9 @@ NCCL_BYTES, NCCL_RANKS = 150 * MIB, 8
 seen elsewhere; unverified here)."""
 WORKSPACE_BYTES = {"cuda": 2 * 32 * MIB, "cpu": 0}
 """cuBLAS takes 32 MiB since Hopper, 8 MiB before, in each of two threads: the backward pass has its own."""
-FRAGMENTATION = {"cuda": 0.06, "cpu": 0.42}
+FRAGMENTATION = {"cuda": 0.06, "native": 0.12, "cpu": 0.42}
 """Share of what comes and goes within a step that an allocator loses. On a CPU glibc's heap keeps the gaps that it cannot fill: 0.33 to
-0.48 were measured (docs/memory.md)."""
+0.48 were measured (docs/memory.md). `native` is CUDA's without expandable segments: a guess that a trace replaces."""
 MAPPED_FRAGMENTATION = 0.05
 """With recomputation on a CPU the heap would lose several times what is in use (docs/planning.md), so tensors are mapped one by one."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -73,6 +73,8 @@ class Setup:
     """Whether ZeRO-3 keeps the weights there too."""
     packed: bool = False
     """Whether what is counted as a row of `row_tokens` is a pack of several, told apart by a mask."""
+    expandable_segments: bool = True
+    """Whether torch's allocator grows its blocks in place (GPUs only)."""
 
     @property
     def autocast(self) -> bool:
@@ -119,7 +121,8 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
     moving["update"] = {**dict.fromkeys(MICRO_STEP, 0.0), "workspace": _optimizer_step_bytes(config, shape, setup)}
     context = _context_bytes(setup)
     mapped = setup.device == "cpu" and setup.gradient_checkpointing
-    lost = MAPPED_FRAGMENTATION if mapped else FRAGMENTATION[setup.device]
+    native = setup.device == "cuda" and not setup.expandable_segments
+    lost = MAPPED_FRAGMENTATION if mapped else FRAGMENTATION["native" if native else setup.device]
     moments: dict[str, dict[str, int]] = {}
     for moment, parts in moving.items():
         whole = states | parts | {"workspace": WORKSPACE_BYTES[setup.device] + parts.get("workspace", 0.0), "context": context}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import UserError
-from sft_play.plan.detect import all_hidden, cpu_name, gpu_memory, open_nvml, ram_bytes, shown_handles
+from sft_play.plan.detect import all_hidden, cpu_name, gpu_memory, name_of, open_nvml, ram_bytes, shown_gpus
 from sft_play.plan.hardware import GIB
 
 if TYPE_CHECKING:
@@ -82,13 +82,13 @@ def devices_now() -> list[dict[str, Any]]:
 def _gpus(nvml: Any) -> list[dict[str, Any]]:
     try:
         found = []
-        for index, handle in shown_handles(nvml)[0]:
-            total, free = gpu_memory(nvml, handle)
-            holders = _holders(nvml, handle)
+        for gpu in shown_gpus(nvml)[0]:
+            total, free = gpu_memory(nvml, gpu)
+            holders = _holders(nvml, gpu.handle)
             found.append(
                 {
-                    "device": f"cuda:{index}",
-                    "name": _text(nvml.nvmlDeviceGetName(handle)),
+                    "device": f"cuda:{gpu.number}",
+                    "name": name_of(nvml, gpu),
                     "memory_bytes": total,
                     "free_bytes": free,
                     "processes": sorted(holders, key=lambda p: -int(str(p["bytes"])))[:SHOWN_PROCESSES],

@@ -91,6 +91,8 @@ class Plan:
     """Whether DeepSpeed keeps optimizer states and gradients in the machine's memory."""
     offload_parameters: bool = False
     """Whether ZeRO-3 keeps the weights there too."""
+    expandable_segments: bool = True
+    """Whether torch's allocator grows its blocks in place on the GPUs; not under WSL2."""
     node_ranks: tuple[int, ...] = ()
     """Ranks of each node; empty where all have the same number."""
     exchanges: tuple[Mapping[str, Any], ...] = ()

@@ -28,7 +28,6 @@ Source = Literal["formula", "trace", "probe", "known", "auto"]
 new trace where the formula comes near the limit. `probe`: a trace, corrected by what `launch.probing` measured; measurements of
 earlier probes correct every plan but one by `formula`."""
 ROUNDS = 5
-EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True, unless you set it: free pages move, so less is lost between blocks"
 UNSETTLED = "memory by formula, scaled by {seen} traces of other batches: after {rounds} rounds the plan still went to a new one"
 WORTH_A_TRACE = 0.5
 """Share of the memory above which training looks closer than the formulas do."""
@@ -52,13 +51,6 @@ def planned(
     source: Source,
 ) -> Plan:
     """Returns the plan by the source that was asked for. Raises what `make` raises."""
-    plan = _by_source(make, config, shape, prepared, source)
-    return _with_reason(plan, EXPANDABLE) if plan.device == "cuda" else plan
-
-
-def _by_source(
-    make: Callable[[Memory], Plan], config: Config, shape: ModelShape, prepared: Prepared | None, source: Source
-) -> Plan:
     if source == "formula":
         return with_peak(make(rank_memory), config, shape)
     if config.tuning.backend == "unsloth":

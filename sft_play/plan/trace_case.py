@@ -72,7 +72,7 @@ def setup_of(plan: Plan) -> Setup:
         optim=plan.optim, gradient_checkpointing=plan.gradient_checkpointing, layout=plan.layout, attention=plan.attn_implementation,
         label_share=plan.label_share, row_tokens=plan.row_tokens, loss_chunk=plan.loss_chunk,
         accumulates=any(rank.accumulation > 1 for rank in plan.ranks), offload_optimizer=plan.offload_optimizer,
-        offload_parameters=plan.offload_parameters, packed=plan.pack_tokens > 0,
+        offload_parameters=plan.offload_parameters, packed=plan.pack_tokens > 0, expandable_segments=plan.expandable_segments,
     )  # fmt: skip
 
 

@@ -148,14 +148,15 @@ def assemble(config: Config, shape: ModelShape, setup: Setup, micro_batch: int, 
         if best is None or sum(parts.values()) > sum(best.parts.values()):
             best = Observation(parts=parts, moment=moment, operation=result["operations"].get(moment, ""))
     assert best is not None, "a trace has moments"
-    lost = int(result[_allocator()]) if setup.device == "cuda" else formula["fragmentation"]
+    lost = int(result[_allocator(setup)]) if setup.device == "cuda" else formula["fragmentation"]
     return replace(best, parts={**best.parts, "fragmentation": lost})
 
 
-def _allocator() -> str:
-    """Returns which allocator's loss counts: workers grow segments in place, unless the user's own setting says otherwise."""
+def _allocator(setup: Setup) -> str:
+    """Returns which allocator's loss counts: workers grow segments in place where they can, unless the user's own setting says otherwise."""
     own = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    return "lost_bytes" if own is None or "expandable_segments:true" in own.lower() else "lost_bytes_native"
+    grows = setup.expandable_segments if own is None else "expandable_segments:true" in own.lower()
+    return "lost_bytes" if grows else "lost_bytes_native"
 
 
 def traced(cases: Sequence[Case], folder: Path, tracer: Tracer | None) -> list[dict[str, Any] | None]:

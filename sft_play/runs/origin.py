@@ -143,13 +143,20 @@ def driver_version() -> str | None:
     return found.decode() if isinstance(found, bytes) else str(found)
 
 
-@functools.cache
 def torch_cuda() -> str | None:
-    """Returns the CUDA version that torch is built for; reads its `version.py` and does not import it."""
+    """Returns the CUDA version that torch is built for."""
+    found = torch_version()
+    return found[1] if found else None
+
+
+@functools.cache
+def torch_version() -> tuple[str, str | None] | None:
+    """Returns torch's version and the CUDA that it is built for; reads its `version.py` and does not import it."""
     try:
         spec = importlib.util.find_spec("torch")
         text = (Path(str(spec.origin)).parent / "version.py").read_text(encoding="utf-8") if spec and spec.origin else ""
     except (OSError, ValueError, ImportError):
         return None
-    found = re.search(r"^cuda(?:: [^=]+)? = ['\"]([^'\"]+)['\"]", text, re.M)
-    return found.group(1) if found else None
+    found = {name: re.search(rf"^{name}(?:: [^=]+)? = ['\"]([^'\"]+)['\"]", text, re.M) for name in ("__version__", "cuda")}
+    version, cuda = found["__version__"], found["cuda"]
+    return (version[1], cuda[1] if cuda else None) if version else None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
+from sft_play.plan.detect import Shown, all_hidden, gpu_memory, open_nvml, shown_gpus
 from sft_play.runs.space import free_bytes
 from sft_play.training.event_files import put_in_order
 
@@ -23,6 +25,17 @@ NAMES = {
     "mfu": "speed/mfu",
     "memory_gib": "memory/rank0_gib",
 }
+READINGS: Mapping[str, Callable[[Any, Shown], float]] = {
+    "memory_gib": lambda nvml, gpu: used_bytes(nvml, gpu) / 2**30,
+    "utilisation": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu.handle).gpu,
+}
+"""What is read of each visible GPU: name of the curve -> by `pynvml` and the GPU."""
+
+
+def used_bytes(nvml: Any, gpu: Shown) -> int:
+    """Returns the memory of a GPU that is not free."""
+    total, free = gpu_memory(nvml, gpu)
+    return total - free
 
 
 class Curves(TrainerCallback):
@@ -34,10 +47,16 @@ class Curves(TrainerCallback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.writer: Any = None
+        self.nvml: Any = None
+        self.gpus: list[Shown] = []
+        self.readings = dict(READINGS)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        with contextlib.suppress(Exception):  # of many kinds, and a curve is never worth a run
+            self.nvml = None if all_hidden() else open_nvml()
+            self.gpus = shown_gpus(self.nvml)[0] if self.nvml else []
         _keep_quiet()
         put_in_order(self.folder)
         self.writer = SummaryWriter(str(self.folder), purge_step=state.global_step + 1 if state.global_step else 0)
@@ -72,15 +91,16 @@ class Curves(TrainerCallback):
         self.writer.flush()
 
     def _devices(self, step: int) -> None:
-        if not torch.cuda.is_available():
-            return
-        for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            self.writer.add_scalar(f"gpu/{index}/memory_gib", (total - free) / 2**30, step)
+        """Asks the driver, not torch, which would take some hundred MiB of every card that it is asked about (pytorch#86493)."""
+        for name, read in list(self.readings.items()):
             try:
-                self.writer.add_scalar(f"gpu/{index}/utilisation", torch.cuda.utilization(index), step)
-            except (ModuleNotFoundError, RuntimeError):  # no NVML on this machine
-                continue
+                for place, gpu in enumerate(self.gpus):
+                    self.writer.add_scalar(f"gpu/{place}/{name}", read(self.nvml, gpu), step)
+            except OSError:
+                raise
+            except Exception as error:  # noqa: BLE001 - NVML's errors are of many kinds, and a curve is never worth a run
+                del self.readings[name]
+                print(f"note: no curve `gpu/.../{name}` from step {step} on: {error}", file=sys.stderr)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.writer is not None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from sft_play.errors import HardwareError
+
 SIZE, TRIES = 768, 4
 """A CPU's peak is measured by this many fp32 products of square matrices of this size: about 50 ms."""
 
@@ -39,7 +41,10 @@ def peak_operations(device: str) -> float | None:
     if device == "cuda":
         from sft_play.plan.detect import detect
 
-        devices = detect().devices
+        try:
+            devices = detect().devices
+        except HardwareError:  # the driver's figures are never worth a run
+            return None
         return devices[int(os.environ.get("LOCAL_RANK", "0")) % len(devices)].peak_flops
     left, right = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)), torch.eye(SIZE)
     best = float("inf")

@@ -55,9 +55,18 @@ def prepare_state(plan: Plan, args: Any) -> None:
         PartialState().distributed_type = DistributedType.MULTI_GPU
 
 
-def check_world(plan: Plan, accelerator: Any) -> None:
-    """Compares plan, torch and accelerate before the first batch. Raises `HardwareError` naming all three."""
+def check_world(plan: Plan, accelerator: Any, gpus: int) -> None:
+    """Compares plan, torch and accelerate before the first batch. Raises `HardwareError` naming all three.
+
+    `gpus`: how many one process would divide its batches between (`TrainingArguments.n_gpu`).
+    """
     import torch
+
+    if gpus > 1:
+        raise HardwareError(
+            f"this process sees {gpus} GPUs and would train under torch's DataParallel; the plan is one card for each process",
+            hint="start workers through `make`, or show one card: CUDA_VISIBLE_DEVICES=0",
+        )
 
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     found = torch.distributed.get_world_size() if grouped else 1

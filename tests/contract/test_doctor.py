@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.nvml_double import Machine, emulated
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("env", "sh", "cat")
@@ -52,14 +55,14 @@ class Doctor:
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
 
-    def nvidia_smi(self, *names: str, capability: str = "8.9", cuda: str = "13.0") -> None:
+    def nvidia_smi(self, *names: str, capability: str = "8.9", cuda: str = "13.0", mig: str = "[N/A]") -> None:
         """Fakes a driver that knows these GPUs."""
-        rows = "\n".join(f"{i}, GPU-{i}aaa, {name}, 580.00, {capability}" for i, name in enumerate(names))
+        rows = "\n".join(f"{i}, GPU-{i}aaa, {name}, 580.00, {capability}, {mig}" for i, name in enumerate(names))
         script = f'case "$*" in *query*) cat <<E\n{rows}\nE\n;; *) echo "| CUDA Version: {cuda} |" ;; esac'
         self.tool("nvidia-smi", script)
 
-    def torch(self, *, cuda: str | None, architectures: str = "") -> None:
-        """Puts another torch in front of the installed one."""
+    def torch(self, *, cuda: str | None, architectures: str = "", fails: str = "") -> None:
+        """Puts another torch in front of the installed one; `fails` is what it says of every GPU."""
         package = self.folder / "stubs" / "torch"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text(
@@ -68,7 +71,10 @@ class Doctor:
                 __version__ = "2.13.0"
                 version = N(cuda={cuda!r})
                 _C = N(_cuda_getArchFlags=lambda: {architectures!r})
-                cuda = N(is_available=lambda: True)
+                def ones(size, device):
+                    if {fails!r}:
+                        raise RuntimeError({fails!r})
+                    return N(item=lambda: 1.0)
             """)
         )
         self.environment["PYTHONPATH"] = f"{package.parent}{os.pathsep}{ROOT}"
@@ -162,7 +168,7 @@ def test_torch_without_cuda_beside_a_gpu(doctor: Doctor) -> None:
 
 def test_torch_for_a_newer_driver(doctor: Doctor) -> None:
     doctor.nvidia_smi("NVIDIA H100", capability="9.0", cuda="12.4")
-    doctor.torch(cuda="13.0", architectures="sm_80 sm_90")
+    doctor.torch(cuda="13.0", architectures="sm_80 sm_90", fails="The NVIDIA driver on your system is too old")
     found = doctor.findings(code=3)
     assert "13.0" in found["driver-too-old"]["text"]
     assert "torch-lacks-architecture" not in found
@@ -171,8 +177,28 @@ def test_torch_for_a_newer_driver(doctor: Doctor) -> None:
 @pytest.mark.parametrize(("capability", "fine"), [("12.0", False), ("8.9", True), ("6.1", False), ("8.6", True)])
 def test_torch_without_code_for_the_card(doctor: Doctor, capability: str, fine: bool) -> None:
     doctor.nvidia_smi("NVIDIA GeForce", capability=capability)
-    doctor.torch(cuda="13.0", architectures="sm_75 sm_80 sm_86 sm_90")
+    fails = "" if fine else "CUDA error: no kernel image is available for execution on the device"
+    doctor.torch(cuda="13.0", architectures="sm_75 sm_80 sm_86 sm_90", fails=fails)
     assert ("torch-lacks-architecture" not in doctor.findings()) == fine
+
+
+def test_a_card_that_torch_cannot_use_for_another_reason(doctor: Doctor) -> None:
+    doctor.nvidia_smi("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB", capability="8.0", mig="Enabled")
+    doctor.torch(cuda="13.0", architectures="sm_80", fails="CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+    text = doctor.findings(code=3)["gpu-unusable"]["text"]  # one slice is all that a process sees of cards that MIG splits
+    assert text == (
+        "torch 2.13.0 cannot use GPU 0 (NVIDIA A100-SXM4-80GB): CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+    )
+
+
+def test_wsl2_is_named(doctor: Doctor) -> None:
+    doctor.environment |= emulated(doctor.folder / "machine", "wsl2")
+    assert "expandable_segments" in doctor.findings(code=0)["wsl2"]["text"]
+
+
+def test_another_makers_gpu_is_named(doctor: Doctor) -> None:
+    doctor.environment |= Machine(cards=(), system="Darwin").environment(doctor.folder / "machine")
+    assert "Apple's GPUs (MPS) are not supported" in doctor.findings(code=0)["other-gpu"]["text"]
 
 
 def test_torch_that_cannot_be_imported(doctor: Doctor) -> None:
@@ -291,6 +317,7 @@ def test_every_finding_is_documented_and_provoked() -> None:
     for file in (ROOT / "sft_play" / "doctor").glob("*.py"):
         text = file.read_text(encoding="utf-8")
         ids |= {part.split('"')[1] for part in text.replace('id="', '\x00"').split("\x00")[1:]}
+    ids |= set(re.findall(r'Problem\(\s*"([\w-]+)"', (ROOT / "sft_play/plan/torch_check.py").read_text(encoding="utf-8")))
     ids |= {"runs-folder", "cache-folder", "port-29500", "port-6006"}
     documented = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
     assert len(ids) >= 25

@@ -57,7 +57,7 @@ def ready(path: Path, command: str, words: Sequence[str], environment: Mapping[s
         prepared.save(run.prepared)
         plan = job.plan(prepared)
         write_launch_files(job, plan, run)
-        variables = worker_environment(plan, job.node, os.environ, cpu_threads=1).variables
+        variables = worker_environment(plan, job.node, os.environ, cpu_threads=1, devices=job.hardware.devices).variables
     world = {"WORLD_SIZE": str(plan.world_size), "LOCAL_WORLD_SIZE": str(plan.world_size)} if plan.world_size > 1 else {}
     ranks = [{**variables, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(plan.world_size)]
     arguments = worker_arguments(run, job.node, plan=plan)[3:]

@@ -52,6 +52,8 @@ CASES = {
     ),
     "4080 beside 4070": Case(machine="unlike_pair", sees=("GPU-1111",)),
     "two RTX 3090, a process each": Case(machine="rtx3090_pair", command="train-distributed", sees=("GPU-0000", "GPU-1111")),
+    "two RTX 3090": Case(machine="rtx3090_pair"),
+    "a MIG slice": Case(machine="mig", sees=("MIG-11111111-0000-0000-0000-000000000002",)),
 }
 
 

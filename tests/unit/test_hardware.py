@@ -10,9 +10,9 @@ import pytest
 
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.catalogue import CATALOGUE, find_card
-from sft_play.plan.detect import cpu_only, detect, visible
+from sft_play.plan.detect import cpu_only, detect
 from sft_play.plan.hardware import GIB, Device, parse_hardware
-from tests.nvml_double import nvml_path
+from tests.nvml_double import RTX3090, Machine, move_to, nvml_path
 
 
 @pytest.mark.parametrize(
@@ -188,22 +188,20 @@ def test_names_that_drivers_give(driver: str, expected: str | None) -> None:
     assert (found[0] if found else None) == expected
 
 
-UUIDS = ["GPU-aa11", "GPU-bb22", "GPU-cc33"]
-
-
 @pytest.mark.parametrize(
     ("variable", "shown"),
     [
-        (None, [0, 1, 2]), ("", []), ("1", [1]), ("2,0", [2, 0]), ("0,7,1", [0]), ("-1", []), ("GPU-bb", [1]), ("GPU-cc33,0", [2, 0]),
-        ("1,1", [1]), (" 0 , 2 ", [0, 2]), ("none", []),
+        (None, [0, 1, 2]), ("", []), ("1", [1]), ("2,0", [2, 0]), ("-1", []), ("GPU-1111", [1]), ("GPU-22,0", [2, 0]), ("1,1", [1]),
+        (" 0 , 2 ", [0, 2]), ("none", []), ("NoDevFiles", []), ("0,-1,2", [0]),
     ],
 )  # fmt: skip
-def test_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch, variable: str | None, shown: list[int]) -> None:
-    if variable is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
+def test_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str | None, shown: list[int]) -> None:
+    move_to(monkeypatch, Machine(cards=(RTX3090,) * 3), tmp_path)
+    if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    assert visible(range(3), UUIDS) == shown
+    hardware = detect()
+    assert [device.number for device in hardware.devices] == (shown or [None])
+    assert (hardware.driver_cuda, hardware.kind) == (("13.0", "cuda") if shown else (None, "cpu"))
 
 
 def test_this_machine_has_memory_and_threads() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.environment import Node, worker_environment
+from sft_play.plan.detect import detect
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.plan import Plan
@@ -19,6 +21,7 @@ from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import shape_of
 from sft_play.plan.show import show_plan
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
+from tests.nvml_double import MACHINES, move_to
 
 SMALL, QWEN, LLAMA = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Meta-Llama-3-8B"
 CPU = Hardware(
@@ -129,10 +132,33 @@ def test_one_process_takes_the_best_device_and_sees_no_other() -> None:
     assert plan.ranks[0].device == "cuda:1" and plan.ranks[0].device_name == "24 GB GPU"
     variables = worker_environment(plan, Node(), {}, cpu_threads=8).variables
     assert variables["CUDA_VISIBLE_DEVICES"] == "1" and variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    named = worker_environment(plan, Node(), {"CUDA_VISIBLE_DEVICES": "4,GPU-ab,6"}, cpu_threads=8).variables
-    assert named["CUDA_VISIBLE_DEVICES"] == "GPU-ab"
     several = worker_environment(plan_of("2xH100", command_strategy="auto"), Node(), {}, cpu_threads=8).variables
     assert "CUDA_VISIBLE_DEVICES" not in several and several["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+@pytest.mark.parametrize(
+    ("machine", "shown", "words", "wanted"),
+    [
+        ("rtx3090_pair", None, {}, "0"), ("rtx3090_pair", "1,0", {}, "1"), ("rtx3090_pair", "GPU-1111", {}, "1"), ("unlike_pair", None, {}, "1"),
+        ("mig", None, {}, "MIG-11111111-0000-0000-0000-000000000002"),
+        ("mig", "MIG-11111111-0000-0000-0000-000000000001", {}, "MIG-11111111-0000-0000-0000-000000000001"),
+        ("rtx3090_pair", None, {"command_strategy": "auto"}, None), ("rtx3090_pair", "1,0", {"command_strategy": "auto"}, "1,0"),
+        ("rtx3090_pair", None, {"command_strategy": "auto", "num_gpus": 1}, "0"),
+        ("mig", None, {"command_strategy": "auto"}, "MIG-11111111-0000-0000-0000-000000000002"),
+    ],
+)  # fmt: skip
+def test_workers_see_the_cards_of_their_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, shown: str | None, words: dict[str, Any], wanted: str | None
+) -> None:
+    """Equal cards too: a process that sees two trains under `nn.DataParallel`."""
+    move_to(monkeypatch, MACHINES[machine], tmp_path)
+    ambient = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
+    if shown:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    hardware = detect()
+    plan = plan_of(hardware, max_seq_len=64, **words)
+    variables = worker_environment(plan, Node(), ambient, cpu_threads=8, devices=hardware.devices).variables
+    assert variables.get("CUDA_VISIBLE_DEVICES") == wanted and variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 # Choices.

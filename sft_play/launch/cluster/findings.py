@@ -19,7 +19,7 @@ from sft_play.launch.cluster.ssh import (
     trouble,
     without_environment,
 )
-from sft_play.plan.compiled_for import LACKING_REMEDY, lacking, supports
+from sft_play.plan.torch_check import LACKING_REMEDY, lacking, supports
 from sft_play.runs.origin import OPTIONAL, PACKAGES
 
 GIB = 2**30
