@@ -227,8 +227,12 @@ def main(arguments: list[str] | None = None) -> int:
         from sft_play.config.call import parse_call
         from sft_play.launch.console import console_may_go
         from sft_play.launch.run_folder import ended_by_signals
+        from sft_play.runs import consent
 
+        consent.forget()
         call = parse_call(arguments or ["help"], COMMANDS)
+        if call.trusts_code:
+            consent.give("model")
         module, function = COMMANDS[call.command].target.split(":")
         with contextlib.ExitStack() as stack:
             if "RUN_NAME" in COMMANDS[call.command].options:  # a training

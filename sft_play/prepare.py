@@ -132,13 +132,13 @@ def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[
     from sft_play.data.manifest import summary
     from sft_play.data.prepare import prepare_data
     from sft_play.data.templates import chat_format, with_chat
-    from sft_play.model.folder import refuse_untrusted_code
+    from sft_play.model.folder import refuse_untrusted_code, runs_code
     from sft_play.model.scratch import resolve, says
 
     model = with_chat(resolve(config), chat_format(config.data))
     _tell(says(config, model))
     trust = config.model.trust_remote_code
-    if not trust:
+    if not (trust and runs_code(Path(model.path))):
         refuse_untrusted_code(Path(model.path), config.model.name)
     found = prepare_data(config, model, functools.cache(lambda: _tokenizer(model, trust=trust)))
     for name, manifest in found.manifests.items():

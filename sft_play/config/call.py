@@ -53,6 +53,8 @@ class Call:
     overrides: tuple[Override, ...] = ()
     json: bool = False
     """Whether machine-readable output is wanted on stdout."""
+    trusts_code: bool = False
+    """Whether MODEL_TRUST_REMOTE_CODE=true was typed beside `RUN`: this user lets the code of the run's base model run."""
 
     def load_config(self, default: str | None = None) -> LoadedConfig:
         """Returns the configuration of `CONFIG` (else of `RUN`, else of `default`) with the overrides; prints notices to stderr.
@@ -116,12 +118,15 @@ def parse_call(arguments: Sequence[str], commands: Mapping[str, CommandRow], env
     options: dict[str, str] = {}
     overrides: dict[str, Override] = {}
     known = frozenset(option for row in commands.values() for option in row.options)
+    of_run, trusts_code = any(one.name == "RUN" for one in given) and "RUN" in commands[command].options, False
     for one in given:
         key = _key(one)
         if not _is_writable(one):
             problems.append(UserError(f"`{ascii(one.name)[1:-1]}` is not UTF-8 text"))
         elif one.name in known or _of_cluster(one.name, commands[command]):
             _option(one, command, commands, options, problems)
+        elif key == "model.trust_remote_code" and one.text.lower() in TRUE and of_run:
+            trusts_code = True  # the run keeps its configuration; what the user says is said of this command
         elif key is None:
             problems.append(_unknown(one, known, command, commands[command]))
         elif not commands[command].overrides:
@@ -137,7 +142,9 @@ def parse_call(arguments: Sequence[str], commands: Mapping[str, CommandRow], env
     if as_json not in TRUE | FALSE:
         problems.append(UserError(f"`JSON` is `{options['JSON']}`; expected `1` or `0`"))
     raise_all(problems)
-    return Call(command=command, options=options, overrides=tuple(overrides.values()), json=as_json in TRUE)
+    return Call(
+        command=command, options=options, overrides=tuple(overrides.values()), json=as_json in TRUE, trusts_code=trusts_code
+    )
 
 
 def make_variables(flags: str) -> Iterator[tuple[str, str]]:

@@ -89,7 +89,21 @@ def load_for_call(call: Call, default: str | None) -> LoadedConfig:
         loaded = override_config(read_config(folder / "config.json"), call.overrides)
     for notice in loaded.notices:
         print(f"note: {notice}", file=sys.stderr)
+    give_consent(call, loaded)
     return loaded
+
+
+def give_consent(call: Call, loaded: LoadedConfig) -> None:
+    """Notes what code the user lets run: by the words of this command, or in a YAML of theirs."""
+    from sft_play.runs import consent
+
+    name = call.options.get("CONFIG")
+    saved = "RUN" in call.options or (name is not None and _is_saved(config_path(name)))
+    typed = {override.key for override in call.overrides}
+    if loaded.config.model.trust_remote_code and (not saved or "model.trust_remote_code" in typed):
+        consent.give("model")
+    if not saved or "eval.metrics" in typed:
+        consent.give("metrics")
 
 
 def read_config(path: Path, overrides: Iterable[Override] = ()) -> LoadedConfig:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sft_play.errors import CheckpointError, DataError
 from sft_play.files import read_json
+from sft_play.runs.consent import may_run
 from sft_play.runs.inside import require_plain
 from sft_play.runs.states_facts import is_state_file
 
@@ -153,8 +154,19 @@ def code_not_trusted(what: str, place: str) -> DataError:
         f"the {what} comes with Python code of its own (`auto_map`), without which it cannot be loaded, and which is not run unasked",
         place=place,
         hint="read that code; to let it run, set `model.trust_remote_code: true`, and for a model of the hub `model.revision` to the full"
-        " commit that you have read",
+        " commit that you have read; where a run's configuration has set it, type MODEL_TRUST_REMOTE_CODE=true with the command",
     )
+
+
+def runs_code(folder: Path) -> bool:
+    """Whether the code of a model's folder is run where `model.trust_remote_code` is true: it has some, and the user consented to that.
+
+    Raises `DataError` for code of another repository.
+    """
+    if not any(folder.rglob("*.py")) or not may_run(folder, "model"):
+        return False
+    refuse_foreign_code(folder)
+    return True
 
 
 def refuse_foreign_code(folder: Path) -> None:

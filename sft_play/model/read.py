@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, HardwareError
-from sft_play.model.folder import code_not_trusted, is_about_trust, refuse_embedded_adapter, refuse_foreign_code
+from sft_play.model.folder import code_not_trusted, is_about_trust, refuse_embedded_adapter, runs_code
 
 
 def read_model(
@@ -35,9 +35,8 @@ def read_model(
     arguments: dict[str, Any] = {"device_map": {"": device}} if device else {}
     if quantization_config is not None:
         arguments["quantization_config"] = quantization_config
-    if settings.trust_remote_code:
-        refuse_foreign_code(folder)
-    trusted = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True}
+    trust = settings.trust_remote_code and runs_code(folder)
+    trusted = {"trust_remote_code": trust, "local_files_only": True}
     try:
         # Read first: `_attn_implementation` in a `config.json` would overrule the argument below, which it does not overrule here.
         config = AutoConfig.from_pretrained(str(folder), **trusted)
@@ -58,7 +57,7 @@ def read_model(
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        if not settings.trust_remote_code and is_about_trust(error):
+        if not trust and is_about_trust(error):
             raise code_not_trusted("model", str(folder)) from error
         raise CheckpointError(f"the model `{settings.name}` cannot be loaded: {first_lines(error)}", place=str(folder)) from error
     except ImportError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 from sft_play.data.templates import adds_bos, fitted, quoted, styled
 from sft_play.errors import DataError, first_line
-from sft_play.model.folder import code_not_trusted, is_about_trust, refuse_foreign_code
+from sft_play.model.folder import code_not_trusted, is_about_trust, runs_code
 from sft_play.runs.prepared import ChatFormat
 
 MARKER = "\u2402answer\u2403"
@@ -22,8 +22,7 @@ def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust:
     """
     from transformers import AutoTokenizer
 
-    if trust:
-        refuse_foreign_code(Path(folder))
+    trust = trust and runs_code(Path(folder))
     try:
         # Without a word about trust transformers would ask at the terminal whether to run the code that a folder holds.
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust)

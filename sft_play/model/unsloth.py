@@ -12,6 +12,7 @@ import torch
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.model import quantise
+from sft_play.model.folder import runs_code
 from sft_play.plan.backends import UNSLOTH_HINT
 from sft_play.plan.plan import Plan
 from sft_play.runs.prepared import Prepared
@@ -63,7 +64,7 @@ def _read(config: Config, plan: Plan, folder: Path, *, four_bit: bool) -> Any:
         full=config.tuning.mode == "full",
         dtype=plan.weights_dtype,
         checkpointing=plan.gradient_checkpointing,
-        trust=config.model.trust_remote_code,
+        trust=config.model.trust_remote_code and runs_code(folder),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from sft_play.config.metrics import LIBRARY, library_parts, short_name
 from sft_play.errors import DataError, first_line
 from sft_play.files import typed_path
+from sft_play.runs.consent import may_run
 from sft_play.training.intervals import Interval, mean_interval, resamples
 
 FEW_RESAMPLES = 100
@@ -83,6 +84,11 @@ def _load(metric: str, where: str) -> Any:
     local, reached = path.exists(), True
     if not local and (where.startswith((".", "/", "~")) or where.endswith(".py")):
         raise DataError(f"the metric `{metric}` is not there: no folder or script `{where}`", hint="a folder holds NAME/NAME.py")
+    if not may_run(path.resolve() if local else where, "metrics"):
+        raise DataError(
+            f"the metric `{metric}` is Python code, which the configuration of a run asks for, and is not run unasked",
+            hint=f"read that code; to let it run, type EVAL_METRICS={metric} with the command",
+        )
     if not local:
         from sft_play.plan.hub import offline_unless_reachable
 

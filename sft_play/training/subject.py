@@ -127,7 +127,7 @@ def _gives_rows(call: Call) -> bool:
 def read_settings(call: Call) -> LoadedConfig:
     """Returns the run's configuration, or a plain model's, with what the user changed for this evaluation. Raises `UserError`."""
     from sft_play.config.call import Override
-    from sft_play.config.load import load_config, override_config, read_config
+    from sft_play.config.load import give_consent, load_config, override_config, read_config
     from sft_play.config.sources import config_path
 
     overrides = list(call.overrides)
@@ -148,6 +148,7 @@ def read_settings(call: Call) -> LoadedConfig:
         bare = replace(loaded.config.data, val_path=None, validation=None)
         loaded = replace(loaded, config=replace(loaded.config, data=bare))
     loaded = override_config(loaded, overrides)
+    give_consent(call, loaded)
     return loaded if "RUN" in call.options or loaded.typed("model.max_seq_len") else _within_context(loaded)
 
 

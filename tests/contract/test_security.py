@@ -303,11 +303,13 @@ def test_torchs_store_listens_on_every_address() -> None:
 CODE = """
 from pathlib import Path
 Path({mark!r}).touch()
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 class MyConfig(LlamaConfig):
     model_type = "mine"
 class MyModel(LlamaForCausalLM):
     config_class = MyConfig
+class MyTokenizer(PreTrainedTokenizerFast):
+    pass
 """
 
 
@@ -350,6 +352,34 @@ def test_a_model_or_tokenizer_with_code_of_its_own_is_refused_with_what_to_set(w
     mapped = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "auto_map": mapped}))
     refuse_untrusted_code(tmp_path, "transformers knows it, and runs none of that code")
+
+
+@pytest.mark.slow
+def test_a_run_folder_brings_no_consent(with_code: Path, program: Program, tmp_path: Path) -> None:
+    """A copied run whose configuration trusts its base's code; only this user's own words let it run, and then for that code alone."""
+    data, mark, config = tmp_path / "d.jsonl", with_code / "ran", tmp_path / "c.yaml"
+    data.write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    cache = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "RUNS_DIR": str(tmp_path / "runs")}
+    config.write_text(
+        f"model: {{name: {with_code}, max_seq_len: 64, trust_remote_code: true}}\ndata: {{train_path: {data}}}\ntuning: {{mode: lora}}\n"
+        "train: {max_steps: 1, global_batch_size: 4, eval_strategy: 'no'}\n"
+    )
+    done = program("train", f"CONFIG={config}", "RUN_NAME=demo", env=cache, timeout=200)
+    assert done.code == 0 and mark.exists(), done.err
+    mark.unlink()
+    stranger = cache | {"SFT_PLAY_CACHE": str(tmp_path / "another-users-cache"), "SFT_PLAY_CONSENT": "model"}
+    for command in (
+        ["infer", "RUN=demo", "PROMPT=a"],
+        ["merge", "RUN=demo"],
+        ["data", f"CONFIG={tmp_path}/runs/demo/config.json"],
+    ):
+        done = program(*command, env=stranger, timeout=120)
+        assert done.code == 4 and "MODEL_TRUST_REMOTE_CODE=true" in done.err and not mark.exists(), (command, done.err)
+    assert program("infer", "RUN=demo", "PROMPT=a", env=cache, timeout=120).code == 0, (
+        "the same code as the user's own YAML trusted"
+    )
+    done = program("infer", "RUN=demo", "PROMPT=a", "MODEL_TRUST_REMOTE_CODE=true", env=stranger, timeout=120)
+    assert done.code == 0 and mark.exists(), done.err
 
 
 def test_code_of_another_repository_is_refused_even_when_trusted(with_code: Path, tmp_path: Path) -> None:
