@@ -132,6 +132,30 @@ def test_exact_match_and_f1_are_those_of_squad(reference: str, answer: str, matc
     assert normalised(normalised(answer)) == normalised(answer)
 
 
+def test_a_metric_that_only_a_runs_configuration_names_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    metric = library_metric(tmp_path, "my_share", '{"my_share": sum(each) / len(each)}')
+    for name in (metric, "evaluate:someone/metric"):
+        with pytest.raises(DataError, match="is Python code"):
+            check_library_metrics([name])
+    monkeypatch.setenv("SFT_PLAY_CONSENT", "metrics")
+    check_library_metrics([metric])
+    monkeypatch.delenv("SFT_PLAY_CONSENT")
+    check_library_metrics([metric])
+    script = next((tmp_path / "my_share").glob("*.py"))
+    script.write_text(script.read_text() + "\n# changed since\n")
+    with pytest.raises(DataError, match="is Python code"):
+        check_library_metrics([metric])
+
+
+@pytest.fixture
+def consent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a command notes where the user names metrics in a YAML of theirs."""
+    monkeypatch.setenv("SFT_PLAY_CONSENT", "metrics")
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("consent")
 def test_metrics_of_the_evaluate_library_from_a_local_folder(tmp_path: Path) -> None:
     share = library_metric(tmp_path, "my_share", '{"my_share": sum(each) / len(each)}')
     length = library_metric(tmp_path, "my_length", '{"ratio": lengths, "total": len(each)}') + ":ratio"
@@ -147,6 +171,7 @@ def test_metrics_of_the_evaluate_library_from_a_local_folder(tmp_path: Path) -> 
     assert all("my_length_ratio" not in row for row in scored.each), "no mean of single scores, so none has one"
 
 
+@pytest.mark.usefixtures("consent")
 def test_library_metrics_that_cannot_be_had_or_give_no_number_are_refused(tmp_path: Path) -> None:
     several = library_metric(tmp_path, "several", '{"one": 1.0, "two": 2.0}')
     no_number = library_metric(tmp_path, "no_number", '{"said": "well"}')
