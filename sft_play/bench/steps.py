@@ -209,7 +209,7 @@ def _batches(config: Config, plan: Plan, rows: int) -> Iterator[list[list[list[i
 
 def _flops(config: Config, shape: ModelShape, setup: Setup, rows: list[tuple[int, int]]) -> float:
     lengths = [float(length) for length, _ in rows]
-    computed = len(lengths) * max(lengths, default=0.0) if setup.layout == "padded" else sum(lengths)
+    computed = len(lengths) * max(lengths, default=0.0) if setup.layout != "flattened" else sum(lengths)
     return batch_flops(
         config, shape, tokens=computed, labels=sum(labels for _, labels in rows), pairs=attended_pairs(setup, lengths),
         recompute=setup.gradient_checkpointing,

@@ -27,8 +27,9 @@ class ModelConfig:
     """Longest row in tokens, at least 8."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the frozen or fully tuned weights; `auto` follows the hardware and the mode."""
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
-    """Attention kernel of transformers; `auto` is `flash_attention_2` when installed on a GPU, else `sdpa`."""
+    attn_implementation: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
+    """Attention kernel; `auto` on GPUs of compute capability 8.0 or more, in bf16 or fp16, is `flash_attention_2` where it is installed,
+    else `varlen`, torch's own flash attention over rows of any length; elsewhere `sdpa`."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. A model of the hub needs `model.revision` to be a full commit then.
     `SFT_MODEL_TRUST_REMOTE_CODE=true` is refused."""

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, HardwareError
+from sft_play.model import varlen
 from sft_play.model.folder import code_not_trusted, is_about_trust, refuse_embedded_adapter, runs_code
 
 
@@ -32,6 +33,7 @@ def read_model(
     own that is not trusted; `UserError` for an architecture that transformers does not know.
     """
     refuse_embedded_adapter(folder, str(folder))
+    varlen.register()
     arguments: dict[str, Any] = {"device_map": {"": device}} if device else {}
     if quantization_config is not None:
         arguments["quantization_config"] = quantization_config

@@ -22,6 +22,7 @@ from sft_play.model.read import first_lines, read_model, tell
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.choices import devices_for
 from sft_play.plan.detect import detect
+from sft_play.plan.layouts import VARLEN
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.torch_check import unasked
@@ -173,5 +174,6 @@ def use_dtype(plan: Plan, device: str) -> torch.dtype:
 
 
 def use_attention(plan: Plan, device: str) -> str:
-    """Returns the attention kernel: the training's, or `sdpa` where that one runs on GPUs only."""
-    return plan.attn_implementation if device.startswith("cuda") or plan.attn_implementation == "eager" else "sdpa"
+    """Returns the attention kernel: the training's, or `sdpa` where that one runs on GPUs only, or for training only."""
+    trained = plan.attn_implementation
+    return trained if trained == "eager" or (device.startswith("cuda") and trained != VARLEN) else "sdpa"

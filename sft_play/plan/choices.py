@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
@@ -13,15 +12,18 @@ from sft_play.plan.backends import layout_for
 from sft_play.plan.batch import DEFAULT_GLOBAL_BATCH
 from sft_play.plan.hardware import FULL, GIB, Device, Hardware
 from sft_play.plan.layouts import (
+    BY_LENGTHS,
     FLATTENED_MODEL_TYPES,
     FLATTENED_TOKENS,
     LAYER_NAMES,
     NAMED_LIKE_LLAMA,
+    VARLEN,
+    VARLEN_MODEL_TYPES,
     WITHOUT_FLASH_ATTENTION,
     WITHOUT_SDPA,
 )
 from sft_play.plan.memory import ADAM_MOMENTS, Setup, trainable_parameters, trained_bytes
-from sft_play.plan.plan import Precision, Strategy
+from sft_play.plan.plan import Layout, Precision, Strategy
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
 
@@ -185,30 +187,60 @@ def choose_weights_dtype(config: Config, kind: str, precision: Precision, reason
     return chosen
 
 
-def choose_attention(config: Config, shape: ModelShape, kind: str, reasons: Reasons) -> str:
-    """Returns transformers' attention implementation. Raises for one that this device or family does not have."""
+def choose_attention(
+    config: Config, shape: ModelShape, kind: str, devices: tuple[Device, ...], precision: Precision, reasons: Reasons
+) -> str:
+    """Returns the attention implementation. Raises for one that these devices, this precision or this family does not have."""
     wanted, family = config.model.attn_implementation, shape.model_type
+    no_flash = _without_flash(kind, devices, precision)
     lacks = {"sdpa": WITHOUT_SDPA, "flash_attention_2": WITHOUT_FLASH_ATTENTION}
     if wanted != "auto":
-        if wanted == "flash_attention_2" and kind == "cpu":
-            raise HardwareError(
-                "`model.attn_implementation` is `flash_attention_2`, which needs a GPU", hint="leave it to `auto`"
-            )
+        if wanted in BY_LENGTHS and no_flash:
+            raise HardwareError(f"`model.attn_implementation` is `{wanted}`, but {no_flash}", hint="leave it to `auto`")
         if family in lacks.get(wanted, frozenset()):
             raise UserError(
                 f"`model.attn_implementation` is `{wanted}`, but transformers has no such kernel for `{family}`",
                 hint="leave it to `auto`",
             )
+        if wanted == VARLEN and (why := _without_varlen(config, shape)):
+            raise UserError(f"`model.attn_implementation` is `varlen`, but {why}", hint="leave it to `auto`")
         return wanted
-    if kind == "cuda" and importlib.util.find_spec("flash_attn") and family not in WITHOUT_FLASH_ATTENTION:
+    if not no_flash and importlib.util.find_spec("flash_attn") and family not in WITHOUT_FLASH_ATTENTION:
         reasons.append("attention flash_attention_2: it is installed")
         return "flash_attention_2"
+    why = no_flash or _without_varlen(config, shape)
+    if not why:
+        reasons.append("attention varlen: torch's own flash attention takes rows of any length in one line, without a mask")
+        return VARLEN
     if family in WITHOUT_SDPA:
         reasons.append(f"attention eager: transformers has no sdpa kernel for `{family}`")
         return "eager"
     if kind == "cuda":
-        reasons.append("attention sdpa: flash-attn is not installed here")
+        reasons.append(f"attention sdpa: {why}")
     return "sdpa"
+
+
+def _without_flash(kind: str, devices: tuple[Device, ...], precision: Precision) -> str | None:
+    """Returns why no flash attention, the package's or torch's own, computes rows by their lengths here."""
+    if kind == "cpu":
+        return "flash attention needs a GPU"
+    if old := next((device for device in devices if not device.bf16), None):
+        major, minor = old.compute_capability or (7, 5)
+        return f"flash attention needs compute capability 8.0, and {old.name} has {major}.{minor}"
+    return "flash attention computes in bf16 and fp16 only, and this run in fp32" if precision == "fp32" else None
+
+
+def _without_varlen(config: Config, shape: ModelShape) -> str | None:
+    """Returns why torch's own flash attention cannot be this model's; the head sizes are those it was compiled for."""
+    if config.tuning.backend == "unsloth":
+        return "unsloth has its own attention"
+    if shape.model_type not in VARLEN_MODEL_TYPES:
+        return f"`{shape.model_type}` is not among the families proven to compute with torch's own flash attention"
+    if shape.head_dim % 8 or (shape.head_dim > 192 and shape.head_dim != 256):
+        return f"torch's own flash attention has no heads of {shape.head_dim}"
+    if shape.attention_dropout:
+        return f"torch's own flash attention has no dropout, and this model's is {shape.attention_dropout:g}"
+    return None
 
 
 def check_targets(config: Config, shape: ModelShape) -> None:
@@ -228,24 +260,28 @@ def check_targets(config: Config, shape: ModelShape) -> None:
 
 def choose_layout(
     config: Config, shape: ModelShape, kind: str, attention: str, rows: int, row_tokens: int, reasons: Reasons
-) -> Literal["flattened", "padded"]:
+) -> Layout:
     """Returns how the rows of a micro-batch (the largest one) become tensors: flattened wherever that is exact and not slower."""
-    if insisted := layout_for(config.tuning.backend):
-        reasons.append(f"rows {insisted}: {config.tuning.backend} tells rows apart by an attention mask only")
-        return "padded"
+    alone = padded_layout(config, shape)
+    if layout_for(config.tuning.backend):
+        reasons.append(f"rows padded: {config.tuning.backend} tells rows apart by an attention mask only")
+        return alone
     if shape.model_type not in FLATTENED_MODEL_TYPES:
         reasons.append(f"rows padded: `{shape.model_type}` is not among the families proven to keep flattened rows apart")
-        return "padded"
+        return alone
     if attention == "eager" and rows > 1:
         reasons.append("rows padded: eager attention would keep scores between all flattened rows")
-        return "padded"
+        return alone
     if kind == "cuda" and attention == "sdpa" and rows > 1 and rows * row_tokens > FLATTENED_TOKENS:
-        reasons.append(
-            f"rows padded: {rows * row_tokens} flattened tokens would need a quadratic mask; flash-attn would avoid it"
-        )
-        return "padded"
+        reasons.append(f"rows padded: {rows * row_tokens} flattened tokens would need a quadratic mask; padded ones need none")
+        return alone
     reasons.append("rows flattened: no time and memory for padding")
     return "flattened"
+
+
+def padded_layout(config: Config, shape: ModelShape) -> Layout:
+    """Returns how rows are padded: without an attention mask where a test proves that it changes nothing."""
+    return "padded" if layout_for(config.tuning.backend) or shape.model_type not in FLATTENED_MODEL_TYPES else "unmasked"
 
 
 def choose_optimizer(config: Config, shape: ModelShape, setup: Setup, memory_bytes: int, reasons: Reasons) -> str:

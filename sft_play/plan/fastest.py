@@ -10,6 +10,7 @@ from sft_play.plan import choices
 from sft_play.plan.batch import Batch, choose_batch
 from sft_play.plan.fit import Fit
 from sft_play.plan.hardware import Device, Hardware
+from sft_play.plan.layouts import BY_LENGTHS
 from sft_play.plan.memory import Setup
 from sft_play.plan.words import figure
 
@@ -91,7 +92,7 @@ def with_layout(fit: Fit, setup: Setup, batch: Batch, room: list[int], seconds: 
     """Returns the setup with the layout of its rows: in one line where that is exact, fits, and is not slower than padding."""
     if setup.packed:
         return setup
-    padded, rows = replace(setup, layout="padded"), max(batch.micro_batches)
+    padded, rows = replace(setup, layout="unmasked"), max(batch.micro_batches)
     layout = choices.choose_layout(fit.config, fit.shape, setup.device, setup.attention, rows, setup.row_tokens, reasons)
     flattened = replace(setup, layout=layout)
 
@@ -99,7 +100,7 @@ def with_layout(fit: Fit, setup: Setup, batch: Batch, room: list[int], seconds: 
         kinds = set(zip(batch.micro_batches, room, strict=True))
         return all(fit.need(case, micro) <= capacity for micro, capacity in kinds)
 
-    if layout == "padded" or rows == 1 or setup.attention == "flash_attention_2":
+    if layout != "flattened" or rows == 1 or setup.attention in BY_LENGTHS:
         return flattened
     if not fits(flattened) and fits(padded):
         reasons[-1] = f"rows padded: the mask of {rows * setup.row_tokens} flattened tokens would not fit"

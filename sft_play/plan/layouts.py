@@ -1,4 +1,4 @@
-"""What model families can do: keep flattened rows apart by position ids alone, and which attention kernels they have.
+"""What model families can do: keep rows apart without a mask, flattened or padded on the right, and which attention kernels they have.
 
 Facts of the pinned transformers, so that the plan knows them without importing it; `tests/numerics/test_layouts.py` proves the
 first set family by family and compares the others with the library.
@@ -11,14 +11,25 @@ FLATTENED_MODEL_TYPES = frozenset({
     "granite", "granitemoe", "llama", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3",
     "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
 })  # fmt: skip
-"""Others carry a state from token to token (mamba, qwen3_next), count positions themselves (opt), or were not tried."""
+"""Rows of these in one line need position ids only, and rows padded on the right nothing. Others carry a state from token to token
+(mamba, qwen3_next), count positions themselves (opt), or were not tried."""
 
 CHUNKED_HEAD_MODEL_TYPES = FLATTENED_MODEL_TYPES
 """Families whose loss in chunks equals the whole one, changes to logits after the head included (Gemma 2 bends them, Granite and
 Cohere scale them); `tests/numerics/test_chunked_loss.py` proves each."""
 
+VARLEN = "varlen"
+"""Our name for torch's own flash attention over rows of unlike length (`model.varlen`)."""
+
+BY_LENGTHS = frozenset({VARLEN, "flash_attention_2"})
+"""Attention that tells the rows of a line apart by their lengths, without a mask."""
+
+VARLEN_MODEL_TYPES = FLATTENED_MODEL_TYPES - {"gemma2", "nemotron", "qwen2_moe", "stablelm"}
+"""Families that `varlen` computes. Gemma 2 bends its scores, the layers of nemotron and stablelm do not pass the lengths on, and those of
+qwen2_moe not their window."""
+
 FLATTENED_TOKENS = 4096
-"""Longest flattened micro-batch of several rows without flash attention on a GPU: the block mask is quadratic in it."""
+"""Longest flattened micro-batch of several rows on a GPU where attention is not by lengths: the block mask is quadratic in it."""
 
 WITHOUT_SDPA = frozenset({
     "big_bird", "bigbird_pegasus", "blip", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "flint", "gemma2", "git",

@@ -162,10 +162,11 @@ def _start(case: Case, fit: Fit, reasons: list[str]) -> Start:
     backend = choices.choose_backend(config, kind, len(devices), reasons)
     precision = choices.choose_precision(config, hardware, devices, strategy, reasons)
     dtype = choices.choose_weights_dtype(config, kind, precision, reasons)
-    attention = choices.choose_attention(config, case.shape, kind, reasons)
+    attention = choices.choose_attention(config, case.shape, kind, devices, precision, reasons)
     setup = Setup(
         device=kind, strategy=strategy, world_size=len(devices), precision=precision, weights_dtype=dtype, optim=config.train.optim,
-        gradient_checkpointing=False, layout="padded", attention=attention, label_share=label_share(case.prepared),
+        gradient_checkpointing=False, layout=choices.padded_layout(config, case.shape), attention=attention,
+        label_share=label_share(case.prepared),
         row_tokens=row_tokens(config, case.prepared), offload_optimizer=launch.offload_optimizer,
         offload_parameters=launch.offload_parameters, expandable_segments=all(device.expandable_segments for device in devices),
     )  # fmt: skip

@@ -358,12 +358,14 @@ def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
     """Returns what telling rows apart keeps, per token and layer.
 
     Eager attention keeps scores. SDPA keeps the mask in the computation's type, and with a mask transformers repeats grouped keys
-    and values for every head. flash_attention_2 needs neither.
+    and values for every head: for rows in one line, under padding, or in windows. Attention by lengths needs neither.
     """
     length = tokens if setup.layout == "flattened" else setup.row_tokens
     if setup.attention == "eager":
         return (6.0 if setup.width == 2 else 4.0) * length * shape.heads  # fp32 softmax, and its copy in a narrow type
-    if setup.attention != "sdpa" or (tokens <= setup.row_tokens and not setup.packed):
+    together = tokens > setup.row_tokens or setup.packed
+    masked = (together and setup.layout != "unmasked") or 0 < shape.sliding_window < length
+    if setup.attention != "sdpa" or not masked:
         return 0.0
     return setup.width * (length + 2 * shape.head_dim * (shape.heads - shape.kv_heads))
 

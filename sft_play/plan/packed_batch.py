@@ -78,7 +78,7 @@ def insisted(fit: Fit, setup: Setup, split: PreparedSplit | None) -> Setup:
     if config.train.packing != "on":
         return setup
     reasons: list[str] = []
-    if _layout(fit, setup, 1, 1, reasons) == "padded":
+    if _layout(fit, setup, 1, 1, reasons) != "flattened":
         raise UserError(
             f"`train.packing` is `on`, but {reasons[-1].removeprefix('rows padded: ')}",
             hint="leave `train.packing` to `auto`, or `off`",
@@ -120,7 +120,7 @@ def choose_packing(
         if packs is None:
             return off("decided when the data are prepared" if split is None else "the lengths of these rows are not known")
         why: list[str] = []
-        if _layout(fit, setup, 1, packs.longest, why) == "padded":
+        if _layout(fit, setup, 1, packs.longest, why) != "flattened":
             return off(why[-1].removeprefix("rows padded: "))
     setup = packed_setup(setup, fit.config.model.max_seq_len, packs)
     chosen = Division(setup=setup, batch=plain, packs=packs, pack_tokens=fit.config.model.max_seq_len)

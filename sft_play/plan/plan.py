@@ -13,6 +13,8 @@ from sft_play.files import read_json, write_json
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Precision = Literal["fp32", "bf16", "fp16"]
+Layout = Literal["flattened", "unmasked", "padded"]
+"""Rows in one line, or one line per row, padded on the right without an attention mask or with one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +59,7 @@ class Plan:
     weights_dtype: str
     """Type in which frozen weights are held: `float32`, `bfloat16`, `float16`."""
     attn_implementation: str
-    layout: Literal["flattened", "padded"]
+    layout: Layout
     """How the rows of a micro-batch become a tensor."""
     gradient_checkpointing: bool
     optim: str

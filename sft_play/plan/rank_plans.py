@@ -94,8 +94,8 @@ def longest_row(fit: Fit, setup: Setup, ranks: tuple[RankPlan, ...], shape: Mode
     """Returns the tokens of the longest rows that the planned micro-batches allow on every rank."""
     kinds = {(rank.micro_batch, rank.capacity_bytes) for rank in ranks}
     most = min(shape.max_positions, LONGEST_ROW)
-    padded = replace(setup, layout="padded")  # what flattened rows turn into where their mask would not fit
-    cases = (setup,) if setup.packed else (setup, padded)
+    padded = replace(setup, layout="unmasked")  # what flattened rows turn into where their mask would not fit
+    cases = (setup, padded) if setup.layout == "flattened" and not setup.packed else (setup,)
     return min(max(fit.longest(case, micro, capacity, most) for case in cases) for micro, capacity in kinds)
 
 

@@ -68,6 +68,10 @@ class ModelShape:
     """Parameters of a vision tower and projector, frozen here."""
     quantized_bits: int = 0
     """Bits of a linear weight when the checkpoint is quantised already, else 0."""
+    attention_dropout: float = 0.0
+    """Share of attention's weights that training drops."""
+    sliding_window: int = 0
+    """Tokens that a token sees in most layers, itself included; 0 for all before it."""
 
     @property
     def layer_linear_parameters(self) -> int:
@@ -204,6 +208,8 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         learned_positions=family in LEARNED_POSITIONS,
         vision_parameters=_vision_parameters(config.get("vision_config"), hidden),
         quantized_bits=_quantized_bits(config.get("quantization_config")),
+        attention_dropout=float(text.get("attention_dropout") or text.get("attn_pdrop", 0.1 if family == "gpt2" else 0.0)),
+        sliding_window=int(text.get("sliding_window") or 0) if text.get("use_sliding_window", True) else 0,
     )
 
 

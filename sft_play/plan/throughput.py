@@ -20,6 +20,7 @@ from sft_play.plan.balance import spans
 from sft_play.plan.calibration import Calibration, StepFit
 from sft_play.plan.exchange import exchange_seconds, latency_seconds, link_of
 from sft_play.plan.hardware import Device, Hardware
+from sft_play.plan.layouts import BY_LENGTHS
 from sft_play.plan.memory import NF4_BYTES, Setup, trainable_parameters
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.words import figure
@@ -89,16 +90,16 @@ def batch_flops(
 def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool | None = None, inside: float = 0.0) -> float:
     """Returns the pairs of tokens whose scores are computed for a micro-batch of rows of these lengths.
 
-    Kernels skip the half above the diagonal when no mask is given: always under flash-attention, else for a single row or for
-    padded rows of one length (unless `ragged` says that real ones differ). Rows in one line under a mask are scored against each
-    other too, and the result thrown away.
+    Kernels skip the half above the diagonal when no mask is given: always where attention goes by lengths, else for a single row,
+    for unmasked ones and for padded ones of one length (unless `ragged` says that real ones differ). Rows in one line under a mask
+    are scored against each other too, and the result thrown away.
     """
     if setup.packed:  # a mask even for one, unless the kernel takes the rows' own lengths
         near = inside or max(lengths, default=0.0)
-        return sum(lengths) * (near / 2 if setup.attention == "flash_attention_2" else sum(lengths))
+        return sum(lengths) * (near / 2 if setup.attention in BY_LENGTHS else sum(lengths))
     uneven = len(set(lengths)) > 1 if ragged is None else ragged and len(lengths) > 1
-    masked = len(lengths) > 1 and (setup.layout == "flattened" or uneven)
-    if setup.attention == "flash_attention_2" or (setup.attention == "sdpa" and not masked):
+    masked = len(lengths) > 1 and (setup.layout == "flattened" or (setup.layout == "padded" and uneven))
+    if setup.attention in BY_LENGTHS or (setup.attention == "sdpa" and not masked):
         return sum(length**2 for length in lengths) / 2
     return sum(lengths) ** 2 if setup.layout == "flattened" else len(lengths) * max(lengths, default=0.0) ** 2
 
@@ -284,7 +285,7 @@ def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accum
     """Returns the operations of one rank in an optimizer step of `rows` average rows in `accumulation` micro-steps."""
     micro = rows / accumulation
     length = data.row_tokens
-    if setup.layout == "padded" and micro > 1:
+    if setup.layout != "flattened" and micro > 1:
         # The longest of m rows that are spread evenly around the mean is (m - 1) / (m + 1) of the way to the longest of all.
         length += max(0.0, data.longest - length) * (micro - 1) / (micro + 1)
     whole = int(micro)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from sft_play.config.schema import LoraSettings
-from sft_play.model import lora
+from sft_play.model import lora, varlen
 from sft_play.model.chunked_head import chunk_head
 from sft_play.model.fused_lora import fuse_adapters
 from sft_play.plan.trace_case import Case
@@ -69,6 +69,7 @@ def depths(kinds: Sequence[str]) -> tuple[list[str], dict[str, list[str]], Count
 def build(case: Case, settings: Any) -> nn.Module:
     """Returns the model on the meta device: its types, quantisation, adapters and recomputation as `model.load` sets them."""
     frozen_type = dtype_of(case.weights_dtype)
+    varlen.register()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings, dtype=frozen_type, attn_implementation=case.attention)
         if case.quantization != "none":

@@ -11,7 +11,8 @@ import transformers.masking_utils as masks
 from torch import Tensor, nn
 from transformers.integrations import moe
 
-from sft_play.data.collate import Batch
+from sft_play.data.collate import Batch, lengths_of
+from sft_play.plan.layouts import BY_LENGTHS
 from sft_play.plan.trace_case import Case
 from sft_play.trace.tracker import StorageTracker
 from sft_play.training.loss import token_loss_sum
@@ -31,14 +32,19 @@ def batch_of(case: Case, device: str) -> Batch:
         positions = (torch.arange(length, device=device) % max(1, row))[None]
         ids = torch.zeros((1, length), dtype=torch.long, device=device)
         keep, targets = _kept(min(case.labels, length), length, 1, device)
-        return {"input_ids": ids, "position_ids": positions, "logits_to_keep": keep, "targets": targets[0]}
+        batch = {"input_ids": ids, "position_ids": positions, "logits_to_keep": keep, "targets": targets[0]}
+        if case.attention in BY_LENGTHS:
+            batch |= lengths_of(torch.arange(0, length + 1, max(1, row), dtype=torch.int32, device=device), max(1, row))
+        return batch
     ids = torch.zeros((case.rows, case.row_tokens), dtype=torch.long, device=device)
+    keep, targets = _kept(min(-(-case.labels // case.rows), case.row_tokens), case.row_tokens, case.rows, device)
+    batch = {"input_ids": ids, "logits_to_keep": keep, "targets": targets}
+    if case.layout == "unmasked":
+        return batch
     mask = torch.ones_like(ids)
     if case.rows > 1:
         mask[-1, -1] = 0  # rows of unequal length: attention needs a mask
-    keep, targets = _kept(min(-(-case.labels // case.rows), case.row_tokens), case.row_tokens, case.rows, device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "logits_to_keep": keep, "targets": targets}
+    return batch | {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
 
 def _kept(count: int, length: int, rows: int, device: str) -> tuple[Tensor, Tensor]:

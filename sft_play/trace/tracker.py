@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 CUDA_ROUNDING = 512
 """The smallest block of CUDA's caching allocator, and the step that sizes are rounded up to."""
 ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+VARLEN_BACKWARD = "torch_attn._varlen_attn_backward.default"
 
 
 _named: list[str] = []
@@ -132,12 +133,16 @@ class StorageTracker(TorchDispatchMode):
         Flash attention's backward pass accumulates dQ in fp32, padded to 128 rows and 32 columns, beside one fp32 sum a row; with
         grouped heads it makes dK and dV for all heads first (flash-attention's `mha_bwd`).
         """
-        if not self.cuda or name != ATTENTION_BACKWARD:
+        if not self.cuda or name not in (ATTENTION_BACKWARD, VARLEN_BACKWARD):
             return 0
         query, key = args[1], args[2]
-        batch, heads, length, width = query.shape
-        rows = -(-length // 128) * 128
-        inside = 4 * batch * heads * rows * (-(-width // 32) * 32 + 1)
+        if name == VARLEN_BACKWARD:  # [T, H, D], and one such padding for each row of the line
+            tokens, heads, width = query.shape
+            padded = tokens + 128 * (args[6].shape[0] - 1)
+        else:
+            batch, heads, length, width = query.shape
+            tokens, padded = batch * length, batch * -(-length // 128) * 128
+        inside = 4 * heads * padded * (-(-width // 32) * 32 + 1)
         if key.shape[1] != heads:
-            inside += 2 * batch * heads * key.shape[2] * width * query.element_size()
+            inside += 2 * heads * tokens * width * query.element_size()
         return int(inside)

@@ -16,6 +16,7 @@ from sft_play.data.collate import Collator
 from sft_play.model.chunked_head import chunk_head
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.model.use import best_device, load_for_use, quantised, read_base, unchanged_base
+from sft_play.plan.layouts import VARLEN
 from sft_play.plan.plan import Plan
 from sft_play.runs.evaluations import PREDICTIONS, SCORES
 from sft_play.runs.folder import RunFolder
@@ -44,7 +45,8 @@ def score_run(
     if plan.loss_chunk:
         chunk_head(model, plan.loss_chunk)
     batch_size = int(settings["batch_size"])
-    held_out = held_out_loss(model, tokenizer, rows, split, layout=plan.layout, batch_size=batch_size, device=device)
+    layout = "unmasked" if plan.attn_implementation == VARLEN else plan.layout  # here it is sdpa, whose mask would be quadratic
+    held_out = held_out_loss(model, tokenizer, rows, split, layout=layout, batch_size=batch_size, device=device)
     ready = answerable(rows)
     generate, reason = decide(config, purpose="eval", validation_rows=len(rows), answerable_rows=len(ready))
     print(reason, file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from sft_play.config.metrics import short_name
 from sft_play.config.schema import Config
 from sft_play.errors import DataError
+from sft_play.plan.layouts import VARLEN
 from sft_play.training.answering import Answer, AnswerSettings, answer_batch, refills, use_our_settings
 from sft_play.training.intervals import Interval
 from sft_play.training.ranks import from_rank_0, gather
@@ -245,9 +246,11 @@ def _ready_to_generate(model: Any, *, synced: bool, alive: Callable[[], None] | 
     was_training = model.training
     kept = model.generation_config
     bare = getattr(model, "get_base_model", lambda: model)()
-    bare_kept = bare.generation_config
+    bare_kept, attention = bare.generation_config, bare.config._attn_implementation
     model.eval()
     use_our_settings(model)
+    if attention == VARLEN:  # it knows neither padding on the left nor a cache
+        bare.config._attn_implementation = "sdpa"
     root = model if synced and isinstance(model, FSDPModule) else None
     if root is not None:
         root.unshard()
@@ -261,4 +264,5 @@ def _ready_to_generate(model: Any, *, synced: bool, alive: Callable[[], None] | 
         if root is not None:
             root.reshard()
         model.generation_config, bare.generation_config = kept, bare_kept
+        bare.config._attn_implementation = attention
         model.train(was_training)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from sft_play.data.collate import IGNORED
 from sft_play.model.chunked_head import labels_for_head, total_of
 
-NOT_FOR_THE_MODEL = ("targets", "rows")
+NOT_FOR_THE_MODEL = ("targets", "rows", "tokens")
 
 
 def token_loss_sum(model: Any, batch: dict[str, Any]) -> Tensor:

@@ -60,7 +60,8 @@ class SftTrainer(Trainer):
         """`split` says what the training rows are; the other arguments are those of the base class."""
         self.doing, self.split = doing, split
         self.config, self.plan, self.run, self.stamp = config, plan, run, stamp
-        self.collator = Collator(plan.layout, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        self.collator = Collator(plan.layout, pad, plan.attn_implementation)
         self.rows_trained: deque[int] = deque(maxlen=ROWS_NOTED)
         self.rows_scored: list[int] = []
         self.said_how_evaluated = False
@@ -151,17 +152,13 @@ class SftTrainer(Trainer):
         if self.is_deepspeed_enabled:  # it makes the update inside the backward pass
             self.finite.loss(total.detach())
         self.balancer.passed(total)
-        sums = [total.detach().double(), label_tokens(inputs).double(), self._tokens_in(inputs).double()]
-        self._window += torch.stack([*sums, torch.full_like(sums[0], len(inputs["rows"]))])
+        sums = [total.detach().double(), label_tokens(inputs).double()]
+        # Filled on the device: a copy from the host would wait for it.
+        counts = [torch.full_like(sums[0], count) for count in (inputs["tokens"], len(inputs["rows"]))]
+        self._window += torch.stack([*sums, *counts])
         if self.local is not None:
             return total / self.local.own_tokens
         return total * self.plan.world_size / num_items_in_batch
-
-    def _tokens_in(self, inputs: Batch) -> Tensor:
-        mask = inputs.get("attention_mask")
-        if mask is not None:
-            return mask.sum()
-        return torch.tensor(inputs["input_ids"].numel() if inputs["rows"] else 0, device=inputs["input_ids"].device)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Stops before the update when loss or gradients are no numbers, and leaves it out when they jump (`train.spike_guard`).

@@ -41,12 +41,12 @@ class Case:
     computes: str = "bfloat16"
     frozen: str | None = "bfloat16"
     layout: str = "flattened"
-    attention: str = "sdpa"
+    attention: str = "varlen"
 
 
 CASES = {
     "RTX 4090": Case(machine="rtx4090"),
-    "T4": Case(machine="t4", computes="float16", frozen="float16"),
+    "T4": Case(machine="t4", computes="float16", frozen="float16", attention="sdpa"),
     "H200, every weight, recomputed": Case(
         machine="h200", words=("TUNING_MODE=full", "TRAIN_GRADIENT_CHECKPOINTING=true"), frozen=None
     ),

@@ -1,15 +1,18 @@
-"""Rows in one flattened line give each row's own logits, for every family that the plan flattens."""
+"""Rows in one flattened line, or padded without a mask, give each row's own logits and gradients, for every family that the plan flattens."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 
 from sft_play.data.collate import Collator
-from sft_play.plan.layouts import FLATTENED_MODEL_TYPES, WITHOUT_FLASH_ATTENTION, WITHOUT_SDPA
-from sft_play.training.loss import token_loss_sum
+from sft_play.model import varlen
+from sft_play.plan.layouts import FLATTENED_MODEL_TYPES, VARLEN_MODEL_TYPES, WITHOUT_FLASH_ATTENTION, WITHOUT_SDPA
+from sft_play.training.loss import NOT_FOR_THE_MODEL, token_loss_sum
+from tests import varlen_on_cpu
 
 VOCABULARY = 96
 SMALL: dict[str, Any] = {
@@ -18,13 +21,15 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 OWN: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2},
+    "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2,
+             "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     # Shorter windows than the rows, and both kinds of layers.
     "gemma3_text": SMALL | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    **{kind: SMALL | {"sliding_window": 4} for kind in ("mistral", "gemma2", "cohere2", "exaone4", "ministral3", "olmo3", "phi3")},
+    **{kind: SMALL | {"sliding_window": 4} for kind in ("mistral", "gemma2", "cohere2", "exaone4", "ministral3", "olmo3", "phi3", "starcoder2")},
     **{kind: SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1} for kind in ("qwen2", "qwen3")},
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), SMALL | EXPERTS),
-    "mixtral": SMALL | {"num_local_experts": 4},
+    **{kind: SMALL | EXPERTS | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1} for kind in ("qwen2_moe", "qwen3_moe")},
+    "olmoe": SMALL | EXPERTS,
+    "mixtral": SMALL | {"num_local_experts": 4, "sliding_window": 4},
     "smollm3": SMALL | {"no_rope_layers": [1, 0, 1]},
 }  # fmt: skip
 ROWS = [[5, 9, 11, 30, 7, 21, 8], [6, 40], [17, 3, 3, 60, 61, 62, 63, 64, 65, 12, 11]]
@@ -34,6 +39,9 @@ def random_model(kind: str, attention: str) -> Any:
     """Returns a random causal model of a family, a multimodal one's with its tower."""
     from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
+    if attention == "varlen":
+        varlen.register()
+        varlen_on_cpu.register()
     torch.manual_seed(0)
     if kind == "gemma3":
         vision = {
@@ -56,18 +64,30 @@ def random_model(kind: str, attention: str) -> Any:
 def logits_of(model: Any, rows: list[list[int]], layout: str) -> list[torch.Tensor]:
     """Returns the logits of each row's positions but the last, from one batch of all rows."""
     examples = [{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(rows)]
-    batch = Collator(layout, 0)(examples)
+    batch = Collator(layout, 0, model.config._attn_implementation)(examples)
     keep = batch["logits_to_keep"].tolist()
     with torch.no_grad():
-        inputs = {name: value for name, value in batch.items() if name not in ("targets", "rows")}
+        inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
         found = model(**inputs, use_cache=False).logits
-    if layout == "padded":
+    if layout != "flattened":
         return [torch.stack([found[i, keep.index(p)] for p in range(len(row) - 1)]) for i, row in enumerate(rows)]
     start, parts = 0, []
     for row in rows:
         parts.append(found[0, start : start + len(row) - 1])
         start += len(row) - 1
     return parts
+
+
+def gradient_of(model: Any, batches: list[list[list[int]]], layout: str) -> torch.Tensor:
+    """Returns the gradient of the summed loss of rows that are learnt from their middle on."""
+    collate = Collator(layout, 0, model.config._attn_implementation)
+    model.zero_grad()
+    for rows in batches:
+        examples = [
+            {"input_ids": row, "labels": [-100] * (len(row) // 2) + row[len(row) // 2 :], "row": i} for i, row in enumerate(rows)
+        ]
+        token_loss_sum(model, collate(examples)).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 CASES = [
@@ -82,9 +102,37 @@ CASES = [
 def test_rows_do_not_see_each_other(kind: str, attention: str) -> None:
     model = random_model(kind, attention)
     alone = [logits_of(model, [row], "flattened")[0] for row in ROWS]
-    for layout in ("flattened", "padded"):
+    for layout in ("flattened", "padded", "unmasked"):
         for row, (mine, own) in enumerate(zip(logits_of(model, ROWS, layout), alone, strict=True)):
             torch.testing.assert_close(mine, own, rtol=2e-5, atol=2e-6, msg=lambda text, row=row: f"row {row}, {layout}: {text}")  # noqa: B023
+
+
+@pytest.mark.parametrize("kind", sorted(FLATTENED_MODEL_TYPES))
+def test_row_lengths_reach_every_layer_of_the_families_that_say_so(kind: str) -> None:
+    """Rows of one line under `varlen` have the logits and gradients that they have alone under sdpa; layers recomputed."""
+    model = random_model(kind, "eager" if kind in WITHOUT_SDPA else "sdpa").train()
+    wanted, gradient = logits_of(model, [ROWS[2]], "flattened")[0], gradient_of(model, [[row] for row in ROWS], "flattened")
+    varied = random_model(kind, "varlen").train()
+    with contextlib.nullcontext() if kind in VARLEN_MODEL_TYPES else pytest.raises(AssertionError):
+        torch.testing.assert_close(logits_of(varied, ROWS, "flattened")[2], wanted, rtol=2e-5, atol=2e-6)
+        varied.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        assert (gradient_of(varied, [ROWS], "flattened") - gradient).norm() / gradient.norm() < 2e-6
+
+
+@pytest.mark.parametrize("kind", sorted(FLATTENED_MODEL_TYPES))
+def test_padding_on_the_right_needs_no_mask(kind: str) -> None:
+    model = random_model(kind, "eager" if kind in WITHOUT_SDPA else "sdpa").train()
+    masked, unmasked = (gradient_of(model, [ROWS], layout) for layout in ("padded", "unmasked"))
+    assert (masked - unmasked).norm() / masked.norm() < 2e-6
+
+
+def test_norms_in_fp32_are_cast_for_the_kernel_as_autocast_casts_for_sdpa() -> None:
+    """Trained norms of queries and keys return fp32 under autocast, beside values in bf16."""
+    found = []
+    for attention in ("varlen", "sdpa"):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(gradient_of(random_model("qwen3", attention).train(), [ROWS], "flattened"))
+    assert (found[0] - found[1]).norm() / found[1].norm() < 0.02
 
 
 def test_the_comparison_sees_a_family_that_mixes_rows() -> None:
@@ -108,17 +156,7 @@ def test_gradients_of_a_flattened_batch_are_the_sum_of_the_rows_own(kind: str, r
     model = random_model(kind, "sdpa").train()
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    examples = [
-        {"input_ids": row, "labels": [-100] * (len(row) // 2) + row[len(row) // 2 :], "row": i} for i, row in enumerate(ROWS)
-    ]
-
-    def gradient(batches: list[list[dict[str, Any]]]) -> torch.Tensor:
-        model.zero_grad()
-        for batch in batches:
-            token_loss_sum(model, Collator("flattened", 0)(batch)).backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-    alone, together = gradient([[example] for example in examples]), gradient([examples])
+    alone, together = gradient_of(model, [[row] for row in ROWS], "flattened"), gradient_of(model, [ROWS], "flattened")
     assert (together - alone).norm() / alone.norm() < 2e-6
 
 

@@ -34,7 +34,7 @@ def by_hand(model: Any) -> tuple[float, int]:
     return total, count
 
 
-@pytest.mark.parametrize("layout", ["flattened", "padded"])
+@pytest.mark.parametrize("layout", ["flattened", "padded", "unmasked"])
 def test_it_is_transformers_own_loss_over_rows_alone(layout: str, model: Any) -> None:
     batch = Collator(layout, pad_token_id=3)(ROWS)
     total, count = by_hand(model)
@@ -42,7 +42,7 @@ def test_it_is_transformers_own_loss_over_rows_alone(layout: str, model: Any) ->
     assert float(token_loss_sum(model, batch)) == pytest.approx(total, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["flattened", "padded"])
+@pytest.mark.parametrize("layout", ["flattened", "padded", "unmasked"])
 def test_gradients_of_parts_add_up_to_the_whole(layout: str, model: Any) -> None:
     collate = Collator(layout, pad_token_id=3)
 
@@ -58,7 +58,7 @@ def test_gradients_of_parts_add_up_to_the_whole(layout: str, model: Any) -> None
             assert torch.allclose(left, right, atol=1e-5 * float(right.abs().max() + 1))
 
 
-@pytest.mark.parametrize("layout", ["flattened", "padded"])
+@pytest.mark.parametrize("layout", ["flattened", "padded", "unmasked"])
 def test_a_micro_step_without_rows_has_no_loss_and_no_gradient(layout: str, model: Any) -> None:
     batch = Collator(layout, pad_token_id=3)([])
     model.zero_grad()

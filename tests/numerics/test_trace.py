@@ -11,6 +11,7 @@ import pytest
 from sft_play.plan.trace_case import Case
 from sft_play.trace.build import settings_of
 from sft_play.trace.run import observe, trace
+from tests import varlen_on_cpu
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -72,7 +73,8 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rows": 1}, {"rows": 1, "packed": True}, {"packed": True, **BF16}, {"rows": 1, "layout": "padded"},
+        {"rows": 1}, {"rows": 1, "packed": True}, {"packed": True, **BF16}, {"rows": 1, "layout": "padded"}, {"layout": "unmasked"},
+        {"attention": "varlen", **BF16}, {"attention": "varlen", "packed": True, "gradient_checkpointing": True, **AUTOCAST},
         {"lora_dropout": 0.1, "fused_adapters": False}, {"optim": "adamw_torch"},
         {"optim": "none"}, {"accumulates": False}, {"clips": False}, {"attention": "eager", "layout": "padded"},
         {"target_modules": ["q_proj", "v_proj"]}, {"labels": 120}, {"labels": 120, "loss_chunk": 50},
@@ -81,10 +83,22 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
     ],
 )  # fmt: skip
 def test_every_other_choice_is_traced_exactly_too(changes: dict[str, Any]) -> None:
+    varlen_on_cpu.register()
     case = replace(PLAIN, **changes)
     settings = settings_of(case)
     fake, real = observe(case, settings)[0], observe(case, settings, real=True)[0]
     assert {m: (p.total, p.parts) for m, p in fake.items()} == {m: (p.total, p.parts) for m, p in real.items()}
+
+
+@pytest.mark.parametrize("way", ["full bf16", "lora bf16"])
+def test_attention_by_lengths_costs_as_much_as_that_of_a_single_row(way: str) -> None:
+    """Of a row alone sdpa needs no mask either; CUDA's kernels have the same temporaries."""
+    case = replace(PLAIN, rows=1, row_tokens=256, device="cuda", **MODES[way])
+    plain, by_lengths = (
+        observe(one, settings_of(one))[0] for one in (case, replace(case, attention="varlen"))
+    )  # fmt: skip
+    for moment, peak in plain.items():
+        assert by_lengths[moment].total == pytest.approx(peak.total, rel=0.02), moment
 
 
 @pytest.mark.parametrize(

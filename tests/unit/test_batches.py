@@ -166,7 +166,10 @@ def test_both_layouts_train_the_same_tokens(rows: Rows) -> None:
 @settings(deadline=None)
 @given(prepared())
 def test_layouts_keep_every_token(rows: Rows) -> None:
-    flattened, padded = Collator("flattened", PAD)(rows), Collator("padded", PAD)(rows)
+    flattened, padded, unmasked = (Collator(layout, PAD)(rows) for layout in ("flattened", "padded", "unmasked"))
+    assert flattened["tokens"] == padded["tokens"] == unmasked["tokens"] == sum(len(row["input_ids"]) for row in rows)
+    assert set(padded) - set(unmasked) == {"attention_mask", "position_ids"}
+    assert all(torch.equal(unmasked[name], padded[name]) for name in ("input_ids", "logits_to_keep", "targets"))
     assert flattened["input_ids"].tolist() == [[token for row in rows for token in row["input_ids"]]]
     assert flattened["position_ids"].tolist() == [[at for row in rows for at in range(len(row["input_ids"]))]]
     assert "attention_mask" not in flattened
@@ -177,13 +180,25 @@ def test_layouts_keep_every_token(rows: Rows) -> None:
         assert set(line[length:]) <= {PAD}
 
 
-@pytest.mark.parametrize("layout", ["flattened", "padded"])
+@settings(deadline=None)
+@given(prepared())
+def test_attention_by_lengths_gets_them_once_a_batch(rows: Rows) -> None:
+    for attention in ("varlen", "flash_attention_2"):
+        batch = Collator("flattened", PAD, attention)(rows)
+        ends, lengths = batch["cu_seq_lens_q"], [len(row["input_ids"]) for row in rows]
+        assert ends.dtype == torch.int32 and ends[0] == 0 and ends.diff().tolist() == lengths
+        assert torch.equal(batch["cu_seq_lens_k"], ends)
+        assert batch["max_length_q"] == batch["max_length_k"] == max(lengths) and type(batch["max_length_q"]) is int
+    assert "cu_seq_lens_q" not in Collator("flattened", PAD, "sdpa")(rows)
+
+
+@pytest.mark.parametrize("layout", ["flattened", "padded", "unmasked"])
 def test_an_empty_micro_batch_is_one_dummy_line_without_a_target(layout: str) -> None:
     batch = Collator(layout, PAD)([])
     assert batch["input_ids"].tolist() == [[PAD, PAD]]
     assert batch["logits_to_keep"].tolist() == [0]
     assert batch["targets"].flatten().tolist() == [IGNORED]
-    assert batch["rows"] == []
+    assert batch["rows"] == [] and batch["tokens"] == 0
 
 
 def test_an_unknown_layout_is_refused() -> None:

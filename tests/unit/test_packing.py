@@ -19,7 +19,7 @@ from sft_play.errors import UserError
 from sft_play.launch.recovery import announcement, remedy
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.balance import Slots
-from sft_play.plan.hardware import GIB, Device, Hardware
+from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.packing import best_fit, most_packs
 from sft_play.plan.plan import Plan
@@ -97,7 +97,10 @@ CPU = Hardware(
 def planned(tmp_path: Path) -> Callable[..., Plan]:
     """Plans a run over rows of these lengths."""
 
-    def made(lengths: list[int], request: LaunchRequest | None = None, shape: ModelShape = SHAPE, **train: Any) -> Plan:
+    def made(
+        lengths: list[int], request: LaunchRequest | None = None, shape: ModelShape = SHAPE, hardware: Hardware = CPU, longest: int = 512,
+        **train: Any,
+    ) -> Plan:  # fmt: skip
         (tmp_path / "lengths.i32").write_bytes(array("i", lengths).tobytes())
         (tmp_path / "labels.i32").write_bytes(array("i", [length // 2 for length in lengths]).tobytes())
         split = PreparedSplit(
@@ -105,9 +108,9 @@ def planned(tmp_path: Path) -> Callable[..., Plan]:
             median=sorted(lengths)[len(lengths) // 2], fingerprint=str(hash(tuple(lengths))), most_labels=max(lengths) // 2,
         )  # fmt: skip
         model = ResolvedModel(name="m", path="m", source="folder", revision=None, fingerprint="", tokenizer_fingerprint="")
-        config = Config(model=ModelConfig(name="m", max_seq_len=512), data=DataConfig(), train=TrainConfig(**train))
+        config = Config(model=ModelConfig(name="m", max_seq_len=longest), data=DataConfig(), train=TrainConfig(**train))
         return make_plan(
-            config, lambda _: False, CPU, shape, launch=request or LaunchRequest(), prepared=Prepared(model=model, train=split, validation=None)
+            config, lambda _: False, hardware, shape, launch=request or LaunchRequest(), prepared=Prepared(model=model, train=split, validation=None)
         )  # fmt: skip
 
     return made
@@ -128,6 +131,19 @@ def test_auto_packs_where_it_saves_micro_steps(planned: Callable[..., Plan]) -> 
     off = planned([100, 60] * 200, batch_size=1, packing="off")
     assert off.pack_tokens == 0 and off.ranks[0].accumulation == 32 and "packing" not in reasons(off)
     assert plan.ranks[0].peak_bytes > off.ranks[0].peak_bytes  # a pack is 512 tokens, a row 100
+
+
+def test_packs_of_any_length_where_attention_goes_by_the_lengths_of_rows(planned: Callable[..., Plan]) -> None:
+    rows: dict[str, Any] = {
+        "lengths": [5000, 2900] * 100,
+        "longest": 8192,
+        "batch_size": 1,
+        "shape": replace(SHAPE, max_positions=8192),
+    }
+    plan = planned(**rows, hardware=parse_hardware("H200"))
+    assert plan.attn_implementation == "varlen" and plan.pack_tokens == 8192
+    old = planned(**rows, hardware=parse_hardware("V100"))
+    assert old.pack_tokens == 0 and "packing off: 8192 flattened tokens would need a quadratic mask" in reasons(old)
 
 
 def test_auto_leaves_what_is_one_micro_step_and_what_saves_little(planned: Callable[..., Plan]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def message(kind: type[UserError], *arguments: Any, **changes: Any) -> str:
 def test_one_cpu_process() -> None:
     plan = plan_of()
     assert (plan.device, plan.world_size, plan.strategy, plan.backend) == ("cpu", 1, "single", "none")
-    assert (plan.precision, plan.weights_dtype, plan.layout, plan.attn_implementation) == ("fp32", "float32", "padded", "sdpa")
+    assert (plan.precision, plan.weights_dtype, plan.layout, plan.attn_implementation) == ("fp32", "float32", "unmasked", "sdpa")
     assert plan.ranks[0].device == "cpu" and plan.source == "formula"
     assert sum(size for name, size in plan.ranks[0].memory_bytes.items() if name != "free") == plan.ranks[0].peak_bytes
     assert plan.ranks[0].peak_bytes <= plan.ranks[0].capacity_bytes
@@ -230,11 +231,12 @@ def test_steps_come_from_rows() -> None:
 
 def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
     ragged = prepared(64, longest=1000, tokens=200)
-    assert plan_of("H100", name=LLAMA, max_seq_len=1024, batch_size=4, data=ragged).layout == "flattened"
-    even = plan_of("H100", name=LLAMA, max_seq_len=1024, batch_size=4)  # rows of one length need no padding, and no mask
-    assert even.layout == "padded" and any("% longer by forecast" in reason for reason in even.reasons)
-    large = plan_of("H100", name=LLAMA, max_seq_len=1024, batch_size=8)
-    assert large.layout == "padded" and any("quadratic mask" in reason for reason in large.reasons)
+    case: dict[str, Any] = {"name": LLAMA, "max_seq_len": 1024, "batch_size": 4, "attn_implementation": "sdpa"}
+    assert plan_of("H100", **case, data=ragged).layout == "flattened"
+    even = plan_of("H100", **case)  # rows of one length need no padding, and no mask
+    assert even.layout == "unmasked" and any("% longer by forecast" in reason for reason in even.reasons)
+    large = plan_of("H100", **case | {"batch_size": 8})
+    assert large.layout == "unmasked" and any("quadratic mask" in reason for reason in large.reasons)
     model = replace(shape_of(ModelConfig(name=SMALL)), model_type="mamba2")
     config = Config(model=ModelConfig(name=SMALL, max_seq_len=64))
     plan = make_plan(config, lambda _: False, CPU, model, launch=LaunchRequest(), prepared=None)
@@ -243,15 +245,64 @@ def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
 
 def test_attention() -> None:
     assert plan_of(attn_implementation="eager").attn_implementation == "eager"
-    assert "needs a GPU" in message(HardwareError, attn_implementation="flash_attention_2")
+    for typed in ("flash_attention_2", "varlen"):
+        assert "needs a GPU" in message(HardwareError, attn_implementation=typed)
+        assert "T4 has 7.5" in message(HardwareError, "T4", attn_implementation=typed)
+        assert "this run in fp32" in message(HardwareError, "H100", attn_implementation=typed, bf16=False)
     family = replace(shape_of(ModelConfig(name=SMALL)), model_type="gemma2")
     config = Config(model=ModelConfig(name=SMALL, max_seq_len=64))
     plan = make_plan(config, lambda _: False, CPU, family, launch=LaunchRequest(), prepared=None)
-    assert (plan.attn_implementation, plan.layout) == ("eager", "padded")
+    assert (plan.attn_implementation, plan.layout) == ("eager", "unmasked")
     assert "attention eager: transformers has no sdpa kernel for `gemma2`" in plan.reasons
     typed = replace(config, model=replace(config.model, attn_implementation="sdpa"))
     with pytest.raises(UserError, match="no such kernel for `gemma2`"):
         make_plan(typed, lambda _: True, CPU, family, launch=LaunchRequest(), prepared=None)
+
+
+@pytest.mark.parametrize(
+    ("card", "changes", "reason"),
+    [
+        ("H200", {}, "attention varlen: torch's own flash attention takes rows of any length"),
+        ("RTX4090", {"mode": "qlora"}, "attention varlen: "),
+        ("T4", {"mode": "qlora"}, "attention sdpa: flash attention needs compute capability 8.0, and T4 has 7.5"),
+        ("V100", {"mode": "qlora"}, "and V100 has 7.0"),
+        ("T4+RTX4090", {"mode": "qlora", "command_strategy": "auto"}, "and T4 has 7.5"),
+        ("H100", {"bf16": False, "fp16": True}, "attention varlen: "),
+        ("H100", {"bf16": False}, "attention sdpa: flash attention computes in bf16 and fp16 only, and this run in fp32"),
+    ],
+)
+def test_attention_goes_by_the_lengths_of_rows_where_the_cards_can(card: str, changes: dict[str, Any], reason: str) -> None:
+    """Without flash-attn, which is not installed here."""
+    plan = plan_of(card, name=LLAMA, max_seq_len=2048, batch_size=3, **changes)
+    assert any(reason in said for said in plan.reasons)
+    by_lengths = "varlen" in reason
+    assert (plan.attn_implementation, plan.layout) == (("varlen", "flattened") if by_lengths else ("sdpa", "unmasked"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model_type": "gemma2"}, "`gemma2` is not among the families"),
+        ({"model_type": "opt"}, "`opt` is not among the families"),
+        ({"head_dim": 80}, None),
+        ({"head_dim": 36}, "has no heads of 36"),
+        ({"head_dim": 256}, None),
+        ({"head_dim": 208}, "has no heads of 208"),
+        ({"attention_dropout": 0.1}, "has no dropout, and this model's is 0.1"),
+    ],
+)
+def test_what_torchs_flash_attention_does_not_compute_is_left_to_others(changes: dict[str, Any], why: str | None) -> None:
+    shape = replace(shape_of(ModelConfig(name=SMALL)), **changes)
+    for wanted in ("auto", "varlen"):
+        config = Config(model=ModelConfig(name=SMALL, max_seq_len=64, attn_implementation=wanted))
+        plan = functools.partial(
+            make_plan, config, lambda _: True, parse_hardware("24GB"), shape, launch=LaunchRequest(), prepared=None
+        )
+        if wanted == "varlen" and why:
+            with pytest.raises(UserError, match=why):
+                plan()
+        else:
+            assert plan().attn_implementation == ("varlen" if not why else "eager" if shape.model_type == "gemma2" else "sdpa")
 
 
 def test_checkpointing_only_when_it_must() -> None:
@@ -401,10 +452,11 @@ def test_what_a_deepspeed_file_offloads_is_not_on_the_gpu() -> None:
 
 def test_flattened_rows_whose_mask_does_not_fit_are_padded() -> None:
     case: dict[str, Any] = {"name": LLAMA, "max_seq_len": 1024, "batch_size": 4, "gradient_checkpointing": False}
+    case["attn_implementation"] = "sdpa"
     case["data"] = prepared(64, longest=1024, tokens=200, labels=200)
     assert plan_of("H100", **case).layout == "flattened"
     sizes = [plan_of(f"{size}GB", **case) for size in (50.5, 51, 52, 53)]
-    assert {plan.layout for plan in sizes} == {"padded", "flattened"}
+    assert {plan.layout for plan in sizes} == {"unmasked", "flattened"}
     assert all(rank.peak_bytes <= rank.capacity_bytes for plan in sizes for rank in plan.ranks)
     assert any("the mask of 4096 flattened tokens would not fit" in reason for plan in sizes for reason in plan.reasons)
 
@@ -563,7 +615,7 @@ def test_the_summary_names_what_matters() -> None:
     text = show_plan(plan_of("2xH200", name=LLAMA, command_strategy="auto", rows=320), details=True)
     for part in (
         "plan: ddp on 2 x H200, bf16",
-        "32 rows a step = micro-batch 8 x accumulation 2 x 2",
+        "32 rows a step = micro-batch 16 x accumulation 1 x 2",
         "tokens/s",
         "ranks 0 to 1",
         "free",

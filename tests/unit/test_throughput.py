@@ -85,7 +85,11 @@ def test_pairs_are_those_that_kernels_compute() -> None:
     padded = replace(SETUP, layout="padded")
     assert attended_pairs(padded, [100.0, 50.0]) == 2 * 100**2 == attended_pairs(padded, [100.0, 100.0], ragged=True)
     assert attended_pairs(padded, [100.0, 100.0]) == 100**2, "no mask is needed"
-    assert attended_pairs(replace(SETUP, attention="flash_attention_2"), [100.0, 50.0]) == (100**2 + 50**2) / 2
+    assert attended_pairs(replace(SETUP, layout="unmasked"), [100.0, 100.0], ragged=True) == 100**2
+    assert attended_pairs(replace(SETUP, layout="unmasked", attention="eager"), [100.0, 100.0]) == 2 * 100**2
+    for attention in ("flash_attention_2", "varlen"):
+        assert attended_pairs(replace(SETUP, attention=attention), [100.0, 50.0]) == (100**2 + 50**2) / 2
+        assert attended_pairs(replace(SETUP, attention=attention, packed=True), [100.0], inside=30.0) == 100 * 15
     assert attended_pairs(replace(SETUP, attention="eager"), [100.0]) == 100**2
     assert attended_pairs(SETUP, []) == 0
 
