@@ -148,3 +148,6 @@ def test_the_host_waits_no_oftener_than_it_must(name: str, reports: Any) -> None
         places = {wait["where"] for wait in waits if wait["phase"] in ("begin", "step") and wait["count"] >= STEPS}
         places -= {wait["where"] for wait in batches}
         assert len(places) <= (13 if len(reports[name]) == 1 else 15), "\n".join(sorted(places))
+        if CASES[name].attention == "varlen":
+            assert not [wait for wait in waits if wait["phase"] in ("forward", "backward")]
+            assert set(report["attention"]["forward"]) == {"varlen, bfloat16"}
