@@ -47,6 +47,9 @@ EXPANDABLE = (
 )
 NATIVE = "allocator: no expandable_segments, for which WSL2's driver fails at the first allocation; more is lost between blocks"
 
+SWITCHED_CHIPS, SWITCHED_RANKS, SWITCHED_BYTES = {(9, 0), (10, 0)}, 4, GIB
+"""Where NCCL reduces inside NVLink's switch (H100, H200 and B200, so many or more on a board) it takes about so much more of each card (0.9
+to 1.5 GiB in all on eight H100 were seen elsewhere; unverified here)."""
 MOST_TOGETHER = {"cuda": 64, "cpu": 4}
 """Rows of a micro-batch beyond which nothing is gained; on a CPU matrices are large enough then, and memory grows."""
 
@@ -279,8 +282,11 @@ def _halved(division: Division, halvings: int, unit: str, reasons: list[str]) ->
 
 
 def _capacity(device: Device, kind: str, processes: int) -> int:
-    """Returns the bytes that one rank may use; processes on a CPU share its memory."""
-    return int(device.free_bytes * HEADROOM[kind] / (processes if kind == "cpu" else 1))
+    """Returns the bytes that one of a machine's `processes` may use; those on a CPU share its memory."""
+    if kind == "cpu":
+        return int(device.free_bytes * HEADROOM[kind] / processes)
+    switched = processes >= SWITCHED_RANKS and (device.compute_capability or (0, 0)) in SWITCHED_CHIPS
+    return int(device.free_bytes * HEADROOM[kind]) - (SWITCHED_BYTES if switched else 0)
 
 
 def _checkpointing(

@@ -21,9 +21,8 @@ INT8_BYTES = 1.0
 CONTEXT_BYTES = {"cuda": 700 * MIB, "cpu": 600 * MIB}
 """CUDA context and kernels (0.47 to 0.92 GiB were seen elsewhere; unverified here); Python and libraries on a CPU (475 MiB after
 the imports, measured)."""
-NCCL_BYTES, NCCL_RANKS = 150 * MIB, 8
-"""Its buffers on each GPU for each of so many ranks at most (0.1 GiB between two cards, 0.9 to 1.5 GiB on eight with NVLink's switch were
-seen elsewhere; unverified here)."""
+NCCL_BYTES = 300 * MIB
+"""Its buffers on each GPU of several (0.1 to 0.5 GiB were seen elsewhere; unverified here); behind a switch more (`make.SWITCHED_BYTES`)."""
 WORKSPACE_BYTES = {"cuda": 2 * 32 * MIB, "cpu": 0}
 """cuBLAS takes 32 MiB since Hopper, 8 MiB before, in each of two threads: the backward pass has its own."""
 FRAGMENTATION = {"cuda": 0.06, "native": 0.12, "cpu": 0.42}
@@ -119,7 +118,7 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
         moving = {moment: parts | {"dequantised": largest * (setup.width + 4 / 64)} for moment, parts in moving.items()}
     # What a step of the optimizer needs for itself exists when activations do not.
     moving["update"] = {**dict.fromkeys(MICRO_STEP, 0.0), "workspace": _optimizer_step_bytes(config, shape, setup)}
-    context = _context_bytes(setup)
+    context = CONTEXT_BYTES[setup.device] + (NCCL_BYTES if setup.device == "cuda" and setup.world_size > 1 else 0)
     mapped = setup.device == "cpu" and setup.gradient_checkpointing
     native = setup.device == "cuda" and not setup.expandable_segments
     lost = MAPPED_FRAGMENTATION if mapped else FRAGMENTATION["native" if native else setup.device]
@@ -131,12 +130,6 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
             whole.pop("casts", None)
         moments[moment] = {name: int(size) for name, size in whole.items()}
     return moments
-
-
-def _context_bytes(setup: Setup) -> int:
-    return CONTEXT_BYTES[setup.device] + (
-        NCCL_BYTES * min(setup.world_size, NCCL_RANKS) if setup.device == "cuda" and setup.world_size > 1 else 0
-    )
 
 
 def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dict[str, dict[str, float]]:
