@@ -2,7 +2,7 @@
 # Debian packages that tests of several machines need: sshd, rsync and nft for hosts in network namespaces, a real Slurm, a false clock.
 # Where they cannot be had (no root, another system, no network) those tests say what they miss and are skipped.
 set -uo pipefail
-packages=(iproute2 iputils-ping libfaketime munge nftables openssh-client openssh-server rsync shellcheck slurm-client slurm-wlm slurmctld slurmd)
+packages=(faketime iproute2 iputils-ping munge nftables openssh-client openssh-server rsync shellcheck slurm-client slurm-wlm slurmctld slurmd)
 if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
 	echo "no root or no apt-get: tests of several machines need ${packages[*]}" >&2
 	exit 0

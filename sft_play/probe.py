@@ -19,6 +19,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.train import build, end, main, settle_stamp
 from sft_play.training.console import quiet_libraries
+from sft_play.training.imports import import_libraries
 from sft_play.training.memory_errors import Activity
 from sft_play.training.requests import StopRequest
 from sft_play.training.world import check_launch, check_world, launched_world
@@ -42,18 +43,19 @@ def _rows_of_a_pack(plan: Plan) -> int:
 
 def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity, request: StopRequest) -> int:
     """Trains two steps and writes what this rank needed."""
-    import datasets
+    quiet_libraries()
+    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
+    import_libraries(config, plan, prepared)
     import torch
 
-    quiet_libraries()
-    datasets.disable_progress_bars()
-    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
+    from sft_play.data.rows import write_rows
+
     check_launch(plan)
     others = held_by_others()
     stamp = settle_stamp(run, config, plan, prepared, None)
     rank, _world = launched_world()
     rows = run.logs / f"probe-rows-rank{rank}"
-    datasets.Dataset.from_list(worst_rows(plan)).save_to_disk(rows)
+    write_rows(worst_rows(plan), rows)
     assert prepared.train is not None
     train = replace(prepared.train, path=str(rows), rows=len(worst_rows(plan)), sources=())
     worst = replace(prepared, train=train, validation=None)

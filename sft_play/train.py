@@ -32,6 +32,7 @@ from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
 from sft_play.training.console import log_alone, quiet_libraries, redirect
 from sft_play.training.exit_record import describe_full_disk, ran_out_of_disk, reserve
 from sft_play.training.heartbeat import Heartbeat, beating, hang_limit
+from sft_play.training.imports import import_libraries
 from sft_play.training.memory_errors import Activity, describe, ran_out_of_memory
 from sft_play.training.requests import StopRequest, code_of, is_lost_peer
 from sft_play.training.world import (
@@ -133,12 +134,13 @@ def road(
     run: RunFolder, checkpoint: Path | None, console: TextIO | None, doing: Activity, request: StopRequest, heart: Heartbeat
 ) -> int:
     """The road, top to bottom."""
+    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
+    import_libraries(config, plan, prepared)
     from sft_play.training.agreement import MissedEvaluation
     from sft_play.training.held_out import require_best
     from sft_play.training.publishing import publish_model
     from sft_play.training.saving import END_SECONDS
 
-    config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
     check_launch(plan)
     heart.join(hang_seconds=hang_limit(config.launch.hang_seconds), timeout_seconds=config.launch.timeout_seconds)
     stamp = settle_stamp(run, config, plan, prepared, checkpoint)
@@ -190,8 +192,7 @@ def build(
     request: StopRequest,
 ) -> tuple[SftTrainer, StopOnRequest, Holdings]:  # fmt: skip
     """Returns the trainer with model, rows and callbacks. The order matters: arguments first, since ZeRO-3 shards on load."""
-    import datasets
-
+    from sft_play.data.rows import Rows
     from sft_play.model.load import load_for_training
     from sft_play.training.agreement import StopOnRequest
     from sft_play.training.arguments import training_arguments
@@ -199,7 +200,6 @@ def build(
     from sft_play.training.stopping import Patience
     from sft_play.training.trainer import SftTrainer
 
-    datasets.disable_progress_bars()
     args = training_arguments(config, plan, run, has_validation=prepared.validation is not None)
     prepare_state(plan, args)
     model, tokenizer = load_for_training(config, plan, prepared)
@@ -215,8 +215,8 @@ def build(
         tokenizer=tokenizer,
         model=model,
         args=args,
-        train_dataset=datasets.load_from_disk(prepared.train.path).select_columns(["input_ids", "labels", "row"]),
-        eval_dataset=datasets.load_from_disk(prepared.validation.path) if prepared.validation else None,
+        train_dataset=Rows(prepared.train.path, ("input_ids", "labels", "row")),
+        eval_dataset=Rows(prepared.validation.path) if prepared.validation else None,
         callbacks=[
             SaveAtEnd(),
             stop,

@@ -23,13 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from sft_play.config.yaml_source import dump_yaml
 from tests.conftest import ROOT, environment
+from tests.programs import HOSTS, need, unavailable
 
-TOOLS = ("ip", "tc", "nsenter", "unshare", "mount", "ssh", "ssh-keygen", "sshd")
-SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 KEEPER = """
 set -e
 hostname "$1"
@@ -151,7 +148,7 @@ def lan(
     folder = folder.resolve()
     (folder / "ssh").mkdir(parents=True, exist_ok=True)
     env = environment(folder / "cache", folder / "runs", {"OMP_NUM_THREADS": "1", **(variables or {})})
-    net = Lan(folder=folder, ssh_config=folder / "ssh" / "config", variables={**env, "PATH": SEARCHED})
+    net = Lan(folder=folder, ssh_config=folder / "ssh" / "config", variables=env)
     try:
         _build(net, nodes, None if delay_ms else rate_mbit, private, joined=not delay_ms)
         if delay_ms:
@@ -163,14 +160,12 @@ def lan(
 
 
 def _require() -> None:
-    missing = [tool for tool in TOOLS if not shutil.which(tool, path=SEARCHED)]
-    if missing:
-        pytest.skip(f"no {', '.join(missing)} here: a LAN of namespaces cannot be made")
+    need(*HOSTS)
     if os.geteuid() != 0:
-        pytest.skip("not root: a LAN of namespaces cannot be made")
+        unavailable("not root: a LAN of namespaces cannot be made")
     tried = subprocess.run(["unshare", "-n", "-u", "-m", "true"], capture_output=True, text=True, check=False, timeout=20)
     if tried.returncode:
-        pytest.skip(f"no namespaces here: {tried.stderr.strip()}")
+        unavailable(f"no namespaces here: {tried.stderr.strip()}")
 
 
 def _build(net: Lan, nodes: int, rate_mbit: float | None, private: Sequence[Path], *, joined: bool) -> None:
@@ -205,11 +200,11 @@ def _plug(keeper: int, switch: int, k: int, address: str) -> None:
 def _slow_switch(net: Lan, rate_mbit: float, delay_ms: float) -> None:
     """Joins the hosts by a process that keeps every frame for a while."""
     if not Path("/dev/net/tun").exists():
-        pytest.skip("no /dev/net/tun: cables that take time cannot be made")
+        unavailable("no /dev/net/tun: cables that take time cannot be made")
     ends = [f"{host.keeper}/{host.address}" for host in net.hosts]
     switch = subprocess.Popen(
         [sys.executable, "-m", "tests.lan_switch", f"{rate_mbit:g}", f"{delay_ms:g}", *ends],
-        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, start_new_session=True, cwd=ROOT, env={**os.environ, "PATH": SEARCHED},
+        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, start_new_session=True, cwd=ROOT,
     )  # fmt: skip
     net.keepers.append(switch)
     assert switch.stdout is not None
@@ -250,7 +245,7 @@ def _serve_ssh(net: Lan, variables: Mapping[str, str]) -> None:
             + " ".join(shlex.quote(f"{name}={net.variables[name]}") for name in kept)
             + "\n"
         )
-        sshd = str(shutil.which("sshd", path=SEARCHED))
+        sshd = str(shutil.which("sshd"))
         started = net.command(net.hosts.index(host), [sshd, "-D", "-f", config, "-E", ssh / f"{host.name}.log"])
         net.keepers.append(subprocess.Popen(started, stdin=subprocess.DEVNULL, text=True, start_new_session=True))
     (ssh / "known_hosts").write_text(known)
@@ -276,10 +271,7 @@ def _key(path: Path) -> Path:
 
 
 def _inside(keeper: int, *argv: str) -> None:
-    done = subprocess.run(
-        ["nsenter", "-t", str(keeper), "-n", *argv], capture_output=True, text=True, timeout=20, check=False,
-        env={**os.environ, "PATH": SEARCHED},
-    )  # fmt: skip
+    done = subprocess.run(["nsenter", "-t", str(keeper), "-n", *argv], capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr}"
 
 

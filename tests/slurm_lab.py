@@ -22,13 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import pytest
 
 from sft_play.launch.network import free_port
 from tests.conftest import environment
+from tests.programs import SLURM, need, unavailable
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
-SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 NODES = ("n1", "n2")
 GONE = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"})
 """States in which a job stays."""
@@ -130,7 +128,7 @@ def slurm_lab() -> Iterator[SlurmLab]:
     folder = Path(tempfile.mkdtemp(prefix=f"slurm-lab-{os.getpid()}-", dir="/tmp"))
     try:
         _write(folder)
-        variables = {"SLURM_CONF": str(folder / "etc" / "slurm.conf"), "PATH": SEARCHED}
+        variables = {"SLURM_CONF": str(folder / "etc" / "slurm.conf"), "PATH": os.environ["PATH"]}
         lab = SlurmLab(folder=folder, variables=variables)
         _start(lab)
         yield lab
@@ -140,11 +138,9 @@ def slurm_lab() -> Iterator[SlurmLab]:
 
 
 def _skip_unless_possible() -> None:
-    missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
-    if missing:
-        pytest.skip(f"Slurm is not installed here: no {', '.join(missing)}")
+    need(*SLURM)
     if os.geteuid() != 0:
-        pytest.skip("Slurm's daemons need root")
+        unavailable("Slurm's daemons need root")
 
 
 def _write(folder: Path) -> None:
@@ -176,7 +172,7 @@ def _start(lab: SlurmLab) -> None:
     for words in (munge, ["slurmctld", "-f", configuration], *(["slurmd", "-N", node, "-f", configuration] for node in NODES)):
         done = lab.run(*words, check=False)
         if done.returncode:
-            pytest.skip(f"`{words[0]}` does not start here: {(done.stderr or done.stdout).strip()[-500:]}")
+            unavailable(f"`{words[0]}` does not start here: {(done.stderr or done.stdout).strip()[-500:]}")
     deadline = time.monotonic() + 30
     while True:
         said = lab.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t", check=False).stdout.split()
@@ -186,7 +182,7 @@ def _start(lab: SlurmLab) -> None:
             logs = "\n".join(
                 path.read_text(errors="replace")[-600:] for path in sorted((lab.folder / "log").glob("slurmd-*.log"))
             )
-            pytest.skip(f"Slurm's nodes do not come up here: {' '.join(said)}\n{logs}")
+            unavailable(f"Slurm's nodes do not come up here: {' '.join(said)}\n{logs}")
         time.sleep(0.2)
 
 

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from transformers.utils import logging as transformers_logging
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import Collator
+from sft_play.data.rows import Rows
 from sft_play.model.chunked_head import chunk_head
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.model.use import best_device, load_for_use, quantised, read_base, unchanged_base
@@ -40,7 +40,7 @@ def score_run(
     check_library_metrics(config.eval.metrics)  # before minutes go into answers that nothing could score
     transformers_logging.disable_progress_bar()
     device = best_device()
-    rows = datasets.load_from_disk(split.path)
+    rows = Rows(split.path)
     model, tokenizer = load_weights(run, weights, config, device)
     if plan.loss_chunk:
         chunk_head(model, plan.loss_chunk)

@@ -47,26 +47,10 @@ def sampler_of(config: Config, plan: Plan, split: PreparedSplit, dataset: Any, r
     )
 
 
-class _Rows:
-    """The rows of a dataset, which an empty micro-batch does not ask for any."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        return self.dataset.__getitems__(indices) if indices else []
-
-
 def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, args: TrainingArguments) -> DataLoaderShard:
     """Returns this rank's micro-batches; accelerate must not share them out again."""
     loader = DataLoaderShard(
-        _Rows(dataset),
+        dataset,
         device=args.device,
         batch_sampler=sampler,
         collate_fn=collator,

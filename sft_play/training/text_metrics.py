@@ -13,7 +13,6 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-from rouge_score.rouge_scorer import RougeScorer
 
 from sft_play.training.intervals import Interval, mean_interval, resamples
 
@@ -116,6 +115,8 @@ _PUNCTUATION = frozenset(string.punctuation)
 
 @cache
 def _scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer  # imports nltk: only where answers are scored
+
     return RougeScorer(list(ROUGE), use_stemmer=USE_STEMMER)
 
 

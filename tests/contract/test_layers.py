@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.documents import ROOT
+from tests.training_runs import Trial, command, make_run
 
 HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "bitsandbytes")
+UNUSED = ("bitsandbytes", "deepspeed", "datasets", "pandas", "nltk", "rouge_score", "sacrebleu", "tensorflow", "trafilatura")
+"""What a plain worker must not import: seconds of processor time for each rank."""
 LIGHT_PACKAGES = ("config", "runs", "plan", "launch")
 
 
@@ -31,6 +36,25 @@ def test_importing_every_light_module_loads_no_heavy_package() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_a_worker_imports_nothing_that_its_run_does_not_use(tiny: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tiny, Trial(mode="lora"))
+    _, variables = command(run)
+    found = tmp_path / "found.json"
+    code = (
+        "import json, pathlib, sys, sft_play.train\n"
+        f"code = sft_play.train.main(['--run', {str(run.path)!r}])\n"
+        f"loaded = [m for m in {UNUSED!r} if sys.modules.get(m)]\n"
+        f"pathlib.Path({str(found)!r}).write_text(json.dumps([code, loaded]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(found.read_text()) == [0, []]
+    assert (run.model / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "accelerate_configs", "configs", "examples"])

@@ -19,6 +19,7 @@ from sft_play.runs.prepared import Prepared
 from tests.conftest import metrics
 from tests.distributed.test_launch import Launcher
 from tests.lan import Lan, lan
+from tests.programs import need
 
 SECONDS = 400
 PORT = "23456"
@@ -171,9 +172,9 @@ def test_a_firewall_is_told_from_a_port_nobody_listens_on(two: Lan2) -> None:
     rules.write_text(
         f"table inet wall {{\n chain input {{\n  type filter hook input priority 0; policy accept;\n  tcp dport {PORT} drop\n }}\n}}\n"
     )
+    need("nft")
     blocked = two.net.run(0, ["nft", "-f", rules])
-    if blocked.returncode:
-        pytest.skip(f"no nft here: {blocked.stderr}")
+    assert blocked.returncode == 0, blocked.stderr
     two.start(0, "train-distributed", "NUM_GPUS=1", "LAUNCH_JOIN_SECONDS=14")
     two.start(1, "train-distributed", "NUM_GPUS=1", "LAUNCH_JOIN_SECONDS=8")
     (first, said0), (second, said1) = two.end()

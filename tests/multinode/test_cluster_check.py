@@ -17,8 +17,8 @@ import pytest
 from tests.conftest import ROOT
 from tests.lan import Lan, lan
 from tests.places import question_rows
+from tests.programs import need
 
-FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
 BESIDE_THE_POINT = {"disk", "shm", "nofile", "slow-network", "latency"}
 """What a small or busy machine may be warned of in any test."""
 QUIET = 3
@@ -130,12 +130,13 @@ def test_good_machines(net: Lan) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path(FAKETIME).exists(), reason="no libfaketime")
 def test_several_faults_at_once(net: Lan) -> None:
     """Another version, a clock that is 10 s ahead, a GPU that is not there, and a port that somebody holds: all named, with remedies."""
+    need("faketime")
+    library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
     holder = net.popen(0, [net.python, "-c", "import socket, time\ns = socket.create_server(('', 29500))\ntime.sleep(100)"])
     try:
-        skewed = python_with(net, "skewed", LD_PRELOAD=FAKETIME, FAKETIME="+10s", DONT_FAKE_MONOTONIC="1")
+        skewed = python_with(net, "skewed", LD_PRELOAD=str(library), FAKETIME="+10s", DONT_FAKE_MONOTONIC="1")
         hosts: dict[str, dict[str, Any]] = {"node2": {"python": other_version(net), "gpus": 2}, "node3": {"python": skewed}}
         checked = check(net, hosts, f"CONFIG={configuration(net)}")
     finally:
@@ -158,6 +159,7 @@ def test_several_faults_at_once(net: Lan) -> None:
 @pytest.mark.long
 def test_closed_master_port(net: Lan) -> None:
     rules = "table inet t {\n chain c {\n type filter hook input priority 0\n tcp dport 29500 drop\n }\n}\n"
+    need("nft")
     (net.folder / "rules").write_text(rules)
     assert net.run(0, ["nft", "-f", net.folder / "rules"]).returncode == 0
     try:
@@ -180,6 +182,7 @@ def test_closed_high_ports(net: Lan) -> None:
         'table inet t {\n chain c {\n type filter hook input priority 0\n policy drop\n iif "lo" accept\n'
         " ct state established,related accept\n tcp dport 22 accept\n }\n}\n"
     )
+    need("nft")
     (net.folder / "rules").write_text(rules)
     assert net.run(2, ["nft", "-f", net.folder / "rules"]).returncode == 0
     try:

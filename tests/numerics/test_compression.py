@@ -17,6 +17,7 @@ import torch
 from sft_play.training.compression import FP16_MOST, PowerSgd, narrow_of, orthogonal
 from tests.conftest import ROOT
 from tests.numerics.exchange_ranks import LATE
+from tests.programs import need
 
 SECONDS = 120
 ALONE = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
@@ -25,6 +26,7 @@ ALONE = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 
 def ranks_in_a_namespace(folder: Path, world: int) -> dict[str, Any]:
     """Returns what rank 0 of `tests.numerics.exchange_ranks` found, all ranks in one network namespace."""
+    need("ip")
     if shutil.which("unshare") is None or subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no network namespace can be made here (it needs root)")
     each = [sys.executable, "-m", "tests.numerics.exchange_ranks"]

@@ -22,6 +22,7 @@ from sft_play.launch.cluster.transfer import Listing, deliver, digests, keep_lis
 from sft_play.launch.cluster.transfer import remote as remote_path
 from sft_play.runs.origin import PACKAGES
 from tests.conftest import ROOT
+from tests.programs import need
 
 SSH = """#!/bin/sh
 while :; do case "$1" in -T|-tt) shift;; -F|-o|-p|-l) shift 2;; --) shift; break;; *) break;; esac; done
@@ -39,6 +40,7 @@ OWN = Facts(
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The project's folder of another machine; beside it, in `here`, this machine's."""
+    need("rsync")
     programs, home = tmp_path / "bin", tmp_path / "home"
     for folder in (programs, home / "sft-play", tmp_path / "here"):
         folder.mkdir(parents=True)

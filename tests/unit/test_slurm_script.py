@@ -27,6 +27,7 @@ from sft_play.errors import UserError
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.slurm.script import BatchJob, options, render
 from tests.conftest import Program
+from tests.programs import need
 
 EVIL = "a $(touch x)`touch x` 'single' \"double\" \\ %j #; | & $HOME"
 TOKEN = "hf_" + "abcdefghij" * 3
@@ -86,8 +87,7 @@ def test_bash_and_shellcheck_have_nothing_to_say(changes: dict[str, Any]) -> Non
     text = render(batch_job(**changes))
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
-    if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed")
+    need("shellcheck")
     done = subprocess.run(
         ["shellcheck", "--shell=bash", "-"], input=text, capture_output=True, text=True, check=False, timeout=60
     )
