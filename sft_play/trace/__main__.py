@@ -5,10 +5,14 @@ A process of its own, since the plan must not import torch, and torch aborts whe
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import warnings
+
+UNUSED = ("bitsandbytes", "deepspeed", "datasets")
+"""Imported by libraries only because they are installed, as in `training.imports`; `trace.quantised` needs no bitsandbytes."""
 
 
 def main() -> int:
@@ -17,8 +21,14 @@ def main() -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not come between
+    for name in UNUSED:
+        sys.modules[name] = None  # type: ignore[assignment]
+    gc.disable()
     from sft_play.plan.trace_case import Case
     from sft_play.trace.run import trace
+
+    gc.freeze()
+    gc.enable()
 
     for line in sys.stdin:
         results = []

@@ -148,16 +148,13 @@ def test_a_group_is_wholly_on_one_side(data: Data, tmp_path: Path) -> None:
     assert "(200 such rows; the first is here)" in missing.err
 
 
-def test_the_second_time_is_quick_and_imports_nothing_heavy(tmp_path: Path, tiny: Path, variables: Mapping[str, str]) -> None:
+def test_the_second_time_imports_nothing_heavy(tmp_path: Path, tiny: Path, variables: Mapping[str, str]) -> None:
     lines = [f"data.train_path: {write_rows(tmp_path / 'rows.jsonl', pairs(300))}", "data.validation: 0.1"]
     words = ["data", f"CONFIG={configured(tmp_path, tiny, lines)}", "JSON=1"]
     first = run_program(words, variables)
-    began = time.monotonic()
     second = run_program(words, {**variables, "PYTHONPROFILEIMPORTTIME": "1"})
-    seconds = time.monotonic() - began
     imported = {line.rsplit("|", 1)[1].strip() for line in second.err.splitlines() if line.startswith("import time:")}
     assert not imported & {"torch", "transformers", "datasets", "pyarrow", "tokenizers"}
-    assert seconds < 10  # less than 1 s on an idle machine; the benchmark holds it to 2 s
     assert second.json == first.json
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import shape_of
 from tests.conftest import ROOT, Program
 from tests.nvml_double import Card, nvml_path
+from tests.processor_time import importing, seconds_of
 
 KEYS = {
     "world_size", "strategy", "source", "ranks", "global_batch_size", "steps", "tokens_per_second", "communication_share", "reasons",
@@ -56,13 +56,9 @@ def test_json_is_plan_json(in_process: Program, tiny_config: Path) -> None:
     assert value["ranks"][3]["device"] == "cuda:1"
 
 
-def test_it_answers_in_two_seconds(program: Program) -> None:
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        assert program("plan", "CONFIG=configs/quickstart.yaml", "HARDWARE=2x24GB").code == 0
-        times.append(time.perf_counter() - start)
-    assert min(times) < 2
+def test_it_answers_in_less_time_than_torch_is_imported_in(program: Program) -> None:
+    words = ("plan", "CONFIG=configs/quickstart.yaml", "HARDWARE=2x24GB")
+    assert seconds_of(lambda: program(*words))[0] < importing("torch")
 
 
 def test_detected_cards(program: Program, tmp_path: Path) -> None:

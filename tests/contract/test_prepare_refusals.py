@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,14 +104,12 @@ def test_a_model_folder_without_weights_is_refused(start: Start, tiny: Path, tmp
 @pytest.mark.parametrize(
     "env", [{"HF_HUB_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}], ids=["offline", "closed"]
 )
-def test_a_hub_id_without_a_network_is_refused_at_once(what: str, env: dict[str, str], start: Start, tmp_path: Path) -> None:
-    started = time.monotonic()
+def test_a_hub_id_without_a_network_is_refused(what: str, env: dict[str, str], start: Start, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "a.jsonl", ROWS)
     done = start(data, "nobody/nothing", env) if what == "model" else start("nobody/nothing", env=env)
     assert done.code == 4
     assert "error: nobody/nothing: " in done.err
     assert "the hub cannot be reached" in done.err
-    assert time.monotonic() - started < 40
 
 
 @pytest.mark.parametrize("pattern", ["*.jsonl", "**/*.jsonl", "deep"])

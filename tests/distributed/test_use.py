@@ -214,8 +214,6 @@ def test_serve_answers_under_the_runs_name_and_ends_on_sigterm(place: Place) -> 
     ("words", "message"), [(("PORT=0",), "`PORT` is `0`"), (("PORT=70000",), "1 to 65535"), (("HOST=0.0.0.0",), "HOST")]
 )
 def test_serve_takes_ports_only(place: Place, words: tuple[str, ...], message: str) -> None:
-    started = time.monotonic()
-    done = place.run("serve", "RUN=demo", *words, timeout=60)
+    done = place.run("serve", "RUN=demo", *words)
     assert done.returncode == 2
     assert message in done.stderr
-    assert time.monotonic() - started < 30

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,9 +72,7 @@ def test_it_knows_the_capital_of_france(model: Any, tokenizer: Any) -> None:
 
 def test_the_second_call_makes_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    started = time.monotonic()
     assert embedded.embedded_folder() == folder
-    assert time.monotonic() - started < 0.5
     assert capfd.readouterr().err == ""
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written
 

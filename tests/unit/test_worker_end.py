@@ -34,26 +34,22 @@ pool.submit(int)
 
 
 @pytest.mark.parametrize(
-    ("thread", "found", "limit"),
+    ("thread", "found"),
     [
-        ("threading.Thread(target=work, args=('sent', 0.5)).start()", {"sent", "exit-functions"}, 2.5),
-        ("pool.submit(work, 'sent', 0.5)", {"sent", "exit-functions"}, 2.5),
-        ("threading.Thread(target=work, args=('late', 60)).start()", {"exit-functions"}, 8.0),
-        ("threading.Thread(target=work, args=('late', 60), daemon=True).start()", {"exit-functions"}, 2.5),
+        ("threading.Thread(target=work, args=('sent', 0.5)).start()", {"sent", "exit-functions"}),
+        ("pool.submit(work, 'sent', 0.5)", {"sent", "exit-functions"}),
+        ("threading.Thread(target=work, args=('late', 600)).start()", {"exit-functions"}),
+        ("threading.Thread(target=work, args=('late', 600), daemon=True).start()", {"exit-functions"}),
     ],
 )
-def test_threads_get_some_seconds_and_exit_functions_their_turn(
-    tmp_path: Path, thread: str, found: set[str], limit: float
-) -> None:
+def test_threads_get_some_seconds_and_exit_functions_their_turn(tmp_path: Path, thread: str, found: set[str]) -> None:
     child = subprocess.Popen([sys.executable, "-c", f"{BEGIN}{thread}\nend(0)", str(tmp_path)], cwd=ROOT)
     try:
         deadline = time.monotonic() + 120
         while not (tmp_path / "ready").exists() and child.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        ready = time.monotonic()
         assert child.wait(timeout=60) == 0
-        assert time.monotonic() - ready < limit
     finally:
         child.kill()
         child.wait(timeout=10)
