@@ -27,7 +27,8 @@ WORKSPACE_BYTES = {"cuda": 2 * 32 * MIB, "cpu": 0}
 """cuBLAS takes 32 MiB since Hopper, 8 MiB before, in each of two threads: the backward pass has its own."""
 FRAGMENTATION = {"cuda": 0.06, "native": 0.12, "cpu": 0.42}
 """Share of what comes and goes within a step that an allocator loses. On a CPU glibc's heap keeps the gaps that it cannot fill: 0.33 to
-0.48 were measured (docs/memory.md). `native` is CUDA's without expandable segments: a guess that a trace replaces."""
+0.48 were measured (docs/memory.md). `native` is CUDA's without expandable segments:
+0.117 beside 0.074 with them in a trace of the quickstart (`SOURCE=trace HARDWARE=RTX4090 TRAIN_BATCH_SIZE=8`)."""
 MAPPED_FRAGMENTATION = 0.05
 """With recomputation on a CPU the heap would lose several times what is in use (docs/planning.md), so tensors are mapped one by one."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
