@@ -16,7 +16,7 @@ from sft_play.plan.fastest import Rows, choose_rows, comparable, with_layout
 from sft_play.plan.fit import DoesNotFitError, Fit, Memory, Remedy, wanted_rows
 from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware
 from sft_play.plan.losses import settle_chunks, with_chunks
-from sft_play.plan.memory import Setup, host_bytes, loading_host_bytes, rank_memory
+from sft_play.plan.memory import Setup, host_bytes, loading_host_bytes, rank_memory, trainable_parameters
 from sft_play.plan.packed_batch import Division, choose_packing, insisted
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.power import energy_kwh
@@ -129,7 +129,7 @@ def _decide(case: Case) -> Plan:
     rate = choices.scale_learning_rate(config, start.rate, batch.global_batch, reasons)
     costs = costs_of(case, fit, start, division, devices, max(batch.micro_batches))
     ranks = rank_plans(case, fit, start, division, costs)
-    reasons += [*waiting(case, setup, batch.accumulation), *tight(ranks)]
+    reasons += [*_reduced(config, shape, setup, batch.accumulation), *waiting(case, setup, batch.accumulation), *tight(ranks)]
     reasons += _margin(setup)
     lacking = _on_the_host(config, shape, setup, hardware, start.ranks.local, reasons)
     steps, per_epoch = step_count(config, case.prepared, batch.global_batch, reasons)
@@ -251,6 +251,16 @@ def _on_the_host(
         return []
     reasons.append(f"that is more than it has ({hardware.ram_bytes / GIB:.1f} GiB)")
     return ["TUNING_MODE=lora", "a machine with more memory"]
+
+
+def _reduced(config: Config, shape: ModelShape, setup: Setup, micro_steps: int) -> list[str]:
+    """Says why FSDP2 reduces gradients in every micro-step, which costs the exchange that is counted, where there are several."""
+    if setup.strategy != "fsdp2" or micro_steps == 1:
+        return []
+    held = 4 * trainable_parameters(config, shape) / GIB
+    return [
+        f"gradients reduced in each of {micro_steps} micro-steps: else every rank would hold {held:.1f} GiB of them in fp32 until the last"
+    ]
 
 
 def _check_loading(config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, processes: int) -> None:

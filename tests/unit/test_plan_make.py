@@ -425,6 +425,11 @@ def test_auto_shards_what_does_not_fit_as_replicas() -> None:
     assert plan.strategy == "fsdp2" and plan.global_batch_size == 32
     (why,) = [reason for reason in plan.reasons if reason.startswith("strategy ")]
     assert "a whole replica on each needs 135.8 of 73.4 GiB, so weights are shared out" in why
+    several = plan_of("8xH100", **case | {"batch_size": 1}).reasons
+    assert (
+        "gradients reduced in each of 4 micro-steps: else every rank would hold 29.9 GiB of them in fp32 until the last"
+        in several
+    )
     assert plan_of("8x192GB", **case).strategy == "ddp"
     # int8 weights do not survive FSDP2.
     message(
