@@ -260,6 +260,11 @@ def _option(
 
 
 def _unknown(one: _Given, known: frozenset[str], command: str, row: CommandRow) -> UserError:
+    if one.name == "MASTER_KEY":
+        hint = "export MASTER_KEY=$(openssl rand -hex 32), and the same value on every node"
+        return UserError(
+            "`MASTER_KEY` is taken from the environment alone: every user of a machine sees its command lines", hint=hint
+        )
     if names.SECRET.fullmatch(one.name):
         return UserError(f"unknown variable `{one.name}`", hint=names.SECRETS_HINT)
     if meant := names.settings(one.name, one.text):

@@ -32,7 +32,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 IMAGE = re.compile(r"[a-z0-9][\w./:@-]*", re.ASCII)
 ADAPTERS = re.compile(r"[=^]{0,2}[\w.:,-]+", re.ASCII)
 OURS = re.compile(
-    r"PET_\w+|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|NODE_RANK|MASTER_(ADDR|PORT)|JOB_COMPLETION_INDEX|SKYPILOT_\w+|SLURM_\w+|POD_IP|RUNS_DIR"
+    r"PET_\w+|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|NODE_RANK|MASTER_(ADDR|PORT|KEY)|JOB_COMPLETION_INDEX|SKYPILOT_\w+|SLURM_\w+|POD_IP|RUNS_DIR"
     r"|SFT_PLAY_MAX_RESTARTS"
 )
 """Variables that the manifests or an operator set."""

@@ -12,7 +12,9 @@ from sft_play.config.keys import extra_keys, find_key, schema_keys, sections, va
 from sft_play.config.ranges import REFUSED
 from sft_play.errors import HUB_LOGIN, TOKEN
 
-SECRET = re.compile(r"(.*[_.])?(token|api_?key|secret|secret_key|access_key|password|passwd|credentials?)", re.IGNORECASE)
+SECRET = re.compile(
+    r"(.*[_.])?(token|api_?key|secret|secret_key|access_key|master_key|password|passwd|credentials?)", re.IGNORECASE
+)
 """Names of what must never stand in a file or on a command line."""
 SECRET_VARIABLE = re.compile(
     r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH(?!OR)|_(KEY|PASS|PWD)(?![A-Z0-9])",

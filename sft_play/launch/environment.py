@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sft_play.config.names import mask
@@ -48,6 +48,8 @@ class Node:
     master_port: int = 0
     interface: str | None = None
     """Network interface towards the master."""
+    key: str | None = field(default=None, repr=False)
+    """What the nodes of this run know and nobody else; `None` where the network is trusted."""
 
 
 def ranks_of(plan: Plan, node: Node) -> range:

@@ -11,6 +11,7 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.launch import recovery
 from sft_play.launch.agreement import NodeFacts
 from sft_play.launch.environment import Node, indices_of, ranks_of, worker_environment
+from sft_play.launch.key import key_here
 from sft_play.launch.meeting import Meeting
 from sft_play.launch.network import address_towards, free_port, loopback_interface, require_free_port
 from sft_play.launch.options import LaunchOptions
@@ -126,4 +127,6 @@ def _node(options: LaunchOptions) -> Node:
         address_towards(options.master_address, port)  # a name that node 0 itself does not know would be told much later
         require_free_port(port, hint="choose another MASTER_PORT, the same on every node")
     # The interface is the one that carries the meeting: what MASTER_ADDR resolves to may be 127.0.1.1 on node 0.
-    return Node(rank=request.node_rank, count=request.num_nodes, master_address=options.master_address, master_port=port)
+    return Node(
+        rank=request.node_rank, count=request.num_nodes, master_address=options.master_address, master_port=port, key=key_here()
+    )

@@ -16,6 +16,7 @@ from typing import Any
 from sft_play.errors import HardwareError, UserError, first_line
 from sft_play.launch.agreement import NodeFacts, config_here, data_apart, disagreements, folders_apart, versions_here
 from sft_play.launch.job import Job
+from sft_play.launch.key import MAKE_ONE, VARIABLE
 from sft_play.launch.meeting import Given, Meeting, say
 from sft_play.launch.meeting_guest import Guest
 from sft_play.launch.meeting_host import Host
@@ -154,6 +155,11 @@ def _named(checkpoint: Path | None) -> str | None:
 def _meeting(job: Job, host: str, *, again: bool) -> Meeting:
     node, patience = job.node, float(job.loaded.config.launch.join_seconds)
     where = f"{node.master_address}:{node.master_port}"
+    if node.key is None:
+        say(
+            f"WARNING: there is no `{VARIABLE}`, so whoever reaches port {node.master_port} can join this run: the network is trusted"
+        )
+        say(f"hint: {MAKE_ONE}")
     if node.rank > 0:
         say(f"node {node.rank} ({host}): meeting the other nodes at {where}")
         return Guest(node=node, host=host, patience=patience)

@@ -3,8 +3,8 @@
 A meeting has rounds. In each every node gives an object; node 0 compares them all and either refuses, by the same errors on every node,
 or sends the list of all to everybody. The connections stay open between the rounds, so a node that leaves meanwhile is noticed, and
 what made it leave is told; each node says all the while that it lives, so one that hangs is noticed too. After `close` the port is
-free for torch's store. There is no secret in it: like torch's own store it trusts the network, and whoever does not speak the
-protocol is dropped.
+free for torch's store. Where the run has a key, both sides prove that they know it before any fact is sent: a stranger, and whoever
+does not speak the protocol, is dropped.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from sft_play.errors import HardwareError, RetryableError, UserError
 from sft_play.launch.agreement import errors_from_json, errors_to_json
+from sft_play.launch.key import MAKE_ONE, VARIABLE, new_word, proof, proves
 from sft_play.launch.meeting import Given, Judge, Meeting, say, wait_for, why
 from sft_play.launch.wire import GoneError, Line, OtherVersionError, StrangerError
 
@@ -128,11 +129,17 @@ class Guest(Meeting):
         """Says hello; whether what listens there answers as node 0 does."""
         until = time.monotonic() + HEARD_SECONDS
         node = self.node
+        hello = {"rank": node.rank, "num_nodes": node.count, "host": self.host, "session": self.session, "given": given}
+        word, known = new_word(), node.key is None
         try:
-            line.send("hello", rank=node.rank, num_nodes=node.count, host=self.host, session=self.session, given=given)
+            line.send("knock", word=word) if node.key else line.send("hello", **hello)
             while time.monotonic() < until:
                 if message := line.receive():
-                    return bool(message["kind"] == "heard")
+                    if node.key is None or known or message["kind"] != "word":
+                        return known and self._welcome(message)
+                    if not (known := proves(node.key, message.get("proof"), "node 0", word, message.get("word"))):
+                        raise UserError(f"node 0 has another `{VARIABLE}` than {self.name}, or none", hint=MAKE_ONE)
+                    line.send("hello", **hello, proof=proof(node.key, "node", word, message["word"], node.rank, self.session))
                 wait_for([line])
         except OtherVersionError as error:
             line.close()
@@ -143,6 +150,13 @@ class Guest(Meeting):
         except (StrangerError, GoneError):
             pass
         return False
+
+    def _welcome(self, message: Given) -> bool:
+        """Whether an answer is node 0's. Raises what it refuses this node for."""
+        with contextlib.suppress(ValueError):
+            if message["kind"] == "refused" and (errors := errors_from_json(message.get("errors"))):
+                raise self._refused(errors)
+        return bool(message["kind"] == "heard")
 
     def _open(self) -> list[Line]:
         return [self.line] if self.line else []

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from sft_play.errors import HardwareError, RetryableError, UserError
 from sft_play.launch.agreement import errors_from_json, errors_to_json
+from sft_play.launch.key import MAKE_ONE, VARIABLE, new_word, proof, proves
 from sft_play.launch.meeting import LEAVE_SECONDS, SAY_SECONDS, Given, Judge, Meeting, say, wait_for, why
 from sft_play.launch.network import holder_of
 from sft_play.launch.wire import GoneError, Line, OtherVersionError, StrangerError
@@ -55,6 +56,8 @@ class Host(Meeting):
     listener: socket.socket | None = None
     unknown: dict[Line, float] = field(default_factory=dict)
     """Connections that have not said hello -> when they came."""
+    words: dict[Line, tuple[str, str]] = field(default_factory=dict)
+    """Connections that want to prove the key -> the random words of both sides."""
     seats: dict[int, Seat] = field(default_factory=dict)
     rivals: list[Rival] = field(default_factory=list)
     strangers: set[str] = field(default_factory=set)
@@ -158,9 +161,10 @@ class Host(Meeting):
         """Reads what has arrived: hellos of those who came, answers of those who have a seat."""
         for line in list(self.unknown):
             try:
-                if message := line.receive():
+                if (message := line.receive()) and self._may_sit(line, message):
                     self._seat(line, message)
                     del self.unknown[line]
+                    self.words.pop(line, None)
             except OtherVersionError as error:
                 with contextlib.suppress(GoneError):
                     line.send("heard")  # in our version, so that it can say so itself
@@ -182,11 +186,30 @@ class Host(Meeting):
                 if not any(rival.rank == rank for rival in self.rivals):
                     say(f"node {rank} ({seat.host}) has gone; waiting for it to come again")
 
+    def _may_sit(self, line: Line, message: Given) -> bool:
+        """Whether a message is to be taken for a hello; answers a node that wants to prove its key. Raises `StrangerError`."""
+        key, word = self.node.key, message.get("word")
+        if message["kind"] == "knock" and isinstance(word, str) and line not in self.words:
+            self.words[line] = word, new_word()
+            with contextlib.suppress(GoneError):
+                line.send("word", word=self.words[line][1], proof=proof(key, "node 0", *self.words[line]) if key else None)
+            return False
+        said = (*self.words.get(line, ()), message.get("rank"), message.get("session"))
+        if key and not (line in self.words and proves(key, message.get("proof"), "node", *said)):
+            error = UserError(f"node 0 ({self.host}) takes only nodes that know its `{VARIABLE}`", hint=MAKE_ONE)
+            with contextlib.suppress(GoneError):
+                line.send("refused", errors=errors_to_json([error]))
+            raise StrangerError("it does not know the key")
+        return True
+
     def _drop(self, line: Line) -> None:
         if (address := line.their_address()) not in self.strangers:
             self.strangers.add(address)
-            say(f"dropped a connection from {address}: it is no launcher of SFT-Play")
+            say(
+                f"dropped a connection from {address}: it is no launcher of this run{f', or has another `{VARIABLE}`' if self.node.key else ''}"
+            )
         self.unknown.pop(line, None)
+        self.words.pop(line, None)
         line.close()
 
     def _seat(self, line: Line, message: Given) -> None:

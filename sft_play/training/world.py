@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import CheckpointError, HardwareError
+from sft_play.launch.key import VARIABLE, key_here, new_word, proof, proves
 from sft_play.plan.plan import Plan
 from sft_play.runs.states_facts import SHARDED
 
@@ -53,6 +54,24 @@ def prepare_state(plan: Plan, args: Any) -> None:
 
         # accelerate 1.15 applies its FSDP plugin only to this type (state.py); without it each rank would train alone.
         PartialState().distributed_type = DistributedType.MULTI_GPU
+    check_peers(plan)
+
+
+def check_peers(plan: Plan) -> None:
+    """Raises `HardwareError` where a rank of another machine does not know the run's key. Collective.
+
+    torch's store takes whoever reaches its port; a stranger that took a rank's place there is found here, before anything is shared.
+    """
+    from sft_play.training.ranks import gather
+
+    if plan.num_nodes == 1 or (key := key_here()) is None:
+        return
+    words, rank = gather(new_word()), launched_world()[0]
+    proofs = gather(proof(key, "rank", rank, words))
+    if wrong := [place for place, given in enumerate(proofs) if not proves(key, given, "rank", place, words)]:
+        raise HardwareError(
+            f"rank {wrong[0]} does not know this run's `{VARIABLE}`: it is a stranger's, and nothing was sent to it"
+        )
 
 
 def check_world(plan: Plan, accelerator: Any, gpus: int) -> None:

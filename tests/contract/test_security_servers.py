@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,3 +163,25 @@ def test_tensorboard_stays_on_this_machine(in_process: Program) -> None:
     assert done.code == 2
     assert "ssh -L 7007:127.0.0.1:7007" in done.err
     assert "expected an IP address" in in_process("tensorboard", "HOST=everywhere").err
+
+
+@pytest.mark.parametrize(("typed", "key", "said"), [
+    ("MASTER_KEY=typed-for-all-to-see", "", "taken from the environment alone"), ("", "short-one", "`MASTER_KEY` has 9 characters"),
+])  # fmt: skip
+def test_a_runs_key_is_neither_typed_nor_weak_nor_repeated(
+    typed: str, key: str, said: str, in_process: Program, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_KEY", key)
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
+    place = (
+        "NUM_NODES=2",
+        "RUN_NAME=keyed",
+        "NODE_RANK=1",
+        "MASTER_ADDR=127.0.0.1",
+        "NUM_GPUS=1",
+        f"MODEL_NAME={tiny}",
+        f"DATA_TRAIN_PATH={tmp_path}/d.jsonl",
+    )
+    done = in_process("train-distributed", "CONFIG=quickstart", *place, *filter(None, [typed]))
+    assert done.code == 2 and said in done.err and "openssl rand" in done.err
+    assert "for-all-to-see" not in done.err and "short-one" not in done.err

@@ -85,7 +85,8 @@ def all_ended_with_0(ended: Sequence[tuple[int, str]]) -> None:
 
 def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
     """Ranks 0, and 1 and 2: the losses are those of one process, which is trained while node 0 waits for node 1."""
-    two.start(0, "train-distributed", "NUM_GPUS=1")
+    key = "known-on-both-nodes-only"
+    two.start(0, "train-distributed", "NUM_GPUS=1", MASTER_KEY=key)
     began = time.monotonic()
     alone = two.net.run(
         1,
@@ -96,9 +97,14 @@ def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
     assert alone.returncode == 0, alone.stderr
     time.sleep(max(0.0, 10 - (time.monotonic() - began)))
     two.until(0, "waiting for node 1, up to 600 s; here: node 0 (node1)")
-    two.start(1, "train-distributed", "NUM_GPUS=2")
+    two.start(1, "train-distributed", "NUM_GPUS=1", MASTER_KEY="of-another-run-altogether")
+    refused = two.started.pop()
+    assert refused[0].wait(timeout=SECONDS) == 2 and "node 0 has another `MASTER_KEY`" in refused[1].read_text()
+    two.start(1, "train-distributed", "NUM_GPUS=2", MASTER_KEY=key)
     ended = two.end()
     all_ended_with_0(ended)
+    assert "the network is trusted" not in ended[0][1] and key not in ended[0][1] + ended[1][1]
+    assert not [path for path in two.run().path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
     assert "all 2 nodes are here: node 0 (node1) with 1 process, node 1 (node2) with 2 processes" in ended[0][1]
     run = two.run()
     assert sorted(path.name for path in run.logs.glob("rank*.log")) == ["rank0.log", "rank1.log", "rank2.log"]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import pickle
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import distributed
 
+from sft_play.errors import HardwareError
+from sft_play.plan.plan import Plan
 from sft_play.training import ranks
+from sft_play.training.world import check_peers
 from tests.pickles import Evil
 
 WORLD = 3
@@ -52,6 +57,32 @@ def test_values_arrive_as_they_were_and_a_pickle_is_refused(tmp_path: Path) -> N
         assert seen["gathered"] == VALUES and seen["first"] == VALUES[0] and seen["nothing"] is None
         assert rank == 0 or ("at most" in seen["huge"] and seen["pickled"])
     assert not (tmp_path / "ran").exists()
+
+
+def meet(rank: int, folder: Path, stranger: int) -> None:
+    key = "of another run, secret" if rank == stranger else "of this run, secret"
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_KEY": key}
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
+    try:
+        check_peers(cast(Plan, SimpleNamespace(num_nodes=2)))
+    except HardwareError as error:
+        (folder / f"{rank}.txt").write_text(error.message)
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("stranger", [None, 0, 2])
+def test_a_rank_that_does_not_know_the_runs_key_is_found(stranger: int | None, tmp_path: Path) -> None:
+    forked = multiprocessing.get_context("fork")
+    children = [forked.Process(target=meet, args=(rank, tmp_path, stranger)) for rank in range(WORLD)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    assert [child.exitcode for child in children] == [0] * WORLD
+    for rank in set(range(WORLD)) - {stranger}:
+        told = tmp_path / f"{rank}.txt"
+        assert told.exists() == (stranger is not None)
+        assert stranger is None or told.read_text().startswith(f"rank {stranger} does not know")
 
 
 def test_one_process_needs_no_group() -> None:

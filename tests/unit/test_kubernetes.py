@@ -93,6 +93,7 @@ def test_every_pod_keeps_the_rules(kind: str) -> None:
         ]  # fmt: skip
         assert one["resources"]["requests"] == one["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "1"}
         assert env["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}
+        assert env["MASTER_KEY"]["secretKeyRef"]["optional"]
         assert env["RUNS_DIR"] == "/runs" and env["AIM_REPO"] == "/tracking" and env["NCCL_IB_DISABLE"] == "1"
         mounts = {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}
         assert mounts == {"/config": "config", "/dev/shm": "shm", "/models": "models", "/runs": "runs", "/tracking": "tracking"}
@@ -339,7 +340,7 @@ def test_a_skypilot_task_writes_its_configuration_and_runs_the_entry_point() -> 
     result = rendered("KUBERNETES_KIND=skypilot", "KUBERNETES_TOKEN_SECRET=hub")
     task = yaml.safe_load(result.files["skypilot.yaml"])
     assert task["num_nodes"] == 2 and task["resources"]["accelerators"] == {"L40S": 1}
-    assert task["secrets"] == {"HF_TOKEN": None}
+    assert task["secrets"] == {"HF_TOKEN": None, "MASTER_KEY": None}
     assert task["workdir"] == "." and "scripts/install.sh" in task["setup"]
     assert task["run"].splitlines()[-1].startswith(".venv/bin/python -m sft_play.launch.entry train-distributed CONFIG=/tmp/")
     image = yaml.safe_load(rendered("KUBERNETES_KIND=skypilot", "KUBERNETES_IMAGE=reg.example/x:1").files["skypilot.yaml"])

@@ -94,7 +94,7 @@ class Nodes:
         self.threads: list[threading.Thread] = []
 
     def make(self, rank: int, host: str = "", **changes: Any) -> Meeting:
-        node = Node(rank=rank, count=changes.pop("count", self.count), master_port=self.port)
+        node = Node(rank=rank, count=changes.pop("count", self.count), master_port=self.port, key=changes.pop("key", None))
         kind = Guest if rank else Host
         return kind(node=node, host=host or "abcd"[rank], patience=changes.pop("patience", self.patience), **changes)
 
@@ -668,3 +668,51 @@ def test_unequal_numbers_of_processes_have_the_environment_of_equal_ones(strateg
         assert started == str(count)
         assert (env, started) == launched((count, count), rank)
         assert env["ACCELERATE_MIXED_PRECISION"] == "no"
+
+
+KEY, OTHER = "a key that the nodes of this run know", "a key of another run, as long as it"
+
+
+def test_only_who_knows_the_key_joins(capfd: pytest.CaptureFixture[str]) -> None:
+    nodes = Nodes(count=2)
+    nodes.start(nodes.make(0, key=KEY), one_round(facts(0, num_nodes=2)))
+    nodes.listening()
+    seen = []
+    for first in ({"kind": "hello"}, {"kind": "knock", "word": "x"}):  # a stranger that speaks our protocol, and has no key
+        with connected(nodes.port) as sock:
+            line, message = Line.over(sock), None
+            for words in (first, {"kind": "hello"}):
+                line.send(
+                    **words, rank=1, num_nodes=2, host="evil", session="s", given=facts(1, num_nodes=2).to_json(), proof="ä"
+                )
+                until = time.monotonic() + 5
+                while (message := line.receive()) is None and time.monotonic() < until:
+                    time.sleep(0.01)
+                seen.append(message)
+                if message and message["kind"] == "refused":
+                    break
+    assert [one and one["kind"] for one in seen] == ["refused", "word", "refused"] and "facts" not in str(seen)
+    for key in (None, OTHER):
+        nodes.start(nodes.make(1, "x", key=key), one_round(facts(1, num_nodes=2)), str(key))
+    nodes.start(nodes.make(1, key=KEY), one_round(facts(1, num_nodes=2)))
+    ended = nodes.end()
+    assert [one["host"] for one in ended["a"]] == ["a", "b"] == [one["host"] for one in ended["b"]]
+    assert "takes only nodes that know its `MASTER_KEY`" in str(ended["None"]) and "another `MASTER_KEY`" in str(ended[OTHER])
+    assert "or has another `MASTER_KEY`" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("answers", [["heard"], ["word", "heard"]])
+def test_a_node_tells_a_false_node_0_nothing(answers: list[str]) -> None:
+    nodes = Nodes(count=2, patience=1.0)
+    with socket.create_server(("127.0.0.1", nodes.port)) as server:
+        nodes.start(nodes.make(1, key=KEY), one_round(facts(1, num_nodes=2)))
+        line = Line.over(server.accept()[0])
+        until, heard = time.monotonic() + 5, []
+        while time.monotonic() < until and not heard:
+            heard += [message] if (message := line.receive()) else []
+        for kind in answers:
+            line.send(kind, word="x", proof="0" * 64)
+        error = nodes.end()["b"]
+        assert [message["kind"] for message in heard] == ["knock"] and "given" not in heard[0]
+        assert "another `MASTER_KEY`" in str(error) if "word" in answers else "did not reach node 0" in str(error)
+        line.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -69,6 +70,9 @@ def test_one_node_meets_nobody() -> None:
     assert "NUM_NODES" not in text
     several = render(batch_job())
     assert 'MASTER_PORT="$port"' in several
+    (line,) = [line for line in several.splitlines() if "export MASTER_KEY" in line]
+    shell = ["bash", "-c", f'{line}\nprintf %s "$MASTER_KEY"']
+    assert re.fullmatch("[0-9a-f]{64}", subprocess.check_output(shell, env={"PATH": os.environ["PATH"]}, text=True))
     assert "port=$((20000 + (SLURM_JOB_ID + tried) % 10000))" in several
     assert 'MASTER_ADDR="$(address_of "$first")"' in several
 

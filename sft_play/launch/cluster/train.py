@@ -44,6 +44,7 @@ from sft_play.launch.cluster.task import (
     node_words,
     read_task,
 )
+from sft_play.launch.key import VARIABLE, key_here, new_word
 from sft_play.launch.preparation import run_preparation
 from sft_play.launch.restarts import Restarts
 from sft_play.launch.resume import newest_told
@@ -247,11 +248,17 @@ def start(task: Task, muster: elastic.Muster, crew: Crew, attempt: int, *, overr
     """Starts the launchers and waits for the last to end; returns what is known, and machines that have come back meanwhile."""
     port, resume = choose_port(task, attempt), is_begun(task.run) and (task.resuming or attempt > 0)
     inbox: queue.Queue[Message] = queue.Queue()
+    shared = {VARIABLE: key_here() or new_word()} if len(crew.hosts) > 1 else {}
     nodes, streams = [], [not is_here(host) and not crew.facts[host.name].shares_runs for host in crew.hosts]
     for place, host in enumerate(crew.hosts):
         facts = crew.facts[host.name]
         words = node_words(task, crew.hosts, crew.facts, place, port, resume=resume, overrides=overrides)
-        request = {"argv": words, "variables": node_variables(task, host, facts), "run": task.run.name, "stream": streams[place]}
+        request = {
+            "argv": words,
+            "variables": node_variables(task, host, facts) | shared,
+            "run": task.run.name,
+            "stream": streams[place],
+        }
         agent = Agent(place, host, task.inventory, inbox, token=secrets.token_hex(16), **request)
         nodes.append(Node(host=host, agent=agent))
     missing = [host for host in task.inventory.hosts if host not in crew.hosts]

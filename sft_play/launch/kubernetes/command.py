@@ -15,6 +15,7 @@ from sft_play.config.yaml_write import dump_documents
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import typed_path, write_text
 from sft_play.launch.ahead import planned_ahead
+from sft_play.launch.key import VARIABLE as KEY
 from sft_play.launch.kubernetes import job, lint, pytorchjob, skypilot, trainjob
 from sft_play.launch.kubernetes.notes import namespace, notes
 from sft_play.launch.kubernetes.pods import Document, claim_documents, config_map
@@ -190,8 +191,9 @@ def _pods(spec: Spec) -> str:
 
 def _commands(spec: Spec, paths: list[Path]) -> list[str]:
     if spec.settings.kind == "skypilot":
-        secret = " --secret HF_TOKEN" if spec.settings.token_secret else ""
-        return [f"sky jobs launch{secret} {shlex.quote(str(paths[0]))}"]
+        given = skypilot.secrets(spec)
+        key = [f"export {KEY}=$(openssl rand -hex 32)"] if KEY in given else []
+        return [*key, f"sky jobs launch{''.join(f' --secret {name}' for name in given)} {shlex.quote(str(paths[0]))}"]
     space = namespace(spec)
     files = " ".join(f"-f {shlex.quote(str(path))}" for path in paths)
     logs = f"kubectl logs{space} -f --prefix --max-log-requests={max(5, spec.pods)} -l app.kubernetes.io/instance={spec.name}"

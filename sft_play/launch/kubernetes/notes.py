@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from sft_play.config.kubernetes_rules import quantity
 from sft_play.config.load import LoadedConfig
 from sft_play.files import is_file_name, typed_path
+from sft_play.launch.key import VARIABLE as KEY
 from sft_play.launch.kubernetes.pods import access_mode, claims
 from sft_play.launch.kubernetes.spec import MODELS, RUNS, TRACKING, Spec
 from sft_play.plan.hardware import GIB
@@ -74,6 +75,11 @@ def _of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
     else:
         several = ", each mounted by all pods at once (ReadWriteMany)" if spec.pods > 1 else ""
         yield f"these claims must exist: {', '.join(claims(spec))}{several}"
+    if spec.pods > 1:
+        yield (
+            f"make the run's key once, without which nobody joins it: "
+            f"openssl rand -hex 32 | kubectl create secret generic{namespace(spec)} {spec.name}-key --from-file={KEY}=/dev/stdin"
+        )
     if settings.token_secret:
         yield f"this Secret must exist: kubectl create secret generic{namespace(spec)} {settings.token_secret} --from-file=HF_TOKEN=FILE"
     if settings.pull_secret:

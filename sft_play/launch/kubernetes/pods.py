@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sft_play.launch.key import VARIABLE as KEY
 from sft_play.launch.kubernetes.spec import MODELS, RUNS, SETTINGS, TRACKING, Spec
 from sft_play.launch.tries import LIMIT
 
@@ -119,6 +120,7 @@ def _environment(spec: Spec, of_kind: Mapping[str, str]) -> list[Document]:
     found += [{"name": name, "value": text} for name, text in settings.env.items()]
     if spec.pods > 1:
         found.append({"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
+        found.append({"name": KEY, "valueFrom": {"secretKeyRef": {"name": f"{spec.name}-key", "key": KEY, "optional": True}}})
     if settings.token_secret:
         reference = {"name": settings.token_secret, "key": "HF_TOKEN"}
         found.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})

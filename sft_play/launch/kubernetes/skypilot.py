@@ -14,6 +14,7 @@ from dataclasses import replace
 from sft_play.config.kubernetes_rules import quantity
 from sft_play.config.schema import KubernetesConfig
 from sft_play.errors import HardwareError, UserError
+from sft_play.launch.key import VARIABLE as KEY
 from sft_play.launch.kubernetes.pods import ENTRY, Document, claims, variables
 from sft_play.launch.kubernetes.spec import MODELS, RUNS, TRACKING, Spec
 from sft_play.plan.catalogue import CATALOGUE
@@ -71,8 +72,8 @@ def document(spec: Spec, *, own_image: bool) -> Document:
     elsewhere = {name for key, names in OF_ROLE.items() if getattr(spec.settings, key) is None for name in names}
     found = {name: text for name, text in variables(spec).items() if name not in elsewhere}
     task["envs"] = found | dict(spec.settings.env)
-    if spec.settings.token_secret:
-        task["secrets"] = {"HF_TOKEN": None}  # `sky jobs launch --secret HF_TOKEN` takes it from the environment
+    if named := secrets(spec):
+        task["secrets"] = dict.fromkeys(named)  # `sky jobs launch --secret HF_TOKEN` takes it from the environment
     where = {"models": MODELS, "runs": RUNS, "tracking": TRACKING}
     if volumes := {where[role]: claim for claim, roles in claims(spec).items() for role in roles}:
         task["volumes"] = volumes
@@ -80,6 +81,11 @@ def document(spec: Spec, *, own_image: bool) -> Document:
         task["setup"] = SETUP
     task["run"] = _run(spec, own_image)
     return task
+
+
+def secrets(spec: Spec) -> list[str]:
+    """Returns the variables that SkyPilot must be given with `--secret`."""
+    return [*(["HF_TOKEN"] if spec.settings.token_secret else []), *([KEY] if spec.pods > 1 else [])]
 
 
 def _resources(spec: Spec, own_image: bool) -> Document:

@@ -267,6 +267,8 @@ def _command(job: BatchJob) -> str:
         f"  port=$(({FIRST_PORT} + (SLURM_JOB_ID + tried) % {PORTS}))",
         '  if ! port_is_taken "$port"; then break; fi',
         "done",
+        "# Who does not know it does not join. srun hands it on with the environment: it stands in no file and on no command line.",
+        "export MASTER_KEY=${MASTER_KEY:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}",
     ]
     return "\n".join([*(before if several else []), *lines, ")"])
 
