@@ -139,9 +139,9 @@ class DataConfig:
     """Column by which rows belong together (a document, an author): a group is wholly training or wholly validation."""
     duplicates: Literal["drop", "keep"] = "drop"
     """Rows with exactly the same content as an earlier one of the split: leave out (counted), or keep."""
-    overlong: Literal["error", "drop", "truncate", "split"] = "error"
-    """Rows longer than `model.max_seq_len`: refuse, leave out (counted), cut (the oldest turns first, the last answer never away),
-    or split into several rows (a conversation between its turns, a document anywhere)."""
+    overlong: Literal["error", "drop", "truncate", "truncate_answers", "split"] = "error"
+    """Rows longer than `model.max_seq_len`: refuse, leave out (counted), cut (the oldest turns first, an answer never; `truncate_answers`:
+    the last answer's end too), or split into several rows (a conversation between its turns, a document anywhere)."""
     mix_by: Literal["tokens", "rows"] = "tokens"
     """What the weights of sources count."""
     exhausted: Literal["repeat", "stop"] = "repeat"

@@ -69,8 +69,8 @@ class Chunk:
     """Why an example gave none."""
     overlong: Mapping[int, tuple[str, int]]
     """Place and tokens of the examples that are longer than `model.max_seq_len`, whatever became of them."""
-    cut: frozenset[int]
-    """Examples that lost tokens."""
+    lost: Mapping[int, frozenset[str]]
+    """What the examples that were cut have lost, in words."""
     answers_cut: Mapping[int, int]
     """Answers that lost their end, by the examples that have any."""
     thoughts: Mapping[int, int]
@@ -146,7 +146,7 @@ def _chunk(
         rows_of=_integers(len(outcome.rows) for outcome in outcomes) if outcomes else np.zeros(len(examples), np.int32),
         dropped={index: outcome.dropped for index, outcome in enumerate(outcomes) if outcome.dropped is not None},
         overlong={i: (examples[i].place, outcome.overlong) for i, outcome in enumerate(outcomes) if outcome.overlong},
-        cut=frozenset(index for index, outcome in enumerate(outcomes) if outcome.cut),
+        lost={index: outcome.lost for index, outcome in enumerate(outcomes) if outcome.lost},
         answers_cut={index: outcome.answers_cut for index, outcome in enumerate(outcomes) if outcome.answers_cut},
         thoughts={index: outcome.thoughts for index, outcome in enumerate(outcomes) if outcome.thoughts},
         lengths=lengths,

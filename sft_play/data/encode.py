@@ -9,13 +9,16 @@ from typing import Any
 from sft_play.config.schema import Config
 from sft_play.config.task_rules import refused_format
 from sft_play.data.example import Example, Message
-from sft_play.data.overlong import chunks, cut_tokens, loses_end, split, truncated
+from sft_play.data.overlong import Cut, chunks, cut_tokens, loses_end, split, truncated
 from sft_play.data.template import IGNORED, Encoded, Renderer, RowText
 from sft_play.data.text import TOO_LONG, encode_texts
 from sft_play.data.thoughts import lost_thoughts
 from sft_play.data.tokens import RowTokens
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import end_of_turn_ids
+
+ANSWER_TOO_LONG = "whose answer does not fit into model.max_seq_len"
+TEXT_END = frozenset({"the end of a text"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +29,8 @@ class Outcome:
     """None where the example was left out or is wrong; several where it was split."""
     dropped: str | None = None
     """Why it was left out."""
-    cut: bool = False
-    """Whether tokens were left out (`overlong: truncate`)."""
+    lost: frozenset[str] = frozenset()
+    """What was cut off a row that is kept, in words: kinds of turns, or parts of one."""
     answers_cut: int = 0
     """Answers that lost their end: no token that ends a turn is learnt from them."""
     thoughts: int = 0
@@ -103,28 +106,34 @@ class Encoder:
         if self.policy == "error":
             return self._too_long(example, length)
         if self.policy == "drop":
-            kept = [row for row in rows if len(row.input_ids) <= self.limit]
-            return Outcome(rows=kept, dropped=None if kept else TOO_LONG, cut=bool(kept), overlong=length)
+            return Outcome(rows=[], dropped=TOO_LONG, overlong=length)
 
         def encode(messages: Sequence[Message]) -> list[Encoded]:
             return [without_tail(row) for row in self.conversation(messages, example.tools)]
 
         try:
+            messages = example.messages or []
+            found_cut: Cut | None
             if self.policy == "split" and self.loss_on != "last":
-                rows, cut, ends = split(example.messages or [], self.limit, encode, self._count)
+                found_cut = split(messages, self.limit, encode, self._count)
             else:
-                rows, ends = truncated(example.messages or [], self.limit, encode, self._count)
-                cut = True
+                cut_answers = self.policy == "truncate_answers"
+                found_cut = truncated(messages, self.limit, encode, self._count, answers=cut_answers)
         except DataError as error:
             return _failed(error, example)
-        return Outcome(rows=rows, cut=cut, answers_cut=ends, overlong=length)
+        if found_cut is None or not found_cut.rows:
+            return Outcome(rows=[], dropped=ANSWER_TOO_LONG, overlong=length)
+        return Outcome(rows=found_cut.rows, lost=found_cut.lost(messages), answers_cut=found_cut.answers_cut, overlong=length)
 
     def _texts(self, examples: Sequence[Example]) -> list[Outcome]:
         try:
             found = encode_texts([e.text or "" for e in examples], self.tokenizer, limit=self.limit, overlong=self.policy)
         except DataError as error:
             return [Outcome(rows=[], error=DataError(error.message, place=e.place, hint=error.hint)) for e in examples]
-        return [Outcome(rows=text.rows, dropped=text.dropped, cut=text.cut, overlong=text.overlong) for text in found]
+        return [
+            Outcome(rows=text.rows, dropped=text.dropped, lost=TEXT_END if text.cut else frozenset(), overlong=text.overlong)
+            for text in found
+        ]
 
     def _given(self, example: Example) -> Outcome:
         """Returns what became of an example that is tokens already."""
@@ -145,11 +154,14 @@ class Encoder:
             return self._too_long(example, length)
         if self.policy == "drop":
             return Outcome(rows=[], dropped=TOO_LONG, overlong=length)
-        if self.policy == "split":
-            return Outcome(rows=chunks(row, self.limit), overlong=length)
         answer = row.labels[:2] == [IGNORED, IGNORED]  # tokens that are learnt from the beginning are a text
+        if self.policy == "split" and not answer:
+            return Outcome(rows=chunks(row, self.limit), overlong=length)
         ends = int(answer and loses_end(row, self.limit))
-        return Outcome(rows=[cut_tokens(row, self.limit)], cut=True, answers_cut=ends, overlong=length)
+        if ends and self.policy != "truncate_answers":
+            return Outcome(rows=[], dropped=ANSWER_TOO_LONG, overlong=length)
+        lost = {"the end of an answer"} if ends else {"the beginning of the tokens"} if answer else TEXT_END
+        return Outcome(rows=[cut_tokens(row, self.limit)], lost=frozenset(lost), answers_cut=ends, overlong=length)
 
     def _count(self, text: str) -> int:
         return max(1, len(self.tokens.batch([text])[0]))

@@ -61,7 +61,10 @@ class Gatherer:
                 tally.overlong += 1
                 tally.overlong_tokens += tokens
                 self.longest = max(self.longest, (place, tokens), key=lambda item: item[1])
-        tally.cut += sum(bool(kept[example]) for example in chunk.cut)
+        for example, lost in chunk.lost.items():
+            if kept[example]:
+                tally.cut += 1
+                tally.lost.update(lost)
         tally.answers_cut += sum(count for example, count in chunk.answers_cut.items() if kept[example])
         tally.thoughts += sum(count for example, count in chunk.thoughts.items() if kept[example])
         tally.split += int((chunk.rows_of[kept] > 1).sum())

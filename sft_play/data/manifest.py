@@ -33,7 +33,9 @@ class SourceTally:
     dropped: Counter[str] = field(default_factory=Counter)
     """Left out, by reason."""
     cut: int = 0
-    """Kept, but shortened (`data.overlong: truncate`)."""
+    """Kept, but shortened (`data.overlong`)."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """Of those, how many lost what: kinds of turns, or parts of one."""
     answers_cut: int = 0
     """Answers that lost their end, and with it the token that ends a turn."""
     thoughts: int = 0
@@ -74,6 +76,7 @@ def source_manifest(
         "duplicates": tally.dropped[DUPLICATE],
         "left_out": tally.left_out,
         "cut": tally.cut,
+        "lost": dict(sorted(tally.lost.items())),
         "answers_cut": tally.answers_cut,
         "thoughts_left_out": tally.thoughts,
         "split": tally.split,
@@ -174,7 +177,7 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
             if ends > 1
             else "1 answer cut before its end: it teaches no stop"
         )
-        lines.append(f"  {what}; raise MODEL_MAX_SEQ_LEN, or leave such rows out with DATA_OVERLONG=drop")
+        lines.append(f"  {what}; raise MODEL_MAX_SEQ_LEN, or leave such rows out with DATA_OVERLONG=truncate")
     if thoughts := manifest.get("thoughts_left_out", 0):  # a manifest of an earlier version says nothing of them
         what = f"{thoughts:,} thoughts" if thoughts > 1 else "1 thought"
         lines.append(f"  {what} of learnt turns left out by the chat template, so not learnt: docs/data.md, What is learnt")
@@ -202,12 +205,18 @@ def _source_line(source: Mapping[str, Any], name: str) -> str:
     parts += [f"rows: {wanting['asked']:,} asked, {wanting['there']:,} there"] if wanting else []
     left_out = {**source["dropped"], **({DUPLICATE: source["duplicates"]} if source["duplicates"] else {})}
     parts += [f"{count:,} left out ({reason}{_files(source, reason)})" for reason, count in left_out.items()]
-    parts += [f"{source['cut']:,} cut to model.max_seq_len"] if source["cut"] else []
+    parts += [rows_cut(source)] if source["cut"] else []
     parts += [f"{source['split']:,} split" + (f" into {source['rows']:,} rows in all")] if source["split"] else []
     long = f"; {source['overlong']:,} were too long ({source['overlong_tokens']:,} tokens)" if source["overlong"] else ""
     return (
         f"  {source['name']}: {', '.join(parts)}{lacks}; {source['tokens']:,} tokens, {source['trained_tokens']:,} trained{long}"
     )
+
+
+def rows_cut(source: Mapping[str, Any]) -> str:
+    """Returns how many rows of a source were cut, and how many of them lost what."""
+    lost = ", ".join(f"{rows:,} lost {what}" for what, rows in source["lost"].items())
+    return f"{source['cut']:,} cut to model.max_seq_len ({lost})"
 
 
 def _files(source: Mapping[str, Any], reason: str) -> str:

@@ -80,7 +80,7 @@ def _rows(tokens: list[int], first: list[int], eos: int, limit: int, overlong: s
         return TextRows(rows=[_row(ids)])
     if overlong == "drop":
         return TextRows(rows=[], dropped=TOO_LONG, overlong=len(ids))
-    if overlong == "truncate":
+    if overlong.startswith("truncate"):
         return TextRows(rows=[_row(ids[:limit])], cut=True, overlong=len(ids))
     return TextRows(rows=[_row(ids[start : start + limit]) for start in range(0, len(ids) - 1, limit - 1)])
 

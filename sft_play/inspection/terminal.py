@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from sft_play.data.manifest import rows_cut
 from sft_play.errors import printable
 from sft_play.inspection.samples import Piece, Sample
 from sft_play.plan.mixture import Mixture
@@ -59,7 +60,7 @@ def _with_line_ends(piece: Piece) -> str:
 
 
 def left_out(manifest: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each reason for which rows of a source were left out, with examples where they were kept."""
+    """Returns a line for each reason for which rows of a source were left out, with the first places, and one for rows that were cut."""
     lines = []
     for source in manifest["sources"]:
         reasons = {**source["dropped"], **({"duplicate": source["duplicates"]} if source["duplicates"] else {})}
@@ -67,4 +68,6 @@ def left_out(manifest: Mapping[str, Any]) -> list[str]:
             places = [example["place"] for example in source.get("left_out", []) if example["reason"] == reason]
             shown = f": {', '.join(places[:3])}{', ...' if count > len(places[:3]) else ''}" if places else ""
             lines.append(f"left out of {printable(source['name'])}: {count:,} {reason}{printable(shown)}")
+        if source["cut"]:
+            lines.append(f"kept of {printable(source['name'])}: {rows_cut(source)}")
     return lines or ["no row was left out"]

@@ -106,3 +106,9 @@ def test_what_cannot_be_shown_is_refused(in_process: Program, arguments: list[st
     done = in_process(*arguments, typed)
     assert done.code == 2
     assert words in done.err
+
+
+def test_rows_that_were_cut_are_told(in_process: Program, arguments: list[str]) -> None:
+    done = in_process(*arguments, "DATA_OVERLONG=truncate_answers")
+    assert "kept of pairs: 1 cut to model.max_seq_len (1 lost the end of an answer)" in done.out, done.err
+    assert "no row was left out" not in done.out

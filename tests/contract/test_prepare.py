@@ -300,11 +300,14 @@ def test_overlong_rows_are_cut_and_keep_their_answers(prepared_by: Prepare, tmp_
     as_messages = [{"role": "user", "content": LONG["prompt"]}, {"role": "assistant", "content": LONG["completion"]}]
     no_answer = [{"role": "user", "content": LONG_PROMPT["prompt"]}, {"role": "assistant", "content": "yes"}]
     data = write_rows(tmp_path / "rows.jsonl", [{"messages": m} for m in (turns, as_messages, no_answer)])
-    train = prepared_by(f"data.train_path: {data}", "data.overlong: truncate").prepared.train
+    train = prepared_by(f"data.train_path: {data}", "data.overlong: truncate_answers").prepared.train
     assert train
     assert (train.rows, train.dropped, train.truncated, train.longest) == (3, 0, 3, 64)
     manifest = json.loads((Path(train.path) / "manifest.json").read_text())
     assert manifest["answers_cut"] == manifest["sources"][0]["answers_cut"] == 1
+    assert manifest["sources"][0]["lost"] == {
+        "assistant turns": 1, "the beginning of a user turn": 2, "the end of an answer": 1, "user turns": 1,
+    }  # fmt: skip
     assert "1 answer cut before its end: it teaches no stop; raise MODEL_MAX_SEQ_LEN" in summary("training", manifest)
     rows = rows_of(train.path)
     end = 2  # <|im_end|>

@@ -1,7 +1,8 @@
-"""Rows that are too long: answers are never cut away, and with `split` each is learnt exactly once."""
+"""Rows that are too long: no answer is cut unless asked, a call never stands without its result, and what was lost is counted."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ from sft_play.config.schema import Config, DataConfig, ModelConfig, TuningConfig
 from sft_play.data.encode import Encoder, Outcome
 from sft_play.data.example import Example, Message
 from sft_play.data.template import IGNORED, Encoded
-from sft_play.data.templates import chat_format
-from sft_play.model.tokenizer import load_tokenizer
+from sft_play.data.templates import chat_format, template_names
+from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 from tests.chat_tokenizers import save_tokenizer
 
 END = "<|im_end|>"
+SPECIAL = [
+    "<|im_start|>", END, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>",
+    "[INST]", "[/INST]", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>",
+]  # fmt: skip
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 
 
@@ -30,6 +35,12 @@ def chatml(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tokenizer_of(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def any_template(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    saved = save_tokenizer(tmp_path_factory.mktemp("any"), "llama3", special=SPECIAL, bos="<s>", eos="</s>")
+    return functools.cache(lambda name: load_tokenizer(saved, chat_format(DataConfig(chat_template=name))))
 
 
 def tokenizer_of(folder: Path, name: str) -> Any:
@@ -60,7 +71,7 @@ def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
 def test_a_row_that_fits_is_left_alone(chatml: Any) -> None:
     for policy in ("error", "drop", "truncate", "split"):
         found = outcome_of(chatml, policy, 512, messages=[SYSTEM, *exchange(1)])
-        assert (len(found.rows), found.dropped, found.cut, found.error, found.overlong) == (1, None, False, None, 0)
+        assert (len(found.rows), found.dropped, found.lost, found.error, found.overlong) == (1, None, frozenset(), None, 0)
 
 
 def test_error_and_drop_tell_the_length(chatml: Any) -> None:
@@ -75,7 +86,7 @@ def test_error_and_drop_tell_the_length(chatml: Any) -> None:
 def test_truncate_drops_the_oldest_exchanges_and_keeps_the_system_turn(chatml: Any) -> None:
     messages = [SYSTEM, *exchange(1, words=30), *exchange(2), *exchange(3)]
     found = outcome_of(chatml, "truncate", 80, messages=messages)
-    assert found.cut and learnt(chatml, found.rows) == ["answer 2", "answer 3"]
+    assert found.lost == {"user turns", "assistant turns"} and learnt(chatml, found.rows) == ["answer 2", "answer 3"]
     text = chatml.decode(found.rows[0].input_ids)
     assert text.startswith(f"<|im_start|>system\nBe brief.{END}\n<|im_start|>user\nwhy why why 2?")
 
@@ -83,7 +94,9 @@ def test_truncate_drops_the_oldest_exchanges_and_keeps_the_system_turn(chatml: A
 def test_truncate_cuts_the_beginning_of_a_long_question(chatml: Any) -> None:
     found = outcome_of(chatml, "truncate", 64, messages=[SYSTEM, *exchange(1, words=300)])
     (row,) = found.rows
-    assert found.cut and found.answers_cut == 0, "a shorter prompt is no answer without its end"
+    assert found.lost == {"the beginning of a user turn"} and found.answers_cut == 0, (
+        "a shorter prompt is no answer without its end"
+    )
     text = chatml.decode(row.input_ids)
     assert len(row.input_ids) <= 64 and learnt(chatml, [row]) == ["answer 1"]
     assert "Be brief." in text and text.endswith(f"why 1?{END}\n<|im_start|>assistant\nanswer 1{END}")
@@ -91,11 +104,14 @@ def test_truncate_cuts_the_beginning_of_a_long_question(chatml: Any) -> None:
     assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
 
 
-def test_truncate_cuts_the_end_of_an_answer_that_never_fits_and_does_not_learn_to_stop_there(chatml: Any) -> None:
+def test_an_answer_that_never_fits_is_cut_only_where_that_is_asked_and_teaches_no_stop(chatml: Any) -> None:
     messages: list[Message] = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so " * 300}]
-    found = outcome_of(chatml, "truncate", 64, messages=messages)
+    for policy in ("truncate", "split"):
+        left = outcome_of(chatml, policy, 64, messages=messages)
+        assert (left.rows, left.dropped) == ([], "whose answer does not fit into model.max_seq_len")
+    found = outcome_of(chatml, "truncate_answers", 64, messages=messages)
     (row,) = found.rows
-    assert found.answers_cut == 1
+    assert found.answers_cut == 1 and found.lost == {"the end of an answer"}
     stop = chatml.convert_tokens_to_ids(END)
     assert len(row.input_ids) == 64 and stop not in [label for label in row.labels if label != IGNORED]
     assert chatml.decode(row.input_ids).startswith(f"<|im_start|>user\nwhy?{END}\n<|im_start|>assistant\nso so")
@@ -103,8 +119,10 @@ def test_truncate_cuts_the_end_of_an_answer_that_never_fits_and_does_not_learn_t
 
 def test_truncate_goes_on_where_the_system_turn_alone_is_too_long(chatml: Any) -> None:
     messages = [{"role": "system", "content": "be good " * 100}, *exchange(1)]
-    (row,) = outcome_of(chatml, "truncate", 48, messages=messages).rows
+    found = outcome_of(chatml, "truncate", 48, messages=messages)
+    (row,) = found.rows
     assert learnt(chatml, [row]) == ["answer 1"] and len(row.input_ids) <= 48
+    assert found.lost == {"system turns"} and "why why why 1?" in chatml.decode(row.input_ids)
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3"])
@@ -127,15 +145,64 @@ def test_split_learns_each_answer_exactly_once(name: str, data: st.DataObject, c
 def test_split_fills_rows(chatml: Any) -> None:
     two = len(outcome_of(chatml, "error", 512, messages=[*exchange(1), *exchange(2)]).rows[0].input_ids)
     found = outcome_of(chatml, "split", two, messages=[turn for n in range(6) for turn in exchange(n)])
-    assert [len(learnt(chatml, [row])) for row in found.rows] == [2, 2, 2] and not found.cut
+    assert [len(learnt(chatml, [row])) for row in found.rows] == [2, 2, 2] and not found.lost
 
 
-def test_split_counts_each_answer_that_loses_its_end(chatml: Any) -> None:
+def test_split_leaves_out_exchanges_whose_answer_does_not_fit(chatml: Any) -> None:
     long: list[Message] = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so " * 300}]
-    found = outcome_of(chatml, "split", 64, messages=[*long, *exchange(1), *long])
-    stop = chatml.convert_tokens_to_ids(END)
-    assert found.answers_cut == 2 == sum(stop not in row.labels for row in found.rows)
-    assert learnt(chatml, found.rows)[-1:] == ["answer 1"]
+    found = outcome_of(chatml, "split", 64, messages=[SYSTEM, *long, *exchange(1), *long, *exchange(2)])
+    assert learnt(chatml, found.rows) == ["answer 1", "answer 2"] and found.answers_cut == 0
+    assert found.lost == {"user turns", "assistant turns"}
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def with_call(words: int, answer: int) -> list[Message]:
+    return [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": " ".join(["four"] * words)},
+        {"role": "assistant", "content": "So four." + " indeed" * answer},
+    ]
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate", "split"])
+def test_a_call_is_never_learnt_without_what_came_of_it(qwen3: Any, policy: str) -> None:
+    limit = len(outcome_of(qwen3, "error", 4096, messages=with_call(1, 1), tools=[TOOL]).rows[-1].input_ids) + 20
+    too_long = with_call(1, 300)
+    assert not outcome_of(qwen3, policy, limit, messages=too_long, tools=[TOOL]).rows, "the call alone would fit"
+    found = outcome_of(qwen3, policy, limit, messages=with_call(300, 1), tools=[TOOL])
+    if policy == "drop":
+        assert (found.rows, found.dropped, found.lost) == ([], "longer than model.max_seq_len", frozenset())
+    else:
+        assert found.lost == {"the beginning of a tool turn"} and len(found.rows) == 2
+        assert learnt(qwen3, found.rows[1:]) == ["So four. indeed"]
+    both = outcome_of(qwen3, policy, limit, messages=[*too_long, *with_call(1, 1)], tools=[TOOL])
+    assert len(both.rows) == (0 if policy == "drop" else 2)
+
+
+@pytest.mark.parametrize("name", template_names())
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_row_of_any_template_ends_in_an_unfinished_answer(name: str, data: st.DataObject, any_template: Any) -> None:
+    tokenizer = any_template(name)
+    sizes = data.draw(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=4))
+    turns: list[Message] = []
+    for number, (question, answer) in enumerate(sizes):
+        turns += [
+            {"role": "user", "content": f"{number} why" * question},
+            {"role": "assistant", "content": f"so {number} " * answer},
+        ]
+    policy = data.draw(st.sampled_from(["drop", "truncate", "split"]))
+    found = outcome_of(tokenizer, policy, data.draw(st.integers(48, 160)), messages=turns)
+    stops = end_of_turn_ids(tokenizer)
+    assert found.error is None and found.answers_cut == 0
+    assert bool(found.rows) == (found.dropped is None)
+    for row in found.rows:
+        assert row.labels[-1] in stops and row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
+        assert tokenizer.decode(row.labels[len(row.prompt_ids) :]).count(row.reference.strip()) == 1
 
 
 def test_documents_that_are_left_out_or_cut_count_as_too_long(chatml: Any) -> None:
@@ -152,7 +219,10 @@ def test_tokens_keep_what_is_learnt(chatml: Any) -> None:
     ids, labels = list(range(100)), [IGNORED] * 80 + list(range(80, 100))
     (row,) = outcome_of(chatml, "truncate", 50, input_ids=ids, labels=labels).rows
     assert (row.input_ids, row.labels[-20:]) == (ids[50:], labels[80:])
-    found = outcome_of(chatml, "truncate", 50, input_ids=ids, labels=[IGNORED] * 30 + ids[30:])
+    long_answer = [IGNORED] * 30 + ids[30:]
+    for policy in ("truncate", "split"):
+        assert outcome_of(chatml, policy, 50, input_ids=ids, labels=long_answer).rows == []
+    found = outcome_of(chatml, "truncate_answers", 50, input_ids=ids, labels=long_answer)
     (row,) = found.rows
     assert found.answers_cut == 1 and outcome_of(chatml, "truncate", 50, input_ids=ids).answers_cut == 0
     assert row.input_ids == ids[5:55]
