@@ -58,7 +58,6 @@ def ready(path: Path, command: str, words: Sequence[str], environment: Mapping[s
         plan = job.plan(prepared)
         write_launch_files(job, plan, run)
         variables = worker_environment(plan, job.node, os.environ, cpu_threads=1, devices=job.hardware.devices).variables
-    world = {"WORLD_SIZE": str(plan.world_size), "LOCAL_WORLD_SIZE": str(plan.world_size)} if plan.world_size > 1 else {}
     ranks = [{**variables, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(plan.world_size)]
     arguments = worker_arguments(run, job.node, plan=plan)[3:]
     return [Start(plan=plan, environment=rank if world else variables, arguments=arguments, run=run) for rank in ranks]
@@ -102,16 +101,30 @@ def steps(starts: Mapping[str, Sequence[Start]], cache: Path) -> dict[str, list[
     return {name: [next(found) for _ in ranks] for name, ranks in starts.items()}
 
 
-def step(start: Start) -> dict[str, Any]:
-    """Runs a worker on the devices that are here; returns what it reports."""
-    report, jobs = start.run.path / "report.json", start.run.path / "jobs.json"
-    job = {
-        "run": str(start.run.path),
-        "arguments": list(start.arguments),
-        "environment": dict(start.environment),
-        "report": str(report),
-    }
-    write_json(jobs, [job])
-    command = [sys.executable, "-m", "tests.fake_cuda.worker", str(jobs)]
-    subprocess.run(command, cwd=ROOT, env=start.environment, timeout=500, check=True)
-    return dict(json.loads(report.read_text(encoding="utf-8")))
+def together(starts: Sequence[Start]) -> list[dict[str, Any]]:
+    """Runs the ranks of one run on the devices that are here; returns what each reports."""
+    processes, reports = [], []
+    for rank, start in enumerate(starts):
+        jobs, report = start.run.path / f"jobs-{rank}.json", start.run.path / f"report-{rank}.json"
+        write_json(
+            jobs,
+            [
+                {
+                    "run": str(start.run.path),
+                    "arguments": list(start.arguments),
+                    "environment": dict(start.environment),
+                    "report": str(report),
+                }
+            ],
+        )
+        reports.append(report)
+        processes.append(
+            subprocess.Popen([sys.executable, "-m", "tests.fake_cuda.worker", str(jobs)], cwd=ROOT, env=start.environment)
+        )
+    try:
+        for process in processes:
+            assert process.wait(300) == 0
+    finally:
+        for process in processes:
+            process.kill()
+    return [dict(json.loads(report.read_text(encoding="utf-8"))) for report in reports]

@@ -71,6 +71,8 @@ def _launched(arguments: list[str]) -> dict[str, str]:
 
 def _run(job: dict[str, Any], report: dict[str, Any], *, fake: bool) -> None:
     """The worker's whole road, from its arguments to the published model."""
+    import torch
+
     import sft_play.train as worker
     from sft_play.runs.folder import RunFolder
     from sft_play.training.memory_errors import Activity
@@ -89,6 +91,8 @@ def _run(job: dict[str, Any], report: dict[str, Any], *, fake: bool) -> None:
         stack.enter_context(watched(waits, report))
         stack.enter_context(waits)
         report["code"] = worker.work(run, None, None, doing, StopRequest(run=run, rank=0, doing=doing))
+    if not fake and torch.cuda.is_available():
+        report["contexts"] = [card for card in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(card)]
     report["waits"] = [{"phase": key[0], "what": key[1], "where": key[2], "count": count} for key, count in waits.log.items()]
     for name in ("matmuls", "attention"):
         found = getattr(waits, name)

@@ -1,0 +1,72 @@
+"""Commands on a real card: answers and a resume in one run, want of memory and the recovery from it, `make bench`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sft_play.plan.catalogue import find_card
+from sft_play.plan.detect import detect
+from tests.conftest import Program, metrics, ragged_rows
+from tests.tiny_models import build_tiny_llama
+
+CARDS = detect()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(CARDS.kind != "cuda", reason="no NVIDIA GPU answers on this machine")]
+
+
+def test_a_run_answers_while_training_and_resumes_to_the_same_losses(tiny: Path, tmp_path: Path, program: Program) -> None:
+    train, held_out = ragged_rows(tmp_path / "train.jsonl", 32), ragged_rows(tmp_path / "val.jsonl", 4, seed=1)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {{name: {tiny}, max_seq_len: 256}}\ndata: {{train_path: {train}, val_path: {held_out}}}\n"
+        "train: {global_batch_size: 8, max_steps: 6, save_steps: 3, eval_strategy: steps, eval_steps: 3, predict_with_generate: true}\n",
+        encoding="utf-8",
+    )
+    done = program("train", f"CONFIG={config}", "RUN_NAME=run")
+    assert done.code == 0, done.out + done.err
+    run = tmp_path / "runs" / "run"
+    whole = [row["loss"] for row in metrics(run)]
+    assert all("eval_rougeL" in row for row in metrics(run, "eval"))
+    shutil.rmtree(run / "checkpoints" / "step-000006")
+    shutil.rmtree(run / "model")
+    done = program("resume", "RUN=run")
+    assert done.code == 0, done.out + done.err
+    assert [row["loss"] for row in metrics(run)] == pytest.approx(whole, abs=1e-3)
+
+
+def test_want_of_memory_halves_the_micro_batch_and_the_run_ends_well(tmp_path: Path, program: Program) -> None:
+    model = build_tiny_llama(tmp_path / "model", vocab=8192, hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {{name: {model}, max_seq_len: 256}}\ndata: {{train_path: {ragged_rows(tmp_path / 'train.jsonl', 256)}}}\n"
+        "train: {batch_size: 64, global_batch_size: 64, max_steps: 2, packing: off, save_strategy: 'no'}\n",
+        encoding="utf-8",
+    )
+    words = [f"CONFIG={config}", "JSON=1"]
+    rank = program("plan", *words).json["ranks"][0]
+    fixed = sum(rank["memory_bytes"].get(name, 0) for name in ("frozen", "adapters", "gradients", "optimizer"))
+    steps = (
+        sum(rank["memory_bytes"].values())
+        - fixed
+        - sum(rank["memory_bytes"].get(n, 0) for n in ("context", "fragmentation", "free"))
+    )
+    # Half of what a step of 64 rows is planned to need, of which ragged rows take about 70 %.
+    share = (fixed + 0.35 * steps) / CARDS.devices[0].memory_bytes
+    limit = f"expandable_segments:True,per_process_memory_fraction:{share:.6f}"
+    done = program("train", *words, "RUN_NAME=run", env={"PYTORCH_ALLOC_CONF": limit})
+    assert done.code == 0, done.out + done.err
+    facts = json.loads((tmp_path / "runs" / "run" / "training_metrics.json").read_text())
+    assert facts["recoveries"] and facts["steps"] == 2
+
+
+def test_bench_finds_the_speed_of_the_card(program: Program) -> None:
+    done = program("bench", "CONFIG=configs/quickstart.yaml", "JSON=1", timeout=500)
+    assert done.code == 0, done.err
+    rows = {row["what"]: row for row in done.json["rows"]}
+    largest = max((row for name, row in rows.items() if name.startswith("matmul")), key=lambda row: row["measured"])
+    assert largest["measured"] > 0
+    if find_card(CARDS.devices[0].name):  # a floor: half of what the catalogue promises
+        assert largest["ratio"] >= 0.5
