@@ -58,6 +58,7 @@ def ready(path: Path, command: str, words: Sequence[str], environment: Mapping[s
         plan = job.plan(prepared)
         write_launch_files(job, plan, run)
         variables = worker_environment(plan, job.node, os.environ, cpu_threads=1, devices=job.hardware.devices).variables
+    world = {name: str(plan.world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")} if plan.world_size > 1 else {}
     ranks = [{**variables, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(plan.world_size)]
     arguments = worker_arguments(run, job.node, plan=plan)[3:]
     return [Start(plan=plan, environment=rank if world else variables, arguments=arguments, run=run) for rank in ranks]
@@ -102,8 +103,13 @@ def steps(starts: Mapping[str, Sequence[Start]], cache: Path) -> dict[str, list[
 
 
 def together(starts: Sequence[Start]) -> list[dict[str, Any]]:
-    """Runs the ranks of one run on the devices that are here; returns what each reports."""
-    processes, reports = [], []
+    """Runs the ranks of one run on the devices that are here; returns what each reports. The store of several is here, as torchrun's is."""
+    from torch.distributed import TCPStore
+
+    processes, reports, world, store = [], [], dict[str, str](), None
+    if len(starts) > 1:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for rank, start in enumerate(starts):
         jobs, report = start.run.path / f"jobs-{rank}.json", start.run.path / f"report-{rank}.json"
         write_json(
@@ -112,7 +118,7 @@ def together(starts: Sequence[Start]) -> list[dict[str, Any]]:
                 {
                     "run": str(start.run.path),
                     "arguments": list(start.arguments),
-                    "environment": dict(start.environment),
+                    "environment": {**start.environment, **world},
                     "report": str(report),
                 }
             ],
@@ -127,4 +133,5 @@ def together(starts: Sequence[Start]) -> list[dict[str, Any]]:
     finally:
         for process in processes:
             process.kill()
+        del store
     return [dict(json.loads(report.read_text(encoding="utf-8"))) for report in reports]

@@ -53,6 +53,10 @@ CASES = {
     "4080 beside 4070": Case(machine="unlike_pair", sees=("GPU-1111",)),
     "two RTX 3090, a process each": Case(machine="rtx3090_pair", command="train-distributed", sees=("GPU-0000", "GPU-1111")),
     "two RTX 3090": Case(machine="rtx3090_pair"),
+    "the second RTX 3090, recomputed": Case(
+        machine="rtx3090_pair", shown="1", sees=("GPU-1111",), words=("TRAIN_GRADIENT_CHECKPOINTING=true",)
+    ),
+    "WSL2": Case(machine="wsl2"),
     "a MIG slice": Case(machine="mig", sees=("MIG-11111111-0000-0000-0000-000000000002",)),
 }
 
@@ -107,6 +111,14 @@ def test_make_plan_says_what_make_train_does(name: str, folder: Path, machines: 
 
 
 @each
+def test_the_worker_has_what_its_machine_needs(name: str, starts: Mapping[str, list[Start]]) -> None:
+    for start in starts[name]:
+        assert start.environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+        expandable = "expandable_segments:True" in start.environment.get("PYTORCH_ALLOC_CONF", "")
+        assert expandable == (CASES[name].machine != "wsl2")
+
+
+@each
 def test_the_worker_goes_its_whole_road(name: str, reports: Any, starts: Mapping[str, list[Start]]) -> None:
     for report in reports[name]:
         assert "error" not in report, report["error"]
@@ -119,6 +131,7 @@ def test_one_process_has_one_card(name: str, reports: Any) -> None:
     for rank, report in enumerate(reports[name]):
         assert tuple(report["visible"]) == CASES[name].sees
         assert report["n_gpu"] == 1
+        assert set(report["contexts"]) <= {rank}, "a question to another card makes a context there"
         if len(reports[name]) == 1:
             assert report["wrapped"] == report["model"]  # no nn.DataParallel
         else:
