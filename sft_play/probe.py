@@ -51,7 +51,7 @@ def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity, req
     from sft_play.data.rows import write_rows
 
     check_launch(plan)
-    others = held_by_others()
+    before = held()
     stamp = settle_stamp(run, config, plan, prepared, None)
     rank, _world = launched_world()
     rows = run.logs / f"probe-rows-rank{rank}"
@@ -66,12 +66,12 @@ def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity, req
     started = time.perf_counter()
     trainer.train()
     seconds = (time.perf_counter() - started) / trainer.state.global_step
-    write_json(run.logs / f"probe-rank{rank}.json", asdict(measured(rank, plan.ranks[rank].micro_batch, seconds, others)))
+    write_json(run.logs / f"probe-rank{rank}.json", asdict(measured(rank, plan.ranks[rank].micro_batch, seconds, before)))
     return 0
 
 
-def held_by_others() -> int:
-    """Returns what is held of this rank's GPU before this process has a context there; 0 where NVML does not tell, as of a MIG slice."""
+def held() -> int:
+    """Returns what everybody, the driver included, holds of this rank's GPU, bytes; 0 where NVML does not tell, as of a MIG slice."""
     import pynvml
     import torch
 
@@ -83,15 +83,17 @@ def held_by_others() -> int:
         return 0
 
 
-def measured(rank: int, micro_batch: int, seconds: float, others_bytes: int) -> Probed:
-    """Returns the peaks of this process, on a GPU where others held `others_bytes` before it began."""
+def measured(rank: int, micro_batch: int, seconds: float, before_bytes: int) -> Probed:
+    """Returns the peaks of this process, on a GPU of which `before_bytes` were held before it began."""
     import torch
 
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
+        # CUDA's total leaves out what the driver keeps for itself (0.3 to 0.6 GiB), NVML's figures have it in both.
+        own = held() - before_bytes if before_bytes else total - free
         return Probed(
             rank=rank, micro_batch=micro_batch, allocated_bytes=torch.cuda.max_memory_allocated(),
-            reserved_bytes=torch.cuda.max_memory_reserved(), device_bytes=total - free - others_bytes, seconds_per_step=seconds,
+            reserved_bytes=torch.cuda.max_memory_reserved(), device_bytes=own, seconds_per_step=seconds,
         )  # fmt: skip
     import resource
 

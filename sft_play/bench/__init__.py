@@ -168,7 +168,7 @@ def gpus_of(hardware: Hardware, indices: Sequence[int]) -> dict[str, str]:
         return {}
     peers = without_peer_to_peer([hardware.devices[index].name for index in indices])
     ours = {name: value for name, value in peers.items() if name not in os.environ}
-    return ours | visible_cards("single", indices, hardware.devices)
+    return ours | visible_cards(indices, hardware.devices)
 
 
 def _children(calls: list[list[str]], threads: int, gpus: Mapping[str, str]) -> list[Any]:

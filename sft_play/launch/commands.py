@@ -16,7 +16,7 @@ from sft_play.errors import UserError
 from sft_play.launch import cause_file, probing, recovery, restarts, tensorboard
 from sft_play.launch.attempt import run_attempt, write_launch_files
 from sft_play.launch.disk import disk_refusals_told, require_disk_space
-from sft_play.launch.environment import worker_environment
+from sft_play.launch.environment import indices_of, worker_environment
 from sft_play.launch.free_memory import wait_until_free
 from sft_play.launch.job import Job, job_of, refuse_early
 from sft_play.launch.joining import agreed, joined, own_part
@@ -257,8 +257,7 @@ def _go_on(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Ou
 
 def _wait_until_free(job: Job, plan: Plan) -> None:
     if plan.device == "cuda":
-        here = job.ranks_here(plan)
-        wait_until_free(job.hardware, {int(rank.device.partition(":")[2] or 0) for rank in plan.ranks if rank.rank in here})
+        wait_until_free(job.hardware, indices_of(plan, job.node))
 
 
 def _meet_again(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, checkpoint: Path | None) -> tuple[Job, Plan]:

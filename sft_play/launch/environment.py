@@ -75,7 +75,7 @@ def worker_environment(
         if not ALLOCATOR & kept.keys() and plan.expandable_segments:
             chosen["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
             notes.append("PYTORCH_ALLOC_CONF=expandable_segments:True: blocks grow in place, so less memory is lost between them")
-        chosen |= visible_cards(plan.strategy, indices_of(plan, node), devices)
+        chosen |= visible_cards(indices_of(plan, node), devices)
         if without := without_peer_to_peer([rank.device_name for rank in plan.ranks]):
             chosen |= without
             notes.append("NCCL_P2P_DISABLE=1: GeForce RTX 40 and 50 cards have no peer-to-peer transfers")
@@ -151,14 +151,11 @@ def indices_of(plan: Plan, node: Node) -> list[int]:
     return [int(plan.ranks[rank].device.partition(":")[2] or 0) for rank in ranks_of(plan, node)]
 
 
-def visible_cards(strategy: str, indices: Sequence[int], devices: Sequence[Device]) -> dict[str, str]:
-    """Returns what shows a launch the cards of its plan and no other.
+def visible_cards(indices: Sequence[int], devices: Sequence[Device]) -> dict[str, str]:
+    """Returns what shows a launch the cards of its plan and no other; `devices` may be unknown (empty).
 
     CUDA numbers cards as the driver does, not fastest first. A single process that saw a second card would train under
-    `torch.nn.DataParallel`.
+    `torch.nn.DataParallel`, and unasked CUDA shows a slice of a card that MIG splits rather than the whole cards beside it.
     """
-    ours = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    everything = not devices or (len(indices) == len(devices) and not any(device.mig_uuid for device in devices))
-    if strategy == "single" or not everything:
-        ours["CUDA_VISIBLE_DEVICES"] = ",".join(visible_names(devices, indices) if devices else map(str, indices))
-    return ours
+    names = visible_names(devices, indices) if devices else map(str, indices)
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(names)}

@@ -40,7 +40,7 @@ def best_device() -> str:
     hardware = detect()
     if hardware.kind == "cuda":
         indices, _ = devices_for(hardware, LaunchRequest(), wants_one=True)
-        os.environ.update(visible_cards("single", indices, hardware.devices))
+        os.environ.update(visible_cards(indices, hardware.devices))
     if torch.cuda.is_available():
         return "cuda"
     if hardware.kind == "cuda":

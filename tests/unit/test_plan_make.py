@@ -134,7 +134,7 @@ def test_one_process_takes_the_best_device_and_sees_no_other() -> None:
     variables = worker_environment(plan, Node(), {}, cpu_threads=8).variables
     assert variables["CUDA_VISIBLE_DEVICES"] == "1" and variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     several = worker_environment(plan_of("2xH100", command_strategy="auto"), Node(), {}, cpu_threads=8).variables
-    assert "CUDA_VISIBLE_DEVICES" not in several and several["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert several["CUDA_VISIBLE_DEVICES"] == "0,1" and several["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,14 @@ def test_one_process_takes_the_best_device_and_sees_no_other() -> None:
         ("rtx3090_pair", None, {}, "0"), ("rtx3090_pair", "1,0", {}, "1"), ("rtx3090_pair", "GPU-1111", {}, "1"), ("unlike_pair", None, {}, "1"),
         ("mig", None, {}, "MIG-11111111-0000-0000-0000-000000000002"),
         ("mig", "MIG-11111111-0000-0000-0000-000000000001", {}, "MIG-11111111-0000-0000-0000-000000000001"),
-        ("rtx3090_pair", None, {"command_strategy": "auto"}, None), ("rtx3090_pair", "1,0", {"command_strategy": "auto"}, "1,0"),
+        ("rtx3090_pair", None, {"command_strategy": "auto"}, "0,1"), ("rtx3090_pair", "1,0", {"command_strategy": "auto"}, "1,0"),
         ("rtx3090_pair", None, {"command_strategy": "auto", "num_gpus": 1}, "0"),
+        ("split_beside_whole", None, {"command_strategy": "auto"}, "1,2"),
         ("mig", None, {"command_strategy": "auto"}, "MIG-11111111-0000-0000-0000-000000000002"),
     ],
 )  # fmt: skip
 def test_workers_see_the_cards_of_their_plan(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, shown: str | None, words: dict[str, Any], wanted: str | None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, shown: str | None, words: dict[str, Any], wanted: str
 ) -> None:
     """Equal cards too: a process that sees two trains under `nn.DataParallel`."""
     move_to(monkeypatch, MACHINES[machine], tmp_path)
