@@ -1,7 +1,8 @@
-"""One autograd function for a linear layer with its adapter: the same numbers with fewer passes over memory.
+"""A linear layer with its adapter, the same numbers with fewer passes over memory.
 
-PEFT computes `base(x) + B(A(x)) * scale` as five operations and keeps two results as wide as the layer. Here the scale goes to
-the r-wide side and the sum happens inside the matrix product.
+PEFT computes `base(x) + B(A(x)) * scale` as five operations and keeps two results as wide as the layer; over a 4-bit base it also
+copies the result. Here the scale goes to the r-wide side and the sum happens inside the matrix product. Over a plain frozen layer
+one autograd function does all of it, so that both gradients of x meet inside a matrix product too.
 """
 
 from __future__ import annotations
@@ -11,51 +12,58 @@ from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
+from torch.nn import functional
+
+QUANTISED = "peft.tuners.lora.bnb"
+"""PEFT's module of layers over bitsandbytes' ones; importing it would import bitsandbytes."""
 
 
 def fuse_adapters(model: nn.Module) -> int:
-    """Replaces the forward pass of the model's plain adapter layers; returns how many.
+    """Replaces the forward pass of the model's linear layers with one adapter each; returns how many.
 
     The modules, their parameters and what is saved stay as they are.
     """
-    layers = [module for module in model.modules() if isinstance(module, LoraLinear) and _plain(module)]
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer) and _fusible(module)]
     for layer in layers:
         layer.forward = MethodType(_forward, layer)
     return len(layers)
 
 
-def _plain(layer: Any) -> bool:
-    """Whether a layer is what the function computes: one adapter, no dropout, bias or variant, over an unquantised `Linear`."""
-    base = layer.base_layer
-    if type(base) is not nn.Linear or len(layer.lora_A) != 1 or layer.lora_variant:
+def _fusible(layer: Any) -> bool:
+    """Whether a layer is what `_forward` computes: one adapter over a matrix product, without bias or variant."""
+    if type(layer) is not LoraLinear and type(layer).__module__ != QUANTISED:
+        return False
+    if len(layer.lora_A) != 1 or layer.lora_variant or layer.fan_in_fan_out:
         return False
     (name,) = layer.lora_A
-    a, b = layer.lora_A[name], layer.lora_B[name]
-    weights = (base.weight, a.weight, b.weight)
-    return (
-        type(layer) is LoraLinear
-        and isinstance(layer.lora_dropout[name], nn.Identity)
-        and not layer.fan_in_fan_out
-        and a.bias is None
-        and b.bias is None
-        and not base.weight.requires_grad
-        and (base.bias is None or not base.bias.requires_grad)
-        and all(weight.dtype == torch.float32 for weight in weights)
-    )
+    return layer.lora_A[name].bias is None and layer.lora_B[name].bias is None
 
 
 def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    names = self.active_adapters
-    if self.disable_adapters or self.merged or args or kwargs or len(names) != 1 or x.dtype != torch.float32:
-        return LoraLinear.forward(self, x, *args, **kwargs)
+    names, base, device = self.active_adapters, self.base_layer, x.device.type
+    autocast = torch.is_autocast_enabled(device)
+    computed = torch.get_autocast_dtype(device) if autocast else x.dtype
+    plain = type(base) is nn.Linear and not base.weight.requires_grad and (base.bias is None or not base.bias.requires_grad)
+    if self.disable_adapters or self.merged or args or kwargs or len(names) != 1:
+        return type(self).forward(self, x, *args, **kwargs)
     (name,) = names
-    base = self.base_layer
-    return _Fused.apply(x, base.weight, base.bias, self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name])
+    a, b, dropout = self.lora_A[name].weight, self.lora_B[name].weight, self.lora_dropout[name]
+    if not autocast and any(weight.dtype != x.dtype for weight in (a, b, *([base.weight] if plain else []))):
+        return type(self).forward(self, x, *args, **kwargs)
+    a, b, scale = a.to(computed), b.to(computed), self.scaling[name]
+    if plain and isinstance(dropout, nn.Identity):
+        bias = None if base.bias is None else base.bias.to(computed)
+        return _Fused.apply(x.to(computed), base.weight.to(computed), bias, a, b, scale)
+    y = base(x)
+    h_TR = functional.linear(dropout(x).to(computed), a).reshape(-1, a.shape[0])
+    y_TO = torch.addmm(y.to(computed).reshape(-1, b.shape[0]), h_TR, b.t(), alpha=scale)
+    return y_TO.view(y.shape).to(y.dtype)
 
 
 class _Fused(torch.autograd.Function):
-    """y = x W^T + bias + scale (x A^T) B^T, with gradients for x, A and B."""
+    """y = x W^T + bias + scale (x A^T) B^T, with gradients for x, A and B; all of one type."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -47,7 +47,9 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
         # Again: loading may have drawn numbers for weights that it then read, and not equally many on every rank.
         set_seed(config.train.seed)
         model, notes = lora.add_adapters(model, config.tuning.lora, prepared.model, adapter_dtype(config, plan))
-        if fuses_adapters(plan.strategy, plan.precision):
+        if plan.precision != "fp32" and not plan.strategy.startswith("zero"):
+            lora.leave_casts_to_autocast(model)
+        if fuses_adapters(plan.strategy):
             fuse_adapters(model)
         tell(*notes)
     if plan.loss_chunk:

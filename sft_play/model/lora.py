@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -206,3 +207,13 @@ def add_adapters(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return adapted, targets.notes
+
+
+def leave_casts_to_autocast(model: nn.Module) -> None:
+    """Switches PEFT's cast of inputs to the adapters' type off, for models that only ever run under autocast.
+
+    Autocast would cast the copy straight back to what it was: the numbers are the same, and no layer keeps an input of its own.
+    """
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.cast_input_dtype_enabled = False

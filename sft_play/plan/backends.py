@@ -59,13 +59,12 @@ def layout_for(backend: str) -> str | None:
     return "padded" if backend == "unsloth" else None
 
 
-def fuses_adapters(strategy: str, precision: str) -> bool:
+def fuses_adapters(strategy: str) -> bool:
     """Whether a linear layer and its adapter run as one function (`model.fused_lora`).
 
-    That needs weights that are whole outside their own forward pass (ZeRO-3 and FSDP2 gather them in hooks), and one type for base,
-    adapter and computation.
+    That needs weights that are whole outside their own forward pass: ZeRO-3 and FSDP2 gather them in hooks.
     """
-    return strategy in ("single", "ddp", "zero1", "zero2") and precision == "fp32"
+    return strategy in ("single", "ddp", "zero1", "zero2")
 
 
 def _installed(package: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sft_play.config.schema import Config
+from sft_play.plan.backends import fuses_adapters
 from sft_play.plan.losses import LOGIT_BYTES, logit_bytes
 from sft_play.plan.replicas import slow_network_bytes
 from sft_play.plan.shape import UNQUANTISED, ModelShape
@@ -313,27 +314,31 @@ def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, toke
 def _returning_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
     """Returns the bytes per token of the gradients that a layer's backward pass holds at a time.
 
-    The most are three as wide as the feed-forward part, or, where fp32 adapters are over a narrower base, two in fp32 (traced).
+    The most are three as wide as the feed-forward part; two where layer and adapter are one function, and two in fp32 where PEFT
+    casts (traced).
     """
-    ffn = shape.ffn_size * max(1, shape.experts_per_token)
-    adapters, sharding = config.tuning.mode != "full", setup.zero or setup.strategy == "fsdp2"
-    mixed = adapters and not sharding and trained_bytes(config, setup) != setup.width
-    return (8 if mixed else 3 * setup.width) * ffn
+    ffn, width = shape.ffn_size * max(1, shape.experts_per_token), setup.width
+    adapters, narrow = config.tuning.mode != "full", setup.precision != "fp32"
+    if adapters and not narrow and trained_bytes(config, setup) != width:
+        return 8.0 * ffn
+    return (2 if adapters and narrow and fuses_adapters(setup.strategy) else 3) * width * ffn
 
 
 def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Inputs that adapters keep: shared ones in the computation's type; fp32 adapters over a narrow base keep a copy each."""
+    """Inputs that adapters keep: shared ones in the computation's type; where fp32 ones are cast for each multiplication, a copy each."""
     settings, w = config.tuning.lora, setup.width
     maps = shape.linear_maps()
     names = [name for name in shape.target_names(settings.target_modules) if name in maps]
     per_target = sum(maps[name][0] for name in names)
     ranks = settings.r * w * len(names)
     masks = (3 if setup.device == "cuda" else 4) * per_target if settings.dropout > 0 else 0
-    if trained_bytes(config, setup) == w or setup.zero or setup.strategy == "fsdp2":
-        shared = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "mlp", "up_proj": "mlp"}
-        read = {shared.get(name, name): maps[name][0] for name in names if name != "o_proj"}  # o_proj reads what attention keeps
-        return w * sum(read.values()) + ranks + masks
-    return (2 if setup.precision != "fp32" else 4) * per_target + ranks + masks
+    if setup.autocast:
+        return 2 * per_target + ranks + masks
+    if setup.precision == "fp32" and trained_bytes(config, setup) != w:
+        return 4 * per_target + ranks + masks
+    shared = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "mlp", "up_proj": "mlp"}
+    read = {shared.get(name, name): maps[name][0] for name in names if name != "o_proj"}  # o_proj reads what attention keeps
+    return w * sum(read.values()) + ranks + masks
 
 
 def _int8_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:

@@ -15,7 +15,7 @@ from sft_play.plan.plan import Plan
 
 TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
-TRACE_VERSION = 3
+TRACE_VERSION = 4
 """Raised when the trace itself changes, so that older results are not taken for new ones."""
 
 
@@ -104,7 +104,7 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         layout=setup.layout,
         attention=setup.attention,
         optim=setup.optim if setup.optim in TRACED_OPTIMIZERS and not sharding else "none",
-        fused_adapters=fuses_adapters(setup.strategy, setup.precision),
+        fused_adapters=fuses_adapters(setup.strategy),
         loss_chunk=setup.loss_chunk,
         rows=micro_batch,
         row_tokens=setup.row_tokens,

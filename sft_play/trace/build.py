@@ -82,6 +82,8 @@ def build(case: Case, settings: Any) -> nn.Module:
                 r=case.lora_r, alpha=2.0 * case.lora_r, dropout=case.lora_dropout, target_modules=cast(Any, case.target_modules)
             )
             model, _ = lora.add_adapters(model, adapters, BASE, dtype_of(case.adapter_dtype))
+            if case.autocast:
+                lora.leave_casts_to_autocast(model)
             if case.fused_adapters:
                 fuse_adapters(model)
     if case.loss_chunk:

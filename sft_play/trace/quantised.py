@@ -38,7 +38,8 @@ class NF4Linear(nn.Linear):
         """Returns a tensor of the layer's output shape and type."""
         bias = None if self.bias is None else self.bias.to(self.compute)
         out = _NF4.apply(x.to(self.compute), self.weight, self.out_features, self.in_features, bias)
-        return out.to(x.dtype).clone()  # PEFT's layer over a 4-bit one clones the result
+        result: Tensor = out.to(x.dtype)
+        return result
 
 
 class _NF4(torch.autograd.Function):

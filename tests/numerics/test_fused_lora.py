@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from sft_play.model.fused_lora import fuse_adapters
+from sft_play.model.lora import leave_casts_to_autocast
 from sft_play.plan.backends import fuses_adapters
 from tests.tiny_models import build_tiny_llama
 
@@ -68,12 +69,70 @@ def test_disabled_and_merged_adapters_behave_as_before(folder: Path) -> None:
         torch.testing.assert_close(merged(input_ids=ids).logits, tuned, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("lora", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
+@pytest.mark.parametrize("lora", [{"use_dora": True}, {"lora_bias": True}])
 def test_other_layers_are_left_to_peft(folder: Path, lora: dict[str, Any]) -> None:
     assert fuse_adapters(adapted(folder, **lora)) == 0
 
 
-def test_only_whole_weights_of_one_type_are_fused() -> None:
-    assert fuses_adapters("ddp", "fp32")
-    assert not any(fuses_adapters(strategy, "fp32") for strategy in ("zero3", "fsdp2"))
-    assert not fuses_adapters("single", "bf16")
+def test_dropout_draws_what_it_draws_under_peft(folder: Path) -> None:
+    model = adapted(folder, lora_dropout=0.3)
+    torch.manual_seed(5)
+    expected = gradients(model)
+    assert fuse_adapters(model) == 14
+    torch.manual_seed(5)
+    for name, value in gradients(model).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def under_autocast(model: Any) -> dict[str, torch.Tensor]:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return gradients(model)
+
+
+def narrow(folder: Path) -> Any:
+    """fp32 adapters over a bf16 base, as LoRA runs on a GPU."""
+    model = adapted(folder)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def test_without_the_cast_of_inputs_autocast_gives_the_same_bits(folder: Path) -> None:
+    model = narrow(folder)
+    expected = under_autocast(model)
+    leave_casts_to_autocast(model)
+    found = under_autocast(model)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("base", [torch.bfloat16, torch.float32])
+def test_in_bf16_gradients_are_as_near_to_exact_ones_as_peft_s(folder: Path, base: torch.dtype) -> None:
+    exact = adapted(folder)
+    for parameter in exact.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(base).float()
+    reference, model = gradients(exact), adapted(folder) if base == torch.float32 else narrow(folder)
+
+    def error() -> float:
+        found = under_autocast(model)
+        pairs = [(found[name].float(), value) for name, value in reference.items() if "lora_" in name]
+        return sum(float((one - other).norm() / other.norm()) for one, other in pairs) / len(pairs)
+
+    plain = error()
+    assert fuse_adapters(model) == 14
+    assert 0 < error() < 1.1 * plain < 0.1
+
+
+def test_types_that_differ_without_autocast_are_left_to_peft(folder: Path) -> None:
+    model = narrow(folder)
+    ids = torch.arange(300, 320)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        fuse_adapters(model)
+        assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+def test_only_whole_weights_are_fused() -> None:
+    assert fuses_adapters("ddp") and fuses_adapters("zero2")
+    assert not any(fuses_adapters(strategy) for strategy in ("zero3", "fsdp2"))

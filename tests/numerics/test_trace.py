@@ -30,13 +30,12 @@ PLAIN = Case(
     weights_dtype="float32", adapter_dtype="float32", precision="fp32", autocast=False, gradient_checkpointing=False, layout="flattened",
     attention="sdpa", optim="adamw_torch_fused", fused_adapters=True, loss_chunk=0, rows=3, row_tokens=40, labels=50, accumulates=True, clips=True,
 )  # fmt: skip
-BF16 = {"weights_dtype": "bfloat16", "adapter_dtype": "bfloat16", "precision": "bf16", "autocast": True, "fused_adapters": False}
+BF16 = {"weights_dtype": "bfloat16", "adapter_dtype": "bfloat16", "precision": "bf16", "autocast": True}
 AUTOCAST = {
     "weights_dtype": "float32",
     "adapter_dtype": "float32",
     "precision": "bf16",
     "autocast": True,
-    "fused_adapters": False,
 }
 MODES: dict[str, dict[str, Any]] = {
     "full fp32": {"mode": "full"},
@@ -45,8 +44,8 @@ MODES: dict[str, dict[str, Any]] = {
     "lora fp32": {},
     "lora bf16": BF16,
     "lora bf16, fp32 adapters": BF16 | {"adapter_dtype": "float32"},
-    "nf4": {"mode": "qlora", "quantization": "nf4", "fused_adapters": False},
-    "int8": {"mode": "qlora", "quantization": "int8", "fused_adapters": False},
+    "nf4": {"mode": "qlora", "quantization": "nf4"},
+    "int8": {"mode": "qlora", "quantization": "int8"},
 }
 WAYS = [(False, "flattened"), (True, "padded"), (True, "flattened"), (False, "padded")]
 PAIRS = list(itertools.product(ARCHITECTURES, MODES))
@@ -75,7 +74,7 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
     [
         {"rows": 1}, {"rows": 1, "packed": True}, {"packed": True, **BF16}, {"rows": 1, "layout": "padded"}, {"layout": "unmasked"},
         {"attention": "varlen", **BF16}, {"attention": "varlen", "packed": True, "gradient_checkpointing": True, **AUTOCAST},
-        {"lora_dropout": 0.1, "fused_adapters": False}, {"optim": "adamw_torch"},
+        {"lora_dropout": 0.1}, {"fused_adapters": False, **BF16}, {"optim": "adamw_torch"},
         {"optim": "none"}, {"accumulates": False}, {"clips": False}, {"attention": "eager", "layout": "padded"},
         {"target_modules": ["q_proj", "v_proj"]}, {"labels": 120}, {"labels": 120, "loss_chunk": 50},
         {"labels": 120, "loss_chunk": 50, "mode": "full"},
