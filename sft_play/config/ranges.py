@@ -81,6 +81,8 @@ DEVICE = "hide GPUs with `CUDA_VISIBLE_DEVICES=`"
 SCORES = "evaluation is token-weighted over all ranks, with the scores of `make eval`"
 LAUNCHED = "the launcher gives every process its place"
 
+COMPILES = "batches have another length each step, and torch compiles again for each (100 s a step, measured on a CPU)"
+
 REFUSED: Mapping[str, tuple[str | None, str]] = {
     "output_dir": ("RUN_NAME", "a run's files are in `runs/RUN_NAME/`, and `RUNS_DIR` moves `runs/`"),
     "per_device_train_batch_size": ("train.batch_size", "it is named differently here"),
@@ -118,6 +120,11 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     "restore_callback_states_from_checkpoint": (None, "a resumed run goes on to the same losses as an uninterrupted one"),
     "data_seed": ("train.seed", ROW_ORDER),
     "use_cpu": (None, DEVICE),
+    "use_liger_kernel": ("train.kernels", "it would replace the loss too, which runs in chunks of its own here"),
+    "liger_kernel_config": ("train.kernels", "which kernels run was tried family by family"),
+    "torch_compile": ("train.kernels", COMPILES),
+    "torch_compile_backend": ("train.kernels", COMPILES),
+    "torch_compile_mode": ("train.kernels", COMPILES),
     "accelerator_config": (None, "the plan decides; `make plan` shows it"),
     "parallelism_config": ("launch.strategy", "the plan decides; `make plan` shows it"),
     "dataloader_drop_last": (None, "no row is ever left out; " + ROW_ORDER),

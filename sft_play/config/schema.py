@@ -211,8 +211,10 @@ class TrainConfig:
     """Let DDP send rank 0's buffers before every forward pass."""
     ddp_bucket_cap_mb: int | None = None
     """Size of DDP's gradient buckets in MiB."""
-    dataloader_num_workers: int = 0
-    """Processes that load batches, per rank."""
+    kernels: Literal["auto", "off", "liger"] = "auto"
+    """Triton kernels for norms, rotary embeddings and SwiGLU: `auto` takes Liger's where they are installed and know GPUs and model."""
+    dataloader_num_workers: int | Auto = "auto"
+    """Processes that load batches, per rank; `auto` is 2 with a GPU, else 0."""
     dataloader_pin_memory: bool | Auto = "auto"
     """Copy batches to pinned memory; `auto` is on with a GPU."""
     eval_strategy: Literal["auto", "no", "steps", "epoch"] = "auto"

@@ -14,6 +14,7 @@ from sft_play.errors import CheckpointError
 from sft_play.model import lora, quantise
 from sft_play.model.chunked_head import chunk_head
 from sft_play.model.fused_lora import fuse_adapters
+from sft_play.model.kernels import use_kernels
 from sft_play.model.read import read_model, tell
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.model.use import load_for_use
@@ -40,6 +41,8 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
     model = load_base(config, plan, prepared)
     check_vocabulary(model, tokenizer, prepared.model.name)
     model.config.get_text_config().use_cache = False
+    if plan.kernels == "liger":
+        use_kernels(model)
     if config.tuning.mode == "full":
         _free_text_part(model)
     else:

@@ -16,6 +16,7 @@ from sft_play.plan.layouts import (
     FLATTENED_MODEL_TYPES,
     FLATTENED_TOKENS,
     LAYER_NAMES,
+    LIGER_MODEL_TYPES,
     NAMED_LIKE_LLAMA,
     VARLEN,
     VARLEN_MODEL_TYPES,
@@ -358,3 +359,36 @@ def warmup(config: Config, steps: int | None) -> int | None:
     if config.train.warmup_steps is not None:
         return config.train.warmup_steps
     return None if steps is None else math.ceil(config.train.warmup_ratio * steps)
+
+
+def choose_kernels(config: Config, shape: ModelShape, devices: tuple[Device, ...], kind: str, reasons: Reasons) -> Literal["off", "liger"]:
+    """Returns whose kernels compute norms, rotary embeddings and SwiGLU. Raises `HardwareError` where typed ones cannot run."""
+    wanted = config.train.kernels
+    if wanted == "off":
+        return "off"
+    without = next((device for device in devices if not device.bf16), None)
+    if kind == "cpu":
+        why = "Triton's kernels need an NVIDIA GPU"
+    elif without is not None:
+        why = f"Triton supports compute capability 8.0 and later, and {without.name} has less"
+    elif config.tuning.backend == "unsloth":
+        why = "unsloth has kernels of its own"
+    elif shape.model_type not in LIGER_MODEL_TYPES:
+        why = f"Liger's were not tried with `{shape.model_type}`"
+    elif importlib.util.find_spec("liger_kernel") is None:
+        why = "the package `liger-kernel` is not installed"
+    else:
+        reasons.append("kernels liger: norms, rotary embeddings and SwiGLU in one pass over memory each; planned as without them")
+        return "liger"
+    if wanted == "liger":
+        hint = "`pip install 'sft-play[kernels]'`, or `train.kernels: auto`" if "installed" in why else "leave it to `auto`"
+        raise HardwareError(f"`train.kernels` is `liger`, but {why}", hint=hint)
+    if kind == "cuda":
+        reasons.append(f"kernels plain: {why}")
+    return "off"
+
+
+def loader_workers(config: Config, kind: str) -> int:
+    """Returns the processes per rank that load batches: on a GPU two, so that it does not wait while a step's batches are made."""
+    wanted = config.train.dataloader_num_workers
+    return (2 if kind == "cuda" else 0) if wanted == "auto" else wanted

@@ -28,6 +28,9 @@ VARLEN_MODEL_TYPES = FLATTENED_MODEL_TYPES - {"gemma2", "nemotron", "qwen2_moe",
 """Families that `varlen` computes. Gemma 2 bends its scores, the layers of nemotron and stablelm do not pass the lengths on, and those of
 qwen2_moe not their window."""
 
+LIGER_MODEL_TYPES = frozenset({"granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"})
+"""Dense families with SwiGLU in which Liger replaces every norm and feed-forward part (`tests/numerics/test_kernels.py`)."""
+
 FLATTENED_TOKENS = 4096
 """Longest flattened micro-batch of several rows on a GPU where attention is not by lengths: the block mask is quadratic in it."""
 

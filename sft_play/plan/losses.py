@@ -7,6 +7,7 @@ positions' hidden states is held from the forward pass on, and a trained head's 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from sft_play.plan.memory import Setup
 
 LOGIT_BYTES = 12
-CHUNK_BYTES = 256 * 2**20
-"""What the logits of a chunk may take: little beside a layer's activations, enough for the matrix products to be fast."""
+CHUNK_BYTES = {"cuda": (1536 * 2**20, 256 * 2**20), "cpu": (256 * 2**20,)}
+"""What the logits of a chunk may take, the first of which there is room for. Each chunk reads the whole head three times: on a GPU
+1,024 positions of 128,256 words keep it computing, and 128 are bound by its memory (by arithmetic, unverified)."""
 LEAST_POSITIONS = 128
 """A chunk reads the whole head: with fewer positions that costs more than the arithmetic."""
 ALIGNED = 64
@@ -29,13 +31,19 @@ HEADS = frozenset({"lm_head", "embed_out"})
 
 def with_chunks(config: Config, shape: ModelShape, setup: Setup) -> Setup:
     """Returns the setup with head and loss in chunks, where they can be."""
-    return setup if _whole_because(config, shape, setup) else replace(setup, loss_chunk=chunk_of(config, shape))
+    least = CHUNK_BYTES[setup.device][-1]
+    return setup if _whole_because(config, shape, setup) else replace(setup, loss_chunk=_positions(config, shape, least))
 
 
-def settle_chunks(config: Config, shape: ModelShape, setup: Setup, micro_batch: int, reasons: list[str]) -> Setup:
-    """Returns the setup with chunks only where they save memory: where most tokens of the worst micro-batch have labels."""
-    chunk = chunk_of(config, shape)
-    whole, chunked = replace(setup, loss_chunk=0), replace(setup, loss_chunk=chunk)
+def settle_chunks(
+    config: Config, shape: ModelShape, setup: Setup, micro_batch: int, fits: Callable[[Setup], bool], reasons: list[str]
+) -> Setup:
+    """Returns the setup with chunks only where they save memory: where most tokens of the worst micro-batch have labels.
+
+    They are as large as `fits`, the least size apart, which was planned with.
+    """
+    *larger, least = [replace(setup, loss_chunk=_positions(config, shape, size)) for size in CHUNK_BYTES[setup.device]]
+    whole, chunked = replace(setup, loss_chunk=0), next((one for one in larger if fits(one)), least)
     labels = micro_batch * setup.row_tokens * setup.label_share
     before, after = (logit_bytes(config, shape, case, labels) for case in (whole, chunked))
     if after >= before:
@@ -44,13 +52,13 @@ def settle_chunks(config: Config, shape: ModelShape, setup: Setup, micro_batch: 
         reasons.append(f"head and loss at all {labels:.0f} label positions at once, {before / GIB:.1f} GiB: {why}")
         return whole
     sizes = f"{after / GIB:.1f} instead of {before / GIB:.1f} GiB of logits"
-    reasons.append(f"head and loss in chunks of {chunk} label positions: {sizes}")
+    reasons.append(f"head and loss in chunks of {chunked.loss_chunk} label positions: {sizes}")
     return chunked
 
 
-def chunk_of(config: Config, shape: ModelShape) -> int:
-    """Returns the label positions of a chunk."""
-    chunk = max(LEAST_POSITIONS, CHUNK_BYTES // (LOGIT_BYTES * shape.vocab_size))
+def _positions(config: Config, shape: ModelShape, size: int) -> int:
+    """Returns the label positions of a chunk whose logits take `size` bytes."""
+    chunk = max(LEAST_POSITIONS, size // (LOGIT_BYTES * shape.vocab_size))
     if config.tuning.mode == "full":
         # Each chunk adds a gradient as large as the head: with h/4 positions its logits are half of that, and it is read seldom.
         chunk = max(chunk, shape.hidden_size // 4)

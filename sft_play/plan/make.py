@@ -131,6 +131,9 @@ def _decide(case: Case) -> Plan:
     ranks = rank_plans(case, fit, start, division, costs)
     reasons += [*_reduced(config, shape, setup, batch.accumulation), *waiting(case, setup, batch.accumulation), *tight(ranks)]
     reasons += _margin(setup)
+    kernels = choices.choose_kernels(config, shape, devices, kind, reasons)
+    if workers := choices.loader_workers(config, kind):
+        reasons.append(f"loader: {count(workers, 'process')} per rank, which make batches while the {'GPU' if kind == 'cuda' else 'rank'} computes")
     lacking = _on_the_host(config, shape, setup, hardware, start.ranks.local, reasons)
     steps, per_epoch = step_count(config, case.prepared, batch.global_batch, reasons)
     speed = _speed(case, devices, division)
@@ -142,7 +145,7 @@ def _decide(case: Case) -> Plan:
         strategy=cast(Any, setup.strategy), source="formula", precision=cast(Any, setup.precision), weights_dtype=setup.weights_dtype,
         attn_implementation=setup.attention, layout=cast(Any, setup.layout), node_ranks=start.ranks.unequal_nodes, most_rows=min(fitting),
         longest_row=longest_row(fit, setup, ranks, shape), row_tokens=setup.row_tokens, label_share=setup.label_share,
-        loss_chunk=setup.loss_chunk, pack_tokens=division.pack_tokens, gradient_checkpointing=setup.gradient_checkpointing,
+        loss_chunk=setup.loss_chunk, kernels=kernels, pack_tokens=division.pack_tokens, gradient_checkpointing=setup.gradient_checkpointing,
         optim=setup.optim, learning_rate=rate, ranks=ranks, offload_optimizer=setup.offload_optimizer,
         offload_parameters=setup.offload_parameters, global_batch_size=batch.global_batch, steps=steps, steps_per_epoch=per_epoch,
         warmup_steps=choices.warmup(config, steps), eval_batch_size=halve(_eval_batch(config, kind, fitting), launch.halvings),
@@ -220,7 +223,12 @@ def _divided(case: Case, fit: Fit, start: Start, setup: Setup, fitting: tuple[in
     setup = replace(setup, accumulates=batch.accumulation > 1)
     computing = computing_seconds(_speed(alike, devices, replace(division, setup=setup)))
     network.check_gathering(fit, setup, case.hardware, division.micro_steps, computing)
-    return replace(division, setup=settle_chunks(config, case.shape, setup, max(batch.micro_batches), reasons))
+
+    def fits(larger: Setup) -> bool:
+        recovers = launch.halvings or launch.force_checkpointing  # memory ran out: the plan had promised too much
+        return not recovers and all(fit.need(larger, max(1, rows)) <= size for rows, size in zip(batch.micro_batches, room, strict=True))
+
+    return replace(division, setup=settle_chunks(config, case.shape, setup, max(batch.micro_batches), fits, reasons))
 
 
 def _speed(case: Case, devices: tuple[Device, ...], division: Division) -> Forecast:

@@ -99,6 +99,8 @@ class Plan:
     """Ranks of each node; empty where all have the same number."""
     exchanges: tuple[Mapping[str, Any], ...] = ()
     """What each way to share gradients costs over the given network (`plan.network.Exchange`); empty where none was given."""
+    kernels: Literal["off", "liger"] = "off"
+    """Whose kernels compute norms, rotary embeddings and SwiGLU: transformers' own, or Liger's."""
     loss_chunk: int = 0
     """Label positions for which head and loss are computed at a time; 0 for all at once."""
     most_rows: int = 0

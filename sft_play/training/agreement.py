@@ -49,8 +49,9 @@ class Agreement:
 
     def agree(self, *, seconds: float = 0.0) -> float:
         """Sums all flags over the ranks (collective); returns the sum of `seconds`."""
-        values = torch.tensor([seconds, *(flag() for flag in self.flags.values())], dtype=torch.float32, device=self.device)
-        found = all_sum(values).tolist()
+        found = [seconds, *(flag() for flag in self.flags.values())]
+        if distributed.is_available() and distributed.is_initialized():  # a single process need not ask its GPU
+            found = all_sum(torch.tensor(found, dtype=torch.float32, device=self.device)).tolist()
         self.sums = dict(zip(self.flags, found[1:], strict=True))
         return float(found[0])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from transformers import TrainingArguments, get_scheduler
 from sft_play.config.metrics import higher_is_better
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
+from sft_play.plan.choices import loader_workers
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.training.aim_tracker import NAME as AIM
@@ -36,8 +36,6 @@ def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_valida
     try:
         args = TrainingArguments(**values)
         _try_schedule(args)
-        if args.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
-            raise ImportError("`train.use_liger_kernel` needs `pip install liger-kernel`")
     except ImportError as error:
         raise HardwareError(f"`train.` asks for a package that is not installed: {error}") from error
     except (ValueError, TypeError) as error:
@@ -79,7 +77,7 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "ddp_find_unused_parameters": train.ddp_find_unused_parameters,
         "ddp_broadcast_buffers": train.ddp_broadcast_buffers,
         "ddp_bucket_cap_mb": train.ddp_bucket_cap_mb,
-        "dataloader_num_workers": train.dataloader_num_workers,
+        "dataloader_num_workers": loader_workers(config, plan.device),
         "dataloader_pin_memory": plan.device == "cuda" if train.dataloader_pin_memory == "auto" else train.dataloader_pin_memory,
         "eval_strategy": _evaluation(config, has_validation),
         "eval_steps": train.eval_steps,

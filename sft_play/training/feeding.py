@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
-from torch import Tensor
+from torch import Tensor, distributed
 from transformers import TrainingArguments
 
 from sft_play.config.schema import Config
@@ -59,6 +59,7 @@ def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, 
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
         worker_init_fn=ignored_by_helpers if args.dataloader_num_workers else None,
+        _non_blocking=args.dataloader_pin_memory,
     )
     loader._is_accelerate_prepared = True
     return loader
@@ -68,13 +69,16 @@ def step_totals(batches: list[Batch], device: torch.device, *, together: bool) -
     """Returns the label tokens of an optimizer step over all ranks, 1 at least, and marks the micro-batches that are left out.
 
     Where ranks make every micro-step `together`, only those empty on every rank. Else all that are empty on this one, but the last, in
-    which gradients meet. One small collective operation: [label tokens, rows of micro-step 0, rows of micro-step 1, ...].
+    which gradients meet. One small collective operation: [label tokens, rows of micro-step 0, rows of micro-step 1, ...]; a single
+    process waits for nothing.
     """
     counts = [label_tokens(batch) for batch in batches if batch["rows"]]
-    labels = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.long)
-    rows = torch.tensor([len(batch["rows"]) for batch in batches])
-    totals = all_sum(torch.cat([labels[None].to(device), rows.to(device)]))
-    found = totals[1:] if together else torch.cat([rows[:-1].to(device), totals[-1:]])
-    for batch, count in zip(batches, found.tolist(), strict=True):
+    labels = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.long, device=device)
+    rows = [len(batch["rows"]) for batch in batches]
+    if distributed.is_available() and distributed.is_initialized():
+        totals = all_sum(torch.cat([labels[None].to(device), torch.tensor(rows).to(device)]))
+        labels, found = totals[0], totals[1:].tolist()
+        rows = found if together else rows[:-1] + found[-1:]
+    for batch, count in zip(batches, rows, strict=True):
         batch[IDLE] = count == 0
-    return totals[0].clamp(min=1)
+    return labels.clamp(min=1)

@@ -5,6 +5,7 @@ Functions over the trainer. Batches are formed before they are shared out, so al
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -110,20 +111,23 @@ def require_best(trainer: SftTrainer) -> None:
 def _answers(trainer: SftTrainer, rows: Any, ready: list[int], held_out: HeldOut) -> GenerationResult:
     config, step = trainer.config, trainer.state.global_step
     trainer.doing.enter("evaluating", step=step)  # an error names no rows of the loss any more
-    result = answer_rows(
-        trainer.accelerator.unwrap_model(trainer.model_wrapped),  # hooks of ZeRO-3 and FSDP2 sit in the model itself
-        trainer.processing_class,
-        rows,
-        ready,
-        config,
-        batch_size=trainer.args.per_device_eval_batch_size,
-        rank=trainer.args.process_index,
-        world_size=trainer.plan.world_size,
-        synced=trainer.plan.strategy in SHARDED,
-        device=trainer.args.device,
-        stop=trainer.stop,
-        alive=trainer.doing.get_on,
-    )
+    # `generate` of adapters calls the base below the forward pass that accelerate put under autocast.
+    narrow = contextlib.nullcontext() if config.tuning.mode == "full" else trainer.accelerator.autocast()
+    with narrow:
+        result = answer_rows(
+            trainer.accelerator.unwrap_model(trainer.model_wrapped),  # hooks of ZeRO-3 and FSDP2 sit in the model itself
+            trainer.processing_class,
+            rows,
+            ready,
+            config,
+            batch_size=trainer.args.per_device_eval_batch_size,
+            rank=trainer.args.process_index,
+            world_size=trainer.plan.world_size,
+            synced=trainer.plan.strategy in SHARDED,
+            device=trainer.args.device,
+            stop=trainer.stop,
+            alive=trainer.doing.get_on,
+        )
     if trainer.is_world_process_zero():
         settings = {
             "max_new_tokens": config.train.generation_max_new_tokens,

@@ -149,13 +149,13 @@ class SftTrainer(Trainer):
         assert num_items_in_batch is not None and not return_outputs
         self.doing.next_batch(inputs["rows"])
         total = token_loss_sum(model, inputs)
-        if self.is_deepspeed_enabled:  # it makes the update inside the backward pass
-            self.finite.loss(total.detach())
         self.balancer.passed(total)
         sums = [total.detach().double(), label_tokens(inputs).double()]
         # Filled on the device: a copy from the host would wait for it.
         counts = [torch.full_like(sums[0], count) for count in (inputs["tokens"], len(inputs["rows"]))]
         self._window += torch.stack([*sums, *counts])
+        if self.is_deepspeed_enabled and self.accelerator.sync_gradients:  # it makes the update inside the backward pass
+            self.finite.loss(self._window[0])
         if self.local is not None:
             return total / self.local.own_tokens
         return total * self.plan.world_size / num_items_in_batch
@@ -193,11 +193,12 @@ class SftTrainer(Trainer):
         if "grad_norm" in logs and "loss" in logs:
             now = time.perf_counter()
             windows = self._gather(self._window)
-            tokens, seconds = float(windows[:, 2].sum()), max(now - self._begun, 1e-9)
+            ranks, seconds = windows.tolist(), max(now - self._begun, 1e-9)
+            tokens = sum(read for _, _, read, _ in ranks)
             extra: dict[str, Any] = {
-                "rank_loss": [float(total / max(count, 1)) for total, count, *_ in windows.tolist()],
-                "rank_tokens": [int(count) for _, count, *_ in windows.tolist()],
-                "rank_rows": [int(rows) for *_, rows in windows.tolist()],
+                "rank_loss": [float(total / max(count, 1)) for total, count, *_ in ranks],
+                "rank_tokens": [int(count) for _, count, *_ in ranks],
+                "rank_rows": [int(rows) for *_, rows in ranks],
                 "tokens_per_second": tokens / seconds,
                 "memory_gib": peak_memory_bytes() / 2**30,
             }

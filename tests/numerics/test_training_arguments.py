@@ -77,7 +77,6 @@ def test_tensorboard_is_written_unless_others_are_named(report_to: Any, wanted: 
         ({"lr_scheduler_type": "cosine_with_min_lr"}, UserError, "min_lr"),
         ({"lr_scheduler_type": "warmup_stable_decay"}, UserError, "num_decay_steps"),
         ({"lr_scheduler_type": "linear", "extra": {"lr_scheduler_kwargs": {"nonsense": 1}}}, UserError, "nonsense"),
-        ({"extra": {"use_liger_kernel": True}}, HardwareError, "liger-kernel"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_loaded(train: Any, error: type, words: str, tmp_path: Path) -> None:

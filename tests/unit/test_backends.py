@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from sft_play.config.schema import Config, ModelConfig, TrainConfig, TuningConfig
+from sft_play.errors import HardwareError
 from sft_play.plan.backends import conflict_for, layout_for, missing_for
+from sft_play.plan.choices import choose_kernels
 from sft_play.plan.hardware import parse_hardware
+from sft_play.plan.shape import shape_of
 
 
 def test_unsloth_without_its_package_or_a_gpu_names_what_is_missing() -> None:
@@ -48,3 +54,39 @@ def test_nf4_goes_with_everything_but_zero3(strategy: str) -> None:
 def test_unsloth_wants_padded_rows() -> None:
     assert layout_for("unsloth") == "padded"
     assert layout_for("bnb") is None
+
+
+@pytest.mark.parametrize(
+    ("where", "changes", "words"),
+    [
+        ("cpu", {}, "need an NVIDIA GPU"),
+        ("T4", {}, "T4 has less"),
+        ("H100", {"backend": "unsloth", "mode": "qlora"}, "unsloth has kernels of its own"),
+        ("H100", {"name": "bigcode/starcoder2-3b"}, "not tried with `starcoder2`"),
+        ("H100", {}, "the package `liger-kernel` is not installed"),
+    ],
+)
+def test_kernels_that_cannot_run_are_refused_when_typed_and_otherwise_left_out(
+    where: str, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else found(name))
+    hardware, reasons = parse_hardware(where), list[str]()
+    values = {"name": "meta-llama/Meta-Llama-3-8B", "mode": "lora", "backend": "bnb"} | changes
+    config = Config(model=ModelConfig(name=values["name"]), tuning=TuningConfig(mode=values["mode"], backend=values["backend"]))
+    shape = shape_of(config.model)
+    assert choose_kernels(config, shape, hardware.devices, hardware.kind, reasons) == "off"
+    assert (words in "".join(reasons)) is (where != "cpu"), "nobody asked about kernels on a CPU"
+    with pytest.raises(HardwareError) as caught:
+        typed = replace(config, train=TrainConfig(kernels="liger"))
+        choose_kernels(typed, shape, hardware.devices, hardware.kind, [])
+    assert words in caught.value.message
+    assert ("pip install" in str(caught.value.hint)) is ("installed" in words)
+
+
+def test_kernels_are_taken_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    config, devices, reasons = Config(model=ModelConfig(name="meta-llama/Meta-Llama-3-8B")), parse_hardware("H100").devices, list[str]()
+    assert choose_kernels(config, shape_of(config.model), devices, "cuda", reasons) == "liger" and "kernels liger" in reasons[0]
+    off = replace(config, train=TrainConfig(kernels="off"))
+    assert choose_kernels(off, shape_of(config.model), devices, "cuda", []) == "off"

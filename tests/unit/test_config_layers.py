@@ -163,7 +163,7 @@ def test_a_timeout_of_ones_own_makes_the_old_variable_idle_with_a_notice(write: 
         ("TRAIN_LR_SCHEDULER_KWARGS={num_cycles: 2}", "lr_scheduler_kwargs", {"num_cycles": 2}),
         ("TRAIN_ADAM_EPSILON=1e-6", "adam_epsilon", 1e-6),
         ("TRAIN_TF32=true", "tf32", True),
-        ("TRAIN_TORCH_COMPILE= false ", "torch_compile", False),
+        ("TRAIN_RUN_NAME= x ", "run_name", " x "),
     ],
 )
 def test_further_training_arguments_are_typed_by_the_table(write: Write, word: str, key: str, value: object) -> None:
