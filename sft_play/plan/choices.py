@@ -361,7 +361,9 @@ def warmup(config: Config, steps: int | None) -> int | None:
     return None if steps is None else math.ceil(config.train.warmup_ratio * steps)
 
 
-def choose_kernels(config: Config, shape: ModelShape, devices: tuple[Device, ...], kind: str, reasons: Reasons) -> Literal["off", "liger"]:
+def choose_kernels(
+    config: Config, shape: ModelShape, devices: tuple[Device, ...], kind: str, reasons: Reasons
+) -> Literal["off", "liger"]:
     """Returns whose kernels compute norms, rotary embeddings and SwiGLU. Raises `HardwareError` where typed ones cannot run."""
     wanted = config.train.kernels
     if wanted == "off":

@@ -133,7 +133,9 @@ def _decide(case: Case) -> Plan:
     reasons += _margin(setup)
     kernels = choices.choose_kernels(config, shape, devices, kind, reasons)
     if workers := choices.loader_workers(config, kind):
-        reasons.append(f"loader: {count(workers, 'process')} per rank, which make batches while the {'GPU' if kind == 'cuda' else 'rank'} computes")
+        reasons.append(
+            f"loader: {count(workers, 'process')} per rank, which make batches while the {'GPU' if kind == 'cuda' else 'rank'} computes"
+        )
     lacking = _on_the_host(config, shape, setup, hardware, start.ranks.local, reasons)
     steps, per_epoch = step_count(config, case.prepared, batch.global_batch, reasons)
     speed = _speed(case, devices, division)
@@ -226,7 +228,9 @@ def _divided(case: Case, fit: Fit, start: Start, setup: Setup, fitting: tuple[in
 
     def fits(larger: Setup) -> bool:
         recovers = launch.halvings or launch.force_checkpointing  # memory ran out: the plan had promised too much
-        return not recovers and all(fit.need(larger, max(1, rows)) <= size for rows, size in zip(batch.micro_batches, room, strict=True))
+        return not recovers and all(
+            fit.need(larger, max(1, rows)) <= size for rows, size in zip(batch.micro_batches, room, strict=True)
+        )
 
     return replace(division, setup=settle_chunks(config, case.shape, setup, max(batch.micro_batches), fits, reasons))
 

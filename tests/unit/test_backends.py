@@ -62,7 +62,7 @@ def test_unsloth_wants_padded_rows() -> None:
         ("cpu", {}, "need an NVIDIA GPU"),
         ("T4", {}, "T4 has less"),
         ("H100", {"backend": "unsloth", "mode": "qlora"}, "unsloth has kernels of its own"),
-        ("H100", {"name": "bigcode/starcoder2-3b"}, "not tried with `starcoder2`"),
+        ("H100", {"name": "google/gemma-3-27b-it"}, "not tried with `gemma3`"),
         ("H100", {}, "the package `liger-kernel` is not installed"),
     ],
 )
@@ -86,7 +86,11 @@ def test_kernels_that_cannot_run_are_refused_when_typed_and_otherwise_left_out(
 
 def test_kernels_are_taken_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    config, devices, reasons = Config(model=ModelConfig(name="meta-llama/Meta-Llama-3-8B")), parse_hardware("H100").devices, list[str]()
+    config, devices, reasons = (
+        Config(model=ModelConfig(name="meta-llama/Meta-Llama-3-8B")),
+        parse_hardware("H100").devices,
+        list[str](),
+    )
     assert choose_kernels(config, shape_of(config.model), devices, "cuda", reasons) == "liger" and "kernels liger" in reasons[0]
     off = replace(config, train=TrainConfig(kernels="off"))
     assert choose_kernels(off, shape_of(config.model), devices, "cuda", []) == "off"
