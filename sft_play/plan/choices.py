@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
