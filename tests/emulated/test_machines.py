@@ -21,8 +21,9 @@ STEPS, ACCUMULATION = 2, 2
 CONFIG = """
 model: {{name: {model}, max_seq_len: 64}}
 data: {{train_path: rows.jsonl}}
-train: {{batch_size: 4, global_batch_size: 8, max_steps: 2, save_strategy: "no", eval_strategy: "no"}}
+train: {{batch_size: 4, dataloader_num_workers: 0, global_batch_size: 8, max_steps: 2, save_strategy: "no", eval_strategy: "no"}}
 """
+# No loader processes: fake tensors cannot leave the process that made them.
 
 pytestmark = pytest.mark.slow
 

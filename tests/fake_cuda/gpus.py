@@ -133,7 +133,6 @@ def fake_gpus(cards: Sequence[Card]) -> Iterator[list[int]]:
         "torch.nn.Module._apply": _apply,
         "transformers.utils.import_utils.is_fake_tensor": lambda _: False,  # it would take another way, that of tracing
         "torch.Tensor.pin_memory": lambda self, *_, **__: self,
-        "torch.accelerator.set_device_index": lambda _: None,  # by the thread that pins what loaders made
         "torch.Tensor.new_tensor": lambda self, data, dtype=None, device=None, **_: torch.tensor(
             data, dtype=dtype or self.dtype, device=device or self.device
         ),
