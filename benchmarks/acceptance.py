@@ -22,9 +22,12 @@ from typing import Any
 from benchmarks.acceptance_steps import GIB, GOALS, STEPS, TRL_GOAL, Lab, Row, SkippedError, Step, StepError
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json, write_json, write_text
+from sft_play.launch.environment import visible_cards
 from sft_play.plan.catalogue import find_card
-from sft_play.plan.detect import cpu_threads
+from sft_play.plan.detect import detect
 from sft_play.plan.gpu_info import gpu_facts
+from sft_play.plan.hardware import Hardware
+from sft_play.plan.torch_check import require_usable
 from sft_play.runs.origin import git_state
 
 DEFAULTS = {"STEPS": "", "FOLDER": ".cache/acceptance", "WRITE": "docs/benchmarks-gpu.md", "COMMIT": "", "SMALL": ""}
@@ -38,22 +41,24 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options, chosen = options_of(arguments)
         small = Path(options["SMALL"]).resolve() if options["SMALL"] else None
-        facts = gpu_facts()
-        if not facts["count"] and not small:
+        hardware = detect()
+        card, on_cpu = hardware.devices[0], hardware.kind == "cpu"
+        if on_cpu and not small:
+            reason = gpu_facts()["reason"]
             raise HardwareError(
-                f"`make accept-gpu` needs an NVIDIA GPU, and {facts['reason']}", hint="`make test` runs what a CPU can show"
+                f"`make accept-gpu` needs an NVIDIA GPU, and {reason}", hint="`make test` runs what a CPU can show"
             )
+        if not on_cpu:
+            os.environ.update(visible_cards([0], hardware.devices))
+            require_usable(hardware, [0], os.environ)
     except UserError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
-    card = facts["gpus"][0] if facts["count"] else {"name": "CPU", "memory_bytes": facts["cpu"]["memory_bytes"]}
     folder = Path(options["FOLDER"]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(RUNS_DIR=str(folder / "runs"), HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
-    if facts["count"] > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = card["uuid"]
-    lab = Lab(folder=folder, card=card["name"], memory_bytes=card["memory_bytes"], small=small, on_cpu=not facts["count"])
-    kept, machine = folder / "results.json", describe(card, facts)
+    lab = Lab(folder=folder, card=card.name, memory_bytes=card.memory_bytes, small=small, on_cpu=on_cpu)
+    kept, machine = folder / "results.json", describe(hardware)
     results = read_json(kept) if kept.is_file() else {}
     if results.get("machine") != machine:  # figures of another card or of other versions do not belong into this table
         results = {"machine": machine, "steps": {}}
@@ -100,10 +105,10 @@ def run_step(lab: Lab, step: Step, end: float) -> dict[str, Any]:
     return {"state": state, "reason": reason, "seconds": time.monotonic() - begun, "rows": [asdict(row) for row in rows]}
 
 
-def describe(card: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+def describe(hardware: Hardware) -> str:
     """Returns what the figures depend on."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
-    return f"{card['name']}, {card['memory_bytes'] / GIB:.1f} GiB, driver {facts['driver']}, {cpu_threads()} cores; {versions}"
+    card, versions = hardware.devices[0], ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
+    return f"{card.name}, {card.memory_bytes / GIB:.1f} GiB, driver {hardware.driver}, {hardware.cpu_threads} cores; {versions}"
 
 
 def commit_here() -> str:

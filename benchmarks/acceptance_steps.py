@@ -80,6 +80,7 @@ TRAININGS: Mapping[str, Training] = {
     "8B LoRA, 4 rows a step": Training(COMPARED, large=True),
     "LoRA, 4 rows a step": Training(COMPARED),
     "FSDP2": Training(SHORT | {"NUM_GPUS": "1"}, "train-fsdp"),
+    "FSDP2, QLoRA": Training(SHORT | {"NUM_GPUS": "1", "TUNING_MODE": "qlora"}, "train-fsdp"),
     "ZeRO-2": Training(SHORT | {"NUM_GPUS": "1"}, "train-deepspeed"),
     "ZeRO-3, offloaded": Training(
         SHORT | {"NUM_GPUS": "1", "DEEPSPEED_CONFIG": "deepspeed/zero3_offload.json"}, "train-deepspeed"
@@ -92,7 +93,7 @@ GOALS: Mapping[str, Mapping[str, tuple[int, float | None]]] = {
 """Card of the catalogue -> training -> tokens/s, and the most GiB allocated."""
 TRL_GOAL = 0.6
 MODES = ("QLoRA, nf4", "QLoRA, int8", "full", "fp16", "recomputation")
-SHARDED = ("FSDP2", "ZeRO-2", "ZeRO-3, offloaded")
+SHARDED = ("FSDP2", "FSDP2, QLoRA", "ZeRO-2", "ZeRO-3, offloaded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +168,7 @@ class Lab:
         """Returns the variables of a training."""
         words = {"CONFIG": str(self.folder / "8b.yaml") if one.large else "configs/quickstart.yaml", **one.words}
         if one.large and self.memory_bytes < FORTY_GIB * GIB:
-            words = {
-                "TRAIN_BATCH_SIZE": "1",
-                "TRAIN_GRADIENT_CHECKPOINTING": "true",
-            } | words  # their goals are bounds on memory, too
+            words = {"TRAIN_BATCH_SIZE": "1", "TRAIN_GRADIENT_CHECKPOINTING": "true"} | words  # their goals bound memory, too
         if self.small and not one.large:
             words["MODEL_NAME"] = str(self.small)
         return words
@@ -185,20 +183,15 @@ class Lab:
     ) -> tuple[int, str, str]:
         """Runs a Python program until it ends, or the step's time; returns code, stdout, stderr. `stop` says when to send SIGTERM."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            command, environment = [sys.executable, *words], {**os.environ, **(env or {})}
-            process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
+            environment = {**os.environ, **(env or {})}
+            process = subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=environment, start_new_session=True)
             late = False
             try:
-                while process.poll() is None:
+                while process.poll() is None and time.monotonic() < self.deadline + 30:
                     time.sleep(0.01)
-                    if stop and stop():
+                    if (not late and time.monotonic() > self.deadline) or (stop and stop()):
+                        late, stop = time.monotonic() > self.deadline, None
                         process.terminate()
-                        stop = None
-                    if not late and time.monotonic() > self.deadline:
-                        late = True
-                        process.terminate()
-                    if time.monotonic() > self.deadline + 30:
-                        break
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
@@ -469,7 +462,7 @@ STEPS: Mapping[int, Step] = {
     11: Step("8B: memory, planned and measured", 240, large_memory),
     12: Step("out of memory, and the recovery", 120, out_of_memory),
     13: Step("evaluation on GPU and CPU", 180, evaluation),
-    14: Step("one rank under FSDP2 and ZeRO", 150, lambda lab: each(lab, SHARDED, learns)),
+    14: Step("one rank under FSDP2 and ZeRO", 200, lambda lab: each(lab, SHARDED, learns)),
     15: Step("forecast by `make bench`", 180, calibrated),
     16: Step("8B LoRA compared with TRL", 300, compared_with_trl),
 }
