@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from sft_play.config.yaml_source import Node, read_yaml
 from sft_play.errors import UserError, raise_all
-from sft_play.launch.deepspeed_json import UserDeepSpeed, read_user_json
+from sft_play.launch.deepspeed_json import UserDeepSpeed, examine_user_json
 from sft_play.launch.json_with_comments import JsonDocument
 
 NoneType = type(None)
@@ -203,7 +203,7 @@ def _deepspeed(path: Path, section: Mapping[str, Any], kind: str, notices: list[
                 target = target.setdefault(parent, {})
             target[leaf] = setting
     if file:
-        return read_user_json(Path(file))
+        return examine_user_json(Path(file))
     stage = value["zero_optimization"]["stage"]
     if stage not in (1, 2, 3):
         refuse(f"`deepspeed_config.zero_stage` is `{stage}`; expected 1, 2 or 3")

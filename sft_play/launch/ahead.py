@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
+from sft_play.launch.deepspeed_resolve import checked_plan
 from sft_play.launch.options import LaunchOptions, read_options
 from sft_play.plan.command import hardware_of, needs_several, plan_for
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import Plan
+from sft_play.plan.shape import shape_of
 
 TARGETS = {"single": "train", "ddp": "train-distributed", "fsdp2": "train-fsdp"}
 
@@ -44,5 +46,5 @@ def planned_ahead(call: Call) -> Ahead:
         request = replace(request, num_nodes=hardware.nodes)
     if request.command_strategy == "auto" and not needs_several(loaded, hardware, request):
         request = replace(request, command_strategy="single")
-    plan = plan_for(loaded, hardware, request)
+    plan = checked_plan(options, loaded.config, shape_of(loaded.config.model), lambda: plan_for(loaded, hardware, request))
     return Ahead(loaded=loaded, options=replace(options, request=request), hardware=hardware, plan=plan)

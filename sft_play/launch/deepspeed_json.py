@@ -37,7 +37,10 @@ NOT_OURS: Mapping[str, str] = {
     "weight_quantization": "`tuning.mode: qlora` quantises the base",
 }
 """Keys that DeepSpeed knows and that would change what the run computes behind the plan's back."""
-BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+BATCH_KEYS: Mapping[str, str] = {
+    "batch_size": "train_micro_batch_size_per_gpu", "grad_accum": "gradient_accumulation_steps", "global_batch_size": "train_batch_size",
+}  # fmt: skip
+"""Key of `train.` -> key of DeepSpeed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +63,7 @@ class BatchNumbers:
     @property
     def settings(self) -> dict[str, int]:
         slots = self.micro_batch * self.accumulation * self.world_size
-        return dict(zip(BATCH_KEYS, (self.micro_batch, self.accumulation, slots), strict=True))
+        return dict(zip(BATCH_KEYS.values(), (self.micro_batch, self.accumulation, slots), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +75,17 @@ class UserDeepSpeed:
     """With old spellings translated; `auto` still inside."""
     stage: int
     notices: tuple[str, ...] = field(default=())
+    problems: tuple[UserError, ...] = ()
+    """What is wrong in the file and leaves a plan possible: `resolve` raises it together with what contradicts the plan."""
+
+    @property
+    def batch(self) -> dict[str, int]:
+        """The batch that the file asks for, by keys of `train.`; empty where it says `auto`, or no number of rows."""
+        given = {key: self.settings.get(name) for key, name in BATCH_KEYS.items()}
+        found = {key: value for key, value in given.items() if isinstance(value, int) and value > 0 and value is not True}
+        if found.keys() >= {"batch_size", "grad_accum"}:
+            found.pop("global_batch_size", None)  # the product, which `resolve` compares
+        return found
 
     def offloads(self, what: Literal["optimizer", "param"]) -> bool:
         """Whether the file keeps optimizer states or weights outside the GPU."""
@@ -115,7 +129,7 @@ def deepspeed_settings(
     # Stage 1 would otherwise hold every weight's gradient in bf16 too until the backward pass ends.
     at_once = {"immediate_grad_update": True} if exact and stage == 1 else {}
     return {
-        **(batch.settings if batch else dict.fromkeys(BATCH_KEYS, "auto")),
+        **(batch.settings if batch else dict.fromkeys(BATCH_KEYS.values(), "auto")),
         **exact,
         "gradient_clipping": "auto" if clipping is None else clipping,
         "bf16": {"enabled": precision == "bf16" if precision else "auto", **at_once},
@@ -136,12 +150,20 @@ def known_keys() -> dict[str, Any]:
 
 def read_user_json(path: Path) -> UserDeepSpeed:
     """Reads and checks a user's DeepSpeed JSON. Raises `UserError` with every problem, each with `file:line`."""
+    user = examine_user_json(path)
+    raise_all(user.problems)
+    return user
+
+
+def examine_user_json(path: Path) -> UserDeepSpeed:
+    """Reads a user's DeepSpeed JSON with its `problems`. Raises `UserError` with all of them where no plan can be made."""
     document = read_document(path)
     problems: list[UserError] = []
     settings, notices = _translated(document, problems)
     _check_keys(document, problems)
     zero = settings.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else None
+    readable = isinstance(zero, dict) and stage in {1, 2, 3} and not isinstance(stage, bool)
     if zero is None:
         problems.append(
             UserError("`zero_optimization` is missing", place=str(path), hint='add "zero_optimization": {"stage": 2}')
@@ -149,12 +171,15 @@ def read_user_json(path: Path) -> UserDeepSpeed:
     elif not isinstance(zero, dict):
         text = f"`zero_optimization` is `{zero}`; expected an object with a `stage`"
         problems.append(UserError(text, place=document.place("zero_optimization")))
-    elif stage not in {1, 2, 3} or isinstance(stage, bool):
+    elif not readable:
         place = document.place("zero_optimization.stage")
         hint = "`make train-distributed` trains without sharding" if stage == 0 else None
         problems.append(UserError(f"`zero_optimization.stage` is `{stage}`; expected 1, 2 or 3", place=place, hint=hint))
-    raise_all(problems)
-    return UserDeepSpeed(document=document, settings=settings, stage=int(stage or 0), notices=tuple(notices))
+    if not readable:
+        raise_all(problems)
+    return UserDeepSpeed(
+        document=document, settings=settings, stage=int(stage or 0), notices=tuple(notices), problems=tuple(problems)
+    )
 
 
 def _translated(document: JsonDocument, problems: list[UserError]) -> tuple[dict[str, Any], list[str]]:

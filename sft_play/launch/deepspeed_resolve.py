@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import UserError, raise_all
-from sft_play.launch.deepspeed_json import BatchNumbers, UserDeepSpeed, deepspeed_settings
+from sft_play.launch.deepspeed_json import BATCH_KEYS, BatchNumbers, UserDeepSpeed, deepspeed_settings
+from sft_play.launch.options import LaunchOptions
 from sft_play.plan.plan import Plan
+from sft_play.plan.shape import ModelShape
 
 AGREED: Mapping[str, str] = {
     "train_micro_batch_size_per_gpu": "the plan's rows per device; set `train.batch_size`",
@@ -25,8 +27,14 @@ SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "war
 SECTIONS_WITH_DEFAULTS = frozenset({"zero_optimization", "fp16", "bf16", "activation_checkpointing"})
 
 
-def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
-    """Returns the JSON for the run and what the user should know. Raises `UserError` for each contradiction, with both values."""
+def resolve(
+    user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int, early: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the JSON for the run and what the user should know.
+
+    Raises `UserError` with all that is wrong in the file and each contradiction, with both values. An `early` plan does not know the
+    data: only what the configuration itself says of the batch is compared with it.
+    """
     work = _Resolution(user=user, plan=plan, config=config, settings=deepcopy(dict(user.settings)), notices=list(user.notices))
     ours = deepspeed_settings(
         stage=user.stage,
@@ -37,7 +45,11 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
         offload=_offloads(work.settings),
         hidden_size=hidden_size,
     )
+    open_ones = {name for key, name in BATCH_KEYS.items() if early and not _decided(config, key)}
     for key, because in AGREED.items():
+        if key in open_ones:
+            work.settings[key] = ours[key]
+            continue
         work.agree(work.settings, key, ours[key], because)
     for section in ("bf16", "fp16"):
         part = work.settings.setdefault(section, {})
@@ -49,8 +61,29 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
             work.settings.setdefault(key, ours[key])
     work.settings["bf16"] = ours["bf16"] | work.settings["bf16"]
     work.fill_automatic(work.settings, ours, prefix="")
-    raise_all(work.problems)
+    raise_all([*user.problems, *work.problems])
     return _whole_numbers(work.settings), work.notices
+
+
+def checked_plan(options: LaunchOptions, config: Config, shape: ModelShape, make: Callable[[], Plan]) -> Plan:
+    """Returns the plan that `make` makes. Raises with it, before anything is prepared, what `resolve` would refuse of a user's file."""
+    user = options.deepspeed
+    if user is None:
+        return make()
+    try:
+        plan = make()
+    except UserError as error:
+        if user.problems:
+            raise_all([*user.problems, error])
+        raise
+    resolve(user, plan, config, hidden_size=shape.hidden_size, early=plan.steps_per_epoch is None)
+    return plan
+
+
+def _decided(config: Config, key: str) -> bool:
+    train = config.train
+    both = train.batch_size != "auto" and train.grad_accum != "auto"
+    return both or (key != "global_batch_size" and getattr(train, key) != "auto")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch import recovery
 from sft_play.launch.agreement import NodeFacts
+from sft_play.launch.deepspeed_resolve import checked_plan
 from sft_play.launch.environment import Node, indices_of, ranks_of, worker_environment
 from sft_play.launch.key import key_here
 from sft_play.launch.meeting import Meeting
@@ -99,7 +100,7 @@ def refuse_early(job: Job) -> None:
     Torch is asked here whether it can use the GPUs of the plan: before a run folder is made.
     """
     try:
-        plan = job.plan(None)
+        plan = checked_plan(job.options, job.loaded.config, job.shape, lambda: job.plan(None))
     except HardwareError:
         if job.node.count == 1 or job.nodes:
             raise

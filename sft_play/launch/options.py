@@ -11,7 +11,7 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
 from sft_play.errors import UserError
 from sft_play.launch.accelerate_config import AccelerateChoices, read_accelerate_config
-from sft_play.launch.deepspeed_json import UserDeepSpeed, read_user_json
+from sft_play.launch.deepspeed_json import BATCH_KEYS, UserDeepSpeed, examine_user_json
 from sft_play.plan.request import LaunchRequest
 
 CommandStrategy = Literal["single", "ddp", "zero", "fsdp2", "auto"]
@@ -43,6 +43,8 @@ def read_options(
         choices = read_accelerate_config(Path(path))
     loaded = _with_choices(loaded, choices)
     deepspeed = _deepspeed(call, choices, loaded, command)
+    if deepspeed:
+        loaded = _with_batch(loaded, deepspeed)
     strategy: CommandStrategy = command
     if choices.strategy and command not in ("auto", choices.strategy):
         raise UserError(
@@ -98,7 +100,7 @@ def _deepspeed(call: Call, choices: AccelerateChoices, loaded: LoadedConfig, com
         raise UserError(
             f"`DEEPSPEED_CONFIG` and the DeepSpeed settings of `{choices.path}` are both given", hint="give one of them"
         )
-    user = read_user_json(Path(path)) if path else choices.deepspeed
+    user = examine_user_json(Path(path)) if path else choices.deepspeed
     if user and command in ("zero", "auto") and loaded.typed("launch.strategy"):
         wanted = loaded.config.launch.strategy
         if wanted not in ("auto", f"zero{user.stage}"):
@@ -130,6 +132,14 @@ def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedCon
         config = replace(config, train=replace(config.train, **{key: value}))
         origins[f"train.{key}"] = str(choices.path)
     return replace(loaded, config=config, origins=origins) if choices.train else loaded
+
+
+def _with_batch(loaded: LoadedConfig, user: UserDeepSpeed) -> LoadedConfig:
+    """Puts the batch of a DeepSpeed JSON into the configuration where nobody typed it there; `resolve` compares what both give."""
+    asked = {key: value for key, value in user.batch.items() if not loaded.typed(f"train.{key}")}
+    places = {f"train.{key}": user.document.place(BATCH_KEYS[key]) for key in asked}
+    config = replace(loaded.config, train=replace(loaded.config.train, **asked))
+    return replace(loaded, config=config, origins={**loaded.origins, **places})
 
 
 def _check(options: LaunchOptions, command: CommandStrategy, *, node_rank_given: bool) -> None:

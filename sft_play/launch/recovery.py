@@ -206,5 +206,5 @@ def without_batch_numbers(options: LaunchOptions) -> LaunchOptions:
     user = options.deepspeed
     if user is None:
         return options
-    settings = {key: "auto" if key in BATCH_KEYS else value for key, value in user.settings.items()}
+    settings = {key: "auto" if key in BATCH_KEYS.values() else value for key, value in user.settings.items()}
     return replace(options, deepspeed=replace(user, settings=settings))

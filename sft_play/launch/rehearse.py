@@ -12,6 +12,7 @@ from pathlib import Path
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
+from sft_play.launch.deepspeed_resolve import checked_plan
 from sft_play.launch.options import CommandStrategy, LaunchOptions, read_options
 from sft_play.launch.run_folder import ended_by_signals, find_run
 from sft_play.plan.command import hardware_of, needs_several, plan_for
@@ -21,6 +22,7 @@ from sft_play.plan.nodes import devices_of, with_network
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scaling import parse_price, parse_scale, scale_json, scale_table, show_scale, with_cost
+from sft_play.plan.shape import shape_of
 from sft_play.plan.show import misfit_json, show_misfit, show_plan
 from sft_play.plan.sources import parse_source
 from sft_play.plan.torch_check import unasked
@@ -55,7 +57,10 @@ def _rehearse(call: Call) -> int:
     source = parse_source(call.options.get("SOURCE"), "known")
     if source == "probe":
         _probe(call, loaded, replace(options, request=request), hardware)
-    plan = with_cost(plan_for(loaded, hardware, request, prepared, source), hardware, price)
+    plan = checked_plan(
+        options, loaded.config, shape_of(loaded.config.model), lambda: plan_for(loaded, hardware, request, prepared, source)
+    )
+    plan = with_cost(plan, hardware, price)
     rows = scale_table(
         lambda case, launch: plan_for(loaded, case, launch, prepared), hardware, request, counts, price
     )  # fmt: skip

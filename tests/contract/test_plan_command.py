@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,40 @@ def test_refusals(in_process: Program, tmp_path: Path, words: list[str], code: i
     for part in parts:
         assert part in done.err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("command", "words"), [("plan", ()), ("train-deepspeed", ("NUM_GPUS=2", "RUN_NAME=never"))])
+def test_all_faults_of_a_deepspeed_json_before_anything_starts(
+    command: str, words: tuple[str, ...], in_process: Program, tiny_config: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        """{ "train_batchsize": 64,
+  "zero_optimization": { "stage": 2, "overlap_com": true },
+  "optimizer": { "type": "AdamW", "params": { "lr": 0.1 } },
+  "scheduler": { "type": "OneCycle" },
+  "gradient_clipping": 0.5,
+  "train_micro_batch_size_per_gpu": 4 }""", encoding="utf-8"
+    )  # fmt: skip
+    done = in_process(command, f"CONFIG={tiny_config}", f"DEEPSPEED_CONFIG={path}", "TRAIN_BATCH_SIZE=2", *words)
+    assert done.code == 2 and done.err.count("error: ") == 6, done.err
+    for line, key in enumerate(
+        ("train_batchsize", "overlap_com", "optimizer.params.lr", "scheduler.type", "gradient_clipping", "train_micro_batch_size_per_gpu"), 1
+    ):  # fmt: skip
+        assert re.search(rf"ds\.json:{line}: .*{re.escape(key)}", done.err), done.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_batch_of_a_deepspeed_json_is_the_plans(in_process: Program, tiny_config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}',
+        encoding="utf-8",
+    )
+    done = in_process("plan", f"CONFIG={tiny_config}", f"DEEPSPEED_CONFIG={path}", "NUM_GPUS=2", "HARDWARE=cpu", "JSON=1")
+    assert done.code == 0, done.err
+    assert {(rank["micro_batch"], rank["accumulation"]) for rank in done.json["ranks"]} == {(4, 3)}
+    assert done.json["global_batch_size"] == 24
 
 
 # Presets: the hardware that each names, and the rows per step that people quote for it.
