@@ -20,6 +20,7 @@ LAUNCH = COMMON | {
     "MASTER_PORT",
     "ACCELERATE_CONFIG",
     "TENSORBOARD_PORT",
+    "WHY",
 }
 RUN = frozenset({"RUN", "JSON"})
 
@@ -53,6 +54,7 @@ COMMANDS: dict[str, Command] = {
             "SCALE",
             "PRICE_PER_HOUR",
             "SOURCE",
+            "WHY",
         },
     ),
     "data": Command(

@@ -72,6 +72,13 @@ class Call:
             raise UserError(f"`{name}` is `{port}`; expected a port, 1 to {LARGEST_PORT}")
         return port
 
+    def flag(self, name: str) -> bool:
+        """Returns whether an option is switched on. Raises `UserError`."""
+        text = self.options.get(name, "").lower()
+        if text not in TRUE | FALSE:
+            raise UserError(f"`{name}` is `{self.options[name]}`; expected `1` or `0`")
+        return text in TRUE
+
     def integer(self, name: str, minimum: int = 0) -> int | None:
         """Returns a whole-number option, `None` when it was not given. Raises `UserError`."""
         text = self.options.get(name)

@@ -28,7 +28,7 @@ from sft_play.runs.stamp import divided
 
 
 def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpoint: Path | None) -> Outcome:
-    """Writes the run's files and runs the workers to their end. With an `event`, which is recorded, plan and command are shown."""
+    """Writes the run's files and runs the workers to their end. With an `event`, which is recorded, the plan is shown."""
     notices = write_launch_files(job, plan, run)
     environment = worker_environment(
         plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads, devices=job.hardware.devices
@@ -40,14 +40,21 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
     arguments = worker_arguments(run, job.node, checkpoint=checkpoint, plan=plan)
     console = sys.stderr if job.call.json else sys.stdout
     keep_launch(run, job.node.rank, launch_facts(job.options), plan, anew=event == "started")
+    launched = show_launch(arguments, environment)
     if event:
-        notes = (*job.options.notices, *notices, *environment.notes)
-        print(f"{show_plan(plan)}\n{show_launch(arguments, replace(environment, notes=notes))}", file=console)
-        print(f"run {run.path}\n", file=console, flush=True)
+        why = job.call.flag("WHY")
+        print("\n".join([show_plan(plan, why=why), *([launched] if why else [])]), file=console)
+        for notice in (*job.options.notices, *notices, *environment.notices):
+            print(f"note: {notice}", file=console)
+        print(
+            f"run {run.path}" + ("" if why else f"; WHY=1 shows the reasons, {run.plan.name} keeps them") + "\n",
+            file=console,
+            flush=True,
+        )
         record_event(run, event, node_rank=job.node.rank, world_size=plan.world_size, strategy=plan.strategy,
                      steps=plan.steps, batches=divided(plan.ranks),
                      checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
-    return supervise(arguments, environment.variables, run, job.ranks_here(plan), console=console.fileno())
+    return supervise(arguments, environment.variables, run, job.ranks_here(plan), console=console.fileno(), shown=f"{launched}\n")
 
 
 def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:

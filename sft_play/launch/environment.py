@@ -36,6 +36,13 @@ class WorkerEnvironment:
     removed: tuple[str, ...]
     """Names that were taken out."""
     notes: tuple[str, ...]
+    """Why some of it is set."""
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should read even without having asked."""
+        names = ", ".join(self.removed)
+        return (f"taken out of the environment, since launchers obey them in silence: {names}",) if names else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +91,6 @@ def worker_environment(
         if plan.device == "cuda" and node.count > 1:
             chosen["NCCL_SOCKET_IFNAME"] = node.interface
     ours = {k: v for k, v in chosen.items() if k not in USER_DECIDES or k not in kept}
-    if removed:
-        notes.append(f"taken out of the environment, since launchers obey them in silence: {', '.join(removed)}")
     return WorkerEnvironment(
         variables=kept | ours,
         set_here=ours,

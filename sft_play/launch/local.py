@@ -36,5 +36,5 @@ def show_launch(arguments: Sequence[str], environment: WorkerEnvironment) -> str
     lines = ["launch", f"  {shlex.join(['accelerate', 'launch', *arguments[3:]])}"]
     lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(environment.set_here.items())]
     lines += [f"  {name}={value}  (yours)" for name, value in environment.inherited.items()]
-    lines += [f"  note: {note}" for note in environment.notes]
+    lines += [f"  because of {note}" for note in environment.notes]
     return "\n".join(lines)

@@ -42,6 +42,7 @@ def main(call: Call) -> int:
 def _rehearse(call: Call) -> int:
     if call.options.get("RUN"):
         find_run(call.options["RUN"])  # an unknown run is told as such, before its configuration is missed
+    why = call.flag("WHY") or "WHY" not in call.options
     loaded = call.load_config()
     hardware = hardware_of(call)
     options, loaded = read_options(call, loaded, "auto", rehearsal=True)
@@ -71,7 +72,7 @@ def _rehearse(call: Call) -> int:
     if call.json:
         print(json.dumps(plan.to_json() | ({"scale": scale_json(rows)} if counts else {}), indent=2))
         return 0
-    print(show_plan(plan, details=True))
+    print(show_plan(plan, why=why, details=True))
     if counts:
         print(f"\n{show_scale(rows, hardware, request, plan.speed_basis)}")
     if not hardware.described:

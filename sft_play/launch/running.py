@@ -176,9 +176,7 @@ def logs(call: Call) -> int:
     if not call.options.get("RUN"):
         raise UserError("`make logs` needs `RUN=name-or-folder`", hint="make logs RUN=NAME")
     run, rank = find_run(call.options["RUN"]), call.integer("RANK") or 0
-    follow = call.options.get("FOLLOW", "0").lower()
-    if follow not in ("0", "1", "true", "false"):
-        raise UserError(f"`FOLLOW` is `{call.options['FOLLOW']}`; expected `1` or `0`")
+    follow = call.flag("FOLLOW")
     path = run.rank_log(rank)
     if not path.is_file():
         ranks = sorted(int(one.stem.removeprefix("rank")) for one in run.logs.glob("rank*.log") if one.stem[4:].isdigit())
@@ -187,7 +185,7 @@ def logs(call: Call) -> int:
     if call.json:
         print(json.dumps({"run": str(run.path), "rank": rank, "path": str(path), "text": path.read_text("utf-8", "replace")}))
         return 0
-    _print(path, run, follow=follow in ("1", "true"))
+    _print(path, run, follow=follow)
     return 0
 
 

@@ -30,8 +30,10 @@ KILL_SECONDS = 10.0
 """How long killed processes may take to go, each of three times."""
 
 
-def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFolder, ranks: range, *, console: int) -> Outcome:
-    """Runs the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to.
+def supervise(
+    arguments: Sequence[str], variables: Mapping[str, str], run: RunFolder, ranks: range, *, console: int, shown: str = ""
+) -> Outcome:
+    """Runs the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to; the launcher's log begins with `shown`.
 
     A signal asks the workers to save and leave (`launch.stopping`), a second Ctrl-C kills them. Whatever happens, no descendant is
     alive when this returns; one that the kernel cannot end is named.
@@ -45,6 +47,8 @@ def supervise(arguments: Sequence[str], variables: Mapping[str, str], run: RunFo
     stop, mark, kills = Stop(), uuid.uuid4().hex, MemoryKills.begin()
     beats, log = Listener(mark), launcher_log(run, ranks.start)
     with log.open("wb") as agent_log, signals_noted(stop):
+        agent_log.write(shown.encode())
+        agent_log.flush()
         process = subprocess.Popen(
             list(arguments),
             env={**variables, MARK: mark},

@@ -13,7 +13,7 @@ from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.hardware import GIB
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan
-from sft_play.plan.show_speed import show_speed
+from sft_play.plan.show_speed import duration, show_speed
 from sft_play.plan.words import figure
 
 ORDER = (
@@ -26,8 +26,8 @@ MOST_GROUPS = 8
 """Of ranks that are not adjacent, before a block of bars."""
 
 
-def show_plan(plan: Plan, *, details: bool = False) -> str:
-    """Returns a summary; with `details` the memory of every kind of rank as bars, and what to change."""
+def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
+    """Returns a summary in five lines; with `why` its reasons, with `details` the memory of every kind of rank as bars."""
     first = plan.ranks[0]
     names = Counter(rank.device_name for rank in plan.ranks)
     where = " + ".join(f"{number} x {name}" if number > 1 else name for name, number in names.items())
@@ -40,12 +40,15 @@ def show_plan(plan: Plan, *, details: bool = False) -> str:
     lines.append(
         f"  memory   {_gib(tightest.peak_bytes)} of {_gib(tightest.capacity_bytes)} at the peak of rank {tightest.rank}: {_parts(tightest)}"
     )
-    lines.append(f"  room     {_room(plan)}")
     speed = show_speed(plan)
-    lines += ["  speed    " + speed[0], *(f"           {line}" for line in speed[1:])]
-    if plan.exchanges:
-        lines += ["", *show_exchanges(plan.exchanges), ""]
-    lines += ["  because  " + plan.reasons[0], *(f"           {reason}" for reason in plan.reasons[1:])]
+    if why:
+        lines.append(f"  room     {_room(plan)}")
+        lines += ["  speed    " + speed[0], *(f"           {line}" for line in speed[1:])]
+        if plan.exchanges:
+            lines += ["", *show_exchanges(plan.exchanges), ""]
+        lines += ["  because  " + plan.reasons[0], *(f"           {reason}" for reason in plan.reasons[1:])]
+    else:
+        lines.append(f"  speed    {speed[0]}" + (f", {duration(plan.total_seconds)} in all" if plan.total_seconds else ""))
     if details:
         lines += ["", *_ranks(plan), *_bars(plan)]
     if plan.remedies:

@@ -114,10 +114,12 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
     result = json.loads(done.stdout)  # stdout holds the result only
     assert result["code"] == 0
     assert Path(result["model"]).is_dir()
-    assert "accelerate launch --config_file" in done.stderr
+    before_steps = done.stderr.partition("step 1/2")[0].splitlines()
+    assert len(before_steps) <= 15 and "because" not in done.stderr, done.stderr
     assert "PET_NNODES, RANK" in done.stderr  # taken out, and said
-    assert "NCCL_DEBUG=WARN  (yours)" in done.stderr
     run = launcher.runs / "one"
+    for line in ("accelerate launch --config_file", "NCCL_DEBUG=WARN  (yours)"):
+        assert line not in done.stderr and line in (run / "logs" / "launcher.log").read_text()
     for name in ("config.json", "plan.json", "prepared.json", "stamp.json", "accelerate.yaml", "metrics.jsonl", "logs/rank0.log"):
         assert (run / name).is_file(), name
     assert [e["event"] for e in launcher.events("one")] == ["started", "finished"]
@@ -145,9 +147,10 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
     assert "`train.learning_rate` cannot change" in rate.stderr
     assert changed_at(run) == before
 
-    longer = launcher("resume", "RUN=one", "TRAIN_MAX_STEPS=3")
+    longer = launcher("resume", "RUN=one", "TRAIN_MAX_STEPS=3", "WHY=1")
     assert longer.returncode == 0, longer.stderr
     assert "from step-000002" in longer.stderr
+    assert "  because  " in longer.stdout and "accelerate launch --config_file" in longer.stdout
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if row["kind"] == "train"] == [1, 2, 3]
 

@@ -107,7 +107,7 @@ def test_stray_variables_are_taken_out_and_named() -> None:
         "MAKEFLAGS",
     ):
         assert name not in environment.variables
-    assert "PET_NNODES" in environment.notes[-1]
+    assert "PET_NNODES" in environment.notices[0]
     assert environment.variables["HF_TOKEN"] == "secret-token"
     assert environment.variables["OMP_NUM_THREADS"] == "4"
     assert environment.variables["ACCELERATE_USE_CPU"] == "true"

@@ -137,7 +137,7 @@ def logs(call: Call) -> int:
     here = replace(call, options={name: text for name, text in call.options.items() if not name.startswith("CLUSTER")})
     if run.rank_log(rank).is_file():
         return running.logs(here)
-    follow = call.options.get("FOLLOW", "0").lower() in ("1", "true")
+    follow = call.flag("FOLLOW")
     there: set[int] = {int(path.stem[4:]) for path in run.logs.glob("rank*.log") if path.stem[4:].isdigit()}
     for host in inventory.hosts:
         if not is_here(host):
