@@ -223,8 +223,20 @@ MAKEFILE_TARGETS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns the exit code of contract section 7."""
+    """Runs one command and returns the exit code of contract section 7; under make, which has its own, it ends make."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if "--from-make" not in arguments:
+        return _run(arguments)
+    from sft_play.launch.console import end_make
+
+    try:
+        code = _run(arguments)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    return end_make(code)
+
+
+def _run(arguments: list[str]) -> int:
     try:
         from sft_play.config.call import parse_call
         from sft_play.launch.console import console_may_go

@@ -251,7 +251,9 @@ def _option(
     if one.name not in commands[command].options and not _of_cluster(one.name, commands[command]):
         takers = [name for name, row in commands.items() if one.name in row.options]
         where = "it is for " + ", ".join(f"`{_prefix(one)}{name}`" for name in takers)
-        if one.name in STANDS_FOR and commands[command].overrides:
+        if other := next((name for name in (f"{one.name}S", one.name[:-1]) if name in commands[command].options), None):
+            where = f"did you mean `{other}={one.text}`?"
+        elif one.name in STANDS_FOR and commands[command].overrides:
             where = f"did you mean `{STANDS_FOR[one.name]}={one.text}`?"
         problems.append(UserError(f"`{_shown(command, one)}` takes no `{one.name}`", hint=where))
     elif options.get(one.name, one.text) != one.text:

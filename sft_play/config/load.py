@@ -23,7 +23,7 @@ from sft_play.config.metrics import metrics_hint
 from sft_play.config.schema import Config, DataSource
 from sft_play.config.sources import config_path, leaves, read_file
 from sft_play.config.types import INVALID, Mismatch, convert
-from sft_play.config.values import Value, Values, interpolate
+from sft_play.config.values import Value, Values, as_meant, interpolate
 from sft_play.config.yaml_source import wrap
 from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json, write_json
@@ -264,7 +264,7 @@ def _finish(found: Values, path: Path | None) -> LoadedConfig:
         known = find_key(key)
         assert known is not None
         mismatches: list[Mismatch] = []
-        converted = convert(value.node, known.annotation, known.limits, key, mismatches)
+        converted = convert(as_meant(key, value.node), known.annotation, known.limits, key, mismatches)
         found.problems += [_as_error(mismatch, value, path) for mismatch in mismatches]
         if converted is not INVALID:
             values[key] = converted

@@ -86,7 +86,7 @@ ALIASES: Mapping[str, str] = {
     "pin_memory": "train.dataloader_pin_memory", "mixed_precision": "train.bf16",
     # Axolotl
     "base_model": "model.name", "base_model_config": "model.name", "adapter": "tuning.mode", "sequence_len": "model.max_seq_len",
-    "datasets": "data.sources", "dataset": "data.sources", "test_datasets": "data.validation", "val_set_size": "data.validation",
+    "datasets": "data.train_path", "dataset": "data.train_path", "test_datasets": "data.validation", "val_set_size": "data.validation",
     "micro_batch_size": "train.batch_size", "lora_target_linear": "tuning.lora.target_modules", "flash_attention":
     "model.attn_implementation", "saves_per_epoch": "train.save_strategy", "evals_per_epoch": "train.eval_strategy",
     "eval_max_new_tokens": "train.generation_max_new_tokens",

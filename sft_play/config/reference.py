@@ -11,6 +11,7 @@ from sft_play.config.keys import REQUIRED, Key, documented, extra_keys, schema_k
 from sft_play.config.ranges import REFUSED
 from sft_play.config.schema import DataSource
 from sft_play.config.types import describe, options
+from sft_play.config.values import ALSO_TAKEN
 from sft_play.config.yaml_source import scalar_text
 
 RENDERED = "<!-- Rendered by `make render`; edit `sft_play/config/schema.py`. -->"
@@ -133,6 +134,7 @@ def _json_type(key: Key) -> dict[str, Any]:
     choices: list[dict[str, Any]] = [{"type": "string", "pattern": r"^\$\{.+\}$"}]
     for part in options(key.annotation):
         choices.append(_json_part(part, key))
+    choices += [{"type": ALSO_TAKEN[key.name]}] if key.name in ALSO_TAKEN else []
     schema: dict[str, Any] = {"anyOf": choices}
     return schema if key.default is REQUIRED else schema | {"default": _json_default(key.default)}
 

@@ -60,7 +60,8 @@ class LoraSettings:
     dropout: float = 0.0
     """Dropout before the adapter, 0 to below 1."""
     target_modules: Auto | list[str] = "auto"
-    """Names of the linear layers that get an adapter; `auto` is every linear layer of the text model but the head."""
+    """Names of the linear layers that get an adapter, a list or `q_proj,v_proj`; `auto` (or `all-linear`) is every linear layer of the text
+    model but the head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +174,7 @@ class TrainConfig:
     """Rows per optimizer step over all devices. `auto` is 32, or the product where batch and accumulation are both given."""
     packing: Literal["auto", "off", "on"] = "auto"
     """Put the rows of each global batch into as few sequences of `model.max_seq_len` tokens as fit, without attention between rows; the
-    update stays the same. `auto` is on where it saves more than 10 % of the micro-steps."""
+    update stays the same. `auto` is on where it saves more than 10 % of the micro-steps. `true` and `false` are `on` and `off`."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens are learnt: every assistant turn, the last one only, or everything."""
     epochs: float = 3.0

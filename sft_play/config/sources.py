@@ -115,7 +115,9 @@ def _unknown_key(key: str, place: str, node: Node, *, look: bool = True) -> User
     if not key:
         return UserError("a key is empty; expected a name", place=place)
     if key in sections():
-        return UserError(f"`{key}` is `{shown(node)}`; expected a mapping of its keys", place=place)
+        first = {"data": "train_path", "model": "name", "tuning": "mode"}.get(key)
+        hint = f"did you mean `{key}.{first}: {shown(node)}`?" if first and isinstance(node.value, str) else None
+        return UserError(f"`{key}` is `{shown(node)}`; expected a mapping of its keys", place=place, hint=hint)
     if refusal := names.refusal(key):
         instead, why = refusal
         return UserError(f"`{key}` is not taken: {why}", place=place, hint=f"use `{instead}`" if instead else None)
@@ -126,7 +128,14 @@ def _unknown_key(key: str, place: str, node: Node, *, look: bool = True) -> User
         return UserError(f"unknown key `{key}`", place=place, hint=names.SECRETS_HINT)
     if meant := names.settings(leaf, node.text if node.text is not None else str(node.value)):
         return UserError(f"unknown key `{key}`", place=place, hint=f"here that is {_listed(meant)}")
-    better = (None if section else names.closest_section(leaf)) or (names.suggest(leaf, section) if look else None)
+    inner = next((one for one in sections() if not section and one.endswith(f".{leaf.removesuffix('_config')}")), None)
+    better = (
+        inner
+        or (None if section or leaf.lower() in names.ALIASES else names.closest_section(leaf))
+        or (names.suggest(leaf, section) if look else None)
+    )
+    if better == "data.train_path" and isinstance(node.value, list):
+        better = "data.sources"
     hint = f"did you mean `{better}`?" if better else "docs/configuration.md lists every key"
     return UserError(f"unknown key `{key}`", place=place, hint=hint)
 

@@ -92,6 +92,23 @@ def node_of_text(text: str, key: Key) -> Node:
     return Node(value, text=text)
 
 
+ALSO_TAKEN: Mapping[str, str] = {"train.packing": "boolean", "tuning.lora.target_modules": "string"}
+"""Key -> JSON type of the values that `as_meant` knows."""
+
+
+def as_meant(key: str, node: Node) -> Node:
+    """Returns what a value that other tools take for this key is here: `packing: true`, `target_modules: all-linear` or `q_proj,v_proj`."""
+    value = node.value
+    if key == "train.packing" and isinstance(value, bool):
+        return Node("on" if value else "off", line=node.line)
+    if key == "tuning.lora.target_modules" and isinstance(value, str):
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        if names in (["all-linear"], ["all"], ["auto"]):
+            return Node("auto", line=node.line)
+        return wrap(names, node.line) if names else node
+    return node
+
+
 def interpolate(found: Values) -> None:
     """Resolves `${section.key}` and OmegaConf's own resolvers (`${oc.env:HOME}`) in values that come from files."""
     open_ones = [key for key, value in found.values.items() if not value.literal and _has_interpolation(value.node)]

@@ -136,7 +136,7 @@ def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedCon
 
 def _with_batch(loaded: LoadedConfig, user: UserDeepSpeed) -> LoadedConfig:
     """Puts the batch of a DeepSpeed JSON into the configuration where nobody typed it there; `resolve` compares what both give."""
-    asked = {key: value for key, value in user.batch.items() if not loaded.typed(f"train.{key}")}
+    asked: dict[str, Any] = {key: value for key, value in user.batch.items() if not loaded.typed(f"train.{key}")}
     places = {f"train.{key}": user.document.place(BATCH_KEYS[key]) for key in asked}
     config = replace(loaded.config, train=replace(loaded.config.train, **asked))
     return replace(loaded, config=config, origins={**loaded.origins, **places})

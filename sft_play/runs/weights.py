@@ -51,10 +51,12 @@ def checkpoint_names(run: RunFolder) -> list[str]:
 
 
 def checkpoint_folder(run: RunFolder, name: str) -> Path | None:
-    """Returns the folder that `best`, `last` or `step-000040` names, links followed; `None` where there is none.
+    """Returns the folder that `best`, `last` or `step-000040` (or `40`) names, links followed; `None` where there is none.
 
     `last` and `best` are links, and those of a stranger's run may lead anywhere. Raises `CheckpointError` for one that leaves the run.
     """
+    if step := re.fullmatch(r"(?:step-)?([0-9]{1,9})", name):
+        name = run.checkpoint(int(step.group(1))).name
     path = run.checkpoints / name
     if Path(name).name != name or not (STEP_NAME.fullmatch(name) or name in ("best", "last")):
         return None

@@ -37,6 +37,17 @@ def message(action) -> str:
     return caught.value.render()
 
 
+def test_values_as_other_tools_write_them(file) -> None:
+    path = file(MINIMAL + "train: {packing: true}\ntuning: {lora: {target_modules: all-linear}}\n")
+    config = load(path).config
+    assert config.train.packing == "on" and config.tuning.lora.target_modules == "auto"
+    typed = load(path, "TRAIN_PACKING=false", "TUNING_LORA_TARGET_MODULES=q_proj,v_proj").config
+    assert typed.train.packing == "off" and typed.tuning.lora.target_modules == ["q_proj", "v_proj"]
+    assert load(path, "TUNING_LORA_TARGET_MODULES=q_proj").config.tuning.lora.target_modules == ["q_proj"]
+    assert "`RUNS=a`" in message(lambda: parse_call(["compare", "RUN=a"], COMMANDS))
+    assert "`RUN=a`" in message(lambda: parse_call(["eval", "RUNS=a"], COMMANDS))
+
+
 def test_every_value_knows_where_it_came_from(file) -> None:
     parent = file(MINIMAL + "train:\n  epochs: 2\n  seed: 7\n", "parent.yaml")
     child = file("extends: parent.yaml\ntrain:\n  epochs: 5\n", "child.yaml")

@@ -35,6 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 def test_a_link_within_the_run_is_followed(run: RunFolder) -> None:
     assert weights_folder(run, "last") == find("demo@last") == run.checkpoint(30).resolve()
+    assert weights_folder(run, "20") == weights_folder(run, "step-20") == find("demo@20") == run.checkpoint(20).resolve()
     assert checkpoint_names(run) == ["last", "step-000020", "step-000030"], "there is no best"
 
 
