@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-
 STOPPED = 128
 """Codes from here on are of a stop, which make hears of too."""
 

@@ -191,7 +191,6 @@ def test_further_training_arguments_are_typed_by_the_table(write: Write, word: s
         ("DATA_SOURCES=[{path: ''}]", "`data.sources[0].path` is empty"),
         ("DATA_SOURCES=a.jsonl", "`[{path: train.jsonl}]`"),
         ("DATA_VALIDATION=1.0", "< 1"),
-        ("TUNING_LORA_TARGET_MODULES=q_proj", "`[q_proj]`"),
         ("TUNING_LORA_TARGET_MODULES=[]", "names no module"),
         ("TUNING_LORA_DROPOUT=1", "< 1"),
         ("TRAIN_LABEL_SMOOTHING_FACTOR=0.1", "is not taken"),
