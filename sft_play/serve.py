@@ -21,12 +21,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sft_play.config.load import read_config
+from sft_play.data.rendered import template_sha256
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import file_sha256, text_sha256
 from sft_play.launch.access import TOKEN_VARIABLE, Checked, Guard, address_of, is_loopback, serve_token
 from sft_play.launch.network import port_is_free
 from sft_play.launch.run_folder import find_run
 from sft_play.model.folder import check_trained
+from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
@@ -61,6 +63,7 @@ def main(call: Call) -> int:
     check_packages()
     port = choose_port(call.port("PORT"), address)
     folder = servable(run, weights)
+    template_sha256(load_tokenizer(folder))  # in a request nothing would end a template that never does
     name = served_name(run, label_of(run, weights))
     with _stop_on_signals() as stopped, _named(folder, name):
         return _serve(name, Place(address, port, token), stopped, as_json=call.json)

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from sft_play.files import text_sha256
+from sft_play.model.rendering import write_chat
 
 CONVERSATION = [
     {"role": "system", "content": "Answer \u00abbriefly\u00bb."},
@@ -30,9 +31,7 @@ def template_sha256(tokenizer: Any) -> str | None:
     for turns in (CONVERSATION, CONVERSATION[1:]):
         try:
             written = [
-                tokenizer.apply_chat_template(
-                    turns[:length], tokenize=False, add_generation_prompt=prompt, date_string=DAY, strftime_now=lambda _: DAY
-                )
+                write_chat(tokenizer, turns[:length], add_generation_prompt=prompt, date_string=DAY, strftime_now=lambda _: DAY)
                 for length, prompt in ((len(turns), False), (len(turns) - 1, True))
             ]
         except (jinja2.TemplateError, TypeError, KeyError, ValueError):

@@ -16,6 +16,7 @@ from typing import Any
 from sft_play.data.calls import check_answer, check_written, has_tools
 from sft_play.data.example import Message
 from sft_play.errors import DataError
+from sft_play.model.rendering import in_time, write_chat
 from sft_play.model.tokenizer import MARKER
 
 IGNORED = -100
@@ -212,11 +213,12 @@ class Renderer:
 
         try:
             if self._compiled is not None and not tools and all(len(message) == 2 for message in messages):
-                return str(
-                    self._compiled.render(
-                        messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **self._special
+                with in_time(self.tokenizer):
+                    return str(
+                        self._compiled.render(
+                            messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **self._special
+                        )
                     )
-                )
             return self._render_slowly(messages, tools, prompt)
         except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
             if not messages:
@@ -236,7 +238,7 @@ class Renderer:
     def _render_slowly(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool) -> str:
         turns = [{key: value for key, value in message.items() if key != "train"} for message in messages]
         options: dict[str, Any] = {"tools": list(tools)} if tools else {}
-        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt, **options))
+        return write_chat(self.tokenizer, turns, add_generation_prompt=prompt, **options)
 
     def _compile(self) -> Any:
         """Returns the compiled template where it writes a plain conversation as `apply_chat_template` does; else `None`.
@@ -249,8 +251,9 @@ class Renderer:
         try:
             from transformers.utils.chat_template_utils import _compile_jinja_template
 
-            compiled = _compile_jinja_template(self.tokenizer.get_chat_template())
-            text = compiled.render(messages=probe, tools=None, documents=None, add_generation_prompt=True, **self._special)
+            with in_time(self.tokenizer):
+                compiled = _compile_jinja_template(self.tokenizer.get_chat_template())
+                text = compiled.render(messages=probe, tools=None, documents=None, add_generation_prompt=True, **self._special)
             return compiled if text == self._render_slowly(probe, None, True) else None
         except (ImportError, jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError):
             return None  # a template that wants more than one question; every conversation says itself what is wrong

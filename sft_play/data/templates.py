@@ -83,6 +83,8 @@ def check_syntax(text: str, place: str) -> None:
 
     try:
         jinja2.Environment(extensions=[Generation, jinja2.ext.loopcontrols]).parse(text)
+    except RecursionError:
+        raise DataError("the chat template nests without end", place=place) from None
     except jinja2.TemplateSyntaxError as error:
         lines = text.splitlines()
         line = lines[error.lineno - 1].strip() if 0 < error.lineno <= len(lines) else ""

@@ -19,6 +19,7 @@ from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.files import file_sha256, read_json, sync_folder, write_json
 from sft_play.model import quantise
 from sft_play.model.read import read_model
+from sft_play.model.rendering import write_chat
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 from sft_play.model.use import add_trained_adapter, checked_base, has_tokenizer, read_base
 from sft_play.plan.plan import Plan
@@ -213,7 +214,7 @@ def _stamp(run: RunFolder, weights: Path, partial: Path) -> None:
 
 
 def _ids(tokenizer: Any, prompt: str) -> torch.Tensor:
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+    text = write_chat(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
     return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from sft_play.data.templates import adds_bos, fitted, quoted, styled
 from sft_play.errors import DataError, first_line
 from sft_play.model.folder import code_not_trusted, is_about_trust, runs_code
+from sft_play.model.rendering import write_chat
 from sft_play.runs.prepared import ChatFormat
 
 MARKER = "\u2402answer\u2403"
@@ -78,9 +79,7 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
 
     found: list[int] = []
     try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "question"}, {"role": "assistant", "content": MARKER}], tokenize=False
-        )
+        text = write_chat(tokenizer, [{"role": "user", "content": "question"}, {"role": "assistant", "content": MARKER}])
     except (jinja2.TemplateError, TypeError, KeyError, ValueError):
         text = ""
     after = text.rsplit(MARKER, 1)[1] if MARKER in text else ""

@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from sft_play.errors import DataError
+from sft_play.model.rendering import write_chat
 from sft_play.model.tokenizer import end_of_turn_ids
 from sft_play.training.refill import Enough, cut_when, generate_refilling
 
@@ -45,7 +46,7 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     import jinja2
 
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = write_chat(tokenizer, messages, add_generation_prompt=True)
     except (jinja2.TemplateError, TypeError, KeyError) as error:
         raise DataError(f"the chat template does not take this conversation: {error}") from error
     # The template writes its own special tokens; the tokenizer must not add a second BOS.

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import read_config
+from sft_play.data.rendered import template_sha256
+from sft_play.data.templates import check_syntax
 from sft_play.errors import UserError
-from sft_play.model.tokenizer import load_tokenizer
+from sft_play.model import rendering
+from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 from sft_play.prepare import prepare_run
 from sft_play.runs.prepared import Prepared
 from sft_play.training.answering import prompt_ids
@@ -59,3 +62,52 @@ def test_a_template_of_another_family_is_refused_before_anything_is_written(prep
         with pytest.raises(UserError, match=message):
             prepare(value, f"data.chat_template: {value}")
         assert not (tmp_path / value / "prepared.json").exists()
+
+
+ENDLESS = (
+    "{% for message in messages %}{% if 'for ever' in message['content'] %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}{{ message['role'] }}: {{ message['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_template_that_never_ends_is_one_error(
+    processes: int, prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "SECONDS", 0.3)
+    (tmp_path / "t.jinja").write_text(ENDLESS)
+    write_rows(
+        tmp_path / "rows.jsonl", [*pairs(3), {"prompt": "for ever", "completion": "x"}, {"prompt": "for ever", "completion": "y"}]
+    )
+    with pytest.raises(UserError, match="was not done after") as caught:
+        prepare("r", f"data.chat_template: {tmp_path}/t.jinja", f"data.num_proc: {processes}")
+    assert caught.value.exit_code == 4 and caught.value.place
+
+
+@pytest.mark.parametrize(("template", "said"), [
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "was not done after"),
+    ("{{ 10 ** (10 ** 9) }}", "was not done after"),
+    ("{{ 'a' * 10 ** 15 }}", "more memory than there is"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nests without end"),
+    ("{{" + "(" * 20_000 + "1" + ")" * 20_000 + "}}", "nests without end"),
+])  # fmt: skip
+def test_no_command_waits_for_a_template(template: str, said: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "SECONDS", 0.3)
+    tokenizer = load_tokenizer(tiny)
+    tokenizer.chat_template = template
+    turns = [{"role": "user", "content": "a"}]
+    for act in (lambda: prompt_ids(tokenizer, turns), lambda: end_of_turn_ids(tokenizer), lambda: template_sha256(tokenizer)):
+        with pytest.raises(UserError, match=said) as caught:
+            act()
+        assert caught.value.exit_code == 4
+    if "((((" in template:
+        with pytest.raises(UserError, match="nests without end"):
+            check_syntax(template, "deep.jinja")
+
+
+def test_every_rendering_goes_through_one_place() -> None:
+    found = [
+        path.name for path in Path(rendering.__file__).parents[1].rglob("*.py") if "apply_chat_template(" in path.read_text()
+    ]
+    assert found == ["rendering.py"]
