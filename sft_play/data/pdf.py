@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from sft_play.errors import DataError, first_line
+from sft_play.model.rendering import in_time
 
+LEAST_SECONDS, SECONDS_PER_MIB = 60.0, 60.0
+"""CPU time that a file's pages may take; a few KiB may name one page's commands a thousand times."""
 REPEATED_PAGES = 3
 """From so many pages on, a first or last line that most of them share is a header or footer."""
 
@@ -30,7 +33,14 @@ def pdf_text(data: bytes, place: str) -> tuple[str, int, int]:
         reader = pypdf.PdfReader(io.BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):  # many are only protected against changes, with an empty password
             raise FileNotDecryptedError("a password is needed")
-        pages = [(page.extract_text() or "").replace("\r\n", "\n").replace("\r", "\n") for page in reader.pages]
+        seconds = LEAST_SECONDS + SECONDS_PER_MIB * len(data) / 2**20
+        with in_time(
+            seconds,
+            f"is not read after {seconds:.0f} s of computing",
+            place=place,
+            hint="take it out of the data, or save its text",
+        ):
+            pages = [(page.extract_text() or "").replace("\r\n", "\n").replace("\r", "\n") for page in reader.pages]
         pictures = sum(not text.strip() and _has_picture(page) for text, page in zip(pages, reader.pages, strict=True))
     except (FileNotDecryptedError, DependencyError) as error:
         raise DataError(f"is encrypted: {error}", place=place, hint="save it without a password (`qpdf --decrypt`)") from None

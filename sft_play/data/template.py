@@ -16,7 +16,7 @@ from typing import Any
 from sft_play.data.calls import check_answer, check_written, has_tools
 from sft_play.data.example import Message
 from sft_play.errors import DataError
-from sft_play.model.rendering import in_time, write_chat
+from sft_play.model.rendering import template_in_time, write_chat
 from sft_play.model.tokenizer import MARKER
 
 IGNORED = -100
@@ -213,7 +213,7 @@ class Renderer:
 
         try:
             if self._compiled is not None and not tools and all(len(message) == 2 for message in messages):
-                with in_time(self.tokenizer):
+                with template_in_time(self.tokenizer):
                     return str(
                         self._compiled.render(
                             messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **self._special
@@ -251,7 +251,7 @@ class Renderer:
         try:
             from transformers.utils.chat_template_utils import _compile_jinja_template
 
-            with in_time(self.tokenizer):
+            with template_in_time(self.tokenizer):
                 compiled = _compile_jinja_template(self.tokenizer.get_chat_template())
                 text = compiled.render(messages=probe, tools=None, documents=None, add_generation_prompt=True, **self._special)
             return compiled if text == self._render_slowly(probe, None, True) else None

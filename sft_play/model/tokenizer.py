@@ -27,7 +27,7 @@ def load_tokenizer(folder: Path | str, chat: ChatFormat | None = None, *, trust:
     try:
         # Without a word about trust transformers would ask at the terminal whether to run the code that a folder holds.
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # of a damaged or hostile file the libraries raise anything, tokenizers a bare `Exception`
         if not trust and is_about_trust(error):
             raise code_not_trusted("tokenizer", str(folder)) from error
         first = first_line(error)

@@ -14,6 +14,7 @@ import socket
 import stat
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from sft_play.config.load import load_config, read_config, save_config
 from sft_play.config.names import mask
 from sft_play.config.schema import DataSource, ModelConfig
 from sft_play.config.types import options
+from sft_play.data import pdf
 from sft_play.data.read import read_source
 from sft_play.errors import CheckpointError, DataError, UserError, without_tokens
 from sft_play.files import read_json
@@ -38,6 +40,7 @@ from sft_play.runs.weights import kind_of, model_files, weights_folder
 from tests.conftest import Program, environment
 from tests.documents import ROOT
 from tests.pickles import Evil
+from tests.sample_documents import write_pdf
 from tests.tiny_models import build_tiny_llama
 
 SECRET = "hf_" + "Planted0Secret" * 3
@@ -504,12 +507,24 @@ def test_a_pipe_or_a_device_in_a_folder_ends_no_command_in_waiting(tiny: Path, t
     assert damage(folder, facts) == "`config.json` is not a plain file"
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors"])
+@pytest.mark.parametrize("name", [
+    "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "added_tokens.json", "model.safetensors",
+])  # fmt: skip
 def test_nesting_without_end_is_one_clear_error(name: str, tiny: Path, in_process: Program, tmp_path: Path) -> None:
     folder, deep = shutil.copytree(tiny, tmp_path / "model"), b"[" * 200_000
     (folder / name).write_bytes(len(deep).to_bytes(8, "little") + deep if name.endswith("safetensors") else deep)
     done = in_process("data", "CONFIG=quickstart", f"MODEL_NAME={folder}")
-    assert done.code == 4 and name in done.err and "Traceback" not in done.err, done.err
+    assert done.code == 4 and (name in done.err or f"{folder}: no tokenizer" in done.err) and "Traceback" not in done.err, (
+        done.err
+    )
+
+
+def test_a_tokenizer_that_its_library_cannot_read_is_one_clear_error(tiny: Path, in_process: Program, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    facts = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(facts | {"model": {"type": "BPE", "vocab": None, "merges": None}}))
+    done = in_process("data", "CONFIG=quickstart", f"MODEL_NAME={folder}")
+    assert done.code == 4 and "no tokenizer can be loaded" in done.err and "Traceback" not in done.err
 
 
 def test_a_models_own_attention_setting_does_not_overrule_the_plan(tiny: Path, tmp_path: Path) -> None:
@@ -522,7 +537,13 @@ def test_a_models_own_attention_setting_does_not_overrule_the_plan(tiny: Path, t
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(("ending", "opener"), [(".gz", gzip.open), (".bz2", bz2.open), (".xz", lzma.open)])
+def zstd_open(path: Path, _: str) -> Any:
+    import pyarrow
+
+    return pyarrow.CompressedOutputStream(pyarrow.OSFile(str(path), "wb"), "zstd")
+
+
+@pytest.mark.parametrize(("ending", "opener"), [(".gz", gzip.open), (".bz2", bz2.open), (".xz", lzma.open), (".zst", zstd_open)])
 def test_a_few_bytes_do_not_become_all_of_the_memory(ending: str, opener: Any, tmp_path: Path) -> None:
     path = tmp_path / f"rows.jsonl{ending}"
     with opener(path, "wb") as stream:
@@ -531,6 +552,26 @@ def test_a_few_bytes_do_not_become_all_of_the_memory(ending: str, opener: Any, t
     assert path.stat().st_size < 2**18
     with pytest.raises(DataError, match="unpacks to more than 200 times its size"):
         rows(path)
+
+
+def test_a_pdf_of_a_few_bytes_takes_neither_all_memory_nor_all_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pypdf
+    from pypdf.generic import NameObject, StreamObject
+
+    bomb = StreamObject()
+    bomb.set_data(zlib.compress(b"x" * (100 << 20)))
+    bomb[NameObject("/Filter")] = NameObject("/FlateDecode")
+    writer = pypdf.PdfWriter()
+    writer.add_blank_page(100, 100)[NameObject("/Contents")] = writer._add_object(bomb)
+    writer.write(tmp_path / "bomb.pdf")
+    with pytest.raises(DataError, match="Limit reached"):
+        rows(tmp_path / "bomb.pdf")
+    monkeypatch.setattr(pdf, "LEAST_SECONDS", 0.2)
+    monkeypatch.setattr(pdf, "SECONDS_PER_MIB", 0.0)
+    write_pdf(tmp_path / "slow.pdf", [["word " * 9] * 5_000])
+    with pytest.raises(UserError, match="is not read after") as caught:
+        rows(tmp_path / "slow.pdf")
+    assert caught.value.exit_code == 4
 
 
 def test_a_folder_that_is_itself_a_link_is_fine(outside: Path) -> None:

@@ -27,7 +27,8 @@ from tests.tiny_models import build_tiny_llama
 SECRETS = {
     "HF_TOKEN": "hf_PlantedHubPlantedHubPlantedHub1", "HUGGING_FACE_HUB_TOKEN": "hf_PlantedOldPlantedOldPlantedOld2",
     "WANDB_API_KEY": "planted-wandb-0123456789abcdef", "AWS_SECRET_ACCESS_KEY": "planted/aws/0123456789", "HF_SECRET_THING": "planted-thing-4711",
-    "COMET_API_KEY": "planted-comet-0815", "SFT_PLAY_SERVE_TOKEN": "planted-serve-0123456789", "NCCL_PASSWORD": "planted-nccl-99",
+    "COMET_API_KEY": "planted-comet-0815", "SFT_PLAY_SERVE_TOKEN": "planted-serve-0123456789", "MASTER_KEY": "planted-master-0123456789",
+    "NCCL_PASSWORD": "planted-nccl-99",
 }  # fmt: skip
 
 

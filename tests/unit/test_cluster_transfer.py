@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.cluster import Host, Inventory
-from sft_play.errors import HardwareError, UserError
+from sft_play.errors import DataError, HardwareError, UserError
 from sft_play.launch.agreement import versions_here
 from sft_play.launch.cluster import remote, sync
 from sft_play.launch.cluster.children import ended_with_us
@@ -20,6 +20,7 @@ from sft_play.launch.cluster.facts import Facts, check, facts_of, forwarded, onl
 from sft_play.launch.cluster.install import install, judged, not_installed
 from sft_play.launch.cluster.transfer import Listing, deliver, digests, keep_list, last_line, look
 from sft_play.launch.cluster.transfer import remote as remote_path
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.origin import PACKAGES
 from tests.conftest import ROOT
 from tests.programs import need
@@ -450,3 +451,34 @@ def test_files_of_an_earlier_version_are_told_from_a_persons(there: Path, monkey
         sync.send_code(HOST, inventory, ["setup.py"])
     assert "earlier version" not in (error.value.hint or ""), "there is a list"
     assert (there / "setup.py").read_text() == "of yesterday"
+
+
+def test_links_out_of_a_model_are_not_followed_and_its_secrets_stay(there: Path) -> None:
+    here = there.parent.parent / "here"
+    (here / "config.json").write_text("{}")
+    (here / ".env").write_text("PASSWORD=x")
+    (there.parent.parent / "id_ed25519").write_text("a key")
+    inventory = Inventory(hosts=(HOST,), network=None, ssh_config=None, path=Path("home.yaml"))
+    with ended_with_us():
+        sync._send_model(HOST, inventory, OWN, here, "~/sft-play/model", Path("/hub"))
+        assert [path.name for path in (there / "model").iterdir()] == ["config.json"]
+        (here / "LICENSE.txt").symlink_to(there.parent.parent / "id_ed25519")
+        with pytest.raises(DataError, match="outside of the folder"):
+            sync._send_model(HOST, inventory, OWN, here, "~/sft-play/model", Path("/hub"))
+    assert [path.name for path in (there / "model").iterdir()] == ["config.json"]
+
+
+def test_links_and_pipes_do_not_come_from_a_machine(there: Path) -> None:
+    run = RunFolder(there.parent.parent / "here" / "demo")
+    (run.checkpoints / "step-000001").mkdir(parents=True)
+    theirs = there.parent / "runs" / "demo" / "random" / "step-000001"
+    theirs.mkdir(parents=True)
+    (theirs / "rank1.safetensors").write_text("states")
+    (theirs / "rank2.safetensors").symlink_to("/etc/hostname")
+    os.mkfifo(theirs / "rank3.safetensors")
+    inventory = Inventory(hosts=(HOST,), network=None, ssh_config=None, path=Path("home.yaml"))
+    with ended_with_us():
+        sync.fetch_random_states(
+            HOST, inventory, replace(OWN, runs=str(there.parent / "runs")), run, run.checkpoints / "step-000001"
+        )
+    assert [path.name for path in run.random_states(1).iterdir()] == ["rank1.safetensors"]

@@ -23,6 +23,7 @@ from sft_play.launch.cluster.facts import Facts
 from sft_play.launch.cluster.transfer import Listing, deliver, digests, remote, rsync
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
+from sft_play.runs.inside import require_plain
 from sft_play.runs.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -175,7 +176,8 @@ def _send_model(host: Host, inventory: Inventory, facts: Facts, folder: Path, th
         names = sorted({str(_inside(path, repository, root)) for path in files})
         deliver(host, inventory, root, str(above), names, _brought(facts, str(above)), spared=["refs/"])
         return
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    require_plain(folder)
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and not _is_secret(path.name))
     deliver(host, inventory, folder, there, names, _brought(facts, there), options=["-L"])
 
 
@@ -217,7 +219,7 @@ def fetch_random_states(host: Host, inventory: Inventory, facts: Facts, run: Run
     own.mkdir(parents=True, exist_ok=True)
     source = f"{facts.runs}/{run.name}/random/{own.name}/"
     try:
-        rsync(host, inventory, ["--ignore-missing-args", remote(host, source), f"{own}/"], timeout=120)
+        rsync(host, inventory, ["--ignore-missing-args", "--no-links", "--no-D", remote(host, source), f"{own}/"], timeout=120)
     finally:
         if not any(own.iterdir()):
             own.rmdir()
