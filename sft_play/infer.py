@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sft_play.data.questions import Row, read_questions
 from sft_play.errors import DataError, UserError, raise_all
 from sft_play.files import write_text
 from sft_play.launch.run_folder import find_run
@@ -35,14 +36,6 @@ class Ready(NamedTuple):
     settings: AnswerSettings
 
 
-class Row(NamedTuple):
-    """One conversation of `INPUT`."""
-
-    place: str
-    """`file:line`."""
-    messages: Messages
-
-
 def main(call: Call) -> int:
     """Answers in the way that the variables ask for. Input is read and checked before the model is loaded."""
     options = call.options
@@ -50,7 +43,7 @@ def main(call: Call) -> int:
     _check_overrides(call)
     run = find_run(options["RUN"])
     folder = weights_folder(run, options.get("CHECKPOINT"))
-    rows = read_prompts(Path(options["INPUT"])) if "INPUT" in options else None
+    rows = read_questions(Path(options["INPUT"]), _columns(run)) if "INPUT" in options else None
     settings = _settings(call, run)
     ready = _load(run, folder, settings)
     if "PROMPT" in options:
@@ -60,59 +53,15 @@ def main(call: Call) -> int:
     return Conversation(ready, as_json=call.json).run(sys.stdin)
 
 
-def read_prompts(path: Path) -> list[Row]:
-    """Returns the conversations of a file: JSON lines with `prompt` or `messages`, or plain text with one prompt a line.
-
-    Empty lines are left out. Raises `DataError` with `file:line` for every bad line, and for a file without prompts.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # a JSON text may hold other characters that end lines
-    except OSError as error:
-        raise DataError(f"`INPUT` cannot be read: {error.strerror}", place=str(path)) from error
-    except UnicodeDecodeError as error:
-        raise DataError("`INPUT` is not UTF-8 text", place=str(path)) from error
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise DataError("`INPUT` holds no prompts", place=str(path))
-    if path.suffix not in (".jsonl", ".json", ".ndjson"):
-        return [Row(f"{path}:{number}", _question(line.strip())) for number, line in numbered]
-    rows: list[Row] = []
-    problems: list[UserError] = []
-    for number, line in numbered:
-        try:
-            rows.append(Row(f"{path}:{number}", _conversation(line)))
-        except ValueError as error:
-            problems.append(DataError(str(error), place=f"{path}:{number}"))
-    raise_all(problems[:20])
-    return rows
-
-
-def _conversation(line: str) -> Messages:
-    """Returns the messages of one JSON line. Raises `ValueError` with what is wrong."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: column {error.colno}: {error.msg}") from error
-    if not isinstance(row, dict) or not ("prompt" in row or "messages" in row):
-        raise ValueError("expected an object with `prompt` (text) or `messages` (a list)")
-    if "messages" not in row:
-        if not isinstance(row["prompt"], str) or not row["prompt"].strip():
-            raise ValueError("`prompt` is not a text, or empty")
-        return _question(row["prompt"])
-    messages = row["messages"]
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise ValueError('`messages` is not a list of {"role": ..., "content": ...} with texts')
-    if messages[-1]["role"] == "assistant":
-        raise ValueError("`messages` ends with the assistant's turn: there is nothing to answer")
-    return [{"role": m["role"], "content": m["content"]} for m in messages]
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
-
-
 def _question(text: str) -> Messages:
     return [{"role": "user", "content": text}]
+
+
+def _columns(run: RunFolder) -> list[Mapping[str, str]]:
+    """Returns how the run's own sources rename columns."""
+    from sft_play.config.load import read_config
+
+    return [source.columns for source in read_config(run.config).config.data.sources if source.columns]
 
 
 def _check_options(options: Mapping[str, str]) -> None:
@@ -197,13 +146,10 @@ def _file(call: Call, ready: Ready, rows: Sequence[Row], output: Path) -> int:
     """Answers all rows, then publishes `output`: on failure an older file stays as it was."""
     from sft_play.training.answering import answer_all
 
-    answers = answer_all(*ready, _prompts(ready, rows), progress=_progress)
-    lines = []
-    for (_, messages), answer in zip(rows, answers, strict=True):
-        row: dict[str, Any] = {"prompt": messages[-1]["content"], "answer": answer.text}
-        if len(messages) > 1:
-            row["messages"] = messages
-        lines.append(json.dumps(row, ensure_ascii=False))
+    asked = [row for row in rows if row.messages]
+    answers = answer_all(*ready, _prompts(ready, asked), progress=_progress)
+    coming = iter(answers)
+    lines = [json.dumps(_answered(row, next(coming).text if row.messages else ""), ensure_ascii=False) for row in rows]
     try:
         write_text(output, "\n".join(lines) + "\n")
     except OSError as error:
@@ -212,10 +158,19 @@ def _file(call: Call, ready: Ready, rows: Sequence[Row], output: Path) -> int:
     if cut:
         print(f"note: {cut} of {len(answers)} answers were cut at {ready.settings.max_new_tokens} tokens", file=sys.stderr)
     if call.json:
-        print(json.dumps({"rows": len(answers), "output": str(output), "cut": cut}))
+        print(json.dumps({"rows": len(rows), "output": str(output), "cut": cut}))
     else:
-        print(f"{len(answers)} answers in {output}", file=sys.stderr)
+        empty = f", {len(rows) - len(asked)} of them to empty lines" if len(rows) > len(asked) else ""
+        print(f"{len(rows)} answers in {output}{empty}", file=sys.stderr)
     return 0
+
+
+def _answered(row: Row, answer: str) -> dict[str, Any]:
+    """Returns a line of `OUTPUT`."""
+    found: dict[str, Any] = {"prompt": row.messages[-1]["content"] if row.messages else "", "answer": answer}
+    if row.reference is not None:
+        found["reference"] = row.reference
+    return found | ({"messages": row.messages} if len(row.messages) > 1 else {})
 
 
 def _prompts(ready: Ready, rows: Sequence[Row]) -> list[list[int]]:
@@ -225,9 +180,9 @@ def _prompts(ready: Ready, rows: Sequence[Row]) -> list[list[int]]:
     room = context_length(ready.model)
     prompts: list[list[int]] = []
     problems: list[UserError] = []
-    for place, messages in rows:
+    for place, messages, tools, _ in rows:
         try:
-            prompts.append(prompt_ids(ready.tokenizer, messages))
+            prompts.append(prompt_ids(ready.tokenizer, messages, tools))
         except DataError as error:
             problems.append(DataError(error.message, place=place))
             continue

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +22,30 @@ from sft_play.errors import DataError
 Placed = tuple[str, Mapping[str, Any] | DataError]
 """A row and where it stands: `file:line`, or `file, row n`. A line that is no row is its error, so that later ones are read too."""
 
-TABLES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
-QUOTES = "a value that holds a comma, a line end or a quote stands in quotes, and a quote in it is written twice"
-ENDINGS = "json, jsonl, csv, parquet, arrow, txt, md, html, docx or pdf"
+TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+TABLES = (*TEXTS, ".parquet", ".arrow")
+HEADER_BYTES = 1 << 16
+QUOTES = "a value that holds the separator, a line end or a quote stands in quotes, and a quote in it is written twice"
+ENDINGS = "json, jsonl, csv, tsv, parquet, arrow, txt, md, html, docx or pdf"
 
 
 def read_file(path: Path, left: LeftOut | None = None) -> Iterator[Placed]:
     """Yields the rows of one file. Raises `DataError`; a document without text is added to `left`."""
     readers: dict[str, Callable[[Path], Iterator[Placed]]] = {
-        ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": read_parquet, ".arrow": read_arrow,
+        ".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv,
+        ".parquet": read_parquet, ".arrow": read_arrow,
     }  # fmt: skip
     ending = kind(path)
     reader = readers.get(ending)
     if ending in DOCUMENTS:
         reader = _document_reader(left if left is not None else LeftOut())
     if reader is None:
-        if ending == ".tsv":
-            raise DataError("files ending in `.tsv` are not read", place=str(path), hint=_with_commas("\\t"))
         raise DataError(
             f"files ending in `{path.suffix}` are not read", place=str(path),
             hint=f"one of {', '.join((*TABLES, *DOCUMENTS))}; each may be compressed ({', '.join(COMPRESSED)})",
         )  # fmt: skip
     with damage_told(path):
-        if ending in (".jsonl", ".json", ".csv"):
+        if ending in TEXTS:
             with open_bytes(path) as stream:
                 refuse_wide(stream.read(4), str(path))
         try:
@@ -143,14 +144,14 @@ def _object(row: Any, place: str) -> Placed:
 def _read_csv(path: Path) -> Iterator[Placed]:
     csv.field_size_limit(2**31 - 1)
     with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as stream:
-        reader = csv.DictReader(stream, strict=True)  # else a quote that is never closed takes in all that follows
+        # Strict: else a quote that is never closed takes in all that follows.
+        reader = csv.DictReader(stream, strict=True, delimiter=_separator(path))
         last = 0
         try:
             header = reader.fieldnames or []
             twice = sorted({name for name in header if header.count(name) > 1})
             if twice:
                 raise DataError(f"the header names `{twice[0]}` more than once", place=f"{path}:{reader.line_num}")
-            _refuse_other_separator(header, path)
             last = reader.line_num
             for row in reader:
                 last = reader.line_num
@@ -169,20 +170,14 @@ def _read_csv(path: Path) -> Iterator[Placed]:
             raise DataError(f"is not CSV: {error}", place=place, hint=QUOTES) from None
 
 
-def _refuse_other_separator(header: Sequence[str], path: Path) -> None:
-    """Raises `DataError` for a table whose columns something else than commas separates."""
-    mark = next((mark for mark in ";\t|" if len(header) == 1 and mark in header[0]), None)
-    if mark:
-        written = printable(mark)
-        raise DataError(
-            f"the header is one column, `{printable(header[0][:60])}`; columns are separated by commas, not by `{written}`",
-            place=f"{path}:1", hint=_with_commas(written),
-        )  # fmt: skip
-
-
-def _with_commas(mark: str) -> str:
-    program = f"import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter='{mark}'))"
-    return f'separate the columns by commas: `python -c "{program}" <OLD >NEW.csv`'
+def _separator(path: Path) -> str:
+    """Returns what separates the columns: a comma, unless the header is one column by commas and has several by another mark."""
+    if kind(path) == ".tsv":
+        return "\t"
+    with open_bytes(path) as stream:
+        header = stream.readline(HEADER_BYTES).decode("utf-8-sig", "replace")
+    names = next(csv.reader([header]), [])
+    return next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), ",")
 
 
 def _values(row: Mapping[Any, Any]) -> int:

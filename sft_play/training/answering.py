@@ -14,7 +14,7 @@ from sft_play.model.rendering import write_chat
 from sft_play.model.tokenizer import end_of_turn_ids
 from sft_play.training.refill import Enough, cut_when, generate_refilling
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,15 +38,16 @@ class AnswerSettings:
     """Prompts answered together."""
 
 
-def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Returns the tokens of a conversation up to where the assistant begins to speak.
+def prompt_ids(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+    """Returns the tokens of a conversation, which may call `tools`, up to where the assistant begins to speak.
 
     Raises `DataError` when the chat template refuses the conversation (roles that it does not know, or in a wrong order).
     """
     import jinja2
 
     try:
-        text = write_chat(tokenizer, messages, add_generation_prompt=True)
+        given = {"tools": list(tools)} if tools else {}
+        text = write_chat(tokenizer, messages, add_generation_prompt=True, **given)
     except (jinja2.TemplateError, TypeError, KeyError) as error:
         raise DataError(f"the chat template does not take this conversation: {error}") from error
     # The template writes its own special tokens; the tokenizer must not add a second BOS.

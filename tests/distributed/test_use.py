@@ -68,6 +68,13 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(place: Place, tmp_path: Pat
     assert [row["prompt"] for row in answers] == [QUESTIONS[0], "Why?", "Why?", QUESTIONS[2]]
     assert answers[1]["messages"] == conversation
     assert answers[2]["answer"] + "\n" == why, "the same prompt has the same answer in any company"
+    questions = tmp_path / "asked.csv"
+    questions.write_text('prompt;completion\nWhy?;"a, b"\n;\n"two\nlines";\n')
+    done = place.run("infer", "RUN=demo", f"INPUT={questions}", f"OUTPUT={output}", "CHECKPOINT=last")
+    assert "3 answers in" in done.stderr and "1 of them to empty lines" in done.stderr
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(row["prompt"], row.get("reference")) for row in answers] == [("Why?", "a, b"), ("", None), ("two\nlines", None)]
+    assert answers[1] == {"prompt": "", "answer": ""} and answers[0]["answer"] + "\n" == why
 
 
 def test_bad_input_is_reported_by_line_and_nothing_is_lost(place: Place, tmp_path: Path) -> None:

@@ -6,28 +6,31 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from sft_play.data.questions import read_questions
 from sft_play.errors import DataError, UserError
-from sft_play.infer import read_prompts
 
 
 def test_a_text_file_holds_one_prompt_a_line(tmp_path: Path) -> None:
     path = tmp_path / "questions.txt"
     path.write_text('  first \n\n{"prompt": "taken as text"}\nthird', encoding="utf-8")
-    rows = read_prompts(path)
+    rows = read_questions(path)
     assert [row.messages for row in rows] == [
-        [{"role": "user", "content": text}] for text in ("first", '{"prompt": "taken as text"}', "third")
+        [{"role": "user", "content": text}] if text else [] for text in ("first", "", '{"prompt": "taken as text"}', "third")
     ]
-    assert [row.place for row in rows] == [f"{path}:{line}" for line in (1, 3, 4)]
+    assert [row.place for row in rows] == [f"{path}:{line}" for line in (1, 2, 3, 4)]
 
 
 def test_json_lines_hold_prompts_and_conversations(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?", "name": "dropped"}]
     path.write_text("\n".join(map(json.dumps, [{"prompt": "two\nlines", "id": 1}, {"messages": messages}])))
-    first, second = read_prompts(path)
+    first, second = read_questions(path)
     assert first.messages == [{"role": "user", "content": "two\nlines"}]
     assert [message["content"] for message in second.messages] == ["Be brief.", "Why?"]
 
@@ -35,26 +38,82 @@ def test_json_lines_hold_prompts_and_conversations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("not json", "not JSON"),
+        ("not json", "is not JSON"),
         ("[1]", "expected an object"),
-        ('{"text": "x"}', "expected an object with `prompt`"),
-        ('{"prompt": 3}', "`prompt` is not a text"),
-        ('{"prompt": " "}', "`prompt` is not a text, or empty"),
-        ('{"messages": []}', "`messages` is not a list of"),
-        ('{"messages": [{"role": "user"}]}', "`messages` is not a list of"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "nothing to answer"),
+        ('{"text": "x"}', "no column asks: expected `messages`"),
+        ('{"prompt": 3}', "`prompt` is a number; expected text"),
+        ('{"messages": []}', "no assistant message"),
+        ('{"messages": "x"}', "expected a list of messages"),
+        ('{"messages": [{"role": "user"}]}', "is not a mapping with `role` and `content`"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "holds no turn that could be answered"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text(f'{{"prompt": "fine"}}\n{line}\n{line}\n')
     with pytest.raises(UserError) as caught:
-        read_prompts(path)
+        read_questions(path)
     text = caught.value.render()
     assert caught.value.exit_code == 4
     assert text.count(words) == 2
-    assert f"{path}:2: " in text
-    assert f"{path}:3: " in text
+    assert f"{path}:2:" in text
+    assert f"{path}:3:" in text
+
+
+ASKED = [{"role": "user", "content": "2+2?"}]
+CSV_ROWS = 'frage;antwort\n"Zeile eins\nZeile zwei?";gut\n;\n"1,5?";\n'
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet", "rows.json", "rows.jsonl"])
+def test_data_files_are_read_as_data_with_the_runs_columns(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(CSV_ROWS, encoding="utf-8")
+    rows = [
+        {"frage": "Zeile eins\nZeile zwei?", "antwort": "gut"},
+        {"frage": "", "antwort": ""},
+        {"frage": "1,5?", "antwort": None},
+    ]
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif name.endswith(".json"):
+        path.write_text(json.dumps(rows))
+    elif name.endswith(".jsonl"):
+        path.write_text("\n".join([json.dumps(rows[0]), "", json.dumps(rows[2]), ""]))
+    found = read_questions(path, [{"question": "frage", "answer": "antwort"}])
+    assert [[turn["content"] for turn in row.messages] for row in found] == [["Zeile eins\nZeile zwei?"], [], ["1,5?"]]
+    assert [row.reference for row in found] == ["gut", None, None]
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "contents", "reference"),
+    [
+        ({"prompt": "2+2?", "completion": "4"}, ["2+2?"], "4"),
+        ({"prompt": ASKED, "completion": [{"role": "assistant", "content": "4"}]}, ["2+2?"], "4"),
+        ({"prompt": ASKED}, ["2+2?"], None),
+        ({"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be brief."}, ["Be brief.", "Add.\n\n2+2"], "4"),
+        ({"instruction": "Add."}, ["Add."], None),
+        ({"question": "2+2?", "answer": "4"}, ["2+2?"], "4"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "4"}]}, ["2+2?"], "4"),
+        ({"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}, ["2+2?"], "4"),
+        ({"conversations": [{"from": "human", "value": "2+2?"}]}, ["2+2?"], None),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}]}, ["2+2?"], json.dumps([CALL])),
+        (
+            {"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}]},
+            ["2+2?", "", "4"], None,
+        ),
+    ],
+)  # fmt: skip
+def test_the_last_answer_of_a_training_row_stands_aside(
+    tmp_path: Path, row: dict[str, Any], contents: list[str], reference: str | None
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row | {"tools": [{"type": "function"}]}) + "\n")
+    (found,) = read_questions(path)
+    assert ([turn["content"] for turn in found.messages], found.reference) == (contents, reference)
+    assert found.tools == [{"type": "function"}] and not any("train" in turn for turn in found.messages)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\x00bad"])
@@ -62,7 +121,7 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes) -> No
     path = tmp_path / "questions.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"no prompts|UTF-8"):
-        read_prompts(path)
+        read_questions(path)
 
 
 def test_reading_input_needs_no_torch() -> None:
@@ -75,7 +134,7 @@ def test_reading_input_needs_no_torch() -> None:
 def test_characters_that_end_lines_elsewhere_are_content(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text('{"prompt": "one\u2028line"}\n', encoding="utf-8")
-    assert [row.messages[0]["content"] for row in read_prompts(path)] == ["one\u2028line"]
+    assert [row.messages[0]["content"] for row in read_questions(path)] == ["one\u2028line"]
 
 
 def test_the_questions_are_never_overwritten(tmp_path: Path) -> None:
