@@ -105,14 +105,14 @@ COMMANDS: dict[str, Command] = {
     ),
     "infer": Command(
         "sft_play.infer:main",
-        "chat; PROMPT= for one answer, INPUT= and OUTPUT= for files",
-        RUN | {"PROMPT", "INPUT", "OUTPUT", "CHECKPOINT"},
+        "chat with a RUN or any MODEL; PROMPT= for one answer, INPUT= and OUTPUT= for files",
+        RUN | {"MODEL", "PROMPT", "INPUT", "OUTPUT", "CHECKPOINT"},
     ),
     "merge": Command("sft_play.export:main", "adapters merged into a model that any tool loads", RUN | {"OUT", "CHECKPOINT"}),
     "serve": Command(
         "sft_play.serve:main",
         "an OpenAI-compatible endpoint on 127.0.0.1, or HOST= with a token",
-        RUN | {"HOST", "PORT", "CHECKPOINT"},
+        RUN | {"MODEL", "HOST", "PORT", "CHECKPOINT"},
     ),
     "cluster-check": Command(
         "sft_play.launch.cluster.check:main",

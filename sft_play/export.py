@@ -48,4 +48,9 @@ def main(call: Call) -> int:
         seconds = time.perf_counter() - started
         size = f"{merged.parameters:,} parameters, {merged.dtype}, {merged.size_bytes / 2**20:.1f} MiB"
         print(f"{merged.folder}: {size}, in {seconds:.0f} s", flush=True)
+        print(
+            f"next: make infer MODEL={out} PROMPT=..., make serve MODEL={out}, `vllm serve {out}`, or in Python "
+            f'`AutoModelForCausalLM.from_pretrained("{out}")` of transformers',
+            file=sys.stderr,
+        )
     return 0

@@ -1,4 +1,4 @@
-"""`make infer RUN=`: one answer (`PROMPT=`), answers to a file (`INPUT=`, `OUTPUT=`), or a conversation at the terminal."""
+"""`make infer RUN=` (or `MODEL=`): one answer (`PROMPT=`), answers to a file (`INPUT=`, `OUTPUT=`), or a conversation at the terminal."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from sft_play.errors import DataError, UserError, raise_all
 from sft_play.files import write_text
 from sft_play.launch.run_folder import find_run
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.weights import label_of, weights_folder
+from sft_play.runs.weights import label_of, plain_model, weights_folder
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
+    from sft_play.config.schema import Config
     from sft_play.training.answering import AnswerSettings
 
 Messages = list[dict[str, str]]
 
 SETTINGS = frozenset({"train.generation_max_new_tokens", "train.generation_num_beams", "eval.batch_size"})
 """What may be changed for answering."""
+OF_A_MODEL = SETTINGS | {"model.revision", "model.trust_remote_code"}
+"""And of a model that no run made."""
+BATCH_SIZE = 8
+"""Prompts answered together where no plan says how many."""
 COMMANDS = "/reset forgets the conversation, /quit or Ctrl-D ends"
 
 
@@ -40,14 +45,16 @@ def main(call: Call) -> int:
     """Answers in the way that the variables ask for. Input is read and checked before the model is loaded."""
     options = call.options
     _check_options(options)
-    _check_overrides(call)
-    run = find_run(options["RUN"])
-    folder = weights_folder(run, options.get("CHECKPOINT"))
-    rows = read_questions(Path(options["INPUT"]), _columns(run)) if "INPUT" in options else None
-    settings = _settings(call, run)
-    ready = _load(run, folder, settings)
+    plain = plain_model(options, "infer")
+    _check_overrides(call, OF_A_MODEL if plain else SETTINGS)
+    run = None if plain else find_run(options["RUN"])
+    folder = weights_folder(run, options.get("CHECKPOINT")) if run else None
+    rows = read_questions(Path(options["INPUT"]), _columns(run) if run else ()) if "INPUT" in options else None
+    ready = _load(call, run, folder) if run and folder else _load_plain(call, plain or "")
     if "PROMPT" in options:
-        return _one(call, ready, {"run": run.name, "weights": label_of(run, folder)})
+        return _one(
+            call, ready, {"run": run.name, "weights": label_of(run, folder)} if run and folder else {"model": plain or ""}
+        )
     if rows is not None:
         return _file(call, ready, rows, Path(options["OUTPUT"]))
     return Conversation(ready, as_json=call.json).run(sys.stdin)
@@ -67,8 +74,6 @@ def _columns(run: RunFolder) -> list[Mapping[str, str]]:
 def _check_options(options: Mapping[str, str]) -> None:
     """Raises `UserError` for variables that are missing or do not go together."""
     problems = []
-    if "RUN" not in options:
-        problems.append(UserError("`RUN` is missing", hint="make infer RUN=name-of-a-run"))
     if "PROMPT" in options and ("INPUT" in options or "OUTPUT" in options):
         problems.append(UserError("`PROMPT` asks for one answer and `INPUT`/`OUTPUT` for a file of them: give one or the other"))
     elif ("INPUT" in options) != ("OUTPUT" in options):
@@ -95,38 +100,51 @@ def _output_problems(source: Path, output: Path) -> list[UserError]:
     return []
 
 
-def _check_overrides(call: Call) -> None:
-    refused = sorted({override.key for override in call.overrides} - SETTINGS)
+def _check_overrides(call: Call, allowed: frozenset[str]) -> None:
+    refused = sorted({override.key for override in call.overrides} - allowed)
     if refused:
         raise UserError(
-            f"`make infer` cannot change {', '.join(f'`{key}`' for key in refused)} of a trained run",
-            hint=f"it takes {', '.join(sorted(key.upper().replace('.', '_') for key in SETTINGS))}",
+            f"`make infer` cannot change {', '.join(f'`{key}`' for key in refused)} of a trained {'run' if allowed is SETTINGS else 'model'}",
+            hint=f"it takes {', '.join(sorted(key.upper().replace('.', '_') for key in allowed))}",
         )
 
 
-def _settings(call: Call, run: RunFolder) -> AnswerSettings:
-    from sft_play.config.load import read_config
-    from sft_play.plan.plan import Plan
+def _settings(config: Config, planned_batch: int) -> AnswerSettings:
     from sft_play.training.answering import AnswerSettings
 
-    config = read_config(run.config, call.overrides).config
-    size = config.eval.batch_size
     return AnswerSettings(
         max_new_tokens=config.train.generation_max_new_tokens,
         num_beams=config.train.generation_num_beams,
-        batch_size=Plan.load(run.plan).eval_batch_size if size == "auto" else size,
+        batch_size=planned_batch if config.eval.batch_size == "auto" else config.eval.batch_size,
     )
 
 
-def _load(run: RunFolder, folder: Path, settings: AnswerSettings) -> Ready:
-    from transformers.utils import logging
-
+def _load(call: Call, run: RunFolder, folder: Path) -> Ready:
+    from sft_play.config.load import read_config
     from sft_play.model.load import load_for_use
+    from sft_play.plan.plan import Plan
 
-    logging.disable_progress_bar()
-    print(f"loading {label_of(run, folder)} of the run {run.name} ...", file=sys.stderr, flush=True)
+    settings = _settings(read_config(run.config, call.overrides).config, Plan.load(run.plan).eval_batch_size)
+    _tell_loading(f"{label_of(run, folder)} of the run {run.name}")
     with contextlib.redirect_stdout(sys.stderr):  # libraries print there; stdout is for answers
         return Ready(*load_for_use(run, folder), settings)
+
+
+def _load_plain(call: Call, name: str) -> Ready:
+    from sft_play.model.use import find_plain, load_plain
+
+    with contextlib.redirect_stdout(sys.stderr):
+        config, model = find_plain(call, name)
+        settings = _settings(config, BATCH_SIZE)
+        _tell_loading(f"{name}")
+        return Ready(*load_plain(config, model), settings)
+
+
+def _tell_loading(what: str) -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    print(f"loading {what} ...", file=sys.stderr, flush=True)
 
 
 def _one(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""`make serve RUN=`: the run's model behind transformers' own OpenAI-compatible server, on 127.0.0.1 unless `HOST=` says otherwise.
+"""`make serve RUN=` (or `MODEL=`): a model behind transformers' own OpenAI-compatible server, on 127.0.0.1 unless `HOST=` says otherwise.
 
 That server asks nobody who he is and loads whatever model a client names; both are settled here before it sees a request.
 """
@@ -33,7 +33,7 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
-from sft_play.runs.weights import kind_of, label_of, weights_folder
+from sft_play.runs.weights import kind_of, label_of, plain_model, weights_folder
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -49,22 +49,22 @@ NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 
 def main(call: Call) -> int:
     """Serves until it is told to stop. The port is looked for before the model is merged or loaded."""
-    if "RUN" not in call.options:
-        raise UserError("`RUN` is missing", hint="make serve RUN=name-of-a-run")
+    plain = plain_model(call.options, "serve")
     if call.overrides:
         raise UserError(
             f"`make serve` cannot change {', '.join(f'`{o.key}`' for o in call.overrides)} of a trained run",
-            hint="it takes RUN, CHECKPOINT, HOST and PORT",
+            hint="it takes RUN or MODEL, CHECKPOINT, HOST and PORT",
         )
     address = address_of(call.options.get("HOST"))
     token = serve_token(address)
-    run = find_run(call.options["RUN"])
-    weights = weights_folder(run, call.options.get("CHECKPOINT"))
+    run = None if plain else find_run(call.options["RUN"])
+    weights = weights_folder(run, call.options.get("CHECKPOINT")) if run else None
     check_packages()
     port = choose_port(call.port("PORT"), address)
-    folder = servable(run, weights)
+    folder, name = (
+        (servable(run, weights), served_name(run, label_of(run, weights))) if run and weights else _plain(call, plain or "")
+    )
     template_sha256(load_tokenizer(folder))  # in a request nothing would end a template that never does
-    name = served_name(run, label_of(run, weights))
     with _stop_on_signals() as stopped, _named(folder, name):
         return _serve(name, Place(address, port, token), stopped, as_json=call.json)
 
@@ -129,6 +129,14 @@ def servable(run: RunFolder, weights: Path) -> Path:
     return folder
 
 
+def _plain(call: Call, model: str) -> tuple[Path, str]:
+    """Returns the folder of a model that no run made, and what clients call it: the last part of its name."""
+    from sft_play.model.use import find_plain
+
+    _, found = find_plain(call, model)
+    return Path(found.path), _api_name(Path(model).resolve().name)
+
+
 def _check_stamp(run: RunFolder, weights: Path) -> None:
     """Compares the stamp of whole weights with the run's, as `infer` does. Raises `CheckpointError`; merging compares adapters'."""
     config = read_config(run.config).config
@@ -142,8 +150,12 @@ def served_name(run: RunFolder, label: str) -> str:
 
     transformers reads `@` as a revision, so it cannot stand in a name.
     """
-    name = re.sub(r"[^\w.=+-]", "-", run.path.resolve().name)
+    name = _api_name(run.path.resolve().name)
     return name if label == "model" else f"{name}-{label}"
+
+
+def _api_name(name: str) -> str:
+    return re.sub(r"[^\w.=+-]", "-", name)
 
 
 @contextlib.contextmanager

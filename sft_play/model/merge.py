@@ -16,12 +16,12 @@ import torch
 from sft_play.config.load import read_config
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, UserError
-from sft_play.files import file_sha256, read_json, sync_folder, write_json
+from sft_play.files import current_umask, file_sha256, read_json, sync_folder, write_json
 from sft_play.model import quantise
 from sft_play.model.read import read_model
 from sft_play.model.rendering import write_chat
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
-from sft_play.model.use import add_trained_adapter, checked_base, has_tokenizer, read_base
+from sft_play.model.use import add_trained_adapter, checked_base, has_tokenizer, read_base, stored_dtype
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
@@ -74,6 +74,7 @@ def merge(run: RunFolder, weights: Path, out: Path, say: Say) -> Merged:
         _stamp(run, weights, partial)
         for path in partial.iterdir():
             if path.is_file():
+                path.chmod(0o666 & ~current_umask())  # safetensors writes files that only their owner can read
                 with path.open("rb") as stream:
                     os.fsync(stream.fileno())
         sync_folder(partial)
@@ -233,14 +234,6 @@ def _compare(found: list[Any], wanted: list[Any], allowed: float, what: str) -> 
             f"{allowed * scale:.3g} ({allowed:g} of the largest, {scale:.3g}) is allowed; nothing was published"
         )
     return scale, difference
-
-
-def stored_dtype(folder: Path) -> str:
-    """Returns the type that a folder's weights are kept in, by its `config.json`; `float32` when it does not say."""
-    config = read_json(folder / "config.json")
-    text = config.get("text_config") or {}
-    name = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32")
-    return name if name in ("float32", "bfloat16", "float16") else "float32"
 
 
 def _stored_parameters(folder: Path) -> int:

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from sft_play.config.schema import Config
 from sft_play.data.templates import with_chat
 from sft_play.errors import CheckpointError
+from sft_play.files import read_json
 from sft_play.launch.environment import visible_cards
 from sft_play.model import quantise
 from sft_play.model.folder import check_trained
@@ -30,6 +31,9 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, ResolvedModel
 from sft_play.runs.stamp import Purpose, Stamp, compare, make_stamp, refuse
 from sft_play.runs.weights import kind_of
+
+if TYPE_CHECKING:
+    from sft_play.config.call import Call
 
 
 def best_device() -> str:
@@ -74,6 +78,45 @@ def load_for_use(
     model = model.to(device) if not quantised(model) else model
     model.config.get_text_config().use_cache = True
     return model.eval(), tokenizer
+
+
+def find_plain(call: Call, name: str) -> tuple[Config, ResolvedModel]:
+    """Returns the configuration and the place of a model that no run made, downloaded when it must. Raises `UserError`, `DataError`."""
+    from sft_play.config.call import Override
+    from sft_play.config.load import give_consent, load_config
+    from sft_play.model.folder import refuse_untrusted_code, runs_code
+    from sft_play.model.resolve import resolve_model
+    from sft_play.plan.hub import offline_unless_reachable
+
+    loaded = load_config(None, [Override(key="model.name", text=name, origin=f"MODEL={name}"), *call.overrides])
+    give_consent(call, loaded)
+    if not Path(name).expanduser().is_dir():
+        offline_unless_reachable()
+    settings = loaded.config.model
+    model = resolve_model(settings)
+    if not (settings.trust_remote_code and runs_code(Path(model.path))):
+        refuse_untrusted_code(Path(model.path), name)
+    return loaded.config, model
+
+
+def load_plain(config: Config, model: ResolvedModel) -> tuple[Any, Any]:
+    """Returns (model, tokenizer) of `find_plain` in evaluation mode on the best device, in the type that its weights are kept in."""
+    device, folder = best_device(), Path(model.path)
+    kept = stored_dtype(folder)
+    dtype = torch.float32 if kept == "float16" and device == "cpu" else getattr(torch, kept)
+    found = read_model(folder, config.model, dtype=dtype)
+    tokenizer = load_tokenizer(folder, trust=config.model.trust_remote_code)
+    found = found if quantised(found) else found.to(device)
+    found.config.get_text_config().use_cache = True
+    return found.eval(), tokenizer
+
+
+def stored_dtype(folder: Path) -> str:
+    """Returns the type that a folder's weights are kept in, by its `config.json`; `float32` when it does not say."""
+    config = read_json(folder / "config.json")
+    text = config.get("text_config") or {}
+    name = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32")
+    return name if name in ("float32", "bfloat16", "float16") else "float32"
 
 
 def checked_base(folder: Path, config: Config, plan: Plan, prepared: Prepared, purpose: Purpose) -> ResolvedModel | None:

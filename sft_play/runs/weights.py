@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from sft_play.errors import CheckpointError
-from sft_play.runs.folder import RunFolder
+from sft_play.errors import CheckpointError, UserError
+from sft_play.runs.folder import RunFolder, run_path
 from sft_play.runs.manifest import verify
 from sft_play.runs.states_facts import is_state_file
 
@@ -83,6 +84,30 @@ def _inside(run: RunFolder, path: Path) -> Path | None:
 def _is_for_use(name: str) -> bool:
     """Whether a checkpoint's file is read to answer; states of optimizer and random numbers, far larger, are for resuming."""
     return "/" not in name and not is_state_file(name) and Path(name).suffix not in (".pt", ".pth", ".bin")
+
+
+def plain_model(options: Mapping[str, str], command: str) -> str | None:
+    """Returns the folder or hub id that a command uses without a run: `MODEL=`, or `RUN=` where that is a folder with a whole model.
+
+    `None` for a run. Raises `UserError` for neither, or for variables that do not go together.
+    """
+    named = options.get("MODEL")
+    if named is None and "RUN" not in options:
+        raise UserError(
+            "`RUN` is missing", hint=f"make {command} RUN=name-of-a-run, or make {command} MODEL=folder-or-hub-id for any model"
+        )
+    if named is not None and "RUN" in options:
+        raise UserError("`RUN` and `MODEL` are both given", hint="give one of them")
+    name = named or options["RUN"]
+    folder = Path(name).expanduser()
+    of_a_run = (folder / "plan.json").is_file() or STEP_NAME.fullmatch(folder.name) or run_path(name) != Path(name)
+    if named is None and (of_a_run or kind_of(folder) != "full"):
+        return None
+    if kind_of(folder) == "adapter" and (folder.parent / "plan.json").is_file():
+        raise UserError("is the adapter of a run, not a whole model", place=name, hint=f"make {command} RUN={folder.parent}")
+    if "CHECKPOINT" in options:
+        raise UserError(f"`CHECKPOINT` is one of a run, and `{name}` is a model", hint="leave CHECKPOINT out")
+    return name
 
 
 def model_files(folder: Path) -> list[Path]:

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import threading
 import time
@@ -154,9 +155,68 @@ def test_merge_publishes_a_plain_model_once(place: Place) -> None:
     stamp = json.loads((out / "stamp.json").read_text())
     assert stamp["merged_from"]["run"] == "demo"
     assert len(stamp) > 1, "the run's stamp is kept"
+    assert len({stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()}) == 1, "all files can be read by the same people"
     again = place.run("merge", "RUN=demo", timeout=30)
     assert again.returncode == 2
     assert "overwrites nothing" in again.stderr
+
+
+@pytest.fixture(scope="module")
+def merged(place: Place) -> Path:
+    out = place.folder / "whole"
+    done = place.run("merge", "RUN=demo", f"OUT={out}")
+    assert done.returncode == 0, done.stderr
+    assert f"make serve MODEL={out}" in done.stderr and f"vllm serve {out}" in done.stderr and "transformers" in done.stderr
+    return out
+
+
+def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: str, tmp_path: Path) -> None:
+    for words in ((f"MODEL={merged}",), (f"RUN={merged}",)):
+        done = place.call("infer", *words, "PROMPT=Why?", "TRAIN_GENERATION_MAX_NEW_TOKENS=12")
+        assert (done.code, done.out) == (0, why), done.err
+    questions, output = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
+    questions.write_text("Why?\n\nWhy?\n")
+    done = place.call("infer", f"MODEL={place.folder / 'model'}", f"INPUT={questions}", f"OUTPUT={output}", "EVAL_BATCH_SIZE=2")
+    assert done.code == 0, done.err
+    assert [json.loads(line)["prompt"] for line in output.read_text().splitlines()] == ["Why?", "", "Why?"]
+
+
+@pytest.mark.parametrize("command", ["infer", "serve"])
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("MODEL={0}/whole", "RUN=demo"), 2, "`RUN` and `MODEL` are both given"),
+        (("MODEL={0}/whole", "CHECKPOINT=best"), 2, "`CHECKPOINT` is one of a run"),
+        (("MODEL={0}/runs/demo/model",), 2, "hint: make {1} RUN={0}/runs/demo"),
+        (("MODEL={0}/runs",), 4, "the model has no `config.json`"),
+        (("MODEL={0}/nowhere",), 4, "there is no such model folder"),
+        (("MODEL={0}/whole", "TRAIN_LEARNING_RATE=1"), 2, "cannot change `train.learning_rate` of a trained"),
+    ],
+)
+def test_models_that_cannot_be_tried_are_told(
+    place: Place, merged: Path, command: str, words: tuple[str, ...], code: int, message: str
+) -> None:
+    prompt = ["PROMPT=Why?"] if command == "infer" else []
+    done = place.call(command, *(word.format(place.folder) for word in words), *prompt)
+    assert done.code == code, done.err
+    assert message.format(place.folder, command) in done.err
+
+
+def test_a_merged_folder_is_served(place: Place, merged: Path) -> None:
+    words = place.command("serve", f"MODEL={merged}", f"PORT={free_port()}", "JSON=1")
+    with subprocess.Popen(words, env=place.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout
+            facts = json.loads(server.stdout.readline() or "{}")
+            assert facts["model"] == "whole"
+            messages = [{"role": "user", "content": "Why?"}]
+            answer = ask(f"{facts['url']}/chat/completions", {"model": "whole", "messages": messages, "max_tokens": 4})
+            assert answer["choices"][0]["message"]["role"] == "assistant"
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(timeout=30) == 143
+        finally:
+            if server.poll() is None:
+                server.kill()
 
 
 def ask(url: str, body: dict[str, Any] | None = None) -> Any:

@@ -113,7 +113,7 @@ def test_no_two_keys_share_a_variable() -> None:
         (["train", "TRAIN_NOTHING=2"], "lists the keys of `train`"),
         (["train", "XYZZY=2"], "hint: `train` takes `ACCELERATE_CONFIG`, `CONFIG`, `JSON`, "),
         (["train", "XYZZY=2"], ", and `SECTION_KEY` for each key"),
-        (["serve", "XYZZY=2"], "hint: `serve` takes `CHECKPOINT`, `HOST`, `JSON`, `PORT`, `RUN`, and"),
+        (["serve", "XYZZY=2"], "hint: `serve` takes `CHECKPOINT`, `HOST`, `JSON`, `MODEL`, `PORT`, `RUN`, and"),
         (["tensorboard-stop", "XYZZY=2"], "hint: `tensorboard-stop` takes `JSON`"),
         (["help", "XYZZY=2"], "hint: `help` takes no variables"),
         (["train", "quickstart.yaml"], "is not `NAME=value`"),
