@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from sft_play.plan.memory import Setup
 
 LOGIT_BYTES = 12
-CHUNK_BYTES = {"cuda": (1536 * 2**20, 256 * 2**20), "cpu": (256 * 2**20,)}
+CHUNK_BYTES = {"cuda": (768 * 2**20, 256 * 2**20), "cpu": (256 * 2**20,)}
 """What the logits of a chunk may take, the first of which there is room for. Each chunk reads the whole head three times: on a GPU
-1,024 positions of 128,256 words keep it computing, and 128 are bound by its memory (by arithmetic, unverified)."""
+512 positions of 128,256 words are 512 operations a byte, where an RTX 4090 needs 164 and an H200 206 to be bound by computing; 128 are not
+enough (by arithmetic, unverified). A 4-bit 8B model in 7.5 GiB has no room for 1,024."""
 LEAST_POSITIONS = 128
 """A chunk reads the whole head: with fewer positions that costs more than the arithmetic."""
 ALIGNED = 64

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.acceptance import main, page
 from benchmarks.acceptance_model import SHAPE, make
-from benchmarks.acceptance_steps import GIB, TINY_SHAPE, TRAININGS, Lab
+from benchmarks.acceptance_steps import GIB, GOALS, TINY_SHAPE, TRAININGS, Lab, allocated
 from tests.conftest import ROOT, Done, Program, called, environment
 from tests.emulated.machines import on_machine
 from tests.nvml_double import emulated
@@ -85,12 +86,7 @@ def large(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab(folder=folder, card="NVIDIA H200", memory_bytes=140 * GIB)
 
 
-TO_COME = pytest.mark.xfail(reason="`train.kernels` is still to come")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=TO_COME if name == "8B LoRA, plain kernels" else ()) for name in TRAININGS]
-)
+@pytest.mark.parametrize("name", TRAININGS)
 def test_every_training_is_taken_and_fits_an_h200(name: str, large: Lab, in_process: Program) -> None:
     one = TRAININGS[name]
     words = {"HARDWARE": "H200", "JSON": "1", **({"LAUNCH_STRATEGY": "fsdp2"} if one.command == "train-fsdp" else {})}
@@ -98,6 +94,13 @@ def test_every_training_is_taken_and_fits_an_h200(name: str, large: Lab, in_proc
     assert done.code == 0, done.err
     plan = done.json
     assert plan["device"] == "cuda" and plan["ranks"][0]["peak_bytes"] <= plan["ranks"][0]["capacity_bytes"]
+
+
+def test_a_quantised_8b_model_is_planned_within_its_goal_on_an_rtx_4090(large: Lab, in_process: Program) -> None:
+    small = replace(large, memory_bytes=24 * GIB)
+    words = small.words(TRAININGS["8B QLoRA"]) | {"HARDWARE": "RTX4090", "JSON": "1"}
+    done = in_process("plan", *(f"{key}={value}" for key, value in words.items()))
+    assert allocated(done.json) / GIB <= GOALS["RTX4090"]["8B QLoRA"][1]
 
 
 def test_the_published_page_is_what_the_command_writes() -> None:
