@@ -156,7 +156,7 @@ def shown_gpus(nvml: Any) -> tuple[list[Shown], int]:
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = _text(nvml.nvmlDeviceGetUUID(handle))
-        except nvml.NVMLError as error:  # of no account where another is chosen
+        except nvml.NVMLError as error:  # does not matter where another is chosen
             lost[index] = error
         cards.append(Shown(index, handle, handle))
         uuids.append(uuid)
