@@ -1,88 +1,73 @@
-"""Checks of GPUs, driver and torch's build for them. Asks `nvidia-smi`, and torch in a process of its own."""
+"""Checks of GPUs, driver and torch's build for them. Asks NVML as every launch does, and torch in a process of its own."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 
 from sft_play.doctor.finding import Check, Context, Finding
+from sft_play.errors import HardwareError
 from sft_play.plan import torch_check
 from sft_play.plan.catalogue import NO_PEER_TO_PEER
-from sft_play.plan.detect import NOTHING, is_wsl, other_gpu
-
-QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,driver_version,compute_cap,mig.mode.current", "--format=csv,noheader")
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One line of `nvidia-smi`."""
-
-    index: int
-    uuid: str
-    name: str
-    driver: str
-    capability: str
-    """Compute capability, `8.9`."""
-    split: bool
-    """Whether MIG is on."""
+from sft_play.plan.detect import all_hidden, detect, is_wsl, open_nvml, other_gpu
+from sft_play.plan.hardware import COMPUTE_MODE_REMEDY, Hardware
 
 
 @cache
-def query() -> tuple[list[Gpu], str | None, str | None]:
-    """Returns the GPUs, the newest CUDA that the driver supports, and the error of an `nvidia-smi` that fails."""
-    if not shutil.which("nvidia-smi"):
-        return [], None, None
+def seen() -> Hardware | HardwareError:
+    """Returns what a launch would see of this machine, or why it would refuse it."""
     try:
-        table = subprocess.run(QUERY, capture_output=True, text=True, timeout=30, check=False)
-        overview = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [], None, str(error)
-    if table.returncode:
-        return [], None, (table.stdout + table.stderr).strip() or f"exit code {table.returncode}"
-    gpus = []
-    for line in table.stdout.strip().splitlines():
-        index, uuid, name, driver, capability, mig = (part.strip() for part in line.split(",", 5))
-        gpus.append(Gpu(int(index), uuid, name, driver, capability, split=mig == "Enabled"))
-    cuda = re.search(r"CUDA Version:\s*(\d+\.\d+)", overview.stdout)
-    return gpus, cuda[1] if cuda else None, None
-
-
-def shown() -> list[Gpu]:
-    """Returns the GPUs that a process here sees: by `CUDA_VISIBLE_DEVICES`, and one of those that MIG splits."""
-    gpus, value = query()[0], os.environ.get("CUDA_VISIBLE_DEVICES")
-    if value is not None:
-        names = [name.strip() for name in value.split(",")]
-        if names[0].startswith("MIG-"):
-            return [gpu for gpu in gpus if gpu.split][:1]
-        gpus = [g for g in gpus if str(g.index) in names or any(n.startswith("GPU-") and g.uuid.startswith(n) for n in names)]
-    whole = [gpu for gpu in gpus if not gpu.split]
-    return whole or gpus[:1]
+        return detect()
+    except HardwareError as error:
+        return error
 
 
 def driver(_: Context) -> Iterator[Finding]:
-    """A driver that does not answer."""
-    error = query()[2]
-    if error:
-        text = f"`nvidia-smi` fails: {error.splitlines()[0]}"
+    """A driver, a card or a slice that does not answer, and names that no GPU has."""
+    hardware = seen()
+    if isinstance(hardware, HardwareError):
+        yield Finding(id="gpus-refused", severity="error", text=hardware.message, remedy=hardware.hint or "look at `nvidia-smi`")
+    elif hardware.kind == "cpu" and not all_hidden() and (error := _nvidia_smi_error()):
         yield Finding(
-            id="driver-broken", severity="error", text=text, remedy="reinstall the NVIDIA driver, or reboot after its update"
+            id="driver-broken",
+            severity="error",
+            text=f"`nvidia-smi` fails: {error.splitlines()[0]}",
+            remedy="reinstall the NVIDIA driver, or reboot after its update",
         )
 
 
+def _nvidia_smi_error() -> str:
+    """Returns what an `nvidia-smi` says that is here and fails: to NVML a driver that is not loaded is none."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    try:
+        asked = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return ((asked.stdout + asked.stderr).strip() or f"exit code {asked.returncode}") if asked.returncode else ""
+
+
+def _gpus() -> Hardware | None:
+    """Returns the GPUs that a process here sees."""
+    hardware = seen()
+    return hardware if isinstance(hardware, Hardware) and hardware.kind == "cuda" else None
+
+
 def torch_for_gpu(_: Context) -> Iterator[Finding]:
-    """A torch that cannot use these GPUs: built without CUDA, for a newer driver, or without their architecture."""
-    gpus = shown()
-    if not gpus:
+    """A compute mode that lets nobody on a card; a torch built without CUDA, for a newer driver, or without code for these GPUs."""
+    hardware = _gpus()
+    if not hardware:
         return
-    known = [torch_check.Gpu(gpu.name, gpu.capability) for gpu in gpus]
-    facts = torch_check.torch_facts(len(gpus), os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
-    for one in torch_check.problems(facts, known, gpus[0].driver, query()[1]):
-        yield Finding(id=one.id, severity="error", text=one.text, remedy=one.remedy)
+    blocked = [device for device in hardware.devices if device.blocked]
+    for device in blocked:
+        yield Finding(id="gpu-blocked", severity="error", text=device.cannot_be_used, remedy=COMPUTE_MODE_REMEDY)
+    if not blocked:
+        environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        for one in torch_check.unusable(hardware, range(len(hardware.devices)), environment):
+            yield Finding(id=one.id, severity="error", text=one.text, remedy=one.remedy)
 
 
 def platform(_: Context) -> Iterator[Finding]:
@@ -98,44 +83,41 @@ def platform(_: Context) -> Iterator[Finding]:
         yield Finding(id="other-gpu", severity="warning", text=text, remedy="a machine with an NVIDIA GPU, or stay on the CPU")
 
 
-def visible_devices(_: Context) -> Iterator[Finding]:
-    """`CUDA_VISIBLE_DEVICES` that names GPUs which are not here: CUDA then hides all that follow, in silence."""
-    value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = query()[0]
-    if value is None or (not gpus and not value.strip()):
+def hidden(_: Context) -> Iterator[Finding]:
+    """`CUDA_VISIBLE_DEVICES` that hides every GPU."""
+    if not all_hidden():
         return
-    if gpus and value.split(",")[0].strip() in NOTHING:
+    try:
+        nvml = open_nvml()
+    except HardwareError:  # what is hidden may be broken
+        return
+    if nvml is None:
+        return
+    count = int(nvml.nvmlDeviceGetCount())
+    nvml.nvmlShutdown()
+    if count:
+        value = os.environ["CUDA_VISIBLE_DEVICES"]
         yield Finding(
             id="gpus-hidden",
             severity="warning",
-            text=f"CUDA_VISIBLE_DEVICES=`{value}` hides all {len(gpus)} GPUs: training would use the CPU",
+            text=f"CUDA_VISIBLE_DEVICES=`{value}` hides all GPUs ({count}): training would use the CPU",
             remedy="unset CUDA_VISIBLE_DEVICES",
-        )
-        return
-    known = {str(gpu.index) for gpu in gpus}
-    names = [name.strip() for name in value.split(",")]
-    absent = [n for n in names if n not in known and not any(g.uuid.startswith(n) and n.startswith("GPU-") for g in gpus)]
-    absent = [name for name in absent if not name.startswith("MIG-")]
-    if absent:
-        yield Finding(
-            id="visible-devices",
-            severity="error",
-            text=torch_check.VISIBLE.format(value=value, names=", ".join(absent), machine=torch_check.gpus_here(len(gpus))),
-            remedy=torch_check.VISIBLE_REMEDY,
         )
 
 
 def consumer_cards(_: Context) -> Iterator[Finding]:
     """Several cards that cannot reach each other's memory, or that differ."""
-    gpus = query()[0]
-    if len(gpus) > 1 and any(NO_PEER_TO_PEER.search(gpu.name) for gpu in gpus):
+    hardware = _gpus()
+    if not hardware or len(hardware.devices) < 2:
+        return
+    names = sorted({device.name for device in hardware.devices})
+    if any(NO_PEER_TO_PEER.search(name) for name in names):
         yield Finding(
             id="no-peer-to-peer",
             severity="note",
             text="GeForce RTX 40 and 50 cards have no peer-to-peer transfers: gradients go through memory",
             remedy="nothing to do: NCCL_P2P_DISABLE=1 is set for the workers; prefer LoRA, or fewer and larger steps",
         )
-    names = sorted({gpu.name for gpu in gpus})
     if len(names) > 1:
         yield Finding(
             id="mixed-gpus",
@@ -145,4 +127,4 @@ def consumer_cards(_: Context) -> Iterator[Finding]:
         )
 
 
-CHECKS: tuple[Check, ...] = (driver, torch_for_gpu, platform, visible_devices, consumer_cards)
+CHECKS: tuple[Check, ...] = (driver, torch_for_gpu, platform, hidden, consumer_cards)

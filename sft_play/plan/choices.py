@@ -11,7 +11,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.backends import layout_for
 from sft_play.plan.batch import DEFAULT_GLOBAL_BATCH
-from sft_play.plan.hardware import FULL, GIB, Device, Hardware
+from sft_play.plan.hardware import COMPUTE_MODE_REMEDY, FULL, GIB, Device, Hardware
 from sft_play.plan.layouts import (
     BY_LENGTHS,
     FLATTENED_MODEL_TYPES,
@@ -85,10 +85,7 @@ def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
     """Raises `HardwareError` for a GPU that other programs fill, with the way to leave it out."""
     for device in chosen:
         if device.blocked:
-            raise HardwareError(
-                f"GPU {hardware.devices.index(device)} ({device.name}) cannot be used: {device.blocked}",
-                hint="`sudo nvidia-smi -c 0` lets every process compute on it; CUDA_VISIBLE_DEVICES chooses another",
-            )
+            raise HardwareError(device.cannot_be_used, hint=COMPUTE_MODE_REMEDY)
     full = [index for index, device in enumerate(chosen) if device.full]
     if not full:
         return

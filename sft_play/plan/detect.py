@@ -303,7 +303,9 @@ def _answering(nvml: Any, index: int, count: int) -> Iterator[None]:
 
 
 def _no_answer(index: int, count: int, error: Exception) -> HardwareError:
-    hint = f"look at `nvidia-smi`; a restart often brings it back; {WITHOUT}"
+    others = ",".join(str(other) for other in range(count) if other != index)
+    without = f"`CUDA_VISIBLE_DEVICES={others}` goes on without it" if others else WITHOUT
+    hint = f"look at `nvidia-smi`; a restart often brings it back; {without}"
     return HardwareError(f"GPU {index} of {count} does not answer: {error}", hint=hint)
 
 

@@ -328,7 +328,8 @@ def _checkpointing(
         reasons.append(f"gradient checkpointing on: {why}")
         return saving, smaller
     if asked == "auto":
-        reasons.append("gradient checkpointing off: activations fit, and recomputing them takes a third more time")
+        more = "a third" if fit.config.tuning.mode == "full" else "half as much"
+        reasons.append(f"gradient checkpointing off: activations fit, and recomputing them takes {more} more time")
     return setup, plain
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import UserError
 from sft_play.plan.detect import all_hidden, cpu_name, gpu_memory, name_of, open_nvml, ram_bytes, shown_gpus
-from sft_play.plan.hardware import GIB
+from sft_play.plan.hardware import GIB, Hardware
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -56,7 +56,7 @@ def _need(call: Call) -> tuple[dict[str, Any], UserError | None]:
     ranks = [
         {
             "rank": rank.rank,
-            "device": rank.device,
+            "device": _numbered(rank.device, hardware),
             "micro_batch": rank.micro_batch,
             "peak_bytes": rank.peak_bytes,
             "capacity_bytes": rank.capacity_bytes,
@@ -70,6 +70,12 @@ def _need(call: Call) -> tuple[dict[str, Any], UserError | None]:
         "ranks": ranks,
     }  # fmt: skip
     return found, None
+
+
+def _numbered(device: str, hardware: Hardware) -> str:
+    """Returns a rank's device with the driver's number, as the list of what is in use has it."""
+    kind, _, index = device.partition(":")
+    return f"{kind}:{hardware.devices[int(index)].number}" if kind == "cuda" else device
 
 
 def devices_now() -> list[dict[str, Any]]:

@@ -80,24 +80,24 @@ def problems(facts: Mapping[str, Any] | str, gpus: Sequence[Gpu], driver: str, d
     if driver_cuda and number(cuda)[0] > number(driver_cuda)[0]:
         text = f"torch {version} is built for CUDA {cuda}, driver {driver} is for {driver_cuda}"
         return [Problem("driver-too-old", text, "update the NVIDIA driver, or install a torch built for an older CUDA")]
-    found, explained = [], set()
+    faults, explained = [], set()
     for capability in sorted({gpu.capability for gpu in gpus}):
         alike = [index for index, gpu in enumerate(gpus) if gpu.capability == capability]
         if _lacks(facts, capability):
             explained.update(alike)
             names = ", ".join(sorted({gpus[index].name for index in alike}))
-            found.append(
+            faults.append(
                 Problem("torch-lacks-architecture", lacking(version, facts["architectures"], names, capability), LACKING_REMEDY)
             )
     for index, error in (failures or {}).items():
         if int(index) not in explained:
             text = f"torch {version} cannot use GPU {index} ({gpus[int(index)].name}): {error}"
-            found.append(
+            faults.append(
                 Problem(
                     "gpu-unusable", text, "look at `nvidia-smi`: its processes, compute mode and errors; then restart the machine"
                 )
             )
-    return found
+    return faults
 
 
 def torch_facts(count: int, environment: Mapping[str, str]) -> dict[str, Any] | str:
@@ -129,13 +129,15 @@ def unasked(hardware: Hardware) -> list[Problem]:
     return problems(facts, _gpus(hardware, range(len(hardware.devices))), hardware.driver, hardware.driver_cuda)
 
 
+def unusable(hardware: Hardware, indices: Sequence[int], environment: Mapping[str, str]) -> list[Problem]:
+    """Asks torch, under the workers' environment, for these GPUs; returns all that is wrong."""
+    gpus = _gpus(hardware, indices)
+    return problems(torch_facts(len(gpus), environment), gpus, hardware.driver or "", hardware.driver_cuda)
+
+
 def require_usable(hardware: Hardware, indices: Sequence[int], environment: Mapping[str, str]) -> None:
-    """Asks torch, under the workers' environment, for the GPUs that a plan uses. Raises `HardwareError` with all that is wrong."""
-    gpus, driver = _gpus(hardware, indices), hardware.driver or ""
-    raise_all([
-        HardwareError(one.text, hint=one.remedy)
-        for one in problems(torch_facts(len(gpus), environment), gpus, driver, hardware.driver_cuda)
-    ])  # fmt: skip
+    """Raises `HardwareError` with all that is wrong with the GPUs that a plan uses."""
+    raise_all([HardwareError(one.text, hint=one.remedy) for one in unusable(hardware, indices, environment)])
 
 
 def _gpus(hardware: Hardware, indices: Sequence[int]) -> list[Gpu]:

@@ -14,12 +14,13 @@ import textwrap
 import time
 import venv
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.nvml_double import Machine, emulated
+from tests.nvml_double import A100_SPLIT, MACHINES, MISMATCH, RTX4090, Machine, emulated
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("env", "sh", "cat")
@@ -55,11 +56,9 @@ class Doctor:
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
 
-    def nvidia_smi(self, *names: str, capability: str = "8.9", cuda: str = "13.0", mig: str = "[N/A]") -> None:
-        """Fakes a driver that knows these GPUs."""
-        rows = "\n".join(f"{i}, GPU-{i}aaa, {name}, 580.00, {capability}, {mig}" for i, name in enumerate(names))
-        script = f'case "$*" in *query*) cat <<E\n{rows}\nE\n;; *) echo "| CUDA Version: {cuda} |" ;; esac'
-        self.tool("nvidia-smi", script)
+    def machine(self, machine: Machine) -> None:
+        """Moves to a machine with these GPUs."""
+        self.environment |= machine.environment(self.folder / "machine")
 
     def torch(self, *, cuda: str | None, architectures: str = "", fails: str = "") -> None:
         """Puts another torch in front of the installed one; `fails` is what it says of every GPU."""
@@ -77,7 +76,7 @@ class Doctor:
                     return N(item=lambda: 1.0)
             """)
         )
-        self.environment["PYTHONPATH"] = f"{package.parent}{os.pathsep}{ROOT}"
+        self.environment["PYTHONPATH"] = f"{package.parent}{os.pathsep}{self.environment['PYTHONPATH']}"
 
     def findings(
         self, *arguments: str, code: int | None = None, prefix: tuple[str, ...] = (), limit: Callable[[], None] | None = None
@@ -161,13 +160,13 @@ def test_broken_driver(doctor: Doctor) -> None:
 
 
 def test_torch_without_cuda_beside_a_gpu(doctor: Doctor) -> None:
-    doctor.nvidia_smi("NVIDIA H100")
+    doctor.machine(MACHINES["h200"])
     doctor.torch(cuda=None)
     assert "without CUDA" in doctor.findings(code=3)["torch-without-cuda"]["text"]
 
 
 def test_torch_for_a_newer_driver(doctor: Doctor) -> None:
-    doctor.nvidia_smi("NVIDIA H100", capability="9.0", cuda="12.4")
+    doctor.machine(replace(MACHINES["h200"], cuda=12040))
     doctor.torch(cuda="13.0", architectures="sm_80 sm_90", fails="The NVIDIA driver on your system is too old")
     found = doctor.findings(code=3)
     assert "13.0" in found["driver-too-old"]["text"]
@@ -176,24 +175,26 @@ def test_torch_for_a_newer_driver(doctor: Doctor) -> None:
 
 @pytest.mark.parametrize(("capability", "fine"), [("12.0", False), ("8.9", True), ("6.1", False), ("8.6", True)])
 def test_torch_without_code_for_the_card(doctor: Doctor, capability: str, fine: bool) -> None:
-    doctor.nvidia_smi("NVIDIA GeForce", capability=capability)
+    major, _, minor = capability.partition(".")
+    doctor.machine(Machine(cards=(replace(RTX4090, name="NVIDIA GeForce", capability=(int(major), int(minor))),)))
     fails = "" if fine else "CUDA error: no kernel image is available for execution on the device"
     doctor.torch(cuda="13.0", architectures="sm_75 sm_80 sm_86 sm_90", fails=fails)
     assert ("torch-lacks-architecture" not in doctor.findings()) == fine
 
 
 def test_a_card_that_torch_cannot_use_for_another_reason(doctor: Doctor) -> None:
-    doctor.nvidia_smi("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB", capability="8.0", mig="Enabled")
+    doctor.machine(Machine(cards=(A100_SPLIT, A100_SPLIT)))
     doctor.torch(cuda="13.0", architectures="sm_80", fails="CUDA error: CUDA-capable device(s) is/are busy or unavailable")
     text = doctor.findings(code=3)["gpu-unusable"]["text"]  # one slice is all that a process sees of cards that MIG splits
     assert text == (
-        "torch 2.13.0 cannot use GPU 0 (NVIDIA A100-SXM4-80GB): CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+        "torch 2.13.0 cannot use GPU 0 (NVIDIA A100-SXM4-80GB MIG 3g.40gb): "
+        "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
     )
 
 
 def test_wsl2_is_named(doctor: Doctor) -> None:
     doctor.environment |= emulated(doctor.folder / "machine", "wsl2")
-    assert "expandable_segments" in doctor.findings(code=0)["wsl2"]["text"]
+    assert "expandable_segments" in doctor.findings()["wsl2"]["text"]
 
 
 def test_another_makers_gpu_is_named(doctor: Doctor) -> None:
@@ -202,27 +203,47 @@ def test_another_makers_gpu_is_named(doctor: Doctor) -> None:
 
 
 def test_torch_that_cannot_be_imported(doctor: Doctor) -> None:
-    doctor.nvidia_smi("NVIDIA H100")
+    doctor.machine(MACHINES["h200"])
     package = doctor.folder / "stubs" / "torch"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
-    doctor.environment["PYTHONPATH"] = f"{package.parent}{os.pathsep}{ROOT}"
+    doctor.environment["PYTHONPATH"] = f"{package.parent}{os.pathsep}{doctor.environment['PYTHONPATH']}"
     assert "libcudart" in doctor.findings(code=3)["torch-broken"]["text"]
 
 
 def test_visible_devices_that_are_not_here(doctor: Doctor) -> None:
-    doctor.nvidia_smi("NVIDIA L40S", "NVIDIA L40S")
-    doctor.torch(cuda="13.0", architectures="sm_89")
+    doctor.machine(MACHINES["rtx3090_pair"])
+    doctor.torch(cuda="13.0", architectures="sm_86")
     doctor.environment["CUDA_VISIBLE_DEVICES"] = "0,5"
-    assert "names 5," in doctor.findings(code=3)["visible-devices"]["text"]
-    doctor.environment["CUDA_VISIBLE_DEVICES"] = "GPU-1aaa"
-    assert "visible-devices" not in doctor.findings(code=0)
+    assert "names 5," in doctor.findings(code=3)["gpus-refused"]["text"]
+    doctor.environment["CUDA_VISIBLE_DEVICES"] = "GPU-1111"
+    assert "gpus-refused" not in doctor.findings(code=0)
     doctor.environment["CUDA_VISIBLE_DEVICES"] = ""
     assert "gpus-hidden" in doctor.findings(code=0)
 
 
+@pytest.mark.parametrize(
+    ("machine", "text"),
+    [
+        (MACHINES["mig_without_rights"], "none of its slices can be used here: Insufficient Permissions"),
+        (Machine(cards=(RTX4090, replace(RTX4090, lost=True))), "GPU 1 of 2 does not answer: GPU is lost"),
+        (Machine(cards=(RTX4090,), broken=MISMATCH), "the NVIDIA driver fails: RM has detected an NVML/RM version mismatch."),
+    ],
+)
+def test_gpus_that_every_launch_refuses(doctor: Doctor, machine: Machine, text: str) -> None:
+    doctor.machine(machine)
+    assert text in doctor.findings(code=3)["gpus-refused"]["text"]
+
+
+def test_a_compute_mode_that_lets_nobody_on_a_card(doctor: Doctor) -> None:
+    doctor.machine(Machine(cards=(RTX4090, replace(RTX4090, mode=2))))
+    doctor.environment["CUDA_VISIBLE_DEVICES"] = "1"
+    text = "GPU 1 (NVIDIA GeForce RTX 4090) cannot be used: its compute mode is Prohibited"
+    assert doctor.findings(code=3)["gpu-blocked"]["text"] == text
+
+
 def test_consumer_and_mixed_cards(doctor: Doctor) -> None:
-    doctor.nvidia_smi("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5090")
+    doctor.machine(MACHINES["unlike_pair"])
     doctor.torch(cuda="13.0", architectures="sm_89")
     assert {"no-peer-to-peer", "mixed-gpus"} <= set(doctor.findings(code=0))
 
