@@ -205,7 +205,7 @@ class TrainConfig:
     fp16: bool = False
     """float16 computation with loss scaling."""
     gradient_checkpointing: bool | Auto = "auto"
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: less memory, about a third more time (half as much again with adapters)."""
     ddp_find_unused_parameters: bool = False
     """Let DDP look for parameters without a gradient."""
     ddp_broadcast_buffers: bool = False

@@ -43,6 +43,19 @@ def _geforce(
 SHEET = "NVIDIA data sheet, dense"
 AMPERE, ADA, BLACKWELL = (8, 6), (8, 9), (12, 0)
 
+FP32_SHARES = {(7, 0): 1 / 8, (7, 5): 1 / 8, (8, 0): 1 / 16, (9, 0): 1 / 15, (9, 4): 1 / 8, (10, 0): 1 / 28}
+"""Compute capability -> fp32 speed outside of tensor cores as a share of bf16's (fp16's), by NVIDIA's data sheets: T4 8.1 of 65, V100
+15.7 of 125, A100 19.5 of 312, H100 67 of 989, MI300X 163 of
+1307, B200 80 of 2250. Others: half on GeForce cards, a quarter on L4, L40S, A10 and RTX A6000."""
+
+
+def fp32_share(name: str, capability: tuple[int, int] | None) -> float:
+    """Returns the speed of fp32 matrix products as a share of bf16's. TF32, which torch leaves off, would be faster."""
+    return FP32_SHARES.get(capability or (0, 0)) or (
+        1 / 4 if re.search(r"\b(L4\b|L40S|A10|A40|RTX ?A6000|RTX ?6000)", name) else 1 / 2
+    )
+
+
 NO_PEER_TO_PEER = re.compile(r"GeForce RTX (40|50)\d\d")
 """Consumer cards without peer-to-peer transfers; accelerate knows only the 40 series, and a 50 series pair may hang. `RTX 4000` is none."""
 

@@ -328,8 +328,8 @@ def _checkpointing(
         reasons.append(f"gradient checkpointing on: {why}")
         return saving, smaller
     if asked == "auto":
-        more = "a third" if fit.config.tuning.mode == "full" else "half as much"
-        reasons.append(f"gradient checkpointing off: activations fit, and recomputing them takes {more} more time")
+        more = "a third more time" if fit.config.tuning.mode == "full" else "half as much time again"
+        reasons.append(f"gradient checkpointing off: activations fit, and recomputing them takes {more}")
     return setup, plain
 
 

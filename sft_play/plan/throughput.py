@@ -18,6 +18,7 @@ from typing import Any
 from sft_play.config.schema import Config
 from sft_play.plan.balance import spans
 from sft_play.plan.calibration import Calibration, StepFit
+from sft_play.plan.catalogue import fp32_share
 from sft_play.plan.exchange import exchange_seconds, latency_seconds, link_of
 from sft_play.plan.hardware import Device, Hardware
 from sft_play.plan.layouts import BY_LENGTHS
@@ -161,8 +162,15 @@ def pace(
         return None
     expanding = _expansion_bytes(config, shape, setup) / (device.bandwidth or math.inf)
     return Pace(
-        seconds_per_micro_step=expanding, flops_per_second=device.peak_flops * GPU_EFFICIENCY, least_seconds=GPU_LAYER_SECONDS * shape.layers
+        seconds_per_micro_step=expanding, flops_per_second=_reached(device.peak_flops, device, setup),
+        least_seconds=GPU_LAYER_SECONDS * shape.layers,
     )  # fmt: skip
+
+
+def _reached(peak_flops: float, device: Device, setup: Setup) -> float:
+    """Returns the operations per second that training reaches on a GPU of this peak; in fp32 tensor cores do nothing."""
+    slower = fp32_share(device.name, device.compute_capability) if setup.precision == "fp32" else 1.0
+    return peak_flops * slower * GPU_EFFICIENCY
 
 
 def _expansion_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
@@ -183,7 +191,7 @@ def token_cost(config: Config, shape: ModelShape, setup: Setup, rows: int, devic
         return flops
     balance = TYPICAL_BALANCE
     if device.peak_flops and device.bandwidth:
-        balance = GPU_EFFICIENCY * device.peak_flops / device.bandwidth
+        balance = _reached(device.peak_flops, device, setup) / device.bandwidth
     return flops + _expansion_bytes(config, shape, setup) * balance / (rows * setup.row_tokens)
 
 

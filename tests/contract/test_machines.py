@@ -43,6 +43,18 @@ def test_plans(
     assert plan["world_size"] == ranks and plan["expandable_segments"]
 
 
+@pytest.mark.parametrize(("name", "share"), [("rtx4090", 1 / 2), ("t4", 1 / 8), ("h200", 1 / 15)])
+def test_fp32_is_planned_without_tensor_cores(
+    in_process: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, share: float
+) -> None:
+    move_to(monkeypatch, MACHINES[name], tmp_path)
+    words = ("plan", *QLORA, "TRAIN_BATCH_SIZE=1", "TRAIN_GRADIENT_CHECKPOINTING=true", "MODEL_ATTN_IMPLEMENTATION=sdpa")
+    half, full = (
+        in_process(*words, *more, env=emulated(tmp_path, name)).json["tokens_per_second"] for more in ((), ("TRAIN_BF16=false",))
+    )
+    assert full / half == pytest.approx(share, rel=0.15)
+
+
 def test_a_slice_is_planned_with_its_own_memory_and_share_of_the_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     move_to(monkeypatch, MACHINES["mig"], tmp_path)
     (largest,) = detect().devices
@@ -129,6 +141,15 @@ def test_one_process_takes_a_card_that_may_be_used(monkeypatch: pytest.MonkeyPat
     assert one.code == 0 and one.json["ranks"][0]["device"] == "cuda:1", one.err
     both = in_process("plan", *QLORA, env=machine.environment(tmp_path))
     assert both.code == 3 and "GPU 0 (NVIDIA GeForce RTX 3090) cannot be used: its compute mode is Prohibited" in both.err
+
+
+def test_a_lost_card_can_be_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_process: Program) -> None:
+    machine = Machine(cards=(replace(RTX3090, lost=True), RTX3090))
+    move_to(monkeypatch, machine, tmp_path)
+    env = machine.environment(tmp_path)
+    assert "`CUDA_VISIBLE_DEVICES=1` goes on without it" in in_process("gpu-info", env=env).err
+    facts = in_process("memory-check", "CONFIG=configs/quickstart.yaml", "JSON=1", env=env | {"CUDA_VISIBLE_DEVICES": "1"}).json
+    assert facts["devices"][0]["device"] == facts["need"]["ranks"][0]["device"] == "cuda:1"
 
 
 def test_answers_use_one_card_or_say_why_not(
