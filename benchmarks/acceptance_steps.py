@@ -22,7 +22,7 @@ from benchmarks.training import BATCH_SIZE, LEARNING_RATE, spec_of
 from sft_play.files import read_json, read_json_lines, write_json
 from sft_play.model.embedded import embedded_folder
 from sft_play.plan.catalogue import find_card
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, cache_folder
 
 GIB, MIB = 2**30, 2**20
 TINY_SHAPE = {"layers": 2, "hidden": 64, "inner": 128, "heads": 4, "kv_heads": 2, "vocabulary": 1024}
@@ -342,7 +342,7 @@ def allocated(plan: Mapping[str, Any]) -> int:
 
 def predicted(lab: Lab, *names: str) -> Iterator[Row]:
     """Memory by trace and in two real steps with the longest rows (a probe), whose record must not correct the trace."""
-    probes = Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play") / "probes"
+    probes = cache_folder() / "probes"
     for name in names:
         words, before = lab.words(TRAININGS[name]), set(probes.glob("*.json"))
         probe = json.loads(lab.program("plan", words | {"SOURCE": "probe", "JSON": "1"}))
