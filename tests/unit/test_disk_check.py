@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +17,6 @@ from sft_play.runs.manifest import seal
 from sft_play.training.saving import Saver
 from sft_play.training.writing import DiskCheck
 
-NO_SUCH_STACK_BYTES = 2**47
-"""More than a process has addresses for, so that the system itself refuses to start a thread."""
-
 
 def saved(folder: Path) -> Path:
     folder.mkdir(parents=True)
@@ -31,16 +27,15 @@ def saved(folder: Path) -> Path:
 
 def unreadable(folder: Path) -> DiskCheck:
     """Returns the check of a whole checkpoint in the middle of which no thread could be started."""
-    text = (saved(folder) / "manifest.json").read_text()
-    (folder / "manifest.json").unlink()
-    os.mkfifo(folder / "manifest.json")
-    check = DiskCheck(folder)  # waits for the manifest
-    before = threading.stack_size(NO_SUCH_STACK_BYTES)
-    try:
-        (folder / "manifest.json").write_text(text)
+
+    def refuse(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    saved(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "_adjust_thread_count", refuse)  # as Python says where the machine has no more
+        check = DiskCheck(folder)
         assert check.ended(wait_seconds=30)
-    finally:
-        threading.stack_size(before)
     return check
 
 
