@@ -143,6 +143,9 @@ class DataConfig:
     overlong: Literal["error", "drop", "truncate", "truncate_answers", "split"] = "error"
     """Rows longer than `model.max_seq_len`: refuse, leave out (counted), cut (the oldest turns first, an answer never; `truncate_answers`:
     the last answer's end too), or split into several rows (a conversation between its turns, a document anywhere)."""
+    bad_rows: Literal["stop", "drop"] = "stop"
+    """Rows that cannot be read, or that the chat template refuses: end the preparation, or leave them out (counted). Either way one file
+    holds all of them, with their places and reasons."""
     mix_by: Literal["tokens", "rows"] = "tokens"
     """What the weights of sources count."""
     exhausted: Literal["repeat", "stop"] = "repeat"

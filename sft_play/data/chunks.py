@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from sft_play.data.encode import Outcome
 from sft_play.data.example import Example
 from sft_play.data.formats import understand
+from sft_play.data.left import BAD
 from sft_play.data.read import Placed
 from sft_play.data.split import KEY_BYTES, is_held_out
 from sft_play.data.template import IGNORED
@@ -108,7 +109,8 @@ def make_chunk(work: Work, encoder: Any, *, group_by: str | None, fraction: floa
     outcomes: Sequence[Outcome] = encoder.encode(examples) if work.encode and examples else ()
     refused = [*read.refused]
     for example, outcome in zip(examples, outcomes, strict=False):
-        if outcome.error is not None and not outcome.overlong:  # what is too long is counted and told once
+        if _is_bad(outcome):
+            assert outcome.error is not None
             refused.append(_refusal(outcome.error, example.place, reading=False))
     return _chunk(work.source, examples, outcomes, refused, fraction)
 
@@ -121,6 +123,11 @@ def _read(work: Work, group_by: str | None) -> _Read:
         except DataError as error:
             read.refused.append(_refusal(error, placed[0], reading=True))
     return read
+
+
+def _is_bad(outcome: Outcome) -> bool:
+    """Whether a row is wrong; what is too long is counted and told once."""
+    return outcome.error is not None and not outcome.overlong
 
 
 def _refusal(error: DataError, place: str, *, reading: bool) -> Refusal:
@@ -144,7 +151,7 @@ def _chunk(
             np.bool_, len(keys),
         ),
         rows_of=_integers(len(outcome.rows) for outcome in outcomes) if outcomes else np.zeros(len(examples), np.int32),
-        dropped={index: outcome.dropped for index, outcome in enumerate(outcomes) if outcome.dropped is not None},
+        dropped={i: BAD if _is_bad(o) else o.dropped for i, o in enumerate(outcomes) if _is_bad(o) or o.dropped is not None},
         overlong={i: (examples[i].place, outcome.overlong) for i, outcome in enumerate(outcomes) if outcome.overlong},
         lost={index: outcome.lost for index, outcome in enumerate(outcomes) if outcome.lost},
         answers_cut={index: outcome.answers_cut for index, outcome in enumerate(outcomes) if outcome.answers_cut},

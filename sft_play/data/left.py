@@ -7,6 +7,8 @@ from collections import Counter
 SCANNED = "pictures without text: it must be read by OCR first"
 EMPTY = "no text"
 """Why a document gives nothing to learn."""
+BAD = "bad row"
+"""With `data.bad_rows: drop`, whatever is wrong with it."""
 SHOWN_PLACES = 20
 """Of what was left out for one reason."""
 

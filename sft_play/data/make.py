@@ -15,7 +15,7 @@ from sft_play.config.schema import Config, DataSource
 from sft_play.data.chunks import CHUNK_CHARACTERS, CHUNK_ROWS, Chunk, Work, size_of
 from sft_play.data.engine import Engine
 from sft_play.data.formats import recognise
-from sft_play.data.left import EMPTY, SCANNED
+from sft_play.data.left import BAD, EMPTY, SCANNED
 from sft_play.data.manifest import DUPLICATE, SourceTally, split_manifest
 from sft_play.data.prepare import Part
 from sft_play.data.problems import RowProblems
@@ -25,6 +25,7 @@ from sft_play.data.split import Seen, overlap
 from sft_play.data.store import KEYS, SplitWriter
 from sft_play.errors import DataError
 from sft_play.launch.run_folder import raise_what_was_heard
+from sft_play.runs.folder import cache_folder
 
 PROGRESS_SECONDS = 10
 
@@ -140,19 +141,23 @@ def make_parts(config: Config, tokenizer: Any, parts: Sequence[Part], train: Par
 
 
 def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part, template: str | None) -> None:
-    problems, progress = RowProblems(), _Progress(" and ".join(part.name for part in parts))
+    drop = config.data.bad_rows == "drop"
+    problems = RowProblems(cache_folder() / "bad_rows" / f"{parts[0].folder.name}.txt", drop=drop)
+    progress = _Progress(" and ".join(part.name for part in parts))
     left = [LeftOut() for _ in parts[0].sources]
     with ExitStack() as stack:
         gatherers = [Gatherer(config, part, stack.enter_context(SplitWriter(part.folder))) for part in parts]
         for chunk in engine.run(works_of(parts[0].sources, problems, config.train.seed, left), fraction=parts[0].fraction):
             for refusal in chunk.refused:
                 problems.add(refusal)
+                if drop and refusal.reading:  # what is wrong with its tokens was counted as a row, and is left out of the chunk
+                    left[chunk.source].add(BAD, refusal.place)
             if not problems.unreadable:
                 for gatherer in gatherers:
                     gatherer.take(chunk)
             progress.count(chunk.examples)
             raise_what_was_heard()
-        problems.raise_all()
+        problems.end()
         if not any(gatherer.examples for gatherer in gatherers):
             refuse_nothing(parts[0].sources, left)
         for gatherer in gatherers:

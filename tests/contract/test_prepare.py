@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -382,3 +383,26 @@ def test_a_cache_that_cannot_be_written_is_named(prepared_by: Prepare, tmp_path:
     assert outcome.code == 3
     assert "cannot be written" in outcome.told
     assert "SFT_PLAY_CACHE" in outcome.told
+
+
+def test_bad_rows_stop_or_are_left_out_and_one_file_names_them_all(prepared_by: Prepare, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    good = [json.dumps(row) for row in pairs(4)]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    unwritten = json.dumps({"prompt": [{"role": "user", "content": "2+2?"}], "completion": [call]})  # ChatML writes no calls
+    data.write_text("\n".join([good[0], "not json", good[1], '{"prompt": "q"}', "not json", good[2], unwritten, good[3]]) + "\n")
+    stopped = prepared_by(f"data.train_path: {data}")
+    assert stopped.code == 4
+    assert f"{data}:2:1: is not JSON" in stopped.told and "(2 such rows; the first is here)" in stopped.told
+    assert "bad rows: 4, each with its reason in " in stopped.told and "; DATA_BAD_ROWS=drop leaves them out" in stopped.told
+    dropped = prepared_by(f"data.train_path: {data}", "data.bad_rows: drop")
+    assert dropped.prepared.train and dropped.prepared.train.rows == 4
+    assert "8 read as prompt_completion, 4 kept, 4 left out (bad row); " in dropped.told
+    assert f"left out: {data}:2:1: is not JSON: Expecting value (2 such rows; the first is here)" in dropped.told
+    for told in (stopped.told, dropped.told):
+        (file,) = re.findall(r"each with its reason in (\S+);", told)
+        named = Path(file).read_text(encoding="utf-8").splitlines()
+        assert sorted(int(re.search(r"jsonl:(\d+)", line)[1]) for line in named) == [2, 4, 5, 7]  # type: ignore[index]
+        assert all(": " in line.partition("jsonl:")[2] for line in named)
+    data.write_text("not json\n")
+    assert "the sources hold no row: 1 left out (bad row)" in prepared_by(f"data.train_path: {data}", "data.bad_rows: drop").told
