@@ -151,7 +151,7 @@ def _chunk(
             np.bool_, len(keys),
         ),
         rows_of=_integers(len(outcome.rows) for outcome in outcomes) if outcomes else np.zeros(len(examples), np.int32),
-        dropped={i: BAD if _is_bad(o) else o.dropped for i, o in enumerate(outcomes) if _is_bad(o) or o.dropped is not None},
+        dropped={i: why for i, o in enumerate(outcomes) if (why := BAD if _is_bad(o) else o.dropped) is not None},
         overlong={i: (examples[i].place, outcome.overlong) for i, outcome in enumerate(outcomes) if outcome.overlong},
         lost={index: outcome.lost for index, outcome in enumerate(outcomes) if outcome.lost},
         answers_cut={index: outcome.answers_cut for index, outcome in enumerate(outcomes) if outcome.answers_cut},
