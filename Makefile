@@ -89,7 +89,7 @@ test-all: $(VENV)/.bench
 	@$(bin)/python -m pytest $(call quoted,TESTS) -m quiet
 
 test-gpu: $(VENV)/.dev
-	@$(bin)/python -m pytest $(call quoted,TESTS) -m gpu
+	@$(bin)/python -m pytest $(call quoted,TESTS) -m gpu -rs
 
 # What only a real card can show, offline, in at most 25 minutes; writes docs/benchmarks-gpu.md. STEPS=8-12 adds some steps to it.
 accept-gpu: $(VENV)/.bench

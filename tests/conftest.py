@@ -17,6 +17,8 @@ from unittest import mock
 import pytest
 
 from sft_play.__main__ import main
+from sft_play.errors import HardwareError
+from sft_play.plan.detect import detect
 from tests.tiny_models import build_tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -146,6 +148,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with the slowest folders, so that neither of two test processes is left with them when the other has ended."""
     order = {folder: place for place, folder in enumerate(SLOWEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what needs a GPU where none can be used, with the reason."""
+    if item.get_closest_marker("gpu") and (reason := no_gpu()):
+        pytest.skip(reason)
+
+
+def no_gpu() -> str:
+    """Returns why no GPU can be used here; empty where one can."""
+    try:
+        return "" if detect().kind == "cuda" else "no NVIDIA GPU answers on this machine"
+    except HardwareError as error:
+        return error.message
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

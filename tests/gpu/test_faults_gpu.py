@@ -13,10 +13,7 @@ from sft_play.plan.detect import detect
 from tests.conftest import environment
 from tests.fault_runs import start, tiny_config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(detect().kind != "cuda", reason="no NVIDIA GPU answers on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("variables", [{}, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}], ids=["shared memory", "sockets"])

@@ -14,8 +14,7 @@ from sft_play.training.loss import token_loss_sum
 from tests.numerics.test_layouts import VOCABULARY, random_model
 
 LIMIT, COUNT = 48, 14
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Families with and without sliding windows, learned positions, and soft-capped logits (no sdpa kernel: eager).
 CASES = [("llama", "sdpa"), ("qwen2", "sdpa"), ("qwen3", "sdpa"), ("gemma", "sdpa"), ("gemma2", "eager"), ("gemma3_text", "sdpa"),
          ("mistral", "sdpa"), ("gpt2", "sdpa"), ("llama", "eager")]  # fmt: skip
