@@ -15,6 +15,8 @@ from sft_play.files import is_file_name
 
 PRESETS = Path(__file__).resolve().parents[2] / "configs"
 """The shipped presets."""
+DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+"""Endings of data files; `.json` may be a configuration too."""
 MOST_FILES = 100
 """Files that one configuration may extend, each time counted: files that extend one another twice would be read for ever."""
 MOST_SUGGESTIONS = 40
@@ -30,6 +32,10 @@ def config_path(name: str) -> Path:
         return preset
     if path.is_dir():
         raise UserError(f"`{name}` is a folder; expected a YAML file")
+    if path.suffix.lower() in DATA:
+        raise UserError(
+            f"`{name}` holds rows, and is not a configuration", hint=f"make train CONFIG=file.yaml DATA_TRAIN_PATH={name}"
+        )
     if not path.is_file():
         near = names.closest_file(path, PRESETS)
         raise UserError(

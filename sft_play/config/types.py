@@ -258,6 +258,8 @@ def _value_hint(node: Node, annotation: Any) -> str | None:
         return "write `no`"
     if isinstance(value, str) and node.text is None and (int in parts or float in parts) and FLOAT.fullmatch(value.strip()):
         return "write the number without quotes"
+    if isinstance(value, str) and float in parts and FLOAT.fullmatch(value.strip().removesuffix("%")):
+        return f"a share is written `{float(value.strip().removesuffix('%')) / 100:g}`"
     if isinstance(value, str) and (word := closest_word(value, [str(word) for word in literals(annotation)])):
         return f"did you mean `{word}`?"
     if any(dataclasses.is_dataclass(entry) for entry in entries):

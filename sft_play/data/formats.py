@@ -154,6 +154,12 @@ def recognise(row: Row) -> str:
             f"the columns fit more than one format: {', '.join(fitting)} (columns: {names_of(row)})",
             hint=f"set `format` of the source; the row is {shown(row)}",
         )
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        chosen = "completion: chosen" if isinstance(row["chosen"], str) or row.get("prompt") is not None else "messages: chosen"
+        raise DataError(
+            "the row has `chosen` and `rejected`: preferences are not trained here",
+            hint=f"to train on the chosen answers, give the source `columns: {{{chosen}}}`",
+        )
     near = [name for name, (columns, _) in FORMATS.items() if any(row.get(column) is not None for column in columns)]
     if len(near) == 1:
         _require(row, near[0])

@@ -99,8 +99,8 @@ class Gatherer:
             tally.left_out += [{"reason": reason, "place": place} for reason, places in out.places.items() for place in places]
             tally.there = out.there
 
-    def refuse_what_cannot_be_trained(self) -> None:
-        """Raises `DataError` for rows that are too long, and for a split without any row."""
+    def refuse_what_cannot_be_trained(self, of_both: int) -> None:
+        """Raises `DataError` for rows that are too long, and for a split without any row. `of_both`: rows of both splits."""
         part, limit = self.part, self.config.model.max_seq_len
         place, tokens = self.longest
         if self.overlong and self.config.data.overlong == "error":
@@ -112,8 +112,13 @@ class Gatherer:
                 "or split to make several rows of each",
             )
         if not self._examples:
-            message = f"`data.validation: {part.fraction}` leaves no row for {part.name}"
-            raise DataError(message, hint="give more rows, or another fraction, or fewer rows to a group")
+            share = part.fraction if part.name == "validation" else 1 - part.fraction
+            grouped = ", and whole groups" if self.config.data.group_by else ""
+            message = (
+                f"`data.validation: {part.fraction}` leaves no row for {part.name}: there are {of_both:,}, of which a hash of each one's "
+                f"content{grouped} chooses about {share * of_both:.2g}"
+            )
+            raise DataError(message, hint="give more rows, another fraction, or a file of their own: DATA_VAL_PATH=")
         if not len(self.writer.lengths):
             reasons = sum((tally.dropped for tally in self.tallies), Counter[str]())
             told = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
@@ -162,7 +167,7 @@ def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part, te
             refuse_nothing(parts[0].sources, left)
         for gatherer in gatherers:
             gatherer.take_left_out(left)
-            gatherer.refuse_what_cannot_be_trained()
+            gatherer.refuse_what_cannot_be_trained(sum(one.examples for one in gatherers))
         for gatherer in gatherers:
             manifest = gatherer.manifest()
             manifest["split"]["template"] = template

@@ -171,6 +171,12 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
     if name == "training":
         first += _never_trained(split["sources"])
     lines = [first, *(_source_line(source, name) for source in manifest["sources"])]
+    gone = sum(rows for reason, rows in manifest["dropped"].items() if reason.endswith("model.max_seq_len"))
+    if 2 * gone > manifest["rows_read"]:
+        lines.append(
+            f"  warning: {gone:,} of {manifest['rows_read']:,} rows are left out for their length; raise MODEL_MAX_SEQ_LEN, or cut them: "
+            "DATA_OVERLONG=split"
+        )
     if ends := manifest["answers_cut"]:
         what = (
             f"{ends:,} answers cut before their end: they teach no stop"

@@ -66,7 +66,9 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     if missing:
         raise DataError(
             f"`columns` names {', '.join(f'`{name}`' for name in missing)}, which the row lacks; its columns are {names_of(row)}",
-            hint="`columns` is written `{question: name in the file}`",
+            hint=f"the other way round: `columns: {{{', '.join(f'{new}: {old}' for old, new in columns.items())}}}`"
+            if all(name in row for name in columns)
+            else "`columns` is written `{question: name in the file}`",
         )
     used = set(columns.values())
     kept = {name: value for name, value in row.items() if name not in used}

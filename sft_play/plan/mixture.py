@@ -32,6 +32,10 @@ def permutation(rows: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
+MANY_TIMES = 10
+"""Repetitions of a row in an epoch from which on they are warned of."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
     """Sources with weights."""
@@ -102,6 +106,12 @@ class Mixture:
                 f"{name}: {rows:,} rows an epoch ({rows / max(1, whole):.3g} x its {whole:,}), about {tokens:,.0f} tokens, "
                 f"{share:.1%} of the {self.by}"
             )
+        found += [
+            f"warning: every row of {name} comes {times:.0f} times an epoch and may be learnt by heart: lower its weight, or set "
+            "`data.exhausted: stop`"
+            for name, times in zip(self.names, self.repeats, strict=True)
+            if times >= MANY_TIMES
+        ]
         return found
 
 

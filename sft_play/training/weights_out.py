@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from sft_play.files import write_text
+from sft_play.runs.stamp import Stamp
 from sft_play.training.holdings import local_part
 
 if TYPE_CHECKING:
@@ -36,9 +38,25 @@ def write_weights(trainer: SftTrainer, weights: Mapping[str, Any], folder: Path)
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     model.save_pretrained(str(folder), state_dict=dict(weights))
     trainer.processing_class.save_pretrained(str(folder))
+    write_text(folder / "README.md", model_card(trainer.stamp, trainer.run.name))
     usual = next(folder.glob("*.json")).stat().st_mode
     for path in folder.glob("*model*.safetensors"):
         path.chmod(usual & 0o777)  # safetensors writes aside, for its owner alone
+
+
+def model_card(stamp: Stamp, run: str) -> str:
+    """Returns what a person who finds the folder must know, in place of PEFT's empty form; no path of this machine."""
+    local = stamp.base_model.startswith((".", "/", "~")) or stamp.base_model.count("/") != 1 or Path(stamp.base_model).exists()
+    base = Path(stamp.base_model).name if local else stamp.base_model
+    adapter = stamp.mode != "full"
+    facts = "" if local else f"base_model: {base}\n"
+    lora = f", rank {stamp.lora['r']}, alpha {stamp.lora['alpha']:g}" if stamp.lora else ""
+    return (
+        f"---\n{facts}library_name: {'peft' if adapter else 'transformers'}\npipeline_tag: text-generation\ntags: [sft-play]\n---\n\n"
+        f"# {run}\n\n{'LoRA adapters over' if adapter else 'All weights, tuned from'} `{base}`, trained by SFT-Play: {stamp.mode}{lora}, "
+        f"rows of up to {stamp.max_seq_len} tokens, {stamp.global_batch_size} rows a step, {stamp.precision}, seed {stamp.seed}.\n\n"
+        f"Try it: `make infer RUN={run}`. `stamp.json` says all that made it.\n"
+    )
 
 
 def predicted_bytes(trainer: SftTrainer) -> int:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.yaml_source import read_plain_yaml
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, Program, environment
 from tests.processor_time import importing, seconds_of
 
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -95,3 +95,12 @@ def test_rendered_files_are_up_to_date() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().splitlines()[-1] == "[]", "run `make render`"
+
+
+def test_a_data_file_as_configuration_is_told_where_it_belongs(in_process: Program, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    done = in_process("train", f"CONFIG={rows}")
+    assert done.code == 2 and f"DATA_TRAIN_PATH={rows}" in done.err
+    percent = in_process("config", "CONFIG=quickstart", "DATA_VALIDATION=10%")
+    assert percent.code == 2 and "a share is written `0.1`" in percent.err

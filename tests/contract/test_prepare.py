@@ -288,6 +288,10 @@ def test_overlong_rows_are_dropped_and_counted(prepared_by: Prepare, tmp_path: P
     assert outcome.prepared.train
     assert (outcome.prepared.train.rows, outcome.prepared.train.dropped, outcome.prepared.train.truncated) == (3, 1, 0)
     assert "4 read as prompt_completion, 3 kept, 1 left out (longer than model.max_seq_len); " in outcome.told
+    assert "warning" not in outcome.told
+    data = write_rows(tmp_path / "rows.jsonl", [pairs(1)[0], LONG, LONG_PROMPT])
+    few = prepared_by(f"data.train_path: {data}", "data.overlong: drop")
+    assert "warning: 2 of 3 rows are left out for their length; raise MODEL_MAX_SEQ_LEN" in few.told
     assert "; 1 were too long (" in outcome.told
 
 
@@ -330,7 +334,8 @@ def test_when_no_row_is_left_the_run_is_refused(prepared_by: Prepare, tmp_path: 
 def test_a_fraction_that_leaves_nothing_is_refused(prepared_by: Prepare, tmp_path: Path) -> None:
     outcome = prepared_by(f"data.train_path: {write_rows(tmp_path / 'rows.jsonl', pairs(2))}", "data.validation: 0.0001")
     assert outcome.code == 4
-    assert "`data.validation: 0.0001` leaves no row for validation" in outcome.told
+    assert "`data.validation: 0.0001` leaves no row for validation: there are 2, of which a hash" in outcome.told
+    assert "chooses about 0.0002" in outcome.told
 
 
 def test_problems_are_reported_together_up_to_five(prepared_by: Prepare, tmp_path: Path) -> None:
@@ -406,3 +411,15 @@ def test_bad_rows_stop_or_are_left_out_and_one_file_names_them_all(prepared_by: 
         assert all(": " in line.partition("jsonl:")[2] for line in named)
     data.write_text("not json\n")
     assert "the sources hold no row: 1 left out (bad row)" in prepared_by(f"data.train_path: {data}", "data.bad_rows: drop").told
+
+
+def test_rows_of_preferences_are_told_how_to_train_on_the_chosen(prepared_by: Prepare, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "chosen": "4", "rejected": "5"}])
+    refused = prepared_by(f"data.train_path: {data}")
+    assert refused.code == 4 and "preferences are not trained here" in refused.told
+    assert "`columns: {completion: chosen}`" in refused.told
+    source = f'data.sources: [{{"path": "{data}", "columns": {{"%s": "%s"}}}}]'
+    train = prepared_by(source % ("completion", "chosen")).prepared.train
+    assert train and [row["reference"] for row in rows_of(train.path)] == ["4"]
+    swapped = prepared_by(source % ("chosen", "completion"))
+    assert "the other way round: `columns: {completion: chosen}`" in swapped.told

@@ -142,6 +142,14 @@ def test_a_conversation_over_a_pipe_keeps_its_history(place: Place, why: str) ->
     assert streamed.stdout.strip() == turns[0]["answer"]
 
 
+def test_the_published_model_has_a_card_without_a_path_of_the_machine(place: Place) -> None:
+    run = place.folder / "runs" / "demo"
+    for folder in (run / "model", (run / "checkpoints" / "last").resolve()):
+        card = (folder / "README.md").read_text()
+        assert "LoRA adapters over `model`" in card and "rank 16, alpha 32" in card and "make infer RUN=demo" in card
+        assert str(place.folder) not in card and "[More Information Needed]" not in card
+
+
 def test_merge_publishes_a_plain_model_once(place: Place) -> None:
     done = place.run("merge", "RUN=demo", "JSON=1")
     assert done.returncode == 0, done.stderr

@@ -38,6 +38,11 @@ def test_what_an_epoch_is() -> None:
     assert lines[0] == "s0: 300 rows an epoch (3 x its 100), about 30,000 tokens, 75.0% of the tokens"
 
 
+def test_a_source_that_is_repeated_many_times_is_warned_of() -> None:
+    lines = mixture([1, 109], [100, 10_900], [1, 1]).describe()
+    assert lines[-1].startswith("warning: every row of ") and "comes 109 times an epoch" in lines[-1]
+
+
 def test_without_weights_the_order_is_the_permutation_of_before() -> None:
     assert mixture_of(DataConfig(), [facts("a", 3, 30, None), facts("b", 4, 40, None)]) is None
     order = list(range(50))
