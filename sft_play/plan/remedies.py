@@ -10,7 +10,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import UserError
 from sft_play.plan.calibration import Calibration
 from sft_play.plan.fit import SHORTEST_ROW, DoesNotFitError, Memory, Remedy
-from sft_play.plan.hardware import Hardware
+from sft_play.plan.hardware import GIB, HEADROOM, Hardware
 from sft_play.plan.memory import Setup
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
@@ -71,7 +71,18 @@ def with_remedies(case: Case, decide: Callable[[Case], Plan], error: DoesNotFitE
         shares_out = remedy.override.startswith(("make train-fsdp", "make train-deepspeed"))
         return not remedy.fits, network is not None and shares_out, not remedy.override.startswith("TUNING_MODE")
 
-    return error.with_remedies(tuple(sorted(found, key=order)))
+    return error.with_remedies(tuple(sorted(found, key=order)), notes=_in_use(case.hardware, sum(error.parts.values())))
+
+
+def _in_use(hardware: Hardware, need_bytes: int) -> tuple[str, ...]:
+    """Returns which GPUs here would do if nothing else were on them."""
+    return tuple(
+        f"other programs hold {(device.memory_bytes - device.free_bytes) / GIB:.1f} of GPU {device.number}'s "
+        f"{device.memory_bytes / GIB:.1f} GiB (`make memory-check` names them); without them it would fit"
+        for device in hardware.devices
+        if device.number is not None
+        and HEADROOM["cuda"] * device.free_bytes < need_bytes <= HEADROOM["cuda"] * device.memory_bytes
+    )
 
 
 def remedies(case: Case, decide: Callable[[Case], Plan], setup: Setup, rows: int, before: int) -> tuple[Remedy, ...]:

@@ -152,6 +152,16 @@ def test_a_lost_card_can_be_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert facts["devices"][0]["device"] == facts["need"]["ranks"][0]["device"] == "cuda:1"
 
 
+def test_a_busy_card_is_named_where_a_plan_would_fit_without_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_process: Program
+) -> None:
+    machine = Machine(cards=(replace(RTX4090, free=4.0),))
+    move_to(monkeypatch, machine, tmp_path)
+    done = in_process("plan", *QLORA, env=machine.environment(tmp_path))
+    said = "other programs hold 20.0 of GPU 0's 24.0 GiB (`make memory-check` names them); without them it would fit"
+    assert done.code == 3 and said in done.err
+
+
 def test_answers_use_one_card_or_say_why_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
