@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from sft_play.config.call import Call
 
 ROWS = 5
+BYTES = " (bytes)"
+SPECIAL = re.compile(r"<\|[^|<>\n]{1,40}\|>|</?s>|\[/?INST\]|<(?:bos|eos|(?:start|end)_of_turn)>")
+"""Tokens by which chat templates part turns: of a prompt only its text is shown."""
 LEAST_WIDTH = 100
 """Columns of the output where it does not go to a terminal."""
 
@@ -131,17 +135,22 @@ def show(result: Mapping[str, Any]) -> None:
         console.print()
 
     table("Configuration: keys that differ", result["settings"])
-    table("Training", result["facts"])
+    table("Training", {name.removesuffix(BYTES): _sizes(name, values) for name, values in result["facts"].items()})
     table("Scores (95 % intervals)", _score_lines(result))
     for part in result["rows"]:
         console.print(Text(f"row {part['row']}: {label_of_metric(result['metric'])} {part['gap']:.3f} apart", style="bold"))
-        for label, text in (("prompt", part["prompt"]), ("reference", part["reference"])):
+        for label, text in (("prompt", SPECIAL.sub("", part["prompt"])), ("reference", part["reference"])):
             console.print(Text(f"  {label}: {_indented(text)}"))
         for one in part["answers"]:
             console.print(Text(f"  {one['run']} ({one['score']:.3f}): {_indented(one['answer'])}"))
         console.print()
     for note in result["notes"]:
         print(f"note: {note}", file=sys.stderr)
+
+
+def _sizes(name: str, values: Sequence[Any]) -> list[Any]:
+    """Returns bytes as people read them."""
+    return [f"{value / 2**30:.2f} GiB" if value and name.endswith(BYTES) else value for value in values]
 
 
 def _indented(text: str) -> str:

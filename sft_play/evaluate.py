@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.errors import DataError
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.plan import Plan
-from sft_play.runs.evaluations import BENCHMARKS, label_of_metric, metrics_of, read_benchmarks, read_scores
+from sft_play.runs.evaluations import BENCHMARKS, LEAST_ROWS, label_of_metric, metrics_of, read_benchmarks, read_scores
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
@@ -123,7 +123,8 @@ def table(name: str, weights: Weights, scores: Mapping[str, Any], folder: Path) 
         )
     for metric, value in metrics_of(scores).items():
         interval = f"95 % interval {value['low']:.4f} to {value['high']:.4f}"
-        lines.append(f"{label_of_metric(metric):<12} {value['mean']:.4f}   {interval}, n = {value['n']}")
+        few = ", too few to compare" if value["n"] < LEAST_ROWS else ""
+        lines.append(f"{label_of_metric(metric):<12} {value['mean']:.4f}   {interval}, n = {value['n']}{few}")
     if scores.get("complete") is False:
         lines.append(f"answered     {scores['answers']} of {scores['answers_asked']}: the time budget ended (`eval.max_seconds`)")
     if speed := scores.get("speed"):

@@ -48,9 +48,9 @@ def best_model(config: Config, origins: Origins) -> Iterator[UserError]:
         yield _problem(
             origins, BEST, f"`{BEST}` is `{name}`, but no answers are generated while training", "set `train.predict_with_generate: true`"
         )  # fmt: skip
-    if bare != "loss" and _never_evaluated(config):  # loss is the default, and no sign that anybody waits for it
+    if bare != "loss" and (why := _never_evaluated(config)):  # loss is the default, and no sign that anybody waits for it
         yield _problem(
-            origins, BEST, f"`{BEST}` is `{name}`, but nothing is evaluated while training",
+            origins, BEST, f"`{BEST}` is `{name}`, but nothing is evaluated while training: {why}",
             "give validation data, and `train.eval_strategy: steps` or `epoch`",
         )  # fmt: skip
     better, said = higher_is_better(bare), train.extra.get("greater_is_better")
@@ -69,9 +69,9 @@ def best_model(config: Config, origins: Origins) -> Iterator[UserError]:
 def loading_best(config: Config, origins: Origins) -> Iterator[UserError]:
     """What `train.load_best_model_at_end` needs."""
     train = config.train
-    if train.load_best_model_at_end and _never_evaluated(config):
+    if train.load_best_model_at_end and (why := _never_evaluated(config)):
         yield _problem(
-            origins, "train.load_best_model_at_end", "`train.load_best_model_at_end` is `true`, but nothing is evaluated while training",
+            origins, "train.load_best_model_at_end", f"`train.load_best_model_at_end` is `true`, but nothing is evaluated while training: {why}",
             "give validation data, and `train.eval_strategy: steps` or `epoch`",
         )  # fmt: skip
     if train.load_best_model_at_end and train.save_strategy == "no":
@@ -84,10 +84,10 @@ def loading_best(config: Config, origins: Origins) -> Iterator[UserError]:
 def early_stopping(config: Config, origins: Origins) -> Iterator[UserError]:
     """Stopping early needs evaluations, and a threshold needs stopping early."""
     train = config.train
-    if train.early_stopping_patience is not None and _never_evaluated(config):
+    if train.early_stopping_patience is not None and (why := _never_evaluated(config)):
         yield _problem(
             origins, "train.early_stopping_patience",
-            f"`train.early_stopping_patience` is {train.early_stopping_patience}, but nothing is evaluated while training",
+            f"`train.early_stopping_patience` is {train.early_stopping_patience}, but nothing is evaluated while training: {why}",
             "give validation data, and `train.eval_strategy: steps` or `epoch`",
         )  # fmt: skip
     if train.early_stopping_patience is None and train.early_stopping_threshold:
@@ -98,8 +98,11 @@ def early_stopping(config: Config, origins: Origins) -> Iterator[UserError]:
         )  # fmt: skip
 
 
-def _never_evaluated(config: Config) -> bool:
-    return config.data.validation in (None, 0.0, []) or config.train.eval_strategy == "no"
+def _never_evaluated(config: Config) -> str:
+    """Returns why nothing is evaluated while training; empty where something is."""
+    if config.train.eval_strategy == "no":
+        return "`train.eval_strategy` is `no`"
+    return "there is no `data.validation`" if config.data.validation in (None, 0.0, []) else ""
 
 
 def _hint(bare: str, known: tuple[str, ...]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError, UserError
+from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed_json import UserDeepSpeed
 from sft_play.launch.json_with_comments import JsonDocument
@@ -191,13 +191,14 @@ BY_RESUME = "resume, in place of "
 def check_overrides(call: Call) -> None:
     """Raises `UserError` for overrides that would make it another run."""
     refused = [o for o in call.overrides if o.key not in CHANGEABLE and not o.key.startswith((*STAMPED, *ELSEWHERE))]
-    if refused:
-        keys = ", ".join(f"`{o.key}`" for o in refused)
-        raise UserError(
-            f"a resumed run keeps its configuration; {keys} cannot change",
-            place=refused[0].origin,
-            hint=f"start a new run, or change only {', '.join(f'`{key}`' for key in sorted(CHANGEABLE))}",
+    raise_all([
+        UserError(
+            f"`{o.key}` cannot change in a resumed run: what the run has {'scored' if o.key.startswith('eval.') else 'learned'} so far depends on it",
+            place=o.origin,
+            hint="leave it out, or start a new run with it (another RUN_NAME); docs/launching.md lists under \"Resuming\" what may change",
         )
+        for o in refused
+    ])  # fmt: skip
 
 
 def steps_asked(config: Config, plan: Plan) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from sft_play.runs.evaluations import LEAST_ROWS
 from sft_play.training.intervals import Interval, mean_interval
 
 
@@ -19,7 +20,9 @@ class Difference(Interval):
 
     @property
     def verdict(self) -> str:
-        """`better` or `worse` where the interval leaves 0 out, else `undecided`."""
+        """`better` or `worse` where the interval leaves 0 out, else `undecided`; `too few to compare` of fewer rows than `LEAST_ROWS`."""
+        if self.n < LEAST_ROWS:
+            return "too few to compare"
         return "better" if self.low > 0 else "worse" if self.high < 0 else "undecided"
 
     def to_json(self) -> dict[str, float | int | str]:

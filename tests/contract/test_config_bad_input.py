@@ -31,6 +31,7 @@ CASES = {
     "no GPUs": (GOOD, ["NUM_GPUS=0"], "`NUM_GPUS` is `0`; expected an integer >= 1"),
     "decided elsewhere": (GOOD, ["TRAIN_OUTPUT_DIR=out"], "use `RUN_NAME`"),
     "no model": ("data: {train_path: rows.jsonl}\n", [], "`model.name` is missing"),
+    "early stopping": (GOOD + "train: {eval_strategy: 'no', early_stopping_patience: 3}\n", [], "while training: `train.eval_strategy` is `no`"),
     "contradiction": (GOOD, ["TRAIN_FP16=true", "TRAIN_BF16=true"], "are both `true`"),
 }  # fmt: skip
 

@@ -100,7 +100,8 @@ def test_runs_side_by_side(place: Place) -> None:
 
     shown = place.call("compare", "RUNS=one@base,one")
     assert shown.code == 0, shown.err
-    assert "paired difference" in shown.out
+    assert "paired difference" in shown.out and "too few to compare, n = 7" in shown.out
+    assert re.search(r"peak memory +\d\.\d\d GiB", shown.out) and "<|" not in shown.out
     assert f"{found['losses']['loss'][0]:.4g}" in shown.out
 
 
