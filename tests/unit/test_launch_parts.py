@@ -118,6 +118,11 @@ def test_stray_variables_are_taken_out_and_named() -> None:
     assert "AIM_REPO=aim://x  (yours)" in shown
 
 
+@pytest.mark.parametrize(("mine", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "0"}, "0"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)])
+def test_threads_on_a_cpu_do_not_wait_with_their_cores_in_use(mine: dict[str, str], spins: str | None) -> None:
+    assert worker_environment(make_plan(), Node(), mine, cpu_threads=2).variables.get("GOMP_SPINCOUNT") == spins
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp2"])
 def test_accelerate_must_not_hear_of_the_cpu_under_sharding(strategy: str) -> None:
     environment = worker_environment(make_plan(strategy=strategy), Node(), {"ACCELERATE_USE_CPU": "true"}, cpu_threads=2)
