@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from sft_play.files import read_json
@@ -97,7 +98,24 @@ def beside_forecast(run: RunFolder) -> str:
     ]
     if lines and measured.get("peak_memory_bytes") and forecast.get("peak_memory_bytes"):
         lines[-1] += " for a micro-batch of the longest rows"
+    speed, expected = measured.get("tokens_per_second"), forecast.get("tokens_per_second")
+    if speed and expected and abs(speed / expected - 1) > UNEXPLAINED:
+        lines.append(f"           {_cause(measured.get('training_seconds'), forecast.get('basis'))}")
     return "".join(f"{line}\n" for line in lines)
+
+
+UNEXPLAINED, SHORT_SECONDS = 0.5, 60
+"""Share of the forecast beyond which a measured speed needs a cause; a run in which start-up (first steps, first saves) still counts."""
+
+
+def _cause(seconds: float | None, basis: str | None) -> str:
+    """Returns what may have made the speed another than the forecast's, by what is known when the run has ended."""
+    found = [] if basis and not basis.startswith("a prior") else ["this machine's speed was a guess (`make bench` measures it)"]
+    if seconds and seconds < SHORT_SECONDS:
+        found.append("start-up counts in so short a run")
+    if os.getloadavg()[0] > (os.cpu_count() or 1) + 1:
+        found.append("other processes use these cores")
+    return "unlike the forecast: " + (", and ".join(found) or "`make bench` measures this machine anew")
 
 
 def _pair(measured: float, forecast: float | None, write: Any) -> str:
