@@ -97,8 +97,11 @@ def give_consent(call: Call, loaded: LoadedConfig) -> None:
     """Notes what code the user lets run: by the words of this command, or in a YAML of theirs."""
     from sft_play.runs import consent
 
-    name = call.options.get("CONFIG")
-    saved = "RUN" in call.options or (name is not None and _is_saved(config_path(name)))
+    path = config_path(call.options["CONFIG"]) if "CONFIG" in call.options else None
+    # By name and place, not by its contents, which a stranger chose.
+    saved = "RUN" in call.options or (
+        path is not None and (path.name == "config.json" or _is_saved(path) or consent.in_run(path))
+    )
     typed = {override.key for override in call.overrides}
     if loaded.config.model.trust_remote_code and (not saved or "model.trust_remote_code" in typed):
         consent.give("model")

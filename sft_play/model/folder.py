@@ -154,7 +154,8 @@ def code_not_trusted(what: str, place: str) -> DataError:
         f"the {what} comes with Python code of its own (`auto_map`), without which it cannot be loaded, and which is not run unasked",
         place=place,
         hint="read that code; to let it run, set `model.trust_remote_code: true`, and for a model of the hub `model.revision` to the full"
-        " commit that you have read; where a run's configuration has set it, type MODEL_TRUST_REMOTE_CODE=true with the command",
+        " commit that you have read; where a run's configuration has set it, type MODEL_TRUST_REMOTE_CODE=true with the command;"
+        " code in a run's folder is never run: copy it elsewhere first",
     )
 
 

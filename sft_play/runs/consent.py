@@ -32,15 +32,20 @@ def give(*what: What) -> None:
 def may_run(code: Path | str, what: What) -> bool:
     """Whether the code of a folder or file (or a metric of the hub, by its name) may run: the user says so now, or said so before of the same code.
 
-    What is said now never holds for the code in a run's own folder (it has a stamp): that must be the code of a base that was consented to.
+    What is said now never holds for code in a run's folder: that must be the code of a base that was consented to.
     """
     mark = cache_folder() / "consent" / _digest(code)
-    published = isinstance(code, Path) and (code / "stamp.json").exists()
-    if what in _said() and not published:
+    if what in _said() and not (isinstance(code, Path) and in_run(code)):
         if not mark.is_file():
             write_text(mark, f"{code}\n")
         return True
     return mark.is_file()
+
+
+def in_run(path: Path) -> bool:
+    """Whether a file or folder is (in) the folder of a run, a checkpoint or a trained model: these have a stamp."""
+    path = path.resolve()
+    return any((folder / "stamp.json").exists() for folder in (path, *path.parents))
 
 
 def _said() -> set[str]:

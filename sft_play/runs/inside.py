@@ -25,7 +25,7 @@ def require_inside(files: Iterable[Path], root: Path) -> None:
         if not target.is_relative_to(base) and not _in_hub_cache(base, target):
             raise DataError(
                 f"is a link to `{target}`, which is outside of the folder", place=str(file),
-                hint="put a copy of that file in its place, if it belongs there",
+                hint="put a copy of that file in its place, if it belongs there (`cp -rL FOLDER COPY` copies a folder of links)",
             )  # fmt: skip
 
 

@@ -87,7 +87,8 @@ def _load(metric: str, where: str) -> Any:
     if not may_run(path.resolve() if local else where, "metrics"):
         raise DataError(
             f"the metric `{metric}` is Python code, which the configuration of a run asks for, and is not run unasked",
-            hint=f"read that code; to let it run, type EVAL_METRICS={metric} with the command",
+            hint=f"read that code; to let it run, type EVAL_METRICS={metric} with the command; in a run's folder it"
+            " is never run: copy it elsewhere first",
         )
     if not local:
         from sft_play.plan.hub import offline_unless_reachable

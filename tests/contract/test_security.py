@@ -21,9 +21,10 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.call import Override
+from sft_play.__main__ import COMMANDS
+from sft_play.config.call import Override, parse_call
 from sft_play.config.keys import extra_keys, schema_keys, variable_name
-from sft_play.config.load import load_config, read_config, save_config
+from sft_play.config.load import load_config, load_for_call, read_config, save_config
 from sft_play.config.names import mask
 from sft_play.config.schema import DataSource, ModelConfig
 from sft_play.config.types import options
@@ -34,6 +35,7 @@ from sft_play.files import read_json
 from sft_play.launch.network import free_port
 from sft_play.model.folder import check_folder, check_trained, refuse_foreign_code, refuse_untrusted_code
 from sft_play.model.read import read_model
+from sft_play.runs import consent
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import damage, describe, verify
 from sft_play.runs.weights import kind_of, model_files, weights_folder
@@ -383,6 +385,31 @@ def test_a_run_folder_brings_no_consent(with_code: Path, program: Program, tmp_p
     )
     done = program("infer", "RUN=demo", "PROMPT=a", "MODEL_TRUST_REMOTE_CODE=true", env=stranger, timeout=120)
     assert done.code == 0 and mark.exists(), done.err
+
+
+@pytest.mark.parametrize(("name", "stamp"), [("config.json", False), ("mine.json", True), ("mine.yaml", True)])
+def test_a_copied_configuration_is_no_consent_whatever_is_left_out_of_it(
+    name: str, stamp: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `config.json` without origins looks like one that somebody wrote; and code below a run's folder is the run's."""
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(consent.VARIABLE, "")
+    base = tmp_path / "run" / "base"
+    base.mkdir(parents=True)
+    (base / "code.py").write_text("")
+    if stamp:
+        (tmp_path / "run" / "stamp.json").write_text("{}")
+    written = json.dumps({"model": {"name": str(base), "trust_remote_code": True}, "eval": {"metrics": ["evaluate:any"]}})
+    (tmp_path / "run" / name).write_text(written)
+    load_for_call(parse_call(["data", f"CONFIG={tmp_path}/run/{name}"], COMMANDS, environ={}), None)
+    assert not consent.may_run(base, "model") and not consent.may_run("any", "metrics")
+    load_for_call(
+        parse_call(["data", f"CONFIG={tmp_path}/run/{name}", "MODEL_TRUST_REMOTE_CODE=true"], COMMANDS, environ={}), None
+    )
+    assert consent.may_run(base, "model") is not stamp
+    (tmp_path / "own.yaml").write_text(written)
+    load_for_call(parse_call(["data", f"CONFIG={tmp_path}/own.yaml"], COMMANDS, environ={}), None)
+    assert consent.may_run("any", "metrics")
 
 
 def test_code_of_another_repository_is_refused_even_when_trusted(with_code: Path, tmp_path: Path) -> None:
