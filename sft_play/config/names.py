@@ -17,7 +17,7 @@ SECRET = re.compile(
 )
 """Names of what must never stand in a file or on a command line."""
 SECRET_VARIABLE = re.compile(
-    r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH(?!OR)|_(KEY|PASS|PWD)(?![A-Z0-9])",
+    r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH(?!OR)|_(KEY|PASS|PWD|PW|PIN|JWT|SESSION)(?![A-Z0-9])",
     re.IGNORECASE,
 )
 """What is in the names of environment variables whose values are never shown, nor taken into a configuration."""

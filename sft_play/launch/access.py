@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import math
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -165,6 +166,27 @@ TEMPLATE_KEYS = frozenset({"enable_thinking", "thinking"})
 MOST_BODY = 2**20
 MOST_MESSAGES = 1_000
 MOST_NEW_TOKENS = 32_768
+MOST_STOPS = 16
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _are_stops(value: object) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return len(texts) <= MOST_STOPS and all(isinstance(text, str) for text in texts)
+
+
+TYPES: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("temperature", "top_p", "frequency_penalty"), _is_number),
+    "seed": lambda value: isinstance(value, int),
+    "stream": lambda value: isinstance(value, bool),
+    "stop": _are_stops,
+    "prompt": lambda value: isinstance(value, str),
+    "input": lambda value: isinstance(value, (str, list)),
+    "tools": lambda value: isinstance(value, list),
+}
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 """Other parts name a picture or a sound by an address or a file, which the server would open."""
 
@@ -185,6 +207,9 @@ def wrong_with(path: str, body: bytes) -> str | None:
         count = asked.get(key, 1)
         if count is not None and (not isinstance(count, int) or not 1 <= count <= MOST_NEW_TOKENS):
             return f"`{key}` must be 1 to {MOST_NEW_TOKENS}"
+    for key, is_right in TYPES.items():
+        if asked.get(key) is not None and not is_right(asked[key]):
+            return f"`{key}` has a value of the wrong kind"
     settings = asked.get("chat_template_kwargs", {})
     if not isinstance(settings, dict) or settings.keys() - TEMPLATE_KEYS:
         return f"`chat_template_kwargs` takes {', '.join(sorted(TEMPLATE_KEYS))}"

@@ -216,6 +216,7 @@ def test_a_secret_of_the_environment_is_not_taken_into_a_configuration(text: str
     ("name", "value"),
     [
         ("DATABASE_URL", "postgres://u:hunter2@h/d"), ("DB_PASS", "hunter2"), ("SSH_KEY", "hunter2"), ("MYSQL_PWD", "hunter2"),
+        ("SFT_DB_PW", "hunter2"),
         ("DATA_PATH", "https://u:hunter2@host/rows.jsonl"), ("MODEL_NAME", "-----BEGIN hunter2"), ("SLURM_JOB", "eyJhbGciOiJI.hunter2.x"),
     ],
 )  # fmt: skip

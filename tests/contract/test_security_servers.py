@@ -46,6 +46,8 @@ GOOD = b'{"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}'
         (CHAT, b'{"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}', "takes enable_thinking, thinking"),
         (CHAT, b'{"chat_template_kwargs": {"enable_thinking": false}, ' + GOOD[1:], None), (CHAT, b'{"chat_template_kwargs": 5}', "takes"),
         (CHAT, b'{"generation_config": "{}"}', "`generation_config` is not taken"), (CHAT, b'{"max_tokens": 1000000000}', "1 to 32768"),
+        (CHAT, b'{"temperature": NaN}', "`temperature`"), (CHAT, b'{"stop": ' + b'["a"' + b', "a"' * 99 + b"]}", "`stop`"),
+        ("/v1/completions", b'{"prompt": ["a"]}', "`prompt`"), (CHAT, b'{"tools": {}}', "`tools`"), (CHAT, b'{"seed": 1e999}', "`seed`"),
         (CHAT, b'{"max_tokens": "5"}', "1 to 32768"), (CHAT, b'{"max_tokens": null, ' + GOOD[1:], None),
         (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}', "of text"),
         (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]}', None),
