@@ -18,6 +18,7 @@ def test_names_and_rows_are_shown_letter_for_letter(capsys: pytest.CaptureFixtur
                 "name": "[/chat] :smile:",
                 "dropped": {"longer": 1},
                 "duplicates": 0,
+                "cut": 0,
                 "left_out": [{"reason": "longer", "place": "[/x]:1"}],
             }
         ],
