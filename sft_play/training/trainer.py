@@ -91,7 +91,7 @@ class SftTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Lets FSDP2 reduce gradients in fp32; accelerate 1.15 takes the computation's type, whose 8 bits of mantissa lose small ones."""
         super().create_accelerator_and_postprocess()
-        if self.plan.strategy == "fsdp2":
+        if self.plan.strategy == "fsdp2" and self.is_fsdp_enabled:  # another strategy than planned is refused right after
             reduce_in_fp32(self.accelerator.state.fsdp_plugin)
 
     def _sums_on(self) -> torch.device:

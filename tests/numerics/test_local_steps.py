@@ -78,11 +78,11 @@ def test_weights_are_averaged_in_groups_of_bounded_size() -> None:
 
 
 def test_the_plan_counts_what_replicas_hold_for_slow_networks() -> None:
-    def buffers(**launch: Any) -> int:
+    def buffers(part: str = "buffers", **launch: Any) -> int:
         one = replace(plan_config(LLAMA2), launch=LaunchConfig(**launch))
-        return rank_memory(one, shape(LLAMA2), setup(strategy="ddp", world_size=2), 1)["buffers"]
+        return rank_memory(one, shape(LLAMA2), setup(strategy="ddp", world_size=2), 1)[part]
 
-    plain, trained = buffers(), buffers() / 4
+    plain, trained = buffers(), buffers("gradients") / 4
     assert buffers(compression="fp16") == plain + 2 * trained
     assert buffers(compression="powersgd") == plain + 8 * trained
     assert buffers(local_steps=16) == pytest.approx(plain + 8 * trained + 8 * min(trained, 2**24))
