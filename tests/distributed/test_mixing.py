@@ -73,7 +73,7 @@ def test_weights_are_what_is_trained_and_resume_is_exact(config: Path, cache: Pa
     import datasets
 
     env = environment(cache, tmp_path)
-    done = run_program(["train-distributed", "NUM_GPUS=2", f"CONFIG={config}", "RUN_NAME=run"], env)
+    done = run_program(["train-distributed", "NUM_GPUS=2", f"CONFIG={config}", "RUN_NAME=run", "WHY=1"], env)
     assert done.code == 0, done.err + done.out
     run = tmp_path / "run"
     said = done.out + done.err
