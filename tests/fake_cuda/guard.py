@@ -16,7 +16,8 @@ def compiled(cache: Path) -> Path:
     found = importlib.util.find_spec("torch")
     assert found is not None and found.submodule_search_locations
     torch = Path(found.submodule_search_locations[0])
-    content = "".join(path.read_text(encoding="utf-8") for path in (SOURCE, Path(__file__), torch / "version.py"))
+    parts = (path.read_text(encoding="utf-8") for path in (SOURCE, Path(__file__), torch / "version.py"))
+    content = "".join([str(torch), *parts])  # the library finds torch by its path
     library = cache / f"fake-cuda-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}")
