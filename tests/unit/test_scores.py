@@ -134,6 +134,7 @@ def test_exact_match_and_f1_are_those_of_squad(reference: str, answer: str, matc
 
 def test_a_metric_that_only_a_runs_configuration_names_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("SFT_PLAY_CONSENT", raising=False)  # what a command in this test process noted
     metric = library_metric(tmp_path, "my_share", '{"my_share": sum(each) / len(each)}')
     for name in (metric, "evaluate:someone/metric"):
         with pytest.raises(DataError, match="is Python code"):
