@@ -49,7 +49,8 @@ def build_tokenizer(folder: Path, *, vocab: int = 1024, pad: bool = True, templa
     tokenizer.save_pretrained(folder)
 
 
-def _save(model: Any, folder: Path, vocab: int, pad: bool, template: bool) -> Path:
+def save_model(model: Any, folder: Path, vocab: int, pad: bool, template: bool) -> Path:
+    """Writes a model, with a tokenizer of `vocab` tokens, and returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 3
@@ -71,7 +72,7 @@ def build_tiny_llama(
         "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 3,
     }  # fmt: skip
     torch.manual_seed(seed)
-    return _save(LlamaForCausalLM(LlamaConfig(**(values | config))), folder, vocab, pad, template)
+    return save_model(LlamaForCausalLM(LlamaConfig(**(values | config))), folder, vocab, pad, template)
 
 
 def build_tiny_gpt2(folder: Path, seed: int = 0, vocab: int = 1024) -> Path:
@@ -84,7 +85,7 @@ def build_tiny_gpt2(folder: Path, seed: int = 0, vocab: int = 1024) -> Path:
         vocab_size=vocab, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=None, eos_token_id=2,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    return _save(GPT2LMHeadModel(config), folder, vocab, True, True)
+    return save_model(GPT2LMHeadModel(config), folder, vocab, True, True)
 
 
 def build_tiny_mixtral(folder: Path, seed: int = 0, vocab: int = 1024) -> Path:
@@ -98,7 +99,7 @@ def build_tiny_mixtral(folder: Path, seed: int = 0, vocab: int = 1024) -> Path:
         num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=512,
         bos_token_id=None, eos_token_id=2, pad_token_id=3,
     )  # fmt: skip
-    return _save(MixtralForCausalLM(config), folder, vocab, True, True)
+    return save_model(MixtralForCausalLM(config), folder, vocab, True, True)
 
 
 def build_tiny_gemma3(folder: Path, seed: int = 0, vocab: int = 1024) -> Path:
@@ -116,4 +117,4 @@ def build_tiny_gemma3(folder: Path, seed: int = 0, vocab: int = 1024) -> Path:
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     )
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, eos_token_id=2, pad_token_id=3)
-    return _save(Gemma3ForConditionalGeneration(config), folder, vocab, True, True)
+    return save_model(Gemma3ForConditionalGeneration(config), folder, vocab, True, True)
