@@ -82,7 +82,9 @@ class Encoder:
                 outcomes[index] = _failed(error, example)
         for index, found, (lost, empty) in zip(chats, self.tokens.rows(groups), thoughts, strict=True):
             outcome = self._chat(examples[index], found)
-            outcomes[index] = replace(outcome, thoughts=lost, empty_thoughts=empty) if outcome.rows and (lost or empty) else outcome
+            outcomes[index] = (
+                replace(outcome, thoughts=lost, empty_thoughts=empty) if outcome.rows and (lost or empty) else outcome
+            )
         for index, outcome in zip(texts, self._texts([examples[index] for index in texts]), strict=True):
             outcomes[index] = outcome
         return [outcome for outcome in outcomes if outcome is not None]

@@ -67,7 +67,9 @@ def test_a_preset_gives_own_data_neither_its_validation_nor_settings_that_fit_on
     assert (own.config.data.overlong, own.config.train.max_steps) == ("error", -1) and not own.notices
     assert load(PRESETS / "quickstart.yaml").notices == ()
     (note,) = load(PRESETS / "quickstart.yaml", "DATA_TRAIN_PATH=mine.jsonl").notices
-    assert "`data.overlong: drop`" in note and "`train.max_steps: 30`" in note and "`run_cpu`" in note and "validation" not in note
+    assert (
+        "`data.overlong: drop`" in note and "`train.max_steps: 30`" in note and "`run_cpu`" in note and "validation" not in note
+    )
     write("data: {train_path: a.jsonl, val_path: b.jsonl}\n", "parent.yaml")
     assert load(write("extends: parent.yaml\ndata: {train_path: c.jsonl}\n")).config.data.val_path == "b.jsonl"
 
