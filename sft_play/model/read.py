@@ -16,6 +16,7 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, HardwareError
 from sft_play.model import varlen
 from sft_play.model.folder import code_not_trusted, is_about_trust, refuse_embedded_adapter, runs_code
+from sft_play.plan.layouts import WITHOUT_SDPA
 
 
 def read_model(
@@ -23,7 +24,7 @@ def read_model(
     settings: ModelConfig,
     *,
     dtype: torch.dtype,
-    attention: str = "sdpa",
+    attention: str | None = None,
     quantization_config: Any = None,
     device: str | None = None,
 ) -> Any:
@@ -46,7 +47,7 @@ def read_model(
             str(folder),
             config=config,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=attention or ("eager" if config.model_type in WITHOUT_SDPA else "sdpa"),
             output_loading_info=True,
             **trusted,
             **arguments,

@@ -1,0 +1,148 @@
+"""A family's road through the product: plan, preparation, two steps, a resume, a merge, an answer; each in a process forked from here.
+
+Nothing but the launcher is left out, which would import torch for each: the work is that of `make train`, `make resume`, `make merge` and
+`make infer`, called as they call it.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from sft_play import train
+from sft_play.__main__ import COMMANDS
+from sft_play.config.call import parse_call
+from sft_play.config.load import save_config
+from sft_play.errors import UserError
+from sft_play.launch.attempt import write_launch_files
+from sft_play.launch.job import job_of, refuse_early
+from sft_play.launch.options import read_options
+from sft_play.plan.plan import Plan
+from sft_play.prepare import prepare_run
+from sft_play.runs.folder import RunFolder
+from tests.conftest import Done, call_program, called, environment
+from tests.families import build_family
+from tests.training_runs import copy_run, nested_yaml
+
+SETTINGS = (
+    "model.max_seq_len: 64", "tuning.lora.r: 2", "train.max_steps: 2", "train.save_steps: 1", "train.global_batch_size: 4", "train.batch_size: 1",
+    "train.learning_rate: 1e-2", "train.warmup_steps: 0",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Road:
+    """How far a family came in one mode."""
+
+    refused: str = ""
+    """What the plan said before any data were prepared, or the first step that failed."""
+    at: str = ""
+    """The step that refused or failed; empty when all of them went through."""
+    plan: Plan | None = None
+    trained: Path | None = None
+    """The folder of the trained weights."""
+    resumed: Path | None = None
+    """The folder of the same weights, after a resume from the first step."""
+
+
+def in_child(work: Callable[[], Done]) -> Done:
+    """Returns what `work` returns in a forked process: what torch, transformers and accelerate keep per process is its own."""
+    receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_send, args=(work, sender))
+    child.start()
+    sender.close()
+    try:
+        found: Done = receiver.recv()
+    except EOFError:
+        child.join()
+        found = Done(child.exitcode or 1, "", f"the process ended with {child.exitcode}")
+    child.join()
+    return found
+
+
+def _send(work: Callable[[], Done], sender: Connection) -> None:
+    sender.send(work())
+    sender.close()
+    os._exit(0)
+
+
+def preload() -> None:
+    """Imports what every step needs, once for all children."""
+    import sft_play.model.load
+    import sft_play.model.merge
+    import sft_play.training.trainer  # noqa: F401
+
+
+def travel(name: str, mode: str, folder: Path, cache: Path) -> Road:
+    """Takes one family through one mode; stops at the first step that is refused."""
+    preload()
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = folder / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": "w" * (i % 5), "completion": "x y " * (1 + i % 3)}) + "\n" for i in range(1, 13))
+    )
+    base = folder / "base"
+    if not base.is_dir():
+        in_child(lambda: Done(0, str(build_family(base, name)), ""))
+    run, env = RunFolder(folder / "runs" / f"{name}-{mode}"), environment(cache, folder / "runs")
+    config = folder / f"{mode}.yaml"
+    config.write_text(
+        nested_yaml([f"model.name: {base}", f"data.train_path: {rows}", f"tuning.mode: {mode}", *SETTINGS]), encoding="utf-8"
+    )
+    steps: Mapping[str, Callable[[], Done]] = {
+        "plan": lambda: called(lambda: plan_and_prepare(run, config), env),
+        "train": lambda: worker(run, env),
+    }
+    for at, step in steps.items():
+        if (done := in_child(step)).code:
+            return Road(at=at, refused=done.err)
+    again = copy_run(run, folder / "runs" / f"{name}-{mode}-again")
+    shutil.rmtree(again.model)
+    merged = folder / f"merged-{mode}"
+    steps = {
+        "resume": lambda: worker(again, env, "--resume", str(again.checkpoint(1))),
+        "merge": lambda: call_program(["merge", f"RUN={run.path}", f"OUT={merged}"], env) if mode != "full" else Done(0, "", ""),
+        "infer": lambda: call_program(
+            [
+                "infer",
+                f"MODEL={merged if mode != 'full' else run.model}",
+                "PROMPT=why",
+                "TRAIN_GENERATION_MAX_NEW_TOKENS=3",
+                "JSON=1",
+            ],
+            env,
+        ),
+    }
+    for at, step in steps.items():
+        if (done := in_child(step)).code:
+            return Road(at=at, refused=done.err, plan=Plan.load(run.plan))
+    return Road(plan=Plan.load(run.plan), trained=run.model, resumed=again.model)
+
+
+def worker(run: RunFolder, env: Mapping[str, str], *words: str) -> Done:
+    """Trains as a worker does, which writes why it failed into the run's folder."""
+    done = called(lambda: train.main(["--run", str(run.path), *words]), env)
+    return replace(done, err=json.loads(run.rank_exit(0).read_text())["error"])
+
+
+def plan_and_prepare(run: RunFolder, config: Path) -> int:
+    """Does what `make train` does before its workers start."""
+    try:
+        call = parse_call(["train", f"CONFIG={config}"], COMMANDS)
+        options, loaded = read_options(call, call.load_config(), "single")
+        job = job_of(call, loaded, options)
+        refuse_early(job)
+        run.path.mkdir(parents=True)
+        save_config(loaded, run.config)
+        write_launch_files(job, job.plan(prepare_run(run)), run)
+    except UserError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+    return 0
