@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from dataclasses import dataclass
 
@@ -23,6 +24,10 @@ LAUNCH = COMMON | {
     "WHY",
 }
 RUN = frozenset({"RUN", "JSON"})
+SPINS = "1000"
+"""Rounds for which a thread of torch's OpenMP (libgomp) waits with its core in use. By itself it takes 300,000 where there is a core for each
+thread: once another program has one of them, every parallel region waits for a whole time slice (more than ten times slower with two
+threads on two busy cores). 1,000 is what libgomp itself takes where threads outnumber cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +230,8 @@ MAKEFILE_TARGETS = {
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns the exit code of contract section 7; under make, which has its own, it ends make."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # libgomp reads it when torch is loaded, here or in a worker
     if "--from-make" not in arguments:
         return _run(arguments)
     from sft_play.launch.console import end_make

@@ -22,8 +22,8 @@ from sft_play.config.keys import REQUIRED, extra_keys, find_key, schema_keys, se
 from sft_play.config.metrics import metrics_hint
 from sft_play.config.schema import Config, DataSource
 from sft_play.config.sources import config_path, leaves, read_file
-from sft_play.config.types import INVALID, Mismatch, convert
-from sft_play.config.values import Value, Values, as_meant, interpolate
+from sft_play.config.types import INVALID, Mismatch, convert, shown
+from sft_play.config.values import TRAINING, Value, Values, as_meant, interpolate
 from sft_play.config.yaml_source import wrap
 from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json, write_json
@@ -67,6 +67,7 @@ def load_config(path: Path | None, overrides: Iterable[Override] = (), environ: 
         read_file(path, found)
     _read_environment(os.environ if environ is None else environ, found)
     _read_overrides(overrides, found)
+    _note_other_data(found)
     return _finish(found, path)
 
 
@@ -114,6 +115,17 @@ def read_config(path: Path, overrides: Iterable[Override] = ()) -> LoadedConfig:
     found, source = _read_saved(path)
     _read_overrides(overrides, found)
     return _finish(found, source)
+
+
+def _note_other_data(found: Values) -> None:
+    """Notes what is left of the quickstart's settings, which fit its own rows, where others are trained on."""
+    ours = [layer for layer, name in found.presets.items() if name == "quickstart"]
+    others = any(found.values[key].layer not in ours for key in TRAINING if key in found.values)
+    kept = [f"`{key}: {shown(value.node)}`" for key, value in found.values.items() if value.layer in ours]
+    if others and kept:
+        found.notices.append(
+            f"the data are not the quickstart's, whose settings fit its own: {', '.join(kept)}; `run_cpu` is the same without them"
+        )
 
 
 def _is_saved(path: Path) -> bool:

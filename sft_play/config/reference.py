@@ -31,6 +31,7 @@ make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4
 - **Order**: defaults, then `extends:` parents, the file, `SFT_SECTION_KEY` in the environment, the command line; the later wins. It also replaces
   the other way to say the same: `DATA_SOURCES=` takes a file's `data.train_path` away. Both in one file are refused.
 - **Presets**: `extends: run_bnb` takes every key of `configs/run_bnb.yaml` (or of a file beside yours); `CONFIG=run_bnb` uses one as it is.
+  Your training data replace a preset's validation data too.
 - **Interpolation**: `${section.key}` stands for another key's value (OmegaConf).
 - **YAML 1.2**: only `true` and `false` are booleans, `2e-4` is a number, a key that stands twice is an error.
 - **Editors**: begin a file with `# yaml-language-server: $schema=configs/schema.json`.

@@ -61,7 +61,7 @@ class LoraSettings:
     """Dropout before the adapter, 0 to below 1."""
     target_modules: Auto | list[str] = "auto"
     """Names of the linear layers that get an adapter, a list or `q_proj,v_proj`; `auto` (or `all-linear`) is every linear layer of the text
-    model but the head."""
+    model but the head and a mixture's routers; its experts are typed: `experts.gate_up_proj`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

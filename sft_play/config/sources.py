@@ -69,6 +69,8 @@ def read_file(path: Path, found: Values, chain: tuple[Path, ...] = ()) -> None:
     for parent in _parents(tree.pop("extends", None), path):
         read_file(parent, found, (*chain, path))
     found.layer += 1
+    if path.resolve().parent == PRESETS:
+        found.presets[found.layer] = path.stem
     for key, node in leaves(Node(tree, line=1), ""):
         place = f"{path}:{node.line}"
         if find_key(key) is None:

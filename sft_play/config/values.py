@@ -26,6 +26,7 @@ RIVALS: Mapping[str, str] = {
     "train.warmup_steps": "train.warmup_ratio",
 }
 """Two ways to say one thing: the later layer's replaces the earlier one's. Both in one file are a contradiction."""
+TRAINING, VALIDATION = ("data.train_path", "data.sources"), ("data.val_path", "data.validation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,18 @@ class Values:
     problems: list[UserError] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     layer: int = 0
+    presets: dict[int, str] = field(default_factory=dict)
+    """Layer -> name of the shipped preset that it is: its validation data belong to its training data."""
 
     def put(self, key: str, node: Node, origin: str, *, literal: bool = False) -> None:
         """Sets a key over what earlier layers said, and takes away what contradicts it there."""
         rival = RIVALS.get(key)
         if rival in self.values and self.values[rival].layer < self.layer:
             del self.values[rival]
+        if key in TRAINING:
+            for other in VALIDATION:
+                if other in self.values and self.values[other].layer < self.layer and self.values[other].layer in self.presets:
+                    del self.values[other]
         if key == "train.eval_strategy" and node.value != "steps":
             inherited = self.values.get("train.eval_steps")
             if inherited and inherited.layer < self.layer:

@@ -76,6 +76,8 @@ class Chunk:
     """Answers that lost their end, by the examples that have any."""
     thoughts: Mapping[int, int]
     """Thoughts that the chat template left out, by the examples that have any."""
+    empty_thoughts: Mapping[int, int]
+    """Learnt answers that the chat template begins with an empty thought, by the examples that have any."""
     lengths: Integers
     """By row."""
     trained: Integers
@@ -156,6 +158,7 @@ def _chunk(
         lost={index: outcome.lost for index, outcome in enumerate(outcomes) if outcome.lost},
         answers_cut={index: outcome.answers_cut for index, outcome in enumerate(outcomes) if outcome.answers_cut},
         thoughts={index: outcome.thoughts for index, outcome in enumerate(outcomes) if outcome.thoughts},
+        empty_thoughts={index: outcome.empty_thoughts for index, outcome in enumerate(outcomes) if outcome.empty_thoughts},
         lengths=lengths,
         trained=trained_tokens(lengths, labels),
         prompt_lengths=_integers(len(row.prompt_ids) for row in rows),

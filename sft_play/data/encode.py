@@ -12,7 +12,7 @@ from sft_play.data.example import Example, Message
 from sft_play.data.overlong import Cut, chunks, cut_tokens, loses_end, split, truncated
 from sft_play.data.template import IGNORED, Encoded, Renderer, RowText
 from sft_play.data.text import TOO_LONG, encode_texts
-from sft_play.data.thoughts import lost_thoughts
+from sft_play.data.thoughts import empty_thoughts, lost_thoughts
 from sft_play.data.tokens import RowTokens
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import end_of_turn_ids
@@ -35,6 +35,8 @@ class Outcome:
     """Answers that lost their end: no token that ends a turn is learnt from them."""
     thoughts: int = 0
     """Thoughts of learnt turns that the chat template writes nowhere in the example's rows: they are not learnt."""
+    empty_thoughts: int = 0
+    """Learnt answers that the template begins with an empty thought."""
     error: DataError | None = None
     """What is wrong, with its place."""
     overlong: int = 0
@@ -61,7 +63,7 @@ class Encoder:
         chats: list[int] = []
         texts: list[int] = []
         groups: list[list[RowText]] = []
-        thoughts: list[int] = []
+        thoughts: list[tuple[int, int]] = []
         for index, example in enumerate(examples):
             try:
                 self._check_task(example)
@@ -73,13 +75,16 @@ class Encoder:
                     continue
                 texts_of_rows = self.renderer.rows(example.messages, example.tools, self.loss_on)
                 groups.append(texts_of_rows)
-                thoughts.append(lost_thoughts(example.messages, texts_of_rows, self.loss_on))
+                lost = lost_thoughts(example.messages, texts_of_rows, self.loss_on)
+                thoughts.append((lost, empty_thoughts(texts_of_rows)))
                 chats.append(index)
             except DataError as error:
                 outcomes[index] = _failed(error, example)
-        for index, found, lost in zip(chats, self.tokens.rows(groups), thoughts, strict=True):
+        for index, found, (lost, empty) in zip(chats, self.tokens.rows(groups), thoughts, strict=True):
             outcome = self._chat(examples[index], found)
-            outcomes[index] = replace(outcome, thoughts=lost) if lost and outcome.rows else outcome
+            outcomes[index] = (
+                replace(outcome, thoughts=lost, empty_thoughts=empty) if outcome.rows and (lost or empty) else outcome
+            )
         for index, outcome in zip(texts, self._texts([examples[index] for index in texts]), strict=True):
             outcomes[index] = outcome
         return [outcome for outcome in outcomes if outcome is not None]

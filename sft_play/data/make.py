@@ -68,6 +68,7 @@ class Gatherer:
                 tally.lost.update(lost)
         tally.answers_cut += sum(count for example, count in chunk.answers_cut.items() if kept[example])
         tally.thoughts += sum(count for example, count in chunk.thoughts.items() if kept[example])
+        tally.empty_thoughts += sum(count for example, count in chunk.empty_thoughts.items() if kept[example])
         tally.split += int((chunk.rows_of[kept] > 1).sum())
         tally.kept += int((chunk.rows_of[kept] > 0).sum())
         self.writer.append(chunk, kept, numbers)

@@ -40,6 +40,8 @@ class SourceTally:
     """Answers that lost their end, and with it the token that ends a turn."""
     thoughts: int = 0
     """Thoughts of learnt turns that the chat template left out."""
+    empty_thoughts: int = 0
+    """Learnt answers that the chat template begins with an empty thought."""
     split: int = 0
     """Made into several rows (`data.overlong: split`, long documents)."""
     overlong: int = 0
@@ -79,6 +81,7 @@ def source_manifest(
         "lost": dict(sorted(tally.lost.items())),
         "answers_cut": tally.answers_cut,
         "thoughts_left_out": tally.thoughts,
+        "empty_thoughts": tally.empty_thoughts,
         "split": tally.split,
         "overlong": tally.overlong,
         "overlong_tokens": tally.overlong_tokens,
@@ -128,6 +131,7 @@ def split_manifest(
         "split": split,
         "answers_cut": sum(tally.answers_cut for tally in tallies),
         "thoughts_left_out": sum(tally.thoughts for tally in tallies),
+        "empty_thoughts": sum(tally.empty_thoughts for tally in tallies),
         "rows_read": sum(tally.rows_read for tally in tallies),
         "dropped": dict(sorted((reason, n) for reason, n in dropped.items() if reason != DUPLICATE)),
         "duplicates": dropped[DUPLICATE],
@@ -187,6 +191,9 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
     if thoughts := manifest.get("thoughts_left_out", 0):  # a manifest of an earlier version says nothing of them
         what = f"{thoughts:,} thoughts" if thoughts > 1 else "1 thought"
         lines.append(f"  {what} of learnt turns left out by the chat template, so not learnt: docs/data.md, What is learnt")
+    if empty := manifest.get("empty_thoughts", 0):
+        what = f"{empty:,} learnt answers begin" if empty > 1 else "1 learnt answer begins"
+        lines.append(f"  {what} with an empty thought, which the chat template writes; their tokens are learnt too: docs/data.md")
     shared = manifest.get("overlap")
     if shared and shared["rows"]:
         lines.append(f"  {shared['rows']:,} of its rows are in the training data too: scores on them say little")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from sft_play.data.example import Message
 from sft_play.data.template import RowText, learnt
 
 OPEN, CLOSE = "<think>", "</think>"
+_EMPTY = re.compile(rf"\s*{OPEN}\s*{CLOSE}")
 
 
 def thought_of(message: Message) -> str:
@@ -32,6 +34,11 @@ def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on:
     thoughts = [thought for index in chosen if (thought := thought_of(messages[index]))]
     text = "\0".join(_learnt_text(row) for row in rows)
     return sum(thought not in text for thought in thoughts)
+
+
+def empty_thoughts(rows: Sequence[RowText]) -> int:
+    """Returns how many answers that are learnt begin with a thought without words, as Qwen3's template writes it."""
+    return sum(bool(_EMPTY.match(row.answer)) + sum(bool(_EMPTY.match(row.prompt, s.start)) for s in row.earlier) for row in rows)
 
 
 def _learnt_text(row: RowText) -> str:

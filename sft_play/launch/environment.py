@@ -21,10 +21,6 @@ SCRUBBED = re.compile(
 DROPPED = frozenset({"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MAKE_TERMOUT", "MAKE_TERMERR"})
 """Make's own, which would make compilers that workers start (DeepSpeed's extensions) part of this make."""
 SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES|NCCL_\w+|HF_\w+|AIM_REPO|GLOO_\w+|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF")
-SPINS = "1000"
-"""Rounds for which a thread of torch's OpenMP (libgomp) waits with its core in use. By itself it takes 300,000 where there is a core for each
-thread: once another program has one of them, every parallel region waits for a whole time slice (more than ten times slower with two
-threads on two busy cores). 1,000 is what libgomp itself takes where threads outnumber cores."""
 ALLOCATOR = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
 
 
@@ -77,9 +73,6 @@ def worker_environment(
     removed = tuple(sorted(k for k in ambient if SCRUBBED.fullmatch(k)))
     chosen = _always(len(ranks_of(plan, node)), kept, cpu_threads) | (_for_cpu(plan) if plan.device == "cpu" else {})
     notes = []
-    if plan.device == "cpu" and "OMP_WAIT_POLICY" not in kept:
-        chosen["GOMP_SPINCOUNT"] = SPINS
-        notes.append("GOMP_SPINCOUNT: a thread that waits for another leaves its core to whoever has work")
     if plan.device == "cpu" and plan.gradient_checkpointing:
         chosen["MALLOC_MMAP_THRESHOLD_"] = "1048576"
         notes.append(
@@ -122,7 +115,7 @@ def dump_variables(plan: Plan, logs: Path, ambient: Mapping[str, str]) -> dict[s
 
 USER_DECIDES = frozenset({
     "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
-    "TOKENIZERS_PARALLELISM", "GOMP_SPINCOUNT", "PET_SHUTDOWN_TIMEOUT", "MALLOC_MMAP_THRESHOLD_",
+    "TOKENIZERS_PARALLELISM", "PET_SHUTDOWN_TIMEOUT", "MALLOC_MMAP_THRESHOLD_",
 })  # fmt: skip
 """Our values for these are only defaults: the user's own win."""
 

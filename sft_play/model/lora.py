@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import transformers_weight_conversion as conversion
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -18,19 +21,24 @@ from sft_play.config.schema import LoraSettings
 from sft_play.errors import UserError
 from sft_play.runs.prepared import ResolvedModel
 
+ROUTER = re.compile(r"(?:^|\.)(?:router|gate|wg|classifier|\w*expert_gate)(?:\.|$)")
+"""Layers that decide which experts a token passes, or how much of the shared one."""
+READ_DIRECTLY = frozenset({"correction_coefs"})
+"""Layers whose weight is read by what they are in, past an adapter (Gemma 3n)."""
+READ_BY_KERNELS = frozenset({"dt_proj", "out_proj", "x_proj"})
+"""Layers of a Mamba mixer that are such: its kernels take their weights."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """Where the adapters go, in PEFT's words."""
+    """Where the adapters go."""
 
-    modules: list[str] | str
-    """Ends of module names, or a regular expression where the ends alone would also match modules outside the text model."""
+    modules: list[str]
+    """Names of linear layers (and of embeddings that were typed)."""
     parameters: list[str]
-    """Ends of the names of fused expert weights (three-dimensional parameters that belong to no linear layer)."""
+    """Names of fused expert weights (three-dimensional parameters that belong to no linear layer)."""
     conv1d: bool
     """Whether the layers store their weights as (in, out), like GPT-2's `Conv1D`."""
-    count: int
-    """Modules and parameters that are matched."""
     notes: tuple[str, ...]
 
 
@@ -67,16 +75,35 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Returns the names of all linear layers of the text model but the head (and classifiers of a mixture's router)."""
-    prefix = text_prefix(model)
-    head = model.get_output_embeddings()
-    return [name for name, module in model.named_modules() if is_linear(module) and module is not head and _inside(name, prefix)]
+    """Returns the names of the text model's linear layers that take an adapter, the head left out."""
+    prefix, head = text_prefix(model), model.get_output_embeddings()
+    found = [name for name, module in model.named_modules() if is_linear(module) and module is not head and _inside(name, prefix)]
+    return [name for name in found if why_not(model, name) is None]
+
+
+def why_not(model: nn.Module, name: str) -> str | None:
+    """Returns why a linear layer takes no adapter, or `None` when it does."""
+    module, mixer, leaf = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]), _leaf(name)
+    if ROUTER.search(name):
+        return "it routes tokens to experts"
+    if ".indexer." in name:
+        return "it selects tokens, and no gradient reaches it"
+    own = isinstance(module, nn.Linear) and type(module).__module__.startswith("transformers.models.")
+    if own and type(module).__name__ != "FalconLinear":
+        return f"PEFT cannot adapt a `{type(module).__name__}`"
+    if leaf in READ_DIRECTLY or (leaf in READ_BY_KERNELS and hasattr(mixer, "A_log") and hasattr(mixer, "D")):
+        return f"`{type(mixer).__name__}` reads its weight past an adapter"
+    return None
 
 
 def expert_names(model: nn.Module) -> list[str]:
     """Returns the names of fused expert weights: parameters with an expert dimension before (out, in)."""
     prefix = text_prefix(model)
-    return [name for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name and _inside(name, prefix)]
+    return [
+        name
+        for name, p in model.named_parameters()
+        if len(getattr(p, "ds_shape", p.shape)) == 3 and "experts" in name and _inside(name, prefix)
+    ]
 
 
 def find_targets(model: nn.Module, wanted: str | Sequence[str]) -> Targets:
@@ -98,18 +125,12 @@ def find_targets(model: nn.Module, wanted: str | Sequence[str]) -> Targets:
         assert not isinstance(wanted, str)
         names, parameters = _match_typed(model, wanted, experts)
         notes = ()
-    matched = [model.get_submodule(name) for name in names]
-    return Targets(
-        modules=_shortest(model, names, wanted),
-        parameters=sorted({".".join(name.split(".")[-2:]) for name in parameters}),
-        conv1d=any(isinstance(module, Conv1D) for module in matched),
-        count=len(names) + len(parameters),
-        notes=notes,
-    )
+    conv1d = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
+    return Targets(modules=names, parameters=parameters, conv1d=conv1d, notes=notes)
 
 
 def _frozen_experts_note(experts: Sequence[str]) -> str:
-    typed = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in experts}))
+    typed = ", ".join(sorted({_last_two(name) for name in experts}))
     return (
         f"the {len(experts)} fused expert weights stay frozen: `target_modules: auto` adapts attention and shared layers; "
         f"to adapt experts too, type their names ({typed})"
@@ -124,19 +145,21 @@ def _match_typed(model: nn.Module, wanted: Sequence[str], experts: Sequence[str]
     """Returns names of matched modules and of matched expert weights."""
     prefix, head = text_prefix(model), model.get_output_embeddings()
     tied = head is not None and getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    candidates = {
+    named = {
         name: module
         for name, module in model.named_modules()
         if (is_linear(module) or isinstance(module, nn.Embedding)) and (_inside(name, prefix) or module is head)
     }
+    refused = {name: why for name in named if (why := why_not(model, name))}
+    candidates = {name: module for name, module in named.items() if name not in refused}
     modules: dict[str, None] = {}
     parameters: dict[str, None] = {}
-    missing: list[str] = []
+    missing: dict[str, str] = {}
     for typed in wanted:
         found = [name for name in candidates if _ends(name, typed)]
-        found_experts = [name for name in experts if _ends(name, typed)]
+        found_experts = [name for name in experts if _ends(name, typed)] if "." in typed else []  # `down_proj` means layers only
         if not found and not found_experts:
-            missing.append(typed)
+            missing[typed] = next((f" ({why})" for name, why in refused.items() if _ends(name, typed)), "")
         if tied and any(candidates[name] is head or isinstance(candidates[name], nn.Embedding) for name in found):
             raise UserError(
                 f"`tuning.lora.target_modules` names `{typed}`, but this model's head and input embeddings share one weight: "
@@ -146,11 +169,12 @@ def _match_typed(model: nn.Module, wanted: Sequence[str], experts: Sequence[str]
         modules.update(dict.fromkeys(found))
         parameters.update(dict.fromkeys(found_experts))
     if missing:
-        known = sorted({_leaf(name) for name in candidates} | {".".join(name.split(".")[-2:]) for name in experts})
-        quoted = ", ".join(f"`{name}`" for name in missing)
+        known = sorted({_leaf(name) for name in candidates} | {_last_two(name) for name in experts})
         raise UserError(
-            f"`tuning.lora.target_modules` names {quoted}, which this model's text part does not have",
-            hint=f"it has {_some(known)}; or `auto` for every linear layer but the head",
+            "`tuning.lora.target_modules` names "
+            + ", ".join(f"`{name}`{why}" for name, why in missing.items())
+            + ", where this model's text part takes no adapter",
+            hint=f"it takes them on {_some(known)}; or `auto` for every linear layer but the head",
         )
     return list(modules), list(parameters)
 
@@ -159,23 +183,82 @@ def _leaf(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
+def _last_two(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
 def _some(names: Iterable[str]) -> str:
     listed = [f"`{name}`" for name in names]
     return ", ".join(listed[:40]) + (f" and {len(listed) - 40} more" if len(listed) > 40 else "")
 
 
-def _shortest(model: nn.Module, names: Sequence[str], wanted: str | Sequence[str]) -> list[str] | str:
-    """Returns the ends of names that match exactly `names`, else a regular expression that does."""
-    ends = sorted({_leaf(name) for name in names}) if wanted == "auto" else sorted(set(wanted))
-    chosen = set(names)
-    ends = [end for end in ends if any(_ends(name, end) for name in names)]
-    if not any(_ends(name, end) for name, _ in model.named_modules() if name not in chosen for end in ends):
+def _ends_of(chosen: Sequence[str], everything: Iterable[str], least: int = 1) -> list[str] | None:
+    """Returns ends of the names `chosen`, of `least` parts or more, that mean no other name, `None` where no short ones do."""
+    others = set(everything) - set(chosen)
+    for parts in range(least, least + 3):
+        ends = sorted({".".join(name.split(".")[-parts:]) for name in chosen})
+        if not any(_ends(name, end) for name in others for end in ends):
+            return ends
+    return None
+
+
+def _pattern(model: nn.Module, chosen: Sequence[str]) -> list[str] | str:
+    """Returns the ends of names that mean exactly the modules `chosen`, else a regular expression that does."""
+    modules = [name for name, _ in model.named_modules()]
+    if ends := _ends_of(chosen, modules):
         return ends
-    leaves = "|".join(sorted({re.escape(_leaf(name)) for name in names}))
+    leaves = "|".join(sorted({re.escape(_leaf(name)) for name in chosen}))
     prefix = text_prefix(model)
-    pattern = rf"{re.escape(prefix)}\..*\.(?:{leaves})" if prefix else ""
-    matched = {name for name, _ in model.named_modules() if pattern and re.fullmatch(pattern, name)}
-    return pattern if matched == chosen else "|".join(re.escape(name) for name in names)
+    pattern = rf"{re.escape(prefix)}\.(?:.*\.)?(?:{leaves})" if prefix else ""
+    matched = {name for name in modules if pattern and re.fullmatch(pattern, name)}
+    return pattern if matched == set(chosen) else "|".join(re.escape(name) for name in chosen)
+
+
+@contextmanager
+def as_named() -> Iterator[None]:
+    """Makes PEFT take targets as they are named.
+
+    For a mixture of experts PEFT 0.21 takes `gate_proj`, `up_proj` and `down_proj` for the experts of transformers 4, where each was
+    a linear layer, and adapts all experts instead of the dense and shared layers of that name (`_convert_peft_config_moe`).
+    """
+    rewrite = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = rewrite
+
+
+def _as_saved(model: nn.Module, targets: Targets) -> dict[str, Any]:
+    """Returns what the saved configuration says otherwise, so that PEFT alone, which rewrites targets, finds the same layers.
+
+    PEFT leaves `target_parameters` as they are, and `mlp.gate_proj.weight` there is the same adapter, but without dropout.
+    """
+    family = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, "")
+    rewritten = conversion._MOE_TARGET_MODULE_MAPPING.get(family)
+    if rewritten is None:
+        return {}
+    layers = [name for name in targets.modules if _leaf(name) not in rewritten]
+    weights = [f"{name}.weight" for name in targets.modules if _leaf(name) in rewritten]
+    found = {
+        "target_modules": set(_ends_of(layers, (name for name, _ in model.named_modules())) or layers),
+        "target_parameters": _parameter_ends(model, weights) + _parameter_ends(model, targets.parameters) or None,
+    }
+    return found | ({"lora_dropout": 0.0} if weights else {})
+
+
+def _parameter_ends(model: nn.Module, chosen: Sequence[str]) -> list[str]:
+    return _ends_of(chosen, (name for name, _ in model.named_parameters()), least=2) or list(chosen)
+
+
+def saved_config(folder: Path) -> LoraConfig:
+    """Returns the configuration of a saved adapter, its targets linear layers again (see `_as_saved`)."""
+    config = LoraConfig.from_pretrained(str(folder))
+    weights = {name for name in config.target_parameters or () if name.endswith(".weight")}
+    if weights:
+        config.target_modules = {*config.target_modules, *(name.removesuffix(".weight") for name in weights)}
+        config.target_parameters = [name for name in config.target_parameters if name not in weights] or None
+    return config
 
 
 def add_adapters(
@@ -191,22 +274,38 @@ def add_adapters(
         r=settings.r,
         lora_alpha=alpha,
         lora_dropout=settings.dropout,
-        target_modules=targets.modules,
-        target_parameters=targets.parameters or None,
+        target_modules=_pattern(model, targets.modules) if targets.modules else [],
+        target_parameters=_parameter_ends(model, targets.parameters) or None,
         fan_in_fan_out=targets.conv1d,
         bias="none",
         task_type="CAUSAL_LM",
         revision=base.revision,
     )
-    with warnings.catch_warnings():
+    saved = _as_saved(model, targets)
+    with warnings.catch_warnings(), as_named():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)  # peft 0.21's own
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    _check_placed(adapted, targets)
+    for name, value in saved.items():
+        setattr(config, name, value)
     # Other tools find the base by this: the hub's name where there is one, else the folder.
     adapted.peft_config["default"].base_model_name_or_path = base.name if base.source == "hub" else base.path
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return adapted, targets.notes
+
+
+def _check_placed(adapted: Any, targets: Targets) -> None:
+    """Raises `UserError` unless PEFT has put adapters exactly where they were planned."""
+    placed = {*adapted.base_model.targeted_module_names, *adapted.base_model.targeted_parameter_names}
+    planned = {*targets.modules, *targets.parameters}
+    if placed != planned:
+        raise UserError(
+            f"PEFT put adapters on {_some(sorted(placed - planned)) or 'nothing else'}, which were not planned, and none on "
+            f"{_some(sorted(planned - placed)) or 'nothing else'}",
+            hint="type fewer names as `tuning.lora.target_modules`, and report this model",
+        )
 
 
 def leave_casts_to_autocast(model: nn.Module) -> None:

@@ -188,12 +188,15 @@ def add_trained_adapter(base: Any, folder: Path) -> Any:
     """Returns `base` with the adapter of `folder`. Raises `CheckpointError` for weights that are missing or do not fit."""
     from peft import PeftModel
 
+    from sft_play.model import lora
+
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), lora.as_named():
             # An adapter whose weights are not found loads as the zero function: the model would behave as if untrained.
             warnings.filterwarnings("error", message=".*missing adapter keys.*")
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)  # peft 0.21's own
-            return PeftModel.from_pretrained(base, str(folder), is_trainable=False, autocast_adapter_dtype=False)
+            config = lora.saved_config(folder)
+            return PeftModel.from_pretrained(base, str(folder), config=config, is_trainable=False, autocast_adapter_dtype=False)
     except (RuntimeError, ValueError, UserWarning, OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the adapter does not fit the base model: {first_lines(error)[:400]}", place=str(folder)

@@ -381,7 +381,11 @@ def choose_kernels(
         reasons.append("kernels liger: norms, rotary embeddings and SwiGLU in one pass over memory each; planned as without them")
         return "liger"
     if wanted == "liger":
-        hint = "`pip install 'sft-play[kernels]'`, or `train.kernels: auto`" if "installed" in why else "leave it to `auto`"
+        hint = (
+            "`.venv/bin/python -m pip install '.[kernels]'`, or `train.kernels: auto`"
+            if "installed" in why
+            else "leave it to `auto`"
+        )
         raise HardwareError(f"`train.kernels` is `liger`, but {why}", hint=hint)
     if kind == "cuda":
         reasons.append(f"kernels plain: {why}")

@@ -25,7 +25,7 @@ def require_aim() -> None:
     if importlib.util.find_spec("aim") is None:
         raise HardwareError(
             "`train.report_to` names `aim`, which is not installed",
-            hint=".venv/bin/pip install aim==3.29.1 (it takes older versions of filelock and python-dateutil)",
+            hint=".venv/bin/python -m pip install aim==3.29.1 (it takes older versions of filelock and python-dateutil)",
         )
 
 

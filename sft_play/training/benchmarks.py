@@ -27,7 +27,7 @@ from sft_play.training.subject import Weights
 if TYPE_CHECKING:
     from sft_play.config.schema import Config
 
-INSTALL = "pip install '.[benchmarks]' in the environment of SFT-Play"
+INSTALL = "`.venv/bin/python -m pip install -c constraints.txt '.[benchmarks]'`"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

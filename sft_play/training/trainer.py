@@ -186,6 +186,9 @@ class SftTrainer(Trainer):
         """Counted by the plan; the base class would walk over all parameters at every micro-step."""
         return 0
 
+    def store_flos(self) -> None:
+        """Nothing: the base class would add those zeros up over all ranks, and wait for that, at every log."""
+
     # ---- Logging
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -64,7 +64,8 @@ def test_a_mistyped_variable_is_refused_by_make(cache: Path, tmp_path: Path) -> 
 def test_json_holds_every_key_with_its_origin(program) -> None:
     done = program("config", "CONFIG=configs/quickstart.yaml", "JSON=1")
     shown = done.json
-    assert shown["model.name"]["origin"].startswith("configs/quickstart.yaml:")
+    assert shown["model.name"]["origin"].startswith("configs/run_cpu.yaml:")
+    assert shown["train.max_steps"]["origin"].startswith("configs/quickstart.yaml:")
     assert shown["train.weight_decay"] == {"value": 0.0, "origin": "default"}
     assert done.err == ""
 

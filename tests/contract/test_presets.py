@@ -40,6 +40,7 @@ GEMMA, QWEN = "google/gemma-3-27b-it", "Qwen/Qwen2.5-7B-Instruct"
 LAN = "12GB+8GB+8GB"
 TABLE = {
     "quickstart": Row("HuggingFaceTB/SmolLM2-135M-Instruct", 256, "lora"),
+    "run_cpu": Row("HuggingFaceTB/SmolLM2-135M-Instruct", 1024, "lora"),
     "run_bnb": Row(QWEN, 2048, "qlora"),
     "run_unsloth": Row(QWEN, 2048, "qlora", "unsloth"),
     "rtx4090_sli": Row("Qwen/Qwen2.5-14B-Instruct", 1536, "qlora", hardware="2x24GB", quoted=(6, 4)),
@@ -119,7 +120,7 @@ MACHINES = [
     ("rtx4090_sli", "2xRTX3090"), ("a100_pair", "2x80GB"), ("a100_pair", "2xA100"), ("h100_pair", "2x80GB"), ("h100_pair", "2xH100PCIe"),
     ("h200_pair", "2x141GB"), ("h200_pair", "2xH200NVL"), ("h200_quad", "4x141GB"), ("l40s_single", "48GB"), ("l40s_pair", "2x48GB@10Gbit"),
     ("home_lan", "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop@1Gbit"), ("home_lan_13b", "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop@1Gbit"),
-    ("smoke", "8GB+8GB@1Gbit"), ("smoke", "RTX4060"), ("smoke", "cpu"), ("quickstart", "cpu"), ("quickstart", "8GB"),
+    ("smoke", "8GB+8GB@1Gbit"), ("smoke", "RTX4060"), ("smoke", "cpu"), ("quickstart", "cpu"), ("quickstart", "8GB"), ("run_cpu", "cpu"),
     ("from_scratch", "8GB"), ("from_scratch", "2x24GB"), ("from_scratch", "cpu"),
 ]  # fmt: skip
 

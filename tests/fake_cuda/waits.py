@@ -18,7 +18,7 @@ UNSET = ("agreement.py", "saving.py", "grad_scaler.py")
 """Who asks here is answered 0: nobody asks the run to stop, no save has failed, and no gradient is infinite."""
 
 
-class Waits(TorchDispatchMode):
+class Counts:
     """`log` counts (phase, what, where); `matmuls` (phase, device and type) of what linear layers compute; `attention` (phase, kernel)."""
 
     def __init__(self) -> None:
@@ -27,6 +27,10 @@ class Waits(TorchDispatchMode):
         self.log: Counter[tuple[str, str, str]] = Counter()
         self.matmuls: Counter[tuple[str, str]] = Counter()
         self.attention: Counter[tuple[str, str]] = Counter()
+
+
+class Waits(Counts, TorchDispatchMode):
+    """Where the project's worker would wait on fake GPUs, by the operations that it asks torch for."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -73,15 +77,8 @@ def _answer(func: Any, tensor: Any) -> Any:
     return False if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
 
 
-class DeviceWaits(ExitStack):
+class DeviceWaits(Counts, ExitStack):
     """As `Waits`, by what CUDA itself says on a real card (`torch.cuda.set_sync_debug_mode`): only `log` is filled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = "build"
-        self.log: Counter[tuple[str, str, str]] = Counter()
-        self.matmuls: Counter[tuple[str, str]] = Counter()
-        self.attention: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> Self:
         if torch.cuda.is_available():

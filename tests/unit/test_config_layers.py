@@ -61,6 +61,19 @@ def test_a_later_layer_replaces_the_other_way_to_say_a_thing(write: Write) -> No
     assert typed.config.data.validation == 0.2 and typed.config.data.val_path is None and typed.config.train.warmup_steps == 3
 
 
+def test_a_preset_gives_own_data_neither_its_validation_nor_settings_that_fit_only_its_rows(write: Write) -> None:
+    own = load(write("extends: run_cpu\ndata: {train_path: mine.jsonl}\n"))
+    assert [s.path for s in own.config.data.sources] == ["mine.jsonl"] and own.config.data.validation is None
+    assert (own.config.data.overlong, own.config.train.max_steps) == ("error", -1) and not own.notices
+    assert load(PRESETS / "quickstart.yaml").notices == ()
+    (note,) = load(PRESETS / "quickstart.yaml", "DATA_TRAIN_PATH=mine.jsonl").notices
+    assert (
+        "`data.overlong: drop`" in note and "`train.max_steps: 30`" in note and "`run_cpu`" in note and "validation" not in note
+    )
+    write("data: {train_path: a.jsonl, val_path: b.jsonl}\n", "parent.yaml")
+    assert load(write("extends: parent.yaml\ndata: {train_path: c.jsonl}\n")).config.data.val_path == "b.jsonl"
+
+
 def test_both_ways_in_one_file_are_a_contradiction(write: Write) -> None:
     shown = refused(write("data:\n  train_path: a\n  sources: [{path: b}]\n  val_path: c\n  validation: 0.1\n"))
     assert "x.yaml:3: `data.train_path` and `data.sources` are both given" in shown

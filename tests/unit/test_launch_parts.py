@@ -7,9 +7,11 @@ import os
 import socket
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from sft_play.__main__ import main
 from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.launch.commands import finish
@@ -119,8 +121,11 @@ def test_stray_variables_are_taken_out_and_named() -> None:
 
 
 @pytest.mark.parametrize(("mine", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "0"}, "0"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)])
-def test_threads_on_a_cpu_do_not_wait_with_their_cores_in_use(mine: dict[str, str], spins: str | None) -> None:
-    assert worker_environment(make_plan(), Node(), mine, cpu_threads=2).variables.get("GOMP_SPINCOUNT") == spins
+def test_threads_of_any_command_do_not_wait_with_their_cores_in_use(mine: dict[str, str], spins: str | None) -> None:
+    with mock.patch.dict(os.environ, mine, clear=True):
+        main(["help"])
+        assert os.environ.get("GOMP_SPINCOUNT") == spins
+        assert worker_environment(make_plan(), Node(), os.environ, cpu_threads=2).variables.get("GOMP_SPINCOUNT") == spins
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp2"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: AutoModelForCausalLM.from_pretrained(build(folder / name)) for name, build in builders.items()}
 
 
+def leaves(names: list[str]) -> set[str]:
+    return {name.rsplit(".", 1)[-1] for name in names}
+
+
 def adapted(model: Any, **settings: Any) -> Any:
     base = ResolvedModel(
         name="base", path=str(Path("base")), source="folder", revision=None, fingerprint="", tokenizer_fingerprint=""
@@ -39,39 +42,33 @@ def adapted_names(model: Any) -> set[str]:
 
 def test_auto_is_every_linear_layer_of_a_llama_but_the_head(models: dict[str, Any]) -> None:
     targets = find_targets(models["llama"], "auto")
-    assert set(targets.modules) == LLAMA
-    assert targets.count == 2 * 7
+    assert leaves(targets.modules) == LLAMA
+    assert len(targets.modules) == 2 * 7
     assert not targets.conv1d
 
 
 def test_auto_finds_the_conv1d_layers_of_gpt2(models: dict[str, Any]) -> None:
     targets = find_targets(models["gpt2"], "auto")
-    assert set(targets.modules) == {"c_attn", "c_proj", "c_fc"}
+    assert leaves(targets.modules) == {"c_attn", "c_proj", "c_fc"}
     assert targets.conv1d
 
 
 def test_auto_leaves_the_tower_and_the_projector_of_a_multimodal_model_alone(models: dict[str, Any]) -> None:
     model = models["gemma3"]
     assert text_prefix(model) == "model.language_model"
-    pattern = find_targets(model, "auto").modules
-    assert isinstance(pattern, str), "the ends of the names also match the tower's layers, so a pattern is needed"
-    matched = {name for name, _ in model.named_modules() if re.fullmatch(pattern, name)}
-    assert matched == set(linear_names(model))
-    assert len(matched) == 2 * 7
-    assert not any("vision" in name or "projector" in name for name in matched)
+    found = find_targets(model, "auto").modules
+    assert len(found) == 2 * 7
+    assert not any("vision" in name or "projector" in name for name in found)
 
 
 def test_typed_names_stay_inside_the_text_part_too(models: dict[str, Any]) -> None:
     targets = find_targets(models["gemma3"], ["q_proj", "v_proj"])
-    assert targets.count == 4
-    assert isinstance(targets.modules, str)
-    matched = [name for name, _ in models["gemma3"].named_modules() if re.fullmatch(targets.modules, name)]
-    assert sorted(matched) == sorted(f"model.language_model.layers.{i}.self_attn.{n}_proj" for i in (0, 1) for n in "qv")
+    assert sorted(targets.modules) == sorted(f"model.language_model.layers.{i}.self_attn.{n}_proj" for i in (0, 1) for n in "qv")
 
 
 def test_fused_experts_stay_frozen_under_auto_and_that_is_said(models: dict[str, Any]) -> None:
     targets = find_targets(models["mixtral"], "auto")
-    assert set(targets.modules) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert leaves(targets.modules) == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert not targets.parameters
     assert "stay frozen" in targets.notes[0]
     assert "experts.down_proj, experts.gate_up_proj" in targets.notes[0]
@@ -80,8 +77,8 @@ def test_fused_experts_stay_frozen_under_auto_and_that_is_said(models: dict[str,
 def test_fused_experts_can_be_typed(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(build_tiny_mixtral(tmp_path))
     targets = find_targets(model, ["q_proj", "experts.gate_up_proj"])
-    assert targets.parameters == ["experts.gate_up_proj"]
-    assert targets.count == 4
+    assert targets.parameters == [f"model.layers.{i}.mlp.experts.gate_up_proj" for i in (0, 1)]
+    assert len(targets.modules) == 2
     trained = adapted(model, target_modules=["q_proj", "experts.gate_up_proj"])
     ids = torch.arange(4, 20)[None]
     trained(input_ids=ids).logits.float().sum().backward()

@@ -98,6 +98,16 @@ def test_a_template_that_knows_no_thoughts_loses_what_stands_apart_and_keeps_wha
     assert outcome(saved, "chatml", unlearnt)[1].thoughts == 1
 
 
+def test_answers_that_the_template_begins_with_an_empty_thought_are_counted_and_said(saved: Path) -> None:
+    plain = [{**message} for message in APART]
+    for message in plain:
+        message.pop("reasoning_content", None)
+    tokenizer, found = outcome(saved, "qwen3", plain)
+    learnt = "".join(tokenizer.decode([token for token in row.labels if token != IGNORED]) for row in found.rows)
+    assert found.empty_thoughts == learnt.count("<think>\n\n</think>\n\n") > 0 == found.thoughts
+    assert outcome(saved, "chatml", plain)[1].empty_thoughts == 0 == outcome(saved, "qwen3", APART)[1].empty_thoughts
+
+
 @pytest.mark.parametrize(
     ("message", "thought"),
     [

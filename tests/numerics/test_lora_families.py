@@ -1,0 +1,106 @@
+"""Adapters of every family: on the layers that were planned, each with a gradient, and read back by PEFT alone."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from sft_play.config.schema import LoraSettings
+from sft_play.errors import UserError
+from sft_play.model.lora import add_adapters, expert_names, find_targets
+from sft_play.model.use import add_trained_adapter
+from sft_play.runs.prepared import ResolvedModel
+from tests.families import FAMILIES, HYBRIDS, MIXTURES, tiny_config, tiny_model
+
+BASE = ResolvedModel(name="base", path=".", source="folder", revision=None, fingerprint="", tokenizer_fingerprint="")
+IDS = torch.randint(10, 1000, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def adapted(name: str, targets: Any = "auto") -> Any:
+    """Returns a tiny model with adapters that are no longer the zero function."""
+    return grown(add_adapters(grown(tiny_model(name)), LoraSettings(r=2, target_modules=targets), BASE, torch.float32)[0])
+
+
+def grown(model: Any) -> Any:
+    """Gives every parameter that starts as zeros, which would hide what comes before it, small numbers."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.05)
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=IDS).logits
+    return found
+
+
+def assert_read_back(name: str, model: Any, folder: Path) -> None:
+    """PEFT alone and our own reading give the logits of `model`, before and after merging."""
+    wanted = logits(model)
+    model.save_pretrained(folder)
+    for read in (lambda base: PeftModel.from_pretrained(base, str(folder)), lambda base: add_trained_adapter(base, folder)):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*missing adapter keys.*")
+            again = read(grown(tiny_model(name)))
+        for found in (logits(again), logits(again.merge_and_unload())):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in ("gpt2", "gemma3", "llama") or name in MIXTURES + HYBRIDS else [pytest.mark.long])
+    for name in FAMILIES
+    if type(tiny_config(name)) in AutoModelForCausalLM._model_mapping
+])  # fmt: skip
+def test_auto_adapts_what_it_says_and_peft_reads_it_back(name: str, tmp_path: Path) -> None:
+    planned = find_targets(tiny_model(name, "meta"), "auto").modules
+    model = adapted(name)
+    placed = {n.split(".lora_A")[0].removeprefix("base_model.model.") for n, _ in model.named_parameters() if "lora_A" in n}
+    assert placed == set(planned)
+    assert not {"router", "gate", "wg", "experts", "indexer"} & {part for n in placed for part in n.split(".")}
+    model.train()(input_ids=IDS).logits.float().pow(2).sum().backward()
+    without = [n for n, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    assert not without, "adapters that nothing trains"
+    assert_read_back(name, model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "llama4_text", "nemotron_h", "qwen3_moe"])
+def test_experts_that_are_typed_are_adapted_and_read_back(name: str, tmp_path: Path) -> None:
+    experts = expert_names(tiny_model(name, "meta"))
+    typed = sorted({".".join(n.split(".")[-2:]) for n in experts})
+    model = adapted(name, ["q_proj", *typed])
+    assert set(model.base_model.targeted_parameter_names) == set(experts)
+    model.train()(input_ids=IDS).logits.float().pow(2).sum().backward()
+    assert all(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if p.requires_grad)
+    assert_read_back(name, model, tmp_path)
+
+
+def test_what_peft_would_rewrite_is_saved_so_that_it_does_not(tmp_path: Path) -> None:
+    model = adapted("glm4_moe", ["q_proj", "shared_experts.gate_proj"])
+    assert_read_back("glm4_moe", model, tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["target_modules"] == ["q_proj"]
+    assert saved["target_parameters"] == ["shared_experts.gate_proj.weight"]
+
+
+@pytest.mark.parametrize(("name", "typed", "why"), [
+    ("hunyuan_v1_moe", "wg", "it routes tokens to experts"),
+    ("llama4_text", "router", "it routes tokens to experts"),
+    ("nemotron_h", "out_proj", "`NemotronHMamba2Mixer` reads its weight past an adapter"),
+    ("deepseek_v4", "o_a_proj", "PEFT cannot adapt a `DeepseekV4GroupedLinear`"),
+    ("glm_moe_dsa", "indexer.wk", "it selects tokens, and no gradient reaches it"),
+])  # fmt: skip
+def test_a_layer_that_takes_no_adapter_is_refused_with_the_reason(name: str, typed: str, why: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_targets(tiny_model(name, "meta"), ["q_proj", typed])
+    assert f"`{typed}` ({why})" in caught.value.message
+    assert caught.value.hint is not None and "down_proj" in caught.value.hint
