@@ -42,7 +42,7 @@ $(foreach v,$(typed),$(eval unexport $(v)))
 
 override commands := quickstart config plan data inspect gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
 	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve runs stop logs stamp audit bench soak tensorboard \
-	tensorboard-stop cluster-check cluster-install train-cluster cluster-status cluster-logs cluster-stop slurm kubernetes help
+	tensorboard-stop cluster-check cluster-install train-cluster cluster-status cluster-logs cluster-stop slurm kubernetes init help
 .PHONY: $(commands) install test check test-all test-gpu accept-gpu bench-training bench-evaluation bench-saving bench-preparation format render
 
 # A command refuses the variables that it does not know; without one, nobody would.

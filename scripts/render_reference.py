@@ -71,14 +71,25 @@ def render_table() -> str:
     return json.dumps({**head, **training_arguments()}, indent=1, ensure_ascii=False) + "\n"
 
 
+def with_tables(text: str) -> str:
+    """Returns docs/launching.md with fresh tables of variables."""
+    from sft_play.__main__ import COMMANDS
+    from sft_play.config.options import render_tables
+
+    before, mark, rest = text.partition("<!-- variables: rendered by `make render`; edit `sft_play/config/options.py` -->\n")
+    return before + mark + render_tables(COMMANDS) + "\n" + rest[rest.index("<!-- /variables -->") :]
+
+
 def main() -> int:
-    """Writes all three files."""
+    """Writes all three files, and the tables of variables in docs/launching.md."""
     TABLE.write_text(render_table(), encoding="utf-8")
     from sft_play.config.reference import render_document, render_schema
 
     (ROOT / "docs" / "configuration.md").write_text(render_document(), encoding="utf-8")
     (ROOT / "configs").mkdir(exist_ok=True)
     (ROOT / "configs" / "schema.json").write_text(render_schema(), encoding="utf-8")
+    launching = ROOT / "docs" / "launching.md"
+    launching.write_text(with_tables(launching.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

@@ -121,8 +121,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "cluster-check": Command(
         "sft_play.launch.cluster.check:main",
-        "whether all machines of CLUSTER are ready for CONFIG: reachable, alike, connected, with what is not and its remedy",
-        COMMON | {"CLUSTER", "RUN", "MASTER_PORT"},
+        "whether all machines of CLUSTER are ready for CONFIG: reachable, alike, connected; BENCH=1 trains some steps on each",
+        COMMON | {"CLUSTER", "RUN", "MASTER_PORT", "BENCH"},
     ),
     "cluster-install": Command(
         "sft_play.launch.cluster.install:main",
@@ -206,6 +206,12 @@ COMMANDS: dict[str, Command] = {
     "tensorboard-stop": Command(
         "sft_play.launch.tensorboard:stop", "end the TensorBoard that this project started", frozenset({"JSON"}), overrides=False
     ),
+    "init": Command(
+        "sft_play.init:main",
+        "a Makefile, the presets and the examples in an empty folder, where SFT-Play is installed without a clone",
+        frozenset(),
+        overrides=False,
+    ),
     "help": Command("sft_play.__main__:show_help", "this list", frozenset(), overrides=False),
 }
 
@@ -251,6 +257,8 @@ def _run(arguments: list[str]) -> int:
         from sft_play.runs import consent
 
         consent.forget()
+        if arguments[:1] and arguments[0] in COMMANDS and {"-h", "--help"}.intersection(arguments[1:]):
+            return show_command(arguments[0])
         call = parse_call(arguments or ["help"], COMMANDS)
         if call.trusts_code:
             consent.give("model")
@@ -278,13 +286,21 @@ def _run(arguments: list[str]) -> int:
 def show_help(_: object) -> int:
     """Prints every command with one line."""
     width = max(map(len, COMMANDS)) + 2
-    print("make TARGET NAME=value ...\n")
+    print("make COMMAND NAME=value ..., or sft-play COMMAND NAME=value ...\n")
     for name, command in COMMANDS.items():
         print(f"  {name:<{width}}{command.help}")
-    print("\nof the repository\n")
+    print("\nonly make, in a clone\n")
     for name, text in MAKEFILE_TARGETS.items():
         print(f"  {name:<{width}}{text}")
-    print("\ndocs/launching.md lists the variables of each command")
+    print("\n`sft-play COMMAND --help` and docs/launching.md list the variables of each command")
+    return 0
+
+
+def show_command(name: str) -> int:
+    """Prints what a command does and the variables that it takes."""
+    from sft_play.config.options import command_help
+
+    print(command_help(name, COMMANDS[name].help, COMMANDS[name]))
     return 0
 
 

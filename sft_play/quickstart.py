@@ -25,7 +25,6 @@ from sft_play.runs.prepared import Prepared
 if TYPE_CHECKING:
     from sft_play.config.call import Call
 
-PRESET = Path("configs/quickstart.yaml")
 SHOWN_ANSWERS = 5
 WIDTH = 110
 METRICS = (("rouge1", "ROUGE-1"), ("rouge2", "ROUGE-2"), ("rougeL", "ROUGE-L"))
@@ -33,7 +32,7 @@ METRICS = (("rouge1", "ROUGE-1"), ("rouge2", "ROUGE-2"), ("rougeL", "ROUGE-L"))
 
 def main(call: Call) -> int:
     """Scores the base, trains, scores the result, and compares the two."""
-    call = replace(call, options={"CONFIG": str(preset()), **call.options})
+    call = replace(call, options={"CONFIG": "quickstart", **call.options})
     started = time.perf_counter()
     before: dict[str, Any] = {}
 
@@ -58,11 +57,6 @@ def main(call: Call) -> int:
         print(report(result))
         print(f"\n{time.perf_counter() - started:.0f} s in all. Next:\n  make infer RUN={run.name}\n  make tensorboard")
     return 0
-
-
-def preset() -> Path:
-    """Returns the shipped configuration, as a short path where the working folder is the repository."""
-    return PRESET if PRESET.is_file() else Path(__file__).resolve().parents[1] / PRESET
 
 
 def score(run: RunFolder, checkpoint: str | None) -> dict[str, Any]:

@@ -264,7 +264,7 @@ def save_holdings(run: RunFolder, trainer: SftTrainer, holdings: Holdings) -> No
 def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, Any]:
     """Returns the content of `training_metrics.json`."""
     from sft_play.training.metrics import finite, rows_until, saving_totals
-    from sft_play.training.trainer import peak_memory_bytes
+    from sft_play.training.readings import peak_memory_bytes
 
     rows = rows_until(trainer.run.metrics, trainer.state.global_step)
     losses = [row["loss"] for row in rows if row["kind"] == "train" and row.get("loss") is not None]

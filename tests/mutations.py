@@ -360,6 +360,6 @@ def _word(chance: random.Random) -> str:
         f"{name}={good}", f"{name}={good}", f"{name}={value}", f"{name}={value}", f"{name}={value}", f"{_misspelt(chance, name)}={good}",
         f"--{key}={value}", f"{key}={value}", name, f"={value}", f"{name}==5", f"--{name.lower()}={good}", f"--{key.rpartition('.')[2]}", f"-{name}=1",
         f"{chance.choice(OPTIONS)}={value}", f"{chance.choice(list(ALIASES)).upper()}={good}", f"{name.lower()}={good}", f"{name}='{good}'",
-        f'{name}="{good}"', "--", "-h", "", " ", f"{name}= {good} ", f"{name}=\n{good}", f"{'X' * 3_000}=1", "\udcff=1", f"{name}=\udcff",
+        f'{name}="{good}"', "--", "", " ", f"{name}= {good} ", f"{name}=\n{good}", f"{'X' * 3_000}=1", "\udcff=1", f"{name}=\udcff",
     )  # fmt: skip
     return chance.choice(forms)

@@ -14,13 +14,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from sft_play.bench.steps import Steps, settings, tell, train_some
+from sft_play.config.sources import preset_path
 from sft_play.errors import HardwareError
 from sft_play.launch.environment import DROPPED, SCRUBBED, visible_cards, without_peer_to_peer
 from sft_play.launch.network import free_port, loopback_interface
 from sft_play.plan.calibration import Calibration, Link, StepFit, fit_line, read_calibration, spread
 from sft_play.plan.detect import detect
 from sft_play.plan.exchange import exchange_seconds, link_bytes_per_second, link_of
-from sft_play.plan.hardware import Device, Hardware
+from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.scratch import label
 from sft_play.plan.throughput import (
     CPU_BANDWIDTH,
@@ -31,7 +32,6 @@ from sft_play.plan.throughput import (
     optimizer_seconds,
 )
 from sft_play.plan.torch_check import require_usable
-from sft_play.quickstart import preset
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -74,7 +74,7 @@ class Result:
 def main(call: Call) -> int:
     """Measures, keeps the calibration, prints the table, and returns 0."""
     started = time.perf_counter()
-    call = replace(call, options={"CONFIG": str(preset()), **call.options})
+    call = replace(call, options={"CONFIG": str(preset_path("quickstart")), **call.options})
     hardware, processes = detect(), call.integer("NUM_GPUS", minimum=1)
     several = (processes or (len(hardware.devices) if hardware.kind == "cuda" else 1)) > 1
     command: CommandStrategy = "auto" if several else "single"
@@ -227,10 +227,12 @@ def training_rows(steps: Steps, hardware: Hardware, before: Calibration | None, 
         ).tokens_per_second  # fmt: skip
 
     measured = median(step.tokens / step.seconds for step in full)
-    name = f"training, {steps.plan.strategy}, micro-batch {steps.plan.ranks[0].micro_batch}"
+    first = steps.plan.ranks[0]
+    name = f"training, {steps.plan.strategy}, micro-batch {first.micro_batch}"
     return [
         Row(what=name, unit="tokens/s", measured=measured, expected=expected(before)),
         Row(what="the same by this calibration", unit="tokens/s", measured=measured, expected=expected(after)),
+        Row(what="its memory, rank 0", unit="GiB", measured=steps.peak_memory_bytes / GIB, expected=first.peak_bytes / GIB),
     ]
 
 

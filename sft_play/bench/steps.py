@@ -22,6 +22,7 @@ from sft_play.config.load import read_config
 from sft_play.config.schema import Config
 from sft_play.data.batches import GlobalBatchSampler
 from sft_play.errors import HardwareError, UserError
+from sft_play.files import read_json
 from sft_play.launch.commands import start_run
 from sft_play.launch.job import Job
 from sft_play.plan.command import plan_for
@@ -72,6 +73,8 @@ class Steps:
     """Without the first pair, which warms up."""
     label_share: float
     row_tokens: float
+    peak_memory_bytes: int
+    """Of rank 0."""
 
     def tokens_per_second(self) -> float:
         """Returns the speed of the full steps."""
@@ -184,6 +187,7 @@ def read_steps(run: RunFolder) -> Steps:
     return Steps(
         config=config, plan=plan, shape=shape, setup=setup, steps=tuple(found[2:]), row_tokens=tokens / len(sizes),
         label_share=sum(labels for _, labels in sizes) / tokens,
+        peak_memory_bytes=read_json(run.training_metrics)["peak_memory_bytes"],
     )  # fmt: skip
 
 

@@ -204,9 +204,7 @@ def _typed(words: Sequence[str], commands: Mapping[str, CommandRow], problems: l
     while rest:
         word = rest.pop(0)
         name, equals, text = word.partition("=")
-        if word in ("-h", "--help"):
-            problems.append(UserError(f"`{word}` stands after the command", hint="`python -m sft_play help` lists all commands"))
-        elif word.startswith("--"):
+        if word.startswith("--"):
             flag = name[2:]
             if not equals and find_key(flag) is not None:
                 if not rest:

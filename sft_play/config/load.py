@@ -37,6 +37,8 @@ NOT_KEYS = ("SFT_PLAY_",)
 DEEPEST = 60
 """Levels of lists and mappings that a saved configuration may have."""
 OLD_TIMEOUT = "NCCL_TIMEOUT"
+NO_EFFECT = ("train.eval_accumulation_steps", "train.eval_do_concat_batches")
+"""What transformers' evaluation does with the logits of its batches; ours keeps none (`training.held_out`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,6 +300,10 @@ def _finish(found: Values, path: Path | None) -> LoadedConfig:
             origins[key] = origins[short]
     config = _with_paths(_build(values))
     raise_all(check_rules(config, origins))
+    for key in NO_EFFECT:
+        notice = f"{origins[key]}: `{key}` has no effect: evaluation adds up losses and keeps no logits, whatever its value"
+        if key in found.values and values[key] != schema_keys()[key].default and notice not in found.notices:
+            found.notices.append(notice)
     return LoadedConfig(config=config, origins=MappingProxyType(origins), path=path, notices=tuple(found.notices))
 
 

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from sft_play.config.keys import extra_keys, find_key, schema_keys, sections, variable_name
+from sft_play.config.options import VARIABLES
 from sft_play.config.ranges import REFUSED
 from sft_play.errors import HUB_LOGIN, TOKEN
 
@@ -132,15 +133,8 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 }  # fmt: skip
 """Settings elsewhere whose value is another one here: name -> value -> key -> value here."""
 
-OPTIONS: tuple[str, ...] = (
-    "CONFIG", "RUN", "JSON", "RUN_NAME", "NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_CONFIG",
-    "DEEPSPEED_CONFIG", "TENSORBOARD_PORT", "HARDWARE", "CHECKPOINT", "PROMPT", "INPUT", "OUTPUT", "OUT", "PORT", "MIXED_PRECISION",
-    "STRATEGY", "SOURCE", "SCALE", "PRICE_PER_HOUR", "MODEL", "DATA", "BENCHMARKS", "BENCHMARK_LIMIT", "RUNS", "METRIC", "ROWS", "SPLIT",
-    "SEARCH", "HTML", "KILLS", "SEED", "A", "B", "HOST", "RANK", "FOLLOW", "CLUSTER", "SUBMIT", "WHY",
-)  # fmt: skip
 
-
-def suggest(name: str, section: str = "", options: Iterable[str] = OPTIONS) -> str | None:
+def suggest(name: str, section: str = "", options: Iterable[str] = VARIABLES) -> str | None:
     """Returns the key (`train.learning_rate`) or variable (`NUM_GPUS`) that `name` probably means, or `None`.
 
     `name` may be a YAML key, dotted or not, a variable or a flag; `section` is where in a file it stands.

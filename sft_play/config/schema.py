@@ -232,9 +232,9 @@ class TrainConfig:
     generation_max_new_tokens: int = 128
     """Longest answer in tokens."""
     eval_accumulation_steps: int | None = None
-    """Evaluation batches whose results are kept on the device before they move to memory."""
+    """Taken from other trainers' files, without effect: evaluation adds up losses and keeps no logits on the device."""
     eval_do_concat_batches: bool = True
-    """Join the results of evaluation batches, as in transformers."""
+    """The same: no results of batches are kept that could be joined."""
     logging_steps: int = 1
     """Optimizer steps between rows in `metrics.jsonl`."""
     save_strategy: Literal["no", "steps", "epoch"] = "steps"

@@ -13,7 +13,10 @@ from sft_play.config.yaml_source import Node, read_yaml
 from sft_play.errors import UserError
 from sft_play.files import is_file_name
 
-PRESETS = Path(__file__).resolve().parents[2] / "configs"
+_PACKAGE = Path(__file__).resolve().parents[1]
+SHIPPED = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.parent
+"""Where the folders `configs` and `examples` are: beside the package in a clone, inside it in a wheel (`setup.py`)."""
+PRESETS = SHIPPED / "configs"
 """The shipped presets."""
 DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 """Endings of data files; `.json` may be a configuration too."""
@@ -40,13 +43,18 @@ def config_path(name: str) -> Path:
         near = names.closest_file(path, PRESETS)
         raise UserError(
             f"there is no file `{name}`",
-            hint=f"did you mean `{near}`?" if near else "CONFIG= takes a YAML file or a preset's name",
+            hint=f"did you mean `{near if Path(near).is_file() else Path(near).stem}`?"
+            if near
+            else "CONFIG= takes a YAML file or a preset's name",
         )
     return path
 
 
 def preset_path(name: str) -> Path:
-    """Returns the path of a preset, as short as it can be shown."""
+    """Returns the path of a preset, as short as it can be shown; a copy by `sft-play init`, perhaps changed since, comes first."""
+    own = Path("configs") / f"{name}.yaml"
+    if own.is_file():
+        return own
     path = PRESETS / f"{name}.yaml"
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 

@@ -91,7 +91,11 @@ def _git(folder: Path | None, *words: str) -> bytes | None:
 def code_sha256() -> str:
     """Returns a sha256 over the source files of this package: names and contents."""
     package = Path(__file__).resolve().parent.parent
-    files = sorted(path for path in package.rglob("*") if path.suffix in SOURCES and path.is_file())
+    files = sorted(
+        path
+        for path in package.rglob("*")
+        if path.suffix in SOURCES and path.is_file() and package / "shipped" not in path.parents
+    )
     return text_sha256("\n".join(f"{path.relative_to(package).as_posix()} {file_sha256(path)}" for path in files))
 
 

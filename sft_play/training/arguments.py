@@ -81,8 +81,6 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "dataloader_pin_memory": plan.device == "cuda" if train.dataloader_pin_memory == "auto" else train.dataloader_pin_memory,
         "eval_strategy": _evaluation(config, has_validation),
         "eval_steps": train.eval_steps,
-        "eval_accumulation_steps": train.eval_accumulation_steps,
-        "eval_do_concat_batches": train.eval_do_concat_batches,
         "logging_strategy": "steps",
         "logging_steps": train.logging_steps,
         "logging_nan_inf_filter": False,  # a loss that is not a number stops the run, it is not papered over

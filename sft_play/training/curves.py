@@ -1,4 +1,4 @@
-"""TensorBoard: loss aggregated and per rank, speed, MFU, memory and GPU use, beside the learning rate and gradient norm."""
+"""TensorBoard: loss and memory per rank, speed, MFU, GPU use, CPU and network of each machine, beside the learning rate and gradient norm."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ NAMES = {
     "learning_rate": "train/learning_rate",
     "tokens_per_second": "speed/tokens_per_second",
     "mfu": "speed/mfu",
-    "memory_gib": "memory/rank0_gib",
 }
+LISTS = {
+    "rank_loss": "rank_loss/{}",
+    "rank_tokens": "rank_tokens/{}",
+    "rank_memory_gib": "memory/rank{}_gib",
+    "node_cpu_percent": "node/{}/cpu_percent",
+    "node_memory_gib": "node/{}/memory_gib",
+    "node_network_mb_s": "node/{}/network_mb_s",
+}
+"""What is logged for each rank or machine -> the curve of each."""
 READINGS: Mapping[str, Callable[[Any, Shown], float]] = {
     "memory_gib": lambda nvml, gpu: used_bytes(nvml, gpu) / 2**30,
     "utilisation": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu.handle).gpu,
@@ -81,10 +89,9 @@ class Curves(TrainerCallback):
                 self.writer.add_scalar(NAMES[name], value, step)
             elif name.startswith("eval_") and isinstance(value, (int, float)):
                 self.writer.add_scalar(f"eval/{name.removeprefix('eval_')}", value, step)
-        for rank, loss in enumerate(logs.get("rank_loss", [])):
-            self.writer.add_scalar(f"rank_loss/{rank}", loss, step)
-        for rank, tokens in enumerate(logs.get("rank_tokens", [])):
-            self.writer.add_scalar(f"rank_tokens/{rank}", tokens, step)
+        for name, curve in LISTS.items():
+            for index, value in enumerate(logs.get(name, [])):
+                self.writer.add_scalar(curve.format(index), value, step)
         if "loss" in logs:
             self._devices(step)
         # A process that is killed takes along what it has not written, and a checkpoint may follow: its steps are never made again.

@@ -36,6 +36,7 @@ from sft_play.training.held_out import evaluate
 from sft_play.training.local_steps import local_steps_of, seen_as_average
 from sft_play.training.loss import label_tokens, token_loss_sum
 from sft_play.training.memory_errors import Activity
+from sft_play.training.readings import Readings, as_logs
 from sft_play.training.saving import Saver
 from sft_play.training.sharding import reduce_in_fp32
 from sft_play.training.spikes import SpikeGuard
@@ -75,6 +76,7 @@ class SftTrainer(Trainer):
         )
         self.add_callback(self.spikes)
         self.loss_is_scaled_for_ga = True  # `compute_loss` divides by the label tokens of the whole global batch
+        self._readings = Readings()
         self._window = torch.zeros(4, dtype=torch.float64, device=self._sums_on())
         self._step_rows: list[int] = []
         self._seconds, self._begun = 0.0, time.perf_counter()
@@ -195,15 +197,16 @@ class SftTrainer(Trainer):
         """Adds what each rank did since the last row, by one small collective operation."""
         if "grad_norm" in logs and "loss" in logs:
             now = time.perf_counter()
-            windows = self._gather(self._window)
-            ranks, seconds = windows.tolist(), max(now - self._begun, 1e-9)
+            readings = self._window.new_tensor(self._readings.read())
+            gathered, seconds = self._gather(torch.cat([self._window, readings])).tolist(), max(now - self._begun, 1e-9)
+            ranks = [row[:4] for row in gathered]
             tokens = sum(read for _, _, read, _ in ranks)
             extra: dict[str, Any] = {
                 "rank_loss": [float(total / max(count, 1)) for total, count, *_ in ranks],
                 "rank_tokens": [int(count) for _, count, *_ in ranks],
                 "rank_rows": [int(rows) for *_, rows in ranks],
                 "tokens_per_second": tokens / seconds,
-                "memory_gib": peak_memory_bytes() / 2**30,
+                **as_logs([row[4:] for row in gathered]),
             }
             self.tokens_trained += int(tokens)
             self._seconds += seconds
@@ -329,12 +332,3 @@ class SftTrainer(Trainer):
 def stamp_at(stamp: Stamp, step: int) -> Stamp:
     """Returns the run's stamp for weights after `step` optimizer steps."""
     return replace(stamp, step=step)
-
-
-def peak_memory_bytes() -> int:
-    """Returns this process's highest memory so far: allocated on its GPU, else resident."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -31,9 +31,13 @@ def test_it_measures_keeps_and_is_used(program: Program, tiny_config: Path, tmp_
     assert "(a prior, not measured here)" in call("plan").out
     found = call("bench", "JSON=1").json
     rows = {row["what"]: row for row in found["rows"]}
-    assert {*COMMON, "matmul 2048, float32", "training, single, micro-batch 4", "the same by this calibration"} == {
-        name for name in rows if not name.startswith("matmul") or "2048" in name
-    }
+    assert {
+        *COMMON,
+        "matmul 2048, float32",
+        "its memory, rank 0",
+        "training, single, micro-batch 4",
+        "the same by this calibration",
+    } == {name for name in rows if not name.startswith("matmul") or "2048" in name}
     assert all(row["measured"] > 0 for row in found["rows"])
     assert all(row["ratio"] == pytest.approx(row["measured"] / row["expected"]) for row in found["rows"] if row["expected"])
     assert found["seconds"] < 120 and found["fit"]["points"] >= 6 and found["fit"]["flops_per_second"] > 0

@@ -90,7 +90,8 @@ def test_rendered_files_are_up_to_date() -> None:
         "import sys; sys.path.insert(0, 'scripts'); import render_reference as r; from sft_play.config import reference\n"
         "from pathlib import Path\n"
         "pairs = [(r.TABLE, r.render_table()), (Path('docs/configuration.md'), reference.render_document()),"
-        " (Path('configs/schema.json'), reference.render_schema())]\n"
+        " (Path('configs/schema.json'), reference.render_schema()),"
+        " (Path('docs/launching.md'), r.with_tables(Path('docs/launching.md').read_text(encoding='utf-8')))]\n"
         "print([str(path) for path, text in pairs if path.read_text(encoding='utf-8') != text])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

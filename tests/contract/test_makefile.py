@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.__main__ import COMMANDS, MAKEFILE_TARGETS
+from sft_play.__main__ import COMMANDS, MAKEFILE_TARGETS, main
 from tests.conftest import NOT_INHERITED
 from tests.documents import ROOT, documented_commands, documents
 
@@ -40,20 +40,14 @@ def test_help_has_one_line_for_each_command() -> None:
         assert len(re.findall(rf"^  {re.escape(name)} +{re.escape(text)}$", shown, re.M)) == 1, name
 
 
-def test_the_table_of_variables_is_the_commands() -> None:
-    text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
-    section = text.partition("\n## Variables\n")[2].partition("\n## ")[0]
-    by_command, meanings = section.partition("| name | meaning |")[::2]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in by_command.splitlines() if line.startswith("| `")]
-    listed = {name: right for left, right in rows for name in re.findall("`(.*?)`", left)}
-    assert set(listed) == set(COMMANDS)
-    for name, command in COMMANDS.items():
-        assert set(re.findall("`(.*?)`", listed[name])) == command.options, name
-        assert ("keys" in listed[name]) == command.overrides, name
-    explained = {
-        name for line in meanings.splitlines() for name in re.findall("`([A-Z_]+)`", line.partition("| ")[2].partition(" |")[0])
-    }
-    assert explained == {option for command in COMMANDS.values() for option in command.options}
+@pytest.mark.parametrize("asked", ["-h", "--help"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_lists_its_own_variables(name: str, asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, asked]) == 0
+    shown = capsys.readouterr().out
+    assert f"sft-play {name} NAME=value" in shown and COMMANDS[name].help in shown
+    listed = set(re.findall(r"^  ([A-Z_]+)  +\S", shown, re.M))
+    assert listed == COMMANDS[name].options | ({"SECTION_KEY"} if COMMANDS[name].overrides else set())
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda p: str(p.relative_to(ROOT)))

@@ -36,7 +36,8 @@ def test_a_resumed_run_goes_on_in_its_own_and_holds_each_step_once(tmp_path: Pat
         tracker.on_train_begin(None, state, None)
         for step in range(first + 1, first + 4):
             state.global_step = step
-            tracker.on_log(None, state, None, {"loss": loss, "eval_loss": loss, "text": "no number"})
+            each = {"rank_loss": [loss, loss + 1], "node_cpu_percent": [7.0]}
+            tracker.on_log(None, state, None, {"loss": loss, "eval_loss": loss, "text": "no number", **each})
         tracker.on_train_end(None, state, None)
     repo = aim.Repo(str(tmp_path))
     [name] = repo.list_all_runs()
@@ -44,7 +45,11 @@ def test_a_resumed_run_goes_on_in_its_own_and_holds_each_step_once(tmp_path: Pat
     RepoIndexManager.get_index_manager(repo).index(name)  # as `aim up` does
     [kept] = list(aim.Repo(str(tmp_path)).iter_runs())
     assert kept.name == "one" and kept["config"]["train"]["epochs"] == 2 and kept.get("__system_params") is None
-    found = {(m.name, m.context.to_dict()["subset"]): m.dataframe() for m in kept.metrics()}
-    assert set(found) == {("loss", "train"), ("loss", "eval")}
-    for values in found.values():
-        assert list(values["step"]) == [1, 2, 3, 4, 5] and list(values["value"]) == [4.0, 4.0, 3.0, 3.0, 3.0]
+    found = {(m.name, *sorted(m.context.to_dict().items())): m.dataframe() for m in kept.metrics()}
+    train, losses = ("subset", "train"), [4.0, 4.0, 3.0, 3.0, 3.0]
+    values = {
+        ("loss", train): losses, ("loss", ("subset", "eval")): losses, ("loss", ("rank", 0), train): losses,
+        ("loss", ("rank", 1), train): [loss + 1 for loss in losses], ("cpu_percent", ("node", 0), train): [7.0] * 5,
+    }  # fmt: skip
+    assert {name: list(frame["value"]) for name, frame in found.items()} == values
+    assert all(list(frame["step"]) == [1, 2, 3, 4, 5] for frame in found.values())

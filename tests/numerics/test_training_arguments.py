@@ -32,15 +32,14 @@ def test_every_key_of_the_contract_arrives(tmp_path: Path) -> None:
         tmp_path,
         lr_scheduler_type="linear", weight_decay=0.1, max_grad_norm=0.5, seed=7, ddp_find_unused_parameters=True,
         ddp_broadcast_buffers=True, ddp_bucket_cap_mb=3, dataloader_num_workers=2, dataloader_pin_memory=True, eval_strategy="steps",
-        eval_steps=5, eval_accumulation_steps=2, eval_do_concat_batches=False, logging_steps=4, save_strategy="epoch", save_steps=6,
+        eval_steps=5, logging_steps=4, save_strategy="epoch", save_steps=6,
         metric_for_best_model="eval_rougeL",
     )  # fmt: skip
     assert str(args.lr_scheduler_type.value) == "linear"
     assert (args.weight_decay, args.max_grad_norm, args.seed) == (0.1, 0.5, 7)
     assert args.ddp_find_unused_parameters and args.ddp_broadcast_buffers and args.ddp_bucket_cap_mb == 3
     assert args.dataloader_num_workers == 2 and not args.dataloader_pin_memory, "there is no GPU to pin memory for"
-    assert (args.eval_strategy.value, args.eval_steps, args.eval_accumulation_steps) == ("steps", 5, 2)
-    assert not args.eval_do_concat_batches
+    assert (args.eval_strategy.value, args.eval_steps) == ("steps", 5)
     assert (args.logging_steps, args.save_strategy.value, args.save_steps) == (4, "epoch", 6)
     assert args.metric_for_best_model == "eval_rougeL" and args.greater_is_better
 

@@ -152,6 +152,14 @@ def test_nccl_timeout_sets_the_real_setting_with_a_notice(file) -> None:
     )
 
 
+def test_settings_of_an_evaluation_that_keeps_logits_are_said_to_have_no_effect(file) -> None:
+    typed = "train: {eval_accumulation_steps: 4, eval_do_concat_batches: true}\n"
+    loaded = override_config(load(file(MINIMAL + typed)), [])
+    assert len(loaded.notices) == 1, "the default, written down, changes nothing either"
+    assert "`train.eval_accumulation_steps` has no effect" in loaded.notices[0] and ".yaml:" in loaded.notices[0]
+    assert not load(file(MINIMAL)).notices
+
+
 @pytest.mark.parametrize(
     "value", ["a b", "it's", '"q"', "$HOME", "$(x)", "${train.seed}", "a#b", "ü\n2", "[x", "a: b", "null x", "\\"]
 )

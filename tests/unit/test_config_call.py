@@ -13,7 +13,8 @@ from sft_play.__main__ import COMMANDS
 from sft_play.config.call import Call, Override, make_variables, parse_call
 from sft_play.config.keys import find_key, schema_keys, table, variable_name, variables
 from sft_play.config.load import load_config
-from sft_play.config.names import ALIASES, IN_SECTION, OPTIONS, SETTINGS, suggest
+from sft_play.config.names import ALIASES, IN_SECTION, SETTINGS, suggest
+from sft_play.config.options import VARIABLES
 from sft_play.config.ranges import RANGES, REFUSED
 from sft_play.errors import UserError
 
@@ -180,7 +181,7 @@ def test_json_is_switched(word: str, as_json: bool) -> None:
 
 def test_every_name_from_other_tools_leads_to_one_that_exists() -> None:
     options = {option for row in COMMANDS.values() for option in row.options}
-    assert set(OPTIONS) == options
+    assert set(VARIABLES) == options
     for name in [*ALIASES.values(), *IN_SECTION.values()]:
         assert name in options or name in schema_keys(), name
     for name in ALIASES:

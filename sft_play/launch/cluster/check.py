@@ -1,4 +1,7 @@
-"""`make cluster-check CLUSTER=`: whether all machines are ready for a run, what is not, and the remedy. Changes nothing anywhere."""
+"""`make cluster-check CLUSTER=`: whether all machines are ready for a run, what is not, and the remedy. Changes nothing anywhere.
+
+`BENCH=1` trains some steps on each of them, which keeps the calibration there that `make bench` keeps.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.config.cluster import Inventory, inventory_for_call
 from sft_play.errors import UserError, printable
+from sft_play.launch.cluster import bench
 from sft_play.launch.cluster.examined import Examined, Seen, Wanted, sum_seconds
 from sft_play.launch.cluster.finding import Finding, verdict
 from sft_play.launch.cluster.findings import GIB, judge
@@ -33,17 +37,26 @@ def main(call: Call) -> int:
     given = call.options.get("CONFIG") or call.options.get("RUN")
     if call.overrides and not given:
         raise UserError(f"`{call.overrides[0].origin}` is given, but no configuration", hint="CONFIG=configs/home_lan.yaml")
-    config = call.load_config().config if given else None
+    if call.flag("BENCH") and not given:
+        raise UserError("`BENCH=1` trains some steps, and there is no configuration", hint="CONFIG=configs/home_lan.yaml")
+    loaded = call.load_config() if given else None
+    config = loaded.config if loaded else None
     wanted = wanted_of(config, call.port("MASTER_PORT") or PORT, HASH_SECONDS)
     hashed = time.monotonic() - began
     examined = examine(inventory, wanted, seconds=SECONDS - hashed)
     examined.seconds += hashed
     findings = judge(examined, inventory, wanted, call.options["CLUSTER"], here=is_here(inventory.master))
+    if not call.json:
+        print(printable("\n".join(report(examined, inventory, wanted, findings))), flush=True)
+    failed = any(verdict(some) == "fail" for some in findings.values())
+    benched: Mapping[str, Mapping[str, Any]] = {}
+    if loaded and call.flag("BENCH"):
+        benched = bench.bench_hosts(inventory, loaded, [name for name, some in findings.items() if verdict(some) != "fail"])
     if call.json:
-        print(json.dumps(as_json(examined, inventory, wanted, findings), indent=2))
-    else:
-        print(printable("\n".join(report(examined, inventory, wanted, findings))))
-    return FAILED if any(verdict(some) == "fail" for some in findings.values()) else 0
+        print(json.dumps(as_json(examined, inventory, wanted, findings) | ({"bench": benched} if benched else {}), indent=2))
+    elif benched:
+        print(printable("\n".join(("", *bench.report(benched, _table)))))
+    return FAILED if failed or any("error" in found for found in benched.values()) else 0
 
 
 # ---- Output

@@ -1,0 +1,17 @@
+"""Puts the presets and the examples into the wheel, where `extends: run_bnb` and `sft-play init` find them."""
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+
+class BuildWithShipped(build_py):
+    """The package, and beside its modules what `config.sources.SHIPPED` names."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            for name in ("configs", "examples"):
+                self.copy_tree(name, f"{self.build_lib}/sft_play/shipped/{name}")
+
+
+setup(cmdclass={"build_py": BuildWithShipped})

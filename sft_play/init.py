@@ -1,0 +1,45 @@
+"""`sft-play init`: a Makefile, the presets and the examples in an empty folder, for who installed SFT-Play without a clone."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sft_play.config.sources import SHIPPED
+from sft_play.errors import UserError
+from sft_play.files import write_text
+
+if TYPE_CHECKING:
+    from sft_play.config.call import Call
+
+FOLDERS = ("configs", "examples")
+MAKEFILE = r"""# Written by `sft-play init`: `make COMMAND NAME=value ...` is `sft-play COMMAND NAME=value ...` of the environment named below.
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+override SHELL := /bin/bash
+.DEFAULT_GOAL := help
+# Python reads the variables that you typed out of MAKEFLAGS, letter for letter; make must not expand them.
+override typed := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $(v))),$(v)))
+$(foreach v,$(typed),$(eval unexport $(v)))
+$(if $(filter PYTHON VENV,$(typed)),$(error this Makefile takes no PYTHON and no VENV: run `sft-play init` of the other environment))
+.PHONY: FORCE
+Makefile: ;
+%: FORCE
+	@PYTHON -m sft_play $@ --from-make
+"""
+
+
+def main(_: Call) -> int:
+    """Writes the files and says what to type next. Raises `UserError` where one of them is there already."""
+    taken = [name for name in ("Makefile", *FOLDERS) if Path(name).exists()]
+    if taken:
+        raise UserError(f"`{taken[0]}` is here already, and nothing of yours is replaced", hint="type it in an empty folder")
+    for name in FOLDERS:
+        shutil.copytree(SHIPPED / name, name, ignore=shutil.ignore_patterns("__pycache__"))
+    write_text(Path("Makefile"), MAKEFILE.replace("PYTHON -m", f"{shlex.quote(sys.executable).replace('$', '$$')} -m"))
+    print(
+        "wrote Makefile, configs/ and examples/. Next:\n  make quickstart\n  make plan CONFIG=configs/run_bnb.yaml HARDWARE=24GB"
+    )
+    return 0

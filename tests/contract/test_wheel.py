@@ -1,0 +1,92 @@
+"""Installed, not cloned (C27): the wheel in an environment and a folder that know nothing of the repository."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.load import load_config
+from tests.conftest import environment
+from tests.documents import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment with the wheel; what SFT-Play depends on is this environment's."""
+    folder = tmp_path_factory.mktemp("wheel")
+    words = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    source = folder / "source"  # setuptools leaves `build/` where it builds
+    for name in ("sft_play", "configs", "examples"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run([*words, str(source)], timeout=120, check=True)
+    venv.create(folder / "venv")
+    python = str(folder / "venv" / "bin" / "python")
+    [wheel] = folder.glob("sft_play-*.whl")
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, timeout=120, check=True)
+    site = folder / "venv" / "lib" / Path(sysconfig.get_path("purelib")).relative_to(Path(sys.prefix) / "lib")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # not its own `.pth`, by which the clone is found
+    return folder / "venv" / "bin"
+
+
+def run(installed: Path, folder: Path, cache: Path, *words: str, code: int = 0, timeout: int = 60) -> str:
+    """Runs a program of the environment in `folder`, without PYTHONPATH; returns what it printed."""
+    env = environment(cache, folder / "runs")
+    del env["PYTHONPATH"], env["RUNS_DIR"]
+    env["PATH"] = f"{installed}:{os.defpath}"
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_help_and_presets_need_no_clone(installed: Path, tmp_path: Path, cache: Path) -> None:
+    assert str(ROOT) not in run(installed, tmp_path, cache, "python", "-c", "import sft_play.init as i; print(i.SHIPPED)")
+    assert "sft-play COMMAND" in run(installed, tmp_path, cache, "sft-play", "--help")
+    (tmp_path / "my.yaml").write_text("extends: run_bnb\ntrain: {learning_rate: 1e-5}\n")
+    shown = run(installed, tmp_path, cache, "sft-play", "config", "CONFIG=my.yaml")
+    assert "Qwen/Qwen2.5-7B-Instruct" in shown and "shipped/configs/run_bnb.yaml:" in shown
+    assert "did you mean `run_bnb`?" in run(installed, tmp_path, cache, "sft-play", "config", "CONFIG=run_bnbb", code=2)
+
+
+def test_init_makes_a_folder_to_work_in(installed: Path, tmp_path: Path, cache: Path) -> None:
+    run(installed, tmp_path, cache, "sft-play", "init")
+    copied = {path.name for path in (tmp_path / "configs").glob("*.yaml")}
+    assert copied == {path.name for path in (ROOT / "configs").glob("*.yaml")}
+    for config in (tmp_path / "examples").glob("*/*.yaml"):
+        if "model:" in config.read_text():
+            load_config(config)
+    (tmp_path / "runs").mkdir()  # a folder with the name of a command
+    assert "no runs" in run(installed, tmp_path, cache, "make", "runs").lower()
+    preset = tmp_path / "configs" / "run_bnb.yaml"
+    preset.write_text(preset.read_text() + "\nlaunch: {timeout_seconds: 77}\n")
+    (tmp_path / "my.yaml").write_text("extends: run_bnb\n")
+    shown = run(installed, tmp_path, cache, "make", "config", "CONFIG=my.yaml", "MODEL_NAME=a$b 'c")
+    assert "configs/run_bnb.yaml:" in shown and "77" in shown, "the copy counts, which may have been changed"
+    assert "a$b 'c" in shown
+    assert "takes no PYTHON" in run(installed, tmp_path, cache, "make", "plan", "VENV=x", code=2)
+    assert "did you mean `plan`" in run(installed, tmp_path, cache, "make", "plann", code=1)
+    assert "nothing of yours is replaced" in run(installed, tmp_path, cache, "sft-play", "init", code=2)
+
+
+@pytest.mark.long
+def test_quickstart_trains_and_scores(installed: Path, tmp_path: Path, cache: Path) -> None:
+    words = [
+        "RUN_NAME=q",
+        "TRAIN_MAX_STEPS=2",
+        "TRAIN_GLOBAL_BATCH_SIZE=2",
+        "EVAL_SAMPLES=4",
+        "TRAIN_GENERATION_MAX_NEW_TOKENS=8",
+    ]
+    shown = run(installed, tmp_path, cache, "sft-play", "quickstart", *words, timeout=580)
+    assert "ROUGE-L" in shown and (tmp_path / "runs" / "q" / "model").is_dir()
