@@ -54,12 +54,12 @@ class AimTracker(TrainerCallback):
             kind, plain = ("eval", name.removeprefix("eval_")) if name.startswith("eval_") else ("train", name)
             place, _, of_each = plain.partition("_")
             if isinstance(value, int | float):
-                self._track(plain, value, state, subset=kind)
+                self._track(plain, value, state, {"subset": kind})
             elif isinstance(value, list) and place in ("rank", "node"):  # `rank_loss`: the loss of each rank
                 for index, one in enumerate(value):
-                    self._track(of_each, one, state, subset=kind, **{place: index})
+                    self._track(of_each, one, state, {"subset": kind, place: index})
 
-    def _track(self, name: str, value: float, state: Any, **context: str | int) -> None:
+    def _track(self, name: str, value: float, state: Any, context: dict[str, Any]) -> None:
         self.run.track(float(value), name=name, step=state.global_step, epoch=state.epoch, context=context)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
