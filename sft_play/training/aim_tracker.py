@@ -52,7 +52,7 @@ class AimTracker(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         for name, value in (logs or {}).items():
             kind, plain = ("eval", name.removeprefix("eval_")) if name.startswith("eval_") else ("train", name)
-            place, _, of_each = plain.partition("_")
+            place, _dash, of_each = plain.partition("_")
             if isinstance(value, int | float):
                 self._track(plain, value, state, {"subset": kind})
             elif isinstance(value, list) and place in ("rank", "node"):  # `rank_loss`: the loss of each rank

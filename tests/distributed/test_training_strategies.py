@@ -173,7 +173,15 @@ def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp
     assert (run.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
     assert len(list(run.tensorboard.iterdir())) == 2, "the curve goes on in a second file"
     assert dict(curves(run)["train/loss"]) == pytest.approx(dict(zip(column(run, "step"), column(run, "loss"), strict=True)))
-    shown = {"train/grad_norm", "train/learning_rate", "rank_loss/0", "speed/tokens_per_second", "speed/mfu", "memory/rank0_gib"}
+    shown = {
+        "train/grad_norm",
+        "train/learning_rate",
+        "rank_loss/0",
+        "speed/tokens_per_second",
+        "speed/mfu",
+        "memory/rank0_gib",
+        "node/0/network_mb_s",
+    }
     assert shown | {"eval/loss", "eval/perplexity"} <= set(curves(run))
 
 
