@@ -61,7 +61,9 @@ class Job:
             )  # fmt: skip
 
         source = parse_source(self.call.options.get("SOURCE"), "auto")
-        return planned(make, config, self.shape, prepared, source if prepared else "formula")
+        if not prepared and not (self.shape.counted and source == "auto"):
+            source = "formula"
+        return planned(make, config, self.shape, prepared, source)
 
     def world_size(self, before: Plan) -> int:
         """Returns the processes of all nodes; `before` is the last plan of a run that is resumed."""

@@ -10,13 +10,31 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sft_play.config.schema import ModelConfig
-from sft_play.errors import CheckpointError, HardwareError
+from sft_play.errors import CheckpointError, DataError, HardwareError
 from sft_play.model import varlen
 from sft_play.model.folder import code_not_trusted, is_about_trust, refuse_embedded_adapter, runs_code
 from sft_play.plan.layouts import WITHOUT_SDPA
+
+TEXT_WITHIN = frozenset({
+    "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",
+})  # fmt: skip
+"""Image and text models whose text part trains like a language model (`tests/numerics/test_families_shape.py`)."""
+
+
+def model_class(settings: Any) -> Any:
+    """Returns transformers' class for a model whose text part is trained. Raises `DataError` for a family that has none."""
+    if type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING or not type(settings).__module__.startswith("transformers."):
+        return AutoModelForCausalLM
+    if settings.model_type in TEXT_WITHIN:
+        return AutoModelForImageTextToText
+    raise DataError(
+        f"`{settings.model_type}` is not a language model of transformers, nor one of the image and text models whose text part is "
+        f"trained here ({', '.join(sorted(TEXT_WITHIN))})",
+        hint="take the text model of the same family, where there is one",
+    )
 
 
 def read_model(
@@ -43,7 +61,7 @@ def read_model(
     try:
         # Read first: `_attn_implementation` in a `config.json` would overrule the argument below, which it does not overrule here.
         config = AutoConfig.from_pretrained(str(folder), **trusted)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = model_class(config).from_pretrained(
             str(folder),
             config=config,
             dtype=dtype,

@@ -8,7 +8,7 @@ from typing import Any
 from sft_play.config.schema import ModelConfig
 from sft_play.files import read_json
 from sft_play.plan.scratch import is_scratch, scratch_architecture
-from sft_play.plan.shape import ModelShape, config_file, shape_of
+from sft_play.plan.shape import ModelShape, config_file, known_models, shape_of
 from sft_play.runs.prepared import Prepared
 
 SIGLIP = {
@@ -29,7 +29,8 @@ def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dic
     if path is not None and path.is_file():
         found: dict[str, Any] = read_json(path)
         return found
-    return from_shape(shape_of(model))
+    row = known_models().get(model.name, {})
+    return dict(row["config"]) if "config" in row else from_shape(shape_of(model))
 
 
 def from_shape(shape: ModelShape) -> dict[str, Any]:

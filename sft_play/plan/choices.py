@@ -16,9 +16,7 @@ from sft_play.plan.layouts import (
     BY_LENGTHS,
     FLATTENED_MODEL_TYPES,
     FLATTENED_TOKENS,
-    LAYER_NAMES,
     LIGER_MODEL_TYPES,
-    NAMED_LIKE_LLAMA,
     VARLEN,
     VARLEN_MODEL_TYPES,
     WITHOUT_FLASH_ATTENTION,
@@ -243,16 +241,16 @@ def _without_varlen(config: Config, shape: ModelShape) -> str | None:
 
 
 def check_targets(config: Config, shape: ModelShape) -> None:
-    """Raises `UserError` for typed LoRA targets that this family's layers are not called, where their names are known."""
-    typed, family = config.tuning.lora.target_modules, shape.model_type
+    """Raises `UserError` for typed LoRA targets that this model's layers are not called."""
+    typed = config.tuning.lora.target_modules
     if config.tuning.mode == "full" or isinstance(typed, str):
         return
-    known = (*shape.linear_maps(), "embed_tokens", "lm_head") if family in NAMED_LIKE_LLAMA else LAYER_NAMES.get(family)
-    missing = [name for name in typed if known and name.rsplit(".", 1)[-1] not in known]
-    if missing and known:
+    missing = [name for name in typed if not shape.adapted([name])]
+    if missing:
         quoted = ", ".join(f"`{name}`" for name in missing)
+        known = dict.fromkeys(one.typed for one in shape.matrices if one.kind != "vision")
         raise UserError(
-            f"`tuning.lora.target_modules` names {quoted}, which a `{family}` model does not have",
+            f"`tuning.lora.target_modules` names {quoted}, which a `{shape.model_type}` model does not have",
             hint=f"it has {', '.join(known)}; or `auto` for every linear layer but the head",
         )
 

@@ -98,13 +98,11 @@ def powersgd_elements(n: int, m: int, rank: int) -> int:
 
 def trained_matrices(config: Config, shape: ModelShape) -> list[tuple[int, int, int]]:
     """Returns (how many, rows, columns) of the trained matrices; with adapters A (r x inputs) and B (outputs x r) of each layer."""
-    maps, square = shape.linear_maps(), (shape.hidden_size, shape.hidden_size)
     if config.tuning.mode == "full":
-        layers = [(shape.layers, outside, inside) for inside, outside in maps.values()]
+        layers = [(one.count, one.outputs, one.inputs) for one in shape.matrices if one.kind in ("linear", "experts")]
         return [(1, shape.vocab_size, shape.hidden_size), *layers]
-    r = config.tuning.lora.r
-    sizes = [maps.get(name, square) for name in shape.target_names(config.tuning.lora.target_modules)]
-    return [(shape.layers, *one) for inside, outside in sizes for one in ((r, inside), (outside, r))]
+    r, adapted = config.tuning.lora.r, shape.adapted(config.tuning.lora.target_modules)
+    return [(one.count, *size) for one in adapted for size in ((r, one.inputs), (one.outputs, r))]
 
 
 def exchange_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, accumulation: int, link: float) -> float:

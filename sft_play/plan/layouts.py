@@ -51,17 +51,3 @@ WITHOUT_FLASH_ATTENTION = frozenset({
     "roformer", "rwkv", "step3p7", "t5gemma2", "trocr", "udop", "unlimited_ocr", "xglm", "xlm", "xlnet", "xlstm",
 })  # fmt: skip
 """Families that refuse `attn_implementation="flash_attention_2"`."""
-
-NAMED_LIKE_LLAMA = frozenset({
-    "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "granite", "llama", "ministral3",
-    "mistral", "olmo", "olmo2", "olmo3", "qwen2", "qwen3", "smollm3",
-})  # fmt: skip
-"""Dense families whose layers are called `q_proj`, ..., `down_proj`, between `embed_tokens` and `lm_head`."""
-
-LAYER_NAMES = {
-    "gpt2": ("c_attn", "c_proj", "c_fc", "wte", "wpe", "lm_head"),
-    "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "embed_in", "embed_out"),
-    "phi": ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2", "embed_tokens", "lm_head"),
-    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head"),
-}
-"""Layers of other families that adapters can be on; for those in neither, the names are known when the model is loaded."""

@@ -13,7 +13,7 @@ from sft_play.config.schema import Config
 from sft_play.plan.backends import fuses_adapters
 from sft_play.plan.losses import LOGIT_BYTES, logit_bytes
 from sft_play.plan.replicas import slow_network_bytes
-from sft_play.plan.shape import UNQUANTISED, ModelShape
+from sft_play.plan.shape import ModelShape
 
 MIB = 2**20
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -116,7 +116,7 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
     moving = _moving(config, shape, setup, tokens)
     if _quantises(config, shape):
         # Both passes expand one weight at a time to the computation's type, nested scales to fp32.
-        largest = max((inside * outside for inside, outside in shape.linear_maps().values()), default=0)
+        largest = max((one.inputs * one.outputs for one in shape.matrices if one.quantised), default=0)
         moving = {moment: parts | {"dequantised": largest * (setup.width + 4 / 64)} for moment, parts in moving.items()}
     # What a step of the optimizer needs for itself exists when activations do not.
     moving["update"] = {**dict.fromkeys(MICRO_STEP, 0.0), "workspace": _optimizer_step_bytes(config, shape, setup)}
@@ -249,12 +249,12 @@ def _buffers(shape: ModelShape, setup: Setup, trained: int, full: bool, weights:
     bucket = min(shape.hidden_size**2, trained) * (2 * setup.width + (4 if setup.precision == "bf16" else 0))  # reduced in fp32
     if setup.strategy in ("zero1", "zero2"):
         return float(bucket)
-    per_layer = weights * (shape.layer_linear_parameters / max(1, shape.parameters)) * gathered_share(setup)
+    per_layer = weights * (shape.largest_layer_parameters / max(1, shape.parameters)) * gathered_share(setup)
     ends = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * setup.width
     if setup.strategy == "zero3":
         return 2 * per_layer + 0.9 * shape.hidden_size**2 * setup.width + ends + bucket
     # FSDP2 holds this layer and the next one whole, embedding and head from the first layer to the last, and reduces in fp32.
-    return 2 * per_layer + ends + 4.0 * (shape.layer_linear_parameters if full else trained / shape.layers)
+    return 2 * per_layer + ends + 4.0 * (shape.largest_layer_parameters if full else trained / shape.layers)
 
 
 def gathered_share(setup: Setup) -> float:
@@ -273,10 +273,10 @@ def _frozen(config: Config, shape: ModelShape, weight: int) -> tuple[float, floa
     bits = _bits(config, shape) if _quantises(config, shape) else 0
     if not bits:
         return float(shape.parameters * weight), 0.0
-    quantised = shape.linear_parameters - shape.expert_parameters + shape.vision_parameters
-    rest = float((shape.other_parameters - shape.vision_parameters + shape.expert_parameters) * weight)
+    quantised = shape.quantised_parameters
+    rest = float((shape.parameters - quantised) * weight)
     if bits == 8:
-        scales = 4 * shape.layers * sum(outside for _, outside in shape.linear_maps().values())
+        scales = 4 * sum(one.count * one.outputs for one in shape.matrices if one.quantised)
         return rest + quantised * INT8_BYTES, float(scales)
     return rest + quantised * 0.5, quantised * (NF4_BYTES - 0.5)
 
@@ -287,7 +287,7 @@ def _bits(config: Config, shape: ModelShape) -> int:
 
 
 def _quantises(config: Config, shape: ModelShape) -> bool:
-    return shape.model_type not in UNQUANTISED and (config.tuning.mode == "qlora" or bool(shape.quantized_bits))
+    return shape.quantised_parameters > 0 and (config.tuning.mode == "qlora" or bool(shape.quantized_bits))
 
 
 def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> float:
@@ -328,7 +328,7 @@ def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
     """Inputs that adapters keep: shared ones in the computation's type; where fp32 ones are cast for each multiplication, a copy each."""
     settings, w = config.tuning.lora, setup.width
     maps = shape.linear_maps()
-    names = [name for name in shape.target_names(settings.target_modules) if name in maps]
+    names = [one.typed for one in shape.adapted(settings.target_modules) if one.typed in maps]
     per_target = sum(maps[name][0] for name in names)
     ranks = settings.r * w * len(names)
     masks = (3 if setup.device == "cuda" else 4) * per_target if settings.dropout > 0 else 0

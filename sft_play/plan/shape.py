@@ -4,39 +4,78 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError
-from sft_play.files import read_json
+from sft_play.files import read_json, text_sha256, write_json
 from sft_play.plan.hub import hub_reachable
 from sft_play.plan.scratch import is_scratch, scratch_architecture
+from sft_play.plan.tracer import Tracer, versions
+from sft_play.runs.folder import cache_folder
 
 TABLE = Path(__file__).with_name("shapes.json")
-UNGATED = frozenset({
-    "apertus", "arcee", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron", "opt", "phi",
-    "starcoder2",
+FORMULA_MODEL_TYPES = frozenset({
+    "arcee", "ernie4_5", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral3", "mistral", "qwen2", "qwen3", "smollm3",
 })  # fmt: skip
-"""Families whose feed-forward part is two matrices, without a gate."""
-LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "gpt_neo", "opt"})
-"""Families with an embedding of positions, as wide as that of tokens."""
-UNQUANTISED = frozenset({"falcon"})
-"""Families whose linear layers are a class of their own, which transformers does not give to bitsandbytes."""
-TIED_BY_DEFAULT = frozenset({
-    "bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neo",
-    "lfm2", "mpt", "opt", "smollm3", "starcoder2",
-})  # fmt: skip
+"""Families whose every parameter and adapter the formulas count (`tests/numerics/test_shapes.py`); the model itself is asked for others."""
+BIASES = ("attention_bias", "mlp_bias", "use_bias")
+"""Keys of `config.json` for weights that the formulas leave out."""
+TIED_BY_DEFAULT = frozenset({"ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3"})
 """Families whose `config.json` may leave out that head and embedding are one: releases of transformers before 5 left it out."""
-DEFAULTS: dict[str, dict[str, int]] = {
-    "gemma3_text": {
-        "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "intermediate_size": 9216, "vocab_size": 262208, "max_position_embeddings": 131072,
-    },
-}  # fmt: skip
-"""What published `config.json` files leave out: those of gemma-3 name only what differs from transformers' defaults."""
+COUNT_VERSION = 1
+"""Raised when the count itself changes, so that older results are not taken for new ones."""
+
+
+def pattern_of(name: str) -> str:
+    """Returns a module's name with `*` for the numbers of layers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matrices:
+    """Matrices of one name and size, in all layers together."""
+
+    name: str
+    """The module's name with `*` for numbers: `model.layers.*.self_attn.q_proj`."""
+    inputs: int
+    outputs: int
+    count: int
+    kind: Literal["linear", "experts", "ends", "vision"] = "linear"
+    """`experts` are fused ones, each counted; `ends` the embedding and the head."""
+    auto: bool = False
+    """Whether adapters can be on them, and `tuning.lora.target_modules: auto` puts some there."""
+    quantised: bool = False
+    """Whether bitsandbytes quantises them."""
+
+    @property
+    def parameters(self) -> int:
+        """All their weights."""
+        return self.inputs * self.outputs * self.count
+
+    @property
+    def typed(self) -> str:
+        """What `target_modules` calls them."""
+        return ".".join(self.name.split(".")[-2:]) if self.kind == "experts" else self.name.rsplit(".", 1)[-1]
+
+    def is_meant_by(self, target: str) -> bool:
+        """Whether a typed target, the end of a module's name, is theirs; one word never means experts."""
+        takes_it = {"linear": self.auto, "experts": "." in target, "ends": True, "vision": False}[self.kind]
+        return takes_it and f".{self.name}".endswith(f".{pattern_of(target)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counted:
+    """What was counted on the model itself (`sft_play.trace.count`)."""
+
+    parameters: int
+    largest_layer: int
+    """Parameters of the largest layer."""
+    matrices: tuple[Matrices, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +100,6 @@ class ModelShape:
     """Whether the feed-forward part has a gate (SwiGLU): three matrices instead of two."""
     experts: int = 0
     experts_per_token: int = 0
-    shared_ffn_size: int = 0
-    """Width of the feed-forward part that every token passes beside its experts."""
-    learned_positions: bool = False
     vision_parameters: int = 0
     """Parameters of a vision tower and projector, frozen here."""
     quantized_bits: int = 0
@@ -72,18 +108,58 @@ class ModelShape:
     """Share of attention's weights that training drops."""
     sliding_window: int = 0
     """Tokens that a token sees in most layers, itself included; 0 for all before it."""
+    counted: Counted | None = None
+    """What the model itself says where the formulas do not know the family."""
+
+    @staticmethod
+    def read(row: Mapping[str, Any]) -> ModelShape:
+        """Returns the shape of a row of JSON."""
+        counted = row.get("counted")
+        if not counted:
+            return ModelShape(**row)
+        matrices = tuple(Matrices(**one) for one in counted["matrices"])
+        return ModelShape(**{**row, "counted": Counted(**{**counted, "matrices": matrices})})
+
+    @property
+    def matrices(self) -> tuple[Matrices, ...]:
+        """Every weight that a token is multiplied with or looked up in."""
+        if self.counted:
+            return self.counted.matrices
+        h, q, kv, f = self.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.ffn_size
+        layer = {"self_attn.q_proj": (h, q), "self_attn.k_proj": (h, kv), "self_attn.v_proj": (h, kv), "self_attn.o_proj": (q, h)}
+        layer |= ({"mlp.gate_proj": (h, f)} if self.gated else {}) | {"mlp.up_proj": (h, f), "mlp.down_proj": (f, h)}
+        linear = [
+            Matrices(name=f"model.layers.*.{name}", inputs=inside, outputs=outside, count=self.layers, auto=True, quantised=True)
+            for name, (inside, outside) in layer.items()
+        ]
+        embedding = Matrices(name="model.embed_tokens", inputs=self.vocab_size, outputs=h, count=1, kind="ends")
+        return (*linear, embedding, Matrices(name="lm_head", inputs=h, outputs=self.vocab_size, count=1, kind="ends"))
+
+    @property
+    def linear_parameters(self) -> int:
+        """Weights of all layers' linear maps and experts, head and embedding left out."""
+        return sum(one.parameters for one in self.matrices if one.kind in ("linear", "experts"))
 
     @property
     def layer_linear_parameters(self) -> int:
-        """Weights of one layer's linear maps."""
-        attention = self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        width = self.ffn_size * max(1, self.experts) + self.shared_ffn_size
-        return attention + (3 if self.gated else 2) * self.hidden_size * width
+        """Weights of one layer's linear maps, of several kinds their mean."""
+        return self.linear_parameters // self.layers
+
+    @property
+    def largest_layer_parameters(self) -> int:
+        """All parameters of the largest layer."""
+        return self.counted.largest_layer if self.counted else self.layer_linear_parameters + self._layer_vectors
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of fused experts, which are neither quantised nor adapted."""
-        return self.layers * 3 * self.hidden_size * self.ffn_size * self.experts if self.experts else 0
+        """Weights of fused experts, which are not quantised, and not adapted unless typed."""
+        return sum(one.parameters for one in self.matrices if one.kind == "experts")
+
+    @property
+    def quantised_parameters(self) -> int:
+        """Weights that QLoRA quantises; of a vision tower that was not counted, all."""
+        vision = 0 if self.counted else self.vision_parameters
+        return vision + sum(one.parameters for one in self.matrices if one.quantised)
 
     @property
     def active_parameters(self) -> int:
@@ -92,56 +168,44 @@ class ModelShape:
         return int(self.linear_parameters - idle) + self.vocab_size * self.hidden_size
 
     @property
-    def linear_parameters(self) -> int:
-        """Weights of all layers' linear maps, head and embedding left out: what is quantised."""
-        return self.layers * self.layer_linear_parameters
-
-    @property
-    def other_parameters(self) -> int:
-        """Embedding, untied head, norms, biases and the vision tower."""
-        embedding = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        norms = self.hidden_size * (self.norms_per_layer * self.layers + 1)
-        bias = self.layers * self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
-        qk = self.layers * 2 * self.head_dim if self.qk_norm else 0
-        positions = self.max_positions * self.hidden_size if self.learned_positions else 0
-        return embedding + positions + norms + bias + qk + self.vision_parameters
+    def _layer_vectors(self) -> int:
+        """Norms and biases of a layer."""
+        bias = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
+        return self.hidden_size * self.norms_per_layer + bias + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
     def parameters(self) -> int:
         """All parameters."""
-        return self.linear_parameters + self.other_parameters
+        if self.counted:
+            return self.counted.parameters
+        ends = self.hidden_size * (self.vocab_size * (1 if self.tied else 2) + 1)
+        return self.layers * self.largest_layer_parameters + ends + self.vision_parameters
 
     def linear_maps(self) -> dict[str, tuple[int, int]]:
-        """Returns (inputs, outputs) of each linear map of a layer that can have an adapter."""
-        h, q, kv = self.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        f = self.shared_ffn_size if self.experts else self.ffn_size
-        maps = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
-        if f:
-            maps |= {"gate_proj": (h, f)} if self.gated else {}
-            maps |= {"up_proj": (h, f), "down_proj": (f, h)}
-        return maps
+        """Returns (inputs, outputs) of each linear map of a layer that `auto` adapts, by the last part of its name."""
+        return {one.typed: (one.inputs, one.outputs) for one in self.matrices if one.auto}
 
-    def target_names(self, targets: str | list[str]) -> list[str]:
-        """Returns the last parts of the names that `tuning.lora.target_modules` means."""
-        return list(self.linear_maps()) if isinstance(targets, str) else [name.rsplit(".", 1)[-1] for name in targets]
+    def adapted(self, targets: str | Sequence[str]) -> list[Matrices]:
+        """Returns what `tuning.lora.target_modules` means."""
+        if isinstance(targets, str):
+            return [one for one in self.matrices if one.auto]
+        return [one for one in self.matrices if any(one.is_meant_by(name) for name in targets)]
 
-    def adapter_parameters(self, r: int, targets: str | list[str]) -> int:
-        """Returns the parameters of LoRA adapters of rank `r`; a name that is not in `linear_maps` counts as a square map."""
-        maps, square = self.linear_maps(), (self.hidden_size, self.hidden_size)
-        return self.layers * r * sum(sum(maps.get(name, square)) for name in self.target_names(targets))
+    def adapter_parameters(self, r: int, targets: str | Sequence[str]) -> int:
+        """Returns the parameters of LoRA adapters of rank `r`."""
+        return r * sum(one.count * (one.inputs + one.outputs) for one in self.adapted(targets))
 
 
 def shape_of(model: ModelConfig) -> ModelShape:
     """Returns the shape of the configured model. Raises `DataError` where its numbers cannot be had."""
     if is_scratch(model):
         return shape_from_config(scratch_architecture(model))
-    if found := config_file(model):
-        return shape_from_file(found)
-    if model.name in _table():
-        return _table()[model.name]
-    if model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
+    found, row = config_file(model), known_models().get(model.name)
+    if found is None and row:
+        return shape_of_config(row["config"], model.name) if "config" in row else ModelShape.read(row)
+    if found is None and (model.name.startswith((".", "/", "~")) or model.name.count("/") > 1):
         raise DataError("there is no such model folder", place=model.name)
-    return shape_from_file(_fetched_config(model))
+    return shape_from_file(found or _fetched_config(model), trusts_code=model.trust_remote_code)
 
 
 def config_file(model: ModelConfig) -> Path | None:
@@ -150,13 +214,13 @@ def config_file(model: ModelConfig) -> Path | None:
     return folder / "config.json" if folder.is_dir() else _cached_config(model)
 
 
-def shape_from_file(path: Path) -> ModelShape:
+def shape_from_file(path: Path, *, trusts_code: bool = False) -> ModelShape:
     """Returns the shape that a `config.json` describes. Raises `DataError`."""
     try:
         config = read_json(path)
         if not isinstance(config, dict):
             raise ValueError("it holds no JSON object")
-        return shape_from_config(config)
+        return shape_of_config(config, str(path), trusts_code=trusts_code)
     except FileNotFoundError:
         raise DataError(
             "the folder has no `config.json`",
@@ -165,85 +229,73 @@ def shape_from_file(path: Path) -> ModelShape:
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"cannot be read: {error}", place=str(path)) from None
+
+
+def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = False) -> ModelShape:
+    """Returns the shape of a parsed `config.json`, by formula or counted on the model itself. Raises `DataError`.
+
+    Of a family that only code of its own knows, which the plan does not run, the shape is read as a Llama's where that code is trusted.
+    """
+    try:
+        if config.get("model_type") in FORMULA_MODEL_TYPES and not any(config.get(key) for key in BIASES):
+            return shape_from_config(config)
+        try:
+            return _counted(config, place)
+        except DataError:
+            if not (trusts_code and config.get("auto_map")):
+                raise
+            return shape_from_config(config)
     except KeyError as error:
-        raise DataError(f"lacks {error}, so its memory cannot be planned", place=str(path)) from None
+        raise DataError(f"lacks {error}, so its memory cannot be planned", place=place) from None
 
 
-def shape_from_config(config: dict[str, Any]) -> ModelShape:
-    """Returns the shape of a parsed `config.json`; a multimodal one's text part. Raises `KeyError`."""
+def _counted(config: dict[str, Any], place: str) -> ModelShape:
+    """Returns the shape counted on the model itself, without weights (acts: runs `python -m sft_play.trace`, keeps the result in the cache).
+
+    Raises `DataError` for a model that transformers does not know, or that is not trained here.
+    """
+    key = text_sha256(json.dumps([COUNT_VERSION, versions(), config], sort_keys=True))[:32]
+    path = cache_folder() / "shapes" / f"{key}.json"
+    if path.is_file():
+        return ModelShape.read(read_json(path))
+    tracer = Tracer()
+    try:
+        row = tracer.ask([{"count": config}])[0]
+    finally:
+        tracer.close()
+    if "error" in row:
+        raise DataError(row["error"], place=place, hint=row.get("hint"))
+    write_json(path, row)
+    return ModelShape.read(row)
+
+
+def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
+    """Returns the shape of a parsed `config.json` of a family like Llama. Raises `KeyError`."""
     kind = str(config.get("model_type", "unknown"))
-    nested = config.get("text_config") or {}
-    family = str(nested.get("model_type") or kind)
-    text = {**DEFAULTS.get(family, {}), **config, **nested}
-
-    def first(*names: str) -> Any:
-        for name in names:
-            if text.get(name) is not None:
-                return text[name]
-        raise KeyError(names[0])
-
-    hidden, heads = (
-        int(first("hidden_size", "n_embd", "d_model")),
-        int(first("num_attention_heads", "n_head", "num_heads", "n_heads")),
-    )
-    experts = int(text.get("num_local_experts") or text.get("num_experts") or text.get("n_routed_experts") or 0)
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     return ModelShape(
         model_type=kind,
         hidden_size=hidden,
-        layers=int(first("num_hidden_layers", "n_layer", "num_layers", "n_layers")),
+        layers=int(config["num_hidden_layers"]),
         heads=heads,
-        kv_heads=_kv_heads(text, heads),
-        head_dim=int(text.get("head_dim") or hidden // heads),
-        ffn_size=_ffn_size(text, experts, hidden),
-        vocab_size=int(first("vocab_size")),
-        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", kind in TIED_BY_DEFAULT))),
-        max_positions=int(text.get("max_position_embeddings") or text.get("n_positions") or text.get("max_seq_len") or 2**31),
-        qkv_bias=kind == "qwen2" or bool(text.get("attention_bias")),
-        norms_per_layer=4 if kind.startswith(("gemma2", "gemma3")) else 2,
-        qk_norm=kind.startswith(("gemma3", "qwen3")),
-        gated=family not in UNGATED,
-        experts=experts,
-        experts_per_token=int(text.get("num_experts_per_tok") or 0) if experts else 0,
-        shared_ffn_size=_shared_ffn_size(text) if experts else 0,
-        learned_positions=family in LEARNED_POSITIONS,
-        vision_parameters=_vision_parameters(config.get("vision_config"), hidden),
-        quantized_bits=_quantized_bits(config.get("quantization_config")),
-        attention_dropout=float(text.get("attention_dropout") or text.get("attn_pdrop", 0.1 if family == "gpt2" else 0.0)),
-        sliding_window=int(text.get("sliding_window") or 0) if text.get("use_sliding_window", True) else 0,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        ffn_size=int(config.get("intermediate_size") or 4 * hidden),
+        vocab_size=int(config["vocab_size"]),
+        tied=bool(config.get("tie_word_embeddings", kind in TIED_BY_DEFAULT)),
+        max_positions=int(config.get("max_position_embeddings") or 2**31),
+        qkv_bias=kind == "qwen2",
+        norms_per_layer=4 if kind in ("gemma2", "gemma3_text") else 2,
+        qk_norm=kind in ("gemma3_text", "qwen3"),
+        gated=kind != "arcee",
+        quantized_bits=quantized_bits(config.get("quantization_config")),
+        attention_dropout=float(config.get("attention_dropout") or 0.0),
+        sliding_window=int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0,
     )
 
 
-def _kv_heads(text: dict[str, Any], heads: int) -> int:
-    """Returns the heads of keys and values; older multi-query families have one and say so in their own words."""
-    if text.get("multi_query") and not text.get("new_decoder_architecture"):
-        return 1
-    return int(text.get("num_key_value_heads") or text.get("num_kv_heads") or heads)
-
-
-def _shared_ffn_size(text: dict[str, Any]) -> int:
-    """Returns the width of what is beside the experts: qwen2_moe names it, DeepSeek counts it in experts."""
-    named = text.get("shared_expert_intermediate_size") or text.get("shared_intermediate_size")
-    return int(named or int(text.get("n_shared_experts") or 0) * int(text.get("moe_intermediate_size") or 0))
-
-
-def _ffn_size(text: dict[str, Any], experts: int, hidden: int) -> int:
-    """Returns the width of the feed-forward part, of one expert where there are several."""
-    if experts and text.get("moe_intermediate_size"):
-        return int(text["moe_intermediate_size"])
-    return int(text.get("intermediate_size") or text.get("n_inner") or text.get("ffn_dim") or 4 * hidden)
-
-
-def _vision_parameters(vision: dict[str, Any] | None, hidden: int) -> int:
-    """Returns the weights of a ViT tower and its projector; 0 for a text model. Embeddings and norms are left out (1 %)."""
-    if not vision or not vision.get("hidden_size"):
-        return 0
-    size = int(vision["hidden_size"])
-    inner = int(vision.get("intermediate_size") or 4 * size)
-    layers = int(vision.get("num_hidden_layers") or vision.get("depth") or 0)
-    return layers * (4 * size**2 + 2 * size * inner) + size * hidden
-
-
-def _quantized_bits(settings: dict[str, Any] | None) -> int:
+def quantized_bits(settings: Mapping[str, Any] | None) -> int:
+    """Returns the bits of a linear weight by a `quantization_config`, 0 without one."""
     if not settings:
         return 0
     if settings.get("load_in_8bit") or settings.get("quant_method") == "fp8":
@@ -252,8 +304,10 @@ def _quantized_bits(settings: dict[str, Any] | None) -> int:
 
 
 @cache
-def _table() -> dict[str, ModelShape]:
-    return {name: ModelShape(**row) for name, row in json.loads(TABLE.read_text(encoding="utf-8")).items()}
+def known_models() -> dict[str, dict[str, Any]]:
+    """Returns the models that are planned without their files: a row of `ModelShape` each, or its `config.json` under `config`."""
+    rows: dict[str, dict[str, Any]] = read_json(TABLE)
+    return rows
 
 
 def _cached_config(model: ModelConfig) -> Path | None:

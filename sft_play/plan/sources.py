@@ -19,14 +19,15 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.probed import load
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.trace_case import setup_of
-from sft_play.plan.traced import TracedMemory, Tracer
+from sft_play.plan.traced import TracedMemory
+from sft_play.plan.tracer import Tracer
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import Prepared
 
 Source = Literal["formula", "trace", "probe", "known", "auto"]
 """`known`: a trace where an earlier one is in the cache, else the formula; never starts one. `auto`, for training: `known`, and a
-new trace where the formula comes near the limit. `probe`: a trace, corrected by what `launch.probing` measured; measurements of
-earlier probes correct every plan but one by `formula`."""
+new trace where the formula comes near the limit; both trace a family that the formulas do not know. `probe`: a trace, corrected by what
+`launch.probing` measured; measurements of earlier probes correct every plan but one by `formula`."""
 ROUNDS = 5
 UNSETTLED = "memory by formula, scaled by {seen} traces of other batches: after {rounds} rounds the plan still went to a new one"
 WORTH_A_TRACE = 0.5
@@ -52,22 +53,34 @@ def planned(
 ) -> Plan:
     """Returns the plan by the source that was asked for. Raises what `make` raises."""
     if source == "formula":
-        return with_peak(make(rank_memory), config, shape)
+        return _by_formula(make, config, shape)
     if config.tuning.backend == "unsloth":
-        plan = with_peak(make(rank_memory), config, shape)
+        plan = _by_formula(make, config, shape)
         return _with_reason(plan, "memory by formula: unsloth's own kernels cannot be traced here, and need less")
+    if shape.counted and (source == "known" or prepared):
+        source = "probe" if source == "probe" else "trace"
     if source == "auto":
         source = "trace" if _is_near(make) else "known"
     try:
         memory = memory_of(config, prepared)
     except (DataError, OSError, ValueError):
-        return with_peak(make(rank_memory), config, shape)  # the plan itself says what is wrong with the model
+        return _by_formula(make, config, shape)  # the plan itself says what is wrong with the model
     tracer = memory.tracer = Tracer() if source in ("trace", "probe") else None
     try:
         return _by_trace(make, memory, shape)
     finally:
         if tracer:
             tracer.close()
+
+
+def _by_formula(make: Callable[[Memory], Plan], config: Config, shape: ModelShape) -> Plan:
+    plan = with_peak(make(rank_memory), config, shape)
+    return _with_reason(plan, f"{_unknown(shape)} as if it were a Llama of these sizes") if shape.counted else plan
+
+
+def _unknown(shape: ModelShape) -> str:
+    """Returns what the formulas do not know, in words."""
+    return f"the formulas do not know `{shape.model_type}`: parameters and adapters are counted on the model itself, activations"
 
 
 def memory_of(config: Config, prepared: Prepared | None) -> TracedMemory:
@@ -99,7 +112,7 @@ def _by_trace(make: Callable[[Memory], Plan], memory: TracedMemory, shape: Model
     plan, probed = _by_probe(make, memory, shape, plan)
     setup, config = setup_of(plan), memory.config
     if memory.error and not probed:
-        plan = with_peak(make(rank_memory), config, shape)
+        plan = _by_formula(make, config, shape)
         return _with_reason(plan, f"memory by formula: the trace cannot run this architecture ({memory.error})")
     seen = [memory.found.get((setup, rank.worst_rows)) for rank in plan.ranks]
     worst = max((found for found in seen if found), key=lambda found: sum(found.parts.values()), default=None)
@@ -109,7 +122,10 @@ def _by_trace(make: Callable[[Memory], Plan], memory: TracedMemory, shape: Model
             plan = _with_reason(plan, UNSETTLED.format(rounds=ROUNDS, seen=len(memory.found)))
         return plan
     plan = with_peak(plan, config, shape, worst.moment, worst.operation)
-    return plan if probed else replace(_with_reason(plan, f"memory by trace of {_traced(setup)}"), source="trace")
+    if probed:
+        return plan
+    plan = _with_reason(plan, f"{_unknown(shape)} are traced") if shape.counted else plan
+    return replace(_with_reason(plan, f"memory by trace of {_traced(setup)}"), source="trace")
 
 
 def _by_probe(

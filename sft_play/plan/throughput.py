@@ -115,7 +115,7 @@ def flops_per_token(
 def describe_work(config: Config, shape: ModelShape, setup: Setup) -> dict[str, Any]:
     """Returns what the speed of a step depends on beside the device and the rows, as plain data that JSON keeps."""
     lora = config.tuning.lora
-    targets = sorted(shape.target_names(lora.target_modules))
+    targets = sorted({one.typed for one in shape.adapted(lora.target_modules)})
     adapters = {} if config.tuning.mode == "full" else {"r": lora.r, "targets": targets, "dropout": lora.dropout}
     return {
         "model_type": shape.model_type, "hidden_size": shape.hidden_size, "layers": shape.layers, "heads": shape.heads,
@@ -177,7 +177,7 @@ def _expansion_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
     """Each pass over a quantised weight first writes it out in the computation's type: memory traffic once a micro-step."""
     if config.tuning.mode != "qlora":
         return 0.0
-    weights = shape.linear_parameters - shape.expert_parameters
+    weights = shape.quantised_parameters
     return (3 if setup.gradient_checkpointing else 2) * weights * (NF4_BYTES + setup.width)
 
 

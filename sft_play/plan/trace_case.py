@@ -15,7 +15,7 @@ from sft_play.plan.plan import Plan
 
 TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
-TRACE_VERSION = 4
+TRACE_VERSION = 5
 """Raised when the trace itself changes, so that older results are not taken for new ones."""
 
 
@@ -58,11 +58,6 @@ class Case:
     def key(self, versions: str) -> str:
         """Returns a name for the case's result, by everything that it depends on."""
         return text_sha256(json.dumps([TRACE_VERSION, versions, asdict(self)], sort_keys=True))[:32]
-
-    @staticmethod
-    def read(line: str) -> list[Case]:
-        """Returns the cases of a line of JSON."""
-        return [Case(**value) for value in json.loads(line)]
 
 
 def setup_of(plan: Plan) -> Setup:

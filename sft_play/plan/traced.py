@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import select
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +15,10 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.probed import Probed, corrected, probe_path
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.trace_case import TRACED_OPTIMIZERS, Case, case_of, setup_of
+from sft_play.plan.tracer import Tracer, versions
 
-TRACE_SECONDS = 300
-"""A trace takes seconds; one that takes minutes hangs."""
 STATES = ("frozen", "quant_state", "trained", "adapters", "gradients", "optimizer")
 MOVING = ("activations", "recompute", "logits", "casts", "dequantised", "workspace")
-PACKAGES = ("torch", "transformers", "peft", "accelerate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,69 +156,9 @@ def traced(cases: Sequence[Case], folder: Path, tracer: Tracer | None) -> list[d
     results: list[dict[str, Any] | None] = [read_json(path) if path.is_file() else None for path in paths]
     missing = [index for index, result in enumerate(results) if result is None]
     if missing and tracer is not None:
-        fresh = tracer.ask([cases[index] for index in missing])
+        fresh = tracer.ask([asdict(cases[index]) for index in missing])
         for index, result in zip(missing, fresh, strict=True):
             results[index] = result
             if "error" not in result:
                 write_json(paths[index], result)
     return results
-
-
-class Tracer:
-    """One `python -m sft_play.trace`, started when it is first asked and ended by `close`: importing torch takes its seconds once."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`, as the process is
-
-    def ask(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
-        """Returns each case's result, `{"error": "..."}` where it cannot be traced."""
-        if self._process is None:
-            environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "sft_play.trace"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
-                env=environment,
-            )  # fmt: skip
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps([asdict(case) for case in cases]).encode() + b"\n")
-            process.stdin.flush()
-            ready, _, _ = select.select([process.stdout], [], [], TRACE_SECONDS)
-            line = process.stdout.readline() if ready else b""
-        except BrokenPipeError:
-            line = b""
-        if not line:
-            return [{"error": f"the trace {self._failure(process)}"}] * len(cases)
-        found: list[dict[str, Any]] = json.loads(line)
-        return found
-
-    def _failure(self, process: subprocess.Popen[bytes]) -> str:
-        """Returns how the process failed, with the last line that it or a library wrote to stderr."""
-        try:
-            code = process.wait(timeout=5)  # its output closes a moment before it ends
-        except subprocess.TimeoutExpired:
-            return f"took longer than {TRACE_SECONDS} s"
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
-        return f"ended with code {code}" + (f": {lines[-1].strip()[:300]}" if lines else "")
-
-    def close(self) -> None:
-        """Ends the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
-                if stream is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        stream.close()
-            self._process = None
-        self._said.close()
-
-
-@cache
-def versions() -> str:
-    """Returns the versions of the packages that decide what a step allocates."""
-    from importlib.metadata import version
-
-    return " ".join(f"{name}=={version(name)}" for name in PACKAGES)

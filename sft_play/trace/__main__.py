@@ -1,4 +1,4 @@
-"""`python -m sft_play.trace`: reads lines of JSON, each a list of cases, and answers each with a line of results.
+"""`python -m sft_play.trace`: reads lines of JSON, each a list of cases to trace and models to count, and answers each with a line of results.
 
 A process of its own, since the plan must not import torch, and torch aborts where fake tensors of an absent device meet autograd.
 """
@@ -10,13 +10,16 @@ import json
 import os
 import sys
 import warnings
+from typing import Any
+
+from sft_play.errors import UserError
 
 UNUSED = ("bitsandbytes", "deepspeed", "datasets")
 """Imported by libraries only because they are installed, as in `training.imports`; `trace.quantised` needs no bitsandbytes."""
 
 
 def main() -> int:
-    """Traces every case; one that cannot be traced gives `{"error": "..."}`."""
+    """Answers every request; one that cannot be answered gives `{"error": "..."}`, with a `hint` where the user can do something."""
     warnings.filterwarnings("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     output = os.fdopen(os.dup(1), "w")
@@ -25,16 +28,19 @@ def main() -> int:
         sys.modules[name] = None  # type: ignore[assignment]
     gc.disable()
     from sft_play.plan.trace_case import Case
+    from sft_play.trace.count import count
     from sft_play.trace.run import trace
 
     gc.freeze()
     gc.enable()
 
     for line in sys.stdin:
-        results = []
-        for case in Case.read(line):
+        results: list[dict[str, Any]] = []
+        for request in json.loads(line):
             try:
-                results.append(trace(case))
+                results.append(count(request["count"]) if "count" in request else trace(Case(**request)))
+            except UserError as error:
+                results.append({"error": error.message, "hint": error.hint})
             except Exception as error:  # noqa: BLE001 - any architecture may fail in its own way; the plan says so and goes on
                 said = str(error).strip().splitlines() or [""]
                 results.append({"error": f"{type(error).__name__}: {said[0]}"})

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import transformers
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from sft_play.config.schema import LoraSettings
+from sft_play.errors import DataError
+from sft_play.files import text_sha256
 from sft_play.model import lora, varlen
 from sft_play.model.chunked_head import chunk_head
 from sft_play.model.fused_lora import fuse_adapters
+from sft_play.model.read import model_class
 from sft_play.plan.trace_case import Case
 from sft_play.runs.prepared import ResolvedModel
 from sft_play.trace.quantised import Int8Linear, NF4Linear, quantise
 
 BASE = ResolvedModel(name="", path="", source="folder", revision=None, fingerprint="", tokenizer_fingerprint="")
+
+MOST_KINDS = 6
+"""Kinds of layers that are told apart by their settings too."""
+NUMBERING = re.compile(r"id$|idx|index|number")
+"""Settings that say only which layer it is."""
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -29,49 +39,103 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def settings_of(case: Case) -> Any:
-    """Returns the whole model's configuration. Raises `KeyError` for a family that transformers does not know."""
-    values = copy.deepcopy(case.architecture)
-    family = values.pop("model_type")
+def settings_of(architecture: dict[str, Any]) -> Any:
+    """Returns the whole model's configuration. Raises `DataError` for a family that transformers does not know."""
+    values = copy.deepcopy(architecture)
+    family = values.pop("model_type", None)
+    if family not in CONFIG_MAPPING:
+        raise DataError(
+            f"transformers {transformers.__version__} knows no `model_type: {family}`",
+            hint="a newer transformers may; a model that comes with code of its own needs `model.trust_remote_code: true`",
+        )
     for own in ("quantization_config", "auto_map", "architectures", "torch_dtype", "dtype"):
         values.pop(own, None)
-    return CONFIG_MAPPING[family].from_dict(values)
+    return CONFIG_MAPPING[family].from_dict(PreTrainedConfig._decode_special_floats(values))
 
 
-def layer_kinds(settings: Any) -> list[str]:
-    """Returns the kind of each layer (`full_attention`, `sliding_attention`), all alike where the family has no kinds."""
-    text = settings.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    return list(kinds) if kinds else ["layer"] * int(text.num_hidden_layers)
+def on_meta(settings: Any, dtype: torch.dtype = torch.bfloat16, attention: str | None = None) -> Any:
+    """Returns the model on the meta device. Raises `DataError` for a family that is not trained here."""
+    varlen.register()
+    with torch.device("meta"):
+        return model_class(settings).from_config(settings, dtype=dtype, attn_implementation=attention)
 
 
-def with_layers(settings: Any, kinds: Sequence[str]) -> Any:
-    """Returns a copy of the configuration with these layers."""
-    shorter = copy.deepcopy(settings)
-    text = shorter.get_text_config()
-    text.num_hidden_layers = len(kinds)
-    derived = isinstance(getattr(type(text), "layer_types", None), property)  # Mamba's follow from the number of layers
-    if getattr(text, "layer_types", None) and not derived:
-        text.layer_types = list(kinds)
-    return shorter
+def model_of(case: Case) -> Any:
+    """Returns the case's whole model on the meta device."""
+    return on_meta(settings_of(case.architecture), dtype_of(case.weights_dtype), case.attention)
 
 
-def depths(kinds: Sequence[str]) -> tuple[list[str], dict[str, list[str]], Counter[str]]:
+def layer_kinds(layers: Sequence[nn.Module]) -> list[str]:
+    """Returns a name of each layer's kind: alike are layers of the same modules, sizes and settings."""
+    kinds = [_signature(layer, settings=True) for layer in layers]
+    return kinds if len(set(kinds)) <= MOST_KINDS else [_signature(layer, settings=False) for layer in layers]
+
+
+def _signature(layer: nn.Module, *, settings: bool) -> str:
+    parts: list[Any] = [(name, tuple(p.shape)) for name, p in layer.named_parameters()]
+    for name, module in layer.named_modules():
+        own = vars(module).items() if settings else ()
+        plain = {k: v for k, v in own if isinstance(v, (bool, str, int)) and not k.startswith("_") and not NUMBERING.search(k)}
+        parts.append((name, type(module).__name__, plain))
+    return text_sha256(repr(parts))[:8]
+
+
+def depths(kinds: Sequence[str]) -> tuple[list[int], dict[str, list[int]], Counter[str]]:
     """Returns the layers of the smallest model, those of a model with one more layer of each kind, and how often each kind is.
 
     The smallest has a first and a last layer, and one of each kind.
     """
     counts = Counter(kinds)
-    smallest = list(counts) if len(counts) > 1 else [kinds[0]] * min(2, len(kinds))
-    return smallest, {kind: sorted([*smallest, kind], key=list(counts).index) for kind in counts}, counts
+    places = {kind: [index for index, one in enumerate(kinds) if one == kind] for kind in counts}
+    smallest = sorted(found[0] for found in places.values()) if len(counts) > 1 else places[kinds[0]][:2]
+    grown = {}
+    for kind, found in places.items():
+        more = next((index for index in found if index not in smallest), None)
+        if more is not None:
+            grown[kind] = sorted([*smallest, more])
+    return smallest, grown, counts
 
 
-def build(case: Case, settings: Any) -> nn.Module:
-    """Returns the model on the meta device: its types, quantisation, adapters and recomputation as `model.load` sets them."""
-    frozen_type = dtype_of(case.weights_dtype)
-    varlen.register()
+class Skipped(nn.Module):
+    """A layer that a trace leaves out: hands on what it gets, in the form in which the layers that run answer."""
+
+    def __init__(self, answers: list[Any]) -> None:
+        super().__init__()
+        self.answers = answers
+        """What a layer that ran answered with: `tuple`, and of how many, or nothing."""
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Returns the hidden states."""
+        hidden = arguments[0] if arguments else named["hidden_states"]
+        return (hidden, *(None,) * (self.answers[0] - 1)) if self.answers and self.answers[0] else hidden
+
+
+def with_layers(model: Any, kept: Sequence[int]) -> Any:
+    """Returns a copy of the model in which only these layers compute; the others stay in their places, so that all numbering holds."""
+    holder, name = _list_of_layers(model)
+    layers = getattr(holder, name)
+    try:
+        setattr(holder, name, nn.ModuleList(layer if index in kept else Skipped([]) for index, layer in enumerate(layers)))
+        shorter = copy.deepcopy(model)
+    finally:
+        setattr(holder, name, layers)
+    answers: list[Any] = []
+    found = decoder_layers(shorter)
+
+    def note(_module: nn.Module, _arguments: Any, output: Any) -> None:
+        answers[:] = [len(output) if isinstance(output, tuple) else 0]
+
+    for layer in found:
+        if isinstance(layer, Skipped):
+            layer.answers = answers
+        else:
+            layer.register_forward_hook(note)
+    return shorter
+
+
+def build(case: Case, model: Any) -> nn.Module:
+    """Returns `model`, of the meta device, with quantisation, adapters and recomputation as `model.load` sets them."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, dtype=frozen_type, attn_implementation=case.attention)
         if case.quantization != "none":
             quantise(model, case.quantization, dtype_of(case.precision))
         if case.mode == "full":
@@ -131,10 +195,18 @@ def parts_of(model: nn.Module, case: Case) -> list[tuple[Tensor, str]]:
     return held + [(buffer, "quant_state" if id(buffer) in state else "frozen") for buffer in model.buffers()]
 
 
-def decoder_layers(model: Any, count: int) -> list[nn.Module]:
+def decoder_layers(model: Any) -> list[nn.Module]:
     """Returns the text model's layers, first to last. Raises `ValueError` where they are not one list."""
+    holder, name = _list_of_layers(model)
+    return list(getattr(holder, name))
+
+
+def _list_of_layers(model: Any) -> tuple[nn.Module, str]:
+    """Returns the module that holds the text model's layers, and under which name."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    wanted = base.config.get_text_config().num_hidden_layers
     for module in base.get_decoder().modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise ValueError(f"no list of {count} layers is found in {type(base).__name__}")
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == wanted:
+                return module, name
+    raise ValueError(f"no list of {wanted} layers is found in {type(base).__name__}")

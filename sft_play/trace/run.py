@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,12 @@ def trace(case: Case) -> dict[str, Any]:
     Every quantity is affine in the number of layers of each kind, moment by moment (tried: docs/planning.md), so a model with the
     fewest layers and one with one layer more of each kind say it all.
     """
-    settings = build.settings_of(case)
-    smallest, grown, counts = build.depths(build.layer_kinds(settings))
-    base, events, base_counts = observe(case, build.with_layers(settings, smallest), log=True)
-    steps = {}
-    for kind, layers in grown.items():
-        if counts[kind] > Counter(smallest)[kind]:
-            steps[kind] = observe(case, build.with_layers(settings, layers), log=case.device == "cuda")
-    missing = {kind: counts[kind] - Counter(smallest)[kind] for kind in steps}
+    model = build.model_of(case)
+    kinds = build.layer_kinds(build.decoder_layers(model))
+    smallest, grown, counts = build.depths(kinds)
+    base, events, base_counts = observe(case, build.with_layers(model, smallest), log=True)
+    steps = {kind: observe(case, build.with_layers(model, layers), log=case.device == "cuda") for kind, layers in grown.items()}
+    missing = {kind: counts[kind] - Counter(kinds[index] for index in smallest)[kind] for kind in steps}
     moments = {
         moment: _extrapolated(peak.parts, {k: s[0][moment].parts for k, s in steps.items() if moment in s[0]}, missing)
         for moment, peak in base.items()
@@ -44,29 +42,26 @@ def trace(case: Case) -> dict[str, Any]:
         "moments": moments,
         "operations": {moment: peak.operation for moment, peak in base.items()},
         "counts": _extrapolated(base_counts, {k: s[2] for k, s in steps.items()}, missing),
-        **(
-            _losses(case, settings, len(smallest), [events, *(step[1] for step in steps.values())])
-            if case.device == "cuda"
-            else {}
-        ),
+        **(_losses(case, model, smallest, [events, *(step[1] for step in steps.values())]) if case.device == "cuda" else {}),
     }
 
 
-def _losses(case: Case, settings: Any, few: int, logs: list[list[allocator.Event]]) -> dict[str, int]:
-    """Returns what each kind of allocator loses between blocks of the whole model, from `logs`, of which the first has `few` layers.
+def _losses(case: Case, model: Any, smallest: Sequence[int], logs: list[list[allocator.Event]]) -> dict[str, int]:
+    """Returns what each kind of allocator loses between blocks of the whole model, from `logs`, of which the first has the `smallest` layers.
 
     Where activations are kept the loss grows with the layers, but unevenly: a model with several more layers tells its slope. With
     recomputation it does not grow (replays of all layers: docs/planning.md).
     """
-    kinds = build.layer_kinds(settings)
-    depth = few if case.gradient_checkpointing else min(len(kinds), max(DEEPER, few + 1))
-    deeper = observe(case, build.with_layers(settings, kinds[:depth]), log=True)[1] if depth > few else []
+    few, whole = len(smallest), len(build.decoder_layers(model))
+    depth = few if case.gradient_checkpointing else min(whole, max(DEEPER, few + 1))
+    more = [index for index in range(whole) if index not in smallest][: depth - few]
+    deeper = observe(case, build.with_layers(model, sorted([*smallest, *more])), log=True)[1] if more else []
     found: dict[str, int] = {}
     for name, make in (("lost_bytes", ExpandableAllocator), ("lost_bytes_native", allocator.CachingAllocator)):
         lost = [allocator.lost_bytes(events, make) for events in logs]
-        if depth > few:
+        if more:
             most = allocator.lost_bytes(deeper, make)
-            lost += [most, int(most + (most - lost[0]) / (depth - few) * (len(kinds) - depth))]
+            lost += [most, int(most + (most - lost[0]) / (depth - few) * (whole - depth))]
         found[name] = max(lost)
     return found
 
@@ -80,15 +75,15 @@ def _extrapolated(base: Mapping[str, int], grown: Mapping[str, Mapping[str, int]
 
 
 def observe(
-    case: Case, settings: Any, *, real: bool = False, log: bool = False
+    case: Case, model: Any, *, real: bool = False, log: bool = False
 ) -> tuple[dict[str, Peak], list[tuple[int, int, int]], dict[str, int]]:
-    """Returns the peak of each moment, the allocator's events and the counts of a model with these layers.
+    """Returns the peak of each moment, the allocator's events and the counts of a model of the meta device, which it changes.
 
     `real` computes with real tensors of zeros, on the same device, for comparison.
     """
-    model: Any = build.build(case, settings)
+    model = build.build(case, model)
     device = "cuda" if case.device == "cuda" and torch.cuda.is_available() else "cpu"
-    text = settings.get_text_config()
+    text = model.config.get_text_config()
     with _tensors(real), real_branches(case):
         build.materialise(model, device)
         if case.autocast:
@@ -97,7 +92,8 @@ def observe(
         for tensor, part in build.parts_of(model, case):
             tracker.hold(tensor, part)
         batch = batch_of(case, device)
-        steps = StepTrace(model, build.decoder_layers(model, int(text.num_hidden_layers)), case, tracker)
+        layers = [layer for layer in build.decoder_layers(model) if not isinstance(layer, build.Skipped)]
+        steps = StepTrace(model, layers, case, tracker)
         counts = _counts(model)
         with tracker:
             steps.run(batch)

@@ -1,53 +1,29 @@
-"""The plan's numbers of a model against the model that transformers builds from the same configuration (on the meta device)."""
+"""The plan's numbers of a model against the model that transformers builds from the same configuration (on the meta device).
+
+Families that the formulas know are read by formula, all others counted by `sft_play.trace.count`, as the plan asks for in a process of
+its own (`tests/contract/test_plan_families.py`).
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
-from sft_play.config.schema import ModelConfig
-from sft_play.plan.shape import DEFAULTS, TIED_BY_DEFAULT, ModelShape, shape_from_config, shape_of
+from sft_play.config.schema import LoraSettings, ModelConfig
+from sft_play.model import lora
+from sft_play.plan.shape import FORMULA_MODEL_TYPES, TIED_BY_DEFAULT, ModelShape, shape_from_config, shape_of
+from sft_play.trace.build import BASE
+from sft_play.trace.count import count
+from tests.families import FAMILIES, tiny_config, tiny_model
 
 SMALL: dict[str, Any] = {
     "vocab_size": 5000, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-PLAIN: dict[str, Any] = {name: SMALL[name] for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}
-GPT = PLAIN | {"n_embd": 256, "n_layer": 6, "n_head": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-EXACT = (
-    "llama",
-    "mistral",
-    "ministral3",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "smollm3",
-    "granite",
-    "glm",
-    "ernie4_5",
-    "arcee",
-)
-NEARLY: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        ("olmo", "olmo2", "olmo3", "glm4", "cohere", "cohere2", "exaone4", "stablelm", "starcoder2", "phi", "nemotron", "granitemoe"), SMALL
-    ),
-    "qwen3_moe": SMALL | EXPERTS,
-    "olmoe": SMALL | {"num_experts": 4, "num_experts_per_tok": 2}, "mixtral": SMALL | {"num_local_experts": 4},
-    "qwen2_moe": SMALL | EXPERTS | {"shared_expert_intermediate_size": 160},
-    "gpt2": GPT | {"n_positions": 512}, "gptj": GPT | {"rotary_dim": 16}, "gpt_bigcode": GPT | {"n_positions": 512},
-    "gpt_neox": PLAIN | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8},
-    "opt": PLAIN | {"hidden_size": 256, "ffn_dim": 1024, "num_hidden_layers": 6, "num_attention_heads": 8, "word_embed_proj_dim": 256,
-                    "max_position_embeddings": 512},
-    "bloom": PLAIN | {"hidden_size": 256, "n_layer": 6, "n_head": 8},
-    "falcon": PLAIN | {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8},
-    "mpt": PLAIN | {"d_model": 256, "n_layers": 6, "n_heads": 8},
 }  # fmt: skip
 
 
@@ -59,7 +35,7 @@ def built(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-def count(model: Any) -> int:
+def count_of(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -94,51 +70,79 @@ PUBLISHED = {
 def test_the_table_counts_every_parameter(name: str) -> None:
     shape = shape_of(ModelConfig(name=name))
     model = built(config_of(shape))
-    assert shape.parameters == count(model) == PUBLISHED[name]
+    assert shape.parameters == count_of(model) == PUBLISHED[name]
     heads = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
     linear = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and id(m) not in heads and "vision" not in n]
     assert shape.linear_parameters == sum(m.weight.numel() for m in linear)
 
 
-@pytest.mark.parametrize("kind", EXACT)
-def test_families_whose_parameters_are_counted_exactly(kind: str) -> None:
+def plain(config: Any) -> dict[str, Any]:
+    """Returns what a `config.json` of this configuration holds."""
+    found: dict[str, Any] = json.loads(config.to_json_string())
+    return found
+
+
+def shape_by(config: dict[str, Any]) -> ModelShape:
+    """Returns the shape as the plan finds it."""
+    return shape_from_config(config) if config["model_type"] in FORMULA_MODEL_TYPES else ModelShape.read(count(config))
+
+
+def trained(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def adapters(model: Any, targets: Any) -> int:
+    with torch.device("meta"):
+        return trained(lora.add_adapters(model, LoraSettings(r=4, target_modules=targets), BASE, torch.float32)[0])
+
+
+def largest_layer(model: Any) -> int:
+    """Returns the most parameters under one number of the decoder's longest list."""
+    sizes: Counter[str] = Counter()
+    for name, parameter in model.get_decoder().named_parameters():
+        if found := re.search(r"(?:^|\.)(?:layers|h|blocks)\.\d+", name):
+            sizes[found[0]] += parameter.numel()
+    return max(sizes.values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_parameter_of_every_family_is_counted(name: str) -> None:
+    """All, those that train under full tuning, adapters by `auto` and on typed experts, and the largest layer."""
+    config = tiny_config(name)
+    shape, model = shape_by(plain(config)), tiny_model(name, "meta")
+    assert shape.parameters == count_of(model)
+    assert shape.largest_layer_parameters == largest_layer(model)
+    lora.free_text_part(model)
+    assert shape.parameters - shape.vision_parameters == trained(model)
+    assert shape.adapter_parameters(4, "auto") == adapters(model, "auto")
+    experts = sorted({one.typed for one in shape.matrices if one.kind == "experts"})
+    assert bool(experts) == bool(shape.experts) and shape.experts in (0, 4) and shape.experts_per_token in (0, 2)
+    if experts:
+        idle = shape.expert_parameters // 2
+        assert shape.active_parameters == shape.linear_parameters - idle + shape.vocab_size * shape.hidden_size
+
+
+@pytest.mark.parametrize("kind", sorted(FORMULA_MODEL_TYPES))
+def test_the_formulas_say_what_is_counted(kind: str) -> None:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(kind, **SMALL)
-    assert shape_from_config(json.loads(config.to_json_string())).parameters == count(built(config))
+    config = plain(AutoConfig.for_model(kind, **SMALL))
+    formula, counted = shape_from_config(config), ModelShape.read(count(config))
+    for name in (
+        "parameters",
+        "linear_parameters",
+        "quantised_parameters",
+        "active_parameters",
+        "largest_layer_parameters",
+        "tied",
+    ):
+        assert getattr(formula, name) == getattr(counted, name), name
+    for targets in ("auto", ["q_proj", "v_proj"], ["self_attn.o_proj"]):
+        assert formula.adapter_parameters(8, targets) == counted.adapter_parameters(8, targets)
 
 
-@pytest.mark.parametrize("kind", sorted(NEARLY))
-def test_other_families_are_counted_to_half_a_percent(kind: str) -> None:
-    """What is left out are biases and small norms."""
+@pytest.mark.parametrize("kind", sorted(TIED_BY_DEFAULT))
+def test_families_that_tie_unless_told(kind: str) -> None:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(kind, **NEARLY[kind])
-    shape = shape_from_config(json.loads(config.to_json_string()))
-    assert shape.parameters == pytest.approx(count(built(config)), rel=0.005)
-
-
-def test_a_config_file_that_leaves_out_what_transformers_takes_for_granted() -> None:
-    """google/gemma-3-4b-it publishes these keys and no others of the text part."""
-    from transformers import Gemma3Config, Gemma3TextConfig
-
-    published = {
-        "model_type": "gemma3",
-        "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
-                        "sliding_window": 1024},
-        "vision_config": {"hidden_size": 1152, "intermediate_size": 4304, "model_type": "siglip_vision_model", "num_attention_heads": 16,
-                          "num_hidden_layers": 27, "image_size": 896, "patch_size": 14, "vision_use_head": False},
-    }  # fmt: skip
-    shape = shape_from_config(published)
-    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.vocab_size, shape.tied) == (8, 4, 256, 262208, True)
-    config = Gemma3Config(text_config=published["text_config"], vision_config=published["vision_config"])
-    assert shape.parameters == pytest.approx(count(built(config)), rel=0.005)
-    own = Gemma3TextConfig()
-    assert DEFAULTS["gemma3_text"] == {name: getattr(own, name) for name in DEFAULTS["gemma3_text"]}
-
-
-def test_families_that_tie_unless_told() -> None:
-    from transformers import AutoConfig
-
-    assert all(AutoConfig.for_model(kind).tie_word_embeddings for kind in TIED_BY_DEFAULT)
-    assert not AutoConfig.for_model("llama").tie_word_embeddings
+    assert AutoConfig.for_model(kind).tie_word_embeddings and not AutoConfig.for_model("llama").tie_word_embeddings

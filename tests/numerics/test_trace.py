@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sft_play.plan.trace_case import Case
-from sft_play.trace.build import settings_of
+from sft_play.trace.build import model_of
 from sft_play.trace.run import observe, trace
 from tests import varlen_on_cpu
 
@@ -62,8 +62,7 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
     case = replace(
         PLAIN, architecture=ARCHITECTURES[family], gradient_checkpointing=checkpointing, layout=layout, **MODES[mode]
     )  # fmt: skip
-    settings = settings_of(case)
-    fake, real = observe(case, settings)[0], observe(case, settings, real=True)[0]
+    fake, real = observe(case, model_of(case))[0], observe(case, model_of(case), real=True)[0]
     assert {m: (p.total, p.operation) for m, p in fake.items()} == {m: (p.total, p.operation) for m, p in real.items()}
     assert all(fake[moment].parts == real[moment].parts for moment in fake)
     assert max(peak.total for peak in fake.values()) > 300_000
@@ -84,8 +83,7 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
 def test_every_other_choice_is_traced_exactly_too(changes: dict[str, Any]) -> None:
     varlen_on_cpu.register()
     case = replace(PLAIN, **changes)
-    settings = settings_of(case)
-    fake, real = observe(case, settings)[0], observe(case, settings, real=True)[0]
+    fake, real = observe(case, model_of(case))[0], observe(case, model_of(case), real=True)[0]
     assert {m: (p.total, p.parts) for m, p in fake.items()} == {m: (p.total, p.parts) for m, p in real.items()}
 
 
@@ -94,7 +92,7 @@ def test_attention_by_lengths_costs_as_much_as_that_of_a_single_row(way: str) ->
     """Of a row alone sdpa needs no mask either; CUDA's kernels have the same temporaries."""
     case = replace(PLAIN, rows=1, row_tokens=256, device="cuda", **MODES[way])
     plain, by_lengths = (
-        observe(one, settings_of(one))[0] for one in (case, replace(case, attention="varlen"))
+        observe(one, model_of(one))[0] for one in (case, replace(case, attention="varlen"))
     )  # fmt: skip
     for moment, peak in plain.items():
         assert by_lengths[moment].total == pytest.approx(peak.total, rel=0.02), moment
@@ -112,7 +110,7 @@ def test_few_layers_stand_for_many(family: str, mode: str, layers: int, checkpoi
     kinds = ((["sliding_attention"] * 5 + ["full_attention"]) * 2)[:layers]
     shape = ARCHITECTURES[family] | depth | ({"layer_types": kinds} if family == "gemma3_text" else {})
     case = replace(PLAIN, architecture=shape, gradient_checkpointing=checkpointing, **MODES[mode])
-    most = max(peak.total for peak in observe(case, settings_of(case))[0].values())
+    most = max(peak.total for peak in observe(case, model_of(case))[0].values())
     few = trace(case)["moments"]
     assert max(sum(parts.values()) for parts in few.values()) == pytest.approx(most, rel=0.001)
 
@@ -133,7 +131,7 @@ def test_experts_and_states_are_traced_too(family: str, mode: str) -> None:
     attention = "eager" if family == "mamba2" else "sdpa"
     case = replace(PLAIN, architecture=OTHERS[family], layout="padded", attention=attention, rows=1, **MODES[mode])
     most = max(sum(parts.values()) for parts in trace(case)["moments"].values())
-    whole = max(peak.total for peak in observe(case, settings_of(case))[0].values())
+    whole = max(peak.total for peak in observe(case, model_of(case))[0].values())
     assert most == pytest.approx(whole, rel=0.001)
 
 

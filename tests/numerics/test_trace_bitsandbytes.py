@@ -14,7 +14,7 @@ from sft_play.config.schema import LoraSettings
 from sft_play.model import lora
 from sft_play.model.fused_lora import fuse_adapters
 from sft_play.plan.trace_case import Case
-from sft_play.trace.build import BASE, decoder_layers, dtype_of, settings_of, under_autocast
+from sft_play.trace.build import BASE, decoder_layers, dtype_of, model_of, settings_of, under_autocast
 from sft_play.trace.run import observe
 from sft_play.trace.step import StepTrace, batch_of, real_branches
 from sft_play.trace.tracker import Peak, StorageTracker
@@ -32,7 +32,7 @@ def test_bitsandbytes_holds_what_its_stand_in_does(
     case = replace(
         PLAIN, architecture=ARCHITECTURES["llama"] | WIDE, gradient_checkpointing=checkpointing, **(MODES[quantization] | precision)
     )  # fmt: skip
-    traced, real = (_highest(peaks) for peaks in (observe(case, settings_of(case))[0], _real_step(case, tmp_path)))
+    traced, real = (_highest(peaks) for peaks in (observe(case, model_of(case))[0], _real_step(case, tmp_path)))
     for part in ("frozen", "quant_state", "adapters", "gradients", "optimizer"):
         assert traced.parts[part] == real.parts[part], part
     assert traced.total == pytest.approx(real.total, rel=0.01)
@@ -45,7 +45,7 @@ def _highest(peaks: dict[str, Peak]) -> Peak:
 
 def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
     """Returns the peaks of two steps of a model that transformers and bitsandbytes quantised."""
-    settings = settings_of(case)
+    settings = settings_of(case.architecture)
     dtype = dtype_of(case.weights_dtype)
     AutoModelForCausalLM.from_config(settings, dtype=dtype).save_pretrained(folder)
     if case.quantization == "int8":
@@ -77,7 +77,7 @@ def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
             tracker.hold(tensor, "quant_state")
     for buffer in model.buffers():
         tracker.hold(buffer, "frozen")
-    steps = StepTrace(model, decoder_layers(model, settings.num_hidden_layers), case, tracker)
+    steps = StepTrace(model, decoder_layers(model), case, tracker)
     batch = batch_of(case, "cpu")
     with tracker, real_branches(case):
         steps.run(batch)

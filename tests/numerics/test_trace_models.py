@@ -19,8 +19,9 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import shape_of
 from sft_play.plan.trace_case import case_of, setup_of
-from sft_play.plan.traced import TracedMemory, Tracer
-from sft_play.trace.build import settings_of
+from sft_play.plan.traced import TracedMemory
+from sft_play.plan.tracer import Tracer
+from sft_play.trace.build import model_of
 from sft_play.trace.run import observe, trace
 from tests.conftest import ROOT, Program
 from tests.processor_time import importing, seconds_of
@@ -89,7 +90,7 @@ def test_few_layers_stand_for_all_of_a_real_model(name: str) -> None:
     shape = shape_of(config.model)
     plan = _plan(name)
     case = case_of(config, from_shape(shape), setup_of(plan), plan.ranks[0].micro_batch)
-    whole = max(peak.total for peak in observe(case, settings_of(case))[0].values())
+    whole = max(peak.total for peak in observe(case, model_of(case))[0].values())
     few = max(sum(parts.values()) for parts in trace(case)["moments"].values())
     assert few == pytest.approx(whole, rel=0.001)
 
@@ -99,20 +100,6 @@ def _plan(name: str) -> Plan:
     hardware = parse_hardware({"quickstart": "cpu", "rtx4090_sli": "2xH200"}.get(name, "H200"))
     request = LaunchRequest(command_strategy="auto" if len(hardware.devices) > 1 else "single")
     return plan_for(loaded, hardware, request, source="formula")
-
-
-def test_an_architecture_that_cannot_be_traced_is_planned_by_formula(program: Program, tmp_path: Path) -> None:
-    folder = tmp_path / "strange"
-    folder.mkdir()
-    (folder / "config.json").write_text(
-        '{"model_type": "nobody_knows_it", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}'
-    )
-    words = ["plan", f"MODEL_NAME={folder}", "CONFIG=configs/quickstart.yaml", "SOURCE=trace", "JSON=1"]
-    done = program(*words, env={"SFT_PLAY_CACHE": str(tmp_path)})
-    assert done.code == 0 and done.json["source"] == "formula"
-    assert any(
-        "the trace cannot run this architecture" in reason and "nobody_knows_it" in reason for reason in done.json["reasons"]
-    )
 
 
 def test_a_mistyped_source_is_refused(program: Program) -> None:

@@ -1,0 +1,43 @@
+"""`make plan` of families that the formulas do not know: counted on the model itself and traced, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Program
+from tests.families import tiny_model
+
+PLAN = ("plan", "CONFIG=configs/quickstart.yaml", "HARDWARE=cpu", "MODEL_MAX_SEQ_LEN=64")
+
+
+def test_a_model_as_its_family_saves_it_is_counted_and_traced(program: Program, tmp_path: Path) -> None:
+    """transformers saves nemotron_h without `num_hidden_layers`."""
+    model = tiny_model("nemotron_h", "meta")
+    model.config.save_pretrained(tmp_path)
+    assert "num_hidden_layers" not in json.loads((tmp_path / "config.json").read_text())
+    words, env = (*PLAN, f"MODEL_NAME={tmp_path}", "TUNING_MODE=full", "JSON=1"), {"SFT_PLAY_CACHE": str(tmp_path / "cache")}
+    plan = program(*words, env=env).json
+    assert plan["source"] == "trace"
+    assert (
+        "the formulas do not know `nemotron_h`: parameters and adapters are counted on the model itself, activations are traced"
+        in plan["reasons"]
+    )
+    assert plan["ranks"][0]["memory_bytes"]["trained"] == 4 * sum(p.numel() for p in model.parameters())
+    formula = program(*words, "SOURCE=formula", env=env).json
+    assert formula["ranks"][0]["memory_bytes"]["trained"] == plan["ranks"][0]["memory_bytes"]["trained"]
+    assert formula["source"] == "formula" and any("as if it were a Llama" in reason for reason in formula["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [("nobody_knows_it", "knows no `model_type: nobody_knows_it`"), ("llava", "is not a language model of transformers")],
+)
+def test_a_model_that_is_not_trained_here_is_refused_before_the_data(
+    program: Program, tmp_path: Path, family: str, said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    done = program(*PLAN, f"MODEL_NAME={tmp_path}")
+    assert done.code == 4 and f"error: {tmp_path}/config.json: " in done.err and said in done.err, done.err
