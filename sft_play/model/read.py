@@ -19,9 +19,10 @@ from sft_play.model.folder import code_not_trusted, is_about_trust, refuse_embed
 from sft_play.plan.layouts import WITHOUT_SDPA
 
 TEXT_WITHIN = frozenset({
-    "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",
+    "aya_vision", "cohere2_vision", "exaone4_5", "glm4v", "glm4v_moe", "internvl", "kimi_k25", "lfm2_vl", "llava", "mistral3", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
 })  # fmt: skip
-"""Image and text models whose text part trains like a language model (`tests/numerics/test_families_shape.py`)."""
+"""Image and text models whose text part trains like a language model (`tests/numerics/test_image_text.py`)."""
 
 
 def model_class(settings: Any) -> Any:

@@ -33,7 +33,10 @@ def test_a_model_as_its_family_saves_it_is_counted_and_traced(program: Program, 
 
 @pytest.mark.parametrize(
     ("family", "said"),
-    [("nobody_knows_it", "knows no `model_type: nobody_knows_it`"), ("llava", "is not a language model of transformers")],
+    [
+        ("nobody_knows_it", "knows no `model_type: nobody_knows_it`"),
+        ("paligemma", "`paligemma` is not a language model of transformers"),
+    ],
 )
 def test_a_model_that_is_not_trained_here_is_refused_before_the_data(
     program: Program, tmp_path: Path, family: str, said: str

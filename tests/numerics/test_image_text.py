@@ -1,0 +1,60 @@
+"""Image and text models as language models: their text part computes as it does alone, trains alone, and is read again as it was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft_play.config.schema import ModelConfig
+from sft_play.model import lora
+from sft_play.model.read import TEXT_WITHIN, model_class, read_model
+from tests import families
+
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}}
+PARTIAL_MROPE = {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}
+PARTS: dict[str, tuple[str, str, dict[str, int]]] = {
+    "aya_vision": ("cohere2", "siglip_vision_model", {"image_token_index": 1085}),
+    "cohere2_vision": ("cohere2", "siglip_vision_model", {"image_token_id": 1085}),
+    "exaone4_5": ("exaone4", "exaone4_5_vision", families.IMAGE),
+    "glm4v": ("glm4v_text", "glm4v_vision", families.IMAGE), "glm4v_moe": ("glm4v_moe_text", "glm4v_moe_vision", families.IMAGE),
+    "internvl": ("qwen2", "internvl_vision", {"image_token_id": 1085}), "kimi_k25": ("deepseek_v3", "kimi_k25_vision", {}),
+    "lfm2_vl": ("lfm2", "siglip2_vision_model", {"image_token_id": 1085}),
+    "llava": ("llama", "clip_vision_model", {"image_token_index": 1085}),
+    "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2_5_vl_vision", families.IMAGE), "qwen2_vl": ("qwen2_vl_text", "qwen2_vl_vision", families.IMAGE),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", "qwen3_vl_moe_vision", families.IMAGE),
+    "smolvlm": ("llama", "smolvlm_vision", {"image_token_id": 1085}),
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "glm4v": MROPE, "glm4v_moe": PARTIAL_MROPE, "qwen2_5_vl": MROPE, "qwen2_vl": MROPE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(TEXT_WITHIN))
+def test_the_text_part_trains_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in PARTS:
+        monkeypatch.setitem(families.COMPOSITE, name, PARTS[name])
+    config = families.tiny_config(name, **OWN.get(name, {}))
+    torch.manual_seed(0)
+    model = model_class(config).from_config(config).eval()
+    prefix = lora.free_text_part(model)
+    short, long = torch.randint(5, 1000, (1, 9)), torch.randint(5, 1000, (1, 14))
+    ids, mask = torch.full((2, 14), 3), torch.ones(2, 14, dtype=torch.long)
+    ids[0, :9], ids[1], mask[0, 9:] = short[0], long[0], 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    alone = model(input_ids=short, use_cache=False).logits
+    both = model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=torch.arange(14)
+    ).logits
+    assert float((both[0, :9] - alone[0]).detach().abs().max() / alone.detach().abs().max()) < 2e-6
+    both[mask.bool()].logsumexp(-1).sum().backward()
+    without = {n for n, p in model.named_parameters() if p.grad is None}
+    assert without and not any(
+        n.startswith(f"{prefix}.") and p.grad is None for n, p in model.named_parameters() if "experts" not in n
+    )
+    assert all(n in without for n, p in model.named_parameters() if not p.requires_grad)
+    model.save_pretrained(tmp_path)
+    again = read_model(tmp_path, ModelConfig(name="again"), dtype=torch.float32).eval()
+    assert torch.allclose(again(input_ids=short, use_cache=False).logits, alone, atol=1e-6)
