@@ -239,9 +239,9 @@ def quiet_callbacks(trainer: SftTrainer) -> None:
 
 def add_reporters(trainer: SftTrainer, run: RunFolder, config: Config, console: TextIO | None) -> None:
     """Rank 0 writes metrics and curves and says how far it is, in its log and on the console."""
-    from sft_play.training.aim_tracker import NAME as AIM
+    from sft_play.config.trackers import AIM, trackers
     from sft_play.training.aim_tracker import AimTracker
-    from sft_play.training.arguments import trackers, wants_tensorboard
+    from sft_play.training.arguments import wants_tensorboard
     from sft_play.training.curves import Curves
     from sft_play.training.metrics import MetricsFile
     from sft_play.training.progress import Progress

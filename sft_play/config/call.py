@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 LARGEST_PORT = 65_535
 FOR_MAKE = frozenset({"PYTHON", "VENV"})
 """Variables that make itself uses."""
-STANDS_FOR = {"MODEL": "MODEL_NAME", "DATA": "DATA_TRAIN_PATH", "SEED": "TRAIN_SEED"}
-"""Variables of `eval` and `soak` that elsewhere mean a key."""
+STANDS_FOR = {
+    "MODEL": "MODEL_NAME", "DATA": "DATA_TRAIN_PATH", "SEED": "TRAIN_SEED", "STRATEGY": "LAUNCH_STRATEGY", "RANK": "NODE_RANK",
+}  # fmt: skip
+"""Variables of some commands that elsewhere mean a key or another variable."""
+NUMBERS = frozenset({"NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_PORT"})
+MOST_PER_MACHINE = 8
+"""GPUs of a machine, where only the number of all processes is known."""
 LONG = frozenset({"PROMPT", "SEARCH", "RUNS", "BENCHMARKS", "HARDWARE", "SCALE"})
 """Options that are neither a number, a name nor a single path."""
 TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"})
@@ -125,6 +130,8 @@ def parse_call(arguments: Sequence[str], commands: Mapping[str, CommandRow], env
     options: dict[str, str] = {}
     overrides: dict[str, Override] = {}
     known = frozenset(option for row in commands.values() for option in row.options)
+    if "NODE_RANK" in commands[command].options:
+        given = _placed(given, problems)
     of_run, trusts_code = any(one.name == "RUN" for one in given) and "RUN" in commands[command].options, False
     for one in given:
         key = _key(one)
@@ -135,7 +142,7 @@ def parse_call(arguments: Sequence[str], commands: Mapping[str, CommandRow], env
         elif key == "model.trust_remote_code" and one.text.lower() in TRUE and of_run:
             trusts_code = True  # the run keeps its configuration; what the user says is said of this command
         elif key is None:
-            problems.append(_unknown(one, known, command, commands[command]))
+            problems.append(_unknown(one, known, command, commands))
         elif not commands[command].overrides:
             takers = "it takes " + _listed(commands[command].options) if commands[command].options else "it takes no variables"
             problems.append(UserError(f"`{one.origin}`: `{_shown(command, one)}` takes no configuration keys", hint=takers))
@@ -152,6 +159,28 @@ def parse_call(arguments: Sequence[str], commands: Mapping[str, CommandRow], env
     return Call(
         command=command, options=options, overrides=tuple(overrides.values()), json=as_json in TRUE, trusts_code=trusts_code
     )
+
+
+def _placed(given: list[_Given], problems: list[UserError]) -> list[_Given]:
+    """Takes out `--world-size` and `--rank` where both are given: together they say which machine this is, and that is one problem."""
+    found = {names.plain_word(one.name): one for one in given}
+    numbers = [
+        int(one.text) if one and re.fullmatch("[0-9]{1,6}", one.text) else -1 for one in map(found.get, ("world_size", "rank"))
+    ]
+    world, rank = numbers
+    if not 0 <= rank < world:
+        return given
+    each = max(count for count in range(1, MOST_PER_MACHINE + 1) if world % count == rank % count == 0)
+    machines = world // each
+    here = f"`NUM_NODES={machines} NUM_GPUS={each} NODE_RANK={rank // each}`" if machines > 1 else f"`NUM_GPUS={each}`"
+    problems.append(
+        UserError(
+            f"`{found['world_size'].origin}` and `{found['rank'].origin}` place a process, and here a command starts all processes of a machine",
+            hint=f"{world} processes = {machines} machine{'s' if machines > 1 else ''} x {each}, and rank {rank} is on machine {rank} / {each}"
+            f" = {rank // each}: {here}",
+        )
+    )
+    return [one for one in given if names.plain_word(one.name) not in ("world_size", "rank")]
 
 
 def make_variables(flags: str) -> Iterator[tuple[str, str]]:
@@ -247,12 +276,13 @@ def _option(
     one: _Given, command: str, commands: Mapping[str, CommandRow], options: dict[str, str], problems: list[UserError]
 ) -> None:
     if one.name not in commands[command].options and not _of_cluster(one.name, commands[command]):
-        takers = [name for name, row in commands.items() if one.name in row.options]
-        where = "it is for " + ", ".join(f"`{_prefix(one)}{name}`" for name in takers)
+        where = f"it is for {_takers(one, one.name, commands)}"
         if other := next((name for name in (f"{one.name}S", one.name[:-1]) if name in commands[command].options), None):
             where = f"did you mean `{other}={one.text}`?"
-        elif one.name in STANDS_FOR and commands[command].overrides:
-            where = f"did you mean `{STANDS_FOR[one.name]}={one.text}`?"
+        elif commands[command].overrides and (meant := names.settings(one.name, one.text)):
+            where = _here(meant)
+        elif (better := STANDS_FOR.get(one.name)) and (better in commands[command].options or better in variables()):
+            where = _did_you_mean(one, variables().get(better, better))
         problems.append(UserError(f"`{_shown(command, one)}` takes no `{one.name}`", hint=where))
     elif options.get(one.name, one.text) != one.text:
         problems.append(UserError(f"`{one.name}` is given twice: `{options[one.name]}` and `{one.text}`", hint="give it once"))
@@ -266,7 +296,12 @@ def _option(
         options[one.name] = one.text
 
 
-def _unknown(one: _Given, known: frozenset[str], command: str, row: CommandRow) -> UserError:
+def _takers(one: _Given, option: str, commands: Mapping[str, CommandRow]) -> str:
+    return ", ".join(f"`{_prefix(one)}{name}`" for name, row in commands.items() if option in row.options)
+
+
+def _unknown(one: _Given, known: frozenset[str], command: str, commands: Mapping[str, CommandRow]) -> UserError:
+    row = commands[command]
     if one.name == "MASTER_KEY":
         hint = "export MASTER_KEY=$(openssl rand -hex 32), and the same value on every node"
         return UserError(
@@ -274,14 +309,19 @@ def _unknown(one: _Given, known: frozenset[str], command: str, row: CommandRow) 
         )
     if names.SECRET.fullmatch(one.name):
         return UserError(f"unknown variable `{one.name}`", hint=names.SECRETS_HINT)
+    word = names.plain_word(one.name)
+    if instead := names.INSTEAD.get(word) or names.environment_hint(word, one.text):
+        return UserError(f"unknown variable `{one.name}`", hint=instead)
     if meant := names.settings(one.name, one.text):
-        typed = " ".join(f"{variable_name(key)}={value}" for key, value in meant.items())
-        return UserError(f"unknown variable `{one.name}`", hint=f"here that is `{typed}`")
+        other = next((name for name in meant if name.isupper() and name not in row.options), None)
+        hint = f"here that is `{other}`, for {_takers(one, other, commands)}" if other else _here(meant)
+        return UserError(f"unknown variable `{one.name}`", hint=hint)
     better = names.suggest(one.name, options=known if "RANK" in row.options else known - {"RANK"})  # elsewhere it is `NODE_RANK`
     section = one.name.lower().partition("_")[0].partition(".")[0].lstrip("-")
-    if better:
-        value = one.text if one.text and one.text.isprintable() else "1" if better == "JSON" else "..."
-        hint = f"did you mean `{_prefix(one)}{_as_variable(better)}={value}`?".replace("`make ", "`", 1)
+    if better in known - row.options:
+        hint = f"did you mean `{better}`? It is for {_takers(one, better, commands)}"
+    elif better:
+        hint = _did_you_mean(one, better)
     elif section in sections():
         hint = f"`docs/configuration.md` lists the keys of `{section}`"
     else:
@@ -289,6 +329,22 @@ def _unknown(one: _Given, known: frozenset[str], command: str, row: CommandRow) 
         takes += ["`SECTION_KEY` for each key in `docs/configuration.md`"] if row.overrides else []
         hint = f"`{_shown(command, one)}` takes {', and '.join(takes) or 'no variables'}"
     return UserError(f"unknown variable `{one.name}`", hint=hint)
+
+
+def _here(meant: Mapping[str, str]) -> str:
+    return f"here that is `{' '.join(f'{variable_name(name)}={value}' for name, value in meant.items())}`"
+
+
+def _did_you_mean(one: _Given, better: str) -> str:
+    """Returns the suggestion of a key or an option, with the value that was typed where it can be one of its values."""
+    from sft_play.config.values import expected
+
+    key, value, takes = find_key(better), one.text or ("1" if better == "JSON" else ""), ""
+    if key is not None:
+        takes = expected(key, value)
+    elif not value or not value.isprintable() or (better in NUMBERS and not value.strip().isdecimal()):
+        takes = "a number" if better in NUMBERS else "text"
+    return f"did you mean `{_as_variable(better)}={'...' if takes else value}`?" + (f" It takes {takes}" if takes else "")
 
 
 def _as_variable(name: str) -> str:

@@ -67,9 +67,11 @@ def load_config(path: Path | None, overrides: Iterable[Override] = (), environ: 
         found, path = _read_saved(path)
     elif path is not None:
         read_file(path, found)
-    _read_environment(os.environ if environ is None else environ, found)
+    environ = os.environ if environ is None else environ
+    _read_environment(environ, found)
     _read_overrides(overrides, found)
     _note_other_data(found)
+    _note_unread(environ, found)
     return _finish(found, path)
 
 
@@ -242,6 +244,16 @@ def _read_environment(environ: Mapping[str, str], found: Values) -> None:
         found.notices.append(f"no library reads `{OLD_TIMEOUT}`, and `launch.timeout_seconds` is given: {origin}")
 
 
+def _note_unread(environ: Mapping[str, str], found: Values) -> None:
+    """Says which variables of the environment look like settings and are none, where nothing else was typed for them."""
+    typed = {key for key, value in found.values.items() if value.layer >= found.layer - 1}
+    for name in sorted(environ):
+        if (key := names.ambient_key(name)) and key not in typed:
+            found.notices.append(f"`{name}` of the environment is not read; `SFT_{variable_name(key)}` would be")
+        elif name.lower() in names.OF_ENVIRONMENT and name not in names.OF_ENVIRONMENT.values():
+            found.notices.append(f"`{name}` of the environment is not read; `{names.OF_ENVIRONMENT[name.lower()]}` would be")
+
+
 def _unknown_variable(name: str) -> UserError | None:
     bare = name.removeprefix("SFT_")
     prefix = bare.partition("_")[0].lower()
@@ -276,6 +288,7 @@ def _finish(found: Values, path: Path | None) -> LoadedConfig:
     from sft_play.config.rules import check_rules
 
     interpolate(found)
+    found.settle_batch()
     values: dict[str, Any] = {}
     for key, value in found.values.items():
         known = find_key(key)
@@ -320,7 +333,11 @@ def _as_error(mismatch: Mismatch, value: Value, path: Path | None) -> UserError:
     place = value.origin
     if path is not None and mismatch.node.line and ":" in place and not value.literal:
         place = f"{place.rpartition(':')[0]}:{mismatch.node.line}"
-    hint = metrics_hint(mismatch.node.value) if mismatch.key == "eval.metrics" else None
+    hint = (
+        metrics_hint(mismatch.node.value)
+        if mismatch.key == "eval.metrics"
+        else names.INSTEAD.get(str(mismatch.node.value).lower())
+    )
     return UserError(f"`{mismatch.key}` {mismatch.problem}", place=place, hint=hint or mismatch.hint)
 
 

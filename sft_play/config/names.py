@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
-from sft_play.config.keys import extra_keys, find_key, schema_keys, sections, variable_name
+from sft_play.config.keys import extra_keys, find_key, schema_keys, sections, variable_name, variables
 from sft_play.config.options import VARIABLES
 from sft_play.config.ranges import REFUSED
 from sft_play.errors import HUB_LOGIN, TOKEN
@@ -84,7 +84,8 @@ ALIASES: Mapping[str, str] = {
     "evaluation_strategy": "train.eval_strategy", "use_gradient_checkpointing": "train.gradient_checkpointing",
     "activation_checkpointing": "train.gradient_checkpointing", "max_new_tokens": "train.generation_max_new_tokens",
     "num_beams": "train.generation_num_beams", "num_workers": "train.dataloader_num_workers",
-    "pin_memory": "train.dataloader_pin_memory", "mixed_precision": "train.bf16",
+    "pin_memory": "train.dataloader_pin_memory", "mixed_precision": "train.bf16", "save_interval": "train.save_steps",
+    "save_every": "train.save_steps", "log_interval": "train.logging_steps",
     # Axolotl
     "base_model": "model.name", "base_model_config": "model.name", "adapter": "tuning.mode", "sequence_len": "model.max_seq_len",
     "datasets": "data.train_path", "dataset": "data.train_path", "test_datasets": "data.validation", "val_set_size": "data.validation",
@@ -102,7 +103,8 @@ ALIASES: Mapping[str, str] = {
     "nproc_per_node": "NUM_GPUS", "nproc": "NUM_GPUS", "rank": "NODE_RANK", "node_rank": "NODE_RANK", "machine_rank": "NODE_RANK",
     "local_rank": "NODE_RANK", "nnodes": "NUM_NODES", "num_machines": "NUM_NODES", "nodes": "NUM_NODES",
     "master_address": "MASTER_ADDR", "main_process_ip": "MASTER_ADDR", "main_process_port": "MASTER_PORT",
-    "output_dir": "RUN_NAME", "run": "RUN", "name": "RUN_NAME", "experiment_name": "RUN_NAME", "config_file": "CONFIG", "cfg": "CONFIG",
+    "rdzv_id": "RUN_NAME", "job_name": "RUN_NAME", "ntasks_per_node": "NUM_GPUS", "gpus_per_node": "NUM_GPUS",
+    "run": "RUN", "name": "RUN_NAME", "experiment_name": "RUN_NAME", "config_file": "CONFIG", "cfg": "CONFIG",
     "deepspeed": "DEEPSPEED_CONFIG", "deepspeed_config_file": "DEEPSPEED_CONFIG", "checkpoint_path": "CHECKPOINT",
     "resume_from_checkpoint": "RUN",
 }  # fmt: skip
@@ -123,15 +125,36 @@ IN_SECTION: Mapping[str, str] = {
 
 NF4, INT8 = ({"tuning.mode": "qlora", "tuning.quantization": kind} for kind in ("nf4", "int8"))
 LORA = {"tuning.mode": "lora"}
+BACKENDS = {name: {"launch.backend": name.replace("mpi", "auto")} for name in ("nccl", "gloo", "mpi")}
 SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "load_in_4bit": {"true": NF4, "false": LORA}, "load_in_8bit": {"true": INT8, "false": LORA},
     "quantization_bit": {"4": NF4, "8": INT8},
     "use_qlora": {"true": NF4}, "use_lora": {"true": LORA}, "use_peft": {"true": LORA},
     "use_flash_attention_2": {"true": {"model.attn_implementation": "flash_attention_2"}},
     "flash_attention": {"true": {"model.attn_implementation": "flash_attention_2"}},
-    "mixed_precision": {"bf16": {"train.bf16": "true"}, "fp16": {"train.fp16": "true"}},
+    "mixed_precision": {"bf16": {"train.bf16": "true"}, "fp16": {"train.fp16": "true"}, "false": {"train.bf16": "false"}},
+    "backend": BACKENDS, "distributed_backend": BACKENDS, "dist_backend": BACKENDS,
+    "no_nccl": {"true": {"launch.backend": "gloo"}},
 }  # fmt: skip
-"""Settings elsewhere whose value is another one here: name -> value -> key -> value here."""
+"""Settings elsewhere whose value is another one here: name -> value -> key or variable -> value here."""
+ENDPOINT = re.compile(r"(?P<host>[^:]+|\[[^]]+\])(:(?P<port>\d+))?")
+GRES = re.compile(r"(gres/)?gpu(:[\w.-]+)??(:(?P<count>\d+))?", re.IGNORECASE)
+SPLIT = "no layer is split between GPUs here; `LAUNCH_STRATEGY=fsdp2` shares out the weights"
+INSTEAD: Mapping[str, str] = {
+    "tensor_parallel": SPLIT, "tensor_parallel_size": SPLIT, "sequence_parallel": SPLIT, "sequence_parallel_size": SPLIT,
+    "pipeline": SPLIT, "pipeline_parallel": SPLIT, "pipeline_parallel_size": SPLIT,
+    "rdzv_backend": "machines meet at `MASTER_ADDR`: leave it out", "standalone": "one machine is the default: leave it out",
+}  # fmt: skip
+"""Names and values elsewhere that nothing here stands for -> what there is."""
+OF_ENVIRONMENT: Mapping[str, str] = {"output_dir": "RUNS_DIR", "runs_dir": "RUNS_DIR", "sft_play_cache": "SFT_PLAY_CACHE"}
+"""Names of what only the environment says -> its name there."""
+OF_CONTAINERS: tuple[str, ...] = (
+    "EPOCHS", "NUM_EPOCHS", "NUM_TRAIN_EPOCHS", "MAX_STEPS", "BATCH_SIZE", "PER_DEVICE_TRAIN_BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS",
+    "LEARNING_RATE", "LR", "MAX_SEQ_LENGTH", "MODEL_ID", "MODEL_NAME_OR_PATH", "BASE_MODEL", "DATASET_NAME", "LORA_R",
+)  # fmt: skip
+"""What training images take from a pod's environment, beside names that are ours without `SFT_`."""
+OF_LAUNCHES = ("slurm.", "kubernetes.")
+"""Sections whose variables (`KUBERNETES_PORT`) a scheduler itself sets."""
 
 
 def suggest(name: str, section: str = "", options: Iterable[str] = VARIABLES) -> str | None:
@@ -164,9 +187,32 @@ def suggest(name: str, section: str = "", options: Iterable[str] = VARIABLES) ->
     return _names().get(flat) or _leaves().get(flat) or _leaves().get(rest) or _by_likeness(flat, rest, section, known)
 
 
+def plain_word(name: str) -> str:
+    """Returns the last part of a key, flag or variable as tables have it: `--rdzv-endpoint` is `rdzv_endpoint`, `SLURM_GRES` is `gres`."""
+    flat = name.strip().lstrip("-").replace("-", "_").lower().rpartition(".")[2]
+    return flat.removeprefix(_section_of(flat).replace(".", "_") + "_")
+
+
+def environment_hint(word: str, text: str) -> str | None:
+    """Returns what to type for what only the environment says, such as where the runs are."""
+    name = OF_ENVIRONMENT.get(word)
+    named = "; in it RUN_NAME= names a run" if word == "output_dir" else ""
+    return f"`export {name}={text}` moves all {'runs' if name == 'RUNS_DIR' else 'caches'}{named}" if name else None
+
+
+def ambient_key(name: str) -> str | None:
+    """Returns the key that a variable of the environment without `SFT_` seems to mean."""
+    key = variables().get(name) or (suggest(name) if name in OF_CONTAINERS else None)
+    return key if key and find_key(key) and not key.startswith(OF_LAUNCHES) else None
+
+
 def settings(name: str, text: str) -> Mapping[str, str]:
-    """Returns what `name: text` of another tool is here, key -> value; empty where the value stays as it is or is not known."""
-    word = name.strip().lstrip("-").replace("-", "_").lower().rpartition(".")[2]
+    """Returns what `name: text` of another tool is here, key or variable -> value; empty where the value stays as it is or is not known."""
+    word = plain_word(name)
+    if word == "rdzv_endpoint" and (found := ENDPOINT.fullmatch(text.strip())):
+        return {"MASTER_ADDR": found["host"]} | ({"MASTER_PORT": found["port"]} if found["port"] else {})
+    if word == "gres" and (found := GRES.fullmatch(text.strip())):
+        return {"NUM_GPUS": found["count"] or "1"}
     value = {"1": "true", "yes": "true", "": "true", "0": "false", "no": "false"}.get(text.strip().lower(), text.strip().lower())
     return SETTINGS.get(word, {}).get(value, {})
 

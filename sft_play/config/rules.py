@@ -14,6 +14,7 @@ from sft_play.config import (
     slurm_rules,
     source_rules,
     task_rules,
+    trackers,
 )
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
@@ -120,4 +121,5 @@ def _warmup(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
 RULES: tuple[Rule, ...] = (
     _names, _precision, _data, _evaluation, _launch, _warmup, *elastic_rules.RULES, *kubernetes_rules.RULES, *metric_rules.RULES,
     *network_rules.RULES, *path_rules.RULES, *security_rules.RULES, *slurm_rules.RULES, *source_rules.RULES, *task_rules.RULES,
+    *trackers.RULES,
 )  # fmt: skip

@@ -174,7 +174,8 @@ class TrainConfig:
     grad_accum: int | Auto = "auto"
     """Micro-steps per optimizer step; `auto` is what reaches the global batch."""
     global_batch_size: int | Auto = "auto"
-    """Rows per optimizer step over all devices. `auto` is 32, or the product where batch and accumulation are both given."""
+    """Rows per optimizer step over all devices. `auto` is the product where batch and accumulation are both given, else 32, or what a given
+    batch makes at once where that is more."""
     packing: Literal["auto", "off", "on"] = "auto"
     """Put the rows of each global batch into as few sequences of `model.max_seq_len` tokens as fit, without attention between rows; the
     update stays the same. `auto` is on where it saves more than 10 % of the micro-steps. `true` and `false` are `on` and `off`."""

@@ -142,6 +142,9 @@ def _unknown_key(key: str, place: str, node: Node, *, look: bool = True) -> User
         return UserError("YAML 1.2 has no merge key `<<`", place=place, hint="`extends:` takes the keys of another file")
     if names.SECRET.fullmatch(leaf):
         return UserError(f"unknown key `{key}`", place=place, hint=names.SECRETS_HINT)
+    word = names.plain_word(leaf)
+    if hint := names.INSTEAD.get(word) or names.environment_hint(word, shown(node)):
+        return UserError(f"unknown key `{key}`", place=place, hint=hint)
     if meant := names.settings(leaf, node.text if node.text is not None else str(node.value)):
         return UserError(f"unknown key `{key}`", place=place, hint=f"here that is {_listed(meant)}")
     inner = next((one for one in sections() if not section and one.endswith(f".{leaf.removesuffix('_config')}")), None)
@@ -157,4 +160,4 @@ def _unknown_key(key: str, place: str, node: Node, *, look: bool = True) -> User
 
 
 def _listed(meant: Mapping[str, str]) -> str:
-    return " and ".join(f"`{key}: {value}`" for key, value in meant.items())
+    return " and ".join(f"`{key}={value}`, typed" if key.isupper() else f"`{key}: {value}`" for key, value in meant.items())

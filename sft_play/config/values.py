@@ -9,7 +9,7 @@ from typing import Any, get_origin
 
 from sft_play.config import names
 from sft_play.config.keys import REQUIRED, Key, find_key, schema_keys
-from sft_play.config.types import allows_null, options, shown, takes_text
+from sft_play.config.types import INVALID, allows_null, convert, describe, options, shown, takes_text
 from sft_play.config.yaml_source import Node, parse_yaml, resolve_scalar, wrap
 from sft_play.errors import UserError
 
@@ -17,6 +17,7 @@ REFERENCE = re.compile(r"\$\{([\w.\[\]]+)\}")
 MOST_RESOLVED = 2**20
 """Characters that one value may have after its interpolations: `${a}${a}` doubles at each step."""
 
+GLOBAL_BATCH = "train.global_batch_size"
 RIVALS: Mapping[str, str] = {
     "data.train_path": "data.sources",
     "data.sources": "data.train_path",
@@ -70,6 +71,18 @@ class Values:
             self.problems.append(UserError(f"`{key}` is given twice, also in {before.origin}", place=origin, hint="give it once"))
         self.values[key] = Value(node, origin, literal, self.layer)
 
+    def settle_batch(self) -> None:
+        """Lets two numbers of a step outrank an earlier layer's global batch: what is typed outranks a file (contract B2)."""
+        numbers = [self.values.get(key) for key in ("train.batch_size", "train.grad_accum", GLOBAL_BATCH)]
+        micro, steps, rows = (value if value and value.node.value != "auto" else None for value in numbers)
+        if not (micro and steps and rows) or rows.layer >= min(micro.layer, steps.layer):
+            return
+        del self.values[GLOBAL_BATCH]
+        self.notices.append(
+            f"the rows of a step are {shown(micro.node)} x {shown(steps.node)} x the number of devices, by `{micro.origin}` and `{steps.origin}`: "
+            f"they outrank `{GLOBAL_BATCH}` {shown(rows.node)} of {rows.origin}"
+        )
+
     def put_text(self, key: str, text: str, origin: str) -> None:
         """Sets a key from text that was typed: the key's type says what it means."""
         known = find_key(key)
@@ -97,6 +110,16 @@ def node_of_text(text: str, key: Key) -> Node:
     if value is None or isinstance(value, str):
         value = text if str in parts else text.strip()
     return Node(value, text=text)
+
+
+def expected(key: Key, text: str) -> str:
+    """Returns what a key takes in words where `text` is none of its values; nothing where it is."""
+    try:
+        node = as_meant(key.name, node_of_text(text, key))
+    except UserError:
+        return describe(key.annotation, key.limits)
+    wrong = not text or not text.isprintable() or convert(node, key.annotation, key.limits, key.name, []) is INVALID
+    return describe(key.annotation, key.limits) if wrong else ""
 
 
 ALSO_TAKEN: Mapping[str, str] = {"train.packing": "boolean", "tuning.lora.target_modules": "string"}

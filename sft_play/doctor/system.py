@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sft_play.doctor.finding import Check, Context, Finding
-from sft_play.runs.folder import cache_folder, runs_folder
+from sft_play.runs.folder import accelerate_default, cache_folder, runs_folder
 
 GIB = 2**30
 LAUNCHER_VARIABLES = re.compile(
@@ -146,13 +146,12 @@ def variables(_: Context) -> Iterator[Finding]:
             text=f"OMP_NUM_THREADS={threads}, but there are {cores} cores: threads wait for each other",
             remedy="unset OMP_NUM_THREADS; the launcher shares the cores out",
         )
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    if (default := home / "accelerate" / "default_config.yaml").is_file():
+    if default := accelerate_default():
         yield Finding(
             id="accelerate-default-config",
             severity="note",
-            text=f"`{default}` exists; runs do not use it, each has its own accelerate.yaml",
-            remedy=f"to use it: make train-distributed ACCELERATE_CONFIG={default}",
+            text=f"`{default}` exists; runs read it where it asks for several machines or a strategy, and nothing typed says otherwise",
+            remedy=f"to use it always: ACCELERATE_CONFIG={default}; never: ACCELERATE_CONFIG=none",
         )
 
 

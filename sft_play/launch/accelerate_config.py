@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.yaml_source import Node, read_yaml
+from sft_play.config.yaml_source import Node, read_plain_yaml, read_yaml
 from sft_play.errors import UserError, raise_all
 from sft_play.launch.deepspeed_json import UserDeepSpeed, examine_user_json
 from sft_play.launch.json_with_comments import JsonDocument
 
 NoneType = type(None)
+NO_FILE = "none"
+"""`ACCELERATE_CONFIG=none`: not even accelerate's default file is read."""
+NO_DEFAULT_FILE = f"ACCELERATE_CONFIG={NO_FILE}"
+"""For commands that a scheduler or another machine starts: their plan knows nothing of such a file there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +75,18 @@ AGREE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "tpu_zone": (lambda v: v is None, "TPUs are not supported"),
 }
 """Keys that may stand in the file with one meaning only: test, and the reason why another value is refused."""
+
+
+def machines_and_strategy(path: Path) -> tuple[int, str]:
+    """Returns the machines that a file names, and its strategy where that is not plain data parallelism; 1 and nothing of no such file."""
+    try:
+        settings = read_plain_yaml(path)
+    except UserError:
+        return 1, ""
+    if not isinstance(settings, dict):
+        return 1, ""
+    machines, kind = settings.get("num_machines"), str(settings.get("distributed_type", "NO"))
+    return machines if isinstance(machines, int) else 1, "" if STRATEGIES.get(kind) in ("single", "ddp") else kind
 
 
 def read_accelerate_config(path: Path) -> AccelerateChoices:

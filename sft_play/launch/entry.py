@@ -24,6 +24,7 @@ from types import FrameType
 
 from sft_play.errors import HardwareError, RetryableError, UserError
 from sft_play.launch import tries
+from sft_play.launch.accelerate_config import NO_FILE
 from sft_play.launch.run_folder import ended_by_signals
 
 TRAINING = frozenset({
@@ -107,6 +108,8 @@ def normalised(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
         added["NUM_GPUS"] = str(place.gpus)
     if words[0] in TRAINING and typed.get("RUN_NAME"):
         added["LAUNCH_AUTO_RESUME"] = "true"
+    if words[0] in TRAINING:
+        added["ACCELERATE_CONFIG"] = NO_FILE
     return [*words, *(f"{name}={text}" for name, text in added.items() if name not in typed)]
 
 

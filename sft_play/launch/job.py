@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
-from sft_play.errors import HardwareError, UserError
+from sft_play.config.trackers import missing
+from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch import recovery
 from sft_play.launch.agreement import NodeFacts
 from sft_play.launch.deepspeed_resolve import checked_plan
@@ -17,8 +18,9 @@ from sft_play.launch.meeting import Meeting
 from sft_play.launch.network import address_towards, free_port, loopback_interface, require_free_port
 from sft_play.launch.options import LaunchOptions
 from sft_play.plan.calibration import load_calibration, of_all_nodes
+from sft_play.plan.command import for_preset
 from sft_play.plan.detect import detect
-from sft_play.plan.fit import Memory
+from sft_play.plan.fit import DoesNotFitError, Memory
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.plan import Plan
@@ -63,7 +65,10 @@ class Job:
         source = parse_source(self.call.options.get("SOURCE"), "auto")
         if not prepared and not (self.shape.counted and source == "auto"):
             source = "formula"
-        return planned(make, config, self.shape, prepared, source)
+        try:
+            return planned(make, config, self.shape, prepared, source)
+        except DoesNotFitError as error:
+            raise for_preset(self.loaded, self.hardware, error) from None
 
     def world_size(self, before: Plan) -> int:
         """Returns the processes of all nodes; `before` is the last plan of a run that is resumed."""
@@ -101,6 +106,7 @@ def refuse_early(job: Job) -> None:
 
     Torch is asked here whether it can use the GPUs of the plan: before a run folder is made.
     """
+    raise_all(missing(job.loaded.config))
     try:
         plan = checked_plan(job.options, job.loaded.config, job.shape, lambda: job.plan(None))
     except HardwareError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,10 +10,18 @@ from typing import Any, Literal
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
+from sft_play.config.trackers import missing
 from sft_play.errors import UserError
-from sft_play.launch.accelerate_config import AccelerateChoices, read_accelerate_config
+from sft_play.launch.accelerate_config import (
+    NO_DEFAULT_FILE,
+    NO_FILE,
+    AccelerateChoices,
+    machines_and_strategy,
+    read_accelerate_config,
+)
 from sft_play.launch.deepspeed_json import BATCH_KEYS, UserDeepSpeed, examine_user_json
 from sft_play.plan.request import LaunchRequest
+from sft_play.runs.folder import accelerate_default
 
 CommandStrategy = Literal["single", "ddp", "zero", "fsdp2", "auto"]
 
@@ -28,6 +37,8 @@ class LaunchOptions:
     deepspeed: UserDeepSpeed | None = None
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     """FSDP settings of a user's accelerate config that differ from ours."""
+    accelerate_config: Path | None = None
+    """The accelerate config that was read."""
     notices: tuple[str, ...] = ()
 
 
@@ -38,9 +49,8 @@ def read_options(
 
     A `rehearsal` starts nothing, so several nodes need neither address nor rank nor name.
     """
-    choices = AccelerateChoices()
-    if path := call.options.get("ACCELERATE_CONFIG"):
-        choices = read_accelerate_config(Path(path))
+    path = _accelerate_config(call, loaded, command)
+    choices = read_accelerate_config(path) if path else AccelerateChoices()
     loaded = _with_choices(loaded, choices)
     deepspeed = _deepspeed(call, choices, loaded, command)
     if deepspeed:
@@ -72,11 +82,37 @@ def read_options(
         run_name=call.options.get("RUN_NAME"),
         deepspeed=deepspeed,
         fsdp=choices.fsdp,
-        notices=choices.notices,
+        accelerate_config=path,
+        notices=(*choices.notices, *(f"{one.message}: {one.hint}" for one in missing(loaded.config) if rehearsal)),
     )
     if not rehearsal:
         _check(options, command, node_rank_given=node_rank is not None)
     return options, loaded
+
+
+WITHOUT_DEFAULT = frozenset({"slurm", "kubernetes", "quickstart"})
+"""Commands that do not look at accelerate's default file: it is of this machine, and none of theirs."""
+
+
+def _accelerate_config(call: Call, loaded: LoadedConfig, command: CommandStrategy) -> Path | None:
+    """Returns the accelerate config to read: the one that was named, else accelerate's default file where it asks for what nothing typed
+    contradicts, several machines or a strategy (contract C4). Says what becomes of that one, before anything is refused because of it.
+    """
+    if named := call.options.get("ACCELERATE_CONFIG"):
+        return None if named == NO_FILE else Path(named)
+    path = accelerate_default()
+    if path is None or call.command in WITHOUT_DEFAULT or {"HARDWARE", "RUN"} & call.options.keys():
+        return None
+    machines, strategy = machines_and_strategy(path)
+    asks = [f"{machines} machines"] if machines > 1 and "NUM_NODES" not in call.options else []
+    if strategy and command == "auto" and "DEEPSPEED_CONFIG" not in call.options and not loaded.typed("launch.strategy"):
+        asks.append(f"`{strategy}`")
+    if not asks or command == "single":
+        print(f"note: accelerate's default file is not read; to use it: ACCELERATE_CONFIG={path}", file=sys.stderr)
+        return None
+    left_out = f"{NO_DEFAULT_FILE} leaves it out"
+    print(f"note: accelerate's default file `{path}` asks for {' and '.join(asks)}, so it is read; {left_out}", file=sys.stderr)
+    return path
 
 
 COMMAND_FOR = {

@@ -76,7 +76,7 @@ def _rehearse(call: Call) -> int:
     if counts:
         print(f"\n{show_scale(rows, hardware, request, plan.speed_basis)}")
     if not hardware.described:
-        print(f"\n  to run it: {_command(call, plan, loaded)}")
+        print(f"\n  to run it: {_command(call, plan, loaded, options)}")
     return 0
 
 
@@ -136,14 +136,16 @@ def _prepared(call: Call) -> Prepared | None:
     return Prepared.load(run.prepared) if run.prepared.is_file() else None
 
 
-def _command(call: Call, plan: Plan, loaded: LoadedConfig) -> str:
+def _command(call: Call, plan: Plan, loaded: LoadedConfig, launch: LaunchOptions) -> str:
     """Returns the command that would train by this plan."""
     target = {"single": "train", "ddp": "train-distributed", "fsdp2": "train-fsdp"}.get(plan.strategy, "train-deepspeed")
     if plan.strategy.startswith("zero") and loaded.config.launch.strategy == "auto" and "DEEPSPEED_CONFIG" not in call.options:
-        target = "train-distributed" if "ACCELERATE_CONFIG" in call.options else target
+        target = "train-distributed" if launch.accelerate_config else target
     options = [
         f"{name}={call.options[name]}"
         for name in ("CONFIG", "NUM_GPUS", "NUM_NODES", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG")
         if call.options.get(name)
     ]
+    if launch.accelerate_config and "ACCELERATE_CONFIG" not in call.options:
+        options.append(f"ACCELERATE_CONFIG={launch.accelerate_config}")
     return shlex.join(["make", target, *options, *(o.origin.removeprefix("make ") for o in call.overrides)])

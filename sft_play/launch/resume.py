@@ -24,7 +24,7 @@ from sft_play.launch.recovery import remedies_so_far, without_batch_numbers
 from sft_play.launch.restarts import nothing_to_go_on_from
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.verdict import Outcome
-from sft_play.plan.batch import global_rows
+from sft_play.plan.batch import count, global_rows, rows_each
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scratch import label
@@ -227,20 +227,31 @@ def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -
     """Returns the configuration with the run's own global batch, and a note where a number that was given no longer makes it.
 
     `train.batch_size` and `train.grad_accum` both given make the global batch, times the number of processes (`world`): where that, or one
-    of them, is another now, the other is computed anew. Both typed now, or a typed global batch, stay for the stamp to judge.
+    of them, is another now, the other is computed anew, and so is a micro-batch that is too large for so many processes. Both typed now, or
+    a typed global batch, stay for the stamp to judge.
     """
     train, typed, wanted = loaded.config.train, {o.key for o in call.overrides}, before.global_batch_size
     changes: dict[str, Any] = {"global_batch_size": wanted}
     note = None
     given = "train.global_batch_size" in typed or {"train.batch_size", "train.grad_accum"} <= typed
-    if given or global_rows(train, world) == wanted:
+    micro = 0 if train.batch_size == "auto" or "train.batch_size" in typed else train.batch_size
+    too_large = micro > rows_each(wanted, world)
+    if given or (global_rows(train, world) == wanted and not too_large):
         return loaded, None
-    if train.batch_size != "auto" and train.grad_accum != "auto":
+    if too_large:
+        changes |= {
+            key: "auto" for key in ("batch_size", "grad_accum") if f"train.{key}" not in typed and getattr(train, key) != "auto"
+        }
+        note = (
+            f"note: the run's global batch stays {wanted} rows; `train.batch_size` {micro} x {count(world, 'process')} would be {micro * world}"
+            " at once, so `train.batch_size` is computed anew"
+        )
+    elif train.batch_size != "auto" and train.grad_accum != "auto":
         free = "batch_size" if "train.grad_accum" in typed else "grad_accum"
         changes[free] = "auto"
         note = (
             f"note: the run's global batch stays {wanted} rows; `train.batch_size` {train.batch_size} x `train.grad_accum` {train.grad_accum}"
-            f" x {world} process{'es' if world > 1 else ''} would be {train.batch_size * train.grad_accum * world}, so `train.{free}` is"
+            f" x {count(world, 'process')} would be {train.batch_size * train.grad_accum * world}, so `train.{free}` is"
             " computed anew"
         )
     elif train.global_batch_size != "auto":

@@ -6,6 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sft_play.config.schema import Config
     from sft_play.plan.hardware import Hardware
 
 UNSLOTH_HINT = (
@@ -49,6 +50,11 @@ def conflict_for(backend: str, mode: str, quantization: str, strategy: str) -> s
             "their scales by that (`'Parameter' object has no attribute 'CB'`). Use `tuning.quantization: nf4`, or `ddp`"
         )
     return None
+
+
+def may_quantise(config: Config) -> bool:
+    """Whether `TUNING_MODE=qlora` would change something, and be taken: random weights are trained whole."""
+    return config.tuning.mode != "qlora" and config.model.init != "random"
 
 
 def layout_for(backend: str) -> str | None:

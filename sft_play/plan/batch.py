@@ -35,16 +35,15 @@ class Batch:
 def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: str = "device") -> Batch:
     """Returns the batch for ranks whose memory holds `fitting` rows each. Raises `UserError` with the arithmetic.
 
-    `most` is the largest micro-batch that gains speed; only an explicit wish goes beyond it. The global batch never depends on
-    the number of ranks, unless batch and accumulation are both given and it is not.
+    `most` is the largest micro-batch that gains speed; only an explicit wish goes beyond it. The global batch depends on the number of
+    ranks only where it is not given, and a micro-batch is: together with an accumulation, or with more rows at once than the default.
     """
     units = count(len(fitting), unit)
     given, accumulation = train.batch_size, train.grad_accum
     if given != "auto" and accumulation != "auto":
         return _both(train, given, accumulation, len(fitting), unit)
-    wanted = DEFAULT_GLOBAL_BATCH if train.global_batch_size == "auto" else train.global_batch_size
-    source = "the default" if train.global_batch_size == "auto" else "as configured"
-    reasons = [f"global batch {wanted} rows per optimizer step ({source}), on any number of {plural(unit)}"]
+    wanted = global_rows(train, len(fitting))
+    reasons = [_whole(train, wanted, len(fitting), unit)]
     if accumulation != "auto":
         if accumulation > wanted:
             raise UserError(
@@ -78,7 +77,45 @@ def global_rows(train: TrainConfig, world: int) -> int:
     """Returns the rows of an optimizer step, as `choose_batch` settles them."""
     if train.batch_size != "auto" and train.grad_accum != "auto":
         return train.batch_size * train.grad_accum * world
-    return DEFAULT_GLOBAL_BATCH if train.global_batch_size == "auto" else train.global_batch_size
+    if train.global_batch_size != "auto":
+        return train.global_batch_size
+    return DEFAULT_GLOBAL_BATCH if train.batch_size == "auto" else max(DEFAULT_GLOBAL_BATCH, train.batch_size * world)
+
+
+def rows_each(wanted: int, world: int) -> int:
+    """Returns the largest micro-batch of which `world` ranks need no smaller one for a step of `wanted` rows."""
+    return math.ceil(wanted / world)
+
+
+def said_aloud(train: TrainConfig, world: int, unit: str = "device") -> str:
+    """Returns how many rows a typed micro-batch makes of a global batch that nobody gave; empty where it stays the default."""
+    rows = global_rows(train, world)
+    if train.batch_size == "auto" or train.global_batch_size != "auto":
+        return ""
+    if train.grad_accum != "auto":
+        product = (
+            f"global batch {rows} = {train.batch_size} per {unit} x {train.grad_accum} accumulation x {count(world, unit)}: "
+        )
+        return product + f"batch and accumulation are both given, so it differs with the number of {plural(unit)}"
+    if rows == DEFAULT_GLOBAL_BATCH:
+        return ""
+    return f"global batch {rows} = {train.batch_size} per {unit} x {count(world, unit)}: more at once than the default of {DEFAULT_GLOBAL_BATCH}"
+
+
+def _whole(train: TrainConfig, wanted: int, world: int, unit: str) -> str:
+    """Returns where the rows of a step come from. Raises `UserError` for a micro-batch of which a smaller one makes the same step."""
+    if raised := said_aloud(train, world, unit):
+        return raised
+    if train.global_batch_size == "auto":
+        return f"global batch {wanted} rows per optimizer step (the default), on any number of {plural(unit)}"
+    if train.batch_size != "auto" and train.batch_size > rows_each(wanted, world):
+        at_once = train.batch_size * world
+        raise UserError(
+            f"{train.batch_size} per {unit} x {count(world, unit)} = {at_once} rows at once, but `train.global_batch_size` is {wanted}: "
+            f"{at_once - wanted} of them would stay empty",
+            hint=f"TRAIN_BATCH_SIZE={rows_each(wanted, world)} at most, or TRAIN_GLOBAL_BATCH_SIZE={at_once}",
+        )
+    return f"global batch {wanted} rows per optimizer step (as configured), on any number of {plural(unit)}"
 
 
 def halved(batch: Batch, halvings: int, unit: str = "device") -> Batch:
@@ -138,11 +175,7 @@ def _both(train: TrainConfig, micro: int, accumulation: int, world: int, unit: s
             f"{arithmetic} rows per optimizer step, but `train.global_batch_size` is {train.global_batch_size}",
             hint="leave one of TRAIN_BATCH_SIZE, TRAIN_GRAD_ACCUM and TRAIN_GLOBAL_BATCH_SIZE to `auto`",
         )
-    if train.global_batch_size == "auto":
-        reason = f"global batch {product} = {micro} per {unit} x {accumulation} accumulation x {count(world, unit)}: "
-        reason += f"batch and accumulation are both given, so it differs with the number of {plural(unit)}"
-    else:
-        reason = f"global batch {arithmetic}, as configured"
+    reason = said_aloud(train, world, unit) or f"global batch {arithmetic}, as configured"
     return Batch(micro_batches=(micro,) * world, accumulation=accumulation, global_batch=product, reasons=(reason,))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sft_play.config.load import LoadedConfig
+from sft_play.config.sources import PRESETS
 from sft_play.plan.calibration import load_calibration
 from sft_play.plan.detect import detect
-from sft_play.plan.fit import Memory
+from sft_play.plan.fit import DoesNotFitError, Memory
 from sft_play.plan.hardware import Hardware, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.plan import Plan
@@ -20,11 +22,27 @@ from sft_play.runs.prepared_index import lookup
 if TYPE_CHECKING:
     from sft_play.config.call import Call
 
+MADE_FOR = {
+    "run_bnb": "24GB", "run_unsloth": "24GB", "rtx4090_sli": "2xRTX4090", "a100_pair": "2xA100", "h100_pair": "2xH100",
+    "h200_pair": "2xH200", "h200_quad": "4xH200", "l40s_single": "L40S", "l40s_pair": "2xL40S", "home_lan": "12GB+8GB+8GB@1Gbit",
+    "home_lan_13b": "12GB+8GB+8GB@1Gbit",
+}  # fmt: skip
+"""Preset -> the hardware that it is for."""
+
 
 def hardware_of(call: Call) -> Hardware:
     """Returns the hardware that `HARDWARE` describes, else this machine's. Raises `HardwareError`."""
     described = call.options.get("HARDWARE")
     return parse_hardware(described) if described else detect()
+
+
+def for_preset(loaded: LoadedConfig, hardware: Hardware, error: DoesNotFitError) -> DoesNotFitError:
+    """Returns the refusal of a plan for this machine with the hardware that its preset, or the one that its file extends, is for."""
+    files = {Path(origin.rpartition(":")[0]) for origin in loaded.origins.values()}
+    name = next((file.stem for file in sorted(files) if file.stem in MADE_FOR and file.resolve().parent == PRESETS), None)
+    if hardware.described or name is None:
+        return error
+    return error.with_remedies(notes=(f"the preset `{name}` is for HARDWARE={MADE_FOR[name]}, which `make plan` plans for",))
 
 
 def plan_for(
@@ -39,7 +57,10 @@ def plan_for(
             config, loaded.typed, hardware, shape, launch=request, prepared=known, calibration=calibration, memory=memory
         )  # fmt: skip
 
-    return planned(make, config, shape, known, source)
+    try:
+        return planned(make, config, shape, known, source)
+    except DoesNotFitError as error:
+        raise for_preset(loaded, hardware, error) from None
 
 
 def needs_several(loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest) -> bool:

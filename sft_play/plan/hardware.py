@@ -88,7 +88,8 @@ class Hardware:
     """Why a GPU of this machine does nothing."""
 
 
-PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+)")
+PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+?)(?:\s*[x*]\s*(\d{1,2}))?")
+"""`2x24GB`, `4090`, `A100 x 2`."""
 MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|G)", re.IGNORECASE)
 NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(G|M)bit(?:/s)?", re.IGNORECASE)
 
@@ -124,7 +125,7 @@ def network_speed(text: str, place: str, named: str = "`HARDWARE` names the netw
 
 def _devices(part: str, text: str) -> list[Device]:
     match = PART.fullmatch(part)
-    count = int(match.group(1) or 1) if match else 0
+    count = int(match.group(1) or match.group(3) or 1) if match and not (match.group(1) and match.group(3)) else 0
     name = match.group(2).strip() if match else ""
     if not 1 <= count <= 4096:
         raise _nonsense(part, text)

@@ -10,7 +10,7 @@ from typing import Any, cast
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan import choices, network, nodes, strategies
-from sft_play.plan.batch import Batch, count, halve, halved
+from sft_play.plan.batch import Batch, count, halve, halved, said_aloud
 from sft_play.plan.calibration import Calibration
 from sft_play.plan.fastest import Rows, choose_rows, comparable, with_layout
 from sft_play.plan.fit import DoesNotFitError, Fit, Memory, Remedy, wanted_rows
@@ -32,7 +32,7 @@ from sft_play.plan.rank_plans import (
     uneven,
     waiting,
 )  # fmt: skip
-from sft_play.plan.remedies import Case, remedies, with_remedies
+from sft_play.plan.remedies import Case, Override, planned, remedies, with_remedies
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.rows import label_share, row_tokens, rows_data, step_count
 from sft_play.plan.scratch import label
@@ -122,7 +122,7 @@ def _decide(case: Case) -> Plan:
     if isinstance(settled, Plan):
         return settled
     setup, fitting = settled
-    _check_loading(config, shape, setup, hardware, start.ranks.local)
+    _check_loading(case, setup, start.ranks.local)
     fitting = tuple(max(1, rows) for rows in fitting)
     division = _divided(case, fit, start, setup, fitting, reasons)
     batch, setup = division.batch, division.setup
@@ -136,7 +136,7 @@ def _decide(case: Case) -> Plan:
         reasons.append(
             f"loader: {count(workers, 'process')} per rank, which make batches while the {'GPU' if kind == 'cuda' else 'rank'} computes"
         )
-    lacking = _on_the_host(config, shape, setup, hardware, start.ranks.local, reasons)
+    lacking = _on_the_host(case, setup, start.ranks.local, reasons)
     steps, per_epoch = step_count(config, case.prepared, batch.global_batch, reasons)
     speed = _speed(case, devices, division)
     uneven(case, fit, start, division, ranks, costs, speed, reasons)
@@ -154,6 +154,7 @@ def _decide(case: Case) -> Plan:
         reasons=tuple(reasons), remedies=tuple(lacking), tokens_per_second=speed.tokens_per_second, expandable_segments=setup.expandable_segments,
         communication_share=speed.communication_share, seconds_per_step=per_step, total_seconds=total,
         exchanges=exchanges(case, setup, speed), communication_seconds=speed.communication_seconds, mfu=speed.mfu, speed_basis=speed.basis,
+        notices=tuple(filter(None, [said_aloud(config.train, len(devices), start.unit)])),
         epoch_seconds=per_step * per_epoch if per_step and per_epoch else None, energy_kwh=energy_kwh(devices, total),
     )  # fmt: skip
 
@@ -251,18 +252,30 @@ def _margin(setup: Setup) -> list[str]:
     return [kept, EXPANDABLE if setup.expandable_segments else NATIVE] if setup.device == "cuda" else [kept]
 
 
-def _on_the_host(
-    config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, processes: int, reasons: list[str]
-) -> list[str]:
+def _on_the_host(case: Case, setup: Setup, processes: int, reasons: list[str]) -> list[str]:
     """Says what DeepSpeed keeps in the machine's memory, and returns what to do when that is too small for it."""
-    need = processes * host_bytes(config, shape, setup)
+    need, hardware = processes * host_bytes(case.config, case.shape, setup), case.hardware
     if not need:
         return []
     reasons.append(f"offloaded to this machine's memory: {need / GIB:.1f} GiB for {count(processes, 'process')}")
     if not hardware.ram_known or need <= hardware.ram_bytes:
         return []
     reasons.append(f"that is more than it has ({hardware.ram_bytes / GIB:.1f} GiB)")
-    return ["TUNING_MODE=lora", "a machine with more memory"]
+    return [*_loaded_with_less(case)[:1], "a machine with more memory"]
+
+
+def _loaded_with_less(case: Case) -> list[str]:
+    """Returns what to type, adapters first, where the machine's memory is too small for all weights; each is planned."""
+    adapters = replace(case.config, tuning=replace(case.config.tuning, mode="lora"))
+    shards = replace(case.config, launch=replace(case.config.launch, strategy="zero3"))
+    request = replace(case.launch, command_strategy="zero", zero_stage=None)
+    options = [Override(text="TUNING_MODE=lora", config=adapters, launch=case.launch, keys=frozenset({"tuning.mode"}))]
+    options *= case.config.tuning.mode != "lora"
+    if case.launch.command_strategy != "zero":
+        text = "make train-deepspeed LAUNCH_STRATEGY=zero3"
+        options.append(Override(text=text, config=shards, launch=request, keys=frozenset({"launch.strategy"})))
+    found = ((option.text, planned(case, _decide, option)) for option in options)
+    return [text for text, plan in found if isinstance(plan, Plan) and not plan.remedies]
 
 
 def _reduced(config: Config, shape: ModelShape, setup: Setup, micro_steps: int) -> list[str]:
@@ -275,15 +288,16 @@ def _reduced(config: Config, shape: ModelShape, setup: Setup, micro_steps: int) 
     ]
 
 
-def _check_loading(config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, processes: int) -> None:
+def _check_loading(case: Case, setup: Setup, processes: int) -> None:
     """Raises `HardwareError` where the processes of this machine need more of its memory to load than it has."""
-    need = loading_host_bytes(config, shape, setup, processes)
+    config, hardware = case.config, case.hardware
+    need = loading_host_bytes(config, case.shape, setup, processes)
     if hardware.ram_known and need > hardware.ram_bytes:
         raise HardwareError(
             f"`{label(config.model)}` cannot be loaded under {setup.strategy}: each of {count(processes, 'process')} holds all weights "
             f"{'in fp32' if config.tuning.mode == 'full' else 'quantised'} before they are shared out, {need / GIB:.1f} GiB of this machine's "
             f"memory, which has {hardware.ram_bytes / GIB:.1f} GiB",
-            hint="TUNING_MODE=lora, whose frozen weights stay in the mapped file; or make train-deepspeed LAUNCH_STRATEGY=zero3",
+            hint="; or ".join(_loaded_with_less(case)) or "a machine with more memory",
         )
 
 

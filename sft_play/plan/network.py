@@ -13,6 +13,7 @@ from typing import Any
 from sft_play.config.network_rules import network_keys
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
+from sft_play.plan.backends import may_quantise
 from sft_play.plan.exchange import GATHERING, communication_seconds, compressed_bytes, gathering_seconds, local_bytes
 from sft_play.plan.fit import Fit
 from sft_play.plan.hardware import Hardware
@@ -128,7 +129,7 @@ def check_gathering(
     if computing_seconds is None or waits <= MOST_GATHERING * (waits + computing_seconds):
         return
     share = waits / (waits + computing_seconds)
-    smaller = "" if config.tuning.mode == "qlora" else "TUNING_MODE=qlora, "
+    smaller = "TUNING_MODE=qlora, " if may_quantise(config) else ""
     raise UserError(
         f"{setup.strategy} over a network of {rate_in_words(speed)} would wait for weights {share:.0%} of each step: "
         f"{gathering_arithmetic(fit, setup, hardware)}, {figure(waits)} s in the {accumulation} of a step",

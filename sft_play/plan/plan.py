@@ -121,6 +121,8 @@ class Plan:
     """What was changed because memory ran out, oldest first (`launch.recovery.Recovery`)."""
     reasons: tuple[str, ...]
     remedies: tuple[str, ...]
+    notices: tuple[str, ...] = ()
+    """Reasons that may surprise, shown with every plan."""
 
     @property
     def ranks_by_node(self) -> tuple[int, ...]:
@@ -155,6 +157,7 @@ class Plan:
                 "node_ranks": tuple(value.get("node_ranks", ())),
                 "reasons": tuple(value["reasons"]),
                 "remedies": tuple(value["remedies"]),
+                "notices": tuple(value.get("notices", ())),
                 "recoveries": tuple(value.get("recoveries", ())),
                 "exchanges": tuple(value.get("exchanges", ())),
             }

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
+from sft_play.plan.batch import rows_each
 from sft_play.plan.calibration import Calibration
 from sft_play.plan.fit import SHORTEST_ROW, DoesNotFitError, Memory, Remedy
 from sft_play.plan.hardware import GIB, HEADROOM, Hardware
@@ -97,16 +99,26 @@ def remedies(case: Case, decide: Callable[[Case], Plan], setup: Setup, rows: int
     return tuple(found[:MOST_REMEDIES])
 
 
-def _tried(case: Case, decide: Callable[[Case], Plan], override: Override, setup: Setup, rows: int, before: int) -> Remedy | None:
-    """Returns what an override comes to; `None` where it is refused for another reason, or needs no less."""
-    changed = case.changed(override)
+def planned(case: Case, decide: Callable[[Case], Plan], override: Override) -> Plan | DoesNotFitError | None:
+    """Returns the plan with an override, or how far it is from fitting; `None` where the override is refused when it is typed."""
+    if {one.message for one in check_rules(override.config, {})} - {one.message for one in check_rules(case.config, {})}:
+        return None
     try:
-        plan = decide(changed)
+        return decide(case.changed(override))
     except DoesNotFitError as error:
-        need, capacity, other, fits = sum(error.parts.values()), error.capacity_bytes, error.setup, False
-        rows = error.micro_batch
+        return error
     except UserError:
         return None
+
+
+def _tried(case: Case, decide: Callable[[Case], Plan], override: Override, setup: Setup, rows: int, before: int) -> Remedy | None:
+    """Returns what an override comes to; `None` where it is refused for another reason, or needs no less."""
+    plan, changed = planned(case, decide, override), case.changed(override)
+    if plan is None:
+        return None
+    if isinstance(plan, DoesNotFitError):
+        need, capacity, other, fits = sum(plan.parts.values()), plan.capacity_bytes, plan.setup, False
+        rows = plan.micro_batch
     else:
         tightest = max(plan.ranks, key=lambda rank: rank.peak_bytes - rank.capacity_bytes)
         need, capacity, other = tightest.peak_bytes, tightest.capacity_bytes, setup_of(plan)
@@ -125,7 +137,7 @@ def _tried(case: Case, decide: Callable[[Case], Plan], override: Override, setup
 
 def _overrides(config: Config, launch: LaunchRequest, setup: Setup, rows: int) -> list[list[Override]]:
     """Returns everything that could be changed; each as a list of what to try in turn."""
-    pinned, whole = _pinned(config, rows), replace(launch, halvings=0)
+    pinned, whole = _pinned(config, rows, setup.world_size), replace(launch, halvings=0)
     halved = launch if pinned is config else whole
     found: list[list[Override]] = []
 
@@ -165,11 +177,14 @@ def _overrides(config: Config, launch: LaunchRequest, setup: Setup, rows: int) -
     return found
 
 
-def _pinned(config: Config, rows: int) -> Config:
+def _pinned(config: Config, rows: int, world: int) -> Config:
     """Returns the configuration with the micro-batch whose memory is compared, where nothing that was typed decides it."""
     if config.train.batch_size != "auto" or config.train.grad_accum != "auto":
         return config
-    return replace(config, train=replace(config.train, batch_size=rows))
+    train, written = replace(config.train, batch_size=rows), config.train.global_batch_size
+    if written != "auto" and rows > rows_each(written, world):  # of unequal ranks the largest micro-batch is not for all
+        train = replace(train, global_batch_size=rows * world)
+    return replace(config, train=train)
 
 
 def _other_strategies(config: Config, launch: LaunchRequest, setup: Setup) -> list[tuple[str, str, LaunchRequest]]:

@@ -35,6 +35,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
         where = f"{plan.world_size} processes of {first.device_name}"
     lines = [f"plan: {plan.strategy} on {where}, {plan.precision}, by {plan.source}"]
     lines.append(f"  batch    {_batch(plan, _span(rank.micro_batch for rank in plan.ranks))}")
+    lines += [f"  note     {notice}" for notice in plan.notices]
     lines.append(f"  steps    {_steps(plan)}")
     tightest = max(plan.ranks, key=lambda rank: rank.peak_bytes / max(1, rank.capacity_bytes))
     lines.append(

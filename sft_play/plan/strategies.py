@@ -15,7 +15,7 @@ from dataclasses import replace
 from sft_play.config.network_rules import network_keys
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.backends import conflict_for, missing_for
+from sft_play.plan.backends import conflict_for, may_quantise, missing_for
 from sft_play.plan.choices import showing
 from sft_play.plan.exchange import GATHERING, gathering_passes, gathering_seconds
 from sft_play.plan.fit import DoesNotFitError, Fit, wanted_rows
@@ -238,7 +238,7 @@ def forced_over_slow_network(fit: Fit, hardware: Hardware, launch: LaunchRequest
     if setup.strategy not in GATHERING or network is None:
         return []
     who = "`launch.strategy`" if fit.config.launch.strategy != "auto" else "the command"
-    smaller = "" if fit.config.tuning.mode == "qlora" else "TUNING_MODE=qlora, "
+    smaller = "TUNING_MODE=qlora, " if may_quantise(fit.config) else ""
     return [
         f"SLOW: {who} forces {setup.strategy} over {network}: {gathering_arithmetic(fit, setup, hardware)}. "
         f"Replicas (`ddp`) would send gradients alone: {smaller}shorter rows or a smaller model make them fit"
@@ -283,7 +283,7 @@ def _replica(fit: Fit, setup: Setup, room: list[int], fitting: tuple[int, ...]) 
 
 def _quantised(fit: Fit, setup: Setup) -> int | None:
     """Returns what a replica would need over a quantised base; `None` where the base is quantised, or this is no GPU."""
-    if fit.config.tuning.mode == "qlora" or setup.device != "cuda":
+    if not may_quantise(fit.config) or setup.device != "cuda":
         return None
     config = replace(fit.config, tuning=replace(fit.config.tuning, mode="qlora"))
     frozen = "bfloat16" if setup.precision == "bf16" else "float16"

@@ -21,6 +21,13 @@ def run_path(name: str) -> Path | None:
     return next((path for path in [*candidates, Path(name)] if (path / "config.json").is_file()), None)
 
 
+def accelerate_default() -> Path | None:
+    """Returns the file that `accelerate config` writes where no other is named; `None` where there is none."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    path = Path(os.environ.get("HF_HOME") or Path(caches, "huggingface"), "accelerate", "default_config.yaml").expanduser()
+    return path if path.is_file() else None
+
+
 def cache_folder() -> Path:
     """Returns the folder of what can be made again: `$SFT_PLAY_CACHE`, or `~/.cache/sft_play`."""
     return Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play")

@@ -5,28 +5,16 @@ Aim's own callback keeps all environment variables, tokens among them, and begin
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import Any
 
 from transformers import TrainerCallback
 
-from sft_play.errors import HardwareError
 from sft_play.files import read_json, write_text
 from sft_play.runs.folder import RunFolder
 
-NAME = "aim"
 HASH = ".aim-run"
 """File in the run's folder with the name that Aim gave its run, so that a resumed one goes on in it."""
-
-
-def require_aim() -> None:
-    """Raises `HardwareError` where Aim is not installed."""
-    if importlib.util.find_spec("aim") is None:
-        raise HardwareError(
-            "`train.report_to` names `aim`, which is not installed",
-            hint=".venv/bin/python -m pip install aim==3.29.1 (it takes older versions of filelock and python-dateutil)",
-        )
 
 
 class AimTracker(TrainerCallback):

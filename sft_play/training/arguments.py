@@ -9,17 +9,13 @@ from transformers import TrainingArguments, get_scheduler
 
 from sft_play.config.metrics import higher_is_better
 from sft_play.config.schema import Config
+from sft_play.config.trackers import AIM, OWN, trackers
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.choices import loader_workers
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
-from sft_play.training.aim_tracker import NAME as AIM
-from sft_play.training.aim_tracker import require_aim
 from sft_play.training.balance import turns_of
 from sft_play.training.world import uses_cpu_flag
-
-OWN_TRACKER = "tensorboard"
-"""Written by `training.curves`, with values that transformers' callback does not have."""
 
 
 def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> TrainingArguments:
@@ -113,20 +109,11 @@ def _evaluation(config: Config, has_validation: bool) -> str:
     return wanted
 
 
-def trackers(config: Config) -> list[str]:
-    """Returns the trackers that are named."""
-    wanted = config.train.extra.get("report_to", OWN_TRACKER)
-    return [wanted] if isinstance(wanted, str) else list(wanted or [])
-
-
 def _served(config: Config) -> list[str]:
-    """Returns the trackers that transformers serves; TensorBoard and Aim are ours. Raises `HardwareError` without Aim."""
-    if AIM in trackers(config):
-        require_aim()
-    return [name for name in trackers(config) if name not in (OWN_TRACKER, AIM, "none")]
+    """Returns the trackers that transformers serves: `training.curves` has values that its TensorBoard callback does not have."""
+    return [name for name in trackers(config) if name not in (OWN, AIM, "none")]
 
 
 def wants_tensorboard(config: Config) -> bool:
     """Whether curves are written: yes, unless `train.report_to` names other trackers only."""
-    wanted: Any = config.train.extra.get("report_to", OWN_TRACKER)
-    return wanted is not None and (wanted in (OWN_TRACKER, "all") or OWN_TRACKER in wanted)
+    return bool({OWN, "all"} & set(trackers(config)))

@@ -102,7 +102,8 @@ def test_the_global_batch_is_the_quoted_one_and_fits_exactly_where_the_comment_s
     comment = " ".join(line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     loaded = load_config(path, typed(batch_size=micro, grad_accum=accumulation), {})
     rows = micro * accumulation * len(hardware.devices)
-    assert loaded.config.train.global_batch_size == rows
+    assert load_config(path, (), {}).config.train.global_batch_size == rows
+    assert loaded.config.train.global_batch_size == "auto"  # two typed numbers outrank it
     assert str(rows) in comment and ("fit" in comment or row.fits)
     if row.fits:
         planned(name, row.hardware, batch_size=micro, grad_accum=accumulation)

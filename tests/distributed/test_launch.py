@@ -327,3 +327,35 @@ def test_a_full_disk_is_refused_before_the_workers_start(launcher: Launcher) -> 
     assert outcome.returncode == 3, outcome.stderr
     assert "GiB free, but this run needs" in outcome.stderr
     assert "demo-20" not in outcome.stderr.splitlines()[-1]  # the run's folder is gone again
+
+
+ACCELERATE = "compute_environment: LOCAL_MACHINE\ndebug: false\nmachine_rank: 0\nmixed_precision: 'no'\nrdzv_backend: static\nuse_cpu: true\n"
+
+
+def default_file(launcher: Launcher, text: str) -> Path:
+    """Writes accelerate's default file where this launcher's commands look for it."""
+    path = launcher.folder / "hf" / "accelerate" / "default_config.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(ACCELERATE + text)
+    launcher.environment["HF_HOME"] = str(launcher.folder / "hf")
+    return path
+
+
+def test_training_follows_accelerates_default_file_where_it_asks_for_a_strategy(launcher: Launcher) -> None:
+    default_file(launcher, "distributed_type: FSDP\nnum_machines: 1\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
+    outcome = launcher("train-distributed", f"CONFIG={launcher.config}", "RUN_NAME=sharded", "TRAIN_MAX_STEPS=1")
+    assert outcome.returncode == 0, outcome.stderr
+    assert "asks for `FSDP`, so it is read; ACCELERATE_CONFIG=none leaves it out" in outcome.stderr
+    plan = json.loads((launcher.runs / "sharded" / "plan.json").read_text())
+    assert (plan["strategy"], plan["world_size"]) == ("fsdp2", 2)
+
+
+@pytest.mark.long
+def test_training_follows_the_accelerate_config_that_is_named(launcher: Launcher) -> None:
+    named = launcher.folder / "mine.yaml"
+    named.write_text(ACCELERATE + "distributed_type: MULTI_CPU\nnum_machines: 1\nnum_processes: 2\n")
+    words = (f"CONFIG={launcher.config}", f"ACCELERATE_CONFIG={named}", "RUN_NAME=mine", "TRAIN_MAX_STEPS=1")
+    outcome = launcher("train-distributed", *words)
+    assert outcome.returncode == 0, outcome.stderr
+    plan = json.loads((launcher.runs / "mine" / "plan.json").read_text())
+    assert (plan["strategy"], plan["world_size"]) == ("ddp", 2)

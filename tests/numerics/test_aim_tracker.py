@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +9,8 @@ from typing import Any
 
 import pytest
 
-from sft_play.errors import HardwareError
 from sft_play.runs.folder import RunFolder
-from sft_play.training.aim_tracker import HASH, AimTracker, require_aim
-
-
-@pytest.mark.skipif(importlib.util.find_spec("aim") is not None, reason="Aim is installed")
-def test_without_aim_it_is_said_how_to_get_it() -> None:
-    with pytest.raises(HardwareError, match="names `aim`, which is not installed") as found:
-        require_aim()
-    assert found.value.hint is not None and "pip install aim==" in found.value.hint
+from sft_play.training.aim_tracker import HASH, AimTracker
 
 
 def test_a_resumed_run_goes_on_in_its_own_and_holds_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

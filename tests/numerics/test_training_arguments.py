@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from sft_play.config.trackers import PACKAGES
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -68,6 +69,12 @@ def test_evaluation_follows_the_validation_rows(tmp_path: Path) -> None:
 def test_tensorboard_is_written_unless_others_are_named(report_to: Any, wanted: bool) -> None:
     extra = {} if report_to is None else {"report_to": report_to}
     assert wants_tensorboard(Config(model=ModelConfig(name="m"), train=TrainConfig(extra=extra))) is wanted
+
+
+def test_trackers_are_those_of_transformers_and_ours() -> None:
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    assert set(PACKAGES) == {*INTEGRATION_TO_CALLBACK, "aim"}
 
 
 @pytest.mark.parametrize(

@@ -62,14 +62,14 @@ def added(words: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
          "one pod", "nobody"],
 )  # fmt: skip
 def test_each_scheduler_becomes_our_own_words(environ: dict[str, str], words: tuple[str, ...], expected: dict[str, str]) -> None:
-    assert added(words, environ) == expected | {"LAUNCH_AUTO_RESUME": "true"}
+    assert added(words, environ) == expected | {"LAUNCH_AUTO_RESUME": "true", "ACCELERATE_CONFIG": "none"}
 
 
 def test_what_is_no_training_stays_as_it_is() -> None:
     for words in (["plan", "CONFIG=x"], ["help"], []):
         assert normalised(words, PYTORCHJOB) == words
     assert added(("resume", "RUN=demo"), PYTORCHJOB).get("LAUNCH_AUTO_RESUME") is None
-    assert added(("train", "CONFIG=x"), {}) == {}, "without RUN_NAME there is nothing to go on with"
+    assert added(("train", "CONFIG=x"), {}) == {"ACCELERATE_CONFIG": "none"}, "without RUN_NAME there is nothing to go on with"
 
 
 def test_the_masters_own_localhost_becomes_an_address_that_others_see() -> None:

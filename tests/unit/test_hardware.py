@@ -115,6 +115,11 @@ def test_names_from_the_catalogue() -> None:
     four = parse_hardware("4xH200")
     assert [d.name for d in four.devices] == ["H200"] * 4
     assert four.devices[0].peak_flops == 989e12 and four.devices[0].bf16 and four.devices[0].fp8
+    for text, names in {
+        "2x4090": ["RTX4090"] * 2, "4090": ["RTX4090"], "2x4090+3090": ["RTX4090", "RTX4090", "RTX3090"], "RTX 4090": ["RTX4090"],
+        "2 x A100 80GB": ["A100"] * 2, "A100x2": ["A100"] * 2, "3090 ti": ["RTX3090Ti"],
+    }.items():  # fmt: skip
+        assert [device.name for device in parse_hardware(text).devices] == names
     pair = parse_hardware("2x RTX 4090")
     assert pair.devices[0].name == "RTX4090" and pair.devices[0].compute_capability == (8, 9)
     mixed = parse_hardware("RTX5070TiLaptop+8GB")

@@ -46,6 +46,7 @@ def test_one_explicit_value_is_kept_and_the_other_computed() -> None:
     for world in (1, 2, 3, 8):
         kept = choose_batch(train(batch_size=4), (100,) * world, 64)
         assert set(kept.micro_batches) == {4} and kept.global_batch == 32
+        assert kept.reasons[0].endswith("(the default), on any number of devices")
         other = choose_batch(train(grad_accum=2), (100,) * world, 4)
         assert other.accumulation == 2 and other.global_batch == 32
         assert sum(other.micro_batches) * 2 >= 32  # beyond what gains speed, since it was asked for
@@ -58,6 +59,18 @@ def test_two_explicit_values_give_their_product_with_the_world() -> None:
         assert "differs with the number of devices" in batch.reasons[0]
     agreeing = choose_batch(train(batch_size=2, grad_accum=3, global_batch_size=12), (4, 4), 64)
     assert agreeing.reasons == ("global batch 2 per device x 3 accumulation x 2 devices = 12, as configured",)
+
+
+def test_more_rows_at_once_than_the_default_raise_the_global_batch_aloud() -> None:
+    batch = choose_batch(train(batch_size=32), (64,) * 4, 64)
+    assert (batch.micro_batches, batch.accumulation, batch.global_batch) == ((32,) * 4, 1, 128)
+    assert batch.reasons[0] == "global batch 128 = 32 per device x 4 devices: more at once than the default of 32"
+    with pytest.raises(UserError) as error:
+        choose_batch(train(batch_size=32, global_batch_size=64), (64,) * 4, 64)
+    assert "32 per device x 4 devices = 128 rows at once, but `train.global_batch_size` is 64: 64" in error.value.message
+    assert error.value.hint == "TRAIN_BATCH_SIZE=16 at most, or TRAIN_GLOBAL_BATCH_SIZE=128"
+    uneven = choose_batch(train(batch_size=3, global_batch_size=8), (64,) * 3, 64)  # no smaller one makes the same step
+    assert uneven.reasons[-1].endswith("1 of the 9 slots stay empty")
 
 
 def test_contradictions_show_the_arithmetic() -> None:
@@ -97,7 +110,7 @@ def test_the_global_batch_is_reached_on_any_world(fitting: tuple[int, ...], want
 @given(room=st.integers(1, 64), world=st.integers(1, 16), given_micro=st.integers(1, 64))
 def test_the_global_batch_does_not_depend_on_the_world(room: int, world: int, given_micro: int) -> None:
     assert choose_batch(train(), (room,) * world, 64).global_batch == choose_batch(train(), (room,), 64).global_batch == 32
-    assert choose_batch(train(batch_size=given_micro), (room,) * world, 64).global_batch == 32
+    assert choose_batch(train(batch_size=given_micro), (room,) * world, 64).global_batch == max(32, given_micro * world)
 
 
 # What fits, exactly.

@@ -9,6 +9,8 @@ import pytest
 
 from sft_play.__main__ import COMMANDS
 from sft_play.config.call import parse_call
+from sft_play.errors import UserError
+from sft_play.launch.options import read_options
 from sft_play.plan.fit import DoesNotFitError, Remedy
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.make import make_plan
@@ -76,6 +78,51 @@ def test_a_remedy_gives_what_it_promises(name: str) -> None:
         if not any(word.startswith(("TRAIN_BATCH_SIZE", "TRAIN_GRAD_ACCUM")) for word in words):
             words.append("TRAIN_BATCH_SIZE=1")  # the memory that is said is of the rows that did not fit
         assert outcome(config, hardware, words, request) == (remedy.fits, remedy.need_bytes), remedy.override
+
+
+COMMANDS_OF = {"train": "single", "train-distributed": "auto", "train-deepspeed": "zero", "train-fsdp": "fsdp2"}
+
+
+def typed_plan(command: str, words: list[str], hardware: str) -> Plan:
+    """Returns the plan of a command line, read as training reads it."""
+    call = parse_call([command, *words], COMMANDS)
+    options, loaded = read_options(call, call.load_config(), COMMANDS_OF[command], rehearsal=True)  # type: ignore[arg-type]
+    shape = shape_of(loaded.config.model)
+    return make_plan(loaded.config, loaded.typed, parse_hardware(hardware), shape, launch=options.request, prepared=None)
+
+
+@pytest.mark.parametrize("hardware", ["8GB", "2x6GB"])
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+def test_every_remedy_of_every_preset_is_taken_when_it_is_typed(preset: str, mode: str, hardware: str) -> None:
+    command = "train-distributed"
+    words = [f"CONFIG={preset}", f"TUNING_MODE={mode}"]
+    try:
+        typed_plan(command, words, hardware)
+    except DoesNotFitError as error:
+        found = error.remedies
+    except UserError:
+        return  # refused for another reason, as random weights and adapters are
+    else:
+        return
+    for remedy in found:
+        parts = remedy.override.split()
+        other, more = (parts[1], parts[2:]) if parts[0] == "make" else (command, parts)
+        names = {word.partition("=")[0] for word in more}
+        try:
+            typed_plan(other, [word for word in words if word.partition("=")[0] not in names] + more, hardware)
+        except DoesNotFitError:
+            assert not remedy.fits, remedy.override
+        else:
+            assert remedy.fits, remedy.override
+
+
+def test_random_weights_are_offered_no_adapters() -> None:
+    words = ["CONFIG=from_scratch", "MODEL_HIDDEN_SIZE=4096", "MODEL_ATTENTION_HEADS=32", "MODEL_LAYERS=32"]
+    for hardware in ("24GB", "2x24GB@1Gbit"):
+        with pytest.raises(DoesNotFitError) as error:
+            typed_plan("train-distributed", words, hardware)
+        assert error.value.remedies and "TUNING_MODE" not in error.value.render()
 
 
 def refused(*arguments: Any) -> dict[str, Remedy]:

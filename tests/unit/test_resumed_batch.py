@@ -34,6 +34,9 @@ def loaded(folder: Path, *typed: str, **train: object) -> tuple[LoadedConfig, Ca
         (("grad_accum=auto",), {"batch_size": 2, "grad_accum": 2}, 1, (2, "auto", 8)),
         (("batch_size=1", "grad_accum=1"), {"batch_size": 2, "grad_accum": 2}, 2, (1, 1, "auto")),
         ((), {"batch_size": 2, "global_batch_size": 8}, 3, (2, "auto", 8)),
+        ((), {"batch_size": 4, "global_batch_size": 8}, 4, ("auto", "auto", 8)),
+        ((), {"batch_size": 4, "grad_accum": 1}, 4, ("auto", "auto", 8)),
+        (("grad_accum=1",), {"batch_size": 4, "grad_accum": 2}, 4, ("auto", 1, 8)),
     ],
 )
 def test_the_global_batch_stays(
@@ -43,7 +46,7 @@ def test_the_global_batch_stays(
     found, note = with_its_batch(config, call, replace(simple_plan(), global_batch_size=8), world)
     now = found.config.train
     assert (now.batch_size, now.grad_accum, now.global_batch_size) == expected
-    changed = "auto" in expected[:2] and config.config.train.batch_size != "auto" != config.config.train.grad_accum
+    changed = (now.batch_size, now.grad_accum) != (config.config.train.batch_size, config.config.train.grad_accum)
     assert bool(note) == changed
     if note:
         assert "stays 8 rows" in note and "is computed anew" in note

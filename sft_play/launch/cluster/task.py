@@ -21,6 +21,7 @@ from sft_play.config.keys import variable_name
 from sft_play.config.load import LoadedConfig, override_config
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.files import text_sha256, typed_path
+from sft_play.launch.accelerate_config import NO_DEFAULT_FILE
 from sft_play.launch.cluster.board import plan_of
 from sft_play.launch.cluster.facts import Facts, forwarded, require_master_here, shared_variables
 from sft_play.launch.cluster.ssh import is_here
@@ -220,6 +221,7 @@ def node_words(
             "train-deepspeed" if json_file else "train-distributed",
             f"CONFIG={folder}/config.json",
             f"RUN_NAME={task.run.name}",
+            NO_DEFAULT_FILE,
         ]
         words += [f"DEEPSPEED_CONFIG={folder}/deepspeed.json"] if json_file else []
         network = task.inventory.network if len(hosts) > 1 and task.loaded.config.launch.network is None else None

@@ -18,6 +18,7 @@ from sft_play.config.load import save_config
 from sft_play.config.names import mask
 from sft_play.errors import HUB_LOGIN, HardwareError, UserError
 from sft_play.files import typed_path, write_json, write_text
+from sft_play.launch.accelerate_config import NO_DEFAULT_FILE
 from sft_play.launch.ahead import Ahead, planned_ahead
 from sft_play.launch.kept import first_launch
 from sft_play.launch.run_folder import choose_name, has_started
@@ -78,7 +79,15 @@ def main(call: Call) -> int:
 
 def job_of(call: Call, ahead: Ahead, name: str, files: Files) -> tuple[BatchJob, list[str]]:
     """Returns the job, and the names of variables that were left out of it because their values look like secrets."""
-    words = [sys.executable, "-m", "sft_play", _target(ahead, name), f"CONFIG={files.config}", f"NUM_GPUS={ahead.processes}"]
+    words = [
+        sys.executable,
+        "-m",
+        "sft_play",
+        _target(ahead, name),
+        f"CONFIG={files.config}",
+        f"NUM_GPUS={ahead.processes}",
+        NO_DEFAULT_FILE,
+    ]
     if call.options.get("DEEPSPEED_CONFIG"):
         words.append(f"DEEPSPEED_CONFIG={files.deepspeed}")
     environment, withheld = _environment(os.environ)

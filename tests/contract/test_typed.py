@@ -1,0 +1,221 @@
+"""What people type from the guides that they know: taken, or refused with words that are accepted when they are typed as shown."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from sft_play.__main__ import COMMANDS
+from sft_play.config.call import Call, parse_call
+from sft_play.config.load import load_config
+from sft_play.config.names import ALIASES, IN_SECTION, INSTEAD, SETTINGS
+from sft_play.errors import UserError
+from sft_play.plan.command import MADE_FOR
+from tests.conftest import ROOT, Program
+
+TYPED: dict[str, tuple[list[str], str]] = {
+    "backend nccl": (["train-distributed", "--backend", "nccl"], "LAUNCH_BACKEND=nccl"),
+    "backend gloo": (["train-distributed", "--backend=gloo"], "LAUNCH_BACKEND=gloo"),
+    "backend mpi": (["train-distributed", "BACKEND=mpi"], "LAUNCH_BACKEND=auto"),
+    "no nccl": (["train-distributed", "--no-nccl"], "LAUNCH_BACKEND=gloo"),
+    "mixed precision": (["train", "--mixed-precision", "fp16"], "TRAIN_FP16=true"),
+    "mixed precision, variable": (["train", "MIXED_PRECISION=bf16"], "TRAIN_BF16=true"),
+    "mixed precision, none": (["train", "MIXED_PRECISION=no"], "TRAIN_BF16=false"),
+    "output folder": (["train", "OUTPUT_DIR=/data/runs"], "export RUNS_DIR=/data/runs"),
+    "runs folder": (["train", "RUNS_DIR=/data/runs"], "export RUNS_DIR=/data/runs"),
+    "second of two machines": (["train-distributed", "--world-size", "16", "--rank", "8"], "NUM_NODES=2 NUM_GPUS=8 NODE_RANK=1"),
+    "first of two machines": (["train-distributed", "WORLD_SIZE=16", "RANK=0"], "NUM_NODES=2 NUM_GPUS=8 NODE_RANK=0"),
+    "third of three": (["train-distributed", "--world_size=3", "--rank=2"], "NUM_NODES=3 NUM_GPUS=1 NODE_RANK=2"),
+    "one machine": (["train-distributed", "--world-size", "2", "--rank", "0"], "NUM_GPUS=2"),
+    "save interval": (["train", "--save-interval", "500"], "TRAIN_SAVE_STEPS=500"),
+    "rdzv endpoint": (["train-distributed", "--rdzv-endpoint", "10.0.0.1:29400"], "MASTER_ADDR=10.0.0.1 MASTER_PORT=29400"),
+    "rdzv endpoint, name": (["train-distributed", "--rdzv_endpoint=node0"], "MASTER_ADDR=node0"),
+    "rdzv id": (["train-distributed", "--rdzv-id", "job7"], "RUN_NAME=job7"),
+    "rdzv backend": (["train-distributed", "--rdzv-backend", "c10d"], "leave it out"),
+    "rank": (["train-distributed", "RANK=1"], "NODE_RANK=1"),
+    "strategy": (["train-distributed", "STRATEGY=fsdp2"], "LAUNCH_STRATEGY=fsdp2"),
+    "gres": (["slurm", "SLURM_GRES=gpu:a100:4"], "NUM_GPUS=4"),
+    "gres, one": (["slurm", "SLURM_GRES=gpu"], "NUM_GPUS=1"),
+    "tasks": (["slurm", "SLURM_NTASKS_PER_NODE=8"], "NUM_GPUS=8"),
+    "tensor parallel": (["train-distributed", "LAUNCH_TENSOR_PARALLEL=2"], "LAUNCH_STRATEGY=fsdp2"),
+    "processes": (["train-distributed", "--nproc_per_node=gpu"], "NUM_GPUS=..."),
+}  # fmt: skip
+GOOD = "data: {train_path: a.jsonl, val_path: b.jsonl}\ntrain: {eval_strategy: steps, eval_steps: 5}\n"
+
+
+def refused(words: list[str]) -> str:
+    with pytest.raises(UserError) as caught:
+        parse_call(words, COMMANDS)
+    return caught.value.render()
+
+
+def suggestions(message: str) -> list[list[str]]:
+    """Returns each `NAME=value ...` between backticks of the hints, without those that leave the value open."""
+    hints = " ".join(re.findall(r"^hint: (.*)$", message, re.M))
+    found = [re.split(r" (?=[A-Z_]+=)", text) for text in re.findall(r"`([A-Z_]+=[^`]*)`", hints)]
+    return [words for words in found if not any(word.endswith("=...") for word in words)]
+
+
+def accepted(command: str, words: list[str], folder: Path) -> Call:
+    """Parses and loads what is typed, over a pretrained model's file, or one of random weights."""
+    call = parse_call([command, *words], COMMANDS)
+    for model in ("{name: m}", "{init: random, vocab_size: 512, hidden_size: 64, attention_heads: 1, layers: 2, tokenizer: t}"):
+        (folder / "x.yaml").write_text(
+            f"model: {model}\n{GOOD}tuning: {{mode: {'lora' if 'name' in model else 'full'}}}\n", encoding="utf-8"
+        )
+        with contextlib.suppress(UserError):
+            load_config(folder / "x.yaml", call.overrides, {})
+            return call
+    load_config(folder / "x.yaml", call.overrides, {})
+    return call
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_each_word_is_refused_with_the_right_one(name: str, tmp_path: Path) -> None:
+    words, right = TYPED[name]
+    message = refused(words)
+    assert right in message, message
+    for suggestion in suggestions(message):
+        accepted(words[0], suggestion, tmp_path)
+
+
+VALUES = ("true", "2", "auto", "bf16", "some/text", "[a, b]", "no", "fp16", "nccl", "mpi", "gpu:2", "host:29500", "0.1", "")
+
+
+def test_every_suggestion_is_accepted_as_it_is_shown(tmp_path: Path) -> None:
+    wrong, seen = [], set()
+    for alias in {*ALIASES, *SETTINGS, *INSTEAD, *IN_SECTION, "rdzv_endpoint", "gres"}:
+        for value in VALUES:
+            for command in ("train-distributed", "resume", "slurm")[: 3 if value == "2" else 1]:
+                message = refused([command, f"--{alias}={value}"])
+                for words in suggestions(message):
+                    if (command, *words) in seen:
+                        continue
+                    seen.add((command, *words))
+                    try:
+                        accepted(command, words, tmp_path)
+                    except UserError as error:
+                        wrong.append(f"{command} --{alias}={value}: {words}: {error.render()}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("launch: {tensor_parallel: 2}", "`LAUNCH_STRATEGY=fsdp2` shares out the weights"),
+        ("launch: {strategy: pipeline}", "`LAUNCH_STRATEGY=fsdp2` shares out the weights"),
+        ("output_dir: /data", "`export RUNS_DIR=/data` moves all runs"),
+        ("backend: nccl", "`launch.backend: nccl`"),
+        ("slurm: {gres: 'gpu:4'}", "`NUM_GPUS=4`, typed"),
+        ("train: {report_to: nonsense}", "`train.report_to` names `nonsense`, which is not a tracker"),
+        ("train: {report_to: wandbb}", "did you mean `wandb`?"),
+        ("train: {report_to: 'wandb,mlflow'}", "did you mean `[wandb, mlflow]`?"),
+    ],
+)
+def test_files_too(text: str, right: str, tmp_path: Path, in_process: Program) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(f"model: {{name: m}}\ndata: {{train_path: a.jsonl}}\n{text}\n", encoding="utf-8")
+    done = in_process("config", f"CONFIG={path}")
+    assert done.code == 2 and right in done.err, done.err
+
+
+# ---- Batches
+
+
+PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_two_typed_numbers_outrank_the_global_batch_of_a_file(preset: str, in_process: Program) -> None:
+    words = ("TRAIN_BATCH_SIZE=1", "TRAIN_GRAD_ACCUM=32", "SOURCE=formula")
+    done = in_process("plan", f"CONFIG={preset}", "HARDWARE=2xH200", *words)
+    assert done.code == 0, done.err
+    assert "  note     global batch 64 = 1 per device x 32 accumulation x 2 devices: " in done.out
+    written = load_config(ROOT / "configs" / f"{preset}.yaml", (), {}).typed("train.global_batch_size")
+    assert ("they outrank `train.global_batch_size`" in done.err) == written
+
+
+def test_a_typed_micro_batch_raises_the_default_global_batch_and_no_other(in_process: Program) -> None:
+    words = ("HARDWARE=4xH200", "TRAIN_BATCH_SIZE=32", "MODEL_MAX_SEQ_LEN=512", "SOURCE=formula")
+    done = in_process("plan", "CONFIG=run_bnb", *words)
+    assert "  note     global batch 128 = 32 per device x 4 devices: more at once than the default of 32" in done.out, done.err
+    refused = in_process("plan", "CONFIG=h100_pair", *words)
+    assert refused.code == 2, refused.out
+    assert "32 per device x 4 devices = 128 rows at once, but `train.global_batch_size` is 64: 64 of them" in refused.err
+    assert "TRAIN_BATCH_SIZE=16 at most, or TRAIN_GLOBAL_BATCH_SIZE=128" in refused.err
+
+
+# ---- Trackers
+
+
+@pytest.mark.skipif(importlib.util.find_spec("swanlab") is not None, reason="swanlab is installed")
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(in_process: Program, tmp_path: Path) -> None:
+    words = ("CONFIG=quickstart", "TRAIN_REPORT_TO=[tensorboard, swanlab]")
+    said = "`train.report_to` names `swanlab`, which is not installed here"
+    done = in_process("train", *words, "RUN_NAME=never")
+    assert done.code == 3 and f"error: {said}" in done.err and "-m pip install swanlab" in done.err, done.err
+    assert not (tmp_path / "runs").exists()
+    for command, more in (("plan", ()), ("slurm", (f"OUT={tmp_path}/s/",)), ("kubernetes", (f"OUT={tmp_path}/k/",))):
+        done = in_process(command, *words, *more)
+        assert done.code == 0 and said in done.err, done.err
+
+
+# ---- Environment
+
+
+def test_variables_of_containers_are_noticed(in_process: Program) -> None:
+    env = {
+        "EPOCHS": "3", "BATCH_SIZE": "2", "LEARNING_RATE": "1", "OUTPUT_DIR": "/x", "MODEL_NAME": "m", "KUBERNETES_PORT": "tcp://1:2",
+        "TRAIN_SEED": "3", "SFT_TRAIN_SEED": "4",
+    }  # fmt: skip
+    done = in_process("config", "CONFIG=smoke", env=env)
+    notes = {line for line in done.err.splitlines() if line.startswith("note: ")}
+    right = {"EPOCHS": "SFT_TRAIN_EPOCHS", "BATCH_SIZE": "SFT_TRAIN_BATCH_SIZE", "LEARNING_RATE": "SFT_TRAIN_LEARNING_RATE",
+             "OUTPUT_DIR": "RUNS_DIR", "MODEL_NAME": "SFT_MODEL_NAME"}  # fmt: skip
+    assert notes == {f"note: `{name}` of the environment is not read; `{counts}` would be" for name, counts in right.items()}
+
+
+# ---- Presets and accelerate's default file
+
+
+def test_a_preset_that_does_not_fit_here_names_the_hardware_that_it_is_for(in_process: Program, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: a100_pair\ntrain: {epochs: 1}\n", encoding="utf-8")
+    for config in ("a100_pair", str(mine)):
+        done = in_process("plan", f"CONFIG={config}", "SOURCE=formula", "MODEL_MAX_SEQ_LEN=32768", "TUNING_MODE=full")
+        assert done.code == 3, done.out
+        assert "the preset `a100_pair` is for HARDWARE=2xA100, which `make plan` plans for" in done.err, done.err
+    for name, hardware in MADE_FOR.items():
+        assert in_process("plan", f"CONFIG={name}", f"HARDWARE={hardware}", "SOURCE=formula").code == 0
+
+
+SEVERAL = "distributed_type: MULTI_GPU\nnum_machines: 3\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500\nnum_processes: 3\n"
+DEFAULTS: dict[str, tuple[str, list[str], str, str]] = {
+    "several machines are planned": (SEVERAL, ["plan"], "asks for 3 machines, so it is read", "3 nodes, each with"),
+    "several machines need a name": (SEVERAL, ["train-distributed"], "every node needs `RUN_NAME` too", ""),
+    "what is typed wins": (SEVERAL, ["plan", "NUM_NODES=1"], "accelerate's default file is not read", ""),
+    "none": (SEVERAL, ["plan", "ACCELERATE_CONFIG=none"], "", ""),
+    "a strategy": ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", ["plan"], "asks for `FSDP`", "plan: fsdp2"),
+    "a strategy that is refused": ("distributed_type: XLA\n", ["plan"], "TPUs are not supported", ""),
+    "another strategy is typed": ("distributed_type: XLA\n", ["plan", "LAUNCH_STRATEGY=ddp"], "accelerate's default file is not read", ""),
+    "plain": ("distributed_type: 'NO'\nmixed_precision: fp16\n", ["plan"], "to use it: ACCELERATE_CONFIG=", ""),
+    "nothing": ("", ["plan"], "accelerate's default file is not read", ""),
+    "schedulers": (SEVERAL, ["slurm", "OUT={folder}/"], "", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_accelerates_default_file_is_read_refused_or_noted(name: str, in_process: Program, tmp_path: Path) -> None:
+    text, words, said, shown = DEFAULTS[name]
+    path = tmp_path / "hf" / "accelerate" / "default_config.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text, encoding="utf-8")
+    words = [word.format(folder=tmp_path) for word in words]
+    done = in_process(words[0], "CONFIG=configs/quickstart.yaml", *words[1:], env={"HF_HOME": str(tmp_path / "hf")})
+    assert said in done.err if said else "default file" not in done.err, done.err
+    assert ("error: " in done.err) == (done.code != 0) == (name in ("several machines need a name", "a strategy that is refused"))
+    assert shown in done.out, done.out
