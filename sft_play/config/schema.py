@@ -29,7 +29,7 @@ class ModelConfig:
     """Type of the frozen or fully tuned weights; `auto` follows the hardware and the mode."""
     attn_implementation: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
     """Attention kernel; `auto` on GPUs of compute capability 8.0 or more, in bf16 or fp16, is `flash_attention_2` where it is installed,
-    else `varlen`, torch's own flash attention over rows of any length; elsewhere `sdpa`."""
+    else `varlen`, torch's own flash attention over rows of any length; on CPUs `varlen`, each row by itself; elsewhere `sdpa`."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. A model of the hub needs `model.revision` to be a full commit then.
     `SFT_MODEL_TRUST_REMOTE_CODE=true` is refused."""

@@ -26,18 +26,19 @@ class Collator:
     families whose attention is causal: no token of a row sees the padding behind it.
 
     Where `attention` tells rows apart by their lengths, a flattened batch has them: `cu_seq_lens_q`, `cu_seq_lens_k` [R + 1], and
-    `max_length_q`, `max_length_k` as numbers of Python's, which no GPU is asked for.
+    `max_length_q`, `max_length_k` as numbers of Python's, which no GPU is asked for. For a CPU all are numbers.
 
     An empty micro-batch gives one dummy line with one ignored target: its loss is 0 and its gradients are 0, but every
     collective operation of a step still happens. `rows` keeps the rows' ids and `tokens` counts theirs; neither reaches the model.
     """
 
-    def __init__(self, layout: str, pad_token_id: int, attention: str = "sdpa") -> None:
+    def __init__(self, layout: str, pad_token_id: int, attention: str = "sdpa", device: str = "cpu") -> None:
         if layout not in ("flattened", "padded", "unmasked"):
             raise ValueError(f"unknown layout `{layout}`")
         self.layout = layout
         self.pad_token_id = pad_token_id
         self.by_lengths = attention in BY_LENGTHS
+        self.device = device
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         parts = [(list(row["input_ids"]), list(row["labels"])) for row in rows]
@@ -68,7 +69,7 @@ class Collator:
             "position_ids": torch.tensor([positions]),
             "logits_to_keep": torch.tensor(keep),
             "targets": torch.tensor(targets),
-            **(lengths_of(torch.tensor(ends, dtype=torch.int32), max(positions) + 1) if self.by_lengths else {}),
+            **(lengths_of(ends, max(positions) + 1, self.device) if self.by_lengths else {}),
         }
 
     def _padded(self, parts: Sequence[tuple[list[int], list[int]]]) -> Batch:
@@ -90,6 +91,7 @@ class Collator:
         return batch
 
 
-def lengths_of(ends: torch.Tensor, longest: int) -> Batch:
+def lengths_of(ends: Sequence[int], longest: int, device: str) -> Batch:
     """Returns what transformers' flash attention and `model.varlen` take: where rows end [R + 1], int32 from 0, and the longest one."""
-    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    places = tuple(ends) if device == "cpu" else torch.tensor(ends, dtype=torch.int32)
+    return {"cu_seq_lens_q": places, "cu_seq_lens_k": places, "max_length_q": longest, "max_length_k": longest}

@@ -192,22 +192,23 @@ def choose_attention(
     no_flash = _without_flash(kind, devices, precision)
     lacks = {"sdpa": WITHOUT_SDPA, "flash_attention_2": WITHOUT_FLASH_ATTENTION}
     if wanted != "auto":
-        if wanted in BY_LENGTHS and no_flash:
+        if wanted in BY_LENGTHS and no_flash and (wanted, kind) != (VARLEN, "cpu"):
             raise HardwareError(f"`model.attn_implementation` is `{wanted}`, but {no_flash}", hint="leave it to `auto`")
         if family in lacks.get(wanted, frozenset()):
             raise UserError(
                 f"`model.attn_implementation` is `{wanted}`, but transformers has no such kernel for `{family}`",
                 hint="leave it to `auto`",
             )
-        if wanted == VARLEN and (why := _without_varlen(config, shape)):
+        if wanted == VARLEN and (why := _without_varlen(config, shape, kind)):
             raise UserError(f"`model.attn_implementation` is `varlen`, but {why}", hint="leave it to `auto`")
         return wanted
     if not no_flash and importlib.util.find_spec("flash_attn") and family not in WITHOUT_FLASH_ATTENTION:
         reasons.append("attention flash_attention_2: it is installed")
         return "flash_attention_2"
-    why = no_flash or _without_varlen(config, shape)
+    why = (kind == "cuda" and no_flash) or _without_varlen(config, shape, kind)
     if not why:
-        reasons.append("attention varlen: torch's own flash attention takes rows of any length in one line, without a mask")
+        own = "torch's own flash attention takes rows of any length in one line" if kind == "cuda" else "row by row"
+        reasons.append(f"attention varlen: {own}, without a mask")
         return VARLEN
     if family in WITHOUT_SDPA:
         reasons.append(f"attention eager: transformers has no sdpa kernel for `{family}`")
@@ -227,16 +228,16 @@ def _without_flash(kind: str, devices: tuple[Device, ...], precision: Precision)
     return "flash attention computes in bf16 and fp16 only, and this run in fp32" if precision == "fp32" else None
 
 
-def _without_varlen(config: Config, shape: ModelShape) -> str | None:
-    """Returns why torch's own flash attention cannot be this model's; the head sizes are those it was compiled for."""
+def _without_varlen(config: Config, shape: ModelShape, kind: str) -> str | None:
+    """Returns why `varlen` cannot be this model's attention; the head sizes are those that the GPU's kernel was compiled for."""
     if config.tuning.backend == "unsloth":
         return "unsloth has its own attention"
     if shape.model_type not in VARLEN_MODEL_TYPES:
-        return f"`{shape.model_type}` is not among the families proven to compute with torch's own flash attention"
-    if shape.head_dim % 8 or (shape.head_dim > 192 and shape.head_dim != 256):
+        return f"`{shape.model_type}` is not among the families proven to compute with `varlen`"
+    if kind == "cuda" and (shape.head_dim % 8 or (shape.head_dim > 192 and shape.head_dim != 256)):
         return f"torch's own flash attention has no heads of {shape.head_dim}"
     if shape.attention_dropout:
-        return f"torch's own flash attention has no dropout, and this model's is {shape.attention_dropout:g}"
+        return f"`varlen` has no dropout, and this model's is {shape.attention_dropout:g}"
     return None
 
 

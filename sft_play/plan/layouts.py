@@ -19,7 +19,7 @@ CHUNKED_HEAD_MODEL_TYPES = FLATTENED_MODEL_TYPES
 Cohere scale them); `tests/numerics/test_chunked_loss.py` proves each."""
 
 VARLEN = "varlen"
-"""Our name for torch's own flash attention over rows of unlike length (`model.varlen`)."""
+"""Our name for attention over rows of unlike length (`model.varlen`): torch's own flash attention, on a CPU one call per row."""
 
 BY_LENGTHS = frozenset({VARLEN, "flash_attention_2"})
 """Attention that tells the rows of a line apart by their lengths, without a mask."""

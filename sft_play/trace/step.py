@@ -34,7 +34,8 @@ def batch_of(case: Case, device: str) -> Batch:
         keep, targets = _kept(min(case.labels, length), length, 1, device)
         batch = {"input_ids": ids, "position_ids": positions, "logits_to_keep": keep, "targets": targets[0]}
         if case.attention in BY_LENGTHS:
-            batch |= lengths_of(torch.arange(0, length + 1, max(1, row), dtype=torch.int32, device=device), max(1, row))
+            lengths = lengths_of([*range(0, length, max(1, row)), length], max(1, row), case.device)
+            batch |= {name: value.to(device) if isinstance(value, Tensor) else value for name, value in lengths.items()}
         return batch
     ids = torch.zeros((case.rows, case.row_tokens), dtype=torch.long, device=device)
     keep, targets = _kept(min(-(-case.labels // case.rows), case.row_tokens), case.row_tokens, case.rows, device)

@@ -62,7 +62,7 @@ class SftTrainer(Trainer):
         self.doing, self.split = doing, split
         self.config, self.plan, self.run, self.stamp = config, plan, run, stamp
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        self.collator = Collator(plan.layout, pad, plan.attn_implementation)
+        self.collator = Collator(plan.layout, pad, plan.attn_implementation, plan.device)
         self.rows_trained: deque[int] = deque(maxlen=ROWS_NOTED)
         self.rows_scored: list[int] = []
         self.said_how_evaluated = False

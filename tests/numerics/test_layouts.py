@@ -61,10 +61,10 @@ def random_model(kind: str, attention: str) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
-def logits_of(model: Any, rows: list[list[int]], layout: str) -> list[torch.Tensor]:
+def logits_of(model: Any, rows: list[list[int]], layout: str, device: str = "cpu") -> list[torch.Tensor]:
     """Returns the logits of each row's positions but the last, from one batch of all rows."""
     examples = [{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(rows)]
-    batch = Collator(layout, 0, model.config._attn_implementation)(examples)
+    batch = Collator(layout, 0, model.config._attn_implementation, device)(examples)
     keep = batch["logits_to_keep"].tolist()
     with torch.no_grad():
         inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
@@ -78,9 +78,9 @@ def logits_of(model: Any, rows: list[list[int]], layout: str) -> list[torch.Tens
     return parts
 
 
-def gradient_of(model: Any, batches: list[list[list[int]]], layout: str) -> torch.Tensor:
+def gradient_of(model: Any, batches: list[list[list[int]]], layout: str, device: str = "cpu") -> torch.Tensor:
     """Returns the gradient of the summed loss of rows that are learnt from their middle on."""
-    collate = Collator(layout, 0, model.config._attn_implementation)
+    collate = Collator(layout, 0, model.config._attn_implementation, device)
     model.zero_grad()
     for rows in batches:
         examples = [
@@ -107,16 +107,20 @@ def test_rows_do_not_see_each_other(kind: str, attention: str) -> None:
             torch.testing.assert_close(mine, own, rtol=2e-5, atol=2e-6, msg=lambda text, row=row: f"row {row}, {layout}: {text}")  # noqa: B023
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", sorted(FLATTENED_MODEL_TYPES))
-def test_row_lengths_reach_every_layer_of_the_families_that_say_so(kind: str) -> None:
-    """Rows of one line under `varlen` have the logits and gradients that they have alone under sdpa; layers recomputed."""
+def test_row_lengths_reach_every_layer_of_the_families_that_say_so(kind: str, device: str) -> None:
+    """Rows of one line under `varlen` have the logits and gradients that they have alone under sdpa; layers recomputed.
+
+    As computed on CPUs, and as on GPUs, in place of whose kernels are those of `tests.varlen_on_cpu`.
+    """
     model = random_model(kind, "eager" if kind in WITHOUT_SDPA else "sdpa").train()
     wanted, gradient = logits_of(model, [ROWS[2]], "flattened")[0], gradient_of(model, [[row] for row in ROWS], "flattened")
     varied = random_model(kind, "varlen").train()
     with contextlib.nullcontext() if kind in VARLEN_MODEL_TYPES else pytest.raises(AssertionError):
-        torch.testing.assert_close(logits_of(varied, ROWS, "flattened")[2], wanted, rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(logits_of(varied, ROWS, "flattened", device)[2], wanted, rtol=2e-5, atol=2e-6)
         varied.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        assert (gradient_of(varied, [ROWS], "flattened") - gradient).norm() / gradient.norm() < 2e-6
+        assert (gradient_of(varied, [ROWS], "flattened", device) - gradient).norm() / gradient.norm() < 2e-6
 
 
 @pytest.mark.parametrize("kind", sorted(FLATTENED_MODEL_TYPES))
@@ -126,12 +130,13 @@ def test_padding_on_the_right_needs_no_mask(kind: str) -> None:
     assert (masked - unmasked).norm() / masked.norm() < 2e-6
 
 
-def test_norms_in_fp32_are_cast_for_the_kernel_as_autocast_casts_for_sdpa() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_norms_in_fp32_are_cast_for_the_kernel_as_autocast_casts_for_sdpa(device: str) -> None:
     """Trained norms of queries and keys return fp32 under autocast, beside values in bf16."""
     found = []
     for attention in ("varlen", "sdpa"):
         with torch.autocast("cpu", torch.bfloat16):
-            found.append(gradient_of(random_model("qwen3", attention).train(), [ROWS], "flattened"))
+            found.append(gradient_of(random_model("qwen3", attention).train(), [ROWS], "flattened", device))
     assert (found[0] - found[1]).norm() / found[1].norm() < 0.02
 
 

@@ -11,7 +11,6 @@ import pytest
 from sft_play.plan.trace_case import Case
 from sft_play.trace.build import model_of
 from sft_play.trace.run import observe, trace
-from tests import varlen_on_cpu
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -72,7 +71,8 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
     "changes",
     [
         {"rows": 1}, {"rows": 1, "packed": True}, {"packed": True, **BF16}, {"rows": 1, "layout": "padded"}, {"layout": "unmasked"},
-        {"attention": "varlen", **BF16}, {"attention": "varlen", "packed": True, "gradient_checkpointing": True, **AUTOCAST},
+        {"attention": "varlen"}, {"attention": "varlen", "architecture": ARCHITECTURES["mistral"], **BF16},
+        {"attention": "varlen", "packed": True, "row_tokens": 41, "gradient_checkpointing": True, **AUTOCAST},
         {"lora_dropout": 0.1}, {"fused_adapters": False, **BF16}, {"optim": "adamw_torch"},
         {"optim": "none"}, {"accumulates": False}, {"clips": False}, {"attention": "eager", "layout": "padded"},
         {"target_modules": ["q_proj", "v_proj"]}, {"labels": 120}, {"labels": 120, "loss_chunk": 50},
@@ -81,7 +81,6 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
     ],
 )  # fmt: skip
 def test_every_other_choice_is_traced_exactly_too(changes: dict[str, Any]) -> None:
-    varlen_on_cpu.register()
     case = replace(PLAIN, **changes)
     fake, real = observe(case, model_of(case))[0], observe(case, model_of(case), real=True)[0]
     assert {m: (p.total, p.parts) for m, p in fake.items()} == {m: (p.total, p.parts) for m, p in real.items()}

@@ -14,7 +14,6 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.training.memory_errors import Activity
 from sft_play.training.requests import StopRequest
-from tests import varlen_on_cpu
 from tests.tiny_models import build_tiny_llama
 from tests.training_runs import Trial, make_run, rows
 
@@ -37,7 +36,6 @@ def trained(run: RunFolder) -> Any:
 
 def test_packed_rows_train_and_are_scored_as_rows_alone_under_sdpa(tmp_path: Path) -> None:
     """Adapters, with recomputation."""
-    varlen_on_cpu.register()
     base = build_tiny_llama(tmp_path / "base")
     packed = (("attn_implementation", "varlen"), ("pack_tokens", 64), ("gradient_checkpointing", True))
     trials = {

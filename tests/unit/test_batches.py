@@ -184,10 +184,11 @@ def test_layouts_keep_every_token(rows: Rows) -> None:
 @given(prepared())
 def test_attention_by_lengths_gets_them_once_a_batch(rows: Rows) -> None:
     for attention in ("varlen", "flash_attention_2"):
-        batch = Collator("flattened", PAD, attention)(rows)
+        batch = Collator("flattened", PAD, attention, "cuda")(rows)
         ends, lengths = batch["cu_seq_lens_q"], [len(row["input_ids"]) for row in rows]
         assert ends.dtype == torch.int32 and ends[0] == 0 and ends.diff().tolist() == lengths
         assert torch.equal(batch["cu_seq_lens_k"], ends)
+        assert Collator("flattened", PAD, attention)(rows)["cu_seq_lens_q"] == tuple(ends.tolist())
         assert batch["max_length_q"] == batch["max_length_k"] == max(lengths) and type(batch["max_length_q"]) is int
     assert "cu_seq_lens_q" not in Collator("flattened", PAD, "sdpa")(rows)
 

@@ -136,7 +136,8 @@ def test_a_calibrated_step_is_its_line() -> None:
     config, data = config_of(global_batch_size=8), data_of()
     plan = plan_of(CPU, config, data, measured(fit_of(config)), command_strategy="single")
     shape = shape_of(config.model)
-    flops = step_flops(config, shape, SETUP, 8, 2, Data(row_tokens=100, longest=150, label_share=0.2))
+    setup = replace(SETUP, attention="varlen")
+    flops = step_flops(config, shape, setup, 8, 2, Data(row_tokens=100, longest=150, label_share=0.2))
     update = 40 * shape.adapter_parameters(config.tuning.lora.r, "auto") / 1e10
     assert plan.seconds_per_step == pytest.approx(2 * 0.5 + flops / 2e11 + update)
     assert plan.tokens_per_second == pytest.approx(800 / plan.seconds_per_step)
