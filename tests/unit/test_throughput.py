@@ -120,7 +120,8 @@ def test_the_rank_with_most_rows_sets_the_pace() -> None:
 
 def fit_of(config: Config, **changes: Any) -> StepFit:
     values: dict[str, Any] = {
-        "work": describe_work(config, shape_of(config.model), replace(SETUP, attention="varlen")), "model": config.model.name, "seconds_per_micro_step": 0.5,
+        "work": describe_work(config, shape_of(config.model), replace(SETUP, attention="varlen")),
+        "model": config.model.name, "seconds_per_micro_step": 0.5,
         "flops_per_second": 2e11, "threads": 4.0, "layers": 30, "flops_per_token": 5e8, "points": 8, "spread": 0.01,
         "measured": "2026-11-21",
     }  # fmt: skip
