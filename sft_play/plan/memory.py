@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.config.schema import Config
 from sft_play.plan.backends import fuses_adapters
+from sft_play.plan.layouts import BY_LENGTHS
 from sft_play.plan.losses import LOGIT_BYTES, logit_bytes
 from sft_play.plan.replicas import slow_network_bytes
 from sft_play.plan.shape import ModelShape
@@ -26,9 +27,9 @@ NCCL_BYTES = 300 * MIB
 """Its buffers on each GPU of several (0.1 to 0.5 GiB were seen elsewhere; unverified here); behind a switch more (`make.SWITCHED_BYTES`)."""
 WORKSPACE_BYTES = {"cuda": 2 * 32 * MIB, "cpu": 0}
 """cuBLAS takes 32 MiB since Hopper, 8 MiB before, in each of two threads: the backward pass has its own."""
-FRAGMENTATION = {"cuda": 0.06, "native": 0.12, "cpu": 0.42}
+FRAGMENTATION = {"cuda": 0.06, "native": 0.12, "cpu": 0.42, "by row": 0.22}
 """Share of what comes and goes within a step that an allocator loses. On a CPU glibc's heap keeps the gaps that it cannot fill: 0.33 to
-0.48 were measured (docs/memory.md). `native` is CUDA's without expandable segments:
+0.48 were measured with a mask over all rows, 0.0 to 0.28 with attention row by row (docs/memory.md). `native` is CUDA's without expandable segments:
 0.117 beside 0.074 with them in a trace of the quickstart (`SOURCE=trace HARDWARE=RTX4090 TRAIN_BATCH_SIZE=8`)."""
 MAPPED_FRAGMENTATION = 0.05
 """With recomputation on a CPU the heap would lose several times what is in use (docs/planning.md), so tensors are mapped one by one."""
@@ -123,7 +124,8 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
     context = CONTEXT_BYTES[setup.device] + (NCCL_BYTES if setup.device == "cuda" and setup.world_size > 1 else 0)
     mapped = setup.device == "cpu" and setup.gradient_checkpointing
     native = setup.device == "cuda" and not setup.expandable_segments
-    lost = MAPPED_FRAGMENTATION if mapped else FRAGMENTATION["native" if native else setup.device]
+    by_row = setup.device == "cpu" and setup.attention in BY_LENGTHS
+    lost = MAPPED_FRAGMENTATION if mapped else FRAGMENTATION["native" if native else "by row" if by_row else setup.device]
     moments: dict[str, dict[str, int]] = {}
     for moment, parts in moving.items():
         whole = states | parts | {"workspace": WORKSPACE_BYTES[setup.device] + parts.get("workspace", 0.0), "context": context}
