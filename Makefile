@@ -43,11 +43,12 @@ $(foreach v,$(typed),$(eval unexport $(v)))
 override commands := quickstart config plan data inspect gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
 	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve runs stop logs stamp audit bench soak tensorboard \
 	tensorboard-stop cluster-check cluster-install train-cluster cluster-status cluster-logs cluster-stop slurm kubernetes init help
-.PHONY: $(commands) install test check test-all test-gpu accept-gpu bench-training bench-evaluation bench-saving bench-preparation format render
+override others := install test check test-all test-gpu accept-gpu bench-training bench-evaluation bench-saving bench-preparation format render
+.PHONY: $(commands) $(others)
 
 # A command refuses the variables that it does not know; without one, nobody would.
 ifneq ($(MAKECMDGOALS),)
-ifeq ($(filter $(commands),$(MAKECMDGOALS)),)
+ifeq ($(filter-out $(others),$(MAKECMDGOALS)),)
 override unknown := $(filter-out PYTHON VENV $(if $(filter test test-all test-gpu,$(MAKECMDGOALS)),TESTS) \
 	$(if $(filter bench-preparation,$(MAKECMDGOALS)),ROWS) $(if $(filter accept-gpu,$(MAKECMDGOALS)),STEPS),$(typed))
 $(if $(unknown),$(error `make $(MAKECMDGOALS)` takes no $(unknown)))
@@ -56,6 +57,11 @@ endif
 
 $(commands): $(VENV)/.runtime
 	$(program) $@ --from-make
+
+# What is no target is asked of the program, which knows the nearest name.
+.DEFAULT:
+	@if [ -x $(bin)/python ]; then exec $(bin)/python -m sft_play $(call quoted,@) --from-make; \
+	else printf 'error: there is no target `%s`\n\nhint: `make help` lists all commands\n' $(call quoted,@) >&2; exit 2; fi
 
 audit: $(VENV)/.audit
 

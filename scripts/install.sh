@@ -23,6 +23,28 @@ if [ ! -x "$venv/bin/python" ]; then
     fi
 fi
 
+# To install into an environment of another clone would change the program under a run that goes on there.
+owner=$("$venv/bin/python" -I - "$PWD" "$venv" <<'END'
+import importlib.metadata, json, os, sys
+from urllib.parse import unquote, urlsplit
+
+here, venv = map(os.path.realpath, sys.argv[1:])
+try:
+    url = json.loads(importlib.metadata.distribution("sft-play").read_text("direct_url.json") or "{}").get("url", "")
+except importlib.metadata.PackageNotFoundError:
+    url = ""
+path = os.path.realpath(unquote(urlsplit(url).path)) if url.startswith("file:") else ""
+# A copy of an environment that lies in this clone is this clone's.
+if path and os.path.isdir(path) and path != here and not venv.startswith(here + os.sep):
+    print(path)
+END
+)
+if [ -n "$owner" ]; then
+    printf 'error: `VENV` is `%s`, the environment of the clone in `%s`\n\nhint: leave VENV away for one of this clone; or where nothing runs from it any more: %s -m pip uninstall --yes sft-play\n' \
+        "$venv" "$owner" "$venv/bin/python" >&2
+    exit 3
+fi
+
 install() { "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt "$@"; }
 case $group in
     runtime)

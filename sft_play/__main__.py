@@ -259,7 +259,7 @@ def _run(arguments: list[str]) -> int:
         consent.forget()
         if arguments[:1] and arguments[0] in COMMANDS and {"-h", "--help"}.intersection(arguments[1:]):
             return show_command(arguments[0])
-        call = parse_call(arguments or ["help"], COMMANDS)
+        call = parse_call(arguments or ["help"], COMMANDS, targets=MAKEFILE_TARGETS)
         if call.trusts_code:
             consent.give("model")
         module, function = COMMANDS[call.command].target.split(":")

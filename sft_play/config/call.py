@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Protocol
@@ -117,12 +117,20 @@ class _Given:
         return names.without_secret(f"{'make ' if self.make else ''}{self.name}={self.text}", self.name)
 
 
-def parse_call(arguments: Sequence[str], commands: Mapping[str, CommandRow], environ: Mapping[str, str] | None = None) -> Call:
-    """Returns the call that `arguments` (without the program's name) describe. Raises `UserError` with all problems."""
+def parse_call(
+    arguments: Sequence[str],
+    commands: Mapping[str, CommandRow],
+    environ: Mapping[str, str] | None = None,
+    targets: Iterable[str] = (),
+) -> Call:
+    """Returns the call that `arguments` (without the program's name) describe; `targets`: those of the Makefile that are no commands.
+
+    Raises `UserError` with all problems.
+    """
     environ = os.environ if environ is None else environ
     from_make = "--from-make" in arguments
     words = [word for word in arguments if word != "--from-make"]
-    command = _command(words, commands)
+    command = _command(words, commands, targets if from_make else None)
     problems: list[UserError] = []
     given = [_Given(name, text, make=True) for name, text in make_variables(environ.get("MAKEFLAGS", ""))] if from_make else []
     given = [one for one in given if one.name not in FOR_MAKE]
@@ -212,7 +220,7 @@ def _split(flags: str) -> list[str]:
     return [word for word in words if word]
 
 
-def _command(words: list[str], commands: Mapping[str, CommandRow]) -> str:
+def _command(words: list[str], commands: Mapping[str, CommandRow], targets: Iterable[str] | None) -> str:
     name = words[0] if words else "help"
     if name in ("-h", "--help") and "help" in commands:
         return "help"
@@ -220,9 +228,10 @@ def _command(words: list[str], commands: Mapping[str, CommandRow]) -> str:
         return name
     if name.startswith("-") or "=" in name:
         raise UserError(f"`{name}` stands where the command should", hint="python -m sft_play COMMAND NAME=value ...")
-    close = get_close_matches(name.replace("_", "-"), commands, n=1, cutoff=0.6)
+    close = get_close_matches(name.replace("_", "-"), [*commands, *(targets or ())], n=1, cutoff=0.6)
     raise UserError(
-        f"`{name}` is not a command", hint=f"did you mean `{close[0]}`?" if close else "`make help` lists all commands"
+        f"`{name}` is not a command" if targets is None else f"there is no target `{name}`",
+        hint=f"did you mean `{'' if targets is None else 'make '}{close[0]}`?" if close else "`make help` lists all commands",
     )
 
 

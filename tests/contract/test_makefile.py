@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -153,3 +154,66 @@ def test_links_between_documents_lead_somewhere(document) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def made(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs make with the environment of this Python."""
+    venv = Path(sys.executable).parents[1]
+    environ = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    command = ["make", f"VENV={venv}", "-o", f"{venv}/.runtime", *words]
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["train-distribted", "CONFIG=x"],
+            "there is no target `train-distribted`\n\nhint: did you mean `make train-distributed`?",
+        ),
+        (["tset"], "hint: did you mean `make test`?"),
+        (["it's;x$HOME\"`y"], "there is no target `it's;x$HOME\"`y`\n\nhint: `make help` lists all commands"),
+        (["train-distributed", "WORLD_SIZE=16", "RANK=8"], "`NUM_NODES=2 NUM_GPUS=8 NODE_RANK=1`"),
+        (["slurm", "SLURM_GRES=gpu:4", "MIXED_PRECISION=fp16"], "here that is `NUM_GPUS=4`"),
+        (["train", "OUTPUT_DIR=/my runs"], "`export RUNS_DIR=/my runs` moves all runs"),
+    ],
+)
+def test_what_is_typed_wrongly_is_told_with_the_right_word_and_nothing_of_makes_own(words: list[str], said: str) -> None:
+    done = made(*words)
+    assert done.returncode and said in done.stderr and "make:" not in done.stderr, done.stderr
+
+
+def test_a_plan_typed_as_in_a_guide(tmp_path: Path) -> None:
+    done = made(
+        "plan", "CONFIG=h100_pair", "HARDWARE=2 x A100 80GB", "TRAIN_BATCH_SIZE=1", "TRAIN_GRAD_ACCUM=32", "SOURCE=formula"
+    )
+    assert done.returncode == 0 and "note     global batch 64 = 1 per device x 32 accumulation x 2 devices" in done.stdout, (
+        done.stderr
+    )
+
+
+def test_an_environment_of_another_clone_is_left_alone(tmp_path: Path) -> None:
+    """Two clones and one environment outside of both, and one that is a copy inside."""
+    clones = [tmp_path / "one", tmp_path / "two"]
+    for clone in clones:
+        (clone / "scripts").mkdir(parents=True)
+        for name in ("Makefile", "scripts/install.sh", "constraints.txt", "pyproject.toml"):
+            (clone / name).write_bytes((ROOT / name).read_bytes())
+            (clone / name).chmod(0o755)
+    for venv in (tmp_path / "venv", clones[1] / "copy"):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+        (facts,) = (venv / "lib").glob("python3*/site-packages")
+        facts = facts / "sft_play-0.1.0.dist-info"
+        facts.mkdir()
+        (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: sft-play\nVersion: 0.1.0\n")
+        (facts / "direct_url.json").write_text(json.dumps({"url": clones[0].as_uri(), "dir_info": {"editable": True}}))
+
+    def said(clone: Path, venv: Path) -> str:
+        return subprocess.run(
+            ["make", "help", f"VENV={venv}"], cwd=clone, capture_output=True, text=True, timeout=60, check=False
+        ).stderr
+
+    refusal = f"error: `VENV` is `{tmp_path / 'venv'}`, the environment of the clone in `{clones[0]}`"
+    assert refusal in said(clones[1], tmp_path / "venv")
+    for clone, venv in ((clones[0], tmp_path / "venv"), (clones[1], clones[1] / "copy")):
+        assert "No module named pip" in said(clone, venv)  # it went on to install
