@@ -42,3 +42,23 @@ def documented_commands() -> list[DocumentedCommand]:
                 if line.strip() and not line.lstrip().startswith("#"):
                     found.append(DocumentedCommand(str(path.relative_to(ROOT)), first + offset, line.strip()))
     return found
+
+
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+
+
+def sections_of_troubleshooting() -> dict[str, str | None]:
+    """Returns anchor -> the message that docs/troubleshooting.md quotes under it, if it quotes one."""
+    found: dict[str, str | None] = {}
+    for part in TROUBLESHOOTING.read_text(encoding="utf-8").split("\n## ")[1:]:
+        quoted = re.search(r"^```text\n(.*?)\n```", part, re.M | re.S)
+        anchor = re.sub(r"[^a-z0-9 -]", "", part.partition("\n")[0].lower()).replace(" ", "-")
+        found[anchor] = quoted[1] if quoted else None
+    return found
+
+
+def on_page(anchor: str, shown: str) -> bool:
+    """Whether `shown` has the message that docs/troubleshooting.md quotes under `anchor`; `...` there stands for anything."""
+    quoted = sections_of_troubleshooting()[anchor]
+    assert quoted, anchor
+    return re.search(".*?".join(map(re.escape, quoted.split("..."))), shown, re.S) is not None

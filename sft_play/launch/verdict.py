@@ -215,7 +215,7 @@ def _recorded(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
     code = _code(facts)
     if code == LOST:  # not the rank that failed: that one ran elsewhere, or would be told of here
         why = f"{_who(rank)} lost its connection to another rank; the machine of that rank says why"
-        text = f"{_error(facts)}\n\n{why}; the log of rank {rank}: {run.rank_log(rank)}"
+        text = f"{_error(facts)}\n\n{why}; the log of rank {rank}: {run.rank_log(rank)}; docs/troubleshooting.md#nccl-timeout"
         return Outcome(code=code, rank=rank, message=text, cause="peer")
     text = f"{_error(facts)}\n\n{_who(rank)} failed first; its log: {run.rank_log(rank)}"
     return Outcome(code=code, rank=rank, message=text)

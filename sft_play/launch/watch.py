@@ -180,7 +180,8 @@ class Watch:
         who = "rank" if len(blamed) == 1 else "ranks"
         names = ", ".join(f"{rank} ({beats[rank].host})" for rank in blamed)
         said = f"{who} {names} made no step for {quiet:.0f} s" if blamed else f"no rank made a step for {quiet:.0f} s"
-        hint = f"`launch.hang_seconds` is the patience; stacks of all threads: {self.run.logs}/stack-rank*.txt"
+        hint = f"`launch.hang_seconds` is the patience; stacks of all threads: {self.run.logs}/stack-rank*.txt; "
+        hint += "docs/troubleshooting.md#hangs-after-initialized"
         if any(beat.collectives is not None for beat in beats.values()):
             hint += f"; collective operations: {self.run.logs}/collectives-rank*.json"
         rank = blamed[0] if len(blamed) == 1 else None

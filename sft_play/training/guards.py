@@ -136,7 +136,8 @@ class Finite:
         return DataError(
             f"the {what} of step {step} is {value}{who}{why}; training has stopped; {trainer.saver.kept()}",
             place=str(trainer.run.bad_rows(ranks[0] if ranks and mine not in ranks else mine)),
-            hint="lower TRAIN_LEARNING_RATE, look at the rows named there, or set TRAIN_BF16=true instead of fp16; then `make resume`",
+            hint="lower TRAIN_LEARNING_RATE, look at the rows named there, or set TRAIN_BF16=true instead of fp16; then `make resume`; "
+            "docs/troubleshooting.md#loss-is-nan",
         )
 
 

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from sft_play.runs.folder import RunFolder
+from tests.documents import on_page
 from tests.tiny_models import build_tiny_llama
 from tests.training_runs import Trial, command, ended_with, logs, make_run, rows, train
 
@@ -96,6 +97,7 @@ def test_a_scaler_that_leaves_out_every_update_ends_the_run(
     end = ended_with(run)
     assert end["code"] == 4, logs(run)
     assert "the gradient norm of step 17 is" in end["error"], "16 halvings, and once more at a scale of 1"
+    assert on_page("loss-is-nan", end["error"])
     assert "has left out 17 updates in a row, its scale is 1)" in end["error"]
     found = [json.loads(path.read_text()) for path in run.logs.glob("bad-rows-rank*.json")]
     assert len(found) == len(ranks) and all(one["step"] == 17 and one["rows"] for one in found)

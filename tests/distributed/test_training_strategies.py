@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import verify
+from tests.documents import on_page
 from tests.tiny_models import build_tiny_llama
 from tests.training_runs import Trial, column, command, copy_run, ended_with, logs, make_run, must_train, rows, train
 
@@ -232,5 +233,5 @@ def test_fewer_processes_than_planned_are_refused(tied: Path, tmp_path: Path) ->
         env=variables, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 3
-    assert "1 processes were started, but the plan is for 2" in done.stdout + done.stderr
+    assert on_page("process-group-not-initialized", done.stdout + done.stderr)
     assert ended_with(run)["code"] == 3

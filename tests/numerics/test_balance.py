@@ -23,6 +23,7 @@ from sft_play.training.balance import LOOKS, Judge, at_work, describe, turns_of,
 from sft_play.training.feeding import IDLE, step_totals
 from sft_play.training.loss import label_tokens, token_loss_sum
 from sft_play.training.stopwatch import Stopwatch
+from tests.documents import on_page
 from tests.numerics.test_layouts import VOCABULARY, random_model
 from tests.plans import simple_plan
 
@@ -320,6 +321,7 @@ def test_a_change_is_told_in_words() -> None:
         describe([0.1, 0.19], (21, 11), (16, 16), "rows")
         == "rank 1 is 1.9 times slower: rows per step 21 + 11 instead of 16 + 16"
     )
+    assert on_page("one-gpu-slower-than-the-others", describe([0.1, 0.19], (21, 11), (16, 16), "rows"))
     assert "rank 2 is 2.0 times slower than rank 0: packs per step" in describe([0.1, 0.1, 0.2], (3, 3, 2), (3, 3, 3), "packs")
     assert describe([0.1, 0.101], (16, 16), (21, 11), "rows").startswith(
         "the ranks are about equally fast: rows per step 16 + 16"

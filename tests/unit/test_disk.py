@@ -11,10 +11,11 @@ import pytest
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.errors import HardwareError
 from sft_play.files import write_json
-from sft_play.launch.disk import SPARE_BYTES, disk_refusals_told, needed_bytes
+from sft_play.launch.disk import SPARE_BYTES, disk_refusals_told, needed_bytes, require_disk_space
 from sft_play.launch.run_folder import record_event
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.runs.folder import RunFolder
+from tests.documents import on_page
 from tests.plans import simple_plan
 
 ONE = 2**20
@@ -47,6 +48,12 @@ def test_a_run_that_goes_on_needs_no_room_for_the_checkpoints_that_it_has(tmp_pa
     saved(run, 4, 6, 8, 10, 12)
     assert needed_bytes(plan(), config(2), run) == SPARE_BYTES + 2 * ONE, "a new one and the model have no space yet"
     assert needed_bytes(plan(), config(None), run) == SPARE_BYTES + 2 * ONE
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_launch(tmp_path: Path) -> None:
+    with pytest.raises(HardwareError) as refused:
+        require_disk_space(plan(10**18), config(2), RunFolder(tmp_path))
+    assert on_page("no-space-left", refused.value.message)
 
 
 def test_a_disk_that_takes_no_more_is_told_with_its_place(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from sft_play.launch.render import accelerate_yaml
 from sft_play.launch.wire import HEAD, LARGEST_BYTES, MAGIC, GoneError, Line, StrangerError, pack, unpack
 from sft_play.plan.hardware import Device
 from sft_play.runs.folder import RunFolder
+from tests.documents import on_page
 from tests.plans import simple_plan
 from tests.unit.test_calibration import calibration
 
@@ -128,13 +129,14 @@ def one_round(given: NodeFacts) -> Act:
     return lambda meeting: meeting.exchange(given.to_json(), judge)
 
 
-def refused(nodes: Nodes, kind: type[UserError], *words: str) -> None:
-    """Every node ended by the same error."""
+def refused(nodes: Nodes, kind: type[UserError], *words: str) -> str:
+    """Every node ended by the same error; returns it."""
     errors = list(nodes.end().values())
     assert all(type(error) is kind for error in errors), errors
     assert len({error.render() for error in errors}) == 1, errors
     for word in words:
         assert word in errors[0].render(), errors[0].render()
+    return errors[0].render()
 
 
 def test_a_late_node_is_waited_for_and_all_get_the_same(capfd: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +166,7 @@ def test_absent_nodes_are_named_on_every_node() -> None:
     nodes = Nodes(count=3, patience=0.8)
     for rank in (0, 1):
         nodes.start(nodes.make(rank, patience=0.8 if rank == 0 else 20), one_round(facts(rank)))
-    refused(nodes, RetryableError, "node 2 of 3 did not come", "there are: node 0 (a), node 1 (b)", "launch.join_seconds")
+    assert on_page("hangs-after-initialized", refused(nodes, RetryableError, "launch.join_seconds"))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +206,8 @@ def test_what_differs_is_refused_by_one_error_on_every_node(
     others = {"num_nodes": 2} if "num_nodes" not in change else {}
     nodes.start(nodes.make(0), one_round(facts(0, **others)))
     nodes.start(nodes.make(1), one_round(facts(1, **(others | change))))
-    refused(nodes, kind, *words)
+    shown = refused(nodes, kind, *words)
+    assert "2.12.0" not in words[0] or on_page("different-versions-on-machines", shown)
 
 
 def test_checkpoints_must_be_the_same() -> None:
@@ -390,7 +393,7 @@ def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, capfd: py
         assert isinstance(error, RetryableError)
         return error.render()
 
-    assert "127.0.0.1:" in (said := ended()) and "nothing listens there yet" in said and "NODE_RANK=0" in said
+    assert "127.0.0.1:" in (said := ended()) and on_page("connect-call-failed", said) and "NODE_RANK=0" in said
     with socket.create_server(("127.0.0.1", nodes.port)):
         assert "no launcher of SFT-Play" in (said := ended()) and "NUM_NODES" in said
     with socket.socket() as full:  # a queue that is full drops what comes, as a firewall does
@@ -415,7 +418,8 @@ def test_who_has_the_port() -> None:
     with socket.create_server(("", nodes.port)):
         nodes.start(nodes.make(0), one_round(facts(0)))
         error = nodes.end()["a"]
-    assert isinstance(error, HardwareError) and f"port {nodes.port}" in error.message and "(process " in error.message
+    assert isinstance(error, HardwareError) and f"port {nodes.port}" in error.message
+    assert on_page("address-already-in-use", error.message)
 
 
 def test_a_failure_between_the_rounds_is_told_to_all() -> None:

@@ -28,6 +28,7 @@ from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import shape_of
 from sft_play.plan.show import show_plan
 from sft_play.plan.words import figure, rate_in_words
+from tests.documents import on_page
 
 LLAMA2, QWEN = "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-7B-Instruct"
 SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -230,7 +231,7 @@ def test_weights_over_a_slow_network_are_refused_with_the_arithmetic(command: An
     for hardware in ("3x24GB@1Gbit", "3xRTX4090@1Gbit"):
         with pytest.raises(UserError, match=r"would wait for weights 9.% of each step: every micro-step waits") as error:
             planned(hardware, config, command_strategy=command)
-        assert "x 2/3 / 118 MB/s" in error.value.message
+        assert "x 2/3 / 118 MB/s" in error.value.message and on_page("slow-training-over-ethernet", error.value.message)
         assert "LAUNCH_SLOW_NETWORK=allow" in (error.value.hint or "") and "LAUNCH_STRATEGY=ddp" in (error.value.hint or "")
         allowed = planned(
             hardware, replace(config, launch=replace(config.launch, slow_network="allow")), command_strategy=command

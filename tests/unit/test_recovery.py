@@ -32,6 +32,7 @@ from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import shape_of
 from sft_play.runs.folder import RunFolder
 from sft_play.training.memory_errors import Activity, describe, ran_out_of_memory
+from tests.documents import on_page
 
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.28.9\nLast error:\nFailed to CUDA calloc 6291456 bytes"
@@ -405,6 +406,7 @@ def test_events_remember_what_was_tried(tmp_path: Path) -> None:
         "recovering: rank 0: memory ran out in step 3: micro-batch 8 x accumulation 2 -> 4 x 4 on every rank "
         "(although `train.batch_size` was given), global batch 32 as before; going on from step-000004 (retry 1 of 3)"
     )
+    assert on_page("cuda-out-of-memory", line)
 
 
 # ---- Ranks that are not alike
