@@ -55,7 +55,10 @@ def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     a, b, scale = a.to(computed), b.to(computed), self.scaling[name]
     if plain and isinstance(dropout, nn.Identity):
         bias = None if base.bias is None else base.bias.to(computed)
-        return _Fused.apply(x.to(computed), base.weight.to(computed), bias, a, b, scale)
+        y_TO = _Fused.apply(x.to(computed).reshape(-1, x.shape[-1]), base.weight.to(computed), bias, a, b, scale)
+        return y_TO.view(
+            *x.shape[:-1], b.shape[0]
+        )  # a view that the function itself returned could not be added to in place (Llama 4)
     y = base(x)
     h_TR = functional.linear(dropout(x).to(computed), a).reshape(-1, a.shape[0])
     y_TO = torch.addmm(y.to(computed).reshape(-1, b.shape[0]), h_TR, b.t(), alpha=scale)
@@ -66,21 +69,19 @@ class _Fused(torch.autograd.Function):
     """y = x W^T + bias + scale (x A^T) B^T, with gradients for x, A and B; all of one type."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        x_TI = x.reshape(-1, x.shape[-1])
+    def forward(ctx: Any, x_TI: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
         h_TR = x_TI @ a.t()
         y_TO = x_TI @ weight.t() if bias is None else torch.addmm(bias, x_TI, weight.t())
         y_TO.addmm_(h_TR, b.t(), alpha=scale)
         ctx.save_for_backward(x_TI, h_TR, weight, a, b)
         ctx.scale = scale
-        return y_TO.view(*x.shape[:-1], weight.shape[0])
+        return y_TO
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, h_TR, weight, a, b = ctx.saved_tensors
-        grad_TO = grad.reshape(-1, grad.shape[-1])
         grad_TR = (grad_TO @ b).mul_(ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad_TO @ weight).addmm_(grad_TR, a).view(*grad.shape[:-1], weight.shape[1])
+            grad_x = (grad_TO @ weight).addmm_(grad_TR, a)
         return grad_x, None, None, grad_TR.t() @ x_TI, (grad_TO.t() @ h_TR).mul_(ctx.scale), None

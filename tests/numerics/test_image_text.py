@@ -13,6 +13,7 @@ from sft_play.model import lora
 from sft_play.model.read import TEXT_WITHIN, model_class, read_model
 from tests import families
 
+QUICK = {"glm4v", "lfm2_vl", "mistral3", "qwen3_vl"}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}}
 PARTIAL_MROPE = {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}
 PARTS: dict[str, tuple[str, str, dict[str, int]]] = {
@@ -32,7 +33,9 @@ OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(TEXT_WITHIN))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in sorted(TEXT_WITHIN)]
+)
 def test_the_text_part_trains_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in PARTS:
         monkeypatch.setitem(families.COMPOSITE, name, PARTS[name])

@@ -1,0 +1,42 @@
+"""Activations of every family: few layers of each kind, traced, stand for all layers of a real step, whatever a family mixes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sft_play.plan.layouts import WITHOUT_SDPA
+from sft_play.trace.build import model_of
+from sft_play.trace.run import observe, trace
+from tests.families import COMPOSITE, FAMILIES, OWN, tiny_config
+from tests.numerics.test_trace import MODES, PLAIN
+
+QUICK = {"deepseek_v3", "nemotron_h", "qwen3_next"}
+LAYERS = 6
+
+
+def deeper(name: str) -> Any:
+    """Returns the family's tiny configuration with more layers of the same kinds."""
+    if name == "nemotron_h":
+        return tiny_config(name)  # it has four kinds
+    own = OWN.get(COMPOSITE[name][0] if name in COMPOSITE else name, {})
+    kinds = {
+        key: value * 3
+        for key, value in own.items()
+        if isinstance(value, list) and len(value) == 2 and not isinstance(value[0], tuple)
+    }
+    return tiny_config(name, num_hidden_layers=LAYERS, **kinds)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES])
+def test_few_layers_of_a_family_stand_for_all(name: str) -> None:
+    case = replace(
+        PLAIN, architecture=json.loads(deeper(name).to_json_string()), layout="padded", rows=2,
+        attention="eager" if name in WITHOUT_SDPA else "sdpa", **MODES["lora fp32"],
+    )  # fmt: skip
+    found = max(sum(parts.values()) for parts in trace(case)["moments"].values())
+    real = max(peak.total for peak in observe(case, model_of(case), real=True)[0].values())
+    assert found == pytest.approx(real, rel=0.001)
