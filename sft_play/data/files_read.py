@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 TABLES = (*TEXTS, ".parquet", ".arrow")
 HEADER_BYTES = 1 << 16
 QUOTES = "a value that holds the separator, a line end or a quote stands in quotes, and a quote in it is written twice"
+MARKS = {"\t": "tabs", ",": "commas"}
 ENDINGS = "json, jsonl, csv, tsv, parquet, arrow, txt, md, html, docx or pdf"
 
 
@@ -145,7 +147,8 @@ def _read_csv(path: Path) -> Iterator[Placed]:
     csv.field_size_limit(2**31 - 1)
     with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as stream:
         # Strict: else a quote that is never closed takes in all that follows.
-        reader = csv.DictReader(stream, strict=True, delimiter=_separator(path))
+        mark = _separator(path)
+        reader = csv.DictReader(stream, strict=True, delimiter=mark)
         last = 0
         try:
             header = reader.fieldnames or []
@@ -157,8 +160,11 @@ def _read_csv(path: Path) -> Iterator[Placed]:
                 last = reader.line_num
                 if None in row or None in row.values():
                     place, have = f"{path}:{last}", _values(row)
-                    problem = f"the row has another number of columns than the header: {have} and not {len(header)}"
-                    yield place, DataError(problem, place=place)
+                    by = MARKS.get(mark, f"`{mark}`")
+                    problem = (
+                        f"the row has another number of columns than the header: {have} and not {len(header)}, separated by {by}"
+                    )
+                    yield place, DataError(problem, place=place, hint=QUOTES)
                     continue
                 # A quoted value may span lines; the row is looked for where it begins.
                 yield f"{path}:{last - sum(_line_ends(value) for value in row.values())}", row
@@ -171,13 +177,17 @@ def _read_csv(path: Path) -> Iterator[Placed]:
 
 
 def _separator(path: Path) -> str:
-    """Returns what separates the columns: a comma, unless the header is one column by commas and has several by another mark."""
+    """Returns what separates the columns: the first mark that gives the header several and the row after it as many, else a comma."""
     if kind(path) == ".tsv":
         return "\t"
     with open_bytes(path) as stream:
-        header = stream.readline(HEADER_BYTES).decode("utf-8-sig", "replace")
-    names = next(csv.reader([header]), [])
-    return next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), ",")
+        beginning = stream.read(HEADER_BYTES).decode("utf-8-sig", "replace")
+    found = {}
+    for mark in ",;\t|":
+        rows = list(islice((row for row in csv.reader(io.StringIO(beginning, newline=""), delimiter=mark) if row), 2))
+        found[mark] = [len(row) for row in rows]
+    several = [mark for mark, columns in found.items() if columns and columns[0] > 1]
+    return next((mark for mark in several if len(set(found[mark])) == 1), several[0] if several else ",")
 
 
 def _values(row: Mapping[Any, Any]) -> int:

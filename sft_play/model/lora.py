@@ -288,8 +288,8 @@ def add_adapters(
     _check_placed(adapted, targets)
     for name, value in saved.items():
         setattr(config, name, value)
-    # Other tools find the base by this: the hub's name where there is one, else the folder.
-    adapted.peft_config["default"].base_model_name_or_path = base.name if base.source == "hub" else base.path
+    # Other tools find the base by this; the folder that it was read from may be a cache of this machine.
+    adapted.peft_config["default"].base_model_name_or_path = base.name
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

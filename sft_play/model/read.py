@@ -94,7 +94,16 @@ def read_model(
             hint="the files are incomplete or of another architecture than `config.json` says: fetch the model again",
         )
     keep_quantised_weights(model)
+    if quantization_config is not None and device in (None, "cpu"):
+        _let_go_of_files(model)
     return model
+
+
+def _let_go_of_files(model: Any) -> None:
+    """Copies what was not quantised. On a CPU it lies in the mapped files, whose pages, all read to quantise the rest, would stay too."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.clone()
 
 
 def keep_quantised_weights(model: Any) -> None:

@@ -178,6 +178,10 @@ def choose_weights_dtype(config: Config, kind: str, precision: Precision, reason
     if kind == "cpu" or precision == "fp32" or config.tuning.mode == "full":
         why = "trained weights need its precision" if config.tuning.mode == "full" else "what is computed in"
         reasons.append(f"weights in float32: {why}")
+        if kind == "cpu" and config.tuning.mode == "qlora":
+            reasons.append(
+                f"base in {config.tuning.quantization}: made for GPU memory; on a CPU each pass writes every weight out again, which costs time"
+            )
         return "float32"
     chosen = "bfloat16" if precision == "bf16" else "float16"
     reasons.append(f"weights in {chosen}: they are frozen, half the memory of fp32")

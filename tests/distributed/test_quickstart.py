@@ -49,6 +49,8 @@ def test_learning_rate_0_gains_nothing(tmp_path: Path) -> None:
     assert [line["answer"] for line in asked] == [line["answer"] for line in answered]
 
     assert (run.accelerate).is_file(), "the launcher of `make train`"
+    adapter = json.loads((run.model / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct", "no path of a cache"
     assert len([row for row in lines(run.metrics) if row["kind"] == "train"]) == 2
     for part in ("dequantised Q4_1", "before", "after", "loss", "ROUGE-L", "n = 6", "did not fall", "within the interval"):
         assert part in done.stdout + done.stderr, part

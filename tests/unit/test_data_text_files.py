@@ -57,6 +57,14 @@ def test_a_semicolon_within_columns_by_commas_is_text(tmp_path: Path) -> None:
     assert [row for _, row in read_file(path)] == [{"question;x": "a;b", "answer": "c"}]
 
 
+def test_a_header_with_a_comma_within_a_name_is_read_as_its_rows_are(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("Frage, kurz;Antwort\nWer?;Müller, Jürgen, und ich\nWo?;Zürich;CH\n", encoding="utf-8")
+    (_, row), (_, problem) = read_file(path)
+    assert row == {"Frage, kurz": "Wer?", "Antwort": "Müller, Jürgen, und ich"}
+    assert isinstance(problem, DataError) and problem.message.endswith("3 and not 2, separated by `;`")
+
+
 @pytest.mark.parametrize("row", ['"a,b', 'a,"b'])
 def test_a_quote_that_is_never_closed_is_told_where_it_opens(row: str, tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
