@@ -145,12 +145,6 @@ def _deepspeed(call: Call, choices: AccelerateChoices, loaded: LoadedConfig, com
                 place=user.document.place("zero_optimization.stage"),
                 hint="make the two agree, or leave one of them out",
             )
-    if user and user.stage == 3 and loaded.config.tuning.mode == "qlora":
-        raise UserError(
-            "`tuning.mode: qlora` does not go with ZeRO stage 3: its partitioned initialisation cannot hold quantised weights",
-            place=user.document.place("zero_optimization.stage"),
-            hint="use stage 2, `make train-distributed` (DDP) or `make train-fsdp` (FSDP2), or `tuning.mode: lora`",
-        )
     return user
 
 

@@ -58,6 +58,8 @@ def check_existing(quantisation: dict[str, Any], tuning: TuningConfig, strategy:
             hint=f"`pip install {library.split('.')[0]}`, or use the model's unquantised version with `tuning.mode: qlora`",
         )
     conflict = conflict_for(tuning.backend, "qlora", "int8" if quantisation.get("load_in_8bit") else "nf4", strategy)
+    if not conflict and strategy == "zero3" and method != "bitsandbytes":
+        conflict = f"`{method}` under ZeRO-3 was not tried: use `ddp`, `zero2` or `fsdp2`"
     if conflict:
         raise UserError(f"the base model comes quantised ({describe(quantisation)}). {conflict}")
     note = f"the base comes quantised ({describe(quantisation)}): it is used as it is and not quantised again"
@@ -80,8 +82,8 @@ def describe(quantisation: dict[str, Any]) -> str:
 def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
     """Returns transformers' `BitsAndBytesConfig` for `tuning.mode: qlora`.
 
-    nf4 is quantised doubly (the blocks' scales are quantised too). FSDP shards a parameter only in a float type, and all of a
-    module's in one: the packed bytes are then stored as the adapters' type, else as plain bytes. Raises `UserError` for a
+    nf4 is quantised doubly (the blocks' scales are quantised too). FSDP2 and ZeRO-3 share out a parameter only in a float type, and FSDP2
+    all of a module's in one: the packed bytes are then stored as the adapters' type, else as plain bytes. Raises `UserError` for a
     strategy that cannot hold quantised weights.
     """
     from transformers import BitsAndBytesConfig
@@ -91,7 +93,7 @@ def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
         raise UserError(conflict)
     if tuning.quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
-    storage = getattr(torch, plan.weights_dtype) if plan.strategy == "fsdp2" else torch.uint8
+    storage = getattr(torch, plan.weights_dtype) if plan.strategy in ("fsdp2", "zero3") else torch.uint8
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

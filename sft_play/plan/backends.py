@@ -39,10 +39,10 @@ def conflict_for(backend: str, mode: str, quantization: str, strategy: str) -> s
         )
     if backend == "unsloth" and mode == "qlora" and quantization == "int8":
         return "`tuning.backend: unsloth` quantises to nf4: use `tuning.quantization: nf4`, or `tuning.backend: bnb` for int8"
-    if mode == "qlora" and strategy == "zero3":
+    if mode == "qlora" and quantization == "int8" and strategy == "zero3":
         return (
-            "QLoRA and ZeRO-3 do not go together: ZeRO-3 partitions weights while they are loaded, and cannot partition "
-            "quantised ones (bitsandbytes#1249). Use `ddp`, `zero2` or `fsdp2`, or `tuning.mode: lora`"
+            "int8 and ZeRO-3 do not go together: bitsandbytes keeps the whole int8 weights in a second place (`CB`), so that nothing "
+            "would be shared out. Use `tuning.quantization: nf4`, or `zero2`"
         )
     if mode == "qlora" and quantization == "int8" and strategy == "fsdp2":
         return (

@@ -191,7 +191,6 @@ def _states(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]
         weights /= shards
         # FSDP2 shards no integers, as which a base that comes quantised is stored, and no quantisation state, which is no parameter.
         frozen /= 1 if setup.strategy == "fsdp2" and shape.quantized_bits else shards
-        quant_state /= 1 if setup.strategy == "fsdp2" else shards
     if setup.zero and setup.device == "cuda":
         if setup.offload_optimizer:
             optimizer = gradients = 0.0

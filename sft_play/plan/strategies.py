@@ -215,7 +215,7 @@ def offloaded_instead(
     config = fit.config
     if setup.device != "cuda" or not _may_change(fit, hardware, launch, setup, fitting):
         return None
-    if conflict_for(config.tuning.backend, config.tuning.mode, config.tuning.quantization, "zero3"):
+    if config.tuning.mode == "qlora" or config.tuning.backend == "unsloth":  # offloaded quantised weights were never tried
         return None
     if not hardware.ram_known or not (hardware.described or importlib.util.find_spec("deepspeed")):
         return None

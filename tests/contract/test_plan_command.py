@@ -146,7 +146,7 @@ def test_a_run_of_unlike_machines_again(program: Program, tiny_config: Path, tmp
         (["HARDWARE=8GB", "TUNING_MODE=full", "MODEL_NAME=Qwen/Qwen2.5-7B-Instruct"], 3, ["not even one row", "TUNING_MODE=qlora"]),
         (["HARDWARE=cpu", "TRAIN_BATCH_SIZE=3", "TRAIN_GRAD_ACCUM=2", "TRAIN_GLOBAL_BATCH_SIZE=8"], 2,
          ["3 per process x 2 accumulation x 1 process = 6", "is 8"]),
-        (["HARDWARE=2xH100", "TUNING_MODE=qlora", "LAUNCH_STRATEGY=zero3"], 2, ["QLoRA and ZeRO-3"]),
+        (["HARDWARE=2xH100", "TUNING_MODE=qlora", "TUNING_QUANTIZATION=int8", "LAUNCH_STRATEGY=zero3"], 2, ["int8 and ZeRO-3"]),
         (["HARDWARE=T4", "TRAIN_BF16=true"], 3, ["T4 does not compute in bfloat16"]),
         (["MODEL_NAME=./not/there"], 4, ["./not/there: there is no such model folder"]),
         (["MODEL_NAME=nobody/never-was"], 4, ["nobody/never-was: no such folder", "or HF_HOME"]),

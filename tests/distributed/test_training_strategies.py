@@ -73,7 +73,7 @@ def test_sharded_weights_are_published_whole_and_answer_the_same(strategy: str, 
 
 
 @pytest.mark.parametrize(
-    "strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.long), pytest.param("zero2", marks=pytest.mark.long)]
+    "strategy", ["fsdp2", *(pytest.param(strategy, marks=pytest.mark.long) for strategy in ("ddp", "zero2", "zero3"))]
 )
 def test_a_quantised_base_trains_the_same_under_every_strategy(strategy: str, trained: Trained) -> None:
     """Evaluations stand between the steps: they must leave the base as it was."""

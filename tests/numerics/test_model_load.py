@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.model.load import load_for_training
-from sft_play.model.quantise import quantisation_of
+from sft_play.model.quantise import check_existing, quantisation_of
 from tests.plans import prepared_model, simple_plan
 from tests.tiny_models import build_tiny_gemma3, build_tiny_gpt2, build_tiny_llama, build_tiny_mixtral
 
@@ -125,7 +125,7 @@ def test_fsdp2_stores_the_quantised_bytes_as_floats(folders: dict[str, Path]) ->
 
 
 @pytest.mark.parametrize(
-    ("strategy", "quantization", "words"), [("zero3", "nf4", "bitsandbytes#1249"), ("fsdp2", "int8", "has no attribute 'CB'")]
+    ("strategy", "quantization", "words"), [("zero3", "int8", "`CB`"), ("fsdp2", "int8", "has no attribute 'CB'")]
 )
 def test_quantised_weights_that_a_strategy_cannot_hold_are_refused(
     folders: dict[str, Path], strategy: str, quantization: str, words: str
@@ -165,9 +165,10 @@ def test_full_tuning_of_a_quantised_base_is_refused(quantised_base: Path) -> Non
         load(quantised_base, mode="full")
 
 
-def test_a_quantised_base_is_refused_where_its_strategy_cannot_hold_it(quantised_base: Path) -> None:
-    with pytest.raises(UserError, match=r"comes quantised.*bitsandbytes#1249"):
-        load(quantised_base, mode="lora", plan={"strategy": "zero3"})
+@pytest.mark.parametrize(("base", "words"), [({"load_in_8bit": True}, "`CB`"), ({"quant_method": "fp8"}, "was not tried")])
+def test_a_quantised_base_is_refused_where_its_strategy_cannot_hold_it(base: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=f"comes quantised.*{words}"):
+        check_existing(base, TuningConfig(mode="lora"), "zero3")
 
 
 def test_a_base_whose_quantiser_is_not_installed_is_refused_by_its_name(tmp_path: Path) -> None:

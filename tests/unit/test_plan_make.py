@@ -373,9 +373,10 @@ def test_backends() -> None:
         make_plan(config, lambda _: False, CPU, shape_of(config.model), launch=LaunchRequest(), prepared=None)
 
 
-def test_qlora_and_zero3() -> None:
-    text = message(UserError, "2x24GB", name=QWEN, mode="qlora", max_seq_len=512, command_strategy="auto", strategy="zero3")
-    assert "QLoRA and ZeRO-3 do not go together" in text and "`zero2`" in text and "`fsdp2`" in text
+def test_qlora_under_zero3_shares_out_the_base_and_not_its_scales() -> None:
+    words = {"name": QWEN, "mode": "qlora", "max_seq_len": 512, "command_strategy": "auto"}
+    whole, shared = (plan_of("2x24GB", strategy=strategy, **words).ranks[0].memory_bytes for strategy in ("ddp", "zero3"))
+    assert shared["frozen"] == pytest.approx(whole["frozen"] / 2) and shared["quant_state"] == whole["quant_state"] > 0
 
 
 def test_unsloth() -> None:
