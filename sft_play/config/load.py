@@ -333,11 +333,10 @@ def _as_error(mismatch: Mismatch, value: Value, path: Path | None) -> UserError:
     place = value.origin
     if path is not None and mismatch.node.line and ":" in place and not value.literal:
         place = f"{place.rpartition(':')[0]}:{mismatch.node.line}"
-    hint = (
-        metrics_hint(mismatch.node.value)
-        if mismatch.key == "eval.metrics"
-        else names.INSTEAD.get(str(mismatch.node.value).lower())
-    )
+    given = mismatch.node.value
+    hint = metrics_hint(given) if mismatch.key == "eval.metrics" else None
+    if isinstance(given, str):
+        hint = hint or names.INSTEAD.get(given.lower())
     return UserError(f"`{mismatch.key}` {mismatch.problem}", place=place, hint=hint or mismatch.hint)
 
 
