@@ -13,7 +13,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.model import quantise
 from sft_play.model.folder import runs_code
-from sft_play.plan.backends import UNSLOTH_HINT
+from sft_play.plan.backends import NO_UNSLOTH, UNSLOTH_HINT
 from sft_play.plan.plan import Plan
 from sft_play.runs.prepared import Prepared
 
@@ -25,7 +25,7 @@ def check_available() -> None:
     """Raises `HardwareError` that names what is missing: the package, the GPU, or both."""
     lacking = []
     if importlib.util.find_spec("unsloth") is None:
-        lacking.append("the package `unsloth` (`pip install unsloth`)")
+        lacking.append(NO_UNSLOTH)
     if not torch.cuda.is_available() or torch.version.cuda is None:
         lacking.append("an NVIDIA GPU (none is seen here)")
     if lacking:

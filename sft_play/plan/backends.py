@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from sft_play.config.schema import Config
     from sft_play.plan.hardware import Hardware
 
+NO_UNSLOTH = "the package `unsloth`"
 UNSLOTH_HINT = (
-    "`pip install 'sft-play[unsloth]'` on a machine with an NVIDIA GPU, or `tuning.backend: bnb`, which runs everywhere"
+    "`tuning.backend: bnb` runs everywhere; no release of Unsloth installs beside these versions of transformers and datasets "
+    "(docs/models.md#unsloth-tuningbackend-unsloth)"
 )
 
 
@@ -20,7 +22,7 @@ def missing_for(backend: str, hardware: Hardware) -> str | None:
         return None if _installed("bitsandbytes") else "`tuning.backend: bnb` needs the package `bitsandbytes`, which is missing"
     lacking = []
     if not _installed("unsloth"):
-        lacking.append("the package `unsloth` (`pip install unsloth`)")
+        lacking.append(NO_UNSLOTH)
     if hardware.kind != "cuda":
         lacking.append("an NVIDIA GPU (none is seen here)")
     return f"`tuning.backend: unsloth` needs {' and '.join(lacking)}" if lacking else None

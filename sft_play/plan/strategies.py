@@ -15,7 +15,7 @@ from dataclasses import replace
 from sft_play.config.network_rules import network_keys
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.backends import conflict_for, may_quantise, missing_for
+from sft_play.plan.backends import UNSLOTH_HINT, conflict_for, may_quantise, missing_for
 from sft_play.plan.choices import showing
 from sft_play.plan.exchange import GATHERING, gathering_passes, gathering_seconds
 from sft_play.plan.fit import DoesNotFitError, Fit, wanted_rows
@@ -75,9 +75,7 @@ def choose_strategy(
     needs_backend = config.tuning.mode == "qlora" or config.tuning.backend == "unsloth"
     # What is installed here says nothing about a machine that is only described.
     if needs_backend and not hardware.described and (missing := missing_for(config.tuning.backend, hardware)):
-        raise HardwareError(
-            missing, hint="set `tuning.backend: bnb`, which runs everywhere" if config.tuning.backend != "bnb" else None
-        )
+        raise HardwareError(missing, hint=UNSLOTH_HINT if config.tuning.backend == "unsloth" else None)
     if conflict := conflict_for(config.tuning.backend, config.tuning.mode, config.tuning.quantization, chosen):
         raise UserError(conflict)
     if config.train.spike_guard == "skip" and chosen.startswith("zero"):

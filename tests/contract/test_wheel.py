@@ -75,7 +75,7 @@ def test_init_makes_a_folder_to_work_in(installed: Path, tmp_path: Path, cache: 
     assert "configs/run_bnb.yaml:" in shown and "77" in shown, "the copy counts, which may have been changed"
     assert "a$b 'c" in shown
     assert "takes no PYTHON" in run(installed, tmp_path, cache, "make", "plan", "VENV=x", code=2)
-    assert "did you mean `plan`" in run(installed, tmp_path, cache, "make", "plann", code=1)
+    assert "did you mean `make plan`" in run(installed, tmp_path, cache, "make", "plann", code=1)
     assert "nothing of yours is replaced" in run(installed, tmp_path, cache, "sft-play", "init", code=2)
 
 
