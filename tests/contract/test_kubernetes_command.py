@@ -120,6 +120,7 @@ def test_the_example_of_two_l40s_pods(in_process: Program, tmp_path: Path) -> No
     for words in renders:
         done = in_process(*(word for word in words[1:] if not word.startswith("OUT=")), f"OUT={tmp_path / 'out'}")
         assert done.code == 0, done.err
+        assert "names `aim`, which is in an image that was built with --build-arg TRACKERS=aim==3.29.1" in done.err
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["claims.yaml", "job.yaml", "pytorchjob.yaml"]
     claims = list(yaml.safe_load_all((tmp_path / "out" / "claims.yaml").read_text()))
     assert [one["metadata"]["name"] for one in claims] == ["models", "runs", "aim"]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sft_play.config.kubernetes_rules import quantity
 from sft_play.config.load import LoadedConfig
+from sft_play.config.trackers import OWN, PACKAGES, trackers
 from sft_play.files import is_file_name, typed_path
 from sft_play.launch.key import VARIABLE as KEY
 from sft_play.launch.kubernetes.pods import access_mode, claims
@@ -70,6 +71,10 @@ def _of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
     settings = spec.settings
     if not loaded.typed("kubernetes.image"):
         yield f"the image is `{settings.image}`: build it by the Dockerfile, push it where the cluster pulls from, and set kubernetes.image"
+    for name in trackers(loaded.config):
+        if name in PACKAGES and name != OWN:
+            built = f"an image that was built with --build-arg TRACKERS={PACKAGES[name][1]}"
+            yield f"`train.report_to` names `{name}`, which is in {built}, and not in the default one: kubernetes.image is {settings.image}"
     if settings.create_claims:
         yield from _of_claims(spec)
     else:
