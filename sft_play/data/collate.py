@@ -25,8 +25,7 @@ class Collator:
     (the union over rows), `targets` [B, P] with -100 where a row has none. `unmasked`: the same without mask and position ids, for
     families whose attention is causal: no token of a row sees the padding behind it.
 
-    Where `attention` tells rows apart by their lengths, a flattened batch has them: `cu_seq_lens_q`, `cu_seq_lens_k` [R + 1], and
-    `max_length_q`, `max_length_k` as numbers of Python's, which no GPU is asked for. For a CPU all are numbers.
+    Where `attention` tells rows apart by their lengths, a flattened batch has them (`lengths_of`).
 
     An empty micro-batch gives one dummy line with one ignored target: its loss is 0 and its gradients are 0, but every
     collective operation of a step still happens. `rows` keeps the rows' ids and `tokens` counts theirs; neither reaches the model.
@@ -92,6 +91,9 @@ class Collator:
 
 
 def lengths_of(ends: Sequence[int], longest: int, device: str) -> Batch:
-    """Returns what transformers' flash attention and `model.varlen` take: where rows end [R + 1], int32 from 0, and the longest one."""
-    places = tuple(ends) if device == "cpu" else torch.tensor(ends, dtype=torch.int32)
-    return {"cu_seq_lens_q": places, "cu_seq_lens_k": places, "max_length_q": longest, "max_length_k": longest}
+    """Returns where rows end, [R + 1] from 0: as numbers for `model.varlen`; for a GPU's flash attention too, int32, with the longest."""
+    if device == "cpu":
+        return {"row_ends": tuple(ends)}
+    places = torch.tensor(ends, dtype=torch.int32)
+    of_kernels = {"cu_seq_lens_q": places, "cu_seq_lens_k": places, "max_length_q": longest, "max_length_k": longest}
+    return {"row_ends": tuple(ends), **of_kernels}

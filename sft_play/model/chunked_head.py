@@ -96,14 +96,16 @@ class _Change:
 
 def _change_of(model: Any) -> _Change:
     """The families that change logits after the head; `plan.layouts.CHUNKED_HEAD_MODEL_TYPES` has all that may be chunked."""
-    config = model.config
-    match config.model_type:
-        case "gemma2" | "gemma3_text":
+    config = model.config.get_text_config()
+    match model.config.model_type:
+        case "gemma2" | "gemma3_text" | "gemma3n_text" | "gemma4" | "gemma4_text" | "nanochat":
             return _Change(cap=config.final_logit_softcapping)
-        case "granite" | "granitemoe":
+        case "granite" | "granitemoe" | "granitemoeshared" | "granitemoehybrid":
             return _Change(factor=1 / config.logits_scaling)
         case "cohere" | "cohere2":
             return _Change(factor=config.logit_scale)
+        case "falcon_h1":
+            return _Change(factor=config.lm_head_multiplier)
     return _Change()
 
 

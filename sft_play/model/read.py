@@ -96,6 +96,7 @@ def read_model(
     keep_quantised_weights(model)
     if quantization_config is not None and device in (None, "cpu"):
         _let_go_of_files(model)
+    varlen.keep_rows_apart(model)
     return model
 
 

@@ -219,7 +219,7 @@ def use_dtype(plan: Plan, device: str) -> torch.dtype:
     return torch.float32 if plan.weights_dtype == "float16" else getattr(torch, plan.weights_dtype)
 
 
-def use_attention(plan: Plan, device: str) -> str:
-    """Returns the attention kernel: the training's, or `sdpa` where that one runs on GPUs only, or for training only."""
+def use_attention(plan: Plan, device: str) -> str | None:
+    """Returns the attention kernel: the training's, or `None` for the family's usual one where that one is for GPUs or training only."""
     trained = plan.attn_implementation
-    return trained if trained == "eager" or (device.startswith("cuda") and trained != VARLEN) else "sdpa"
+    return trained if trained == "eager" or (device.startswith("cuda") and trained != VARLEN) else None

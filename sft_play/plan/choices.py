@@ -17,6 +17,8 @@ from sft_play.plan.layouts import (
     FLATTENED_MODEL_TYPES,
     FLATTENED_TOKENS,
     LIGER_MODEL_TYPES,
+    SINK_MODEL_TYPES,
+    UNMASKED_MODEL_TYPES,
     VARLEN,
     VARLEN_MODEL_TYPES,
     WITHOUT_FLASH_ATTENTION,
@@ -194,24 +196,26 @@ def choose_attention(
     """Returns the attention implementation. Raises for one that these devices, this precision or this family does not have."""
     wanted, family = config.model.attn_implementation, shape.model_type
     no_flash = _without_flash(kind, devices, precision)
+    by_rows = kind == "cpu" or family in SINK_MODEL_TYPES  # `varlen` without a kernel of its own
     lacks = {"sdpa": WITHOUT_SDPA, "flash_attention_2": WITHOUT_FLASH_ATTENTION}
     if wanted != "auto":
-        if wanted in BY_LENGTHS and no_flash and (wanted, kind) != (VARLEN, "cpu"):
+        if wanted in BY_LENGTHS and no_flash and not (wanted == VARLEN and by_rows):
             raise HardwareError(f"`model.attn_implementation` is `{wanted}`, but {no_flash}", hint="leave it to `auto`")
         if family in lacks.get(wanted, frozenset()):
             raise UserError(
                 f"`model.attn_implementation` is `{wanted}`, but transformers has no such kernel for `{family}`",
                 hint="leave it to `auto`",
             )
-        if wanted == VARLEN and (why := _without_varlen(config, shape, kind)):
+        if wanted == VARLEN and (why := _without_varlen(config, shape, by_rows)):
             raise UserError(f"`model.attn_implementation` is `varlen`, but {why}", hint="leave it to `auto`")
         return wanted
-    if not no_flash and importlib.util.find_spec("flash_attn") and family not in WITHOUT_FLASH_ATTENTION:
+    only_varlen = VARLEN_MODEL_TYPES - FLATTENED_MODEL_TYPES
+    if not no_flash and importlib.util.find_spec("flash_attn") and family not in WITHOUT_FLASH_ATTENTION | only_varlen:
         reasons.append("attention flash_attention_2: it is installed")
         return "flash_attention_2"
-    why = (kind == "cuda" and no_flash) or _without_varlen(config, shape, kind)
+    why = (not by_rows and no_flash) or _without_varlen(config, shape, by_rows)
     if not why:
-        own = "torch's own flash attention takes rows of any length in one line" if kind == "cuda" else "row by row"
+        own = "row by row" if by_rows else "torch's own flash attention takes rows of any length in one line"
         reasons.append(f"attention varlen: {own}, without a mask")
         return VARLEN
     if family in WITHOUT_SDPA:
@@ -232,13 +236,13 @@ def _without_flash(kind: str, devices: tuple[Device, ...], precision: Precision)
     return "flash attention computes in bf16 and fp16 only, and this run in fp32" if precision == "fp32" else None
 
 
-def _without_varlen(config: Config, shape: ModelShape, kind: str) -> str | None:
+def _without_varlen(config: Config, shape: ModelShape, by_rows: bool) -> str | None:
     """Returns why `varlen` cannot be this model's attention; the head sizes are those that the GPU's kernel was compiled for."""
     if config.tuning.backend == "unsloth":
         return "unsloth has its own attention"
     if shape.model_type not in VARLEN_MODEL_TYPES:
         return f"`{shape.model_type}` is not among the families proven to compute with `varlen`"
-    if kind == "cuda" and (shape.head_dim % 8 or (shape.head_dim > 192 and shape.head_dim != 256)):
+    if not by_rows and (shape.head_dim % 8 or (shape.head_dim > 192 and shape.head_dim != 256)):
         return f"torch's own flash attention has no heads of {shape.head_dim}"
     if shape.attention_dropout:
         return f"`varlen` has no dropout, and this model's is {shape.attention_dropout:g}"
@@ -268,7 +272,7 @@ def choose_layout(
     if layout_for(config.tuning.backend):
         reasons.append(f"rows padded: {config.tuning.backend} tells rows apart by an attention mask only")
         return alone
-    if shape.model_type not in FLATTENED_MODEL_TYPES:
+    if shape.model_type not in (VARLEN_MODEL_TYPES if attention == VARLEN else FLATTENED_MODEL_TYPES):
         reasons.append(f"rows padded: `{shape.model_type}` is not among the families proven to keep flattened rows apart")
         return alone
     if attention == "eager" and rows > 1:
@@ -283,7 +287,7 @@ def choose_layout(
 
 def padded_layout(config: Config, shape: ModelShape) -> Layout:
     """Returns how rows are padded: without an attention mask where a test proves that it changes nothing."""
-    return "padded" if layout_for(config.tuning.backend) or shape.model_type not in FLATTENED_MODEL_TYPES else "unmasked"
+    return "padded" if layout_for(config.tuning.backend) or shape.model_type not in UNMASKED_MODEL_TYPES else "unmasked"
 
 
 def choose_optimizer(config: Config, shape: ModelShape, setup: Setup, memory_bytes: int, reasons: Reasons) -> str:

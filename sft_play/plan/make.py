@@ -37,7 +37,7 @@ from sft_play.plan.request import LaunchRequest
 from sft_play.plan.rows import label_share, row_tokens, rows_data, step_count
 from sft_play.plan.scratch import label
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.throughput import Forecast, forecast
+from sft_play.plan.throughput import Forecast, forecast, padded_tokens
 from sft_play.plan.trace_case import setup_of
 from sft_play.plan.unequal import with_shares
 from sft_play.runs.prepared import Prepared
@@ -50,6 +50,8 @@ NATIVE = "allocator: no expandable_segments, for which WSL2's driver fails at th
 SWITCHED_CHIPS, SWITCHED_RANKS, SWITCHED_BYTES = {(9, 0), (10, 0)}, 4, GIB
 """Where NCCL reduces inside NVLink's switch (H100, H200 and B200, so many or more on a board) it takes about so much more of each card (0.9
 to 1.5 GiB in all on eight H100 were seen elsewhere; unverified here)."""
+LEAST_PADDING = 0.01
+"""Share of tokens below which padding is not worth a word."""
 MOST_TOGETHER = {"cuda": 64, "cpu": 4}
 """Rows of a micro-batch beyond which nothing is gained; on a CPU matrices are large enough then, and memory grows."""
 
@@ -223,6 +225,10 @@ def _divided(case: Case, fit: Fit, start: Start, setup: Setup, fitting: tuple[in
     )
     division, batch = _halved(division, launch.halvings, start.unit, reasons)
     setup = with_layout(fit, division.setup, batch, room, seconds, reasons)
+    data = rows_data(config, case.prepared, setup)
+    padding = 1 - data.row_tokens / padded_tokens(data, max(batch.micro_batches))
+    if setup.layout != "flattened" and padding >= LEAST_PADDING:
+        reasons.append(f"padding {padding:.0%} of all tokens by forecast: rows are as long as the longest of their micro-batch")
     setup = replace(setup, accumulates=batch.accumulation > 1)
     computing = computing_seconds(_speed(alike, devices, replace(division, setup=setup)))
     network.check_gathering(fit, setup, case.hardware, division.micro_steps, computing)

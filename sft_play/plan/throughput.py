@@ -289,13 +289,18 @@ def rank_rows(rows: int, micro_batches: tuple[int, ...]) -> list[int]:
     return [-(-rows * micro // slots) for micro in micro_batches]
 
 
+def padded_tokens(data: Data, micro: float) -> float:
+    """Returns the tokens of each of `micro` rows, padded to the longest of them.
+
+    The longest of m rows that are spread evenly around the mean is (m - 1) / (m + 1) of the way to the longest of all.
+    """
+    return data.row_tokens + max(0.0, data.longest - data.row_tokens) * max(0.0, micro - 1) / (micro + 1)
+
+
 def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accumulation: int, data: Data) -> float:
     """Returns the operations of one rank in an optimizer step of `rows` average rows in `accumulation` micro-steps."""
     micro = rows / accumulation
-    length = data.row_tokens
-    if setup.layout != "flattened" and micro > 1:
-        # The longest of m rows that are spread evenly around the mean is (m - 1) / (m + 1) of the way to the longest of all.
-        length += max(0.0, data.longest - length) * (micro - 1) / (micro + 1)
+    length = data.row_tokens if setup.layout == "flattened" else padded_tokens(data, micro)
     whole = int(micro)
     lengths = [length] * whole + ([length * (micro - whole)] if micro > whole else [])
     flops = batch_flops(

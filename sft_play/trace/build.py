@@ -57,7 +57,9 @@ def on_meta(settings: Any, dtype: torch.dtype = torch.bfloat16, attention: str |
     """Returns the model on the meta device. Raises `DataError` for a family that is not trained here."""
     varlen.register()
     with torch.device("meta"):
-        return model_class(settings).from_config(settings, dtype=dtype, attn_implementation=attention)
+        model = model_class(settings).from_config(settings, dtype=dtype, attn_implementation=attention)
+    varlen.keep_rows_apart(model)
+    return model
 
 
 def model_of(case: Case) -> Any:

@@ -250,7 +250,7 @@ def _ready_to_generate(model: Any, *, synced: bool, alive: Callable[[], None] | 
     model.eval()
     use_our_settings(model)
     if attention == VARLEN:  # it knows neither padding on the left nor a cache
-        bare.config._attn_implementation = "sdpa"
+        bare.config._attn_implementation = "sdpa" if bare._supports_sdpa else "eager"
     root = model if synced and isinstance(model, FSDPModule) else None
     if root is not None:
         root.unshard()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.plan.layouts import WITHOUT_SDPA
+from sft_play.plan.layouts import VARLEN_MODEL_TYPES, WITHOUT_SDPA
 from sft_play.trace.build import model_of
 from sft_play.trace.run import observe, trace
 from tests.families import COMPOSITE, FAMILIES, OWN, tiny_config
@@ -33,9 +33,11 @@ def deeper(name: str) -> Any:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES])
 def test_few_layers_of_a_family_stand_for_all(name: str) -> None:
+    """Rows in the layout and under the attention that are planned on a CPU."""
+    by_lengths = name in VARLEN_MODEL_TYPES
     case = replace(
-        PLAIN, architecture=json.loads(deeper(name).to_json_string()), layout="padded", rows=2,
-        attention="eager" if name in WITHOUT_SDPA else "sdpa", **MODES["lora fp32"],
+        PLAIN, architecture=json.loads(deeper(name).to_json_string()), layout="flattened" if by_lengths else "unmasked", rows=2,
+        attention="varlen" if by_lengths else "eager" if name in WITHOUT_SDPA else "sdpa", **MODES["lora fp32"],
     )  # fmt: skip
     found = max(sum(parts.values()) for parts in trace(case)["moments"].values())
     real = max(peak.total for peak in observe(case, model_of(case), real=True)[0].values())

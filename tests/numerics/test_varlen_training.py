@@ -14,7 +14,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.training.memory_errors import Activity
 from sft_play.training.requests import StopRequest
-from tests.tiny_models import build_tiny_llama
+from tests.families import build_family
 from tests.training_runs import Trial, make_run, rows
 
 SETTINGS = (
@@ -34,12 +34,13 @@ def trained(run: RunFolder) -> Any:
     return trainer
 
 
-def test_packed_rows_train_and_are_scored_as_rows_alone_under_sdpa(tmp_path: Path) -> None:
-    """Adapters, with recomputation."""
-    base = build_tiny_llama(tmp_path / "base")
+@pytest.mark.parametrize(("family", "kernel"), [("llama", "sdpa"), ("qwen3_5_text", "sdpa"), ("gpt_oss", "eager")])
+def test_packed_rows_train_and_are_scored_as_rows_alone(family: str, kernel: str, tmp_path: Path) -> None:
+    """Adapters, with recomputation; a family with linear attention, and one with sinks, which has no sdpa."""
+    base = build_family(tmp_path / "base", family)
     packed = (("attn_implementation", "varlen"), ("pack_tokens", 64), ("gradient_checkpointing", True))
     trials = {
-        "plain": Trial(mode="lora", ranks=((1, 8),), steps=4, settings=SETTINGS),
+        "plain": Trial(mode="lora", ranks=((1, 8),), steps=4, settings=SETTINGS, plan=(("attn_implementation", kernel),)),
         "packed": Trial(mode="lora", ranks=((2, 3),), steps=4, settings=(*SETTINGS, "train.gradient_checkpointing: true"), plan=packed),
     }  # fmt: skip
     runs = {name: make_run(tmp_path / name, base, trial) for name, trial in trials.items()}

@@ -240,10 +240,22 @@ def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
     assert even.layout == "unmasked" and any("% longer by forecast" in reason for reason in even.reasons)
     large = plan_of("H100", **case | {"batch_size": 8})
     assert large.layout == "unmasked" and any("quadratic mask" in reason for reason in large.reasons)
-    model = replace(shape_of(ModelConfig(name=SMALL)), model_type="mamba2")
-    config = Config(model=ModelConfig(name=SMALL, max_seq_len=64))
-    plan = make_plan(config, lambda _: False, CPU, model, launch=LaunchRequest(), prepared=None)
-    assert plan.layout == "padded" and any("`mamba2` is not among the families" in reason for reason in plan.reasons)
+    config = Config(model=ModelConfig(name=SMALL), train=TrainConfig(batch_size=4))
+    for family, layout in {"mamba2": "unmasked", "zamba2": "padded"}.items():
+        model = replace(shape_of(ModelConfig(name=SMALL)), model_type=family)
+        plan = make_plan(config, lambda _: False, CPU, model, launch=LaunchRequest(), prepared=ragged)
+        assert plan.layout == layout and any(f"`{family}` is not among the families" in reason for reason in plan.reasons)
+        assert any("of all tokens by forecast" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", "nemotron_h"])
+@pytest.mark.parametrize("hardware", [CPU, parse_hardware("H100")])
+def test_hybrids_and_heads_with_sinks_are_flattened_by_lengths(family: str, hardware: Hardware) -> None:
+    model = replace(shape_of(ModelConfig(name=SMALL)), model_type=family)
+    plan = make_plan(
+        Config(model=ModelConfig(name=SMALL)), lambda _: False, hardware, model, launch=LaunchRequest(), prepared=prepared(64)
+    )
+    assert (plan.attn_implementation, plan.layout) == ("varlen", "flattened")
 
 
 def test_attention() -> None:
@@ -287,7 +299,7 @@ def test_attention_goes_by_the_lengths_of_rows_where_the_cards_can(card: str, ch
     ("changes", "why"),
     [
         ({"model_type": "gemma2"}, "`gemma2` is not among the families"),
-        ({"model_type": "opt"}, "`opt` is not among the families"),
+        ({"model_type": "jamba"}, "`jamba` is not among the families"),
         ({"head_dim": 80}, None),
         ({"head_dim": 36}, "has no heads of 36"),
         ({"head_dim": 256}, None),
