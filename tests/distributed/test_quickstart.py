@@ -31,6 +31,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.long
 def test_learning_rate_0_gains_nothing(tmp_path: Path) -> None:
     done = quickstart(
         tmp_path / "runs", "RUN_NAME=q", "TRAIN_LEARNING_RATE=0", "TRAIN_MAX_STEPS=2", "TRAIN_GLOBAL_BATCH_SIZE=2",

@@ -24,6 +24,7 @@ def nothing_wrong(done: Done) -> None:
     assert found["runs"] == found["equal"] >= 1
 
 
+@pytest.mark.long
 def test_a_short_soak(cache: Path, tmp_path: Path) -> None:
     done = soak(cache, tmp_path, "STRATEGY=single", "KILLS=2", "SEED=5", *SHORT, timeout=500)
     nothing_wrong(done)
