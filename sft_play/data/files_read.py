@@ -43,8 +43,9 @@ def read_file(path: Path, left: LeftOut | None = None) -> Iterator[Placed]:
         reader = _document_reader(left if left is not None else LeftOut())
     if reader is None:
         raise DataError(
-            f"files ending in `{path.suffix}` are not read", place=str(path),
-            hint=f"one of {', '.join((*TABLES, *DOCUMENTS))}; each may be compressed ({', '.join(COMPRESSED)})",
+            f"files ending in `{ending}` are not read" if ending else "a file whose name has no ending is not read", place=str(path),
+            hint=f"plain text is `.txt`; all that is read: {', '.join((*TABLES, *DOCUMENTS))}; each may be compressed "
+            f"({', '.join(COMPRESSED)})",
         )  # fmt: skip
     with damage_told(path):
         if ending in TEXTS:

@@ -166,7 +166,8 @@ def recognise(row: Row) -> str:
     known = "; ".join(f"{name}: {', '.join(sorted(columns))}" for name, (columns, _) in FORMATS.items())
     raise DataError(
         f"no format fits the columns {names_of(row)}",
-        hint=f"`columns` of the source renames them; formats and their columns are {known}; the row is {shown(row)}",
+        hint="rename them: `sources: [{path: FILE, columns: {question: NAME, answer: NAME}}]` instead of `train_path`; formats and their "
+        f"columns are {known}; the row is {shown(row)}",
     )
 
 

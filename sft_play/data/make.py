@@ -103,10 +103,11 @@ class Gatherer:
     def refuse_what_cannot_be_trained(self, of_both: int) -> None:
         """Raises `DataError` for rows that are too long, and for a split without any row. `of_both`: rows of both splits."""
         part, limit = self.part, self.config.model.max_seq_len
+        kind = "" if part.name == "train" else f"{part.name} "
         place, tokens = self.longest
         if self.overlong and self.config.data.overlong == "error":
             raise DataError(
-                f"{self.overlong:,} of {self._examples:,} {part.name} rows are longer than `model.max_seq_len` {limit}; "
+                f"{self.overlong:,} of {self._examples:,} {kind}rows are longer than `model.max_seq_len` {limit}; "
                 f"the longest has {tokens} tokens",
                 place=place,
                 hint=f"raise MODEL_MAX_SEQ_LEN to {tokens}, or set DATA_OVERLONG=drop to leave them out, truncate to cut them, "
@@ -122,9 +123,9 @@ class Gatherer:
             raise DataError(message, hint="give more rows, another fraction, or a file of their own: DATA_VAL_PATH=")
         if not len(self.writer.lengths):
             reasons = sum((tally.dropped for tally in self.tallies), Counter[str]())
-            told = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
+            told = ", ".join(f"{count:,} left out ({reason})" for reason, count in sorted(reasons.items()))
             hint = f"raise MODEL_MAX_SEQ_LEN; the longest row has {tokens} tokens" if self.overlong else None
-            raise DataError(f"no {part.name} row is left of {self._examples:,}: {told}", place=place or None, hint=hint)
+            raise DataError(f"no {kind}row is left of {self._examples:,}: {told}", place=place or None, hint=hint)
 
     def manifest(self) -> dict[str, Any]:
         writer = self.writer
@@ -154,6 +155,7 @@ def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part, te
     with ExitStack() as stack:
         gatherers = [Gatherer(config, part, stack.enter_context(SplitWriter(part.folder))) for part in parts]
         for chunk in engine.run(works_of(parts[0].sources, problems, config.train.seed, left), fraction=parts[0].fraction):
+            problems.good += chunk.examples - sum(not refusal.reading for refusal in chunk.refused)
             for refusal in chunk.refused:
                 problems.add(refusal)
                 if drop and refusal.reading:  # what is wrong with its tokens was counted as a row, and is left out of the chunk

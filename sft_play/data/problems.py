@@ -23,6 +23,8 @@ class RowProblems:
         self._first: dict[tuple[bool, str], Refusal] = {}
         self._alike: Counter[tuple[bool, str]] = Counter()
         self._rows = 0
+        self.good = 0
+        """Rows that nothing is wrong with, so far."""
         self._ended: list[DataError] = []
 
     @property
@@ -54,8 +56,8 @@ class RowProblems:
         """
         if self._stream is not None:
             self._stream.close()
-            what = "left out" if self.drop else "DATA_BAD_ROWS=drop leaves them out"
-            print(f"bad rows: {self._rows:,}, each with its reason in {self.file}; {what}", file=sys.stderr, flush=True)
+            what = "; left out" if self.drop else "; DATA_BAD_ROWS=drop leaves them out" if self.good else ""
+            print(f"bad rows: {self._rows:,}, each with its reason in {self.file}{what}", file=sys.stderr, flush=True)
         if self.drop:
             for error in map(self._counted, self._first):
                 print(f"left out: {error.place}: {error.message}", file=sys.stderr, flush=True)

@@ -54,7 +54,8 @@ def _folder_files(folder: Path, place: str) -> list[Path]:
         if found:
             require_inside(found, folder)
             return found
-    raise DataError(f"the folder holds no {ENDINGS} file", place=place)
+    hint = f"it holds `{files[0].name}`; plain text is read from files whose names end in `.txt`" if files else None
+    raise DataError(f"the folder holds no {ENDINGS} file", place=place, hint=hint)
 
 
 def is_hub(source: DataSource) -> bool:

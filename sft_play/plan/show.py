@@ -112,7 +112,7 @@ def _steps(plan: Plan) -> str:
     if plan.steps is None:
         return "known when the data are prepared"
     epoch = f", {plan.steps_per_epoch} an epoch" if plan.steps_per_epoch else ""
-    return f"{plan.steps}{epoch}, learning rate {plan.learning_rate:g} after {plan.warmup_steps or 0} warm-up steps"
+    return f"{plan.steps}{epoch}, learning rate {plan.learning_rate:g} after {count(plan.warmup_steps or 0, 'warm-up step')}"
 
 
 def _room(plan: Plan) -> str:

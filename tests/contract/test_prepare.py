@@ -277,7 +277,7 @@ def test_overlong_rows_are_refused_unless_told(prepared_by: Prepare, tmp_path: P
     data = write_rows(tmp_path / "rows.jsonl", [*pairs(3), LONG])
     outcome = prepared_by(f"data.train_path: {data}")
     assert outcome.code == 4
-    assert f"error: {data}:4: 1 of 4 train rows are longer than `model.max_seq_len` 64; the longest has " in outcome.told
+    assert f"error: {data}:4: 1 of 4 rows are longer than `model.max_seq_len` 64; the longest has " in outcome.told
     assert "DATA_OVERLONG=drop" in outcome.told
     assert not outcome.run.prepared.exists()
 
@@ -327,7 +327,7 @@ def test_when_no_row_is_left_the_run_is_refused(prepared_by: Prepare, tmp_path: 
     data = write_rows(tmp_path / "rows.jsonl", [LONG_PROMPT, LONG_PROMPT | {"completion": "no"}, LONG_PROMPT])
     outcome = prepared_by(f"data.train_path: {data}", "data.overlong: drop")
     assert outcome.code == 4
-    assert "no train row is left of 3: 1 duplicate, 2 longer than model.max_seq_len" in outcome.told
+    assert "no row is left of 3: 1 left out (duplicate), 2 left out (longer than model.max_seq_len)" in outcome.told
     assert "raise MODEL_MAX_SEQ_LEN" in outcome.told
 
 

@@ -90,6 +90,7 @@ def test_rows_with_one_problem_are_told_once_with_their_number(start: Start, tmp
     missing = "format `prompt_completion` needs `completion`; the columns are `prompt`"
     assert f"error: {data}:1: {missing} (1,200 such rows; the first is here)" in done.err
     assert f"error: {data}:1201: `completion` is empty" in done.err
+    assert "bad rows: 1,201" in done.err and "DATA_BAD_ROWS" not in done.err, "nothing would be left"
 
 
 def test_a_model_folder_without_weights_is_refused(start: Start, tiny: Path, tmp_path: Path) -> None:

@@ -65,6 +65,15 @@ def test_a_header_with_a_comma_within_a_name_is_read_as_its_rows_are(tmp_path: P
     assert isinstance(problem, DataError) and problem.message.endswith("3 and not 2, separated by `;`")
 
 
+@pytest.mark.parametrize(("name", "told"), [("README", "a file whose name has no ending"), ("ls.1.gz", "files ending in `.1`")])
+def test_a_file_that_is_no_kind_of_data_is_told_how_plain_text_is_named(name: str, told: str, tmp_path: Path) -> None:
+    (error,) = refusals(tmp_path / name, b"text")
+    assert told in error.message and "plain text is `.txt`" in (error.hint or "")
+    with pytest.raises(DataError) as folder:
+        files_of(DataSource(path=str(tmp_path)))
+    assert f"it holds `{name}`" in (folder.value.hint or "")
+
+
 @pytest.mark.parametrize("row", ['"a,b', 'a,"b'])
 def test_a_quote_that_is_never_closed_is_told_where_it_opens(row: str, tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
