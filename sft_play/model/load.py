@@ -80,10 +80,10 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
         # Shared out from the CPU layer by layer, since the whole quantised base need not fit on the card.
         device="cpu" if settings is not None and plan.strategy == "fsdp2" else _placement(plan),
     )
-    if settings is not None:
+    if settings is not None and not plan.nf4_experts:
         plain = sum(model.get_parameter(name).numel() for name in lora.expert_names(model))
         if plain:
-            tell(f"{plain:,} parameters of fused experts stay in {plan.weights_dtype}: bitsandbytes quantises linear layers only")
+            tell(f"{plain:,} parameters of fused experts stay in {plan.weights_dtype}")
     return model
 
 

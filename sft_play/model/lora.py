@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import transformers_weight_conversion as conversion
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.config.schema import LoraSettings
@@ -97,13 +98,22 @@ def why_not(model: nn.Module, name: str) -> str | None:
 
 
 def expert_names(model: nn.Module) -> list[str]:
-    """Returns the names of fused expert weights: parameters with an expert dimension before (out, in)."""
+    """Returns the names of fused expert weights."""
     prefix = text_prefix(model)
     return [
-        name
-        for name, p in model.named_parameters()
-        if len(getattr(p, "ds_shape", p.shape)) == 3 and "experts" in name and _inside(name, prefix)
+        f"{name}.{leaf}"
+        for name, module in model.named_modules()
+        for leaf, weight in (
+            *module.named_parameters(recurse=False),
+            *getattr(module, "parametrizations", {}).items(),
+        )  # nf4 ones
+        if _inside(name, prefix) and (is_expert(f"{name}.{leaf}", weight) or isinstance(weight, ParametrizationList))
     ]
+
+
+def is_expert(name: str, weight: nn.Parameter | nn.Module) -> bool:
+    """Whether a parameter is a fused expert weight: one with an expert dimension before (out, in)."""
+    return "experts" in name and len(getattr(weight, "ds_shape", getattr(weight, "shape", ()))) == 3
 
 
 def find_targets(model: nn.Module, wanted: str | Sequence[str]) -> Targets:
@@ -251,12 +261,14 @@ def _parameter_ends(model: nn.Module, chosen: Sequence[str]) -> list[str]:
     return _ends_of(chosen, (name for name, _ in model.named_parameters()), least=2) or list(chosen)
 
 
-def saved_config(folder: Path) -> LoraConfig:
-    """Returns the configuration of a saved adapter, its targets linear layers again (see `_as_saved`)."""
+def saved_config(base: nn.Module, folder: Path) -> LoraConfig:
+    """Returns the configuration of a saved adapter of `base`, its targets linear layers again (see `_as_saved`)."""
     config = LoraConfig.from_pretrained(str(folder))
     weights = {name for name in config.target_parameters or () if name.endswith(".weight")}
     if weights:
-        config.target_modules = {*config.target_modules, *(name.removesuffix(".weight") for name in weights)}
+        layers = [name for name, module in base.named_modules() if is_linear(module)]
+        found = {name for name in layers if any(_ends(f"{name}.weight", end) for end in weights)}
+        config.target_modules = {*config.target_modules, *found}
         config.target_parameters = [name for name in config.target_parameters if name not in weights] or None
     return config
 

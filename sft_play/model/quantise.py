@@ -82,9 +82,9 @@ def describe(quantisation: dict[str, Any]) -> str:
 def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
     """Returns transformers' `BitsAndBytesConfig` for `tuning.mode: qlora`.
 
-    nf4 is quantised doubly (the blocks' scales are quantised too). FSDP2 and ZeRO-3 share out a parameter only in a float type, and FSDP2
-    all of a module's in one: the packed bytes are then stored as the adapters' type, else as plain bytes. Raises `UserError` for a
-    strategy that cannot hold quantised weights.
+    nf4 is quantised doubly (the blocks' scales are quantised too), and fused experts with the linear layers where the plan says so.
+    FSDP2 and ZeRO-3 share out a parameter only in a float type, and FSDP2 all of a module's in one: the packed bytes are then stored as
+    the adapters' type, else as plain bytes. Raises `UserError` for a strategy that cannot hold quantised weights.
     """
     from transformers import BitsAndBytesConfig
 
@@ -94,10 +94,15 @@ def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
     if tuning.quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     storage = getattr(torch, plan.weights_dtype) if plan.strategy in ("fsdp2", "zero3") else torch.uint8
-    return BitsAndBytesConfig(
+    settings = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=COMPUTE_TYPES[plan.precision],
         bnb_4bit_quant_storage=storage,
     )
+    if not plan.nf4_experts:
+        return settings
+    from sft_play.model.experts import with_experts
+
+    return with_experts(settings)

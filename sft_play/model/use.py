@@ -195,7 +195,7 @@ def add_trained_adapter(base: Any, folder: Path) -> Any:
             # An adapter whose weights are not found loads as the zero function: the model would behave as if untrained.
             warnings.filterwarnings("error", message=".*missing adapter keys.*")
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)  # peft 0.21's own
-            config = lora.saved_config(folder)
+            config = lora.saved_config(base, folder)
             return PeftModel.from_pretrained(base, str(folder), config=config, is_trainable=False, autocast_adapter_dtype=False)
     except (RuntimeError, ValueError, UserWarning, OSError, SafetensorError) as error:
         raise CheckpointError(

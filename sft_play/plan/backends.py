@@ -6,7 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sft_play.config.schema import Config
+    from sft_play.config.schema import Config, TuningConfig
     from sft_play.plan.hardware import Hardware
 
 NO_UNSLOTH = "the package `unsloth`"
@@ -57,6 +57,20 @@ def conflict_for(backend: str, mode: str, quantization: str, strategy: str) -> s
 def may_quantise(config: Config) -> bool:
     """Whether `TUNING_MODE=qlora` would change something, and be taken: random weights are trained whole."""
     return config.tuning.mode != "qlora" and config.model.init != "random"
+
+
+def quantises_experts(tuning: TuningConfig, strategy: str) -> bool:
+    """Whether fused experts are held in nf4 like linear layers.
+
+    int8 has no form for them, FSDP2 and ZeRO-3 would have to shard their packed bytes, and PEFT 0.21 puts no adapters over such a weight.
+    """
+    typed = tuning.lora.target_modules
+    adapted = not isinstance(typed, str) and any("experts." in name for name in typed)
+    return (
+        (tuning.mode, tuning.backend, tuning.quantization) == ("qlora", "bnb", "nf4")
+        and strategy not in ("fsdp2", "zero3")
+        and not adapted
+    )
 
 
 def layout_for(backend: str) -> str | None:

@@ -16,7 +16,7 @@ from sft_play.plan.fastest import Rows, choose_rows, comparable, with_layout
 from sft_play.plan.fit import DoesNotFitError, Fit, Memory, Remedy, wanted_rows
 from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware
 from sft_play.plan.losses import settle_chunks, with_chunks
-from sft_play.plan.memory import Setup, host_bytes, loading_host_bytes, rank_memory, trainable_parameters
+from sft_play.plan.memory import Setup, host_bytes, loading_host_bytes, nf4_experts, rank_memory, trainable_parameters
 from sft_play.plan.packed_batch import Division, choose_packing, insisted
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.power import energy_kwh
@@ -132,6 +132,7 @@ def _decide(case: Case) -> Plan:
     costs = costs_of(case, fit, start, division, devices, max(batch.micro_batches))
     ranks = rank_plans(case, fit, start, division, costs)
     reasons += [*_reduced(config, shape, setup, batch.accumulation), *waiting(case, setup, batch.accumulation), *tight(ranks)]
+    reasons += _experts(config, shape, setup)
     reasons += _margin(setup)
     kernels = choices.choose_kernels(config, shape, devices, kind, reasons)
     if workers := choices.loader_workers(config, kind):
@@ -147,6 +148,7 @@ def _decide(case: Case) -> Plan:
     return Plan(
         world_size=len(devices), num_nodes=launch.num_nodes, device=kind, backend=cast(Any, start.backend),
         strategy=cast(Any, setup.strategy), source="formula", precision=cast(Any, setup.precision), weights_dtype=setup.weights_dtype,
+        nf4_experts=nf4_experts(config, shape, setup.strategy),
         attn_implementation=setup.attention, layout=cast(Any, setup.layout), node_ranks=start.ranks.unequal_nodes, most_rows=min(fitting),
         longest_row=longest_row(fit, setup, ranks, shape), row_tokens=setup.row_tokens, label_share=setup.label_share,
         loss_chunk=setup.loss_chunk, kernels=kernels, pack_tokens=division.pack_tokens, gradient_checkpointing=setup.gradient_checkpointing,
@@ -249,6 +251,15 @@ def _speed(case: Case, devices: tuple[Device, ...], division: Division) -> Forec
         accumulation=division.micro_steps, data=division.data(data), nodes=case.launch.num_nodes, calibration=case.calibration,
         own_steps=division.own_steps,
     )  # fmt: skip
+
+
+def _experts(config: Config, shape: ModelShape, setup: Setup) -> list[str]:
+    """Returns how QLoRA holds fused experts."""
+    if config.tuning.mode != "qlora" or not shape.expert_parameters:
+        return []
+    if nf4_experts(config, shape, setup.strategy):
+        return ["experts: nf4 like linear layers, and expanded a layer at a time"]
+    return [f"experts: {setup.weights_dtype}, since int8, FSDP2, ZeRO-3, adapters on experts and unsloth leave them as they are"]
 
 
 def _margin(setup: Setup) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sft_play.config.schema import Config
-from sft_play.plan.backends import fuses_adapters
+from sft_play.plan.backends import fuses_adapters, quantises_experts
 from sft_play.plan.layouts import BY_LENGTHS
 from sft_play.plan.losses import LOGIT_BYTES, logit_bytes
 from sft_play.plan.replicas import slow_network_bytes
@@ -116,9 +116,8 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
     states, tokens = _states(config, shape, setup), micro_batch * setup.row_tokens
     moving = _moving(config, shape, setup, tokens)
     if _quantises(config, shape):
-        # Both passes expand one weight at a time to the computation's type, nested scales to fp32.
-        largest = max((one.inputs * one.outputs for one in shape.matrices if one.quantised), default=0)
-        moving = {moment: parts | {"dequantised": largest * (setup.width + 4 / 64)} for moment, parts in moving.items()}
+        expanded = _expanded_bytes(config, shape, setup)
+        moving = {moment: parts | {"dequantised": expanded} for moment, parts in moving.items()}
     # What a step of the optimizer needs for itself exists when activations do not.
     moving["update"] = {**dict.fromkeys(MICRO_STEP, 0.0), "workspace": _optimizer_step_bytes(config, shape, setup)}
     context = CONTEXT_BYTES[setup.device] + (NCCL_BYTES if setup.device == "cuda" and setup.world_size > 1 else 0)
@@ -174,7 +173,7 @@ def _states(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]
     if full:
         frozen, quant_state = float(shape.vision_parameters * setup.weight_bytes), 0.0
     else:
-        frozen, quant_state = _frozen(config, shape, setup.weight_bytes)
+        frozen, quant_state = _frozen(config, shape, setup)
     weights, gradients = float(trained * width), float(trained * gradient_bytes(config, setup))
     # DeepSpeed steps fp32 master weights and moments, whatever the weights are.
     step_width = 4 if setup.zero else width
@@ -220,7 +219,7 @@ def loading_host_bytes(config: Config, shape: ModelShape, setup: Setup, processe
     if setup.device != "cuda" or setup.strategy != "fsdp2" or shape.quantized_bits or config.tuning.mode == "lora":
         return 0
     full = config.tuning.mode == "full"
-    weights = 4.0 * shape.parameters if full else sum(_frozen(config, shape, setup.weight_bytes))
+    weights = 4.0 * shape.parameters if full else sum(_frozen(config, shape, setup))
     return int(processes * (weights + CONTEXT_BYTES["cpu"]))
 
 
@@ -269,12 +268,38 @@ def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
     return sum(whole.get(part, 0) for part in ("frozen", "quant_state", "trained")) * gathered_share(setup)
 
 
-def _frozen(config: Config, shape: ModelShape, weight: int) -> tuple[float, float]:
-    """Returns bytes of the frozen base and of its quantisation state. Fused experts stay as they are."""
-    bits = _bits(config, shape) if _quantises(config, shape) else 0
+def nf4_experts(config: Config, shape: ModelShape, strategy: str) -> bool:
+    """Whether this model has fused experts and they are quantised."""
+    return shape.expert_parameters > 0 and not shape.quantized_bits and quantises_experts(config.tuning, strategy)
+
+
+def quantised_parameters(config: Config, shape: ModelShape, strategy: str) -> int:
+    """Returns how many weights QLoRA quantises."""
+    return shape.quantised_parameters + (shape.expert_parameters if nf4_experts(config, shape, strategy) else 0)
+
+
+def _expanded_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
+    """Returns the bytes of quantised weights in the computation's type that exist at a time, with fp32 scales of one.
+
+    Both passes expand one linear weight at a time; experts a layer's, which autograd keeps for the backward pass.
+    """
+    linear = max((one.inputs * one.outputs for one in shape.matrices if one.quantised), default=0) * (setup.width + 4 / 64)
+    if not nf4_experts(config, shape, setup.strategy):
+        return linear
+    held = sum(
+        one.parameters // (max(1, one.count // max(1, shape.experts)) if setup.gradient_checkpointing else 1)
+        for one in shape.matrices
+        if one.kind == "experts"
+    )
+    return max(linear, held * setup.weight_bytes)
+
+
+def _frozen(config: Config, shape: ModelShape, setup: Setup) -> tuple[float, float]:
+    """Returns bytes of the frozen base and of its quantisation state."""
+    bits, weight = _bits(config, shape) if _quantises(config, shape) else 0, setup.weight_bytes
     if not bits:
         return float(shape.parameters * weight), 0.0
-    quantised = shape.quantised_parameters
+    quantised = quantised_parameters(config, shape, setup.strategy)
     rest = float((shape.parameters - quantised) * weight)
     if bits == 8:
         scales = 4 * sum(one.count * one.outputs for one in shape.matrices if one.quantised)

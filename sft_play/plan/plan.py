@@ -95,6 +95,8 @@ class Plan:
     """Whether ZeRO-3 keeps the weights there too."""
     expandable_segments: bool = True
     """Whether torch's allocator grows its blocks in place on the GPUs; not under WSL2."""
+    nf4_experts: bool = False
+    """Whether fused experts are quantised too, as nf4."""
     node_ranks: tuple[int, ...] = ()
     """Ranks of each node; empty where all have the same number."""
     exchanges: tuple[Mapping[str, Any], ...] = ()

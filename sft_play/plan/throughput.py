@@ -22,7 +22,7 @@ from sft_play.plan.catalogue import fp32_share
 from sft_play.plan.exchange import exchange_seconds, latency_seconds, link_of
 from sft_play.plan.hardware import Device, Hardware
 from sft_play.plan.layouts import BY_LENGTHS
-from sft_play.plan.memory import NF4_BYTES, Setup, trainable_parameters
+from sft_play.plan.memory import NF4_BYTES, Setup, quantised_parameters, trainable_parameters
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.words import figure
 
@@ -177,7 +177,7 @@ def _expansion_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
     """Each pass over a quantised weight first writes it out in the computation's type: memory traffic once a micro-step."""
     if config.tuning.mode != "qlora":
         return 0.0
-    weights = shape.quantised_parameters
+    weights = quantised_parameters(config, shape, setup.strategy)
     return (3 if setup.gradient_checkpointing else 2) * weights * (NF4_BYTES + setup.width)
 
 

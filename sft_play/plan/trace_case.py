@@ -9,13 +9,13 @@ from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.files import text_sha256
-from sft_play.plan.backends import fuses_adapters
+from sft_play.plan.backends import fuses_adapters, quantises_experts
 from sft_play.plan.memory import Setup, trained_bytes
 from sft_play.plan.plan import Plan
 
 TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
-TRACE_VERSION = 5
+TRACE_VERSION = 6
 """Raised when the trace itself changes, so that older results are not taken for new ones."""
 
 
@@ -54,6 +54,8 @@ class Case:
     """Whether gradients are clipped by their norm."""
     packed: bool = False
     """Whether each of the `rows` is a pack of several, told apart by a mask."""
+    nf4_experts: bool = False
+    """Whether fused experts are quantised too."""
 
     def key(self, versions: str) -> str:
         """Returns a name for the case's result, by everything that it depends on."""
@@ -88,6 +90,7 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         device=setup.device,
         mode=tuning.mode,
         quantization=tuning.quantization if tuning.mode == "qlora" or quantized else "none",
+        nf4_experts=not quantized and quantises_experts(tuning, setup.strategy),
         lora_r=lora.r,
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,

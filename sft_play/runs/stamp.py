@@ -40,6 +40,8 @@ class PlanFacts(Protocol):
     @property
     def weights_dtype(self) -> str: ...
     @property
+    def nf4_experts(self) -> bool: ...
+    @property
     def global_batch_size(self) -> int: ...
     @property
     def strategy(self) -> str: ...
@@ -132,7 +134,7 @@ def make_stamp(config: Config, plan: PlanFacts, prepared: Prepared) -> Stamp:
     return Stamp(
         backend=tuning.backend,
         mode=tuning.mode,
-        quantization=tuning.quantization if tuning.mode == "qlora" else "none",
+        quantization="none" if tuning.mode != "qlora" else tuning.quantization + (" with experts" if plan.nf4_experts else ""),
         base_model=prepared.model.name,
         base_revision=prepared.model.revision,
         base_fingerprint=prepared.model.fingerprint,

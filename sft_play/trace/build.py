@@ -23,7 +23,7 @@ from sft_play.model.fused_lora import fuse_adapters
 from sft_play.model.read import model_class
 from sft_play.plan.trace_case import Case
 from sft_play.runs.prepared import ResolvedModel
-from sft_play.trace.quantised import Int8Linear, NF4Linear, quantise
+from sft_play.trace.quantised import Int8Linear, NF4Experts, NF4Linear, quantise, quantise_experts
 
 BASE = ResolvedModel(name="", path="", source="folder", revision=None, fingerprint="", tokenizer_fingerprint="")
 
@@ -140,6 +140,8 @@ def build(case: Case, model: Any) -> nn.Module:
     with torch.device("meta"):
         if case.quantization != "none":
             quantise(model, case.quantization, dtype_of(case.precision))
+        if case.nf4_experts:
+            quantise_experts(model)
         if case.mode == "full":
             lora.free_text_part(model)
         else:
@@ -190,7 +192,7 @@ def parts_of(model: nn.Module, case: Case) -> list[tuple[Tensor, str]]:
     state = {
         id(buffer)
         for module in model.modules()
-        if isinstance(module, (NF4Linear, Int8Linear))
+        if isinstance(module, (NF4Linear, NF4Experts, Int8Linear))
         for buffer in module.buffers(recurse=False)
     }
     held = [(parameter, own if parameter.requires_grad else "frozen") for parameter in model.parameters()]

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
+from sft_play.model.lora import expert_names
 from sft_play.trace.tracker import named
 
 BLOCK, NESTED_BLOCK = 64, 256
@@ -65,6 +67,26 @@ def _expanded(like: Tensor, outputs: int, inputs: int) -> Tensor:
     return weight
 
 
+class NF4Experts(nn.Module):
+    """What expands a fused expert weight each time that its module runs, as `bitsandbytes.nn.parametrize` does."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.dtype = shape, dtype
+        blocks = -(-shape.numel() // BLOCK)
+        self.register_buffer("absmax", torch.empty(blocks, dtype=torch.uint8, device="meta"))
+        self.register_buffer("nested_absmax", torch.empty(-(-blocks // NESTED_BLOCK), dtype=torch.float32, device="meta"))
+        self.register_buffer("codes", torch.empty(16 + 256 + 1, dtype=torch.float32, device="meta"))
+
+    def forward(self, packed: Tensor) -> Tensor:
+        """Returns room for the whole weight; its fp32 scales exist while it is filled."""
+        with named("dequantised"):
+            scales = packed.new_zeros(-(-self.shape.numel() // BLOCK), dtype=torch.float32)
+            weight = packed.new_zeros(self.shape, dtype=self.dtype)
+            del scales
+        return weight
+
+
 class Int8Linear(nn.Linear):
     """A linear layer in int8 with a scale a row."""
 
@@ -103,6 +125,28 @@ class _Int8(torch.autograd.Function):
 def _rescaled(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     with named("dequantised"):
         return weight.to(dtype).mul_(scales.unsqueeze(1))
+
+
+def quantise_experts(model: nn.Module) -> None:
+    """Packs every fused expert weight, as `model.experts` does; in place, on the meta device."""
+    for module in {model.get_submodule(name.rpartition(".")[0]): None for name in expert_names(model)}:
+        module.register_forward_pre_hook(_expands_once)
+        module.register_forward_hook(_has_expanded, always_call=True)
+        for leaf, plain in list(module.named_parameters(recurse=False)):
+            if plain.dim() == 3:
+                packed = torch.empty((plain.numel() + 1) // 2, 1, dtype=torch.uint8, device="meta")
+                setattr(module, leaf, nn.Parameter(packed, requires_grad=False))
+                parametrize.register_parametrization(module, leaf, NF4Experts(plain.shape, plain.dtype), unsafe=True)
+
+
+def _expands_once(*_: Any) -> None:
+    parametrize._cache_enabled += 1
+
+
+def _has_expanded(*_: Any) -> None:
+    parametrize._cache_enabled -= 1
+    if not parametrize._cache_enabled:
+        parametrize._cache = {}
 
 
 def quantise(model: nn.Module, quantization: str, compute: torch.dtype) -> None:

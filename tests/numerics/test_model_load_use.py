@@ -20,6 +20,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
 from sft_play.runs.weights import weights_folder
 from sft_play.training.answering import AnswerSettings, answer_all, prompt_ids
+from tests.families import build_family
 from tests.tiny_models import build_tiny_gemma3, build_tiny_gpt2, build_tiny_llama, build_tiny_mixtral, build_tokenizer
 from tests.trained_runs import make_run
 
@@ -40,6 +41,8 @@ CASES = {
     "bf16": Case("bf16"),
     "gpt2": Case("gpt2"),
     "gemma3": Case("gemma3"),
+    "nf4 experts": Case("mixture", "qlora"),
+    "mixture": Case("mixture"),
     "experts": Case("mixtral", "lora", "lora: {target_modules: [q_proj, experts.down_proj]}"),
 }
 
@@ -49,6 +52,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("bases")
     builders = {"llama": build_tiny_llama, "gpt2": build_tiny_gpt2, "mixtral": build_tiny_mixtral, "gemma3": build_tiny_gemma3}
     found = {name: build(folder / name) for name, build in builders.items()}
+    found["mixture"] = build_family(folder / "mixture", "glm4_moe")
     found["bf16"] = folder / "bf16"
     AutoModelForCausalLM.from_pretrained(found["llama"], dtype=torch.bfloat16).save_pretrained(found["bf16"])
     build_tokenizer(found["bf16"])
@@ -58,7 +62,12 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def runs(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
     folder = tmp_path_factory.mktemp("runs")
-    return {name: make_run(folder / name, bases[case.base], case.mode, tuning=case.tuning) for name, case in CASES.items()}
+    return {
+        name: make_run(
+            folder / name, bases[case.base], case.mode, tuning=case.tuning, plan={"nf4_experts": name == "nf4 experts"}
+        )
+        for name, case in CASES.items()
+    }
 
 
 @pytest.fixture

@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.nn.parametrize import Bnb4bitParametrization
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from sft_play.config.schema import LoraSettings
 from sft_play.model import lora
+from sft_play.model.experts import with_experts
 from sft_play.model.fused_lora import fuse_adapters
 from sft_play.plan.trace_case import Case
 from sft_play.trace.build import BASE, decoder_layers, dtype_of, model_of, settings_of, under_autocast
 from sft_play.trace.run import observe
 from sft_play.trace.step import StepTrace, batch_of, real_branches
 from sft_play.trace.tracker import Peak, StorageTracker
+from tests.families import tiny_config
 from tests.numerics.test_trace import ARCHITECTURES, BF16, MODES, PLAIN
 
 WIDE = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 64}
@@ -39,6 +42,18 @@ def test_bitsandbytes_holds_what_its_stand_in_does(
     assert traced.total == real.total
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_experts_in_nf4_take_what_their_stand_ins_do(checkpointing: bool, tmp_path: Path) -> None:
+    settings = tiny_config("qwen3_moe", hidden_size=256, moe_intermediate_size=256, head_dim=64).to_dict()
+    case = replace(
+        PLAIN, architecture=settings, layout="unmasked", gradient_checkpointing=checkpointing, nf4_experts=True, **MODES["nf4"]
+    )  # fmt: skip
+    traced, real = (_highest(peaks) for peaks in (observe(case, model_of(case))[0], _real_step(case, tmp_path)))
+    for part in ("frozen", "quant_state", "adapters", "gradients", "optimizer"):
+        assert traced.parts[part] == real.parts[part], part
+    assert traced.total == real.total
+
+
 def _highest(peaks: dict[str, Peak]) -> Peak:
     return max(peaks.values(), key=lambda peak: peak.total)
 
@@ -54,6 +69,8 @@ def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
         quantised = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype_of(case.precision)
         )  # fmt: skip
+        if case.nf4_experts:
+            quantised = with_experts(quantised)
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=quantised, dtype=dtype, attn_implementation=case.attention
     )
@@ -62,7 +79,7 @@ def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
     model, _ = lora.add_adapters(model, adapters, BASE, dtype_of(case.adapter_dtype))
     if case.autocast:
         lora.leave_casts_to_autocast(model)
-    assert fuse_adapters(model) == 14, "PEFT's layers over bitsandbytes' are known by their module"
+    assert fuse_adapters(model) == (8 if case.nf4_experts else 14), "PEFT's layers over bitsandbytes' are known by their module"
     model.train()
     model.config.get_text_config().use_cache = False
     if case.gradient_checkpointing:
@@ -75,6 +92,10 @@ def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
         tracker.hold(parameter.data, "adapters" if parameter.requires_grad else "frozen")
         for tensor in _quantisation_state(parameter):
             tracker.hold(tensor, "quant_state")
+    for module in model.modules():
+        if isinstance(module, Bnb4bitParametrization):
+            for tensor in _quantisation_state(module):
+                tracker.hold(tensor, "quant_state")
     for buffer in model.buffers():
         tracker.hold(buffer, "frozen")
     steps = StepTrace(model, decoder_layers(model), case, tracker)
@@ -84,7 +105,7 @@ def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
     return tracker.peaks
 
 
-def _quantisation_state(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+def _quantisation_state(parameter: torch.nn.Parameter | torch.nn.Module) -> list[torch.Tensor]:
     state = getattr(parameter, "quant_state", None)
     if state is None:
         scales = getattr(parameter, "SCB", None)

@@ -187,13 +187,20 @@ def counted(plain: ModelShape, *matrices: Matrices, **changes: Any) -> ModelShap
     return replace(plain, counted=found, **changes)
 
 
-def test_experts_are_neither_quantised_nor_adapted() -> None:
+def test_experts_are_quantised_where_that_can_be_and_adapted_where_they_are_typed() -> None:
     dense = shape(LLAMA3)
     fused = Matrices(name="model.layers.*.mlp.experts.up_proj", inputs=4096, outputs=14336, count=32 * 8, kind="experts")
     experts = counted(dense, fused, experts=8, experts_per_token=2)
     assert experts.expert_parameters == 32 * 4096 * 14336 * 8
-    parts, plain = (rank_memory(config(LLAMA3, "qlora"), each, setup(), 1) for each in (experts, dense))
-    assert parts["frozen"] - plain["frozen"] == 2 * experts.expert_parameters and parts["quant_state"] == plain["quant_state"]
+    for strategy, width in (("single", 0.5), ("zero2", 0.5), ("fsdp2", 2.0)):
+        case = setup(strategy=strategy, gradient_checkpointing=True)
+        parts, plain = (rank_memory(config(LLAMA3, "qlora"), each, case, 1) for each in (experts, dense))
+        assert parts["frozen"] - plain["frozen"] == width * experts.expert_parameters
+        assert (parts["quant_state"] > plain["quant_state"]) == (width < 2)
+        one_layer = 2 * 8 * 4096 * 14336
+        assert parts["dequantised"] == one_layer if width < 2 else plain["dequantised"]
+    kept = rank_memory(config(LLAMA3, "qlora"), experts, setup(), 1)["dequantised"]
+    assert kept == 2 * experts.expert_parameters, "without recomputation autograd keeps those of every layer"
     assert experts.adapter_parameters(16, "auto") == dense.adapter_parameters(16, "auto")
     assert experts.adapter_parameters(16, ["up_proj"]) == dense.adapter_parameters(
         16, ["up_proj"]
