@@ -201,7 +201,8 @@ def test_the_batch_of_a_deepspeed_json_is_the_plans(in_process: Program, tiny_co
 
 # Presets: the hardware that each names, and the rows per step that people quote for it.
 PRESETS: list[tuple[str, str, str, int]] = [
-    ("quickstart", "cpu", "single", 8), ("run_bnb", "24GB", "single", 32), ("run_bnb", "16GB", "single", 32), ("run_unsloth", "16GB", "single", 32),
+    ("quickstart", "cpu", "single", 8), ("run_cpu", "cpu", "single", 8), ("run_bnb", "24GB", "single", 32), ("run_bnb", "16GB", "single", 32),
+    ("run_unsloth", "16GB", "single", 32),
     ("rtx4090_sli", "2xRTX4090", "ddp", 48), ("a100_pair", "2xA100", "ddp", 64), ("h100_pair", "2xH100", "ddp", 64),
     ("h200_pair", "2xH200", "ddp", 32), ("h200_quad", "4xH200", "ddp", 128), ("l40s_single", "L40S", "single", 8), ("l40s_pair", "2xL40S", "ddp", 56),
     ("home_lan", "12GB+8GB+8GB@1Gbit", "ddp", 24), ("home_lan_13b", "12GB+8GB+8GB@1Gbit", "fsdp2", 36),
