@@ -120,7 +120,8 @@ def _end(server: Server) -> None:
             process.wait(STOP_SECONDS)
         except psutil.TimeoutExpired:
             process.kill()
-            process.wait(STOP_SECONDS)
+            with contextlib.suppress(psutil.TimeoutExpired):  # it can do nothing any more, on however busy a machine
+                process.wait(STOP_SECONDS)
     pid_file().unlink(missing_ok=True)
 
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,19 @@ def workers_of(run: Path) -> dict[int, psutil.Process]:
 def changed_at(run: Path) -> dict[Path, int]:
     """Returns when each file of a run was written last; its lock says only who looks at it."""
     return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.suffix != ".lock" and path != run}
+
+
+@pytest.mark.parametrize("command", ["train-tb", pytest.param("train-deepspeed-tb", marks=pytest.mark.long)])
+def test_a_tb_command_trains_and_leaves_its_curves_open(launcher: Launcher, command: str) -> None:
+    port = free_port()
+    try:
+        done = launcher(command, f"CONFIG={launcher.config}", "RUN_NAME=one", f"TENSORBOARD_PORT={port}")
+        assert done.returncode == 0 and "TensorBoard goes on" in done.stderr, done.stderr
+        assert [event["event"] for event in launcher.events("one")] == ["started", "finished"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=20) as response:
+            assert response.status == 200
+    finally:
+        assert launcher("tensorboard-stop").returncode == 0
 
 
 def test_one_process_from_start_to_end(launcher: Launcher) -> None:
