@@ -17,7 +17,7 @@ from sft_play.data.tokens import RowTokens
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import end_of_turn_ids
 
-ANSWER_TOO_LONG = "whose answer does not fit into model.max_seq_len"
+ANSWER_TOO_LONG = "whose answer, with what cannot be cut before it, does not fit into model.max_seq_len"
 TEXT_END = frozenset({"the end of a text"})
 
 

@@ -169,7 +169,7 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
     split = manifest["split"]
     share = split["label_tokens"] / split["tokens"]
     first = (
-        f"{name} data: {split['rows']:,} rows, {split['tokens']:,} tokens, {share:.0%} of them trained, "
+        f"{name} data: {split['rows']:,} {'row' if split['rows'] == 1 else 'rows'}, {split['tokens']:,} tokens, {share:.0%} of them trained, "
         f"median row {split['median']}, longest {split['longest']}"
     )
     if name == "training":
@@ -177,9 +177,10 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
     lines = [first, *(_source_line(source, name) for source in manifest["sources"])]
     gone = sum(rows for reason, rows in manifest["dropped"].items() if reason.endswith("model.max_seq_len"))
     if 2 * gone > manifest["rows_read"]:
+        whole = any(reason.startswith("longer") for reason in manifest["dropped"])  # else they were cut, and too long even so
+        other = ", or cut them: DATA_OVERLONG=split" if whole else ""
         lines.append(
-            f"  warning: {gone:,} of {manifest['rows_read']:,} rows are left out for their length; raise MODEL_MAX_SEQ_LEN, or cut them: "
-            "DATA_OVERLONG=split"
+            f"  warning: {gone:,} of {manifest['rows_read']:,} rows are left out for their length; raise MODEL_MAX_SEQ_LEN{other}"
         )
     if ends := manifest["answers_cut"]:
         what = (

@@ -291,8 +291,12 @@ def test_overlong_rows_are_dropped_and_counted(prepared_by: Prepare, tmp_path: P
     assert "warning" not in outcome.told
     data = write_rows(tmp_path / "rows.jsonl", [pairs(1)[0], LONG, LONG_PROMPT])
     few = prepared_by(f"data.train_path: {data}", "data.overlong: drop")
-    assert "warning: 2 of 3 rows are left out for their length; raise MODEL_MAX_SEQ_LEN" in few.told
+    assert "warning: 2 of 3 rows are left out for their length; raise MODEL_MAX_SEQ_LEN, or cut them" in few.told
     assert "; 1 were too long (" in outcome.told
+    longer = write_rows(tmp_path / "rows.jsonl", [pairs(1)[0], LONG, {**LONG, "prompt": "Another"}])
+    cut = prepared_by(f"data.train_path: {longer}", "data.overlong: truncate")
+    assert "training data: 1 row, " in cut.told and "DATA_OVERLONG" not in cut.told, "they were to be cut already"
+    assert "warning: 2 of 3 rows are left out for their length; raise MODEL_MAX_SEQ_LEN\n" in cut.told
 
 
 def test_overlong_rows_are_cut_and_keep_their_answers(prepared_by: Prepare, tmp_path: Path) -> None:

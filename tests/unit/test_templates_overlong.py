@@ -108,7 +108,10 @@ def test_an_answer_that_never_fits_is_cut_only_where_that_is_asked_and_teaches_n
     messages: list[Message] = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so " * 300}]
     for policy in ("truncate", "split"):
         left = outcome_of(chatml, policy, 64, messages=messages)
-        assert (left.rows, left.dropped) == ([], "whose answer does not fit into model.max_seq_len")
+        assert (left.rows, left.dropped) == (
+            [],
+            "whose answer, with what cannot be cut before it, does not fit into model.max_seq_len",
+        )
     found = outcome_of(chatml, "truncate_answers", 64, messages=messages)
     (row,) = found.rows
     assert found.answers_cut == 1 and found.lost == {"the end of an answer"}
