@@ -85,14 +85,17 @@ def _signature(layer: nn.Module, *, settings: bool) -> str:
 def depths(kinds: Sequence[str]) -> tuple[list[int], dict[str, list[int]], Counter[str]]:
     """Returns the layers of the smallest model, those of a model with one more layer of each kind, and how often each kind is.
 
-    The smallest has a first and a last layer, and one of each kind.
+    The smallest of several kinds has the first and the last layer, and the last one of each kind between them: where a peak is, layers
+    that are added before it only add what they hold.
     """
-    counts = Counter(kinds)
-    places = {kind: [index for index, one in enumerate(kinds) if one == kind] for kind in counts}
-    smallest = sorted(found[0] for found in places.values()) if len(counts) > 1 else places[kinds[0]][:2]
+    counts, between = Counter(kinds), range(1, len(kinds) - 1)
+    ends = {0, len(kinds) - 1}
+    smallest = sorted(ends | {max(i for i in between if kinds[i] == kind) for kind in {kinds[i] for i in between}})
+    if len(counts) == 1:
+        smallest = list(range(len(kinds)))[:2]
     grown = {}
-    for kind, found in places.items():
-        more = next((index for index in found if index not in smallest), None)
+    for kind in counts:
+        more = next((index for index, one in enumerate(kinds) if one == kind and index not in smallest), None)
         if more is not None:
             grown[kind] = sorted([*smallest, more])
     return smallest, grown, counts
