@@ -250,17 +250,24 @@ def _without_varlen(config: Config, shape: ModelShape, by_rows: bool) -> str | N
 
 
 def check_targets(config: Config, shape: ModelShape) -> None:
-    """Raises `UserError` for typed LoRA targets that this model's layers are not called."""
-    typed = config.tuning.lora.target_modules
-    if config.tuning.mode == "full" or isinstance(typed, str):
+    """Raises `UserError` for typed LoRA targets that mean nothing in this model, or what no adapter can be on."""
+    lora = config.tuning.lora
+    if config.tuning.mode == "full" or isinstance(lora.target_modules, str):
         return
-    missing = [name for name in typed if not shape.adapted([name])]
+    missing = {name: "" for name in lora.target_modules if not shape.adapted([name])}
+    for name in missing:
+        missing[name] = next((f" ({one.refused})" for one in shape.matrices if one.refused and one.is_called(name)), "")
     if missing:
-        quoted = ", ".join(f"`{name}`" for name in missing)
-        known = dict.fromkeys(one.typed for one in shape.matrices if one.kind != "vision")
+        quoted = ", ".join(f"`{name}`{why}" for name, why in missing.items())
+        known = dict.fromkeys(one.typed for one in shape.matrices if one.kind in ("experts", "ends") or one.auto)
         raise UserError(
-            f"`tuning.lora.target_modules` names {quoted}, which a `{shape.model_type}` model does not have",
-            hint=f"it has {', '.join(known)}; or `auto` for every linear layer but the head",
+            f"`tuning.lora.target_modules` names {quoted}, where a `{shape.model_type}` model takes no adapter",
+            hint=f"it takes them on {', '.join(known)}; or `auto` for every linear layer but the head",
+        )
+    if lora.dropout and any(one.kind == "experts" for one in shape.adapted(lora.target_modules)):
+        raise UserError(
+            f"`tuning.lora.dropout` is {lora.dropout:g}, and adapters on fused experts have no dropout",
+            hint="set `tuning.lora.dropout: 0`, or leave the experts out of `tuning.lora.target_modules`",
         )
 
 

@@ -27,7 +27,7 @@ BIASES = ("attention_bias", "mlp_bias", "use_bias")
 """Keys of `config.json` for weights that the formulas leave out."""
 TIED_BY_DEFAULT = frozenset({"ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3"})
 """Families whose `config.json` may leave out that head and embedding are one: releases of transformers before 5 left it out."""
-COUNT_VERSION = 1
+COUNT_VERSION = 2
 """Raised when the count itself changes, so that older results are not taken for new ones."""
 
 
@@ -51,6 +51,8 @@ class Matrices:
     """Whether adapters can be on them, and `tuning.lora.target_modules: auto` puts some there."""
     quantised: bool = False
     """Whether bitsandbytes quantises them."""
+    refused: str = ""
+    """Why adapters cannot be on them (`sft_play.model.lora.why_not`)."""
 
     @property
     def parameters(self) -> int:
@@ -62,10 +64,14 @@ class Matrices:
         """What `target_modules` calls them."""
         return ".".join(self.name.split(".")[-2:]) if self.kind == "experts" else self.name.rsplit(".", 1)[-1]
 
+    def is_called(self, target: str) -> bool:
+        """Whether a typed target is the end of their name."""
+        return f".{self.name}".endswith(f".{pattern_of(target)}")
+
     def is_meant_by(self, target: str) -> bool:
-        """Whether a typed target, the end of a module's name, is theirs; one word never means experts."""
+        """Whether a typed target puts adapters on them; one word never means experts."""
         takes_it = {"linear": self.auto, "experts": "." in target, "ends": True, "vision": False}[self.kind]
-        return takes_it and f".{self.name}".endswith(f".{pattern_of(target)}")
+        return takes_it and self.is_called(target)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,8 +91,9 @@ def matrices_of(model: Any) -> tuple[Matrices, ...]:
             plain = type(module) in (nn.Linear, Conv1D)  # others transformers does not give to bitsandbytes
             kind: Any = "linear" if inside else "vision"
             one = Matrices(
-                name=pattern, inputs=inputs, outputs=outputs, count=1, kind=kind, auto=name in adapted, quantised=plain
-            )
+                name=pattern, inputs=inputs, outputs=outputs, count=1, kind=kind, auto=name in adapted, quantised=plain,
+                refused=lora.why_not(model, name) or "",
+            )  # fmt: skip
             found[one] += 1
         elif not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             for own, parameter in module.named_parameters(recurse=False):

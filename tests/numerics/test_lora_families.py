@@ -12,11 +12,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from sft_play.config.schema import LoraSettings
+from sft_play.config.schema import Config, LoraSettings, ModelConfig, TuningConfig
 from sft_play.errors import UserError
 from sft_play.model.lora import add_adapters, expert_names, find_targets
 from sft_play.model.use import add_trained_adapter
+from sft_play.plan.choices import check_targets
+from sft_play.plan.shape import ModelShape
 from sft_play.runs.prepared import ResolvedModel
+from sft_play.trace.count import count
 from tests.families import FAMILIES, HYBRIDS, MIXTURES, tiny_config, tiny_model
 
 BASE = ResolvedModel(name="base", path=".", source="folder", revision=None, fingerprint="", tokenizer_fingerprint="")
@@ -100,7 +103,28 @@ def test_what_peft_would_rewrite_is_saved_so_that_it_does_not(tmp_path: Path) ->
     ("glm_moe_dsa", "indexer.wk", "it selects tokens, and no gradient reaches it"),
 ])  # fmt: skip
 def test_a_layer_that_takes_no_adapter_is_refused_with_the_reason(name: str, typed: str, why: str) -> None:
-    with pytest.raises(UserError) as caught:
-        find_targets(tiny_model(name, "meta"), ["q_proj", typed])
-    assert f"`{typed}` ({why})" in caught.value.message
-    assert caught.value.hint is not None and "down_proj" in caught.value.hint
+    """By the plan, and by the model itself."""
+    shape = ModelShape.read(count(tiny_config(name).to_dict()))
+    for refuse in (lambda t: find_targets(tiny_model(name, "meta"), t), lambda t: check_targets(lora(t), shape)):
+        with pytest.raises(UserError) as caught:
+            refuse(["o_proj", typed, "nothing"])
+        assert f"`{typed}` ({why}), `nothing`" in caught.value.message
+        assert caught.value.hint is not None and "down_proj" in caught.value.hint and f"{typed}," not in caught.value.hint
+
+
+def lora(targets: list[str], **settings: Any) -> Config:
+    return Config(
+        model=ModelConfig(name="base"), tuning=TuningConfig(mode="lora", lora=LoraSettings(target_modules=targets, **settings))
+    )
+
+
+def test_adapters_on_experts_are_planned_and_have_no_dropout() -> None:
+    shape = ModelShape.read(count(tiny_config("qwen3_moe").to_dict()))
+    typed = ["q_proj", "experts.down_proj"]
+    model, _ = add_adapters(tiny_model("qwen3_moe"), LoraSettings(r=2, target_modules=typed), BASE, torch.float32)
+    assert shape.adapter_parameters(2, typed) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    check_targets(lora(typed), shape)
+    with pytest.raises(UserError, match="adapters on fused experts have no dropout"):
+        check_targets(lora(typed, dropout=0.1), shape)
+    with pytest.raises(UserError, match="names `down_proj`"):
+        check_targets(lora(["q_proj", "down_proj"]), shape)

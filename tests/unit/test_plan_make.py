@@ -591,9 +591,9 @@ def test_adapters_on_layers_that_are_not_there_are_refused() -> None:
         config = Config(model=ModelConfig(name=name, max_seq_len=64), tuning=TuningConfig(mode=mode, lora=lora))
         return make_plan(config, lambda _: False, CPU, shape_of(config.model), launch=LaunchRequest(), prepared=None)
 
-    with pytest.raises(UserError, match="names `banana`, which a `llama` model does not have") as error:
+    with pytest.raises(UserError, match="names `banana`, where a `llama` model takes no adapter") as error:
         planned(SMALL, "lora", "q_proj", "banana")
-    assert error.value.exit_code == 2 and "it has q_proj, k_proj" in (error.value.hint or "")
+    assert error.value.exit_code == 2 and "it takes them on q_proj, k_proj" in (error.value.hint or "")
     planned(SMALL, "lora", "self_attn.q_proj", "lm_head")
     planned(SMALL, "full", "banana")
 
