@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ Moments = dict[str, dict[str, int]]
 DEEPER = 8
 """Layers of the model whose loss between blocks is compared with that of the smallest."""
 
+SCANNED = (32, 64)
+"""Tokens of the rows that are traced where a state is computed token by token (Mamba's first kind without its kernels), which takes
+minutes for longer ones."""
+
 
 def trace(case: Case) -> dict[str, Any]:
     """Returns the moments of the whole model, extrapolated from few layers, its counts, and what an allocator would lose.
@@ -29,6 +34,8 @@ def trace(case: Case) -> dict[str, Any]:
     fewest layers and one with one layer more of each kind say it all.
     """
     model = build.model_of(case)
+    if case.row_tokens > 2 * SCANNED[1] and any(name.endswith("A_log") and p.dim() == 2 for name, p in model.named_parameters()):
+        return _lengthened(case)
     kinds = build.layer_kinds(build.decoder_layers(model))
     smallest, grown, counts = build.depths(kinds)
     base, events, base_counts = observe(case, build.with_layers(model, smallest), log=True)
@@ -44,6 +51,19 @@ def trace(case: Case) -> dict[str, Any]:
         "counts": _extrapolated(base_counts, {k: s[2] for k, s in steps.items()}, missing),
         **(_losses(case, model, smallest, [events, *(step[1] for step in steps.values())]) if case.device == "cuda" else {}),
     }
+
+
+def _lengthened(case: Case) -> dict[str, Any]:
+    """Returns the trace of long rows by two of short ones, in whose tokens everything is affine."""
+    rows = [replace(case, row_tokens=n, labels=max(1, case.labels * n // case.row_tokens)) for n in SCANNED]
+    short, longer = (trace(one) for one in rows)
+    more = {"tokens": (case.row_tokens - SCANNED[0]) / (SCANNED[1] - SCANNED[0])}
+    moments = {
+        moment: _extrapolated(parts, {"tokens": longer["moments"].get(moment, parts)}, more)
+        for moment, parts in short["moments"].items()
+    }
+    lost = {name: size for name, size in short.items() if name.startswith("lost_bytes")}
+    return {**longer, "moments": moments, **_extrapolated(lost, {"tokens": {name: longer[name] for name in lost}}, more)}
 
 
 def _losses(case: Case, model: Any, smallest: Sequence[int], logs: list[list[allocator.Event]]) -> dict[str, int]:
@@ -66,10 +86,14 @@ def _losses(case: Case, model: Any, smallest: Sequence[int], logs: list[list[all
     return found
 
 
-def _extrapolated(base: Mapping[str, int], grown: Mapping[str, Mapping[str, int]], missing: Mapping[str, int]) -> dict[str, int]:
+def _extrapolated(
+    base: Mapping[str, int], grown: Mapping[str, Mapping[str, int]], missing: Mapping[str, float]
+) -> dict[str, int]:
     names = set(base).union(*(set(parts) for parts in grown.values()))
     return {
-        name: base.get(name, 0) + sum(missing[kind] * (parts.get(name, 0) - base.get(name, 0)) for kind, parts in grown.items())
+        name: int(
+            base.get(name, 0) + sum(missing[kind] * (parts.get(name, 0) - base.get(name, 0)) for kind, parts in grown.items())
+        )
         for name in sorted(names)
     }
 

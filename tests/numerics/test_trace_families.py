@@ -42,3 +42,14 @@ def test_few_layers_of_a_family_stand_for_all(name: str) -> None:
     found = max(sum(parts.values()) for parts in trace(case)["moments"].values())
     real = max(peak.total for peak in observe(case, model_of(case), real=True)[0].values())
     assert found == pytest.approx(real, rel=0.001)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["jamba", "mamba"])
+def test_short_rows_stand_for_long_ones_where_a_state_is_computed_token_by_token(name: str) -> None:
+    case = replace(
+        PLAIN, architecture=json.loads(tiny_config(name).to_json_string()), layout="padded", rows=1, row_tokens=160, labels=160,
+        attention="eager" if name in WITHOUT_SDPA else "sdpa", accumulates=False, **MODES["lora fp32"],
+    )  # fmt: skip
+    found = max(sum(parts.values()) for parts in trace(case)["moments"].values())
+    assert found == pytest.approx(max(peak.total for peak in observe(case, model_of(case), real=True)[0].values()), rel=0.01)
