@@ -5,6 +5,7 @@ Attention is torch's own FlashAttention on GPUs, and one call per row on CPUs an
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import pairwise
 from types import MethodType
@@ -98,7 +99,7 @@ def keep_rows_apart(model: nn.Module) -> None:
     """Lets layers that carry a state along the line (state spaces, gated delta rules, convolutions) begin every row without one.
 
     Those of transformers know the ends of rows only where packages with kernels for it are installed, and fail elsewhere. Here rows of about
-    one length (the longest less than twice the shortest) are computed side by side, padded behind, where no token of theirs looks.
+    one length (the longest at most 1.42 times the shortest) are computed side by side, padded behind, where no token of theirs looks.
     """
     for module in model.modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
@@ -115,7 +116,7 @@ def _forward_by_rows(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     rows = line[0].split([end - start for start, end in pairwise(ends)])
     alike: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
-        alike.setdefault(len(row).bit_length(), []).append(index)
+        alike.setdefault(round(2 * math.log2(len(row))), []).append(index)
     found = list(rows)
     for indices in alike.values():
         computed = forward(pad_sequence([rows[index] for index in indices], batch_first=True), *others, **kwargs)
