@@ -74,9 +74,9 @@ def inventory_of(net: Lan, hosts: dict[str, dict[str, Any]] | None = None, **top
     return net.inventory(net.folder / "cluster.yaml", hosts, defaults=defaults, **top)
 
 
-def typed(net: Lan, inventory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def typed(net: Lan, inventory: Path, *words: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
     argv = [net.python, "-m", "sft_play", "cluster-check", f"CLUSTER={inventory}", *words]
-    return net.run(0, argv, timeout=100, cwd=net.folder / "project", env={"PYTHONPATH": ""})
+    return net.run(0, argv, timeout=timeout, cwd=net.folder / "project", env={"PYTHONPATH": ""})
 
 
 def assert_nothing_runs(net: Lan) -> None:
@@ -127,6 +127,26 @@ def test_good_machines(net: Lan) -> None:
     assert checked.json["all_reduce"]["seconds"] > 2 * 2 / 3 * 8 * 2**20 / 125e6  # of 8 MiB over 1 Gb/s
     assert checked.json["seconds"] < 30
     assert_nothing_runs(net)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_each_machine_trains_some_steps_by_itself(net: Lan, tiny: Path) -> None:
+    """The configuration is on the first machine only; the third lets nobody in, and the others are measured all the same."""
+    config = net.folder / "bench.yaml"
+    rows = net.folder / "bench.jsonl"
+    rows.write_text(question_rows(0, 12, longest=8))
+    config.write_text(f"model: {{name: {tiny}, max_seq_len: 64}}\ndata: {{train_path: {rows}}}\nlaunch: {{backend: gloo}}\n")
+    inventory = inventory_of(net, {"node3": {"user": "daemon"}})
+    done = typed(net, inventory, f"CONFIG={config}", "BENCH=1", "JSON=1", timeout=550)
+    assert done.returncode == 3, done.stderr
+    found = json.loads(done.stdout)["bench"]
+    assert found["node3"] == {"error": "not tried: it cannot take part"}
+    for name in ("node1", "node2"):
+        speeds = [row["measured"] for row in found[name]["rows"] if row["unit"] == "tokens/s"]
+        assert speeds and all(speed > 0 for speed in speeds), found[name]
+        [memory] = [row for row in found[name]["rows"] if row["unit"] == "GiB"]
+        assert memory["measured"] > 0 and memory["expected"] > 0
 
 
 @pytest.mark.slow
