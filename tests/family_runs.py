@@ -16,6 +16,9 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 from sft_play import train
 from sft_play.__main__ import COMMANDS
 from sft_play.config.call import parse_call
@@ -45,11 +48,28 @@ class Road:
     """What the plan said before any data were prepared, or the first step that failed."""
     at: str = ""
     """The step that refused or failed; empty when all of them went through."""
+    base: Path
     plan: Plan | None = None
     trained: Path | None = None
     """The folder of the trained weights."""
     resumed: Path | None = None
     """The folder of the same weights, after a resume from the first step."""
+
+    def adapted(self) -> list[str]:
+        """Returns the names of the modules that have adapters, in the model's order."""
+        assert self.trained
+        return list(dict.fromkeys(name.split(".lora_")[0].removeprefix("base_model.model.") for name in weights(self.trained)))
+
+    def untouched(self) -> list[str]:
+        """Returns the names of weights that training left as they were."""
+        assert self.trained
+        after = weights(self.trained)
+        return [name for name, tensor in weights(self.base).items() if name not in after or torch.equal(tensor, after[name])]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns all tensors of a folder's safetensors files."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def in_child(work: Callable[[], Done]) -> Done:
@@ -102,7 +122,7 @@ def travel(name: str, mode: str, folder: Path, cache: Path) -> Road:
     }
     for at, step in steps.items():
         if (done := in_child(step)).code:
-            return Road(at=at, refused=done.err)
+            return Road(base=base, at=at, refused=done.err)
     again = copy_run(run, folder / "runs" / f"{name}-{mode}-again")
     shutil.rmtree(again.model)
     merged = folder / f"merged-{mode}"
@@ -122,8 +142,8 @@ def travel(name: str, mode: str, folder: Path, cache: Path) -> Road:
     }
     for at, step in steps.items():
         if (done := in_child(step)).code:
-            return Road(at=at, refused=done.err, plan=Plan.load(run.plan))
-    return Road(plan=Plan.load(run.plan), trained=run.model, resumed=again.model)
+            return Road(base=base, at=at, refused=done.err, plan=Plan.load(run.plan))
+    return Road(base=base, plan=Plan.load(run.plan), trained=run.model, resumed=again.model)
 
 
 def worker(run: RunFolder, env: Mapping[str, str], *words: str) -> Done:
@@ -135,7 +155,7 @@ def worker(run: RunFolder, env: Mapping[str, str], *words: str) -> Done:
 def plan_and_prepare(run: RunFolder, config: Path) -> int:
     """Does what `make train` does before its workers start."""
     try:
-        call = parse_call(["train", f"CONFIG={config}"], COMMANDS)
+        call = parse_call(["train", f"CONFIG={config}", "SOURCE=formula"], COMMANDS)  # traces are test_trace_families.py's
         options, loaded = read_options(call, call.load_config(), "single")
         job = job_of(call, loaded, options)
         refuse_early(job)
