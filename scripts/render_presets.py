@@ -42,6 +42,8 @@ CLAIMS = (
     Claim("a100_pair", "2xA100", (8, 4)), Claim("h100_pair", "2xH100", (8, 4)), Claim("h200_pair", "2xH200", (4, 4)),
     Claim("h200_quad", "4xH200", (16, 2)), Claim("l40s_single", "L40S", (8, 1)), Claim("l40s_pair", "2xL40S", (28, 1)),
     Claim("home_lan", LAN, (1, 8)), Claim("home_lan_13b", LAN, (1, 12)), Claim("smoke", "8GB+8GB@1Gbit"), Claim("from_scratch", "24GB"),
+    Claim("run_bnb_qwen3_5", "16GB"), Claim("rtx4090_sli_gemma4", "2xRTX4090"), Claim("home_lan_smollm3", LAN),
+    Claim("h200_pair_gemma4", "2xH200"), Claim("h200_single_gpt_oss", "H200"),
 )  # fmt: skip
 
 

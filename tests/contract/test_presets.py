@@ -54,6 +54,13 @@ TABLE = {
     "home_lan_13b": Row("meta-llama/Llama-2-13b-hf", 1024, "qlora", hardware=LAN, quoted=(1, 12)),
     "smoke": Row("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 512, "lora"),
     "from_scratch": Row("", 2048, "full"),
+    # With models of this year.
+    "cpu_qwen3_5": Row("Qwen/Qwen3.5-0.8B", 512, "lora"),
+    "run_bnb_qwen3_5": Row("Qwen/Qwen3.5-9B", 2048, "qlora"),
+    "rtx4090_sli_gemma4": Row("google/gemma-4-E4B-it", 1536, "qlora"),
+    "home_lan_smollm3": Row("HuggingFaceTB/SmolLM3-3B", 2048, "qlora"),
+    "h200_pair_gemma4": Row("google/gemma-4-31B-it", 2048, "qlora"),
+    "h200_single_gpt_oss": Row("unsloth/gpt-oss-20b-BF16", 2048, "lora"),
 }
 
 
@@ -122,7 +129,9 @@ MACHINES = [
     ("h200_pair", "2x141GB"), ("h200_pair", "2xH200NVL"), ("h200_quad", "4x141GB"), ("l40s_single", "48GB"), ("l40s_pair", "2x48GB@10Gbit"),
     ("home_lan", "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop@1Gbit"), ("home_lan_13b", "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop@1Gbit"),
     ("smoke", "8GB+8GB@1Gbit"), ("smoke", "RTX4060"), ("smoke", "cpu"), ("quickstart", "cpu"), ("quickstart", "8GB"), ("run_cpu", "cpu"),
-    ("from_scratch", "8GB"), ("from_scratch", "2x24GB"), ("from_scratch", "cpu"),
+    ("from_scratch", "8GB"), ("from_scratch", "2x24GB"), ("from_scratch", "cpu"), ("cpu_qwen3_5", "cpu"), ("run_bnb_qwen3_5", "16GB"),
+    ("run_bnb_qwen3_5", "24GB"), ("rtx4090_sli_gemma4", "2x24GB"), ("home_lan_smollm3", LAN + "@1Gbit"), ("h200_pair_gemma4", "2xH200"),
+    ("h200_single_gpt_oss", "H200"),
 ]  # fmt: skip
 
 
