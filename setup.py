@@ -10,7 +10,7 @@ class BuildWithShipped(build_py):
     def run(self):
         super().run()
         if not self.editable_mode:
-            for name in ("configs", "examples"):
+            for name in ("configs", "deepspeed", "examples"):
                 self.copy_tree(name, f"{self.build_lib}/sft_play/shipped/{name}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import os
 import sys
 from dataclasses import dataclass
@@ -257,6 +258,11 @@ def _run(arguments: list[str]) -> int:
         from sft_play.runs import consent
 
         consent.forget()
+        if arguments == ["--version"]:
+            print(f"sft-play {importlib.metadata.version('sft-play')}")
+            return 0
+        if arguments[:1] == ["help"] and arguments[1:2] and arguments[1] in COMMANDS:
+            return show_command(arguments[1])
         if arguments[:1] and arguments[0] in COMMANDS and {"-h", "--help"}.intersection(arguments[1:]):
             return show_command(arguments[0])
         call = parse_call(arguments or ["help"], COMMANDS, targets=MAKEFILE_TARGETS)

@@ -15,7 +15,7 @@ from sft_play.files import write_text
 if TYPE_CHECKING:
     from sft_play.config.call import Call
 
-FOLDERS = ("configs", "examples")
+FOLDERS = ("configs", "deepspeed", "examples")
 MAKEFILE = r"""# Written by `sft-play init`: `make COMMAND NAME=value ...` is `sft-play COMMAND NAME=value ...` of the environment named below.
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 override SHELL := /bin/bash
@@ -40,6 +40,6 @@ def main(_: Call) -> int:
         shutil.copytree(SHIPPED / name, name, ignore=shutil.ignore_patterns("__pycache__"))
     write_text(Path("Makefile"), MAKEFILE.replace("PYTHON -m", f"{shlex.quote(sys.executable).replace('$', '$$')} -m"))
     print(
-        "wrote Makefile, configs/ and examples/. Next:\n  make quickstart\n  make plan CONFIG=configs/run_bnb.yaml HARDWARE=24GB"
+        "wrote Makefile, configs/, deepspeed/ and examples/. Next:\n  make quickstart\n  make plan CONFIG=configs/run_bnb.yaml HARDWARE=24GB"
     )
     return 0

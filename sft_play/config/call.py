@@ -29,6 +29,8 @@ STANDS_FOR = {
 }  # fmt: skip
 """Variables of some commands that elsewhere mean a key or another variable."""
 NUMBERS = frozenset({"NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_PORT"})
+WORLD, MACHINES = ("world_size", "num_processes", "ntasks"), ("num_machines", "nnodes", "nodes", "num_nodes")
+"""What launchers call the number of all processes, and of machines."""
 MOST_PER_MACHINE = 8
 """GPUs of a machine, where only the number of all processes is known."""
 LONG = frozenset({"PROMPT", "SEARCH", "RUNS", "BENCHMARKS", "HARDWARE", "SCALE"})
@@ -138,8 +140,8 @@ def parse_call(
     options: dict[str, str] = {}
     overrides: dict[str, Override] = {}
     known = frozenset(option for row in commands.values() for option in row.options)
-    if "NODE_RANK" in commands[command].options:
-        given = _placed(given, problems)
+    if "NUM_NODES" in commands[command].options:
+        given = _placed(given, problems, ranks="NODE_RANK" in commands[command].options)
     of_run, trusts_code = any(one.name == "RUN" for one in given) and "RUN" in commands[command].options, False
     for one in given:
         key = _key(one)
@@ -169,26 +171,27 @@ def parse_call(
     )
 
 
-def _placed(given: list[_Given], problems: list[UserError]) -> list[_Given]:
-    """Takes out `--world-size` and `--rank` where both are given: together they say which machine this is, and that is one problem."""
-    found = {names.plain_word(one.name): one for one in given}
-    numbers = [
-        int(one.text) if one and re.fullmatch("[0-9]{1,6}", one.text) else -1 for one in map(found.get, ("world_size", "rank"))
-    ]
-    world, rank = numbers
-    if not 0 <= rank < world:
+def _placed(given: list[_Given], problems: list[UserError], *, ranks: bool) -> list[_Given]:
+    """Takes out the number of all processes where a rank or a number of machines is given too: together they are one problem."""
+    found = {names.plain_word(one.name): one for one in given if re.fullmatch("[0-9]{1,6}", one.text)}
+    of_world, of_machines = (next((word for word in words if word in found), "") for words in (WORLD, MACHINES))
+    of_rank = "rank" if ranks and "rank" in found else ""
+    world, rank, machines = (int(found[word].text) if word else 0 for word in (of_world, of_rank, of_machines))
+    if not world or (machines < 2 and not of_rank) or rank >= world or (machines and world % machines):
         return given
     each = max(count for count in range(1, MOST_PER_MACHINE + 1) if world % count == rank % count == 0)
+    each = world // machines if machines else each
     machines = world // each
-    here = f"`NUM_NODES={machines} NUM_GPUS={each} NODE_RANK={rank // each}`" if machines > 1 else f"`NUM_GPUS={each}`"
-    problems.append(
-        UserError(
-            f"`{found['world_size'].origin}` and `{found['rank'].origin}` place a process, and here a command starts all processes of a machine",
-            hint=f"{world} processes = {machines} machine{'s' if machines > 1 else ''} x {each}, and rank {rank} is on machine {rank} / {each}"
-            f" = {rank // each}: {here}",
-        )
-    )
-    return [one for one in given if names.plain_word(one.name) not in ("world_size", "rank")]
+    sizes = f"NUM_NODES={machines} NUM_GPUS={each}" if machines > 1 else f"NUM_GPUS={each}"
+    placed = f"{world} processes = {machines} machine{'s' if machines > 1 else ''} x {each}"
+    if of_rank:
+        problem = f"`{found[of_world].origin}` and `{found[of_rank].origin}` place a process, and here a command starts all processes of a machine"
+        placed += f", and rank {rank} is on machine {rank} / {each} = {rank // each}"
+        sizes += f" NODE_RANK={rank // each}" if machines > 1 else ""
+    else:
+        problem = f"`{found[of_world].origin}` counts the processes of all machines, and `NUM_GPUS` here those of one"
+    problems.append(UserError(problem, hint=f"{placed}: `{sizes}`"))
+    return [one for one in given if names.plain_word(one.name) not in (of_world, of_rank, of_machines)]
 
 
 def make_variables(flags: str) -> Iterator[tuple[str, str]]:
@@ -227,16 +230,22 @@ def _command(words: list[str], commands: Mapping[str, CommandRow], targets: Iter
     if name in commands:
         return name
     if name.startswith("-") or "=" in name:
-        raise UserError(f"`{name}` stands where the command should", hint="python -m sft_play COMMAND NAME=value ...")
+        raise UserError(f"`{name}` stands where the command should", hint="sft-play COMMAND NAME=value ...")
+    if name in (targets or ()):
+        raise UserError(f"`make {name}` works in a clone only", hint="`make help` lists the commands that work here too")
     close = get_close_matches(name.replace("_", "-"), [*commands, *(targets or ())], n=1, cutoff=0.6)
     raise UserError(
         f"`{name}` is not a command" if targets is None else f"there is no target `{name}`",
-        hint=f"did you mean `{'' if targets is None else 'make '}{close[0]}`?" if close else "`make help` lists all commands",
+        hint=f"did you mean `{'' if targets is None else 'make '}{close[0]}`?"
+        if close
+        else f"`{'sft-play' if targets is None else 'make'} help` lists all commands",
     )
 
 
 def _typed(words: Sequence[str], commands: Mapping[str, CommandRow], problems: list[UserError]) -> list[_Given]:
     """Returns the assignments of a direct command line; `--section.key value` takes the next word."""
+    from sft_play.config.sources import preset_path
+
     found: list[_Given] = []
     rest = list(words)
     while rest:
@@ -258,6 +267,8 @@ def _typed(words: Sequence[str], commands: Mapping[str, CommandRow], problems: l
             known = [option for row in commands.values() for option in row.options]
             better = names.suggest(word, options=known)
             hint = f"did you mean `{_as_variable(better)}=...`?" if better else "everything after the command is `NAME=value`"
+            if word.endswith((".yaml", ".yml")) or preset_path(word).is_file():
+                hint = f"did you mean `CONFIG={word}`?"
             problems.append(UserError(f"`{word}` is not `NAME=value`", hint=hint))
     return found
 
@@ -290,8 +301,8 @@ def _option(
             where = f"did you mean `{other}={one.text}`?"
         elif commands[command].overrides and (meant := names.settings(one.name, one.text)):
             where = _here(meant)
-        elif (better := STANDS_FOR.get(one.name)) and (better in commands[command].options or better in variables()):
-            where = _did_you_mean(one, variables().get(better, better))
+        elif better := _stands_for(one.name, commands[command]):
+            where = _did_you_mean(one, better)
         problems.append(UserError(f"`{_shown(command, one)}` takes no `{one.name}`", hint=where))
     elif options.get(one.name, one.text) != one.text:
         problems.append(UserError(f"`{one.name}` is given twice: `{options[one.name]}` and `{one.text}`", hint="give it once"))
@@ -303,6 +314,12 @@ def _option(
         problems.append(UserError(f"`{one.name}` has {len(one.text)} characters, more than any file or name may have"))
     else:
         options[one.name] = one.text
+
+
+def _stands_for(option: str, row: CommandRow) -> str | None:
+    """Returns the key or option that another command's option means to this one."""
+    better = STANDS_FOR.get(option, "")
+    return better if better in row.options else variables().get(better) if row.overrides else None
 
 
 def _takers(one: _Given, option: str, commands: Mapping[str, CommandRow]) -> str:
@@ -325,9 +342,14 @@ def _unknown(one: _Given, known: frozenset[str], command: str, commands: Mapping
         other = next((name for name in meant if name.isupper() and name not in row.options), None)
         hint = f"here that is `{other}`, for {_takers(one, other, commands)}" if other else _here(meant)
         return UserError(f"unknown variable `{one.name}`", hint=hint)
+    if names.OF_PROGRAMS.fullmatch(one.name) and one.name.lower() not in names.ALIASES:
+        typed = f"{one.name}={names.mask(one.name, one.text)}"
+        return UserError(f"unknown variable `{one.name}`", hint=f"it is read from the environment: `export {typed}`")
     better = names.suggest(one.name, options=known if "RANK" in row.options else known - {"RANK"})  # elsewhere it is `NODE_RANK`
     section = one.name.lower().partition("_")[0].partition(".")[0].lstrip("-")
-    if better in known - row.options:
+    if better in known - row.options and (key := _stands_for(better, row)):
+        hint = _did_you_mean(one, key)
+    elif better in known - row.options:
         hint = f"did you mean `{better}`? It is for {_takers(one, better, commands)}"
     elif better:
         hint = _did_you_mean(one, better)
@@ -350,6 +372,8 @@ def _did_you_mean(one: _Given, better: str) -> str:
 
     key, value, takes = find_key(better), one.text or ("1" if better == "JSON" else ""), ""
     if key is not None:
+        if one.name.startswith("--") and not value and not expected(key, "true"):
+            value = "true"
         takes = expected(key, value)
     elif not value or not value.isprintable() or (better in NUMBERS and not value.strip().isdecimal()):
         takes = "a number" if better in NUMBERS else "text"

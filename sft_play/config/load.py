@@ -85,7 +85,7 @@ def load_for_call(call: Call, default: str | None) -> LoadedConfig:
     if not run:
         name = call.options.get("CONFIG") or default
         if not name:
-            raise UserError(f"`{call.command}` needs a configuration", hint=f"make {call.command} CONFIG=configs/quickstart.yaml")
+            raise UserError(f"`{call.command}` needs a configuration", hint="CONFIG=my.yaml, or a preset: CONFIG=quickstart")
         loaded = load_config(config_path(name), call.overrides)
     else:
         from sft_play.runs.folder import run_path, runs_folder

@@ -135,19 +135,29 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "mixed_precision": {"bf16": {"train.bf16": "true"}, "fp16": {"train.fp16": "true"}, "false": {"train.bf16": "false"}},
     "backend": BACKENDS, "distributed_backend": BACKENDS, "dist_backend": BACKENDS,
     "no_nccl": {"true": {"launch.backend": "gloo"}},
+    "zero_stage": {stage: {"launch.strategy": f"zero{number}"} for stage, number in {"true": 1, "2": 2, "3": 3}.items()},
 }  # fmt: skip
 """Settings elsewhere whose value is another one here: name -> value -> key or variable -> value here."""
 ENDPOINT = re.compile(r"(?P<host>[^:]+|\[[^]]+\])(:(?P<port>\d+))?")
 GRES = re.compile(r"(gres/)?gpu(:[\w.-]+)??(:(?P<count>\d+))?", re.IGNORECASE)
 SPLIT = "no layer is split between GPUs here; `LAUNCH_STRATEGY=fsdp2` shares out the weights"
+OF_DEEPSPEED, OF_FSDP = (f"the command says so: `{command}`" for command in ("train-deepspeed", "train-fsdp"))
+OF_CPU = "the CPU is used where no GPU is seen; `export CUDA_VISIBLE_DEVICES=` hides GPUs"
 INSTEAD: Mapping[str, str] = {
     "tensor_parallel": SPLIT, "tensor_parallel_size": SPLIT, "sequence_parallel": SPLIT, "sequence_parallel_size": SPLIT,
     "pipeline": SPLIT, "pipeline_parallel": SPLIT, "pipeline_parallel_size": SPLIT,
     "rdzv_backend": "machines meet at `MASTER_ADDR`: leave it out", "standalone": "one machine is the default: leave it out",
+    "multi_gpu": "the command says so: `train-distributed` starts a process on each GPU", "use_deepspeed": OF_DEEPSPEED,
+    "use_fsdp": OF_FSDP, "fsdp": OF_FSDP, "cpu": OF_CPU, "use_cpu": OF_CPU,
+    "gpu_ids": "`export CUDA_VISIBLE_DEVICES=0,1` chooses GPUs, and each command uses those that it sees",
+    "do_train": "the command says what is done: leave it out", "do_eval": "the command says what is done: leave it out",
+    "overwrite_output_dir": "each run has a folder of its own: leave it out",
 }  # fmt: skip
 """Names and values elsewhere that nothing here stands for -> what there is."""
 OF_ENVIRONMENT: Mapping[str, str] = {"output_dir": "RUNS_DIR", "runs_dir": "RUNS_DIR", "sft_play_cache": "SFT_PLAY_CACHE"}
 """Names of what only the environment says -> its name there."""
+OF_PROGRAMS = re.compile(r"(CUDA|NCCL|GLOO|OMP|HF|TRANSFORMERS|TOKENIZERS|TORCH|PYTORCH|WANDB|MLFLOW|COMET|AIM)_\w+")
+"""Variables that other programs read from the environment."""
 OF_CONTAINERS: tuple[str, ...] = (
     "EPOCHS", "NUM_EPOCHS", "NUM_TRAIN_EPOCHS", "MAX_STEPS", "BATCH_SIZE", "PER_DEVICE_TRAIN_BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS",
     "LEARNING_RATE", "LR", "MAX_SEQ_LENGTH", "MODEL_ID", "MODEL_NAME_OR_PATH", "BASE_MODEL", "DATASET_NAME", "LORA_R",
@@ -181,7 +191,7 @@ def suggest(name: str, section: str = "", options: Iterable[str] = VARIABLES) ->
     if found := IN_SECTION.get(f"{section}.{rest}"):
         return found
     for candidate in (flat, lower.rpartition(".")[2], rest):
-        found = ALIASES.get(candidate)
+        found = ALIASES.get(candidate) or (_leaves().get(flat) if candidate == flat else None)  # `eval_steps` is a whole name
         if found and (found in known or not found.isupper()):
             return found
     return _names().get(flat) or _leaves().get(flat) or _leaves().get(rest) or _by_likeness(flat, rest, section, known)
@@ -190,7 +200,7 @@ def suggest(name: str, section: str = "", options: Iterable[str] = VARIABLES) ->
 def plain_word(name: str) -> str:
     """Returns the last part of a key, flag or variable as tables have it: `--rdzv-endpoint` is `rdzv_endpoint`, `SLURM_GRES` is `gres`."""
     flat = name.strip().lstrip("-").replace("-", "_").lower().rpartition(".")[2]
-    return flat.removeprefix(_section_of(flat).replace(".", "_") + "_")
+    return flat if flat.startswith("kubernetes_") else flat.removeprefix(_section_of(flat).replace(".", "_") + "_")
 
 
 def environment_hint(word: str, text: str) -> str | None:

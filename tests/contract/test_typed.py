@@ -43,6 +43,23 @@ TYPED: dict[str, tuple[list[str], str]] = {
     "tasks": (["slurm", "SLURM_NTASKS_PER_NODE=8"], "NUM_GPUS=8"),
     "tensor parallel": (["train-distributed", "LAUNCH_TENSOR_PARALLEL=2"], "LAUNCH_STRATEGY=fsdp2"),
     "processes": (["train-distributed", "--nproc_per_node=gpu"], "NUM_GPUS=..."),
+    "accelerate's processes": (["train-distributed", "--num_processes", "16", "--num_machines", "2"], "NUM_NODES=2 NUM_GPUS=8"),
+    "Slurm's tasks": (["slurm", "SLURM_NTASKS=8", "SLURM_NNODES=2"], "NUM_NODES=2 NUM_GPUS=4"),
+    "rank of two machines": (["train-distributed", "--world-size=4", "--rank=2", "--nnodes=2"], "NUM_NODES=2 NUM_GPUS=2 NODE_RANK=1"),
+    "evaluation's steps": (["train", "--eval_steps", "5"], "TRAIN_EVAL_STEPS=5"),
+    "evaluation's strategy": (["train", "--eval_strategy", "steps"], "TRAIN_EVAL_STRATEGY=steps"),
+    "seed": (["train", "--seed", "1"], "TRAIN_SEED=1"),
+    "model": (["train", "--model", "gpt2"], "MODEL_NAME=gpt2"),
+    "strategy, flag": (["train-distributed", "--strategy", "ddp"], "LAUNCH_STRATEGY=ddp"),
+    "stage": (["train-deepspeed", "--zero_stage", "3"], "LAUNCH_STRATEGY=zero3"),
+    "several GPUs": (["train", "--multi_gpu"], "`train-distributed`"),
+    "CPU": (["train", "--cpu"], "`export CUDA_VISIBLE_DEVICES=`"),
+    "CPUs of a pod": (["kubernetes", "KUBERNETES_CPU=4"], "KUBERNETES_CPUS=4"),
+    "flag alone": (["train", "--fp16"], "TRAIN_FP16=true"),
+    "of the environment": (["train", "CUDA_VISIBLE_DEVICES=0"], "`export CUDA_VISIBLE_DEVICES=0`"),
+    "threads": (["train", "OMP_NUM_THREADS=4"], "`export OMP_NUM_THREADS=4`"),
+    "bare file": (["train", "my.yaml"], "CONFIG=my.yaml"),
+    "bare preset": (["plan", "run_cpu"], "CONFIG=run_cpu"),
 }  # fmt: skip
 GOOD = "data: {train_path: a.jsonl, val_path: b.jsonl}\ntrain: {eval_strategy: steps, eval_steps: 5}\n"
 

@@ -25,7 +25,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     words = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     source = folder / "source"  # setuptools leaves `build/` where it builds
-    for name in ("sft_play", "configs", "examples"):
+    for name in ("sft_play", "configs", "deepspeed", "examples"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -53,6 +53,8 @@ def run(installed: Path, folder: Path, cache: Path, *words: str, code: int = 0, 
 def test_help_and_presets_need_no_clone(installed: Path, tmp_path: Path, cache: Path) -> None:
     assert str(ROOT) not in run(installed, tmp_path, cache, "python", "-c", "import sft_play.init as i; print(i.SHIPPED)")
     assert "sft-play COMMAND" in run(installed, tmp_path, cache, "sft-play", "--help")
+    assert run(installed, tmp_path, cache, "sft-play", "--version").startswith("sft-play 0.")
+    assert "CONFIG=quickstart" in run(installed, tmp_path, cache, "sft-play", "plan", code=2)
     (tmp_path / "my.yaml").write_text("extends: run_bnb\ntrain: {learning_rate: 1e-5}\n")
     shown = run(installed, tmp_path, cache, "sft-play", "config", "CONFIG=my.yaml")
     assert "Qwen/Qwen2.5-7B-Instruct" in shown and "shipped/configs/run_bnb.yaml:" in shown
@@ -75,6 +77,8 @@ def test_init_makes_a_folder_to_work_in(installed: Path, tmp_path: Path, cache: 
     assert "configs/run_bnb.yaml:" in shown and "77" in shown, "the copy counts, which may have been changed"
     assert "a$b 'c" in shown
     assert "takes no PYTHON" in run(installed, tmp_path, cache, "make", "plan", "VENV=x", code=2)
+    assert "works in a clone only" in run(installed, tmp_path, cache, "make", "install", code=1)
+    assert (tmp_path / "deepspeed" / "zero3_offload.json").is_file(), "the plan's remedies name it"
     assert "did you mean `make plan`" in run(installed, tmp_path, cache, "make", "plann", code=1)
     assert "nothing of yours is replaced" in run(installed, tmp_path, cache, "sft-play", "init", code=2)
 
