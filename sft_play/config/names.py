@@ -103,7 +103,7 @@ ALIASES: Mapping[str, str] = {
     "nproc_per_node": "NUM_GPUS", "nproc": "NUM_GPUS", "rank": "NODE_RANK", "node_rank": "NODE_RANK", "machine_rank": "NODE_RANK",
     "local_rank": "NODE_RANK", "nnodes": "NUM_NODES", "num_machines": "NUM_NODES", "nodes": "NUM_NODES",
     "master_address": "MASTER_ADDR", "main_process_ip": "MASTER_ADDR", "main_process_port": "MASTER_PORT",
-    "rdzv_id": "RUN_NAME", "job_name": "RUN_NAME", "ntasks_per_node": "NUM_GPUS", "gpus_per_node": "NUM_GPUS",
+    "rdzv_id": "RUN_NAME", "job_name": "RUN_NAME", "ntasks": "NUM_GPUS", "ntasks_per_node": "NUM_GPUS", "gpus_per_node": "NUM_GPUS",
     "run": "RUN", "name": "RUN_NAME", "experiment_name": "RUN_NAME", "config_file": "CONFIG", "cfg": "CONFIG",
     "deepspeed": "DEEPSPEED_CONFIG", "deepspeed_config_file": "DEEPSPEED_CONFIG", "checkpoint_path": "CHECKPOINT",
     "resume_from_checkpoint": "RUN",
@@ -180,6 +180,8 @@ def suggest(name: str, section: str = "", options: Iterable[str] = VARIABLES) ->
             return candidate
         if candidate in IN_SECTION:
             return IN_SECTION[candidate]
+    if section and (found := _leaves().get(f"{section}_{lower}")):  # `eval: {steps: 5}`
+        return found
     for option in known:
         if lower.replace("_", "") == option.lower().replace("_", ""):
             return option
@@ -191,7 +193,7 @@ def suggest(name: str, section: str = "", options: Iterable[str] = VARIABLES) ->
     if found := IN_SECTION.get(f"{section}.{rest}"):
         return found
     for candidate in (flat, lower.rpartition(".")[2], rest):
-        found = ALIASES.get(candidate) or (_leaves().get(flat) if candidate == flat else None)  # `eval_steps` is a whole name
+        found = ALIASES.get(candidate) or (_leaves().get(flat) if candidate == flat else None)
         if found and (found in known or not found.isupper()):
             return found
     return _names().get(flat) or _leaves().get(flat) or _leaves().get(rest) or _by_likeness(flat, rest, section, known)

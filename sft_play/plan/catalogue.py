@@ -103,7 +103,7 @@ def find_card(name: str) -> tuple[str, Card] | None:
     Only speed is looked up by name: memory comes from the driver wherever there is one.
     """
     full = re.sub(r"nvidia|amd|instinct|geforce|graphics|gpu|device|tesla|sxm\d?|hbm\d?e?", "", _plain(name))
-    if full[:1].isdecimal():  # `4090`, `3090 Ti`
+    if re.match(r"\d|a6000", full):  # `4090`, `3090 Ti`
         full = f"rtx{full}"
     shorter = full.replace("pcie", "")
     keys = sorted(CATALOGUE, key=len, reverse=True)

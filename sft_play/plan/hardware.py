@@ -124,7 +124,9 @@ def network_speed(text: str, place: str, named: str = "`HARDWARE` names the netw
 
 
 def _devices(part: str, text: str) -> list[Device]:
-    match = PART.fullmatch(part)
+    match = PART.fullmatch(
+        re.sub(r"^(\d{1,2}) +(?=[A-WYZa-wyz])(?!Gi?B?$)", r"\1x", part)
+    )  # `2 RTX 3090`, but neither `2 x A100` nor `24 GB`
     count = int(match.group(1) or match.group(3) or 1) if match and not (match.group(1) and match.group(3)) else 0
     name = match.group(2).strip() if match else ""
     if not 1 <= count <= 4096:
@@ -137,8 +139,12 @@ def _devices(part: str, text: str) -> list[Device]:
     found = find_card(name)
     if found is None:
         raise _nonsense(part, text)
-    label, card = found
-    return [device_of(label, card)] * count
+    device = device_of(*found)
+    if written := re.search(r"(\d+)\s*Gi?B$", name, re.IGNORECASE):
+        size = int(int(written.group(1)) * GIB * USABLE)
+        if abs(size - device.memory_bytes) > 0.1 * device.memory_bytes:  # another version of the card: `3080 12GB`, `4090 48GB`
+            device = replace(device, name=f"{device.name} {written.group(1)}GB", memory_bytes=size, free_bytes=size)
+    return [device] * count
 
 
 def device_of(label: str, card: Card) -> Device:

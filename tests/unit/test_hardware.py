@@ -118,8 +118,11 @@ def test_names_from_the_catalogue() -> None:
     for text, names in {
         "2x4090": ["RTX4090"] * 2, "4090": ["RTX4090"], "2x4090+3090": ["RTX4090", "RTX4090", "RTX3090"], "RTX 4090": ["RTX4090"],
         "2 x A100 80GB": ["A100"] * 2, "A100x2": ["A100"] * 2, "3090 ti": ["RTX3090Ti"],
+        "2 RTX 3090": ["RTX3090"] * 2, "24 GB": ["24 GB GPU"], "A6000": ["RTXA6000"], "3080 12GB": ["RTX3080 12GB"],
+        "4090 24GB": ["RTX4090"], "T4 16GB": ["T4"], "2x4090 48GB": ["RTX4090 48GB"] * 2, "A100 SXM4 40GB": ["A100-40GB"],
     }.items():  # fmt: skip
         assert [device.name for device in parse_hardware(text).devices] == names
+    assert 11.5 * GIB < parse_hardware("3080 12GB").devices[0].memory_bytes < 12 * GIB
     pair = parse_hardware("2x RTX 4090")
     assert pair.devices[0].name == "RTX4090" and pair.devices[0].compute_capability == (8, 9)
     mixed = parse_hardware("RTX5070TiLaptop+8GB")
