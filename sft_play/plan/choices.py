@@ -271,6 +271,20 @@ def check_targets(config: Config, shape: ModelShape) -> None:
         )
 
 
+def adapted(config: Config, shape: ModelShape) -> list[str]:
+    """Returns the reason that names what is adapted, with the parameters of its adapters."""
+    lora = config.tuning.lora
+    if config.tuning.mode == "full":
+        return []
+    found = shape.adapted(lora.target_modules)
+    names = ", ".join(dict.fromkeys(one.typed for one in found))
+    frozen = dict.fromkeys(one.typed for one in shape.matrices if one.kind == "experts" and one not in found)
+    return [
+        f"adapters of rank {lora.r} on {names}: {shape.adapter_parameters(lora.r, lora.target_modules):,} parameters"
+        + (f"; {', '.join(frozen)} stay frozen" if frozen else "")
+    ]
+
+
 def choose_layout(
     config: Config, shape: ModelShape, kind: str, attention: str, rows: int, row_tokens: int, reasons: Reasons
 ) -> Layout:

@@ -132,7 +132,7 @@ def _decide(case: Case) -> Plan:
     costs = costs_of(case, fit, start, division, devices, max(batch.micro_batches))
     ranks = rank_plans(case, fit, start, division, costs)
     reasons += [*_reduced(config, shape, setup, batch.accumulation), *waiting(case, setup, batch.accumulation), *tight(ranks)]
-    reasons += _experts(config, shape, setup)
+    reasons += [*choices.adapted(config, shape), *_experts(config, shape, setup)]
     reasons += _margin(setup)
     kernels = choices.choose_kernels(config, shape, devices, kind, reasons)
     if workers := choices.loader_workers(config, kind):

@@ -643,3 +643,16 @@ def test_the_summary_names_what_matters() -> None:
         "free",
     ):
         assert part in text
+
+
+def test_the_reasons_name_what_is_adapted() -> None:
+    def said(**changes: Any) -> list[str]:
+        return [why for why in plan_of("2xH200", **changes).reasons if why.startswith("adapters of rank")]
+
+    layers = "q_proj, k_proj, v_proj, o_proj"
+    assert said(name=LLAMA) == [f"adapters of rank 16 on {layers}, gate_proj, up_proj, down_proj: 41,943,040 parameters"]
+    attention = 16 * 24 * 2 * ((2880 + 4096) + (2880 + 512))
+    assert said(name="unsloth/gpt-oss-20b-BF16") == [
+        f"adapters of rank 16 on {layers}: {attention:,} parameters; experts.gate_up_proj, experts.down_proj stay frozen"
+    ]
+    assert said(name=QWEN, mode="full") == []
