@@ -39,7 +39,7 @@ def _adapters(road: Road) -> str:
 def _weights(road: Road) -> str:
     if road.at:
         return _stopped(road)
-    kept = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name).removesuffix(".weight") for name in road.untouched())
+    kept = dict.fromkeys(name.removesuffix(".weight") for name in road.untouched())
     return "all" if not kept else f"all but {_few(kept)}"
 
 

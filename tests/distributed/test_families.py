@@ -16,7 +16,9 @@ IN_MAKE_TEST = ("deepseek_v3", "gemma3", "gemma4_text", "gpt2", "gpt_oss", "llam
 rows, a state space, linear attention."""
 REFUSED: dict[str, str] = {}
 """Family -> what the plan says of it."""
-KEPT = re.compile(r"vision|visual|projector|indexer|compressor|e_score_correction_bias|layer_scalar|act_fn\.(beta|eps)$")
+KEPT = re.compile(
+    r"vision|visual|projector|indexer|compressor|e_score_correction_bias|expert_bias|layer_scalar|act_fn\.(beta|eps)$"
+)
 """Weights that full tuning leaves as they were: of image towers, of what picks tokens or experts without a gradient, and buffers."""
 CASES = [
     pytest.param(name, mode, id=f"{name}-{mode}", marks=[] if name in IN_MAKE_TEST and mode == "lora" else pytest.mark.long)
