@@ -19,6 +19,7 @@ from sft_play.errors import DataError
 from sft_play.files import text_sha256
 from sft_play.model import lora, varlen
 from sft_play.model.chunked_head import chunk_head
+from sft_play.model.folder import code_not_trusted
 from sft_play.model.fused_lora import fuse_adapters
 from sft_play.model.read import model_class
 from sft_play.plan.trace_case import Case
@@ -44,10 +45,9 @@ def settings_of(architecture: dict[str, Any]) -> Any:
     values = copy.deepcopy(architecture)
     family = values.pop("model_type", None)
     if family not in CONFIG_MAPPING:
-        raise DataError(
-            f"transformers {transformers.__version__} knows no `model_type: {family}`",
-            hint="a newer transformers may; a model that comes with code of its own needs `model.trust_remote_code: true`",
-        )
+        if values.get("auto_map"):
+            raise code_not_trusted("model", "config.json")
+        raise DataError(f"transformers {transformers.__version__} knows no `model_type: {family}`", hint="a newer transformers may")
     for own in ("quantization_config", "auto_map", "architectures", "torch_dtype", "dtype"):
         values.pop(own, None)
     return CONFIG_MAPPING[family].from_dict(PreTrainedConfig._decode_special_floats(values))

@@ -207,6 +207,8 @@ PRESETS: list[tuple[str, str, str, int]] = [
     ("h200_pair", "2xH200", "ddp", 32), ("h200_quad", "4xH200", "ddp", 128), ("l40s_single", "L40S", "single", 8), ("l40s_pair", "2xL40S", "ddp", 56),
     ("home_lan", "12GB+8GB+8GB@1Gbit", "ddp", 24), ("home_lan_13b", "12GB+8GB+8GB@1Gbit", "fsdp2", 36),
     ("smoke", "8GB+8GB", "ddp", 8), ("smoke", "cpu", "single", 8), ("from_scratch", "24GB", "single", 32), ("from_scratch", "cpu", "single", 32),
+    ("cpu_qwen3_5", "cpu", "single", 8), ("run_bnb_qwen3_5", "16GB", "single", 32), ("rtx4090_sli_gemma4", "2xRTX4090", "ddp", 48),
+    ("home_lan_smollm3", "12GB+8GB+8GB@1Gbit", "ddp", 24), ("h200_pair_gemma4", "2xH200", "ddp", 32), ("h200_single_gpt_oss", "H200", "single", 32),
 ]  # fmt: skip
 
 
