@@ -47,7 +47,9 @@ def settings_of(architecture: dict[str, Any]) -> Any:
     if family not in CONFIG_MAPPING:
         if values.get("auto_map"):
             raise code_not_trusted("model", "config.json")
-        raise DataError(f"transformers {transformers.__version__} knows no `model_type: {family}`", hint="a newer transformers may")
+        raise DataError(
+            f"transformers {transformers.__version__} knows no `model_type: {family}`", hint="a newer transformers may"
+        )
     for own in ("quantization_config", "auto_map", "architectures", "torch_dtype", "dtype"):
         values.pop(own, None)
     return CONFIG_MAPPING[family].from_dict(PreTrainedConfig._decode_special_floats(values))
