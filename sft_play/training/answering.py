@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from sft_play.data.calls import check_written, has_tools
 from sft_play.errors import DataError
 from sft_play.model.rendering import write_chat
 from sft_play.model.tokenizer import end_of_turn_ids
@@ -41,13 +42,18 @@ class AnswerSettings:
 def prompt_ids(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
     """Returns the tokens of a conversation, which may call `tools`, up to where the assistant begins to speak.
 
-    Raises `DataError` when the chat template refuses the conversation (roles that it does not know, or in a wrong order).
+    Raises `DataError` when the chat template refuses the conversation (roles that it does not know, or in a wrong order) or leaves out
+    its tools, a call or a result.
     """
     import jinja2
 
+    def render(turns: Sequence[Message], offered: Sequence[Any] | None, prompt: bool) -> str:
+        return write_chat(tokenizer, turns, add_generation_prompt=prompt, **({"tools": list(offered)} if offered else {}))
+
     try:
-        given = {"tools": list(tools)} if tools else {}
-        text = write_chat(tokenizer, messages, add_generation_prompt=True, **given)
+        if has_tools(messages, tools):
+            check_written(messages, tools, render)
+        text = render(messages, tools, True)
     except (jinja2.TemplateError, TypeError, KeyError) as error:
         raise DataError(f"the chat template does not take this conversation: {error}") from error
     # The template writes its own special tokens; the tokenizer must not add a second BOS.

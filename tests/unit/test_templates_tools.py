@@ -15,6 +15,7 @@ from sft_play.data.template import Encoded
 from sft_play.data.templates import chat_format, template_names
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import load_tokenizer
+from sft_play.training.answering import prompt_ids
 from tests.chat_tokenizers import by_hand, save_tokenizer
 
 SPECIAL = [
@@ -136,3 +137,9 @@ def test_words_beside_a_call_that_are_not_written_are_told(saved: Path, tmp_path
 def test_calls_that_are_not_learnt_must_be_written_too(saved: Path) -> None:
     with pytest.raises(DataError, match="does not write the calls of turn 3"):
         rows(chosen(saved, "chatml"), [*ASKED, {**CHAT[2], "train": False}, *CHAT[3:]])
+
+
+def test_a_question_with_calls_is_not_asked_without_them(saved: Path, tmp_path: Path) -> None:
+    assert prompt_ids(chosen(saved, "qwen3"), CHAT[:-1], [TOOL])
+    with pytest.raises(DataError, match="does not write the calls of turn 3"):
+        prompt_ids(own(saved, tmp_path, "{{ m['content'] }}"), CHAT[:-1])
