@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,11 @@ import torch
 from transformers import GenerationConfig
 
 from sft_play.data.calls import check_written, has_tools
+from sft_play.data.example import Message
 from sft_play.errors import DataError
 from sft_play.model.rendering import write_chat
 from sft_play.model.tokenizer import end_of_turn_ids
 from sft_play.training.refill import Enough, cut_when, generate_refilling
-
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
