@@ -123,8 +123,7 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
     context = CONTEXT_BYTES[setup.device] + (NCCL_BYTES if setup.device == "cuda" and setup.world_size > 1 else 0)
     mapped = setup.device == "cpu" and setup.gradient_checkpointing
     native = setup.device == "cuda" and not setup.expandable_segments
-    by_row = setup.device == "cpu" and setup.attention in BY_LENGTHS
-    lost = MAPPED_FRAGMENTATION if mapped else FRAGMENTATION["native" if native else "by row" if by_row else setup.device]
+    lost = MAPPED_FRAGMENTATION if mapped else FRAGMENTATION["native" if native else "by row" if _by_row(setup) else setup.device]
     moments: dict[str, dict[str, int]] = {}
     for moment, parts in moving.items():
         whole = states | parts | {"workspace": WORKSPACE_BYTES[setup.device] + parts.get("workspace", 0.0), "context": context}
@@ -316,6 +315,11 @@ def _quantises(config: Config, shape: ModelShape) -> bool:
     return shape.quantised_parameters > 0 and (config.tuning.mode == "qlora" or bool(shape.quantized_bits))
 
 
+def _by_row(setup: Setup) -> bool:
+    """Whether attention is computed one row at a time (`model.varlen` on a CPU)."""
+    return setup.device == "cpu" and setup.attention in BY_LENGTHS
+
+
 def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> float:
     """Returns the bytes that one layer keeps per token for its backward pass.
 
@@ -327,7 +331,9 @@ def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, toke
     attention, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     inputs: float
     norms = shape.norms_per_layer * 4 * h + (4 * (attention + kv) if shape.qk_norm else 0)
-    heads = w * (2 * attention + 2 * kv) + 4 * shape.heads + 8
+    heads = (
+        w * ((3 if _by_row(setup) else 2) * attention + 2 * kv) + 4 * shape.heads + 8
+    )  # row by row: all rows' outputs in one more
     inner = (3 if shape.gated else 2) * w * ffn
     if config.tuning.mode == "full":
         inputs = shape.norms_per_layer * w * h + 2 * w * h + w * ffn
