@@ -70,7 +70,7 @@ def _stop(process: subprocess.Popen[bytes], *, told: bool) -> None:
 
 
 DELIVERED = "SFT_PLAY_PREPARED"
-"""Variable that names a file: model and data were prepared on another machine and brought to this one (`launch.cluster`)."""
+"""Variable that names a file: model and data were prepared on another machine and brought to this one (`cluster`)."""
 
 
 def delivered(run: RunFolder) -> Prepared | None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.cluster import bench
+from sft_play.cluster.check import _table
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.load import load_config
-from sft_play.launch.cluster import bench
-from sft_play.launch.cluster.check import _table
 from tests.conftest import Program
 
 ROWS = [

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
+from sft_play.cluster import elastic, train
+from sft_play.cluster.elastic import MOST_REFUSALS, Muster, Returning
+from sft_play.cluster.facts import Facts
+from sft_play.cluster.task import Task
 from sft_play.config.call import Call, Override
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.load import load_config
 from sft_play.errors import HardwareError, UserError
-from sft_play.launch.cluster import elastic, train
-from sft_play.launch.cluster.elastic import MOST_REFUSALS, Muster, Returning
-from sft_play.launch.cluster.facts import Facts
-from sft_play.launch.cluster.task import Task
 from sft_play.runs.folder import RunFolder
 
 MASTER, LAPTOP = Host(name="desktop", address="127.0.0.1"), Host(name="laptop", address="192.0.2.11")

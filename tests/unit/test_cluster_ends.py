@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from sft_play.cluster import cause, phase, remote_processes
+from sft_play.cluster.agent import Agent, Message, ask
+from sft_play.cluster.remote_launch import Launch
+from sft_play.cluster.status import run_named
+from sft_play.cluster.task import controlling
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import CheckpointError, HardwareError
-from sft_play.launch.cluster import cause, phase, remote_processes
-from sft_play.launch.cluster.agent import Agent, Message, ask
-from sft_play.launch.cluster.remote_launch import Launch
-from sft_play.launch.cluster.status import run_named
-from sft_play.launch.cluster.task import controlling
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_cluster_parts import RANKS, ended
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from sft_play.cluster.check import as_json, report
+from sft_play.cluster.examined import Examined, Pair, Seen, Summed, Wanted, sum_seconds
+from sft_play.cluster.finding import Finding, listed, verdict
+from sft_play.cluster.findings import GIB, judge
 from sft_play.config.cluster_host import Host, Inventory
-from sft_play.launch.cluster.check import as_json, report
-from sft_play.launch.cluster.examined import Examined, Pair, Seen, Summed, Wanted, sum_seconds
-from sft_play.launch.cluster.finding import Finding, listed, verdict
-from sft_play.launch.cluster.findings import GIB, judge
 from tests.conftest import ROOT
 
 NAMES = ("desktop", "laptop", "old")
@@ -265,7 +265,9 @@ def test_cards_as_the_driver_shows_them(tmp_path: Path, monkeypatch: pytest.Monk
     program.write_text('#!/bin/sh\necho "580.95.05, 12282, 11870, NVIDIA GeForce RTX 4070"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    script = "import sys, json; sys.modules['pynvml'] = None; from sft_play.launch.cluster import probe; print(json.dumps(probe.software()))"
+    script = (
+        "import sys, json; sys.modules['pynvml'] = None; from sft_play.cluster import probe; print(json.dumps(probe.software()))"
+    )
     done = subprocess.run([sys.executable, "-S", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     found = json.loads(done.stdout)
     assert found["driver"] == "580.95.05"

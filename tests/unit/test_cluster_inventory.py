@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.cluster.measures import rounds
+from sft_play.cluster.ssh import arguments, in_folder, is_here, trouble
 from sft_play.config.cluster import Host, inventory_path, read_inventory
 from sft_play.errors import UserError
-from sft_play.launch.cluster.measures import rounds
-from sft_play.launch.cluster.ssh import arguments, in_folder, is_here, trouble
 from tests.conftest import ROOT, Program
 
 GOOD = """

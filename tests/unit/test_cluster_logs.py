@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from sft_play.__main__ import COMMANDS
+from sft_play.cluster import status
+from sft_play.cluster.agent import python_of, request_of
+from sft_play.cluster.remote_processes import TOKEN, machine
 from sft_play.config.call import parse_call
 from sft_play.config.cluster import read_inventory
 from sft_play.errors import UserError
-from sft_play.launch.cluster import status
-from sft_play.launch.cluster.agent import python_of, request_of
-from sft_play.launch.cluster.remote_processes import TOKEN, machine
 from sft_play.runs.folder import RunFolder
 
 SSH = """#!/bin/sh

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.cluster import own_files, probe, probe_network
+from sft_play.cluster.check import as_json, report
+from sft_play.cluster.examined import Examined, Pair, Seen, Wanted
+from sft_play.cluster.findings_network import network_findings
+from sft_play.cluster.measures import sum_megabytes
+from sft_play.cluster.own_files import wanted_of
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.load import load_config
 from sft_play.config.schema import Config
 from sft_play.files import file_sha256
-from sft_play.launch.cluster import own_files, probe, probe_network
-from sft_play.launch.cluster.check import as_json, report
-from sft_play.launch.cluster.examined import Examined, Pair, Seen, Wanted
-from sft_play.launch.cluster.findings_network import network_findings
-from sft_play.launch.cluster.measures import sum_megabytes
-from sft_play.launch.cluster.own_files import wanted_of
 
 HERE = Host(name="a", address="192.168.1.10")
 

@@ -13,18 +13,18 @@ from typing import Any, cast
 
 import pytest
 
+from sft_play.cluster import board, cause, remote
+from sft_play.cluster.agent import BOOT, Agent, refused, request_of
+from sft_play.cluster.children import ended_with_us, waited_for
+from sft_play.cluster.facts import Facts
+from sft_play.cluster.install import venv_of
+from sft_play.cluster.session import Node, Session
+from sft_play.cluster.ssh import NOT_A_FOLDER
+from sft_play.cluster.status import _rows
+from sft_play.cluster.sync import place_there, prepared_text
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.elastic_rules import elastic_bounds
 from sft_play.errors import DataError, UserError
-from sft_play.launch.cluster import board, cause, remote
-from sft_play.launch.cluster.agent import BOOT, Agent, refused, request_of
-from sft_play.launch.cluster.children import ended_with_us, waited_for
-from sft_play.launch.cluster.facts import Facts
-from sft_play.launch.cluster.install import venv_of
-from sft_play.launch.cluster.session import Node, Session
-from sft_play.launch.cluster.ssh import NOT_A_FOLDER
-from sft_play.launch.cluster.status import _rows
-from sft_play.launch.cluster.sync import place_there, prepared_text
 from sft_play.launch.preparation import DELIVERED, delivered
 from sft_play.launch.stopping import Stop
 from sft_play.runs.folder import RunFolder

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from sft_play.cluster import cause, recovering, train
 from sft_play.config.call import Call, Override
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.load import LoadedConfig, load_config, save_config
 from sft_play.launch import recovery, restarts
-from sft_play.launch.cluster import cause, recovering, train
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.resume import launch_facts, options_of_run
 from sft_play.launch.run_folder import read_events, record_event

@@ -17,14 +17,11 @@ from typing import cast
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.call import parse_call
-from sft_play.config.cluster import Host, Inventory, read_inventory
-from sft_play.errors import HardwareError, UserError
-from sft_play.launch.cluster import own_files, remote, sync
-from sft_play.launch.cluster.agent import Agent, Message
-from sft_play.launch.cluster.board import Board, Logs
-from sft_play.launch.cluster.session import Node, Session
-from sft_play.launch.cluster.task import (
+from sft_play.cluster import own_files, remote, sync
+from sft_play.cluster.agent import Agent, Message
+from sft_play.cluster.board import Board, Logs
+from sft_play.cluster.session import Node, Session
+from sft_play.cluster.task import (
     Task,
     choose_port,
     controlling,
@@ -33,6 +30,9 @@ from sft_play.launch.cluster.task import (
     require_one_disk,
     require_unused_name,
 )
+from sft_play.config.call import parse_call
+from sft_play.config.cluster import Host, Inventory, read_inventory
+from sft_play.errors import HardwareError, UserError
 from sft_play.launch.stopping import Stop
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_cluster_transfer import OWN

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.cluster import remote, sync
+from sft_play.cluster.children import ended_with_us
+from sft_play.cluster.facts import Facts, check, facts_of, forwarded, only_optional_apart, versions_apart
+from sft_play.cluster.install import install, judged, not_installed
+from sft_play.cluster.transfer import Listing, deliver, digests, keep_list, last_line, look
+from sft_play.cluster.transfer import remote as remote_path
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import DataError, HardwareError, UserError
 from sft_play.launch.agreement import versions_here
-from sft_play.launch.cluster import remote, sync
-from sft_play.launch.cluster.children import ended_with_us
-from sft_play.launch.cluster.facts import Facts, check, facts_of, forwarded, only_optional_apart, versions_apart
-from sft_play.launch.cluster.install import install, judged, not_installed
-from sft_play.launch.cluster.transfer import Listing, deliver, digests, keep_list, last_line, look
-from sft_play.launch.cluster.transfer import remote as remote_path
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.origin import PACKAGES
 from tests.conftest import ROOT

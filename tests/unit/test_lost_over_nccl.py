@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.launch.cluster import cause
+from sft_play.cluster import cause
 from sft_play.launch.verdict import Loss, judge
 from tests.documents import on_page
 from tests.unit.test_cluster_parts import RANKS, ended

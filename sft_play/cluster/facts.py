@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, fields
 from threading import Event, Thread
 from typing import Any
 
+from sft_play.cluster.agent import ask
+from sft_play.cluster.finding import optional_hints
+from sft_play.cluster.ssh import is_here
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.names import mask
 from sft_play.errors import HardwareError, UserError, raise_all
-from sft_play.launch.cluster.agent import ask
-from sft_play.launch.cluster.finding import optional_hints
-from sft_play.launch.cluster.ssh import is_here
 from sft_play.runs.folder import cache_folder, runs_folder
 from sft_play.runs.origin import OPTIONAL, PACKAGES
 

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sft_play.launch.cluster.probe_network import (
+from sft_play.cluster.probe_network import (
     PIECE,
     all_reduce,
     close,

@@ -16,12 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 
-from sft_play.config.call import Call
-from sft_play.config.cluster import Host, Inventory, inventory_for_call
-from sft_play.errors import HardwareError, UserError, printable
-from sft_play.launch.cluster import sync
-from sft_play.launch.cluster.children import ended_with_us, waited_for
-from sft_play.launch.cluster.facts import (
+from sft_play.cluster import sync
+from sft_play.cluster.children import ended_with_us, waited_for
+from sft_play.cluster.facts import (
     Facts,
     facts_of,
     only_optional_apart,
@@ -29,7 +26,10 @@ from sft_play.launch.cluster.facts import (
     versions_apart,
     versions_hint,
 )
-from sft_play.launch.cluster.ssh import arguments, in_folder, is_here
+from sft_play.cluster.ssh import arguments, in_folder, is_here
+from sft_play.config.call import Call
+from sft_play.config.cluster import Host, Inventory, inventory_for_call
+from sft_play.errors import HardwareError, UserError, printable
 
 NO_PYTHON = 97
 """Exit code of `INSTALL` where the host has not this machine's Python."""

@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from sft_play.launch.cluster.remote import facts, one_checkpoint, runs_folder, tell, tidy_code, write
-from sft_play.launch.cluster.remote_processes import CHUNK, TOKEN, end, kill_all, machine, pid_file, saves, send, status, tail
+from sft_play.cluster.remote import facts, one_checkpoint, runs_folder, tell, tidy_code, write
+from sft_play.cluster.remote_processes import CHUNK, TOKEN, end, kill_all, machine, pid_file, saves, send, status, tail
 
 SILENT_SECONDS = 15.0
 """How long the machine that started us may be silent; it sends a line every two seconds."""

@@ -15,9 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.cluster import Host, Inventory
-from sft_play.errors import HardwareError, UserError
-from sft_play.launch.cluster.ssh import (
+from sft_play.cluster.ssh import (
     SSH_FAILED,
     TIMED_OUT,
     WITHOUT,
@@ -31,6 +29,8 @@ from sft_play.launch.cluster.ssh import (
     trouble,
     without_environment,
 )
+from sft_play.config.cluster import Host, Inventory
+from sft_play.errors import HardwareError, UserError
 
 SOURCES = ("remote", "remote_processes", "remote_launch")
 BOOT = """import json, sys, types
@@ -54,7 +54,7 @@ class NoEnvironment(HardwareError):
 @cache
 def program() -> str:
     """Returns the line that `BOOT` reads."""
-    folder, package = Path(__file__).parent, "sft_play.launch.cluster"
+    folder, package = Path(__file__).parent, "sft_play.cluster"
     return json.dumps([(f"{package}.{name}", (folder / f"{name}.py").read_text(encoding="utf-8")) for name in SOURCES]) + "\n"
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sft_play
+from sft_play.cluster.agent import ask
+from sft_play.cluster.facts import Facts
+from sft_play.cluster.transfer import Listing, deliver, digests, remote, rsync
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import text_sha256
-from sft_play.launch.cluster.agent import ask
-from sft_play.launch.cluster.facts import Facts
-from sft_play.launch.cluster.transfer import Listing, deliver, digests, remote, rsync
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 from sft_play.runs.inside import require_plain

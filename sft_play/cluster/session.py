@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from sft_play.cluster.agent import Agent, Message
+from sft_play.cluster.board import Board, Logs, say
 from sft_play.config.cluster import Host, Inventory
 from sft_play.files import write_json
-from sft_play.launch.cluster.agent import Agent, Message
-from sft_play.launch.cluster.board import Board, Logs, say
 from sft_play.launch.stopping import Stop, signals_noted
 from sft_play.runs.folder import RunFolder
 

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from sft_play.cluster.conversation import Gone, Refused, Session, Silent
+from sft_play.cluster.examined import SUM_MEGABYTES, Examined, Pair, Seen, Summed, Wanted, sum_seconds
+from sft_play.cluster.ssh import CONNECT_SECONDS, WITHOUT
 from sft_play.config.cluster import Inventory
-from sft_play.launch.cluster.conversation import Gone, Refused, Session, Silent
-from sft_play.launch.cluster.examined import SUM_MEGABYTES, Examined, Pair, Seen, Summed, Wanted, sum_seconds
-from sft_play.launch.cluster.ssh import CONNECT_SECONDS, WITHOUT
 
 START_SECONDS = CONNECT_SECONDS + 8.0
 ROUND_TRIPS = 20

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from sft_play.cluster.facts import Facts, check, gather, shared_variables
+from sft_play.cluster.ssh import is_here
+from sft_play.cluster.task import Task, require_one_disk, require_unused_name
 from sft_play.config.cluster import Host
 from sft_play.errors import HardwareError, Problems, RetryableError, UserError, raise_all
-from sft_play.launch.cluster.facts import Facts, check, gather, shared_variables
-from sft_play.launch.cluster.ssh import is_here
-from sft_play.launch.cluster.task import Task, require_one_disk, require_unused_name
 from sft_play.launch.run_folder import raise_what_was_heard
 from sft_play.runs.checkpoints import published, step_of
 from sft_play.runs.folder import RunFolder

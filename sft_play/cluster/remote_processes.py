@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sft_play.launch.cluster.remote import gpus, runs_folder, tell
+from sft_play.cluster.remote import gpus, runs_folder, tell
 
 TOKEN = "SFT_PLAY_CLUSTER"
 """Variable with an id of its own for each start on each machine; it tells the launcher, too, that restarts are not its business."""

@@ -15,16 +15,16 @@ from typing import Any
 
 import psutil
 
+from sft_play.cluster import phase
+from sft_play.cluster.agent import NoEnvironment, ask, parse, python_of, refused, request_of
+from sft_play.cluster.board import host_speeds, last_row, plan_of, shares
+from sft_play.cluster.facts import require_master_here
+from sft_play.cluster.ssh import is_here, on_all
+from sft_play.cluster.task import command, controller
 from sft_play.config.call import Call
 from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch import running
-from sft_play.launch.cluster import phase
-from sft_play.launch.cluster.agent import NoEnvironment, ask, parse, python_of, refused, request_of
-from sft_play.launch.cluster.board import host_speeds, last_row, plan_of, shares
-from sft_play.launch.cluster.facts import require_master_here
-from sft_play.launch.cluster.ssh import is_here, on_all
-from sft_play.launch.cluster.task import command, controller
 from sft_play.launch.run_folder import NAME_PATTERN, find_run
 from sft_play.launch.stopped import describe
 from sft_play.launch.watch import is_alive

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sft_play.cluster.board import plan_of, say
 from sft_play.config.call import Call
 from sft_play.config.cluster import Inventory
 from sft_play.config.load import read_config
 from sft_play.errors import UserError
 from sft_play.launch import recovery
-from sft_play.launch.cluster.board import plan_of, say
 from sft_play.launch.environment import Node
 from sft_play.launch.job import Job
 from sft_play.launch.resume import launch_facts, newest_told, options_of_run, without_checkpoints

@@ -19,20 +19,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from sft_play.config.call import Call, Override
-from sft_play.config.cluster import Host
-from sft_play.config.load import override_config, save_config
-from sft_play.errors import HardwareError, UserError, raise_all
-from sft_play.launch import restarts
-from sft_play.launch.cluster import cause, elastic, phase, recovering, sync
-from sft_play.launch.cluster.agent import Agent, Message, ask
-from sft_play.launch.cluster.board import Board, Logs, say, shares
-from sft_play.launch.cluster.children import ended_with_us
-from sft_play.launch.cluster.facts import Facts, shared_variables
-from sft_play.launch.cluster.remote import hub_folder
-from sft_play.launch.cluster.session import Node, Session
-from sft_play.launch.cluster.ssh import is_here
-from sft_play.launch.cluster.task import (
+from sft_play.cluster import cause, elastic, phase, recovering, sync
+from sft_play.cluster.agent import Agent, Message, ask
+from sft_play.cluster.board import Board, Logs, say, shares
+from sft_play.cluster.children import ended_with_us
+from sft_play.cluster.facts import Facts, shared_variables
+from sft_play.cluster.remote import hub_folder
+from sft_play.cluster.session import Node, Session
+from sft_play.cluster.ssh import is_here
+from sft_play.cluster.task import (
     Task,
     choose_port,
     command,
@@ -44,6 +39,11 @@ from sft_play.launch.cluster.task import (
     node_words,
     read_task,
 )
+from sft_play.config.call import Call, Override
+from sft_play.config.cluster import Host
+from sft_play.config.load import override_config, save_config
+from sft_play.errors import HardwareError, UserError, raise_all
+from sft_play.launch import restarts
 from sft_play.launch.key import VARIABLE, key_here, new_word
 from sft_play.launch.preparation import run_preparation
 from sft_play.launch.restarts import Restarts

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from sft_play.cluster.examined import Wanted
+from sft_play.cluster.probe import OutOfTime, sha256
+from sft_play.cluster.sync import code_files, project
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 from sft_play.files import file_sha256
-from sft_play.launch.cluster.examined import Wanted
-from sft_play.launch.cluster.probe import OutOfTime, sha256
-from sft_play.launch.cluster.sync import code_files, project
 from sft_play.runs.prepared_index import lookup, sources_of
 
 NOT_CODE = ("docs/", "tests/", "benchmarks/", "examples/")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import sft_play
+from sft_play.cluster.probe import MARK
+from sft_play.cluster.ssh import arguments, in_folder, is_here, no_client
 from sft_play.config.cluster import Host, Inventory
-from sft_play.launch.cluster.probe import MARK
-from sft_play.launch.cluster.ssh import arguments, in_folder, is_here, no_client
 
 MODULES = ("probe_network", "probe")
 """Sent in this order, under their own names: the second imports the first."""
@@ -72,7 +72,7 @@ class Session:
             reader.daemon = True
             reader.start()
         folder = Path(__file__).parent
-        texts = [(f"sft_play.launch.cluster.{name}", (folder / f"{name}.py").read_text(encoding="utf-8")) for name in MODULES]
+        texts = [(f"sft_play.cluster.{name}", (folder / f"{name}.py").read_text(encoding="utf-8")) for name in MODULES]
         source = json.dumps(texts)
         self._write(f"{len(source)}\n{source}")
 

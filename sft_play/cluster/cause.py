@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sft_play.cluster.board import last_words
+from sft_play.cluster.session import Node, Session
 from sft_play.errors import HardwareError, printable
-from sft_play.launch.cluster.board import last_words
-from sft_play.launch.cluster.session import Node, Session
 from sft_play.launch.run_folder import is_finished, stop_code
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, PEER_GONE, Outcome
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sft_play.cluster.ssh import in_folder, is_here, last_word, on_all, run_on
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.load import LoadedConfig, saved_form
-from sft_play.launch.cluster.ssh import in_folder, is_here, last_word, on_all, run_on
 
 SECONDS = 1200.0
 """For one machine, the download of a model that it does not have yet included."""

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import psutil
 
+from sft_play.cluster.board import plan_of
+from sft_play.cluster.facts import Facts, forwarded, require_master_here, shared_variables
+from sft_play.cluster.ssh import is_here
 from sft_play.config.call import Call, Override
 from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.config.elastic_rules import elastic_bounds
@@ -22,9 +25,6 @@ from sft_play.config.load import LoadedConfig, override_config
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.files import text_sha256, typed_path
 from sft_play.launch.accelerate_config import NO_DEFAULT_FILE
-from sft_play.launch.cluster.board import plan_of
-from sft_play.launch.cluster.facts import Facts, forwarded, require_master_here, shared_variables
-from sft_play.launch.cluster.ssh import is_here
 from sft_play.launch.deepspeed_json import read_user_json
 from sft_play.launch.network import holder_of, port_is_free
 from sft_play.launch.preparation import DELIVERED

@@ -11,17 +11,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from sft_play.cluster import bench
+from sft_play.cluster.examined import Examined, Seen, Wanted, sum_seconds
+from sft_play.cluster.finding import Finding, verdict
+from sft_play.cluster.findings import GIB, judge
+from sft_play.cluster.findings_network import ADAPTERS
+from sft_play.cluster.measures import HASH_SECONDS, examine
+from sft_play.cluster.own_files import wanted_of
+from sft_play.cluster.ssh import is_here
 from sft_play.config.call import Call
 from sft_play.config.cluster import Inventory, inventory_for_call
 from sft_play.errors import UserError, printable
-from sft_play.launch.cluster import bench
-from sft_play.launch.cluster.examined import Examined, Seen, Wanted, sum_seconds
-from sft_play.launch.cluster.finding import Finding, verdict
-from sft_play.launch.cluster.findings import GIB, judge
-from sft_play.launch.cluster.findings_network import ADAPTERS
-from sft_play.launch.cluster.measures import HASH_SECONDS, examine
-from sft_play.launch.cluster.own_files import wanted_of
-from sft_play.launch.cluster.ssh import is_here
 
 SECONDS = 26.0
 """For everything, the hashing of this machine's files too; what then goes on is ended, within 3 s."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from sft_play.cluster.examined import Examined, Pair, Wanted, sum_seconds
+from sft_play.cluster.finding import Finding
 from sft_play.config.cluster import Inventory
-from sft_play.launch.cluster.examined import Examined, Pair, Wanted, sum_seconds
-from sft_play.launch.cluster.finding import Finding
 from sft_play.plan.hardware import network_speed
 
 RTT_MS = 5.0

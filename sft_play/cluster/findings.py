@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sft_play.config.cluster import Inventory
-from sft_play.launch.cluster.examined import Examined, Seen, Wanted
-from sft_play.launch.cluster.finding import Finding, Severity, listed, optional_hints
-from sft_play.launch.cluster.findings_network import network_findings
-from sft_play.launch.cluster.ssh import (
+from sft_play.cluster.examined import Examined, Seen, Wanted
+from sft_play.cluster.finding import Finding, Severity, listed, optional_hints
+from sft_play.cluster.findings_network import network_findings
+from sft_play.cluster.ssh import (
     NO_FOLDER,
     NO_PROGRAM,
     NOT_A_PROGRAM,
@@ -19,6 +18,7 @@ from sft_play.launch.cluster.ssh import (
     trouble,
     without_environment,
 )
+from sft_play.config.cluster import Inventory
 from sft_play.plan.torch_check import LACKING_REMEDY, lacking, supports
 from sft_play.runs.origin import OPTIONAL, PACKAGES
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from sft_play.cluster.task import controller, lock_file
 from sft_play.errors import UserError
 from sft_play.files import read_json, write_json
-from sft_play.launch.cluster.task import controller, lock_file
 from sft_play.runs.folder import RunFolder
 
 Phase = Literal["preparing", "sending"]

@@ -18,11 +18,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sft_play.cluster.children import waited_for
+from sft_play.cluster.ssh import SSH_FAILED, TIMED_OUT, arguments, no_client, run_on, trouble
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import file_sha256
-from sft_play.launch.cluster.children import waited_for
-from sft_play.launch.cluster.ssh import SSH_FAILED, TIMED_OUT, arguments, no_client, run_on, trouble
 
 SECONDS = 6 * 3600.0
 """The longest time of one transfer: a large model over a slow network."""
