@@ -59,5 +59,5 @@ ENV PATH=/opt/venv/bin:$PATH \
     HF_HOME=/models/huggingface
 USER 1000:1000
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["python", "-m", "sft_play.launch.entry"]
+ENTRYPOINT ["python", "-m", "sft_play.schedulers.entry"]
 CMD ["help"]

@@ -155,12 +155,12 @@ COMMANDS: dict[str, Command] = {
         overrides=False,
     ),
     "slurm": Command(
-        "sft_play.launch.slurm.command:main",
+        "sft_play.schedulers.slurm:main",
         "an sbatch script for CONFIG, from the plan; SUBMIT=1 submits it",
         COMMON | {"HARDWARE", "NUM_GPUS", "NUM_NODES", "RUN_NAME", "OUT", "SUBMIT", "DEEPSPEED_CONFIG"},
     ),
     "kubernetes": Command(
-        "sft_play.launch.kubernetes.command:main",
+        "sft_play.schedulers.kubernetes:main",
         "manifests for CONFIG, from the plan",
         COMMON | {"HARDWARE", "NUM_GPUS", "NUM_NODES", "RUN_NAME", "OUT", "DEEPSPEED_CONFIG"},
     ),

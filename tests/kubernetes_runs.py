@@ -9,7 +9,7 @@ import yaml
 
 from sft_play.__main__ import COMMANDS
 from sft_play.config.call import parse_call
-from sft_play.launch.kubernetes.command import Rendered, render
+from sft_play.schedulers.kubernetes import Rendered, render
 
 TWO = ("CONFIG=configs/l40s_pair.yaml", "HARDWARE=L40S", "NUM_NODES=2")
 KINDS = ("pytorchjob", "trainjob", "job")

@@ -79,7 +79,7 @@ class Pods:
         command = [
             sys.executable,
             "-m",
-            "sft_play.launch.entry",
+            "sft_play.schedulers.entry",
             "train-distributed",
             f"CONFIG={self.config}",
             "RUN_NAME=demo",

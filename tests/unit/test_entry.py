@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import pytest
 
 from sft_play.errors import HardwareError, UserError
-from sft_play.launch.entry import first_host, main, normalised, supervised
+from sft_play.schedulers.entry import first_host, main, normalised, supervised
 from tests.conftest import ROOT
 
 WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
@@ -117,7 +117,7 @@ def entry(*words: str, env: Mapping[str, str]) -> subprocess.Popen[str]:
     """Starts the entry point as a container does."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SFT_", "PET_", "SLURM_"))}
     return subprocess.Popen(
-        [sys.executable, "-m", "sft_play.launch.entry", *words],
+        [sys.executable, "-m", "sft_play.schedulers.entry", *words],
         env={**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -150,9 +150,7 @@ def test_a_signal_reaches_the_program(tmp_path) -> None:
         "def end(number, frame):\n    mark.write_text(str(number)); sys.exit(75)\n"
         "signal.signal(signal.SIGUSR1, end)\nmark.write_text('ready')\ntime.sleep(60)\n"
     )
-    outer = (
-        f"import sys\nfrom sft_play.launch.entry import supervised\nsys.exit(supervised([sys.executable, '-c', {program!r}]))\n"
-    )
+    outer = f"import sys\nfrom sft_play.schedulers.entry import supervised\nsys.exit(supervised([sys.executable, '-c', {program!r}]))\n"
     process = subprocess.Popen([sys.executable, "-c", outer], env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
         until = time.monotonic() + 30

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sft_play.config.yaml_write import dump_documents
 from sft_play.errors import HardwareError, UserError
-from sft_play.launch.kubernetes.spec import name_of
+from sft_play.schedulers.kubernetes_spec import name_of
 from tests.kubernetes_runs import KINDS, documents, documents_of, of_kind, pods, rendered
 
 TOKEN_LIKE = "hf_" + "AbCdEfGhIjKlMnOpQrSt"
@@ -86,7 +86,7 @@ def test_every_pod_keeps_the_rules(kind: str) -> None:
         assert not one["securityContext"]["allowPrivilegeEscalation"] and spec["automountServiceAccountToken"] is False
         assert spec["terminationGracePeriodSeconds"] >= 120
         assert spec["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
-        assert one["command"] == ["python", "-m", "sft_play.launch.entry"]
+        assert one["command"] == ["python", "-m", "sft_play.schedulers.entry"]
         assert one["args"] == [
             "train-distributed", "CONFIG=/config/config.json", "RUN_NAME=l40s-pair", "NUM_GPUS=1", "NUM_NODES=2", "MASTER_PORT=23456",
             "LAUNCH_JOIN_SECONDS=600",
@@ -342,10 +342,10 @@ def test_a_skypilot_task_writes_its_configuration_and_runs_the_entry_point() -> 
     assert task["num_nodes"] == 2 and task["resources"]["accelerators"] == {"L40S": 1}
     assert task["secrets"] == {"HF_TOKEN": None, "MASTER_KEY": None}
     assert task["workdir"] == "." and "scripts/install.sh" in task["setup"]
-    assert task["run"].splitlines()[-1].startswith(".venv/bin/python -m sft_play.launch.entry train-distributed CONFIG=/tmp/")
+    assert task["run"].splitlines()[-1].startswith(".venv/bin/python -m sft_play.schedulers.entry train-distributed CONFIG=/tmp/")
     image = yaml.safe_load(rendered("KUBERNETES_KIND=skypilot", "KUBERNETES_IMAGE=reg.example/x:1").files["skypilot.yaml"])
     assert image["resources"]["image_id"] == "docker:reg.example/x:1" and "workdir" not in image and "setup" not in image
-    assert image["run"].splitlines()[-1].startswith("/opt/venv/bin/python -m sft_play.launch.entry"), (
+    assert image["run"].splitlines()[-1].startswith("/opt/venv/bin/python -m sft_play.schedulers.entry"), (
         "an ssh login has not the image's PATH"
     )
     notes = rendered("KUBERNETES_KIND=skypilot", "KUBERNETES_IMAGE=reg.example/x:1").notes

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.sources import PRESETS
-from sft_play.launch.kubernetes.pods import ENTRY, USER
-from sft_play.launch.kubernetes.spec import MODELS, RUNS, TRACKING
+from sft_play.schedulers.kubernetes_spec import MODELS, RUNS, TRACKING
+from sft_play.schedulers.pods import ENTRY, USER
 from tests.documents import ROOT
 
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -89,7 +89,7 @@ def test_the_dockerfile_keeps_the_rules() -> None:
         ("gcc=4:12.2.0-*", "gcc", "gcc is not pinned"),
         ("--constraint constraints.txt --editable .", ".", "pip installs what is not pinned"),
         ("COPY configs", "ADD configs", "ADD where COPY does"),
-        ('["python", "-m", "sft_play.launch.entry"]', "python -m sft_play.launch.entry", "given to a shell"),
+        ('["python", "-m", "sft_play.schedulers.entry"]', "python -m sft_play.schedulers.entry", "given to a shell"),
         ("RUNS_DIR=/runs", "RUNS_DIR=/runs HF_TOKEN=x", "ENV holds a secret"),
         ("    && rm -rf /var/lib/apt/lists/*", "", "lists of packages"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.launch.kubernetes.lint import problems
+from sft_play.schedulers.lint import problems
 from tests.kubernetes_runs import KINDS, documents, of_kind, pods
 
 Mutation = Callable[[list[dict[str, Any]]], None]

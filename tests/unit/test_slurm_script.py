@@ -26,7 +26,7 @@ from sft_play.config.schema import SlurmConfig
 from sft_play.config.slurm_rules import seconds_of
 from sft_play.errors import UserError
 from sft_play.launch.resume import check_overrides
-from sft_play.launch.slurm.script import BatchJob, options, render
+from sft_play.schedulers.slurm_script import BatchJob, options, render
 from tests.conftest import Program
 from tests.programs import need
 

@@ -16,10 +16,10 @@ from sft_play.config.schema import SlurmConfig
 from sft_play.errors import UserError
 from sft_play.launch import cause_file
 from sft_play.launch.run_folder import record_event
-from sft_play.launch.slurm.command import first_index
-from sft_play.launch.slurm.submit import about, submit
 from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
+from sft_play.schedulers.slurm import first_index
+from sft_play.schedulers.slurm_submit import about, submit
 from tests.conftest import Program
 from tests.unit.test_slurm_script import Bench, batch_job, config_file
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import HardwareError, UserError
-from sft_play.launch.entry import main
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.tries import LIMIT, Tries, begin
 from sft_play.runs.folder import RunFolder
+from sft_play.schedulers.entry import main
 
 WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
 LOST = 75

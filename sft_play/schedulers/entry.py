@@ -1,4 +1,4 @@
-"""The container's entry point: `python -m sft_play.launch.entry train-distributed CONFIG=... RUN_NAME=...`.
+"""The container's entry point: `python -m sft_play.schedulers.entry train-distributed CONFIG=... RUN_NAME=...`.
 
 Schedulers tell a container its place in their own variables (`PET_*`, `JOB_COMPLETION_INDEX`, `SKYPILOT_*`, `SLURM_*`); here they become
 `NUM_NODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` of the command that people type by hand, with `LAUNCH_AUTO_RESUME=true`, so that

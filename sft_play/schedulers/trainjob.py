@@ -6,9 +6,9 @@ run's own holds the whole pod template and the restart rules of its JobSet, and 
 
 from __future__ import annotations
 
-from sft_play.launch.kubernetes.job import permanent
-from sft_play.launch.kubernetes.pods import Document, metadata, pod_template
-from sft_play.launch.kubernetes.spec import Spec
+from sft_play.schedulers.job import permanent
+from sft_play.schedulers.kubernetes_spec import Spec
+from sft_play.schedulers.pods import Document, metadata, pod_template
 
 NODE = "node"
 """The torch plugin looks for the replicated job and the container of this name."""

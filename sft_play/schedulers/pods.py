@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sft_play.launch.key import VARIABLE as KEY
-from sft_play.launch.kubernetes.spec import MODELS, RUNS, SETTINGS, TRACKING, Spec
 from sft_play.launch.tries import LIMIT
+from sft_play.schedulers.kubernetes_spec import MODELS, RUNS, SETTINGS, TRACKING, Spec
 
 Document = dict[str, Any]
 
@@ -15,7 +15,7 @@ USER = 1000
 """As the Dockerfile makes it; the claims' files belong to its group."""
 GRACE_SECONDS = 180
 """From SIGTERM to SIGKILL: a step and a save take at most 25 s, a large model's save more."""
-ENTRY = ("python", "-m", "sft_play.launch.entry")
+ENTRY = ("python", "-m", "sft_play.schedulers.entry")
 RUN_LABEL = "app.kubernetes.io/instance"
 
 

@@ -16,16 +16,16 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.files import typed_path, write_text
 from sft_play.launch.ahead import planned_ahead
 from sft_play.launch.key import VARIABLE as KEY
-from sft_play.launch.kubernetes import job, lint, pytorchjob, skypilot, trainjob
-from sft_play.launch.kubernetes.notes import namespace, notes
-from sft_play.launch.kubernetes.pods import Document, claim_documents, config_map
-from sft_play.launch.kubernetes.spec import KINDS, Spec, name_of, of_plan, one_of
 from sft_play.launch.options import LaunchOptions
 from sft_play.plan.catalogue import find_card
 from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import misfit_json, show_misfit, show_plan
 from sft_play.runs.folder import runs_folder
+from sft_play.schedulers import job, lint, pytorchjob, skypilot, trainjob
+from sft_play.schedulers.kubernetes_spec import KINDS, Spec, name_of, of_plan, one_of
+from sft_play.schedulers.notes import namespace, notes
+from sft_play.schedulers.pods import Document, claim_documents, config_map
 
 RENDERED = {"pytorchjob": pytorchjob.documents, "trainjob": trainjob.documents, "job": job.documents}
 HEADER = "rendered by: make kubernetes"

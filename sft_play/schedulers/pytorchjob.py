@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sft_play.launch.kubernetes.pods import Document, metadata, pod_template
-from sft_play.launch.kubernetes.spec import Spec
+from sft_play.schedulers.kubernetes_spec import Spec
+from sft_play.schedulers.pods import Document, metadata, pod_template
 
 CONTAINER = "pytorch"
 """The operator looks for the container of this name."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sft_play.launch.kubernetes.pods import RUN_LABEL, Document, labels, metadata, pod_template
-from sft_play.launch.kubernetes.spec import Spec
+from sft_play.schedulers.kubernetes_spec import Spec
+from sft_play.schedulers.pods import RUN_LABEL, Document, labels, metadata, pod_template
 
 CONTAINER = "train"
 PERMANENT_CODES = (1, 2, 3, 4, 5)

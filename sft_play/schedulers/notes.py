@@ -9,12 +9,12 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.trackers import OWN, PACKAGES, trackers
 from sft_play.files import is_file_name, typed_path
 from sft_play.launch.key import VARIABLE as KEY
-from sft_play.launch.kubernetes.pods import access_mode, claims
-from sft_play.launch.kubernetes.spec import MODELS, RUNS, TRACKING, Spec
 from sft_play.plan.hardware import GIB
 from sft_play.plan.memory import Setup, host_bytes
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import shape_of
+from sft_play.schedulers.kubernetes_spec import MODELS, RUNS, TRACKING, Spec
+from sft_play.schedulers.pods import access_mode, claims
 
 
 def namespace(spec: Spec) -> str:

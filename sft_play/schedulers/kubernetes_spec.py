@@ -50,7 +50,7 @@ class Spec:
         return len(self.processes)
 
     def words(self, processes: int | None = None, *, folder: str = SETTINGS) -> list[str]:
-        """Returns the words after `python -m sft_play.launch.entry`, for a pod with that many ranks and the files in `folder`."""
+        """Returns the words after `python -m sft_play.schedulers.entry`, for a pod with that many ranks and the files in `folder`."""
         words = [self.command, f"CONFIG={folder}/{CONFIG_FILE}", f"RUN_NAME={self.run_name}"]
         if self.deepspeed_json is not None:
             words.append(f"DEEPSPEED_CONFIG={folder}/{DEEPSPEED_FILE}")

@@ -23,12 +23,12 @@ from sft_play.launch.ahead import Ahead, planned_ahead
 from sft_play.launch.kept import first_launch
 from sft_play.launch.run_folder import choose_name, has_started
 from sft_play.launch.same_command import OF_REPLICAS
-from sft_play.launch.slurm.script import HEADER, BatchJob, cpus, render
-from sft_play.launch.slurm.submit import submit
 from sft_play.plan.batch import count
 from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.show import misfit_json, show_misfit, show_plan
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
+from sft_play.schedulers.slurm_script import HEADER, BatchJob, cpus, render
+from sft_play.schedulers.slurm_submit import submit
 
 PASSED = re.compile(
     r"PATH|LD_LIBRARY_PATH|PYTHONPATH|CUDA_HOME|HF_\w+|TRANSFORMERS_\w+|TORCH_HOME|TRITON_CACHE_DIR|XDG_CACHE_HOME|OMP_NUM_THREADS"

@@ -15,9 +15,9 @@ from sft_play.config.kubernetes_rules import quantity
 from sft_play.config.schema import KubernetesConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.key import VARIABLE as KEY
-from sft_play.launch.kubernetes.pods import ENTRY, Document, claims, variables
-from sft_play.launch.kubernetes.spec import MODELS, RUNS, TRACKING, Spec
 from sft_play.plan.catalogue import CATALOGUE
+from sft_play.schedulers.kubernetes_spec import MODELS, RUNS, TRACKING, Spec
+from sft_play.schedulers.pods import ENTRY, Document, claims, variables
 
 FOLDER = "/tmp/sft-play-config"
 END = "END_OF_SFT_PLAY_FILE"

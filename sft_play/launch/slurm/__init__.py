@@ -1,1 +1,0 @@
-"""Slurm: a batch script from the plan, and its submission."""
