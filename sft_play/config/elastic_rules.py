@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
+from sft_play.config.rule import Origins, problem
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 
@@ -18,15 +19,13 @@ def elastic_bounds(text: str | None) -> tuple[int, int] | None:
     return (least, most) if 1 <= least <= most else None
 
 
-def _elastic(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
+def _elastic(config: Config, origins: Origins) -> Iterator[UserError]:
     text = config.launch.elastic
     if text is not None and elastic_bounds(text) is None:
-        place = origins.get("launch.elastic", "default")
-        yield UserError(
-            f"`launch.elastic` is `{text}`; expected the least and the most machines, such as `2:4`",
-            place=None if place == "default" else place,
-            hint="the first number is at least 1 and not above the second",
-        )
+        yield problem(
+            origins, "launch.elastic", f"`launch.elastic` is `{text}`; expected the least and the most machines, such as `2:4`",
+            "the first number is at least 1 and not above the second",
+        )  # fmt: skip
 
 
 RULES = (_elastic,)

@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator, Mapping
 
 from sft_play.config.names import SECRET_VARIABLE
+from sft_play.config.rule import Origins, problem
 from sft_play.config.schema import Config
 from sft_play.config.types import shown
 from sft_play.config.yaml_source import Node
 from sft_play.errors import UserError
-
-Origins = Mapping[str, str]
 
 LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 """RFC 1035: what a Service, a namespace and an operator's job may be called."""
@@ -47,8 +46,7 @@ def quantity(text: str) -> int | None:
 
 
 def _problem(origins: Origins, key: str, text: str, hint: str | None = None) -> UserError:
-    place = origins.get(f"kubernetes.{key}", "default")
-    return UserError(text, place=None if place == "default" else place, hint=hint)
+    return problem(origins, f"kubernetes.{key}", text, hint)
 
 
 def _wrong(origins: Origins, key: str, text: str, expected: str, hint: str | None = None) -> UserError:

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from sft_play.config.metrics import OF_ANSWERS, closest, higher_is_better, measured, short_name, unknown
+from sft_play.config.rule import Origins, problem
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 
-Origins = Mapping[str, str]
 BEST = "train.metric_for_best_model"
-
-
-def _problem(origins: Origins, key: str, text: str, hint: str | None = None) -> UserError:
-    place = origins.get(key, "default")
-    return UserError(text, place=None if place == "default" else place, hint=hint)
 
 
 def metric_names(config: Config, origins: Origins) -> Iterator[UserError]:
     """`eval.metrics` holds names that something measures, each once."""
     for index, metric in enumerate(config.eval.metrics):
-        if problem := unknown(metric):
-            yield _problem(origins, "eval.metrics", f"`eval.metrics[{index}]` is `{metric}`, which {problem[0]}", problem[1])
+        if wrong := unknown(metric):
+            yield problem(origins, "eval.metrics", f"`eval.metrics[{index}]` is `{metric}`, which {wrong[0]}", wrong[1])
     for name, count in Counter(short_name(metric) for metric in config.eval.metrics).items():
         if count > 1:
-            yield _problem(
+            yield problem(
                 origins, "eval.metrics", f"`eval.metrics` has {count} entries that are called `{name}`", "keep one of them"
             )
     if not config.eval.metrics and config.train.predict_with_generate is True:
-        yield _problem(
+        yield problem(
             origins, "eval.metrics", "`eval.metrics` is empty, but `train.predict_with_generate` is `true`",
             f"one or more of {', '.join(OF_ANSWERS)}, or set `train.predict_with_generate: false`",
         )  # fmt: skip
@@ -41,26 +36,26 @@ def best_model(config: Config, origins: Origins) -> Iterator[UserError]:
     name = train.metric_for_best_model
     bare, known = name.removeprefix("eval_"), measured(config)
     if bare not in known:
-        yield _problem(origins, BEST, f"`{BEST}` is `{name}`, which nothing measures", _hint(bare, known))
+        yield problem(origins, BEST, f"`{BEST}` is `{name}`, which nothing measures", _hint(bare, known))
         return
     of_answers = bare.partition("/")[0] not in ("loss", "perplexity")
     if of_answers and train.predict_with_generate is not True:
-        yield _problem(
+        yield problem(
             origins, BEST, f"`{BEST}` is `{name}`, but no answers are generated while training", "set `train.predict_with_generate: true`"
         )  # fmt: skip
     if bare != "loss" and (why := _never_evaluated(config)):  # loss is the default, and no sign that anybody waits for it
-        yield _problem(
+        yield problem(
             origins, BEST, f"`{BEST}` is `{name}`, but nothing is evaluated while training: {why}",
             "give validation data, and `train.eval_strategy: steps` or `epoch`",
         )  # fmt: skip
     better, said = higher_is_better(bare), train.extra.get("greater_is_better")
     if better is None and said is None:
-        yield _problem(
+        yield problem(
             origins, BEST, f"`{BEST}` is `{name}`, and whether more of it is better is not known",
             "set `train.greater_is_better: true` or `false`",
         )  # fmt: skip
     elif better is not None and said is not None and bool(said) != better:
-        yield _problem(
+        yield problem(
             origins, "train.greater_is_better", f"`train.greater_is_better` is `{str(bool(said)).lower()}`, but `{name}` is better when "
             f"{'higher' if better else 'lower'}", "leave it out",
         )  # fmt: skip
@@ -70,12 +65,12 @@ def loading_best(config: Config, origins: Origins) -> Iterator[UserError]:
     """What `train.load_best_model_at_end` needs."""
     train = config.train
     if train.load_best_model_at_end and (why := _never_evaluated(config)):
-        yield _problem(
+        yield problem(
             origins, "train.load_best_model_at_end", f"`train.load_best_model_at_end` is `true`, but nothing is evaluated while training: {why}",
             "give validation data, and `train.eval_strategy: steps` or `epoch`",
         )  # fmt: skip
     if train.load_best_model_at_end and train.save_strategy == "no":
-        yield _problem(
+        yield problem(
             origins, "train.load_best_model_at_end", "`train.load_best_model_at_end` is `true`, but `train.save_strategy` is `no`",
             "set `train.save_strategy: steps`",
         )  # fmt: skip
@@ -85,13 +80,13 @@ def early_stopping(config: Config, origins: Origins) -> Iterator[UserError]:
     """Stopping early needs evaluations, and a threshold needs stopping early."""
     train = config.train
     if train.early_stopping_patience is not None and (why := _never_evaluated(config)):
-        yield _problem(
+        yield problem(
             origins, "train.early_stopping_patience",
             f"`train.early_stopping_patience` is {train.early_stopping_patience}, but nothing is evaluated while training: {why}",
             "give validation data, and `train.eval_strategy: steps` or `epoch`",
         )  # fmt: skip
     if train.early_stopping_patience is None and train.early_stopping_threshold:
-        yield _problem(
+        yield problem(
             origins, "train.early_stopping_threshold",
             f"`train.early_stopping_threshold` is {train.early_stopping_threshold}, but `train.early_stopping_patience` is not given",
             "TRAIN_EARLY_STOPPING_PATIENCE=3",

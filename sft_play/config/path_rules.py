@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
+from sft_play.config.rule import Origins, problem
 from sft_play.config.schema import Config
 from sft_play.config.types import shown
 from sft_play.config.yaml_source import Node
 from sft_play.errors import UserError
 from sft_play.files import is_file_name
 
-Origins = Mapping[str, str]
-
 
 def paths(config: Config, origins: Origins) -> Iterator[UserError]:
     """Names that are too long, and homes of users who are not here."""
     for key, name, text in _named(config):
-        place = origins.get(key, "default")
-        where = None if place == "default" else place
+        given = f"`{name}` is `{shown(Node(text))}`"
         if not is_file_name(text):
-            problem = f"`{name}` is `{shown(Node(text))}`, longer than a file's name or path may be"
-            yield UserError(problem, place=where, hint="a part of a path has at most 255 bytes, a path 4,095")
+            yield problem(
+                origins,
+                key,
+                f"{given}, longer than a file's name or path may be",
+                "a part of a path has at most 255 bytes, a path 4,095",
+            )
         elif any("**" in part and part != "**" for part in text.split("/")):
-            yield UserError(
-                f"`{name}` is `{shown(Node(text))}`, and `**` is a whole part of a path", place=where, hint="`data/**/*.jsonl`"
-            )
+            yield problem(origins, key, f"{given}, and `**` is a whole part of a path", "`data/**/*.jsonl`")
         elif text.startswith("~") and not _has_home(text):
-            yield UserError(
-                f"`{name}` is `{shown(Node(text))}`, and there is no such user", place=where, hint="`~/` is your own folder"
-            )
+            yield problem(origins, key, f"{given}, and there is no such user", "`~/` is your own folder")
 
 
 def _named(config: Config) -> Iterator[tuple[str, str, str]]:

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sft_play.config.rule import Origins, problem
 from sft_play.config.schema import Config
-from sft_play.errors import HUB_LOGIN, TOKEN, UserError, without_tokens
+from sft_play.errors import HUB_LOGIN, TOKEN, UserError
 from sft_play.files import is_file_name, typed_path
 
-Origins = Mapping[str, str]
 COMMIT = re.compile(r"[0-9a-f]{40}")
 FROM_VARIABLE = "environment "
 """How the origin of a key begins that a variable of the environment gave (`config.load`)."""
@@ -21,16 +21,11 @@ FROM_ENVIRONMENT = (
 )
 
 
-def _problem(origins: Origins, key: str, text: str, hint: str | None = None) -> UserError:
-    place = origins.get(key, "default")
-    return UserError(text, place=None if place == "default" else without_tokens(place), hint=hint)
-
-
 def tokens(config: Config, origins: Origins) -> Iterator[UserError]:
     """No value may be, or hold, a token."""
     for key, text in _texts(config, ""):
         if TOKEN.search(text):
-            yield _problem(origins, key, f"`{key}` holds what looks like an access token", FROM_ENVIRONMENT)
+            yield problem(origins, key, f"`{key}` holds what looks like an access token", FROM_ENVIRONMENT)
 
 
 def code(config: Config, origins: Origins) -> Iterator[UserError]:
@@ -43,7 +38,7 @@ def code(config: Config, origins: Origins) -> Iterator[UserError]:
     if not model.trust_remote_code:
         return
     if origins.get("model.trust_remote_code", "").startswith(FROM_VARIABLE):
-        yield _problem(
+        yield problem(
             origins, "model.trust_remote_code",
             "`model.trust_remote_code` lets a model's code run, and the environment would say so for every model",
             "take the variable away, and write `trust_remote_code: true` under `model:`, or type MODEL_TRUST_REMOTE_CODE=true with the command",
@@ -52,7 +47,7 @@ def code(config: Config, origins: Origins) -> Iterator[UserError]:
     if own or COMMIT.fullmatch(model.revision or ""):
         return
     given = f"`model.revision` is `{model.revision}`" if model.revision else "`model.revision` is not given"
-    yield _problem(
+    yield problem(
         origins, "model.trust_remote_code",
         f"`model.trust_remote_code` runs code that comes with the model, so it must be pinned to one commit, and {given}",
         "set `model.revision` to the full commit (40 hexadecimal digits) whose code you have read",

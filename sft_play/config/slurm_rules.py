@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from sft_play.config.rule import Origins, problem
 from sft_play.config.schema import Config
 from sft_play.config.types import shown
 from sft_play.config.yaml_source import Node
 from sft_play.errors import HUB_LOGIN, UserError, without_tokens
 
-Origins = Mapping[str, str]
 NAME = re.compile(r"[\w.,@:+/-]+")
 """A name of the cluster's (partition, account, ...), or several between commas."""
 CONSTRAINT = re.compile(r"[\w.,@:+/&|*()\[\]-]+")
@@ -72,11 +72,11 @@ def indices(config: Config, origins: Origins) -> Iterator[UserError]:
     for low, high, step in RANGE.findall(array) if array and ARRAY.fullmatch(array) else ():
         text = f"`slurm.array` is `{_shown(str(array))}`, "
         if int(high) < int(low):
-            yield _problem(
+            yield problem(
                 origins, "slurm.array", f"{text}whose range `{low}-{high}` runs backwards", f"did you mean `{high}-{low}`?"
             )
         elif step and not int(step):
-            yield _problem(
+            yield problem(
                 origins,
                 "slurm.array",
                 f"{text}whose range `{low}-{high}` has a step of 0",
@@ -98,7 +98,7 @@ def names(config: Config, origins: Origins) -> Iterator[UserError]:
     }
     for key, (text, pattern, words) in expected.items():
         if text is not None and not pattern.fullmatch(text):
-            yield _problem(origins, key, f"`{key}` is `{_shown(text)}`; expected {words}")
+            yield problem(origins, key, f"`{key}` is `{_shown(text)}`; expected {words}")
 
 
 def times(config: Config, origins: Origins) -> Iterator[UserError]:
@@ -107,16 +107,16 @@ def times(config: Config, origins: Origins) -> Iterator[UserError]:
     seconds = seconds_of(slurm.time)
     if seconds and (hint := _carried(slurm.time, seconds)):
         text = f"`slurm.time` is `{_shown(slurm.time)}`; expected less than 60 minutes beside hours, and less than 60 seconds beside minutes"
-        yield _problem(origins, "slurm.time", text, hint)
+        yield problem(origins, "slurm.time", text, hint)
     elif not seconds:
         text = f"`slurm.time` is `{_shown(slurm.time)}`; expected a time as sbatch takes it"
-        yield _problem(origins, "slurm.time", text, "`24:00:00`, `2-12` (days-hours) or `90` (minutes)")
+        yield problem(origins, "slurm.time", text, "`24:00:00`, `2-12` (days-hours) or `90` (minutes)")
     elif seconds <= slurm.warning_seconds:
         key = "slurm.time" if origins.get("slurm.warning_seconds", "default") == "default" else "slurm.warning_seconds"
         text = (
             f"`slurm.warning_seconds` is {slurm.warning_seconds}, and the job ends after {seconds} s (`slurm.time: {slurm.time}`)"
         )
-        yield _problem(origins, key, text, "ask for more time: the run saves and leaves when it is warned")
+        yield problem(origins, key, text, "ask for more time: the run saves and leaves when it is warned")
 
 
 def setup(config: Config, origins: Origins) -> Iterator[UserError]:
@@ -124,10 +124,10 @@ def setup(config: Config, origins: Origins) -> Iterator[UserError]:
     for index, line in enumerate(config.slurm.setup):
         name = f"slurm.setup[{index}]"
         if _controls(line.replace("\n", "").replace("\t", "")):
-            yield _problem(origins, "slurm.setup", f"`{name}` holds a control character")
+            yield problem(origins, "slurm.setup", f"`{name}` holds a control character")
         elif without_tokens(line) != line:
             hint = f"{HUB_LOGIN} keeps the hub's token in a file that only you can read; a line such as `source ~/.tokens` reads others"
-            yield _problem(origins, "slurm.setup", f"`{name}` holds what looks like an access token", hint)
+            yield problem(origins, "slurm.setup", f"`{name}` holds what looks like an access token", hint)
 
 
 def options(config: Config, origins: Origins) -> Iterator[UserError]:
@@ -137,10 +137,10 @@ def options(config: Config, origins: Origins) -> Iterator[UserError]:
         match = OPTION.fullmatch(text)
         if not match or _controls(text):
             hint = "a long option each: `--exclusive`, `--mail-type=END`; values hold no quotes and no backslash"
-            yield _problem(origins, "slurm.options", f"`{name}` is `{_shown(text)}`; expected an option of sbatch", hint)
+            yield problem(origins, "slurm.options", f"`{name}` is `{_shown(text)}`; expected an option of sbatch", hint)
         elif match.group(1) in OF_KEYS:
             hint = f"set `{OF_KEYS[match.group(1)]}`"
-            yield _problem(origins, "slurm.options", f"`{name}` is `{_shown(text)}`, which has a setting of its own", hint)
+            yield problem(origins, "slurm.options", f"`{name}` is `{_shown(text)}`, which has a setting of its own", hint)
         elif match.group(1) in OURS:
             typed = match.group(1) in TYPED_THERE
             hint = (
@@ -148,7 +148,7 @@ def options(config: Config, origins: Origins) -> Iterator[UserError]:
                 if typed
                 else "leave it away: the script needs its own"
             )
-            yield _problem(origins, "slurm.options", f"`{name}` is `{_shown(text)}`, which is not for the script", hint)
+            yield problem(origins, "slurm.options", f"`{name}` is `{_shown(text)}`, which is not for the script", hint)
 
 
 def _controls(text: str) -> bool:
@@ -158,11 +158,6 @@ def _controls(text: str) -> bool:
 
 def _shown(text: str) -> str:
     return shown(Node(text))
-
-
-def _problem(origins: Origins, key: str, text: str, hint: str | None = None) -> UserError:
-    place = origins.get(key, "default")
-    return UserError(text, place=None if place == "default" else place, hint=hint)
 
 
 RULES = (names, indices, times, setup, options)

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from sft_play.config.filters import Condition
+from sft_play.config.rule import Origins, problem
 from sft_play.config.schema import Config, DataSource
 from sft_play.config.yaml_source import scalar_text
 from sft_play.errors import DataError, UserError
-
-Origins = Mapping[str, str]
-
-
-def _problem(origins: Origins, key: str, text: str, hint: str | None = None) -> UserError:
-    place = origins.get(key, "default")
-    return UserError(text, place=None if place == "default" else place, hint=hint)
 
 
 def entries(config: Config, origins: Origins) -> Iterator[UserError]:
@@ -23,7 +17,7 @@ def entries(config: Config, origins: Origins) -> Iterator[UserError]:
     for key, index, source in _sources(config):
         name = f"{key}[{index}]"
         if source.rows is not None and source.rows < 1:
-            yield _problem(
+            yield problem(
                 origins,
                 key,
                 f"`{name}.rows` is {scalar_text(source.rows)}; expected an integer >= 1",
@@ -32,10 +26,10 @@ def entries(config: Config, origins: Origins) -> Iterator[UserError]:
         for text in ("filter", "name", "split", "config", "revision"):
             given = getattr(source, text)
             if given is not None and not given.strip():
-                yield _problem(origins, key, f"`{name}.{text}` is empty", "leave it out")
+                yield problem(origins, key, f"`{name}.{text}` is empty", "leave it out")
         for new, old in source.columns.items():
             if not isinstance(new, str) or not isinstance(old, str) or not new.strip() or not old.strip():
-                yield _problem(
+                yield problem(
                     origins, key, f"`{name}.columns` has the entry `{new}: {old}`; expected the names of two columns",
                     "`columns` is written `{question: name in the file}`",
                 )  # fmt: skip
@@ -51,7 +45,7 @@ def filters(config: Config, origins: Origins) -> Iterator[UserError]:
             Condition(source.filter)
         except DataError as error:
             told = error.message.removeprefix("`filter` ")
-            yield _problem(origins, key, f"`{key}[{index}].filter` {told}", error.hint)
+            yield problem(origins, key, f"`{key}[{index}].filter` {told}", error.hint)
 
 
 def names(config: Config, origins: Origins) -> Iterator[UserError]:
@@ -60,7 +54,7 @@ def names(config: Config, origins: Origins) -> Iterator[UserError]:
         said = [source.name for source in sources if source.name is not None]
         twice = sorted(name for name, count in Counter(said).items() if count > 1)
         if twice:
-            yield _problem(
+            yield problem(
                 origins, key, f"`{key}` has two sources with the name `{twice[0]}`", "counts and scores are told by name"
             )
 
@@ -69,11 +63,11 @@ def weights(config: Config, origins: Origins) -> Iterator[UserError]:
     """Weights are shares: none is negative, some are not 0, and either every training source has one or none has."""
     for key, index, source in _sources(config):
         if source.weight is not None and source.weight < 0:
-            yield _problem(
+            yield problem(
                 origins, key, f"`{key}[{index}].weight` is {source.weight:g}; a share cannot be negative", "0 leaves a source out"
             )  # fmt: skip
         elif source.weight is not None and key == "data.validation":
-            yield _problem(
+            yield problem(
                 origins, key, f"`{key}[{index}].weight` is {source.weight:g}, but validation is not mixed: every row is scored",
                 "leave it out; `rows` limits a source",
             )  # fmt: skip
@@ -82,12 +76,12 @@ def weights(config: Config, origins: Origins) -> Iterator[UserError]:
         return
     missing = [index for index, weight in enumerate(given) if weight is None]
     if missing and len(missing) < len(given):
-        yield _problem(
+        yield problem(
             origins, "data.sources", f"`data.sources[{missing[0]}]` has no `weight`, though other sources have one",
             "give every source a weight, or none: then each row is taken once",
         )  # fmt: skip
     elif given and not missing and not any(given):
-        yield _problem(
+        yield problem(
             origins, "data.sources", "all weights of `data.sources` are 0, so nothing would be trained", "leave them out"
         )
 

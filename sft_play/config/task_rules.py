@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from sft_play.config.keys import variable_name
+from sft_play.config.rule import Origins, problem
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 
@@ -14,13 +15,6 @@ SMALLEST_VOCABULARY = 260
 CHAT = ("messages", "sharegpt", "prompt_completion", "instruction", "question_answer")
 """Formats of conversations; `text` is plain text, and `tokens` may be either."""
 
-Origins = Mapping[str, str]
-
-
-def _problem(origins: Origins, key: str, text: str, hint: str | None = None) -> UserError:
-    place = origins.get(key, "default")
-    return UserError(text, place=None if place == "default" else place, hint=hint)
-
 
 def pretrained(config: Config, origins: Origins) -> Iterator[UserError]:
     """Keys that a pretrained model would ignore."""
@@ -29,12 +23,12 @@ def pretrained(config: Config, origins: Origins) -> Iterator[UserError]:
         return
     for key in SHAPE_KEYS:
         if (value := getattr(model, key)) is not None:
-            yield _problem(
+            yield problem(
                 origins, f"model.{key}", f"`model.{key}` is {value}, but a pretrained model has a shape of its own",
                 "leave it out, or set `model.init: random` to start from scratch",
             )  # fmt: skip
     if model.tokenizer == "train":
-        yield _problem(
+        yield problem(
             origins, "model.tokenizer", "`model.tokenizer` is `train`, but a pretrained model's embeddings were learnt for its own tokens",
             "leave it out, or set `model.init: random` to start from scratch",
         )  # fmt: skip
@@ -47,28 +41,28 @@ def from_scratch(config: Config, origins: Origins) -> Iterator[UserError]:
         return
     if config.tuning.mode != "full":
         key = "tuning.mode" if origins.get("tuning.mode", "default") != "default" else "model.init"
-        yield _problem(
+        yield problem(
             origins, key, f"`model.init` is `random`, but `tuning.mode` is `{config.tuning.mode}`: adapters over random weights learn little",
             "set `tuning.mode: full`",
         )  # fmt: skip
     if config.tuning.backend == "unsloth":
-        yield _problem(
+        yield problem(
             origins, "tuning.backend", "`model.init` is `random`, but `tuning.backend: unsloth` tunes pretrained models", "leave it out"
         )  # fmt: skip
     given = [key for key in SHAPE_KEYS if getattr(model, key) is not None]
     missing = [key for key in SHAPE_KEYS if key not in given]
     if model.name and given:
-        yield _problem(
+        yield problem(
             origins, f"model.{given[0]}", f"`model.name` and {_keys(given)} are both given: two shapes for one model",
             "keep `model.name` for its shape with random weights (`MODEL_NAME=` takes it away), or the shape keys",
         )  # fmt: skip
     elif not model.name and missing:
-        yield _problem(
+        yield problem(
             origins, "model.init", f"`model.init` is `random`, but {_keys(missing)} {'is' if len(missing) == 1 else 'are'} missing",
             "set " + " ".join(f"{variable_name(f'model.{key}')}=..." for key in missing) + ", or `model.name` for the shape of another model",
         )  # fmt: skip
     if not model.name and model.revision is not None:
-        yield _problem(
+        yield problem(
             origins, "model.revision", "`model.revision` is given, but there is no `model.name` that it could belong to"
         )
     yield from _shape(config, origins)
@@ -79,13 +73,13 @@ def _shape(config: Config, origins: Origins) -> Iterator[UserError]:
     model = config.model
     if model.hidden_size and model.attention_heads:
         if model.hidden_size % model.attention_heads:
-            yield _problem(
+            yield problem(
                 origins, "model.hidden_size",
                 f"`model.hidden_size` {model.hidden_size} cannot be divided by `model.attention_heads` {model.attention_heads}",
                 f"for example {_near(model.hidden_size, 2 * model.attention_heads)}",
             )  # fmt: skip
         elif model.hidden_size // model.attention_heads % 2:
-            yield _problem(
+            yield problem(
                 origins, "model.hidden_size",
                 f"a head is {model.hidden_size} / {model.attention_heads} = {model.hidden_size // model.attention_heads} wide, "
                 "but rotary positions need an even number",
@@ -93,7 +87,7 @@ def _shape(config: Config, origins: Origins) -> Iterator[UserError]:
             )  # fmt: skip
     trained = model.tokenizer == "train" or (model.tokenizer is None and not model.name)
     if trained and model.vocab_size is not None and model.vocab_size < SMALLEST_VOCABULARY:
-        yield _problem(
+        yield problem(
             origins, "model.vocab_size", f"`model.vocab_size` is {model.vocab_size}, but a byte-level tokenizer has at least "
             f"{SMALLEST_VOCABULARY} tokens: 256 bytes and 4 marks",
         )  # fmt: skip
@@ -106,7 +100,7 @@ def task(config: Config, origins: Origins) -> Iterator[UserError]:
     for key, sources in lists.items():
         for index, source in enumerate(sources):
             if reason := refused_format(kind, source.format):
-                yield _problem(origins, key, f"`{key}[{index}].format` is `{source.format}`, but {reason[0]}", reason[1])
+                yield problem(origins, key, f"`{key}[{index}].format` is `{source.format}`, but {reason[0]}", reason[1])
 
 
 def refused_format(kind: str, form: str) -> tuple[str, str] | None:

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 
+from sft_play.config.rule import Origins
 from sft_play.config.schema import Config
 from sft_play.config.types import closest_word
 from sft_play.errors import HardwareError, UserError
@@ -29,7 +30,7 @@ def trackers(config: Config) -> list[str]:
     return [wanted] if isinstance(wanted, str) else list(wanted or [])
 
 
-def known(config: Config, origins: Mapping[str, str]) -> Iterator[UserError]:
+def known(config: Config, origins: Origins) -> Iterator[UserError]:
     """A name that no tracker has. As the rules of `config.rules`: no effects."""
     place = origins.get(KEY)
     for name in trackers(config):
