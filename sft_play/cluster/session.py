@@ -20,7 +20,7 @@ from sft_play.cluster.agent import Agent, Message
 from sft_play.cluster.board import Board, Logs, say
 from sft_play.config.cluster import Host, Inventory
 from sft_play.files import write_json
-from sft_play.launch.stopping import Stop, signals_noted
+from sft_play.launch.node import Stop, signals_noted
 from sft_play.runs.folder import RunFolder
 
 LOST_SECONDS = 12.0

@@ -26,7 +26,7 @@ from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch import running
 from sft_play.launch.run_folder import NAME_PATTERN, find_run
-from sft_play.launch.stopped import describe
+from sft_play.launch.verdict import describe_stop
 from sft_play.launch.watch import is_alive
 from sft_play.runs.folder import RunFolder, runs_folder
 
@@ -257,7 +257,7 @@ def _stop_controller(call: Call, inventory: Inventory, run: RunFolder, process: 
     elif last["event"] == "removed":
         print(f"`{run.name}` was stopped before its workers started; nothing was trained, and it has no folder")
     elif last["event"] == "stopped":
-        print(f"{describe(last) if 'signal' in last else 'stopped'}\n{command(inventory, run)} goes on")
+        print(f"{describe_stop(last) if 'signal' in last else 'stopped'}\n{command(inventory, run)} goes on")
     else:
         print(f"`{run.name}`: {last['event']}", file=sys.stderr if code else sys.stdout)
     return code

@@ -45,11 +45,11 @@ from sft_play.config.load import override_config, save_config
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch import restarts
 from sft_play.launch.key import VARIABLE, key_here, new_word
+from sft_play.launch.node import Stop
 from sft_play.launch.preparation import run_preparation
 from sft_play.launch.restarts import Restarts
 from sft_play.launch.resume import newest_told
 from sft_play.launch.run_folder import ended_by_signals, read_events, record_event, stop_code
-from sft_play.launch.stopping import Stop
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder, cache_folder

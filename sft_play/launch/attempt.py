@@ -16,10 +16,10 @@ from sft_play.launch.extension_locks import remove_abandoned_locks
 from sft_play.launch.job import Job
 from sft_play.launch.kept import keep_launch
 from sft_play.launch.local import show_launch, worker_arguments
+from sft_play.launch.node import supervise
 from sft_play.launch.render import accelerate_yaml
 from sft_play.launch.resume import launch_facts
 from sft_play.launch.run_folder import record_event
-from sft_play.launch.supervise import supervise
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan

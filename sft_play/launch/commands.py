@@ -13,15 +13,15 @@ from pathlib import Path
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
-from sft_play.launch import cause_file, probing, recovery, restarts, tensorboard
+from sft_play.launch import probing, recovery, restarts, tensorboard
 from sft_play.launch.attempt import run_attempt, write_launch_files
 from sft_play.launch.disk import disk_refusals_told, require_disk_space
 from sft_play.launch.environment import indices_of, worker_environment
-from sft_play.launch.free_memory import wait_until_free
 from sft_play.launch.job import Job, job_of, refuse_early
 from sft_play.launch.joining import agreed, joined, own_part
 from sft_play.launch.kept import last_plan
 from sft_play.launch.local import worker_arguments
+from sft_play.launch.node import remove_left, supervise, wait_until_free
 from sft_play.launch.options import CommandStrategy, read_options
 from sft_play.launch.preparation import delivered, run_preparation
 from sft_play.launch.restarts import Restarts
@@ -49,9 +49,7 @@ from sft_play.launch.run_folder import (
     reserved,
 )
 from sft_play.launch.same_command import as_long, as_resume, existing_run
-from sft_play.launch.stopped import describe, stop_recorded
-from sft_play.launch.supervise import remove_left, supervise
-from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
+from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, describe_stop, stop_recorded, tell_cause
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.show_speed import beside_forecast
@@ -308,11 +306,11 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
 
 def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
     """Says how it ended and what can be done next; returns the exit code."""
-    cause_file.tell(outcome)
+    tell_cause(outcome)
     if outcome.message:
         print(f"\n{outcome.message}", file=sys.stderr)
     if outcome.stop:
-        print(f"\n{describe(outcome.stop)}", file=sys.stderr)
+        print(f"\n{describe_stop(outcome.stop)}", file=sys.stderr)
     if outcome.code in (75, 130, 143) and not restarts.is_controlled():
         print(f"hint: go on with: make resume RUN={run.name}", file=sys.stderr)
     if call.json:

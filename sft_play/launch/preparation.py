@@ -13,8 +13,8 @@ from pathlib import Path
 
 from sft_play.errors import DataError, RetryableError, UserError
 from sft_play.files import read_json
-from sft_play.launch.bound import bound_to_parent
 from sft_play.launch.environment import DROPPED
+from sft_play.launch.node import bound_to_parent
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 

@@ -18,9 +18,8 @@ import psutil
 
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError
-from sft_play.launch import cause_file
 from sft_play.launch.run_folder import FINAL_EVENTS, find_run, read_events
-from sft_play.launch.stopped import describe
+from sft_play.launch.verdict import CAUSE_VARIABLE, describe_stop
 from sft_play.launch.watch import is_alive
 from sft_play.runs.folder import RunFolder
 
@@ -112,7 +111,7 @@ def _slurm_job(holder: Holder) -> str | None:
     """Returns the job whose batch script, of `make slurm`, has started a launcher; `None` for any other launcher."""
     with contextlib.suppress(psutil.Error, OSError):
         variables = holder.process.environ() if holder.process else {}
-        return variables.get("SLURM_JOB_ID") if cause_file.VARIABLE in variables else None
+        return variables.get("SLURM_JOB_ID") if CAUSE_VARIABLE in variables else None
     return None
 
 
@@ -160,7 +159,7 @@ def _told(call: Call, run: RunFolder, last: Mapping[str, Any], goes_on: str) -> 
     elif event == "stopped" and "signal" not in last:
         print(f"stopped; {last['note']}\n{goes_on}")
     elif event == "stopped":
-        print(f"{describe(last)}\n{goes_on}")
+        print(f"{describe_stop(last)}\n{goes_on}")
     elif event == "finished":
         print(f"`{name}` was finished before it could be stopped")
     elif event == "failed":

@@ -1,21 +1,22 @@
-"""How a launch ended: told from the workers' own records, the agent's words, and what was seen of the rank that went first."""
+"""How a launch ended: told from the workers' own records, the agent's words, what the kernel says of memory, and what was seen first."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import socket
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from sft_play.files import write_text
 from sft_play.launch.disk import folder_gone, is_full, is_gone, is_read_only
-from sft_play.launch.run_folder import exit_records, stop_code
-from sft_play.launch.stopped import facts as stop_facts
-from sft_play.launch.stopped import stop_of
+from sft_play.launch.run_folder import exit_records, record_event, stop_code
+from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
 
 LOST = 75
@@ -282,3 +283,178 @@ def tail(path: Path, limit: int = 200_000, *, since: int = 0) -> str:
         stream.seek(0, os.SEEK_END)
         stream.seek(max(since, stream.tell() - limit))
         return stream.read().decode("utf-8", errors="replace")
+
+
+def stop_of(failed: Sequence[tuple[int, Mapping[str, Any]]], silent: Sequence[int], lost: int | None) -> Mapping[str, Any] | None:
+    """Returns the record of the worker that left first, when it left because it was asked to; `None` when another cause came first.
+
+    `failed`: the records of workers that did not finish, the earliest first; `lost`: the rank that was seen to go first. A rank that
+    went without a word made its parent ask the others to stop.
+    """
+    if failed and int(failed[0][1]["code"]) in (130, 143) and lost not in silent:
+        return failed[0][1]
+    return None
+
+
+def stop_facts(run: RunFolder, signals: Sequence[int], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns what the event `stopped` keeps: `signal`, `step` (the last that ended) and `saved`, the newest complete checkpoint.
+
+    Its files are compared by size alone: whoever saved it has read it back, `make resume` compares every byte, and to read a large one
+    takes longer than a scheduler waits.
+    """
+    told = [record["stop"] for record in records if "stop" in record]
+    name = signal.Signals(signals[0]).name if signals else told[0]["signal"] if told else None
+    newest, damaged = newest_valid(run, sizes_only=True)
+    notes = [str(record["note"]) for record in records if "note" in record][:1] + [f"damaged: {reason}" for reason in damaged]
+    return {
+        "signal": name,
+        "step": max((int(one["step"]) for one in told), default=None),
+        "phase": told[0]["phase"] if told else None,
+        "saved": newest.name if newest else None,
+        "note": "; ".join(notes) or None,
+    }
+
+
+def describe_stop(stop: Mapping[str, Any]) -> str:
+    """Returns the line that says how a run was stopped and what is saved."""
+    saved, step = stop.get("saved"), stop.get("step")
+    after = f" after step {step}" if step else ""
+    whole = f"checkpoint {saved} is whole" if saved else "there is no whole checkpoint"
+    note = f"; {stop['note']}" if stop.get("note") else ""
+    return f"stopped by {stop.get('signal') or 'a signal'}{after}; {whole}{note}"
+
+
+@contextlib.contextmanager
+def stop_recorded(run: RunFolder, node_rank: int) -> Iterator[None]:
+    """Records a stop that comes in the body while no worker lives; one that comes while workers live is their launcher's to tell."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as stop:
+        number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
+        with contextlib.suppress(OSError):  # a full disk must not hide that the run was stopped
+            record_event(run, "stopped", node_rank=node_rank, code=stop_code(number), **stop_facts(run, (number,), ()))
+        raise
+
+
+CAUSE_VARIABLE = "SFT_PLAY_CAUSE_FILE"
+"""Names the file; set by the script of `make slurm`."""
+
+
+def tell_cause(outcome: Outcome) -> None:
+    """Writes why a rank was lost, in one word, where the file is asked for. One that cannot be written changes nothing."""
+    path = os.environ.get(CAUSE_VARIABLE)
+    if path and outcome.cause:
+        with contextlib.suppress(OSError):
+            write_text(Path(path), f"{outcome.cause}\n")
+
+
+COUNTED = re.compile(r"^oom_kill (\d+)$", re.M)
+KERNEL_LOG = Path("/dev/kmsg")
+
+
+@dataclass(kw_only=True, slots=True)
+class MemoryKills:
+    """Counters of this process's cgroups and their parents, and of those of every process that is followed, from now on."""
+
+    before: dict[Path, int] = field(default_factory=dict)
+    """Counter file -> kills when it was first looked at."""
+    pids: set[int] = field(default_factory=set)
+    log: int | None = None
+    """Descriptor of the kernel log, at its end when this began; `None` where it may not be read."""
+
+    @staticmethod
+    def begin() -> MemoryKills:
+        """Takes note of the counters as they are now."""
+        kills = MemoryKills()
+        with contextlib.suppress(OSError):
+            kills.log = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
+            os.lseek(kills.log, 0, os.SEEK_END)
+        kills.follow(os.getpid(), ours=False)
+        return kills
+
+    def follow(self, pid: int, *, ours: bool = True) -> None:
+        """Takes note of the cgroups of a process, which may have been moved; its own name in the kernel log counts from now on."""
+        if ours:
+            self.pids.add(pid)
+        for file in counters_of(pid):
+            if file not in self.before and (count := read_counter(file)) is not None:
+                self.before[file] = count
+
+    def evidence(self) -> str | None:
+        """Returns in words what shows that a process was killed for memory since, `None` when nothing does."""
+        for file, count in self.before.items():
+            now = read_counter(file)
+            if now is not None and now > count:
+                return f"`{file}` counts {now - count} kill{'s' if now - count > 1 else ''} for memory"
+        for pid in self._in_kernel_log():
+            if pid in self.pids:
+                return f"the kernel log says that process {pid} was killed for memory"
+        return None
+
+    def close(self) -> None:
+        """Closes the kernel log."""
+        if self.log is not None:
+            os.close(self.log)
+            self.log = None
+
+    def _in_kernel_log(self) -> list[int]:
+        """Returns the processes that the kernel has killed for memory since the last look (ids of the first pid namespace)."""
+        found: list[int] = []
+        while self.log is not None:
+            try:
+                record = os.read(self.log, 8192).decode("utf-8", errors="replace")
+            except BrokenPipeError:  # records were overwritten before they were read; the next read goes on with the oldest
+                continue
+            except OSError:  # no more records
+                break
+            if not record:
+                break
+            if match := re.search(r"[Oo]ut of memory: Killed process (\d+)", record):
+                found.append(int(match[1]))
+        return found
+
+
+def read_counter(file: Path) -> int | None:
+    """Returns the kills that a cgroup's file counts; `None` where there is no such file or line."""
+    try:
+        match = COUNTED.search(file.read_text(encoding="ascii"))
+    except OSError:
+        return None
+    return int(match[1]) if match else None
+
+
+def counters_of(pid: int, proc: Path = Path("/proc")) -> list[Path]:
+    """Returns the counter files of a process's memory cgroup and of all its parents, v2 and v1, those that exist."""
+    try:
+        groups = (proc / str(pid) / "cgroup").read_text(encoding="utf-8")
+        mounts = (proc / "self" / "mountinfo").read_text(encoding="utf-8")
+    except OSError:  # it has gone, or this is no Linux
+        return []
+    found: list[Path] = []
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            kind, name = ("cgroup2", "memory.events") if controllers == "" else ("cgroup", "memory.oom_control")
+            for root, mount in _mounts(mounts, kind):
+                found += [folder / name for folder in _with_parents(path, root, mount) if (folder / name).is_file()]
+    return found
+
+
+def _mounts(mountinfo: str, kind: str) -> list[tuple[str, Path]]:
+    """Returns (root, mount point) of each mounted hierarchy of a kind; of v1's, those with the memory controller."""
+    found = []
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, described = before.split(), after.split()
+        if len(fields) < 5 or len(described) < 3 or described[0] != kind:
+            continue
+        if kind == "cgroup2" or "memory" in described[2].split(","):
+            found.append((fields[3], Path(fields[4])))
+    return found
+
+
+def _with_parents(path: str, root: str, mount: Path) -> list[Path]:
+    """Returns the folder of a cgroup and of its parents. `root` is what of the hierarchy a container sees at `mount`."""
+    inside = path[len(root.rstrip("/")) :] if path == root or path.startswith(root.rstrip("/") + "/") else "/"
+    folder = mount / inside.strip("/")
+    return [folder, *(parent for parent in folder.parents if parent == mount or mount in parent.parents)]

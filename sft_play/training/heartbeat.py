@@ -28,8 +28,8 @@ import psutil
 
 from sft_play.errors import RetryableError, UserError
 from sft_play.launch.beats import MARK, Beat, Sender
-from sft_play.launch.stacks import STACKS_SIGNAL
 from sft_play.launch.verdict import LOST, PEER_GONE
+from sft_play.launch.watch import STACKS_SIGNAL
 from sft_play.runs.folder import RunFolder
 from sft_play.training import collectives
 from sft_play.training.exit_record import leave_record

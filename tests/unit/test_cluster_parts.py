@@ -25,8 +25,8 @@ from sft_play.cluster.sync import place_there, prepared_text
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.elastic_rules import elastic_bounds
 from sft_play.errors import DataError, UserError
+from sft_play.launch.node import Stop
 from sft_play.launch.preparation import DELIVERED, delivered
-from sft_play.launch.stopping import Stop
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, ResolvedModel
 

@@ -33,7 +33,7 @@ from sft_play.cluster.task import (
 from sft_play.config.call import parse_call
 from sft_play.config.cluster import Host, Inventory, read_inventory
 from sft_play.errors import HardwareError, UserError
-from sft_play.launch.stopping import Stop
+from sft_play.launch.node import Stop
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_cluster_transfer import OWN
 

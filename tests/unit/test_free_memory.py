@@ -11,19 +11,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sft_play.launch import supervise
+from sft_play.launch import node
 from sft_play.launch.beats import MARK
 from tests.nvml_double import MACHINES, Machine
 
 PROGRAM = """
 import sys
-from sft_play.launch import free_memory
+from sft_play.launch import node
 from sft_play.plan.detect import detect
 before = detect()
 print("ready", flush=True)
 sys.stdin.readline()
-free_memory.WAIT_SECONDS = float(sys.argv[1])
-free_memory.wait_until_free(before, [1])
+node.MEMORY_WAIT_SECONDS = float(sys.argv[1])
+node.wait_until_free(before, [1])
 """
 
 
@@ -69,9 +69,9 @@ def test_processes_that_sigkill_does_not_end_are_named(
     try:
         with monkeypatch.context() as patched:
             patched.setattr(psutil.Process, "kill", lambda _: None)
-            patched.setattr(supervise, "KILL_SECONDS", 0.05)
+            patched.setattr(node, "KILL_SECONDS", 0.05)
             patched.setattr(agent, "wait", lambda **_: None)
-            supervise._kill_descendants(agent, "stuck")
+            node._kill_descendants(agent, "stuck")
     finally:
         end(psutil.Process(agent.pid))
         agent.wait()

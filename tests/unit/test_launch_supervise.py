@@ -17,9 +17,8 @@ import psutil
 import pytest
 
 from sft_play.launch.beats import Beat, Listener, Sender
-from sft_play.launch.memory_kills import MemoryKills
 from sft_play.launch.run_folder import exit_records
-from sft_play.launch.verdict import judge
+from sft_play.launch.verdict import MemoryKills, judge
 from sft_play.launch.watch import FIRST_BEAT_SECONDS, Watch, is_worker
 from sft_play.runs.folder import RunFolder
 from sft_play.training.exit_record import describe_full_disk, leave_record, ran_out_of_disk, reserve
@@ -160,7 +159,7 @@ SUPERVISOR = """
 import sys
 from pathlib import Path
 from sft_play.launch import watch as module
-from sft_play.launch.supervise import supervise
+from sft_play.launch.node import supervise
 from sft_play.runs.folder import RunFolder
 import os
 module.GRACE_SECONDS, module.DEAD_SECONDS = 2.0, 3.0
@@ -189,7 +188,8 @@ signal.signal(signal.SIGTERM, lambda *_: leave(143))
 child = subprocess.Popen(["sleep", "600"], start_new_session=True)  # a helper that outlives its worker
 (folder / f"pids-{rank}").write_text(f"{os.getpid()} {child.pid}")
 print("worker", rank, "ready", flush=True)
-time.sleep(600)
+while True:  # a signal that comes just before a single long sleep would be heard after it
+    time.sleep(0.1)
 """
 
 
@@ -364,7 +364,7 @@ def test_ranks_that_never_send_a_beat_are_not_waited_for_without_end(module: str
 
 STOPPED_CHILD = """
 import os, signal, sys, time
-from sft_play.launch.bound import woken_with_parent
+from sft_play.launch.node import woken_with_parent
 if sys.argv[1:] == ["child"]:
     woken_with_parent()
     print(os.getpid(), flush=True)

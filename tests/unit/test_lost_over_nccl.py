@@ -38,7 +38,7 @@ STACKS = "Fatal Python error: Aborted\n" + '  File "x.py", line 1 in f\n' * 2000
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
-from sft_play.launch.supervise import supervise
+from sft_play.launch.node import supervise
 from sft_play.runs.folder import RunFolder
 agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0", *sys.argv[2:]]
 outcome = supervise(agent, os.environ, RunFolder(Path(sys.argv[1])), range(4), console=2)

@@ -14,7 +14,7 @@ import pytest
 
 from sft_play.config.schema import SlurmConfig
 from sft_play.errors import UserError
-from sft_play.launch import cause_file
+from sft_play.launch import verdict
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
@@ -51,15 +51,15 @@ def test_memory_that_ran_out_takes_no_other_turn(bench: Bench, cause: str, reque
 
 def test_a_launcher_tells_its_cause_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost, path = Outcome(code=75, cause="out_of_memory"), tmp_path / "0.cause"
-    monkeypatch.delenv(cause_file.VARIABLE, raising=False)
-    cause_file.tell(lost)
-    monkeypatch.setenv(cause_file.VARIABLE, str(path))
-    cause_file.tell(Outcome(code=0))
+    monkeypatch.delenv(verdict.CAUSE_VARIABLE, raising=False)
+    verdict.tell_cause(lost)
+    monkeypatch.setenv(verdict.CAUSE_VARIABLE, str(path))
+    verdict.tell_cause(Outcome(code=0))
     assert not path.exists()
-    cause_file.tell(lost)
+    verdict.tell_cause(lost)
     assert path.read_text() == "out_of_memory\n"
-    monkeypatch.setenv(cause_file.VARIABLE, str(path / "below" / "a-file"))
-    cause_file.tell(lost)  # raises nothing
+    monkeypatch.setenv(verdict.CAUSE_VARIABLE, str(path / "below" / "a-file"))
+    verdict.tell_cause(lost)  # raises nothing
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1"])

@@ -18,11 +18,11 @@ import pytest
 
 from sft_play.config.load import LoadedConfig, load_config, read_config, save_config
 from sft_play.errors import UserError
+from sft_play.launch.node import Stop
 from sft_play.launch.resume import is_longer, refuse_fewer_steps, steps_asked
 from sft_play.launch.run_folder import read_events, stop_code
 from sft_play.launch.same_command import as_long, changes
-from sft_play.launch.stopped import describe, facts, stop_of, stop_recorded
-from sft_play.launch.stopping import Stop
+from sft_play.launch.verdict import describe_stop, stop_facts, stop_of, stop_recorded
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
 from sft_play.runs.settings import CHANGEABLE
@@ -227,7 +227,7 @@ def test_what_the_event_says(tmp_path: Path) -> None:
         (run.checkpoint(step) / "weights").write_text("as they were")
         seal(run.checkpoint(step), ranks=())
     (run.checkpoint(8) / "weights").write_text("as they w")
-    found = facts(run, (signal.SIGUSR1,), [STOPPED, {**STOPPED, "note": "left late"}])
+    found = stop_facts(run, (signal.SIGUSR1,), [STOPPED, {**STOPPED, "note": "left late"}])
     assert found == {
         "signal": "SIGUSR1",
         "step": 7,
@@ -235,9 +235,12 @@ def test_what_the_event_says(tmp_path: Path) -> None:
         "saved": "step-000007",
         "note": f"left late; damaged: {DAMAGE}",
     }
-    assert describe(found) == "stopped by SIGUSR1 after step 7; checkpoint step-000007 is whole; left late; damaged: " + DAMAGE
     assert (
-        describe(facts(RunFolder(tmp_path / "none"), (signal.SIGINT,), [])) == "stopped by SIGINT; there is no whole checkpoint"
+        describe_stop(found) == "stopped by SIGUSR1 after step 7; checkpoint step-000007 is whole; left late; damaged: " + DAMAGE
+    )
+    assert (
+        describe_stop(stop_facts(RunFolder(tmp_path / "none"), (signal.SIGINT,), []))
+        == "stopped by SIGINT; there is no whole checkpoint"
     )
 
 
@@ -250,7 +253,7 @@ def test_a_stop_reads_no_large_checkpoint(tmp_path: Path) -> None:
     manifest = {"files": {"weights": {"bytes": 64 * 10**9, "xxh3_128": "0" * 32}}}
     (run.checkpoint(8) / "manifest.json").write_text(json.dumps(manifest))
     began = time.process_time()
-    assert facts(run, (signal.SIGTERM,), [STOPPED])["saved"] == "step-000008" and time.process_time() - began < 5
+    assert stop_facts(run, (signal.SIGTERM,), [STOPPED])["saved"] == "step-000008" and time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(("stop", "code", "name"), [(SystemExit(143), 143, "SIGTERM"), (KeyboardInterrupt(), 130, "SIGINT")])

@@ -1,0 +1,313 @@
+"""What one machine does for its ranks: starts them, passes signals on, waits, ends them, and leaves no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+import psutil
+
+from sft_play.files import remove_half_written
+from sft_play.launch.beats import MARK, Listener
+from sft_play.launch.run_folder import STOPS, signals_to_hear
+from sft_play.launch.verdict import MemoryKills, Outcome, judge, launcher_log, tail
+from sft_play.launch.watch import Watch, is_alive, remove_empty
+from sft_play.plan.detect import detect
+from sft_play.plan.hardware import GIB, Hardware
+from sft_play.runs.folder import RunFolder
+
+POLL_SECONDS = 0.1
+LOOK_SECONDS = 0.5
+KILL_SECONDS = 10.0
+"""How long killed processes may take to go, each of three times."""
+
+
+def supervise(
+    arguments: Sequence[str], variables: Mapping[str, str], run: RunFolder, ranks: range, *, console: int, shown: str = ""
+) -> Outcome:
+    """Runs the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to; the launcher's log begins with `shown`.
+
+    A signal asks the workers to save and leave (`Stop`), a second Ctrl-C kills them. Whatever happens, no descendant is
+    alive when this returns; one that the kernel cannot end is named.
+    """
+    run.logs.mkdir(parents=True, exist_ok=True)
+    for rank in ranks:  # a resumed run must not be judged by the records of the last attempt
+        run.rank_exit(rank).unlink(missing_ok=True)
+    remove_left(run, ranks)
+    log_starts = {rank: path.stat().st_size for rank in ranks if (path := run.rank_log(rank)).is_file()}
+    _adopt_orphans()
+    stop, mark, kills = Stop(), uuid.uuid4().hex, MemoryKills.begin()
+    beats, log = Listener(mark), launcher_log(run, ranks.start)
+    with log.open("wb") as agent_log, signals_noted(stop):
+        agent_log.write(shown.encode())
+        agent_log.flush()
+        process = subprocess.Popen(
+            list(arguments),
+            env={**variables, MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=agent_log,
+            start_new_session=True,
+            preexec_fn=bound_to_parent(signal.SIGKILL),  # noqa: PLW1509 - a launcher has no threads; the workers leave with their agent
+        )
+        watch = Watch(agent=process.pid, run=run, ranks=ranks, kills=kills, beats=beats)
+        try:
+            _wait(process, stop, watch, mark)
+        finally:
+            _kill_descendants(process, mark)
+            memory_kill = kills.evidence()
+            kills.close()
+            beats.close()
+            remove_empty(run, ranks)
+    return judge(
+        run, ranks, agent_code=process.returncode, agent_log=tail(log), signals=tuple(stop.signals), loss=watch.loss,
+        memory_kill=memory_kill, log_starts=log_starts,
+    )  # fmt: skip
+
+
+def remove_left(run: RunFolder, ranks: range) -> None:
+    """Removes what processes of the last attempt were writing when they were killed. No worker may run."""
+    for rank in ranks:
+        remove_half_written(run.rank_exit(rank))
+    if ranks.start == 0:
+        for path in (run.config, run.plan, run.prepared, run.stamp, run.accelerate, run.deepspeed, run.training_metrics):
+            remove_half_written(path)
+
+
+def _wait(process: subprocess.Popen[bytes], stop: Stop, watch: Watch, mark: str) -> None:
+    looked, told, killed = 0.0, False, False
+    while process.poll() is None or (not killed and _orphans_may_save(process, stop, watch)):
+        if time.monotonic() - looked > LOOK_SECONDS or (stop.wanted and not told):
+            looked = time.monotonic()
+            watch.look()
+            if stop.wanted:
+                stop.ask(process, watch)
+        if stop.wanted and not told:
+            told = True
+            say("stopping: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them")
+        late = stop.late(watch) if stop.wanted else []
+        if late and not killed:
+            say(f"ranks {', '.join(map(str, late))} have not left within {LEAVE_SECONDS:.0f} s; killing all workers")
+        if stop.at_once and not killed:
+            say("killing the workers")
+        if not killed and (late or stop.at_once or (stop.wanted and stop.is_done(watch)) or watch.is_over(stopping=stop.wanted)):
+            killed = True
+            _kill_descendants(process, mark)
+        time.sleep(POLL_SECONDS)
+    if process.returncode < 0 and not killed and not stop.wanted:
+        watch.agent_was_killed(-process.returncode)
+
+
+def _orphans_may_save(process: subprocess.Popen[bytes], stop: Stop, watch: Watch) -> bool:
+    """Whether workers live whose parent has gone because of a request to stop: they get it now, and their time."""
+    if process.returncode is not None and -process.returncode in STOPS:
+        stop.note(-process.returncode)
+    return stop.wanted and any(is_alive(worker) for worker in watch.workers)
+
+
+def _kill_descendants(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Kills the agent and everything that it started; each worker has a session of its own, so one group is not enough."""
+    for _ in range(3):  # a process may be forking while its parent is killed
+        family = _descendants(process.pid, mark)
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=KILL_SECONDS)
+        left = _descendants(process.pid, mark)
+        if not left:
+            break
+    else:
+        names = ", ".join(_described(member) for member in left)
+        say(
+            f"warning: SIGKILL has not ended {names}\n\nhint: the kernel waits for a device or a disk; their memory may stay taken"
+        )
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=10)
+
+
+def _described(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return f"process {process.pid} ({process.name()}, {process.status()})"
+    return f"process {process.pid}"
+
+
+def _descendants(agent: int, mark: str) -> list[psutil.Process]:
+    """The agent with its children, and orphans that the kernel gave to us; never another child of this process (TensorBoard)."""
+    mine = psutil.Process()
+    found = []
+    for child in mine.children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.pid == agent or _has_mark(child, mark):
+                found += [child, *child.children(recursive=True)]
+    return [p for p in found if is_alive(p)]
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    """Whether an adopted orphan came from this launch."""
+    try:
+        return process.environ().get(MARK) == mark
+    except (psutil.Error, OSError):
+        return False
+
+
+def _adopt_orphans() -> None:
+    """Makes the kernel hand us the workers when their agent is killed (Linux), so that they can be found and ended."""
+    if sys.platform == "linux":
+        set_child_subreaper = 36
+        ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+LEAVE_SECONDS = 24.0
+"""After a request, until workers that have not left are killed; but for those that write a checkpoint."""
+SAME_SECONDS = 0.5
+"""A Ctrl-C that comes again within this time is the same one, heard twice (by make, by a wrapper)."""
+FRESH_SECONDS = 5.0
+"""A worker that has said for longer than this that it saves may be frozen."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Stop:
+    """The requests that have arrived, and which workers know of them."""
+
+    signals: list[int] = field(default_factory=list)
+    """The first, and a Ctrl-C after it, which kills. Schedulers repeat their signals: those say nothing new."""
+    since: float = 0.0
+    asked: set[psutil.Process] = field(default_factory=set)
+
+    def note(self, number: int, _: FrameType | None = None) -> None:
+        """Takes up a signal (as a handler, too)."""
+        now = time.monotonic()
+        if not self.signals:
+            self.signals.append(number)
+            self.since = now
+        elif number == signal.SIGINT and now - self.since > SAME_SECONDS:
+            self.signals.append(number)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a stop was asked for."""
+        return bool(self.signals)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a second Ctrl-C came."""
+        return len(self.signals) > 1
+
+    def ask(self, process: subprocess.Popen[bytes], watch: Watch) -> None:
+        """Sends SIGTERM to the workers themselves, each once, those that start only now included.
+
+        Not to the agent: the launcher of a single process would die and leave its worker behind. Only where there is no worker yet
+        it is ended, since there is nothing to save.
+        """
+        workers = [worker for worker in watch.workers if is_alive(worker)]
+        for worker in workers:
+            if worker not in self.asked:
+                self.asked.add(worker)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.terminate()
+        if not workers and process.poll() is None and not self.asked:
+            process.terminate()
+
+    def is_done(self, watch: Watch) -> bool:
+        """Whether all workers have left and said why: then nobody needs to wait for their parent's clearing up."""
+        left = bool(watch.workers) and not any(is_alive(worker) for worker in watch.workers)
+        return left and all(watch.run.rank_exit(rank).is_file() for rank in watch.ranks)
+
+    def late(self, watch: Watch) -> list[int]:
+        """Returns the ranks that should have left by now, and do not write a checkpoint."""
+        if time.monotonic() - self.since < LEAVE_SECONDS:
+            return []
+        return [rank for worker, rank in watch.workers.items() if is_alive(worker) and not _saves(watch, rank)]
+
+
+def _saves(watch: Watch, rank: int) -> bool:
+    beat = watch.beats.latest.get(rank)
+    return beat is not None and beat.phase == "saving" and time.monotonic() - watch.beats.heard[rank] < FRESH_SECONDS
+
+
+@contextlib.contextmanager
+def signals_noted(stop: Stop) -> Iterator[None]:
+    """Lets `stop` hear the signals meanwhile."""
+    previous = {number: signal.signal(number, stop.note) for number in signals_to_hear()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def say(text: str) -> None:
+    """Tells the user, on stderr."""
+    print(f"\n{text}", file=sys.stderr, flush=True)
+
+
+SET_PARENT_DEATH_SIGNAL = 1
+"""`PR_SET_PDEATHSIG` of prctl(2)."""
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def bound_to_parent(number: signal.Signals) -> Callable[[], None] | None:
+    """Returns a `preexec_fn` for `subprocess.Popen`: the child gets the signal `number` when this process has gone.
+
+    Call it in the main thread: the kernel goes by the thread that made the child. `None` where there is no such thing.
+    """
+    if _libc is None:
+        return None
+    libc, parent = _libc, os.getpid()
+
+    def bind() -> None:
+        libc.prctl(SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0)
+        if os.getppid() != parent:  # it was killed in between
+            os._exit(128 + int(number))
+
+    return bind
+
+
+def woken_with_parent() -> None:
+    """Makes the kernel continue this process (SIGCONT) when its parent has gone: one that was stopped could not notice it, and would
+    stay. Harmless to one that runs, and to one whose parent leaves in order while it still saves."""
+    if _libc is not None:
+        _libc.prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGCONT), 0, 0, 0)
+
+
+MEMORY_WAIT_SECONDS = 60.0
+MEMORY_LOOK_SECONDS = 0.5
+MEMORY_SLACK = 0.02
+"""Share of a card's memory that may be missing: other programs (a display) come and go."""
+
+
+def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
+    """Returns when as much is free on these devices as `before` the run, or after `MEMORY_WAIT_SECONDS`, and says what it waits for.
+
+    Raises `HardwareError` where a card does not answer any more.
+    """
+    deadline, told = time.monotonic() + MEMORY_WAIT_SECONDS, False
+    while held := _held(before, detect(), devices):
+        words = ", ".join(f"{size / GIB:.1f} GiB on cuda:{index}" for index, size in held.items())
+        if time.monotonic() > deadline:
+            say(
+                f"warning: {words} still held after {MEMORY_WAIT_SECONDS:.0f} s; going on\n\nhint: `nvidia-smi` shows the programs that hold it"
+            )
+            return
+        if not told:
+            say(f"waiting until the memory of the processes that have ended is free: {words}")
+        told = True
+        time.sleep(MEMORY_LOOK_SECONDS)
+
+
+def _held(before: Hardware, now: Hardware, devices: Collection[int]) -> dict[int, int]:
+    """Returns index -> bytes that were free before and are not now; nothing where the driver has gone meanwhile."""
+    if now.kind != before.kind:
+        return {}
+    pairs = enumerate(zip(before.devices, now.devices, strict=False))
+    missing = {index: then.free_bytes - card.free_bytes for index, (then, card) in pairs if index in devices}
+    return {index: size for index, size in missing.items() if size > MEMORY_SLACK * before.devices[index].memory_bytes}
