@@ -16,8 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 
-from sft_play.cluster import sync
-from sft_play.cluster.children import ended_with_us, waited_for
+from sft_play.cluster.bring import code_files, send_code
 from sft_play.cluster.facts import (
     Facts,
     facts_of,
@@ -26,7 +25,7 @@ from sft_play.cluster.facts import (
     versions_apart,
     versions_hint,
 )
-from sft_play.cluster.ssh import arguments, in_folder, is_here
+from sft_play.cluster.ssh import arguments, ended_with_us, in_folder, is_here, waited_for
 from sft_play.config.call import Call
 from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.errors import HardwareError, UserError, printable
@@ -70,7 +69,7 @@ def main(call: Call) -> int:
     """Installs on all machines at once; returns 0 when all are ready, else 3."""
     inventory = inventory_for_call(call)
     require_master_here(inventory)
-    files = sync.code_files(lambda line: print(line, file=sys.stderr, flush=True))
+    files = code_files(lambda line: print(line, file=sys.stderr, flush=True))
     for host in inventory.hosts:
         venv_of(host)  # what cannot be installed into is told before anything is sent
     own = facts_of(inventory.master, inventory, 60, mark=".")
@@ -108,7 +107,7 @@ def install(host: Host, inventory: Inventory, files: Sequence[str], own: Facts) 
     if is_here(host):
         return Installed(host=host.name, ok=True, detail="this machine; `make install` keeps its environment")
     try:
-        sync.send_code(host, inventory, files, tidy=False)
+        send_code(host, inventory, files)
         say(host, f"{len(files)} files of the project are there")
         for kept in ("kept", "anew"):
             last, code = _run(host, inventory, in_folder(host, ["sh", "-c", INSTALL, "sh", _minor(own), venv_of(host), kept]))
@@ -120,7 +119,6 @@ def install(host: Host, inventory: Inventory, files: Sequence[str], own: Facts) 
                 break
             if kept == "kept":
                 say(host, f"its versions are others: {', '.join(apart)}; installing the pinned ones")
-        sync.tidy_code(host, inventory, files)
     except UserError as error:
         return Installed(host=host.name, ok=False, detail=error.message, hint=error.hint)
     return judged(host, own, found)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from sft_play.cluster.bring import code_files, project
 from sft_play.cluster.examined import Wanted
 from sft_play.cluster.probe import OutOfTime, sha256
-from sft_play.cluster.sync import code_files, project
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 from sft_play.files import file_sha256

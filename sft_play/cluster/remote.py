@@ -7,7 +7,6 @@ one line of JSON on standard input, answers are lines of JSON on standard output
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -112,52 +111,6 @@ def write(request: dict[str, Any]) -> int:
         temporary.replace(path)
     tell(ok=True)
     return 0
-
-
-def tidy_code(request: dict[str, Any]) -> int:
-    """Removes files that an earlier synchronisation brought and that are gone from the project. What was changed here since, or stood here before,
-    stays.
-
-    `files` maps the project's names to the sha256 that they have now where the request comes from. Of these the `listing` (counted from the
-    folder) keeps its entries as they were written when the files were sent. What is not on it and is the same here is listed as seen (` *`).
-    """
-    listing, now = Path(request["listing"]), request["files"]
-    if Path(request["mark"]).exists():  # this folder is the one of the machine that asks
-        tell(ok=True, removed=[])
-        return 0
-    before: dict[str, set[bytes]] = {}
-    for entry in listing.read_bytes().split(b"\0") if listing.is_file() else ():
-        before.setdefault(os.fsdecode(entry[66:]), set()).add(entry[:66])
-    removed = []
-    for name in sorted(before.keys() - now.keys() - {""}):
-        if _is_inside(name) and f"{sha256(Path(name))}  ".encode() in before[name]:
-            Path(name).unlink()
-            removed.append(name)
-    for name in now.keys() - before.keys():
-        if _is_inside(name) and (digest := sha256(Path(name))) == now[name]:
-            before[name] = {f"{digest} *".encode()}
-    kept = sorted(head + os.fsencode(name) + b"\0" for name, heads in before.items() if name in now for head in heads)
-    listing.parent.mkdir(parents=True, exist_ok=True)
-    temporary = listing.with_name(f"{listing.name}.{socket.gethostname()}.{os.getpid()}")  # machines may share the folder
-    temporary.write_bytes(b"".join(kept))
-    temporary.replace(listing)
-    tell(ok=True, removed=removed)
-    return 0
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a name is that of a file in this folder."""
-    path = Path(name)
-    return not path.is_absolute() and ".." not in path.parts and path.is_file()
-
-
-def sha256(path: Path) -> str:
-    """The hexadecimal sha256 of a file's content."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while piece := stream.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def one_checkpoint(request: dict[str, Any]) -> int:

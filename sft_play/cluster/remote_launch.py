@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from sft_play.cluster.remote import facts, one_checkpoint, runs_folder, tell, tidy_code, write
+from sft_play.cluster.remote import facts, one_checkpoint, runs_folder, tell, write
 from sft_play.cluster.remote_processes import CHUNK, TOKEN, end, kill_all, machine, pid_file, saves, send, status, tail
 
 SILENT_SECONDS = 15.0
@@ -224,7 +224,7 @@ def launch(request: dict[str, Any]) -> int:
 
 
 OPERATIONS = {
-    "facts": facts, "write": write, "tidy_code": tidy_code, "one_checkpoint": one_checkpoint, "tail": tail, "status": status, "end": end,
+    "facts": facts, "write": write, "one_checkpoint": one_checkpoint, "tail": tail, "status": status, "end": end,
     "launch": launch,
 }  # fmt: skip
 

@@ -6,16 +6,21 @@ asks for a password: a terminal that waits on one of eight machines looks like a
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import ipaddress
 import shlex
+import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import HardwareError
@@ -24,11 +29,10 @@ Result = TypeVar("Result")
 CONNECT_SECONDS = 5
 OPTIONS = (
     "BatchMode=yes", "StrictHostKeyChecking=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=3", "ServerAliveCountMax=3",
-    "LogLevel=ERROR", "ControlPath=none", "ClearAllForwardings=yes",
-    "ForwardAgent=no", "ForwardX11=no",
+    "LogLevel=ERROR", "ControlMaster=auto", "ControlPersist=60", "ClearAllForwardings=yes", "ForwardAgent=no", "ForwardX11=no",
 )  # fmt: skip
-"""Connections of the user's own configuration that are shared or forward ports would outlive ours, or be refused the second time;
-a host that trains needs neither the user's keys nor their screen."""
+"""One connection per host is shared by all commands of this process. Forwarded ports of the user's own configuration would be refused the
+second time; a host that trains needs neither the user's keys nor their screen."""
 NO_FOLDER = 96
 """Exit code of `in_folder` where the folder is not there."""
 NOT_A_FOLDER = 95
@@ -82,7 +86,7 @@ def arguments(host: Host, inventory: Inventory, argv: Sequence[str], *, tty: boo
     words = ["ssh", "-tt" if tty else "-T"]
     if inventory.ssh_config is not None:
         words += ["-F", str(inventory.ssh_config)]
-    for option in OPTIONS:
+    for option in (*OPTIONS, f"ControlPath={control_path()}"):
         words += ["-o", option]
     words += ["-p", str(host.port)] if host.port is not None else []
     words += ["-l", host.user] if host.user is not None else []
@@ -99,21 +103,86 @@ def in_folder(host: Host, argv: Sequence[str]) -> list[str]:
 
 
 def run_on(host: Host, inventory: Inventory, argv: Sequence[str], *, input: str | None = None, timeout: float) -> Done:
-    """Runs `argv` on `host` to its end, at most `timeout` seconds; `input` is its standard input."""
+    """Runs `argv` on `host` to its end, at most `timeout` seconds; `input` is its standard input. Raises `HardwareError` without `ssh` here."""
+    own = is_here(host)
+    text = None if input is None else input.encode(errors="surrogateescape")
     try:
-        done = subprocess.run(
-            arguments(host, inventory, argv), input=input, stdin=subprocess.DEVNULL if input is None else None,
-            capture_output=True, text=True, errors="replace", timeout=timeout, check=False, cwd=Path.home() if is_here(host) else None,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        return Done(TIMED_OUT, _text(error.stdout), f"{_text(error.stderr)}no answer within {timeout:g} s")
+        code, out, said = run(arguments(host, inventory, argv), text, timeout, cwd=Path.home() if own else None)
     except FileNotFoundError:
-        if not is_here(host):
+        if not own:
             raise no_client() from None
         return Done(NO_PROGRAM, "", f"there is no program `{argv[0]}`")
     except PermissionError as error:
         return Done(NOT_A_PROGRAM, "", str(error))
-    return Done(done.returncode, done.stdout, done.stderr)
+    return Done(code, out.decode(errors="replace"), said)
+
+
+def run(argv: Sequence[str], text: bytes | None, timeout: float, **options: Any) -> tuple[int, bytes, str]:
+    """Runs a program here to its end; returns its exit code (124 after `timeout` seconds), its output and its messages. Raises `OSError`."""
+    process = subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL if text is None else subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )  # fmt: skip
+    with process, waited_for(process):
+        try:
+            out, said = process.communicate(text, timeout=timeout)
+        except subprocess.TimeoutExpired as error:
+            process.kill()
+            return (
+                TIMED_OUT,
+                error.stdout or b"",
+                f"{(error.stderr or b'').decode(errors='replace')}no answer within {timeout:g} s",
+            )
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode, out, said.decode(errors="replace")
+
+
+_running: set[subprocess.Popen[Any]] = set()
+_stopped = threading.Event()
+
+
+@contextlib.contextmanager
+def waited_for(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Keeps a program among those that `ended_with_us` ends, while a thread waits for it."""
+    _running.add(process)
+    try:
+        if _stopped.is_set():
+            process.kill()
+        yield
+    finally:
+        _running.discard(process)
+
+
+@contextlib.contextmanager
+def ended_with_us() -> Iterator[None]:
+    """Ends the programs that threads wait for when the body is left by an exception, a signal's included; also those that start meanwhile.
+
+    Enter it inside the pool of threads, which waits for them.
+    """
+    _stopped.clear()
+    try:
+        yield
+    except BaseException:
+        _stopped.set()
+        for process in list(_running):
+            process.kill()
+        raise
+
+
+@functools.cache
+def control_path() -> str:
+    """Returns where this process keeps its shared connections: a private folder with a short path, as sockets need, gone at exit."""
+    folder = Path(tempfile.mkdtemp(prefix="sft-", dir="/tmp"))  # TMPDIR may be too long
+
+    def close() -> None:
+        for path in folder.glob("*"):
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(["ssh", "-O", "exit", "-S", str(path), "x"], capture_output=True, timeout=5, check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(close)
+    return f"{folder}/%C"
 
 
 def no_client() -> HardwareError:
@@ -220,7 +289,3 @@ def last_word(err: str, out: str = "") -> str:
     lines = [line.strip() for text in (out, err) for line in text.splitlines() if line.strip()]
     said = [line for line in lines if not line.startswith(NO_HOME)]
     return (said or lines or [""])[-1]
-
-
-def _text(stream: str | bytes | None) -> str:
-    return stream.decode(errors="replace") if isinstance(stream, bytes) else stream or ""

@@ -15,18 +15,18 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from sft_play.cluster import cause, elastic, phase, recovering, sync
+from sft_play.cluster import bring as sync
+from sft_play.cluster import cause, elastic, phase, recovering
 from sft_play.cluster.agent import Agent, Message, ask
 from sft_play.cluster.board import Board, Logs, say, shares
-from sft_play.cluster.children import ended_with_us
 from sft_play.cluster.facts import Facts, shared_variables
 from sft_play.cluster.remote import hub_folder
 from sft_play.cluster.session import Node, Session
-from sft_play.cluster.ssh import is_here
+from sft_play.cluster.ssh import ended_with_us, is_here
 from sft_play.cluster.task import (
     Task,
     choose_port,
@@ -234,7 +234,7 @@ def _bring_to(task: Task, host: Host, facts: Facts, prepared: Prepared, checkpoi
     folder = files_folder(facts, task.run, host)
     given = {
         f"{folder}/config.json": config,
-        f"{folder}/prepared.json": json.dumps({"run": task.run.name, "prepared": json.loads(sync.prepared_text(there))}),
+        f"{folder}/prepared.json": json.dumps({"run": task.run.name, "prepared": asdict(there)}),
     }
     if task.deepspeed:
         given[f"{folder}/deepspeed.json"] = task.deepspeed

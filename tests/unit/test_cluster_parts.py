@@ -7,7 +7,7 @@ import queue
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,13 +15,12 @@ import pytest
 
 from sft_play.cluster import board, cause, remote
 from sft_play.cluster.agent import BOOT, Agent, refused, request_of
-from sft_play.cluster.children import ended_with_us, waited_for
+from sft_play.cluster.bring import place_there
 from sft_play.cluster.facts import Facts
 from sft_play.cluster.install import venv_of
 from sft_play.cluster.session import Node, Session
-from sft_play.cluster.ssh import NOT_A_FOLDER
+from sft_play.cluster.ssh import NOT_A_FOLDER, ended_with_us, waited_for
 from sft_play.cluster.status import _rows
-from sft_play.cluster.sync import place_there, prepared_text
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.elastic_rules import elastic_bounds
 from sft_play.errors import DataError, UserError
@@ -168,11 +167,11 @@ def test_what_the_master_brought_is_taken_only_by_its_run(tmp_path: Path, monkey
     monkeypatch.setenv(DELIVERED, str(path))
     with pytest.raises(UserError, match="does not name what a cluster's master brought"):
         delivered(run)
-    path.write_text(json.dumps({"run": "mine", "prepared": json.loads(prepared_text(prepared_at(tmp_path)))}))
+    path.write_text(json.dumps({"run": "mine", "prepared": asdict(prepared_at(tmp_path))}))
     assert delivered(run) == prepared_at(tmp_path)
     with pytest.raises(UserError, match="is meant for the run `mine`, not for `other`"):
         delivered(RunFolder(tmp_path / "other"))
-    path.write_text(json.dumps({"run": "mine", "prepared": json.loads(prepared_text(prepared_at(tmp_path / "gone")))}))
+    path.write_text(json.dumps({"run": "mine", "prepared": asdict(prepared_at(tmp_path / "gone"))}))
     with pytest.raises(DataError, match="is not on this machine"):
         delivered(run)
 

@@ -17,7 +17,7 @@ from typing import cast
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.cluster import own_files, remote, sync
+from sft_play.cluster import bring, own_files, remote
 from sft_play.cluster.agent import Agent, Message
 from sft_play.cluster.board import Board, Logs
 from sft_play.cluster.session import Node, Session
@@ -35,7 +35,7 @@ from sft_play.config.cluster import Host, Inventory, read_inventory
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.node import Stop
 from sft_play.runs.folder import RunFolder
-from tests.unit.test_cluster_transfer import OWN
+from tests.unit.test_cluster_bring import OWN
 
 
 def call(tmp_path: Path, *words: str, network: str | None = None) -> Task:
@@ -222,6 +222,6 @@ def test_large_files_of_the_project_are_not_hashed_by_the_check(tmp_path: Path, 
     (tmp_path / "sft_play" / "a.py").write_text("")
     with (tmp_path / "sft_play" / "weights.py").open("wb") as stream:
         stream.truncate(own_files.MOST_CODE_BYTES + 1)
-    for module in (sync, own_files):
+    for module in (bring, own_files):
         monkeypatch.setattr(module, "project", lambda: tmp_path)
     assert list(own_files.wanted_of(None, 29500, 60).code) == ["sft_play/a.py"]

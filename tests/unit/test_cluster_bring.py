@@ -1,0 +1,393 @@
+"""What comes to machines of a cluster, and what must never be lost there. rsync is the real one; ssh is a program that runs the command here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sft_play.cluster import bring
+from sft_play.cluster.bring import MARKER, SET_ASIDE, fetch_random_states, last_line, send_code, send_model
+from sft_play.cluster.bring import remote as remote_path
+from sft_play.cluster.facts import Facts, check, facts_of, forwarded, only_optional_apart, versions_apart
+from sft_play.cluster.install import install, judged, not_installed
+from sft_play.cluster.ssh import ended_with_us
+from sft_play.config.cluster import Host, Inventory
+from sft_play.errors import DataError, HardwareError, UserError
+from sft_play.launch.agreement import versions_here
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.origin import PACKAGES
+from tests.conftest import ROOT
+from tests.programs import need
+
+SSH = """#!/bin/sh
+while :; do case "$1" in -T|-tt) shift;; -F|-o|-p|-l) shift 2;; --) shift; break;; *) break;; esac; done
+shift; cd "$THERE" && HOME="$THERE" exec sh -c "$*"
+"""
+HOST = Host(name="old", address="192.0.2.1", folder="~/sft-play", place="home.yaml:4")
+INVENTORY = Inventory(hosts=(HOST,), network=None, ssh_config=None, path=Path("home.yaml"))
+OWN = Facts(
+    host="a", home="/home/a", folder="/srv/sft", runs="/srv/sft/runs", cache="/cache", hub="/hub", python="3.11.2",
+    versions={"torch": "2.9.0", "peft": "0.18.0"}, code=True, gpus=1, rsync=True, shares_runs=False, shares_cache=False,
+    linux=True, run_there=None,
+)  # fmt: skip
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The project's folder of another machine; beside it, in `here`, this machine's."""
+    need("rsync")
+    programs, home = tmp_path / "bin", tmp_path / "home"
+    for folder in (programs, home / "sft-play", tmp_path / "here"):
+        folder.mkdir(parents=True)
+    (programs / "ssh").write_text(SSH)
+    (programs / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("THERE", str(home))
+    return home / "sft-play"
+
+
+@pytest.fixture
+def here(there: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The project of this machine."""
+    folder = there.parent.parent / "here"
+    monkeypatch.setattr(bring, "project", lambda: folder)
+    return folder
+
+
+def write(folder: Path, **texts: str) -> list[str]:
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    return [f"{name}.py" for name in texts]
+
+
+def send(names: Sequence[str]) -> None:
+    with ended_with_us():  # as in the product: without it, a command that was stopped before stays so
+        send_code(HOST, INVENTORY, names)
+
+
+def test_a_persons_file_is_never_replaced(there: Path, here: Path) -> None:
+    names = write(here, a="ours", b="same", new="new")
+    write(there, a="hours of work", b="same")
+    os.utime(there / "b.py", (1e9, 1e9))
+    with pytest.raises(
+        UserError, match=r"host `old`: in `~/sft-play` a file is another one .* not brought by this command: `a.py`"
+    ) as error:
+        send(names)
+    assert "another `folder`" in (error.value.hint or "") and error.value.place == "home.yaml:4"
+    assert (there / "a.py").read_text() == "hours of work" and not (there / "new.py").exists(), "nothing is sent"
+    (there / "a.py").unlink()
+    send(names)
+    assert [(there / name).read_text() for name in names] == ["ours", "same", "new"]
+
+
+def test_what_is_replaced_or_leaves_the_project_is_set_aside(there: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a folder that we have filled: an edit made there is kept and said, and what was never brought stays."""
+    odd = [os.fsdecode(b"caf\xe9.py"), "two words.py", "-e sh", "#\\#012.py", "it's $HOME", "sub/x.py"]
+    (here / "sub").mkdir()
+    for name in odd:
+        (here / name).write_text("x")
+    names = [*write(here, a="first", gone="g"), *odd]
+    send(names)
+    assert all((there / name).read_text() == "x" for name in odd) and "replaced" not in capsys.readouterr().err
+    (there / "a.py").write_text("edited on the host")
+    (there / "own.py").write_text("a person's")
+    write(here, a="second, longer")
+    send(["a.py", odd[0]])
+    assert (there / "a.py").read_text() == "second, longer" and (there / "own.py").exists()
+    (aside,) = (there / SET_ASIDE).iterdir()
+    assert (aside / "a.py").read_text() == "edited on the host"
+    assert f"host `old`: `a.py` replaced; what stood there is in `~/sft-play/{SET_ASIDE}/{aside.name}`" in capsys.readouterr().err
+    assert sorted(str(path.relative_to(aside)) for path in aside.rglob("*") if path.is_file()) == sorted(
+        ["a.py", "gone.py", *odd[1:]]
+    )
+    assert sorted(path.name for path in there.glob("*.py")) == sorted(["a.py", "own.py", odd[0]])
+    assert {os.fsdecode(name) for name in (there / MARKER).read_bytes().split(b"\0") if name} == {"a.py", odd[0]}
+
+
+def test_a_folder_that_is_this_very_project_stays_as_it_is(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk that all machines see."""
+    write(there, a="edited just now")
+    monkeypatch.setattr(bring, "project", lambda: there)
+    send(["a.py"])
+    assert [path.name for path in there.iterdir()] == ["a.py", ".cache"] or not list((there / ".cache").iterdir())
+    assert (there / "a.py").read_text() == "edited just now" and not (there / MARKER).exists()
+
+
+def test_files_of_an_earlier_version_are_known_by_its_list(there: Path, here: Path) -> None:
+    names = write(here, a="of today")
+    write(there, a="of yesterday")
+    (there / MARKER).parent.mkdir()
+    (there / MARKER).write_text(f"{'0' * 64}  a.py\0")
+    send(names)
+    assert (there / "a.py").read_text() == "of today"
+
+
+def test_want_of_room_is_told_before_anything_is_sent(there: Path, here: Path) -> None:
+    with (here / "huge").open("wb") as stream:
+        stream.truncate(2**43)
+    with pytest.raises(
+        HardwareError, match=r"host `old`: 8192.00 GiB are to be brought to `~/sft-play`, and its disk has \d+\.\d+ GiB free"
+    ):
+        send(["huge"])
+    assert not list(there.iterdir())
+
+
+def test_a_full_disk_is_named_before_what_followed() -> None:
+    said = (
+        'rsync: [receiver] write failed on "/x/m": No space left on device (28)\nrsync error: error in file IO (code 11)\n'
+        "rsync: connection unexpectedly closed\nrsync error: error in rsync protocol data stream (code 12)\n"
+    )
+    assert last_line(said) == 'rsync: [receiver] write failed on "/x/m": No space left on device (28)'
+    assert last_line("rsync: a\nrsync: b\nrsync error: c\n") == "rsync: b" and last_line("") == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "plain"),
+    [("~/x/", "h:x/"), ("~//x/../y/", "h:y/"), ("~//", "h:./"), ("/a//b/./c", "h:/a/b/c"), ("//a/", "h:/a/"), ("rel", "h:rel")],
+)
+def test_paths_of_rsync(path: str, plain: str) -> None:
+    assert remote_path(Host(name="a", address="h"), path) == plain
+
+
+def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path) -> None:
+    """Of another time, as one that was downloaded there: a disk that has room for one copy has none for two. A different one is refused."""
+    own = replace(OWN, cache=str(there / "cache"))
+    model = there / "model"
+    for folder, time in ((here, 1.5e9), (model, 1.2e9)):
+        folder.mkdir(exist_ok=True)
+        (folder / "weights of it's model").write_text("w" * 100_000)
+        os.utime(folder / "weights of it's model", (time, time))
+    (here / "small").write_text("s")
+    df = there.parent.parent / "bin" / "df"
+    df.write_text("#!/bin/sh\necho Filesystem; echo /dev/sda 9 9 50 99% /srv\n")  # 50 KiB are free
+    df.chmod(0o755)
+    before = (model / "weights of it's model").stat().st_ino
+
+    def again() -> None:
+        with ended_with_us():
+            send_model(HOST, INVENTORY, own, here, str(model), Path("/hub"))
+
+    again()
+    assert (model / "small").read_text() == "s"
+    now = (model / "weights of it's model").stat()
+    assert (now.st_ino, now.st_mtime) == (before, 1.5e9), (
+        "not written again; its time is this one's, so that it is not read again"
+    )
+    (here / "weights of it's model").write_text("v" * 100_000)
+    with pytest.raises(HardwareError, match=r"0\.00 GiB are to be brought"):
+        again()
+    df.unlink()
+    again()
+    assert (model / "weights of it's model").read_text() == "v" * 100_000, "a later version of one's own"
+    (there / "other").mkdir()
+    (there / "other" / "small").write_text("theirs")
+    with pytest.raises(UserError, match="`small`") as error, ended_with_us():
+        send_model(HOST, INVENTORY, own, here, str(there / "other"), Path("/hub"))
+    assert "it is another model" in (error.value.hint or "") and (there / "other" / "small").read_text() == "theirs"
+
+
+def test_a_model_of_the_hubs_cache(there: Path, here: Path) -> None:
+    """Links stay links; a branch that is known there keeps its commit."""
+    repository = here / "models--a--b"
+    for part in ("blobs", "snapshots/c", "refs"):
+        (repository / part).mkdir(parents=True)
+    (repository / "blobs" / "1").write_text("weights")
+    (repository / "snapshots" / "c" / "a -> b").symlink_to("../../blobs/1")
+    (repository / "refs" / "main").write_text("commit of ours")
+    (there / "models--a--b" / "refs").mkdir(parents=True)
+    (there / "models--a--b" / "refs" / "main").write_text("of theirs")
+    place, own = "~/sft-play/models--a--b/snapshots/c", replace(OWN, cache=str(there / "cache"))
+    for _ in range(2):
+        with ended_with_us():
+            send_model(HOST, INVENTORY, own, repository / "snapshots" / "c", place, here)
+        link = there / "models--a--b" / "snapshots" / "c" / "a -> b"
+        assert link.is_symlink() and link.read_text() == "weights"
+        assert (there / "models--a--b" / "refs" / "main").read_text() == "of theirs"
+
+
+def test_links_out_of_a_model_are_not_followed_and_its_secrets_stay(there: Path, here: Path) -> None:
+    (here / "config.json").write_text("{}")
+    (here / ".env").write_text("PASSWORD=x")
+    (here / "store").write_text("weights")
+    (here / "model.safetensors").symlink_to("store")
+    (there.parent.parent / "id_ed25519").write_text("a key")
+    own = replace(OWN, cache=str(there / "cache"))
+    with ended_with_us():
+        send_model(HOST, INVENTORY, own, here, "~/sft-play/model", Path("/hub"))
+        sent = ["config.json", "model.safetensors", "store"]
+        assert sorted(path.name for path in (there / "model").iterdir()) == sent
+        assert not (there / "model" / "model.safetensors").is_symlink()
+        (here / "LICENSE.txt").symlink_to(there.parent.parent / "id_ed25519")
+        with pytest.raises(DataError, match="outside of the folder"):
+            send_model(HOST, INVENTORY, own, here, "~/sft-play/model", Path("/hub"))
+    assert sorted(path.name for path in (there / "model").iterdir()) == sent
+
+
+def test_code_is_what_git_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["kept.py", "gone.py", ".env", "conf/.env.local", ".env.example", "runs/old/config.json"]
+    for name in [*names, "configs/new.yaml", "configs/clusters/mine.yaml", "sft_play/new.py", "notes.txt", "ignored.log"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    odd = os.fsdecode(b"caf\xe9.py")
+    (tmp_path / odd).write_text("x")
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    for words in (["init", "-q"], ["add", "-f", *names, odd]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, timeout=30)
+    (tmp_path / "gone.py").unlink()
+    (tmp_path / "kept.py").write_text("modified")
+    monkeypatch.setattr(bring, "project", lambda: tmp_path)
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
+    said: list[str] = []
+    assert bring.code_files(said.append) == sorted([".env.example", "kept.py", odd])
+    assert said == ["note: 2 files that git does not track yet (`configs/new.yaml`) stay here; git add sends them"]
+    for name in ("configs/new.yaml", "sft_play/new.py"):
+        (tmp_path / name).unlink()
+    assert bring.code_files(said.append)
+    assert len(said) == 1, "an inventory of one's own is read on the master only"
+
+
+def test_a_project_of_which_git_tracks_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty list would send nothing, and compare nothing without a word."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True, timeout=30)
+    (tmp_path / "new.py").write_text("x")
+    monkeypatch.setattr(bring, "project", lambda: tmp_path)
+    with pytest.raises(UserError, match="git tracks no file of") as found:
+        bring.code_files()
+    assert found.value.hint == "git add, git commit there"
+
+
+def test_settings_that_reach_every_machine() -> None:
+    passed = {
+        "HF_ENDPOINT": "https://hub.lan", "AIM_REPO": "aim://10.0.0.1:53800", "HF_HUB_ETAG_TIMEOUT": "9", "NCCL_DEBUG": "INFO",
+        "SFT_TRAIN_SEED": "3",
+    }  # fmt: skip
+    own = {
+        "HF_HOME": "/x", "HF_HUB_CACHE": "/x", "HF_DATASETS_CACHE": "/x", "HF_TOKEN_PATH": "/x", "HF_TOKEN": "hf_abc", "SFT_PLAY_CACHE": "/x",
+        "NCCL_SOCKET_IFNAME": "eth0", "HOME": "/x",
+    }  # fmt: skip
+    secret = {"HF_ENDPOINT": "https://me:word@hub.lan"}
+    assert forwarded({**own, **passed}) == passed and forwarded(secret) == {}
+
+
+def test_a_machine_is_ready_only_with_the_same_versions() -> None:
+    assert judged(HOST, OWN, OWN).detail == "Python 3.11.2, torch 2.9.0"
+    assert judged(HOST, OWN, replace(OWN, python="3.11.9")).ok
+    other = judged(HOST, OWN, replace(OWN, python="3.12.1"))
+    assert (
+        not other.ok
+        and other.detail == "its environment has Python 3.12.1, and this machine 3.11.2"
+        and "python3.11-venv" in (other.hint or "")
+    )
+    assert "no torch" in judged(HOST, OWN, replace(OWN, versions={"peft": "0.18.0"})).detail
+    assert not judged(HOST, OWN, replace(OWN, versions={})).ok and not judged(HOST, OWN, replace(OWN, code=False)).ok
+    assert "peft 0.17.0 (here 0.18.0)" in judged(HOST, OWN, replace(OWN, versions={"torch": "2.9.0", "peft": "0.17.0"})).detail
+
+
+def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing is installed that could not be used; the hint names the address, and the packages that bring that Python."""
+    host = replace(HOST, user="anna", port=2222)
+    inventory = Inventory(hosts=(host,), network=None, ssh_config=None, path=Path("home.yaml"))
+    own = replace(OWN, python="3.99.1")
+    hint = (
+        "all machines need this one's Python 3.99: ssh -p 2222 anna@192.0.2.1, sudo apt install python3.99 python3.99-venv; "
+        "then type the same command again"
+    )
+    with ended_with_us():
+        found = install(host, inventory, ["scripts/install.sh"], own)
+    assert not found.ok
+    assert found.detail.startswith("there is no Python 3.99, which the first host has; python3 is Python 3.")
+    assert found.hint == hint
+    assert not (there / ".venv").exists()
+    python = there.parent.parent / "bin" / "python3.99"
+    python.write_text('#!/bin/sh\nif [ "$1" = -c ]; then echo 3.99; else echo "ensurepip is not available"; exit 1; fi\n')
+    python.chmod(0o755)
+    with ended_with_us():
+        found = install(host, inventory, ["scripts/install.sh"], own)
+    assert found.detail == "scripts/install.sh ended with code 3: `python3.99 -m venv` failed"
+    assert found.hint == hint
+    other = not_installed(host, own, "no room", 1)
+    assert other.hint == "to see more: ssh -p 2222 anna@192.0.2.1, cd ~/sft-play, make install"
+    assert "ensurepip is not available" in capfd.readouterr().err
+
+
+def test_packages_that_one_machine_alone_has() -> None:
+    """flash-attn, which a plan made here would take everywhere: named for both directions, with the command that brings it."""
+    with_it = replace(OWN, versions={**OWN.versions, "flash-attn": "2.8.1"})
+    assert versions_apart(with_it, OWN) == ["flash-attn is missing (here 2.8.1)"]
+    assert versions_apart(OWN, with_it) == ["flash-attn 2.8.1 (missing here)"]
+    assert only_optional_apart(with_it, OWN) and not only_optional_apart(OWN, OWN)
+    assert not only_optional_apart(with_it, replace(OWN, versions={"torch": "2.9.0"}))
+    python = "on `old`, in `~/sft-play`: .venv/bin/python -m pip"
+    found = judged(HOST, with_it, OWN)
+    assert not found.ok
+    assert found.hint == f"{python} install flash-attn==2.8.1, or uninstall it here; then type the same command again"
+    inventory = Inventory(
+        hosts=(Host(name="a", address="127.0.0.1"), HOST), network=None, ssh_config=None, path=Path("home.yaml")
+    )
+    with pytest.raises(HardwareError, match=r"host `old` has other versions: flash-attn 2\.8\.1 \(missing here\)") as error:
+        check(inventory, {"a": OWN, "old": with_it}, shared=False)
+    assert error.value.hint == f"{python} uninstall flash-attn, or install it here"
+
+
+def test_a_run_is_refused_where_this_machine_has_no_rsync() -> None:
+    inventory = Inventory(
+        hosts=(Host(name="a", address="127.0.0.1"), HOST), network=None, ssh_config=None, path=Path("home.yaml")
+    )
+    with pytest.raises(HardwareError, match="this machine has no `rsync`") as error:
+        check(inventory, {"a": replace(OWN, rsync=False), "old": OWN}, shared=False)
+    assert error.value.hint == "sudo apt install rsync"
+    check(inventory, {"a": replace(OWN, rsync=False)}, shared=False)
+    check(inventory, {"a": OWN, "old": OWN}, shared=False)
+
+
+def test_machines_and_launchers_compare_the_same_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a machine tells of itself over SSH is what `runs/origin.py` lists, and what the launchers compare when they meet."""
+    for name in PACKAGES:
+        metadata = tmp_path / f"{name.replace('-', '_')}-1.2.3.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2.3\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    told = facts_of(Host(name="a", address="127.0.0.1"), INVENTORY, 60, mark=".").versions
+    assert told == dict.fromkeys(PACKAGES, "1.2.3") and {"flash-attn", "unsloth"} < set(told)
+    assert set(PACKAGES) < set(versions_here("cpu"))
+
+
+def test_an_environment_with_other_versions_is_not_up_to_date(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As new as the pins, but without packages: it is installed anew, which fails here for want of pip; with them it is ready."""
+    here = Host(name="a", address="127.0.0.1")
+    own = facts_of(here, INVENTORY, 60, mark=".")
+    files = [name for name in bring.code_files() if name.startswith(("sft_play/", "scripts/")) or "/" not in name]
+    python = there / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    for options, last in (("-S", "scripts/install.sh ended with code 1: "), ("", f"Python {own.python}, torch ")):
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} {options} "$@"\n')
+        python.chmod(0o755)
+        (there / ".venv" / ".runtime").touch()
+        os.utime(there / ".venv" / ".runtime", (4e9, 4e9))
+        with ended_with_us():
+            found = install(HOST, INVENTORY, files, own)
+        said = capfd.readouterr().err
+        assert found.detail.startswith(last) and found.ok == (not options), (found, said)
+        assert "the environment in .venv is up to date" in said
+        assert ("its versions are others: " in said) == bool(options), said
+    listed = (there / MARKER).read_bytes().count(b"\0")
+    assert listed == len(files)
+
+
+def test_links_and_pipes_do_not_come_from_a_machine(there: Path) -> None:
+    run = RunFolder(there.parent.parent / "here" / "demo")
+    (run.checkpoints / "step-000001").mkdir(parents=True)
+    theirs = there.parent / "runs" / "demo" / "random" / "step-000001"
+    theirs.mkdir(parents=True)
+    (theirs / "rank1.safetensors").write_text("states")
+    (theirs / "rank2.safetensors").symlink_to("/etc/hostname")
+    os.mkfifo(theirs / "rank3.safetensors")
+    with ended_with_us():
+        fetch_random_states(HOST, INVENTORY, replace(OWN, runs=str(there.parent / "runs")), run, run.checkpoints / "step-000001")
+    assert [path.name for path in run.random_states(1).iterdir()] == ["rank1.safetensors"]
