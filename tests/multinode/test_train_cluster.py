@@ -157,6 +157,8 @@ def test_two_machines(machines: Home) -> None:
     assert (private[machines.folder / "lan" / "models"] / "tiny" / "config.json").is_file()
     assert (private[machines.folder / "lan" / "project"] / "sft_play" / "__main__.py").is_file()
     assert not (private[machines.folder / "lan" / "project"] / ".git").exists(), "only what git knows"
+    log = (machines.net.folder / "ssh" / "node2.log").read_text()
+    assert log.count("Accepted publickey") == 1, "all commands share one connection"
     machines.all_free(0, 1)
 
 
