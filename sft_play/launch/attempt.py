@@ -12,11 +12,9 @@ from sft_play.files import write_json, write_text
 from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
 from sft_play.launch.deepspeed_resolve import resolve
 from sft_play.launch.environment import dump_variables, worker_environment
-from sft_play.launch.extension_locks import remove_abandoned_locks
 from sft_play.launch.job import Job
-from sft_play.launch.kept import keep_launch
 from sft_play.launch.local import show_launch, worker_arguments
-from sft_play.launch.node import supervise
+from sft_play.launch.node import remove_abandoned_locks, supervise
 from sft_play.launch.render import accelerate_yaml
 from sft_play.launch.resume import launch_facts
 from sft_play.launch.run_folder import record_event
@@ -39,7 +37,6 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
         remove_abandoned_locks(environment.variables)
     arguments = worker_arguments(run, job.node, checkpoint=checkpoint, plan=plan)
     console = sys.stderr if job.call.json else sys.stdout
-    keep_launch(run, job.node.rank, launch_facts(job.options), plan, anew=event == "started")
     launched = show_launch(arguments, environment)
     if event:
         why = job.call.flag("WHY")

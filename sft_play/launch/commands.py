@@ -19,7 +19,6 @@ from sft_play.launch.disk import disk_refusals_told, require_disk_space
 from sft_play.launch.environment import indices_of, worker_environment
 from sft_play.launch.job import Job, job_of, refuse_early
 from sft_play.launch.joining import agreed, joined, own_part
-from sft_play.launch.kept import last_plan
 from sft_play.launch.local import worker_arguments
 from sft_play.launch.node import remove_left, supervise, wait_until_free
 from sft_play.launch.options import CommandStrategy, read_options
@@ -45,6 +44,7 @@ from sft_play.launch.run_folder import (
     find_run,
     held,
     is_finished,
+    last_plan,
     record_event,
     reserved,
 )

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -81,6 +82,21 @@ def remove_left(run: RunFolder, ranks: range) -> None:
     if ranks.start == 0:
         for path in (run.config, run.plan, run.prepared, run.stamp, run.accelerate, run.deepspeed, run.training_metrics):
             remove_half_written(path)
+
+
+def remove_abandoned_locks(variables: Mapping[str, str]) -> None:
+    """Removes locks of torch's extension builder that a killed process left: whoever loads that extension (DeepSpeed's) would wait forever.
+
+    Who has such a lock keeps its file open (`torch.utils.file_baton`), so one that no process has open is abandoned.
+    """
+    cache = variables.get("XDG_CACHE_HOME") or Path(variables.get("HOME") or Path.home()) / ".cache"
+    folder = Path(variables.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions").resolve()
+    locks = {str(path) for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}lock")}
+    for process in psutil.process_iter() if locks else ():
+        with contextlib.suppress(psutil.Error):
+            locks -= {file.path for file in process.open_files()}
+    for path in locks:
+        Path(path).unlink(missing_ok=True)
 
 
 def _wait(process: subprocess.Popen[bytes], stop: Stop, watch: Watch, mark: str) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.launch.deepspeed_json import BATCH_KEYS
-from sft_play.launch.kept import kept_facts
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
@@ -197,7 +196,6 @@ def remedies_so_far(run: RunFolder) -> tuple[int, bool, bool]:
     last: Mapping[str, Any] = {}
     for event in read_events(run):
         last = event.get("launch") or last
-    last = last or kept_facts(run)
     return int(last.get("halvings", 0)), bool(last.get("force_checkpointing", False)), bool(last.get("unpack", False))
 
 

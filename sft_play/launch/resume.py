@@ -18,11 +18,10 @@ from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed_json import UserDeepSpeed
 from sft_play.launch.json_with_comments import JsonDocument
-from sft_play.launch.kept import last_launch
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.recovery import remedies_so_far, without_batch_numbers
 from sft_play.launch.restarts import nothing_to_go_on_from
-from sft_play.launch.run_folder import read_events
+from sft_play.launch.run_folder import last_launch, read_events
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.batch import count, global_rows, rows_each
 from sft_play.plan.plan import Plan

@@ -11,14 +11,16 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.files import append_json_line, read_json, read_json_lines
+from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import NAME as CHECKPOINT
+from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, run_path, runs_folder
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
@@ -269,3 +271,62 @@ def exit_records(run: RunFolder, ranks: range) -> dict[int, dict[str, Any]]:
         with contextlib.suppress(OSError, json.JSONDecodeError):
             records[rank] = read_json(run.rank_exit(rank))
     return records
+
+
+NEEDED = frozenset({"command", "num_gpus", "num_nodes", "deepspeed", "fsdp"})
+"""Facts without which a launch cannot be repeated (`resume.launch_facts`)."""
+
+
+def first_launch(run: RunFolder, *, needed: Set[str] = frozenset({"command"})) -> dict[str, Any]:
+    """Returns the facts of the run's first launch that has those `needed`.
+
+    Raises `CheckpointError` where they are lost, and for a run that never started.
+    """
+    return _launches(run, 0, needed)[0]
+
+
+def last_launch(run: RunFolder, node_rank: int) -> dict[str, Any]:
+    """Returns the facts of the launch that a user last asked for, on this node where nodes share the folder.
+
+    Raises `CheckpointError` where they are lost, and for a run whose workers never started.
+    """
+    return _launches(run, node_rank, NEEDED)[-1]
+
+
+def last_plan(run: RunFolder) -> Plan:
+    """Returns the run's last plan. Raises `CheckpointError` where it cannot be read."""
+    try:
+        return Plan.load(run.plan)
+    except CheckpointError as error:
+        if not run.plan.exists() and not has_started(run):
+            raise never_started(run) from None
+        raise _lost(run, run.plan, error.message) from error
+
+
+def never_started(run: RunFolder) -> CheckpointError:
+    """Returns the error for a run whose workers were never started."""
+    return CheckpointError(
+        f"`{run.name}` never started, so there is nothing to go on from", hint="start it again under another RUN_NAME"
+    )
+
+
+def _launches(run: RunFolder, node_rank: int, needed: Set[str]) -> list[dict[str, Any]]:
+    events = [event for event in read_events(run) if event["event"] in ("started", "resumed")]
+    found = [event for event in events if isinstance(event.get("launch"), dict) and event["launch"].keys() >= needed]
+    own = [event for event in found if event.get("node", 0) == node_rank]
+    if not found and not has_started(run):
+        raise never_started(run)
+    if not found:
+        raise _lost(run, run.events, "it is missing or damaged, so how the run was launched is unknown")
+    return [dict(event["launch"]) for event in own or found]
+
+
+def _lost(run: RunFolder, path: Path, why: str) -> CheckpointError:
+    newest = newest_valid(run, sizes_only=True)[0]
+    there = f"; `{newest.name}` is there" if newest else ""
+    use = f"; infer, eval and merge still take RUN={run.name} CHECKPOINT={newest.name}" if newest and path == run.events else ""
+    return CheckpointError(
+        f"{why}{there}",
+        place=str(path),
+        hint=f"put it back from a backup, or from a run of another RUN_NAME that the same command starts{use}",
+    )

@@ -10,10 +10,9 @@ from sft_play.config.call import Call, Override
 from sft_play.config.load import DEFAULT, LoadedConfig, override_config, read_config
 from sft_play.config.show import flatten
 from sft_play.errors import UserError
-from sft_play.launch.kept import NEEDED, first_launch, last_launch, last_plan
 from sft_play.launch.options import COMMAND_FOR, LaunchOptions
 from sft_play.launch.resume import BY_RESUME, LONGER, launch_facts, steps_asked
-from sft_play.launch.run_folder import has_started, without_config
+from sft_play.launch.run_folder import NEEDED, first_launch, has_started, last_launch, last_plan, without_config
 from sft_play.runs.folder import RunFolder, runs_folder
 
 OF_A_START = frozenset({"CONFIG", "RUN_NAME", "ACCELERATE_CONFIG", "DEEPSPEED_CONFIG"})

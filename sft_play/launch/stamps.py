@@ -12,8 +12,7 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, UserError, printable, without_tokens
 from sft_play.files import read_json, typed_path
-from sft_play.launch.kept import first_launch
-from sft_play.launch.run_folder import find_run, read_events
+from sft_play.launch.run_folder import find_run, first_launch, read_events
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import LATER, NAME, RULES, Stamp
 from sft_play.runs.weights import checkpoint_folder, checkpoint_names

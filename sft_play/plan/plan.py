@@ -147,7 +147,7 @@ class Plan:
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             lost, cut = isinstance(error, FileNotFoundError), isinstance(error, JSONDecodeError)
             why = "it is missing" if lost else f"it is cut short, or no JSON ({first_line(error)})" if cut else first_line(error)
-            hint = f"`make resume RUN={path.parent.name}` writes it anew by its copy, `launch-node0.json`; else put it back from a backup"
+            hint = "put it back from a backup, or from a run of another RUN_NAME that the same command starts"
             raise CheckpointError(f"not the plan of a run: {why}", place=str(path), hint=hint) from error
 
     @staticmethod

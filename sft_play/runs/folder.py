@@ -79,10 +79,6 @@ class RunFolder:
         """What happened to the run as a whole: started, resumed, finished, failed; one JSON object a line."""
         return self.path / "events.jsonl"
 
-    def launch(self, node_rank: int) -> Path:
-        """A second copy, for each node, of what a resume needs to know of launch and plan."""
-        return self.path / f"launch-node{node_rank}.json"
-
     @property
     def tries(self) -> Path:
         """What `launch.tries` counts, beside the folder: a launch that ends before its workers start takes the folder away."""

@@ -20,8 +20,7 @@ from sft_play.errors import HUB_LOGIN, HardwareError, UserError
 from sft_play.files import typed_path, write_json, write_text
 from sft_play.launch.accelerate_config import NO_DEFAULT_FILE
 from sft_play.launch.ahead import Ahead, planned_ahead
-from sft_play.launch.kept import first_launch
-from sft_play.launch.run_folder import choose_name, has_started
+from sft_play.launch.run_folder import choose_name, first_launch, has_started
 from sft_play.launch.same_command import OF_REPLICAS
 from sft_play.plan.batch import count
 from sft_play.plan.fit import DoesNotFitError

@@ -1,4 +1,4 @@
-"""Before another attempt: GPU memory that the driver has not taken back yet, and processes that SIGKILL does not end."""
+"""Before another attempt: GPU memory that the driver has not taken back yet, processes that SIGKILL does not end, locks of dead ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.utils.file_baton import FileBaton
 
 from sft_play.launch import node
 from sft_play.launch.beats import MARK
@@ -76,3 +77,16 @@ def test_processes_that_sigkill_does_not_end_are_named(
         end(psutil.Process(agent.pid))
         agent.wait()
     assert f"warning: SIGKILL has not ended process {agent.pid} (sleep, sleeping)" in capsys.readouterr().err
+
+
+def test_locks_of_torchs_extension_builder_that_nobody_holds_are_removed(tmp_path: Path) -> None:
+    folders = [tmp_path / "torch_extensions" / "py311_cpu" / name for name in ("held", "left")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    held = FileBaton(str(folders[0] / "lock"))
+    assert held.try_acquire()
+    (folders[1] / "lock").touch()  # as a process leaves it that was killed
+    for variables in ({"XDG_CACHE_HOME": str(tmp_path)}, {"HOME": str(tmp_path / "nobody")}):
+        node.remove_abandoned_locks(variables)
+        assert (folders[0] / "lock").exists() and not (folders[1] / "lock").exists()
+    held.release()
