@@ -121,7 +121,7 @@ bench-preparation: $(VENV)/.dev
 # the figures of docs/presets.md.
 render: $(VENV)/.dev
 	@$(bin)/python scripts/render_reference.py
-	@$(bin)/python -m sft_play.launch.render
+	@$(bin)/python scripts/render_launch_files.py
 	@$(bin)/python scripts/render_presets.py
 
 format: $(VENV)/.dev

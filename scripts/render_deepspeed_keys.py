@@ -1,6 +1,6 @@
 """Reads which configuration keys the installed DeepSpeed knows, rejects and renames, and writes them as a table kept in git.
 
-`python scripts/render_deepspeed_keys.py` after each change of the DeepSpeed pin. `launch.deepspeed_json` checks a user's JSON
+`python scripts/render_deepspeed_keys.py` after each change of the DeepSpeed pin. `launch.deepspeed` checks a user's JSON
 with the table, without importing DeepSpeed; `tests/contract/test_rendered_files.py` notices drift.
 """
 

@@ -80,14 +80,14 @@ COMMANDS: dict[str, Command] = {
         overrides=False,
     ),
     "train": Command("sft_play.launch.commands:train", "one process on the best device here", LAUNCH),
-    "train-tb": Command("sft_play.launch.commands:train_tb", "the same, with TensorBoard", LAUNCH),
+    "train-tb": Command("sft_play.tensorboard:train_tb", "the same, with TensorBoard", LAUNCH),
     "train-distributed": Command("sft_play.launch.commands:train_distributed", "all GPUs, or NUM_GPUS processes", LAUNCH),
-    "train-distributed-tb": Command("sft_play.launch.commands:train_distributed_tb", "the same, with TensorBoard", LAUNCH),
+    "train-distributed-tb": Command("sft_play.tensorboard:train_distributed_tb", "the same, with TensorBoard", LAUNCH),
     "train-deepspeed": Command(
         "sft_play.launch.commands:train_deepspeed", "the same under DeepSpeed ZeRO", LAUNCH | {"DEEPSPEED_CONFIG"}
     ),
     "train-deepspeed-tb": Command(
-        "sft_play.launch.commands:train_deepspeed_tb", "the same, with TensorBoard", LAUNCH | {"DEEPSPEED_CONFIG"}
+        "sft_play.tensorboard:train_deepspeed_tb", "the same, with TensorBoard", LAUNCH | {"DEEPSPEED_CONFIG"}
     ),
     "train-fsdp": Command("sft_play.launch.commands:train_fsdp", "the same under FSDP2", LAUNCH),
     "resume": Command(
@@ -165,19 +165,19 @@ COMMANDS: dict[str, Command] = {
         COMMON | {"HARDWARE", "NUM_GPUS", "NUM_NODES", "RUN_NAME", "OUT", "DEEPSPEED_CONFIG"},
     ),
     "runs": Command(
-        "sft_play.launch.run_list:main",
+        "sft_play.launch.runs:main",
         "the list of runs: state, steps, loss, best score, age",
         frozenset({"JSON"}),
         overrides=False,
     ),
     "stop": Command(
-        "sft_play.launch.running:stop", "a clean stop of a RUN that is under way: saved, then left", RUN, overrides=False
+        "sft_play.launch.runs:stop", "a clean stop of a RUN that is under way: saved, then left", RUN, overrides=False
     ),
     "logs": Command(
-        "sft_play.launch.running:logs", "the log of a rank; FOLLOW=1 goes on with it", RUN | {"RANK", "FOLLOW"}, overrides=False
+        "sft_play.launch.runs:logs", "the log of a rank; FOLLOW=1 goes on with it", RUN | {"RANK", "FOLLOW"}, overrides=False
     ),
     "stamp": Command(
-        "sft_play.launch.stamps:main",
+        "sft_play.stamps:main",
         "what made a RUN, a checkpoint or a model, or what differs between A and B",
         RUN | {"A", "B", "CHECKPOINT"},
         overrides=False,
@@ -199,13 +199,13 @@ COMMANDS: dict[str, Command] = {
         COMMON | {"KILLS", "STRATEGY", "SEED", "RUN_NAME", "OUT"},
     ),
     "tensorboard": Command(
-        "sft_play.launch.tensorboard:start",
+        "sft_play.tensorboard:start",
         "curves of all runs",
         frozenset({"JSON", "RUN", "HOST", "TENSORBOARD_PORT"}),
         overrides=False,
     ),
     "tensorboard-stop": Command(
-        "sft_play.launch.tensorboard:stop", "end the TensorBoard that this project started", frozenset({"JSON"}), overrides=False
+        "sft_play.tensorboard:stop", "end the TensorBoard that this project started", frozenset({"JSON"}), overrides=False
     ),
     "init": Command(
         "sft_play.init:main",

@@ -27,7 +27,6 @@ from sft_play.config.metrics import LIBRARY
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.console import console_may_go
-from sft_play.launch.preparation import end_with_launcher
 from sft_play.launch.run_folder import ended_by_signals
 from sft_play.plan.mixture import mixture_of
 from sft_play.runs.folder import RunFolder, cache_folder
@@ -185,5 +184,4 @@ def _quiet() -> None:
 
 
 if __name__ == "__main__":
-    end_with_launcher()
     sys.exit(main())

@@ -24,7 +24,7 @@ from sft_play.cluster.task import command, controller
 from sft_play.config.call import Call
 from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.errors import HardwareError, UserError
-from sft_play.launch import running
+from sft_play.launch import runs
 from sft_play.launch.run_folder import NAME_PATTERN, find_run
 from sft_play.launch.verdict import describe_stop
 from sft_play.launch.watch import is_alive
@@ -136,7 +136,7 @@ def logs(call: Call) -> int:
     run, rank = find_run(call.options["RUN"]), call.integer("RANK") or 0
     here = replace(call, options={name: text for name, text in call.options.items() if not name.startswith("CLUSTER")})
     if run.rank_log(rank).is_file():
-        return running.logs(here)
+        return runs.logs(here)
     follow = call.flag("FOLLOW")
     there: set[int] = {int(path.stem[4:]) for path in run.logs.glob("rank*.log") if path.stem[4:].isdigit()}
     for host in inventory.hosts:
@@ -243,14 +243,14 @@ def _stop_controller(call: Call, inventory: Inventory, run: RunFolder, process: 
         process.send_signal(signal.SIGTERM)
         if process.status() == psutil.STATUS_STOPPED:
             process.send_signal(signal.SIGCONT)
-    deadline = time.monotonic() + running.LONGEST_SECONDS
+    deadline = time.monotonic() + runs.LONGEST_SECONDS
     while is_alive(process):
         if time.monotonic() > deadline:
             raise HardwareError(
-                f"process {process.pid} has not left within {running.LONGEST_SECONDS:.0f} s", hint=f"kill -KILL {process.pid}"
+                f"process {process.pid} has not left within {runs.LONGEST_SECONDS:.0f} s", hint=f"kill -KILL {process.pid}"
             )
         time.sleep(0.1)
-    last = running.ending(run, 0, begun=begun, asked=now)
+    last = runs.ending(run, 0, begun=begun, asked=now)
     code = int(last.get("code", 1)) if last["event"] in ("failed", "unknown") else 0
     if call.json:
         print(json.dumps({"run": str(run.path), **last}))

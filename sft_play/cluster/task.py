@@ -24,12 +24,12 @@ from sft_play.config.keys import variable_name
 from sft_play.config.load import LoadedConfig, override_config
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.files import text_sha256, typed_path
-from sft_play.launch.accelerate_config import NO_DEFAULT_FILE
-from sft_play.launch.deepspeed_json import read_user_json
+from sft_play.launch.deepspeed import read_user_json
 from sft_play.launch.network import holder_of, port_is_free
 from sft_play.launch.preparation import DELIVERED
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import choose_name, find_run, has_started
+from sft_play.launch.settings import NO_DEFAULT_FILE
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 
 FIRST_PORT, MOST_PORTS = 29500, 100

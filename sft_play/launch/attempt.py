@@ -9,15 +9,14 @@ from pathlib import Path
 
 from sft_play.config.load import save_config
 from sft_play.files import write_json, write_text
-from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
-from sft_play.launch.deepspeed_resolve import resolve
+from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings, resolve
 from sft_play.launch.environment import dump_variables, worker_environment
 from sft_play.launch.job import Job
 from sft_play.launch.local import show_launch, worker_arguments
 from sft_play.launch.node import remove_abandoned_locks, supervise
-from sft_play.launch.render import accelerate_yaml
 from sft_play.launch.resume import launch_facts
 from sft_play.launch.run_folder import record_event
+from sft_play.launch.settings import accelerate_yaml
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan

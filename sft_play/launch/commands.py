@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,22 +12,23 @@ from pathlib import Path
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
-from sft_play.launch import probing, recovery, restarts, tensorboard
-from sft_play.launch.attempt import run_attempt, write_launch_files
-from sft_play.launch.disk import disk_refusals_told, require_disk_space
-from sft_play.launch.environment import indices_of, worker_environment
+from sft_play.launch import recovery, restarts
+from sft_play.launch.attempt import run_attempt
+from sft_play.launch.environment import indices_of
 from sft_play.launch.job import Job, job_of, refuse_early
 from sft_play.launch.joining import agreed, joined, own_part
-from sft_play.launch.local import worker_arguments
-from sft_play.launch.node import remove_left, supervise, wait_until_free
+from sft_play.launch.node import remove_left, wait_until_free
 from sft_play.launch.options import CommandStrategy, read_options
-from sft_play.launch.preparation import delivered, run_preparation
+from sft_play.launch.preparation import prepare, probe
 from sft_play.launch.restarts import Restarts
 from sft_play.launch.resume import (
+    as_long,
+    as_resume,
     check_overrides,
     choose_checkpoint,
     compare_early,
     compare_fully,
+    existing_run,
     is_longer,
     launch_facts,
     newest_told,
@@ -40,20 +40,20 @@ from sft_play.launch.resume import (
 )
 from sft_play.launch.run_folder import (
     choose_name,
+    disk_refusals_told,
     ended_by_signals,
     find_run,
     held,
     is_finished,
     last_plan,
     record_event,
+    require_disk_space,
     reserved,
 )
-from sft_play.launch.same_command import as_long, as_resume, existing_run
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, describe_stop, stop_recorded, tell_cause
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.show_speed import beside_forecast
-from sft_play.plan.sources import memory_of
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.prepared import Prepared
@@ -67,29 +67,14 @@ def train(call: Call) -> int:
     return start(call, "single")
 
 
-def train_tb(call: Call) -> int:
-    """`train` with TensorBoard beside it."""
-    return _with_tensorboard(call, train)
-
-
 def train_distributed(call: Call) -> int:
     """All GPUs of this machine or `NUM_GPUS`; without GPUs, processes on the CPU."""
     return start(call, "auto")
 
 
-def train_distributed_tb(call: Call) -> int:
-    """`train_distributed` with TensorBoard beside it."""
-    return _with_tensorboard(call, train_distributed)
-
-
 def train_deepspeed(call: Call) -> int:
     """The same under DeepSpeed ZeRO."""
     return start(call, "zero")
-
-
-def train_deepspeed_tb(call: Call) -> int:
-    """`train_deepspeed` with TensorBoard beside it."""
-    return _with_tensorboard(call, train_deepspeed)
 
 
 def train_fsdp(call: Call) -> int:
@@ -184,17 +169,6 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         return launch(job, run, event="resumed", checkpoint=checkpoint)
 
 
-def prepare(run: RunFolder, *words: str) -> None:
-    """Resolves the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours.
-
-    Where another machine has done so for this one, what it brought is taken.
-    """
-    if not words and (prepared := delivered(run)):
-        prepared.save(run.prepared)
-        return
-    run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *words])
-
-
 def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
     """Starts the workers and waits for them; starts them again after a lost rank, or with less at a time when memory ran out."""
     prepared = Prepared.load(job.home(run).prepared)
@@ -282,28 +256,6 @@ def _with_less(
     return job, plan
 
 
-def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
-    """Runs probes of this job in a folder inside the run's, until its plan is one that was probed."""
-    folder = RunFolder(run.path / "probe")
-    folder.path.mkdir(exist_ok=True)
-    prepared.save(folder.prepared)
-    quiet = replace(job, loaded=replace(job.loaded, config=probing.quiet(job.loaded.config)))
-
-    def attempt(plan: Plan) -> Outcome:
-        write_launch_files(quiet, plan, folder)
-        environment = worker_environment(
-            plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads, devices=job.hardware.devices
-        )
-        arguments = worker_arguments(folder, job.node, module="sft_play.probe")
-        with Path(os.devnull).open("wb") as nowhere:
-            return supervise(arguments, environment.variables, folder, job.ranks_here(plan), console=nowhere.fileno())
-
-    config = job.loaded.config
-    probing.probe_until_settled(
-        lambda: job.plan(prepared), lambda plan: memory_of(config, prepared).probe_path(plan), attempt, folder
-    )  # fmt: skip
-
-
 def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
     """Says how it ended and what can be done next; returns the exit code."""
     tell_cause(outcome)
@@ -329,17 +281,3 @@ def _what_is_there(call: Call, run: RunFolder) -> str:
     return (
         f"  model    {run.model}\n{beside_forecast(run)}  answers  make infer RUN={run.name}\n  scores   make eval RUN={run.name}"
     )
-
-
-def _with_tensorboard(call: Call, command: Callable[[Call], int]) -> int:
-    """Opens TensorBoard before the training and leaves it running, so that the curves stay to be read."""
-    if "RUN" not in call.options:
-        call.load_config()  # a mistake in it is told before anything is started
-    code = tensorboard.start(
-        replace(call, options={k: v for k, v in call.options.items() if k == "TENSORBOARD_PORT"}, json=False)
-    )
-    if code:
-        return code
-    code = command(call)
-    print("TensorBoard goes on; `make tensorboard-stop` ends it", file=sys.stderr)
-    return code

@@ -11,7 +11,7 @@ from sft_play.config.trackers import missing
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch import recovery
 from sft_play.launch.agreement import NodeFacts
-from sft_play.launch.deepspeed_resolve import checked_plan
+from sft_play.launch.deepspeed import checked_plan
 from sft_play.launch.environment import Node, indices_of, ranks_of, worker_environment
 from sft_play.launch.key import key_here
 from sft_play.launch.meeting import Meeting
@@ -108,7 +108,7 @@ def refuse_early(job: Job) -> None:
     """
     raise_all(missing(job.loaded.config))
     try:
-        plan = checked_plan(job.options, job.loaded.config, job.shape, lambda: job.plan(None))
+        plan = checked_plan(job.options.deepspeed, job.loaded.config, job.shape, lambda: job.plan(None))
     except HardwareError:
         if job.node.count == 1 or job.nodes:
             raise

@@ -12,14 +12,14 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
 from sft_play.config.trackers import missing
 from sft_play.errors import UserError
-from sft_play.launch.accelerate_config import (
+from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, examine_user_json
+from sft_play.launch.settings import (
     NO_DEFAULT_FILE,
     NO_FILE,
     AccelerateChoices,
     machines_and_strategy,
     read_accelerate_config,
 )
-from sft_play.launch.deepspeed_json import BATCH_KEYS, UserDeepSpeed, examine_user_json
 from sft_play.plan.request import LaunchRequest
 from sft_play.runs.folder import accelerate_default
 

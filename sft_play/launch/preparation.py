@@ -1,32 +1,33 @@
-"""Runs the preparation in a process of its own, and gives it time to clear up when it is stopped."""
+"""What runs before the workers: the preparation, in a process of its own, and probes of the plan."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from sft_play.errors import DataError, RetryableError, UserError
+from sft_play.config.schema import Config
+from sft_play.errors import DataError, HardwareError, RetryableError, UserError
 from sft_play.files import read_json
-from sft_play.launch.environment import DROPPED
-from sft_play.launch.node import bound_to_parent
+from sft_play.launch.attempt import write_launch_files
+from sft_play.launch.environment import DROPPED, worker_environment
+from sft_play.launch.job import Job
+from sft_play.launch.local import worker_arguments
+from sft_play.launch.node import bound_to_parent, supervise
+from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
+from sft_play.plan.plan import Plan
+from sft_play.plan.probed import Probed, load, save
+from sft_play.plan.sources import memory_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 
 END_SECONDS = 6.0
 """Three times this, and everything has ended within the 25 s of a stop on request."""
-
-
-def end_with_launcher() -> None:
-    """Makes the kernel send this process SIGTERM when its launcher dies, however it does (Linux)."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
 
 
 def run_preparation(words: Sequence[str]) -> None:
@@ -93,3 +94,85 @@ def delivered(run: RunFolder) -> Prepared | None:
     if missing := [folder for folder in folders if not Path(folder).is_dir()]:
         raise DataError(f"`{missing[0]}`, which the master should have brought, is not on this machine", place=name)
     return prepared
+
+
+MOST_PROBES = 4
+STEPS = 2
+
+
+def probe_until_settled(
+    plan_now: Callable[[], Plan], measured_at: Callable[[Plan], Path], attempt: Callable[[Plan], Outcome], run: RunFolder
+) -> None:
+    """Probes what is planned, plans again with what was found, until the plan is one that was probed.
+
+    Raises `HardwareError` for workers that fail for another reason than memory.
+    """
+    for _ in range(MOST_PROBES):
+        plan = plan_now()
+        path = measured_at(plan)
+        if load(path):
+            return
+        micro = max(rank.micro_batch for rank in plan.ranks)
+        print(f"probe: {STEPS} steps with the longest rows, micro-batch {micro} ...", file=sys.stderr, flush=True)
+        save(path, _measure(attempt(_short(plan)), plan, run))
+
+
+def quiet(config: Config) -> Config:
+    """Returns the configuration of a probe: nothing is evaluated, saved or tracked."""
+    train = replace(config.train, eval_strategy="no", save_strategy="no", load_best_model_at_end=False)
+    return replace(config, train=replace(train, extra={**train.extra, "report_to": "none"}))
+
+
+def _short(plan: Plan) -> Plan:
+    return replace(plan, steps=STEPS, steps_per_epoch=STEPS, warmup_steps=0)
+
+
+def _measure(outcome: Outcome, plan: Plan, run: RunFolder) -> list[Probed]:
+    """Returns what each rank wrote; after a shortage of memory the rank that ran short is marked, and all others with it."""
+    if outcome.code == 0:
+        return [Probed(**read_json(run.logs / f"probe-rank{rank.rank}.json")) for rank in plan.ranks]
+    if outcome.code in (130, 143):
+        raise SystemExit(outcome.code)
+    if outcome.cause != OUT_OF_MEMORY:
+        raise HardwareError(f"the probe failed: {outcome.message}", hint="SOURCE=trace plans without one")
+    print("probe: memory ran out; trying less", file=sys.stderr)
+    return [
+        Probed(
+            rank=rank.rank, micro_batch=rank.micro_batch, allocated_bytes=0, reserved_bytes=0, device_bytes=0, seconds_per_step=0.0,
+            failed=outcome.rank is None or rank.rank == outcome.rank or rank.micro_batch >= plan.ranks[outcome.rank].micro_batch,
+        )
+        for rank in plan.ranks
+    ]  # fmt: skip
+
+
+def prepare(run: RunFolder, *words: str) -> None:
+    """Resolves the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours.
+
+    Where another machine has done so for this one, what it brought is taken.
+    """
+    if not words and (prepared := delivered(run)):
+        prepared.save(run.prepared)
+        return
+    run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *words])
+
+
+def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
+    """Runs probes of this job in a folder inside the run's, until its plan is one that was probed."""
+    folder = RunFolder(run.path / "probe")
+    folder.path.mkdir(exist_ok=True)
+    prepared.save(folder.prepared)
+    silent = replace(job, loaded=replace(job.loaded, config=quiet(job.loaded.config)))
+
+    def attempt(plan: Plan) -> Outcome:
+        write_launch_files(silent, plan, folder)
+        environment = worker_environment(
+            plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads, devices=job.hardware.devices
+        )
+        arguments = worker_arguments(folder, job.node, module="sft_play.probe")
+        with Path(os.devnull).open("wb") as nowhere:
+            return supervise(arguments, environment.variables, folder, job.ranks_here(plan), console=nowhere.fileno())
+
+    config = job.loaded.config
+    probe_until_settled(
+        lambda: job.plan(prepared), lambda plan: memory_of(config, prepared).probe_path(plan), attempt, folder
+    )  # fmt: skip

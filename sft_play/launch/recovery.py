@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config
-from sft_play.launch.deepspeed_json import BATCH_KEYS
+from sft_play.launch.deepspeed import BATCH_KEYS
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome

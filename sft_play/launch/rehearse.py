@@ -1,4 +1,4 @@
-"""`make plan`: everything about a run before it, for this machine or for a described one. Starts nothing, writes nothing."""
+"""`make plan`, and the plan of a run that a scheduler starts elsewhere. Starts nothing, writes nothing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import json
 import shlex
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
-from sft_play.launch.deepspeed_resolve import checked_plan
+from sft_play.launch.deepspeed import checked_plan
+from sft_play.launch.job import job_of, refuse_early
 from sft_play.launch.options import CommandStrategy, LaunchOptions, read_options
+from sft_play.launch.preparation import prepare, probe
 from sft_play.launch.run_folder import ended_by_signals, find_run
 from sft_play.plan.command import hardware_of, needs_several, plan_for
 from sft_play.plan.fit import DoesNotFitError
@@ -59,7 +61,10 @@ def _rehearse(call: Call) -> int:
     if source == "probe":
         _probe(call, loaded, replace(options, request=request), hardware)
     plan = checked_plan(
-        options, loaded.config, shape_of(loaded.config.model), lambda: plan_for(loaded, hardware, request, prepared, source)
+        options.deepspeed,
+        loaded.config,
+        shape_of(loaded.config.model),
+        lambda: plan_for(loaded, hardware, request, prepared, source),
     )
     plan = with_cost(plan, hardware, price)
     rows = scale_table(
@@ -82,9 +87,6 @@ def _rehearse(call: Call) -> int:
 
 def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> None:
     """Prepares model and data, and probes the plan on this machine; what is measured stays in the cache. Raises `UserError`."""
-    from sft_play.launch import commands
-    from sft_play.launch.job import job_of, refuse_early
-
     if hardware.described or options.request.num_nodes > 1:
         raise UserError(
             "`SOURCE=probe` measures on this machine, and the plan is for other hardware",
@@ -96,8 +98,8 @@ def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: H
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="probe-", dir=cache_folder()) as folder:
         run = RunFolder(Path(folder) / "run")
         save_config(loaded, run.config)
-        commands.prepare(run)
-        commands.probe(job, run, Prepared.load(run.prepared))
+        prepare(run)
+        probe(job, run, Prepared.load(run.prepared))
 
 
 def _as_the_run_was(call: Call, request: LaunchRequest, hardware: Hardware) -> LaunchRequest:
@@ -149,3 +151,42 @@ def _command(call: Call, plan: Plan, loaded: LoadedConfig, launch: LaunchOptions
     if launch.accelerate_config and "ACCELERATE_CONFIG" not in call.options:
         options.append(f"ACCELERATE_CONFIG={launch.accelerate_config}")
     return shlex.join(["make", target, *options, *(o.origin.removeprefix("make ") for o in call.overrides)])
+
+
+TARGETS = {"single": "train", "ddp": "train-distributed", "fsdp2": "train-fsdp"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ahead:
+    """What is known before the machines are there."""
+
+    loaded: LoadedConfig
+    options: LaunchOptions
+    hardware: Hardware
+    plan: Plan
+
+    @property
+    def processes(self) -> int:
+        """Ranks on each node."""
+        return self.plan.world_size // self.plan.num_nodes
+
+    @property
+    def target(self) -> str:
+        """The command that trains by this plan, such as `train-distributed`."""
+        return TARGETS.get(self.plan.strategy, "train-deepspeed")
+
+
+def planned_ahead(call: Call) -> Ahead:
+    """Returns the configuration and the plan of a call, for `HARDWARE` or else hardware like this machine's. Raises `UserError`."""
+    loaded = call.load_config()
+    hardware = hardware_of(call)
+    options, loaded = read_options(call, loaded, "auto", rehearsal=True)
+    request = options.request
+    if hardware.nodes > 1 and request.num_nodes == 1 and "NUM_NODES" not in call.options:
+        request = replace(request, num_nodes=hardware.nodes)
+    if request.command_strategy == "auto" and not needs_several(loaded, hardware, request):
+        request = replace(request, command_strategy="single")
+    plan = checked_plan(
+        options.deepspeed, loaded.config, shape_of(loaded.config.model), lambda: plan_for(loaded, hardware, request)
+    )
+    return Ahead(loaded=loaded, options=replace(options, request=request), hardware=hardware, plan=plan)

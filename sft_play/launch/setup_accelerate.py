@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
-from sft_play.config.yaml_source import read_plain_yaml
+from sft_play.config.yaml_source import dump_yaml, read_plain_yaml
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import write_text
 from sft_play.launch.environment import Node
-from sft_play.launch.render import accelerate_settings, to_yaml
+from sft_play.launch.settings import accelerate_settings
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import Precision, Strategy
@@ -21,7 +21,7 @@ from sft_play.plan.plan import Precision, Strategy
 DEFAULT_OUT = "accelerate_configs/local.yaml"
 STRATEGIES: tuple[Strategy, ...] = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 PRECISIONS: dict[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
-HEADER = "# Written by `make setup-accelerate`; used by runs with ACCELERATE_CONFIG=<this file>."
+HEADER = "# Written by `make setup-accelerate`; used by runs with ACCELERATE_CONFIG=<this file>.\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ def main(call: Call) -> int:
     require_replaceable(path)
     choices = choose(call, detect())
     content = settings(choices)
-    write_text(path, to_yaml(content, HEADER))
+    write_text(path, HEADER + dump_yaml(content))
     if call.json:
         print(json.dumps({"path": str(path), "settings": content, "reasons": list(choices.reasons)}, indent=2))
         return 0

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.files import write_text
-from sft_play.launch.disk import folder_gone, is_full, is_gone, is_read_only
-from sft_play.launch.run_folder import exit_records, record_event, stop_code
+from sft_play.launch.run_folder import exit_records, folder_gone, is_full, is_gone, is_read_only, record_event, stop_code
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
 

@@ -236,7 +236,7 @@ def trained_bytes(config: Config, setup: Setup) -> int:
 
 
 def gradient_bytes(config: Config, setup: Setup) -> int:
-    """Returns the bytes of a trained weight's gradient as ranks reduce it and micro-steps add it up (`launch/deepspeed_json.py`)."""
+    """Returns the bytes of a trained weight's gradient as ranks reduce it and micro-steps add it up (`launch/deepspeed.py`)."""
     return 4 if setup.zero and setup.precision == "bf16" else trained_bytes(config, setup)
 
 

@@ -24,8 +24,8 @@ from types import FrameType
 
 from sft_play.errors import HardwareError, RetryableError, UserError
 from sft_play.launch import tries
-from sft_play.launch.accelerate_config import NO_FILE
 from sft_play.launch.run_folder import ended_by_signals
+from sft_play.launch.settings import NO_FILE
 
 TRAINING = frozenset({
     "quickstart", "train", "train-tb", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb", "train-fsdp",

@@ -14,9 +14,9 @@ from sft_play.config.load import saved_form
 from sft_play.config.yaml_write import dump_documents
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import typed_path, write_text
-from sft_play.launch.ahead import planned_ahead
 from sft_play.launch.key import VARIABLE as KEY
 from sft_play.launch.options import LaunchOptions
+from sft_play.launch.rehearse import planned_ahead
 from sft_play.plan.catalogue import find_card
 from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.plan import Plan

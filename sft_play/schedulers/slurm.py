@@ -18,10 +18,10 @@ from sft_play.config.load import save_config
 from sft_play.config.names import mask
 from sft_play.errors import HUB_LOGIN, HardwareError, UserError
 from sft_play.files import typed_path, write_json, write_text
-from sft_play.launch.accelerate_config import NO_DEFAULT_FILE
-from sft_play.launch.ahead import Ahead, planned_ahead
+from sft_play.launch.rehearse import Ahead, planned_ahead
+from sft_play.launch.resume import OF_REPLICAS
 from sft_play.launch.run_folder import choose_name, first_launch, has_started
-from sft_play.launch.same_command import OF_REPLICAS
+from sft_play.launch.settings import NO_DEFAULT_FILE
 from sft_play.plan.batch import count
 from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.show import misfit_json, show_misfit, show_plan

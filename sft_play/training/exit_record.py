@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.files import write_json
-from sft_play.launch.disk import is_full, is_gone
+from sft_play.launch.run_folder import is_full, is_gone
 from sft_play.runs.folder import RunFolder
 
 RESERVED_BYTES = 64 * 2**10

@@ -220,7 +220,7 @@ def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) 
 def _prepare(loaded: LoadedConfig, *words: str) -> Prepared:
     """Returns what preparation finds for a configuration, from the cache's index (no torch) or by a process of its own."""
     from sft_play.config.load import save_config
-    from sft_play.launch.commands import prepare
+    from sft_play.launch.preparation import prepare
     from sft_play.launch.run_folder import ended_by_signals
     from sft_play.runs.prepared_index import lookup
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.launch.accelerate_config import STRATEGIES, read_accelerate_config
-from sft_play.launch.deepspeed_json import read_user_json
-from sft_play.launch.render import KEPT, kept_files
+from scripts.render_launch_files import KEPT, kept_files
+from sft_play.launch.deepspeed import read_user_json
+from sft_play.launch.settings import STRATEGIES, read_accelerate_config
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ for file in sorted(Path("accelerate_configs").glob("*.yaml")):
         result[file.stem] = [config.distributed_type.value, config.num_processes, config.mixed_precision, version]
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
-from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
+from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings
 for stage in (1, 2, 3):
     settings = deepspeed_settings(stage=stage, device="cpu", precision="fp32", clipping=1.0, hidden_size=64,
                                   batch=BatchNumbers(micro_batch=2, accumulation=4, world_size=1), offload=stage == 3)

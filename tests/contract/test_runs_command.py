@@ -16,8 +16,7 @@ import pytest
 
 from sft_play.files import append_json_line, write_json
 from sft_play.launch.run_folder import record_event
-from sft_play.launch.run_list import age
-from sft_play.launch.running import holders
+from sft_play.launch.runs import age, holders
 from sft_play.runs.folder import RunFolder
 from tests.conftest import ROOT, Program
 

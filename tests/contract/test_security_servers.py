@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from sft_play.access import CHAT, TOKEN_VARIABLE, Checked, Guard, Message, address_of, is_loopback, serve_token
 from sft_play.errors import UserError
-from sft_play.launch.access import CHAT, TOKEN_VARIABLE, Checked, Guard, Message, address_of, is_loopback, serve_token
 from tests.conftest import Program
 
 TOKEN = "a-token-of-26-letters-here"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.launch.accelerate_config import read_accelerate_config
+from sft_play.launch.settings import read_accelerate_config
 
 ROOT = Path(__file__).parents[2]
 

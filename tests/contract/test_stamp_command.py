@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from sft_play.launch.audit import direct_dependencies, environment, read_answer, read_pins, unpinned
-from sft_play.launch.stamps import parts_of, run_again
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import RULES, Stamp, compare, refuse
+from sft_play.stamps import parts_of, run_again
 from tests.conftest import Done, Program, call_program, run_program
 from tests.conftest import environment as variables
 from tests.documents import ROOT

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 import deepspeed
-from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
+from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings
 from sft_play.runs.folder import RunFolder
 from sft_play.training.states import collect, restore
 from sft_play.training.trainer import SftTrainer

@@ -65,7 +65,7 @@ def under_deepspeed(stage: int) -> Tensor:
     from deepspeed.utils import safe_get_full_grad
 
     import deepspeed
-    from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings
+    from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings
 
     batch = BatchNumbers(micro_batch=3, accumulation=MICRO_STEPS, world_size=2)
     settings = deepspeed_settings(stage=stage, device="cpu", precision="bf16", batch=batch, clipping=0.0, hidden_size=48)

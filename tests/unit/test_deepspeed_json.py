@@ -11,9 +11,7 @@ import pytest
 
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.errors import UserError
-from sft_play.launch.deepspeed_json import BatchNumbers, deepspeed_settings, known_keys, read_user_json
-from sft_play.launch.deepspeed_resolve import resolve
-from sft_play.launch.json_with_comments import read_document
+from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings, known_keys, read_document, read_user_json, resolve
 from sft_play.plan.plan import Plan, RankPlan
 
 CONFIG = Config(model=ModelConfig(name="tiny"))

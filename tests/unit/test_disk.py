@@ -11,8 +11,7 @@ import pytest
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.errors import HardwareError
 from sft_play.files import write_json
-from sft_play.launch.disk import SPARE_BYTES, disk_refusals_told, needed_bytes, require_disk_space
-from sft_play.launch.run_folder import record_event
+from sft_play.launch.run_folder import SPARE_BYTES, disk_refusals_told, needed_bytes, record_event, require_disk_space
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.runs.folder import RunFolder
 from tests.documents import on_page

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import UserError
-from sft_play.launch.accelerate_config import AccelerateChoices, read_accelerate_config
+from sft_play.launch.settings import AccelerateChoices, read_accelerate_config
 
 BASE = """\
 compute_environment: LOCAL_MACHINE

@@ -18,9 +18,9 @@ from sft_play.launch.commands import finish
 from sft_play.launch.environment import Node, worker_environment
 from sft_play.launch.local import show_launch, worker_arguments
 from sft_play.launch.network import free_port, interface_of, port_is_free, require_free_port
-from sft_play.launch.render import accelerate_settings, to_yaml
 from sft_play.launch.run_folder import choose_name, find_run, held, record_event, reserved
-from sft_play.launch.running import holders
+from sft_play.launch.runs import holders
+from sft_play.launch.settings import accelerate_settings
 from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_deepspeed_json import make_plan
@@ -167,13 +167,6 @@ def test_nodes_share_one_file_and_differ_in_the_command() -> None:
     assert "mixed_precision" not in settings
     arguments = worker_arguments(RunFolder(Path("runs/x")), node)
     assert arguments[arguments.index("--machine_rank") + 1] == "1"
-
-
-def test_yaml_quotes_what_yaml_would_misread() -> None:
-    assert (
-        to_yaml({"mixed_precision": "no", "a": {"b": True, "c": 1}}, "# h")
-        == '# h\nmixed_precision: "no"\na:\n  b: true\n  c: 1\n'
-    )
 
 
 def test_recomputation_on_a_cpu_maps_tensors_one_by_one() -> None:

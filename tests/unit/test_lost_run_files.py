@@ -13,6 +13,7 @@ from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import append_json_line
 from sft_play.launch.options import LaunchOptions, read_options
+from sft_play.launch.resume import as_resume, existing_run
 from sft_play.launch.run_folder import (
     NEEDED,
     find_run,
@@ -23,7 +24,6 @@ from sft_play.launch.run_folder import (
     record_event,
     reserved,
 )  # fmt: skip
-from sft_play.launch.same_command import as_resume, existing_run
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
 from tests.unit.test_same_command import begun, config

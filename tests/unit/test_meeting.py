@@ -35,7 +35,7 @@ from sft_play.launch.meeting import Given, Meeting
 from sft_play.launch.meeting_guest import Guest
 from sft_play.launch.meeting_host import Host
 from sft_play.launch.network import free_port, port_is_free
-from sft_play.launch.render import accelerate_yaml
+from sft_play.launch.settings import accelerate_yaml
 from sft_play.launch.wire import HEAD, LARGEST_BYTES, MAGIC, GoneError, Line, StrangerError, pack, unpack
 from sft_play.plan.hardware import Device
 from sft_play.runs.folder import RunFolder

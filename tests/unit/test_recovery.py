@@ -18,7 +18,7 @@ import pytest
 
 from sft_play.config.schema import Config, DataConfig, EvalConfig, LaunchConfig, ModelConfig, TrainConfig
 from sft_play.launch import recovery
-from sft_play.launch.deepspeed_json import read_user_json
+from sft_play.launch.deepspeed import read_user_json
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.recovery import Refusal
 from sft_play.launch.run_folder import record_event

@@ -13,9 +13,8 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, load_config, read_config, save_config
 from sft_play.errors import UserError
 from sft_play.launch.options import read_options
-from sft_play.launch.resume import launch_facts, options_of_run, with_its_batch
+from sft_play.launch.resume import as_resume, changes, launch_facts, options_of_run, with_its_batch
 from sft_play.launch.run_folder import record_event
-from sft_play.launch.same_command import as_resume, changes
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from tests.plans import simple_plan

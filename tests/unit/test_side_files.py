@@ -12,7 +12,7 @@ import pytest
 
 from sft_play.files import append_json_line, read_json_lines, remove_half_written
 from sft_play.launch.run_folder import has_started, read_events
-from sft_play.launch.run_list import row_of
+from sft_play.launch.runs import row_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.space import side_file
 from sft_play.training.metrics import rows_until, saving_totals

@@ -19,9 +19,8 @@ import pytest
 from sft_play.config.load import LoadedConfig, load_config, read_config, save_config
 from sft_play.errors import UserError
 from sft_play.launch.node import Stop
-from sft_play.launch.resume import is_longer, refuse_fewer_steps, steps_asked
+from sft_play.launch.resume import as_long, changes, is_longer, refuse_fewer_steps, steps_asked
 from sft_play.launch.run_folder import read_events, stop_code
-from sft_play.launch.same_command import as_long, changes
 from sft_play.launch.verdict import describe_stop, stop_facts, stop_of, stop_recorded
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal

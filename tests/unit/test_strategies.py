@@ -14,7 +14,7 @@ from sft_play.config.load import load_config
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import HardwareError
 from sft_play.files import read_json
-from sft_play.launch.commands import write_launch_files
+from sft_play.launch.attempt import write_launch_files
 from sft_play.launch.environment import Node, worker_environment
 from sft_play.launch.job import Job
 from sft_play.launch.options import LaunchOptions

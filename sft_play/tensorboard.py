@@ -1,4 +1,4 @@
-"""TensorBoard on 127.0.0.1, started once, found again by a pid file, and ended by its own id only."""
+"""TensorBoard on 127.0.0.1, started once, found again by a pid file, and ended by its own id only; and trainings with one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
 
+from sft_play.access import address_of, is_loopback
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json, write_json
-from sft_play.launch.access import address_of, is_loopback
+from sft_play.launch import commands
 from sft_play.launch.network import port_is_free
 from sft_play.launch.run_folder import find_run
 from sft_play.runs.folder import runs_folder
@@ -61,6 +63,33 @@ class Server:
 def pid_file() -> Path:
     """Where the server is remembered."""
     return runs_folder() / ".tensorboard.json"
+
+
+def train_tb(call: Call) -> int:
+    """`train` with TensorBoard."""
+    return _with_tensorboard(call, commands.train)
+
+
+def train_distributed_tb(call: Call) -> int:
+    """`train_distributed` with TensorBoard."""
+    return _with_tensorboard(call, commands.train_distributed)
+
+
+def train_deepspeed_tb(call: Call) -> int:
+    """`train_deepspeed` with TensorBoard."""
+    return _with_tensorboard(call, commands.train_deepspeed)
+
+
+def _with_tensorboard(call: Call, command: Callable[[Call], int]) -> int:
+    """Opens TensorBoard before the training and leaves it running, so that the curves stay to be read."""
+    if "RUN" not in call.options:
+        call.load_config()  # a mistake in it is reported before anything is started
+    code = start(replace(call, options={k: v for k, v in call.options.items() if k == "TENSORBOARD_PORT"}, json=False))
+    if code:
+        return code
+    code = command(call)
+    print("TensorBoard goes on; `make tensorboard-stop` ends it", file=sys.stderr)
+    return code
 
 
 def start(call: Call) -> int:

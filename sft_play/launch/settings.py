@@ -1,4 +1,4 @@
-"""Reads a config file of `accelerate config` or `make setup-accelerate`: every key is used, agrees with us, or is refused."""
+"""Accelerate's config file: a user's own read strictly, and a run's own written."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.yaml_source import Node, read_plain_yaml, read_yaml
+from sft_play.config import yaml_source
+from sft_play.config.yaml_source import dump_yaml, read_plain_yaml, read_yaml
 from sft_play.errors import UserError, raise_all
-from sft_play.launch.deepspeed_json import UserDeepSpeed, examine_user_json
-from sft_play.launch.json_with_comments import JsonDocument
+from sft_play.launch.deepspeed import JsonDocument, UserDeepSpeed, examine_user_json
+from sft_play.launch.environment import Node
+from sft_play.plan.plan import Plan, Precision, Strategy
 
 NoneType = type(None)
 NO_FILE = "none"
@@ -138,7 +140,7 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
 Refuse = Callable[..., None]
 
 
-def _place(path: Path, source: Node, key: str) -> str:
+def _place(path: Path, source: yaml_source.Node, key: str) -> str:
     """Returns `file:line` of a dotted key, or of the section around it, or the file."""
     line: int | None = None
     node = source
@@ -271,3 +273,70 @@ def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str],
         elif value not in FSDP_AGREE[name][0]:
             refuse(f"`fsdp_config.{key}` is `{value}`: {FSDP_AGREE[name][1]}")
     return passed
+
+
+DISTRIBUTED_TYPE: Mapping[Strategy, str] = {
+    "single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED",
+}  # fmt: skip
+MIXED_PRECISION: Mapping[Precision, str] = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+
+def accelerate_settings(
+    *, strategy: Strategy, device: str, precision: Precision, processes: int, node: Node, deepspeed_file: Path | None
+) -> dict[str, Any]:
+    """Returns the content of an accelerate config file for `processes` in all over `node.count` machines.
+
+    `MULTI_GPU` on a CPU is no slip: with `MULTI_CPU` or `use_cpu` accelerate starts one process; the workers' environment
+    says what the device is.
+    """
+    settings: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": DISTRIBUTED_TYPE[strategy],
+        "num_machines": node.count,
+        "num_processes": processes,
+        "machine_rank": node.rank if node.count == 1 else 0,
+        "use_cpu": device == "cpu" and strategy == "single",
+        "main_training_function": "main",
+        "debug": False,
+    }
+    if node.count > 1:
+        settings |= {"main_process_ip": node.master_address, "rdzv_backend": "static", "same_network": True}
+    if processes > 1 and node.master_port:
+        settings["main_process_port"] = node.master_port
+    if strategy.startswith("zero"):
+        assert deepspeed_file is not None, "ZeRO needs a DeepSpeed file"
+        # Precision, stage and offload stand in that file; accelerate refuses them in both. Its own default launcher is pdsh.
+        settings["deepspeed_config"] = {
+            "deepspeed_config_file": str(deepspeed_file),
+            "deepspeed_multinode_launcher": "standard",
+            "zero3_init_flag": strategy == "zero3",
+        }
+        return settings
+    settings["mixed_precision"] = MIXED_PRECISION[precision]
+    if strategy == "fsdp2":
+        settings["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_offload_params": False,
+            # Recomputation is the trainer's own, one switch for every strategy.
+            "fsdp_activation_checkpointing": False,
+        }
+    return settings
+
+
+def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp: Mapping[str, Any]) -> str:
+    """Returns the text of a run's `accelerate.yaml`; `fsdp` holds what a user's own accelerate config says differently."""
+    settings = accelerate_settings(
+        strategy=plan.strategy,
+        device=plan.device,
+        precision=plan.precision,
+        processes=plan.world_size,
+        node=node,
+        deepspeed_file=deepspeed_file,
+    )
+    if plan.strategy == "fsdp2":
+        settings["fsdp_config"] |= fsdp
+    return "# Rendered by SFT-Play for this run; `accelerate launch --config_file` reads it.\n" + dump_yaml(settings)
