@@ -121,7 +121,7 @@ COMMANDS: dict[str, Command] = {
         RUN | {"MODEL", "HOST", "PORT", "CHECKPOINT"},
     ),
     "cluster-check": Command(
-        "sft_play.cluster.check:main",
+        "sft_play.cluster.preflight:main",
         "whether all machines of CLUSTER are ready for CONFIG: reachable, alike, connected; BENCH=1 trains some steps on each",
         COMMON | {"CLUSTER", "RUN", "MASTER_PORT", "BENCH"},
     ),

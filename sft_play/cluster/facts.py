@@ -14,7 +14,6 @@ from threading import Event, Thread
 from typing import Any
 
 from sft_play.cluster.agent import ask
-from sft_play.cluster.finding import optional_hints
 from sft_play.cluster.ssh import is_here
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.names import mask
@@ -206,6 +205,17 @@ def versions_hint(own: Facts, other: Facts, host: Host, install: str) -> str:
     """Returns how a host gets this machine's versions; `install` says what brings the pinned ones."""
     hints = [] if only_optional_apart(own, other) else [install]
     return "; ".join([*hints, *optional_hints(host, other.versions, own.versions, "here")])
+
+
+def optional_hints(host: Host, theirs: Mapping[str, str], own: Mapping[str, str], where: str) -> list[str]:
+    """Returns how a host gets the same packages as `where` has (`own`), of those that no installation of ours brings."""
+    hints = []
+    for name in OPTIONAL:
+        version, other = own.get(name), theirs.get(name)
+        if version != other:
+            words = f"install {name}=={version}, or uninstall" if version else f"uninstall {name}, or install"
+            hints.append(f"on `{host.name}`, in `{host.folder}`: {host.python} -m pip {words} it {where}")
+    return hints
 
 
 def _names_apart(own: Facts, other: Facts) -> list[str]:

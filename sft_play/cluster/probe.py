@@ -1,13 +1,14 @@
-"""What a machine says about itself. The texts of this module and of `probe_network` are sent over SSH to a host's own Python, stored nowhere.
+"""What a machine says about itself and its network. The text of this file is sent over SSH to a host's own Python and stored nowhere.
 
-It reads a request a line from stdin, `{"call": "clock", ...}`, and answers each by a line, `{"ok": ...}` or `{"error": "..."}`. It uses the
-standard library, and of the host's packages what is there; it writes no file, and ends when its input does, or after `LONGEST_SECONDS`. Its
-working folder is the project's.
+Each line of stdin is a request, `{"call": "clock", ...}`; each is answered by a line: what the function of that name returns, or `{"error": "..."}`.
+It needs the standard library only, also that of Python 3.8, and uses what the host's environment has: torch, psutil. It writes no file, and ends
+with its input, at the latest after `LONGEST_SECONDS`. Its working folder is the project's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import importlib
 import json
@@ -15,7 +16,9 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -23,51 +26,62 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sft_play.cluster.probe_network import (
-    PIECE,
-    all_reduce,
-    close,
-    command_of,
-    listen,
-    own_addresses,
-    reach,
-    reach_all,
-    read_text,
-    route,
-)
-
 MARK = "sft-play probe"
 """First line of the answers: what a login shell prints comes before it."""
 LONGEST_SECONDS = 120
+PIECE = 1 << 20
+PINGS = 30
+PING_SECONDS = 0.3
+"""After which fewer round trips do."""
+FIRST_BYTES = 1 << 16
+"""Sent first to see how fast a line is: half a second at 1 Mbit/s."""
+ENOUGH_SECONDS, WAY_SECONDS = 0.25, 1.5
+"""A transfer that takes so long says how fast a line is; after that time no longer one is tried."""
+GET_ADDRESS, GET_MTU = 0x8915, 0x8921
+"""Linux's `ioctl` numbers for an interface, SIOCGIFADDR and SIOCGIFMTU."""
+listeners: list[socket.socket] = []
 
 
 # ---- The machine
 
 
-def clock() -> float:
-    """Seconds since 1970, by this machine's clock."""
-    return time.time()
+def clock() -> dict[str, float]:
+    """Returns the seconds since 1970, by this machine's clock."""
+    return {"now": time.time()}
 
 
-def facts(towards: str) -> dict[str, Any]:
-    """Returns what needs no package: system, disks, limits, names, the interface on the route to `towards`."""
+def facts(towards: str, ports: list[int], code: list[str], data: list[str], prepared: list[str]) -> dict[str, Any]:
+    """Returns what needs no package: system, disks, limits, interfaces and the route to `towards`, versions of packages.
+
+    With the sha256 of the files of `code`, the sizes of those of `data` (bytes), the fingerprints of `prepared` splits; `None` for what is not here.
+    Listens at `ports` from then on.
+    """
     cache, runs = _folders()
+
+    def fingerprint(name: str) -> str:
+        return str(json.loads((Path(cache) / "data" / name / "manifest.json").read_text())["split"]["fingerprint"])
+
     places = {"folder": str(Path.cwd()), "cache": cache, "runs": runs, "shm": "/dev/shm"}
+    links = _interfaces()
+    own = sorted(link["address"] for link in links.values() if link["address"] not in (None, "127.0.0.1"))
     return {
         "host_name": socket.gethostname(),
-        "machine": _boot() + " " + ",".join(sorted(own_addresses())),
+        "machine": f"{_text('/proc/sys/kernel/random/boot_id')} {','.join(own)}",
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": len(os.sched_getaffinity(0)),
         "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "disks": {name: _disk(place) for name, place in places.items()},
-        "nofile": list(resource.getrlimit(resource.RLIMIT_NOFILE)),
-        "names_itself": _resolved(socket.gethostname()),
-        "ports": read_text("/proc/sys/net/ipv4/ip_local_port_range").split(),
+        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "names_itself": sorted({str(entry[4][0]) for entry in _known(socket.getaddrinfo, socket.gethostname(), None) or ()}),
         "rsync": shutil.which("rsync") is not None,
-        "route": route(towards),
-        "interfaces": [name for _, name in socket.if_nameindex()],
+        "interfaces": links,
+        "route": _route(towards, links),
         "packages": _packages(),
+        "listens": [_listen(port) for port in ports],
+        "code": {path: _known(lambda path: hashlib.sha256(Path(path).read_bytes()).hexdigest(), path) for path in code},
+        "data": {path: _known(lambda path: Path(path).expanduser().stat().st_size, path) for path in data},
+        "prepared": {name: _known(fingerprint, name) for name in prepared},
     }
 
 
@@ -95,171 +109,261 @@ def _disk(place: str) -> dict[str, Any] | None:
 def _packages() -> dict[str, str]:
     """Returns distribution -> version, by the names of the folders that pip leaves; of two on the path, the first is imported."""
     found: dict[str, str] = {}
-    for entry in sys.path:
-        with contextlib.suppress(OSError):
-            for path in sorted(Path(entry).glob("*.dist-info")):
-                name, _, version = path.stem.rpartition("-")
-                found.setdefault(name.lower().replace("_", "-"), version)
+    for path in (path for entry in sys.path for path in sorted(Path(entry).glob("*.dist-info"))):
+        name, _, version = path.stem.rpartition("-")
+        found.setdefault(name.lower().replace("_", "-"), version)
     return found
 
 
-def _boot() -> str:
-    return read_text("/proc/sys/kernel/random/boot_id").strip()
+def _known(call: Any, *arguments: Any) -> Any:
+    """Returns what `call` returns, `None` where that cannot be found out."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return call(*arguments)
+    return None
 
 
-def _resolved(name: str) -> list[str]:
-    with contextlib.suppress(OSError):
-        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
-    return []
+def _text(path: str) -> str:
+    return (_known(Path(path).read_text) or "").replace("\0", " ").strip()
+
+
+def _process(pid: Any) -> str:
+    """Returns a process as `python train.py (process 12)`."""
+    words = _text(f"/proc/{pid}/cmdline") or _text(f"/proc/{pid}/comm") or "a process"
+    return f"{words[:80]} (process {pid})"
 
 
 # ---- Packages and GPUs
 
 
 def software() -> dict[str, Any]:
-    """Returns what torch says of itself, and the GPUs; importing torch takes seconds."""
+    """Returns what torch says of itself, and the GPUs; importing torch takes seconds. Listens no longer."""
+    while listeners:
+        server = listeners.pop()
+        _known(server.shutdown, socket.SHUT_RDWR)  # wakes the thread in accept
+        server.close()
     found: dict[str, Any] = {"torch": None, "cuda": None, "nccl": None, "usable_gpus": 0, "architectures": [], "error": None}
     try:
         torch = importlib.import_module("torch")
-        cuda = torch.version.cuda
-        found.update(
-            torch=torch.__version__, cuda=cuda, usable_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0
-        )
-        if cuda:
-            flags = getattr(
-                torch._C, "_cuda_getArchFlags", str
-            )()  # torch.cuda.get_arch_list() says nothing where no GPU can be used
-            found["architectures"] = (flags or "").split()
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        found.update(torch=torch.__version__, cuda=torch.version.cuda, usable_gpus=usable)
+        if torch.version.cuda:
+            flags = getattr(torch._C, "_cuda_getArchFlags", str)  # get_arch_list() says nothing where no GPU can be used
+            found.update(architectures=(flags() or "").split(), nccl=".".join(map(str, torch.cuda.nccl.version())))
     except Exception as error:  # noqa: BLE001 - whatever a broken package raises is what we report
         found["error"] = f"{type(error).__name__}: {error}"
-    return {**found, **_gpus()}
+    return {**found, "driver": None, "gpus": [], "hidden": os.environ.get("CUDA_VISIBLE_DEVICES"), **_gpus()}
 
 
 def _gpus() -> dict[str, Any]:
-    """Returns the driver and every GPU with its memory in bytes, by the driver's own library."""
-    try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception:  # noqa: BLE001 - no package, no driver, or a driver that was replaced under a running kernel
-        return _gpus_of_driver()
-    gpus = []
-    for k in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(k)
-        memory, users = nvml.nvmlDeviceGetMemoryInfo(handle), []
-        with contextlib.suppress(Exception):
-            users = [one.pid for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
-        gpus.append({
-            "name": _text(nvml.nvmlDeviceGetName(handle)), "total_bytes": memory.total, "free_bytes": memory.free,
-            "capability": list(nvml.nvmlDeviceGetCudaComputeCapability(handle)), "held_by": [command_of(str(pid)) for pid in users],
-        })  # fmt: skip
-    return {"driver": _text(nvml.nvmlSystemGetDriverVersion()), "gpus": gpus, "hidden": os.environ.get("CUDA_VISIBLE_DEVICES")}
-
-
-def _gpus_of_driver() -> dict[str, Any]:
-    """Returns the same by the driver's program, for a Python without its library; megabytes there are 2**20 bytes."""
-    found: dict[str, Any] = {"driver": None, "gpus": [], "hidden": os.environ.get("CUDA_VISIBLE_DEVICES")}
-    words = ["nvidia-smi", "--query-gpu=driver_version,memory.total,memory.free,name", "--format=csv,noheader,nounits"]
+    """Returns the driver and every GPU with its memory in bytes, by the driver's program, which needs no package."""
+    fields = "driver_version,memory.total,memory.free,uuid,name"
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        for line in subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines():
-            driver, total, free, name = (word.strip() for word in line.split(",", 3))
-            found["driver"] = driver
-            gpu = {"name": name, "total_bytes": int(total) * PIECE, "free_bytes": int(free) * PIECE}
-            found["gpus"].append({**gpu, "capability": None, "held_by": []})
-    return found
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
-# ---- Files
-
-
-class OutOfTime(Exception):
-    """A file was not read to its end."""
-
-
-def files(paths: list[str], seconds: float) -> dict[str, str | None]:
-    """Returns path (counted from the project's folder) -> sha256 of its bytes, `None` where there is no such file.
-
-    What was not read within `seconds` is left out.
-    """
-    until, found = time.monotonic() + seconds, {}
-    for path in paths:
-        with contextlib.suppress(OutOfTime):
-            found[path] = sha256(Path(path).expanduser(), until)
-    return found
-
-
-def sha256(path: Path, until: float) -> str | None:
-    """Returns the sha256 of a file, `None` where it cannot be read. Raises `OutOfTime` at `until` (monotonic seconds)."""
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as stream:
-            while piece := stream.read(PIECE):
-                if time.monotonic() > until:
-                    raise OutOfTime
-                digest.update(piece)
-    except OSError:
-        return None
-    return digest.hexdigest()
-
-
-def prepared(names: list[str]) -> dict[str, str | None]:
-    """Returns prepared split (`train-0123...`) -> the fingerprint of its rows; `None` where this machine has not got it."""
-    cache, _ = _folders()
-    found: dict[str, str | None] = {}
-    for name in names:
         try:
-            manifest = json.loads((Path(cache) / "data" / name / "manifest.json").read_text())
-            found[name] = str(manifest["split"]["fingerprint"])
-        except (OSError, ValueError, LookupError, TypeError):
-            found[name] = None
+            rows = _nvidia_smi("gpu", fields + ",compute_cap")
+        except subprocess.CalledProcessError:  # drivers before 510 do not know this field
+            rows = [[*row, ""] for row in _nvidia_smi("gpu", fields)]
+        users = _nvidia_smi("compute-apps", "gpu_uuid,pid")
+        gpus = [
+            {
+                "name": name, "total_bytes": int(total) * PIECE, "free_bytes": int(free) * PIECE,
+                "capability": capability or None, "held_by": [_process(pid) for user, pid in users if user == uuid],
+            }
+            for _, total, free, uuid, name, capability in rows
+        ]  # fmt: skip
+        return {"driver": rows[0][0], "gpus": gpus} if rows else {}
+    return {}
+
+
+def _nvidia_smi(what: str, fields: str) -> list[list[str]]:
+    words = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+    return [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
+
+
+# ---- Network
+
+
+def _interfaces() -> dict[str, dict[str, Any]]:
+    """Returns interface -> its IPv4 address (`None` without one) and MTU."""
+    found: dict[str, dict[str, Any]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            found[name] = {"address": None, "mtu": None}
+            asked = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):  # without an address the first raises
+                found[name]["mtu"] = struct.unpack("i", fcntl.ioctl(probe.fileno(), GET_MTU, asked)[16:20])[0]
+                found[name]["address"] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), GET_ADDRESS, asked)[20:24])
     return found
+
+
+def _route(towards: str, links: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns this machine's own address, interface and its MTU on the way to an address; nothing is sent."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))
+        own = probe.getsockname()[0]
+        name = next((name for name, link in links.items() if link["address"] == own), None)
+        return {"address": own, "interface": name, "mtu": links[name]["mtu"] if name else None}
+    return None
+
+
+def _listen(port: int) -> dict[str, Any]:
+    """Opens a listener on every interface; port 0 is any free high one. Returns its port, or who holds the one asked for."""
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind(("", port))
+        server.listen(64)
+    except OSError as error:
+        server.close()
+        return {"port": None, "error": error.strerror, "held_by": _holder(port)}
+    listeners.append(server)
+    threading.Thread(target=_serve, args=(server,), daemon=True).start()
+    return {"port": server.getsockname()[1]}
+
+
+def _holder(port: int) -> str | None:
+    """Returns the process that listens on `port`; `None` where nobody can tell."""
+    with contextlib.suppress(Exception):  # no psutil, or a system that does not let us look
+        for one in importlib.import_module("psutil").net_connections("tcp"):
+            if one.status == "LISTEN" and one.laddr.port == port:
+                return _process(one.pid) if one.pid else "a process of another user"
+    return None
+
+
+def _serve(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # closed
+        while True:
+            connection, _ = server.accept()
+            threading.Thread(target=_answer, args=(connection,), daemon=True).start()
+
+
+def _answer(connection: socket.socket) -> None:
+    """Echoes `p`; of `b` with a length takes so many bytes, then answers."""
+    with connection, contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while kind := connection.recv(1):
+            if kind == b"b":
+                left = struct.unpack("<Q", connection.recv(8, socket.MSG_WAITALL))[0]
+                while left:
+                    left -= len(connection.recv(min(left, PIECE))) or left
+            connection.sendall(kind)
+
+
+def reach(targets: list[tuple[str, int]], megabytes: int, timeout: float) -> dict[str, Any]:
+    """Connects to every listener at once; `ways` has for each what `_way` returns, or `error`."""
+    ways: list[dict[str, Any]] = [{"error": f"no answer within {timeout:g} s"} for _ in targets]
+
+    def try_one(k: int) -> None:
+        try:
+            ways[k] = _way(*targets[k], megabytes=megabytes, timeout=timeout)
+        except OSError as error:
+            ways[k] = {"error": error.strerror or str(error)}
+
+    workers = [threading.Thread(target=try_one, args=(k,), daemon=True) for k in range(len(targets))]
+    for worker in workers:
+        worker.start()
+    until = time.monotonic() + 2 * timeout + (20 if megabytes else 0)
+    for worker in workers:
+        worker.join(max(0.0, until - time.monotonic()))
+    return {"ways": ways}
+
+
+def _way(address: str, port: int, megabytes: int, timeout: float) -> dict[str, Any]:
+    """Returns the median round trip in ms to a listener, the own address that the way begins at and, with `megabytes`, the speed in Mbit/s."""
+    with socket.create_connection((address, port), timeout=timeout) as link:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        trips: list[float] = []
+        while len(trips) < (PINGS if megabytes else 1) and (len(trips) < 3 or sum(trips) <= PING_SECONDS):
+            began = time.perf_counter()
+            link.sendall(b"p")
+            if not link.recv(1):
+                raise ConnectionError("the connection was closed by a machine between the two")
+            trips.append(time.perf_counter() - began)
+        found = {"rtt_ms": sorted(trips)[len(trips) // 2] * 1e3, "own": link.getsockname()[0]}
+        if megabytes:
+            link.settimeout(timeout + 5)
+            found["mbit"] = _speed(link, megabytes * PIECE, found["rtt_ms"] / 1e3)
+        return found
+
+
+def _speed(link: socket.socket, most: int, trip: float) -> float:
+    """Returns Mbit/s of a transfer that is long enough to tell, of at most `most` bytes; `trip` is a round trip's seconds.
+
+    Each is at most four times the one before: what a switch or a shaper takes at once, before its speed is felt, is small beside the last.
+    """
+    count, began = min(FIRST_BYTES, most), time.perf_counter()
+    while True:
+        seconds = _sent(link, count)
+        enough = seconds >= max(ENOUGH_SECONDS, 5 * trip) or time.perf_counter() - began > WAY_SECONDS
+        if enough or count == most:
+            return count * 8 / 1e6 / seconds
+        count = min(most, int(count * min(4.0, max(1.5, 2 * ENOUGH_SECONDS / seconds))))
+
+
+def _sent(link: socket.socket, count: int) -> float:
+    """Sends `count` bytes and returns the seconds until the other side has them all."""
+    piece = os.urandom(min(count, PIECE))  # a tunnel that compresses must not look fast
+    left, began = count, time.perf_counter()
+    link.sendall(b"b" + struct.pack("<Q", count))
+    while left:
+        left -= link.send(piece[: min(left, PIECE)])
+    if not link.recv(1):
+        raise ConnectionError("the connection was closed while it was measured")
+    return time.perf_counter() - began
+
+
+def all_reduce(
+    backend: str, address: str, port: int, rank: int, world: int, interface: str, megabytes: float, timeout: float
+) -> dict[str, float]:
+    """Returns the seconds of one sum over all machines (the best of three), through torch as a training does it."""
+    from datetime import timedelta
+
+    if interface:
+        os.environ.update(
+            GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}"
+        )  # NCCL takes a name without `=` for a prefix
+    torch, group = importlib.import_module("torch"), importlib.import_module("torch.distributed")
+    limit = timedelta(seconds=timeout)
+    group.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world, timeout=limit)
+    values = torch.ones(int(megabytes * PIECE) // 4, device="cuda:0" if backend == "nccl" else "cpu")
+    times = []
+    for _ in range(3):
+        given = values.clone()
+        group.barrier()
+        began = time.perf_counter()
+        group.all_reduce(given)
+        total = float(given[-1])  # waits for a GPU, too
+        times.append(time.perf_counter() - began)
+        if total != world:
+            raise ValueError(f"the sum over {world} machines is {total:g}")
+    group.destroy_process_group()
+    return {"seconds": min(times)}
 
 
 # ---- Requests
 
-
-def in_background(call: Any, arguments: dict[str, Any], timeout: float) -> Any:
-    """Returns what `call` returns; leaves it behind after `timeout` seconds: a collective that hangs cannot be called off."""
-    found: dict[str, Any] = {}
-
-    def run() -> None:
-        try:
-            found["ok"] = call(**arguments)
-        except Exception as error:  # noqa: BLE001 - it is reported
-            found["error"] = error
-
-    worker = threading.Thread(target=run, daemon=True)
-    worker.start()
-    worker.join(timeout)
-    if "error" in found:
-        raise found["error"]
-    if worker.is_alive():
-        raise TimeoutError(f"no end after {timeout:g} s")
-    return found["ok"]
+CALLS: dict[str, Any] = {one.__name__: one for one in (clock, facts, software, reach, all_reduce)}
 
 
-CALLS = {one.__name__: one for one in (clock, facts, software, files, prepared, listen, close, reach, reach_all, all_reduce)}
-
-
-def serve() -> None:
+def main() -> None:
     """Answers requests until the input ends. What libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    end = threading.Timer(LONGEST_SECONDS, os._exit, (1,))
-    end.daemon = True
-    end.start()
+    signal.alarm(LONGEST_SECONDS)  # nobody may end the input of a machine whose cable was pulled
+
+    def answer(name: str, request: dict[str, Any]) -> None:
+        try:
+            found = CALLS[name](**request)
+        except Exception as error:  # noqa: BLE001 - the other side decides what it means
+            found = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(found), file=answers)
+
     print(MARK, file=answers)
     for line in sys.stdin:
         request = json.loads(line)
-        name, limit = request.pop("call"), request.pop("limit", None)
-        try:
-            value = in_background(CALLS[name], request, limit) if limit else CALLS[name](**request)
-            answer = {"ok": value}
-        except Exception as error:  # noqa: BLE001 - the other side decides what it means
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers)
+        threading.Thread(target=answer, args=(request.pop("call"), request), daemon=True).start()
     os._exit(0)  # a thread that hangs in a collective must not keep this process
+
+
+if __name__ == "__main__":
+    main()

@@ -122,7 +122,6 @@ def test_good_machines(net: Lan) -> None:
     ways = {(pair["source"], pair["target"]): pair["mbit"] for pair in checked.json["pairs"]}
     assert len(ways) == 6
     assert all(mbit is not None and 100 < mbit < 1000 for mbit in ways.values()), ways
-    assert checked.json["not_compared"] == {"files": 0, "bytes": 0, "more": False}
     assert checked.json["all_reduce"]["backend"] == "gloo"
     assert checked.json["all_reduce"]["seconds"] > 2 * 2 / 3 * 8 * 2**20 / 125e6  # of 8 MiB over 1 Gb/s
     assert checked.json["seconds"] < 30

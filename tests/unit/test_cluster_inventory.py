@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.cluster.measures import rounds
+from sft_play.cluster.preflight import rounds
 from sft_play.cluster.ssh import arguments, in_folder, is_here, trouble
 from sft_play.config.cluster import Host, inventory_path, read_inventory
 from sft_play.errors import UserError
