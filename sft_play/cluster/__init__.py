@@ -1,7 +1,8 @@
 """Several machines over SSH from one terminal: checked, installed, started, watched, stopped.
 
-`check` asks: a `conversation` with each machine, whose own Python runs the text of `probe` and `probe_network`; `measures` gathers what they say,
-and `findings` and `findings_network` judge it, a `finding` each. `train` acts: `task` is what was asked for, `elastic` chooses the machines that
+`preflight` asks: each machine's own Python runs the text of `probe`, and `findings` judges what they say.
+
+`train` acts: `task` is what was asked for, `elastic` chooses the machines that
 `facts` finds fit, `sync` brings them what they lack (by rsync: `transfer`), and `session` holds one start together, through an `agent` for each
 machine, at whose other end `remote`, `remote_processes` and `remote_launch` run; `board` shows it, and `cause` says what ended it first. `install`
 makes the environments. `status` shows, follows and stops runs, also one in a `phase` before its start. `ssh` makes every command for another

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.cluster import probe
+from sft_play.cluster.bring import code_files, project
 from sft_play.cluster.findings import (
     ADAPTERS,
     GIB,
@@ -37,7 +38,6 @@ from sft_play.cluster.findings import (
     verdict,
 )
 from sft_play.cluster.ssh import CONNECT_SECONDS, WITHOUT, arguments, in_folder, is_here, last_word, no_client, on_all, run_on
-from sft_play.cluster.bring import code_files, project
 from sft_play.config.call import Call
 from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.config.load import LoadedConfig, saved_form
@@ -339,7 +339,8 @@ class Examination:
         usual: dict[str, Pair] = {}
         for pair, answer in zip(ways, answers, strict=True):
             pair.error, pair.interface = answer.get("error"), links.get(answer.get("own"))
-            if usual.setdefault(pair.target, pair) is not pair and pair.interface not in (None, usual[pair.target].interface):
+            first = usual.setdefault(pair.target, pair)
+            if pair.interface and first.interface and pair.interface != first.interface:
                 self.found.others.append(pair)
         self.found.pairs += usual.values()
 

@@ -243,7 +243,8 @@ def node_variables(task: Task, host: Host, facts: Facts) -> dict[str, str]:
     if not is_here(host):
         given |= forwarded() | {"HF_HUB_OFFLINE": "1"}  # everything has been brought; asking the hub would make machines differ
     if host.interface:
-        given |= {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": host.interface}
+        # To NCCL a name without `=` is a prefix: `eth1` would be `eth10` too.
+        given |= {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": f"={host.interface}"}
     if host.gpus == 0:
         given["CUDA_VISIBLE_DEVICES"] = ""
     return given

@@ -345,6 +345,22 @@ def test_slow_link_and_cut_link(net: Lan) -> None:
 
 
 @pytest.mark.long
+def test_a_faster_network_next_to_the_slow_one(net: Lan) -> None:
+    """It is named; with it in the inventory the ways are measured over it, and the sum goes over it."""
+    for k in range(3):
+        net.rate(k, 100)
+    with net.second_network():
+        slow, fast = check(net), check(net, defaults={"interface": "eth1"})
+    for k in range(3):
+        net.rate(k, 1000)
+    for name in ("node1", "node2", "node3"):
+        assert slow.found(name, "warning")["faster-interface"].startswith("`eth1` carries ")
+        assert not {"interface", "faster-interface", "slow-network"} & set(fast.found(name))
+    assert all(pair["mbit"] > 1000 for pair in fast.json["pairs"]), fast.json["pairs"]
+    assert fast.json["all_reduce"]["seconds"] < slow.json["all_reduce"]["seconds"] / 2
+
+
+@pytest.mark.long
 def test_all_pairs_of_a_slow_network_are_measured(net: Lan) -> None:
     """50 Mbit/s, as over WireGuard: 16 MiB between two machines would take 2.7 s a way, and three sums of 8 MiB 5.4 s."""
     for k in range(3):

@@ -1,0 +1,404 @@
+"""What `cluster-check` makes of what machines say: the cases that need cards, drivers or networks which no test machine has."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.cluster import preflight, probe
+from sft_play.cluster.findings import GIB, RULES, Examined, Finding, Pair, Seen, Summed, Wanted, judge, sum_seconds, verdict
+from sft_play.config.cluster import Host, Inventory
+from sft_play.config.load import load_config
+from tests.conftest import ROOT, Program
+
+NAMES = ("desktop", "laptop", "old")
+PACKAGES = {"torch": "2.13.0", "accelerate": "1.15.0"}
+ETH0 = {"address": "192.168.1.10", "interface": "eth0", "mtu": 1500}
+
+
+def gpu(
+    name: str = "NVIDIA GeForce RTX 4070", total: int = 12, free: float = 11.5, *held_by: str, capability: str | None = "8.9"
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "total_bytes": total * GIB,
+        "free_bytes": int(free * GIB),
+        "capability": capability,
+        "held_by": list(held_by),
+    }
+
+
+def seen(k: int, **changes: Any) -> Seen:
+    """Returns a machine on which all is well; `changes` are of its software, its facts or its own fields."""
+    interface = changes.pop("interface", None)
+    host = Host(
+        name=NAMES[k],
+        address=f"192.168.1.{10 + k}",
+        place=f"c.yaml:{k + 4}",
+        gpus=changes.pop("stated", None),
+        interface=interface,
+    )
+    disk = {"path": "/x", "free_bytes": 100 * GIB + k, "total_bytes": 200 * GIB, "writable": True}
+    facts: dict[str, Any] = {
+        "host_name": NAMES[k], "machine": f"boot{k} 192.168.1.{10 + k}", "python": "3.11.7", "ram_bytes": 32 * GIB, "nofile": 65536,
+        "disks": {"folder": disk, "cache": disk, "runs": disk, "shm": {**disk, "path": "/dev/shm"}}, "rsync": True,
+        "names_itself": [f"192.168.1.{10 + k}"], "route": ETH0, "interfaces": {"lo": {}, "eth0": {}, "eth1": {}}, "packages": dict(PACKAGES),
+        "code": {}, "data": {}, "prepared": {},
+    }  # fmt: skip
+    software: dict[str, Any] = {
+        "torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "usable_gpus": 1, "error": None, "driver": "580.95.05", "gpus": [gpu()],
+        "hidden": None, "architectures": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"],
+    }  # fmt: skip
+    made = Seen(host, skew_seconds=0.0001, ssh_ms=0.4, facts=facts, software=software)
+    for key, value in changes.items():
+        if key in software or key in facts:
+            (software if key in software else facts)[key] = value
+        else:
+            setattr(made, key, value)
+    return made
+
+
+def silent(**start: Any) -> Seen:
+    return Seen(seen(1).host, **start)
+
+
+def inventory_of(machines: tuple[Seen, ...], network: str | None = None) -> Inventory:
+    return Inventory(hosts=tuple(one.host for one in machines), network=network, ssh_config=None, path=Path("c.yaml"))
+
+
+def judged(*machines: Seen, wanted: Wanted | None = None, network: str | None = None, **found: Any) -> dict[str, list[Finding]]:
+    examined = Examined(hosts={one.host.name: one for one in machines}, **found)
+    return judge(examined, inventory_of(machines, network), wanted or Wanted(port=29500), "c.yaml")
+
+
+def test_all_is_well() -> None:
+    findings = judged(*(seen(k) for k in range(3)))
+    assert findings == {name: [] for name in NAMES}
+    assert {verdict(some) for some in findings.values()} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "severity", "part"),
+    [
+        ({"driver": "550.54"}, "driver", "fail", "driver 550.54 is too old for CUDA 13.0"),
+        ({"gpus": [gpu("NVIDIA GeForce RTX 4070", 12, 3.0, "blender (process 7)")]}, "gpu-memory", "warning",
+         "GPU 0 (NVIDIA GeForce RTX 4070) has 3.0 of 12.0 GiB free; held by blender (process 7)"),
+        ({"stated": 2}, "gpus", "fail", "`gpus: 2` in the inventory, but torch finds 1 (1 in the machine) | correct `gpus` (c.yaml:5)"),
+        ({"usable_gpus": 0}, "gpus", "fail", "cannot use them"),
+        ({"usable_gpus": 0, "gpus": []}, "gpus", "fail", "no GPU that torch can use, while others have"),
+        ({"torch": "2.12.0+cu130"}, "versions", "fail", "torch 2.12.0+cu130, on `desktop` 2.13.0+cu130"),
+        ({"nccl": "2.27.3"}, "versions", "fail", "NCCL 2.27.3"),
+        ({"python": "3.12.1"}, "versions", "fail", "Python 3.12.1, on `desktop` 3.11.7"),
+        ({"python": "3.11.2"}, "versions", "warning", "Python 3.11.2"),
+        ({"packages": {"torch": "2.13.0"}}, "versions", "fail", "accelerate missing (there 1.15.0)"),
+        ({"packages": PACKAGES | {"unsloth": "2026.10.9"}}, "versions", "fail", "unsloth 2026.10.9 (there missing)"),
+        ({"packages": PACKAGES | {"flash-attn": "2.8.1"}}, "versions", "fail", "python -m pip uninstall flash-attn, or install it on `desktop`"),
+        ({"packages": PACKAGES | {"rich": "14.1.0"}}, "packages", "warning", "rich 14.1.0 (there missing)"),
+        ({"torch": None, "error": "ImportError: libcudart"}, "torch", "fail", "ImportError: libcudart"),
+        ({"skew_seconds": -1.5}, "clock", "warning", "its clock is 1.5 s behind of this machine's"),
+        ({"machine": "boot0 192.168.1.10"}, "same-machine", "fail", "`desktop` and `laptop` are one machine"),
+        ({"nofile": 1024}, "nofile", "warning", "1024 files"),
+        ({"names_itself": ["127.0.1.1"]}, "own-name", "warning", "`laptop`, is 127.0.1.1 to it: what asks"),
+        ({"route": {"address": "192.168.1.11", "interface": "wg0", "mtu": 1420}}, "mtu", "warning", "1420"),
+        ({"interface": "enp5s0"}, "interface", "fail", "there is no interface `enp5s0`; it has `lo`, `eth0`, `eth1`"),
+        ({"lost": "software: no answer within 20 s"}, "lost", "fail", "stopped answering"),
+        ({"rsync": False}, "rsync", "fail", "no `rsync`, by which it would get code and data | on it: `sudo apt install rsync`"),
+    ],
+)  # fmt: skip
+def test_one_fault(changes: dict[str, Any], name: str, severity: str, part: str) -> None:
+    """It is found on that machine alone, with a remedy."""
+    findings = judged(seen(0), seen(1, **changes), seen(2))
+    assert findings["desktop"] == []
+    assert findings["old"] == []
+    [found] = [one for one in findings["laptop"] if one.id == name]
+    assert found.severity == severity
+    assert part in f"{found.text} | {found.remedy}"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "changes", "expected"),
+    [
+        (["6.1"], {}, ["fail"]), (["6.1", "8.9"], {}, ["fail"]), (["6.1", "8.9"], {"hidden": "1"}, ["warning"]), (["6.1"], {"hidden": "0"}, ["fail"]),
+        (["6.1"], {"stated": 0}, []), (["6.1"], {"architectures": []}, []), (["13.0"], {}, []), ([None], {}, []), (["7.5", "8.9", "12.0"], {}, []),
+    ],
+)  # fmt: skip
+def test_cards_that_torch_has_no_code_for(capabilities: list[Any], changes: dict[str, Any], expected: list[str]) -> None:
+    """As `make doctor` says it: what CUDA 13's torch 2.13 was built for, and a GTX 1080 (6.1)."""
+    gpus = [gpu("NVIDIA GeForce GTX 1080", capability=one) for one in capabilities]
+    findings = judged(seen(0), seen(1, gpus=gpus, usable_gpus=len(gpus), **changes))["laptop"]
+    lacking = [one for one in findings if one.id == "torch-lacks-architecture"]
+    assert [one.severity for one in lacking] == expected
+    for one in lacking:
+        assert one.text.startswith(
+            "torch 2.13.0+cu130 has no code for NVIDIA GeForce GTX 1080 (compute capability 6.1); it has sm_75,"
+        )
+        assert one.remedy.startswith("install a torch build for this GPU")
+
+
+def test_what_only_the_first_machine_has() -> None:
+    """Node 0's plan would take it on all: flash-attn is missing on the others, and `cluster-install` does not bring it."""
+    findings = judged(seen(0, packages=PACKAGES | {"flash-attn": "2.8.1", "rich": "14.1.0"}), seen(1))
+    assert findings["desktop"] == []
+    versions, packages = findings["laptop"]
+    assert (versions.id, versions.severity) == ("versions", "fail")
+    assert versions.text.endswith("flash-attn missing (there 2.8.1)")
+    python = "on `laptop`, in `~/sft-play`: .venv/bin/python -m pip"
+    assert versions.remedy == f"{python} install flash-attn==2.8.1, or uninstall it on `desktop`"
+    assert (packages.id, packages.severity) == ("packages", "warning")
+    assert "rich missing (there 14.1.0)" in packages.text
+
+
+def test_the_master() -> None:
+    """It sends to the others by rsync (with one machine nothing is sent), is where one types, and has the port."""
+    findings = judged(seen(0, rsync=False), seen(1), port_held={"held_by": None})
+    assert [one.id for one in findings["desktop"]] == ["rsync", "port-taken"] and findings["laptop"] == []
+    assert "bring code and data to the others" in findings["desktop"][0].text and "another process" in findings["desktop"][1].text
+    assert judged(seen(0, rsync=False)) == {"desktop": []}
+    machines = tuple(seen(k, usable_gpus=0, gpus=[], driver=None) for k in range(2))
+    examined = Examined(hosts={one.host.name: one for one in machines})
+    there = judge(examined, inventory_of(machines), Wanted(port=29500), "c.yaml", here=False)
+    assert [one.id for one in there["desktop"]] == ["master-elsewhere"] and there["laptop"] == []
+    findings = judged(*machines, wanted=Wanted(port=29500, backend="nccl"))
+    assert all("`launch.backend: nccl` needs" in some[0].text for some in findings.values())
+
+
+def ways(bad: set[tuple[str, str]] | None = None, mbit: float = 940.0, **more: Any) -> list[Pair]:
+    return [
+        Pair(a, b, "timed out") if (a, b) in (bad or ()) else Pair(a, b, None, 0.2, mbit, **more)
+        for a in NAMES
+        for b in NAMES
+        if a != b
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        ({("desktop", "old"), ("laptop", "old")}, {"old": "ports-closed"}),
+        ({("old", "desktop"), ("old", "laptop")}, {"old": "ports-closed"}),
+        ({(a, b) for a in NAMES for b in NAMES if "old" in (a, b)}, {"old": "cut-off"}),
+        ({("desktop", "laptop")}, {"laptop": "ports-closed"}),
+    ],
+)
+def test_whose_ports_are_closed(bad: set[tuple[str, str]], expected: dict[str, str]) -> None:
+    findings = judged(*(seen(k) for k in range(3)), pairs=ways(bad))
+    assert {name: some[0].id for name, some in findings.items() if some} == expected
+
+
+def test_slow_network_is_told_once_and_in_seconds() -> None:
+    """A 100 Mbit/s line between gigabit ones: the machine behind it, and what a step would wait."""
+    pairs = [dataclasses.replace(p, mbit=94.0) if "old" in (p.source, p.target) else p for p in ways()]
+    findings = judged(*(seen(k) for k in range(3)), network="1Gbit", pairs=pairs)
+    assert {name: [one.id for one in some] for name, some in findings.items() if some} == {"old": ["slow-network"]}
+    assert "94 Mbit/s, the inventory says `1Gbit`; 8.4 M parameters in fp32 take 3.8 s a step" in findings["old"][0].text
+    assert sum_seconds(34_000_000, 3, 1000 * 0.94) == pytest.approx(0.386, abs=0.001)  # 34 MB on 3 machines at 1 Gb/s
+
+
+@pytest.mark.parametrize(("mbit", "named"), [(9400.0, True), (1200.0, False)])
+def test_an_interface_that_is_faster_is_named(mbit: float, named: bool) -> None:
+    """Only where it leads to all that the one in use leads to; the inventory may then name it, which is no fault."""
+    machines = [seen(k) for k in range(3)]
+    found = {"pairs": ways(interface="eth0"), "others": ways({("laptop", "old")}, mbit, interface="eth1")}
+    findings = judged(*machines, **found)
+    assert [name for name, some in findings.items() if some] == (["desktop", "old"] if named else [])
+    for one in findings["desktop"]:
+        assert (one.id, one.severity) == ("faster-interface", "warning")
+        assert one.text == "`eth1` carries 9400 Mbit/s to the others, `eth0` 940" and one.remedy.startswith("`interface: eth1`")
+    assert judged(*(seen(k, interface="eth1") for k in range(3)), pairs=ways(interface="eth1"))["laptop"] == []
+    [other] = judged(seen(0), seen(1, interface="eth1"), seen(2), pairs=ways(interface="eth0"))["laptop"]
+    assert other.text == "the way to the others leads over `eth0`, not over `eth1` of the inventory"
+
+
+def test_data_and_code() -> None:
+    wanted = Wanted(port=1, code={"a.py": "1", "b.py": "2"}, data={"d.jsonl": 3}, prepared={"train-1": "4"}, shared=True)
+    good = {"code": dict(wanted.code), "data": dict(wanted.data), "prepared": dict(wanted.prepared)}
+    bad = {"code": {"a.py": "1", "b.py": None}, "data": {"d.jsonl": None}, "prepared": {"train-1": None}}
+    findings = judged(
+        seen(0, **good), seen(1, **bad), seen(2, **{**good, "data": {"d.jsonl": 9}, "prepared": {"train-1": "5"}}), wanted=wanted
+    )
+    assert findings["desktop"] == []
+    assert [(one.id, one.severity) for one in findings["laptop"]] == [("code", "fail"), ("data", "fail")]
+    assert findings["laptop"][0].text == "1 of the project's 2 files are not the same as here: `b.py`"
+    assert findings["laptop"][1].text == "`data.sync` is `shared`, but its cache `/x` has no `train-1`"
+    assert [one.text for one in findings["old"]] == [
+        "other data than here: `d.jsonl`",
+        "other prepared rows than here: `train-1`",
+    ]
+    several = Wanted(port=1, code={f"{k}.py": "1" for k in range(8)})
+    [code] = judged(seen(0), seen(1, code=dict.fromkeys(several.code)), wanted=several)["laptop"]
+    assert code.text.endswith("`5.py` and 2 more")
+
+
+def test_output() -> None:
+    """The table, the slowest way, the sum; JSON with every finding."""
+    machines = (seen(0), seen(1, gpus=[gpu("NVIDIA GeForce RTX 4060 Laptop GPU", 8, 7.6)]))
+    pairs = [Pair("desktop", "laptop", None, 0.21, 941.0), Pair("laptop", "desktop", None, 0.2, 938.0)]
+    examined = Examined(hosts={one.host.name: one for one in machines}, pairs=pairs, summed=Summed("nccl", 0.07), seconds=7.0)
+    findings, inventory = judged(*machines, pairs=pairs), inventory_of(machines)
+    text = "\n".join(preflight.report(examined, inventory, Wanted(port=29500), findings))
+    for part in ("1 x RTX 4060 Laptop GPU", "938 Mbit/s", "34 MB) would take 0.29 s a step", "(nccl): 0.070 s"):
+        assert part in text
+    assert text.endswith("2 machines: 2 ok, 0 with a warning, 0 cannot take part")
+    alone = Examined(hosts={"desktop": machines[0]}, seconds=7.0)
+    assert "1 machine: 1 ok" in "\n".join(preflight.report(alone, inventory, Wanted(port=29500), {"desktop": []}))
+    value = preflight.as_json(examined, inventory, findings)
+    assert value["ok"] is True
+    assert value["hosts"]["laptop"]["software"]["gpus"][0]["total_bytes"] == 8 * GIB
+
+
+def test_every_finding_is_documented() -> None:
+    guide, ssh = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/home-cluster.md", "sft_play/cluster/ssh.py"))
+    ids = {rule.id for rule in RULES} - {"{trouble.id}"} | set(re.findall(r'\bid="([a-z-]+)"', ssh))
+    assert len(ids) > 30
+    assert {name for name in ids if f"`{name}`" not in guide} == set()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_cards_as_the_driver_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
+    """Where there is no torch, too; here by a program that answers as `nvidia-smi` does, an older one without `compute_cap`."""
+    program = tmp_path / "nvidia-smi"
+    row = "580.95.05, 12282, 11870, GPU-1, NVIDIA GeForce RTX 4070"
+    known = "exit 2" if old else f'echo "{row}, 8.9"'
+    program.write_text(
+        f'#!/bin/sh\ncase "$1" in *compute-apps*) echo "GPU-1, $$";; *compute_cap*) {known};; *) echo "{row}";; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    script = "import json; from sft_play.cluster import probe; print(json.dumps(probe.software()))"
+    done = subprocess.run([sys.executable, "-S", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    found = json.loads(done.stdout)
+    [card] = found["gpus"]
+    assert (found["driver"], card["name"], card["total_bytes"], card["free_bytes"], card["capability"]) == (
+        "580.95.05", "NVIDIA GeForce RTX 4070", 12282 << 20, 11870 << 20, None if old else "8.9"
+    )  # fmt: skip
+    assert len(card["held_by"]) == 1 and "(process " in card["held_by"][0]
+    assert found["torch"] is None and "torch" in found["error"]
+    findings = judged(seen(0), seen(1, **{**found, "stated": 2, "without": 127, "gpus": [gpu()]}))["laptop"]
+    assert [one.id for one in findings] == ["no-environment", "gpus"]
+    assert "its driver shows 1" in findings[1].text
+
+
+def test_what_a_host_says_in_the_place_of_a_shell() -> None:
+    """It counts before sshd's remark; a folder that is a file is named as one."""
+    said = "This account is currently not available.\nCould not chdir to home directory /nonexistent: No such file or directory"
+    [found] = judged(seen(0), silent(start=said, code=1))["laptop"]
+    assert found.id == "broken-python" and found.text.endswith("ended with code 1: This account is currently not available.")
+    [found] = judged(seen(0), silent(start="/etc/hosts is a file", code=95))["laptop"]
+    assert found.id == "no-environment" and found.text == "no environment: `folder` is `~/sft-play`, which is a file there"
+    assert found.remedy == "give another `folder` in the inventory, or move that file away there"
+
+
+class Line:
+    """A listener behind a line of some speed: it answers as the probe's does, as late as that line would."""
+
+    def __init__(self, mbit: float) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.mbit, self.counts = mbit, list[int]()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        connection, _ = self.server.accept()
+        with connection:
+            while kind := connection.recv(1):
+                if kind == b"b":
+                    left = count = struct.unpack("<Q", connection.recv(8, socket.MSG_WAITALL))[0]
+                    began = time.monotonic()
+                    while left:
+                        left -= len(connection.recv(min(left, 1 << 20)))
+                    self.counts.append(count)
+                    time.sleep(max(0.0, count * 8 / 1e6 / self.mbit - (time.monotonic() - began)))
+                connection.sendall(kind)
+
+    def measured(self, megabytes: int) -> float:
+        [way] = probe.reach([("127.0.0.1", self.server.getsockname()[1])], megabytes, 5)["ways"]
+        self.server.close()
+        return float(way["mbit"])
+
+
+@pytest.mark.parametrize(("mbit", "transfers"), [(1, (1, 1)), (50, (2, 4))])
+def test_a_transfer_is_as_long_as_the_line_is_fast(mbit: float, transfers: tuple[int, int]) -> None:
+    """About half a second: 16 MiB would take two minutes at 1 Mbit/s."""
+    line = Line(mbit)
+    assert mbit / 4 < line.measured(16) <= mbit * 1.01
+    assert transfers[0] <= len(line.counts) <= transfers[1]
+    assert line.counts[0] == 1 << 16
+    assert sum(line.counts) * 8 / 1e6 / mbit < 1.2
+
+
+def test_a_fast_line_gets_the_whole_of_it() -> None:
+    line = Line(1e6)
+    assert line.measured(1) > 10
+    assert line.counts == [1 << 16, 1 << 18, 1 << 20]
+
+
+def test_pairs_for_which_no_time_was_left_are_named() -> None:
+    machines = [seen(k) for k in range(3)]
+    pairs = [Pair(p.source, p.target, None, None, 940.0 if "old" not in (p.source, p.target) else None) for p in ways()]
+    left = {name: [one.text for one in some] for name, some in judged(*machines, pairs=pairs).items()}
+    text = "the speed from it to {} was not measured: no time was left"
+    assert left == {
+        "desktop": [text.format("`old`")],
+        "laptop": [text.format("`old`")],
+        "old": [text.format("`desktop`, `laptop`")],
+    }
+    machines[2].lost = "reach: no answer within 20 s"
+    findings = judged(*machines, pairs=pairs)
+    assert [one.id for some in findings.values() for one in some] == ["lost"]
+
+
+@pytest.mark.parametrize(("mbit", "size"), [(None, 8), (940.0, 8), (100.0, 8), (50.0, 4), (5.0, 0.25), (0.01, 0.0625)])
+def test_the_sum_fits_the_slowest_line(mbit: float | None, size: float) -> None:
+    """Three machines; a second a sum, where 64 KiB do not take longer."""
+    pairs = [Pair("a", "b", None, 0.2, 940.0), Pair("b", "c", None, 0.2, mbit), Pair("c", "a", "timed out")]
+    assert preflight.sum_megabytes(Examined(hosts={name: seen(0) for name in NAMES}, pairs=pairs if mbit else [])) == size
+
+
+# ---- BENCH=1
+
+ROWS = [
+    {"what": "matmul 2048", "unit": "TFLOP/s", "measured": 1.0, "expected": None},
+    {"what": "training", "unit": "tokens/s", "measured": 1234.5, "expected": 1500.0},
+    {"what": "the same by this calibration", "unit": "tokens/s", "measured": 1234.5, "expected": 1234.0},
+    {"what": "its memory, rank 0", "unit": "GiB", "measured": 7.25, "expected": 8.0},
+]
+
+
+def test_speed_and_memory_stand_beside_the_plan() -> None:
+    lines = list(preflight.bench_report({"a": {"rows": ROWS, "notes": ["busy"]}, "b": {"error": "there is no model"}}))
+    assert [line.split() for line in lines[:2]] == [
+        ["alone", "tokens/s", "plan", "memory", "plan"],
+        ["a", "1,234", "1,500", "7.2", "GiB", "8.0", "GiB"],
+    ]
+    assert lines[2:] == ["a: note: busy", "b: no steps: there is no model"]
+
+
+def test_a_machine_that_cannot_take_part_is_not_tried_and_an_error_is_its_own(tmp_path: Path) -> None:
+    """The configuration is sent: this machine answers by its own `make bench`, which refuses the folder that is not there."""
+    config = tmp_path / "x.yaml"
+    config.write_text(f"model: {{name: ./nowhere}}\ndata: {{train_path: {tmp_path / 'no.jsonl'}}}\n")
+    hosts = (Host(name="here", address="127.0.0.1"), Host(name="off", address="192.0.2.1"))
+    inventory = Inventory(hosts=hosts, network=None, ssh_config=None, path=tmp_path / "home.yaml")
+    found = preflight.bench_hosts(inventory, load_config(config), ["here"])
+    assert "not tried" in found["off"]["error"]
+    assert "there is no such model folder" in found["here"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("1", "`BENCH=1` trains some steps, and there is no configuration"), ("yes please", "`BENCH` is"), ("2", "`BENCH` is")],
+)
+def test_steps_need_a_configuration_and_a_switch(in_process: Program, tmp_path: Path, word: str, said: str) -> None:
+    (tmp_path / "c.yaml").write_text("hosts: {here: {address: 127.0.0.1}}\n")
+    done = in_process("cluster-check", f"CLUSTER={tmp_path / 'c.yaml'}", f"BENCH={word}")
+    assert done.code == 2 and said in done.err
