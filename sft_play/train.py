@@ -24,17 +24,18 @@ from sft_play.files import write_json
 from sft_play.launch.beats import MARK
 from sft_play.launch.node import woken_with_parent
 from sft_play.launch.restarts import restarts
+from sft_play.launch.verdict import PEER
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import clean_up
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
 from sft_play.training.console import log_alone, quiet_libraries, redirect
-from sft_play.training.exit_record import describe_full_disk, ran_out_of_disk, reserve
+from sft_play.training.exit_record import describe_full_disk, lost_its_peer, ran_out_of_disk, reserve
 from sft_play.training.heartbeat import Heartbeat, beating, hang_limit
 from sft_play.training.imports import import_libraries
 from sft_play.training.memory_errors import Activity, describe, ran_out_of_memory
-from sft_play.training.requests import StopRequest, code_of, is_lost_peer
+from sft_play.training.requests import StopRequest, code_of
 from sft_play.training.world import (
     check_folders,
     check_launch,
@@ -78,7 +79,7 @@ def main(arguments: list[str] | None = None, program: Program | None = None) -> 
         record["code"] = (program or work)(run, options.resume, console, doing, request)
     except Exception as problem:  # noqa: BLE001 - the last stop of a worker
         record = verdict(problem, run, doing)
-        if request.heard is not None and is_lost_peer(record["error"]):  # a rank that was asked to stop may leave before this one
+        if request.heard is not None and record.get("cause") == PEER:  # a rank that was asked to stop may leave before this one
             record = {"code": code_of(request.heard), "error": ""}
         say(problem, record)
     finally:
@@ -101,25 +102,26 @@ def verdict(problem: Exception, run: RunFolder, doing: Activity) -> dict[str, An
         return {"code": LOST, "error": describe(problem, doing), "cause": "out_of_memory", "doing": doing.facts()}
     if isinstance(problem, OSError):
         return {"code": 3, "error": f"error: {problem.filename or run.path}: {problem.strerror or problem}"}
-    return {"code": 1, "error": f"{type(problem).__name__}: {problem}"}
+    error = f"{type(problem).__name__}: {problem}"
+    return {"code": LOST, "error": error, "cause": PEER} if lost_its_peer(problem) else {"code": 1, "error": error}
 
 
 def say(problem: Exception, record: dict[str, Any]) -> None:
     """Writes an error down: a user's mistake in one line, everything else with its traceback; what the launcher itself
-    says (all but what nobody foresaw) goes to the rank's log alone, and not to the console a second time: that a peer has gone too."""
+    says (all but what nobody foresaw) goes to the rank's log alone, and not to the console a second time."""
     with contextlib.suppress(MemoryError, OSError):  # the record counts, and is written even when there is no room to say more
         # by the launcher, which ends with a worker's words, or names the rank whose end was the cause
-        told = MARK in os.environ and (record["code"] != 1 or is_lost_peer(record["error"]))
-        if told or "cause" in record:
+        told = MARK in os.environ and record["code"] != 1
+        if told or record.get("cause", PEER) != PEER:
             with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace") as log:
                 if not isinstance(problem, UserError):
                     traceback.print_exception(problem, file=log)
-                if record["code"] != 1:
+                if record["error"].startswith("error: "):
                     print(record["error"], file=log)
             return
         if not isinstance(problem, UserError):
             traceback.print_exception(problem)
-        if record["code"] != 1:
+        if record["error"].startswith("error: "):
             print(record["error"], file=sys.stderr)
 
 

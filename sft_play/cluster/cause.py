@@ -9,7 +9,7 @@ from sft_play.cluster.board import last_words
 from sft_play.cluster.session import Node, Session
 from sft_play.errors import HardwareError, printable
 from sft_play.launch.run_folder import is_finished, stop_code
-from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, PEER_GONE, Outcome
+from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
 
 EARLIER_SECONDS = 12.0
 """A machine is noticed to be lost so long after it went: only an error that came before that can have been first."""
@@ -70,9 +70,8 @@ def _known(nodes: Sequence[Node], ranks: Sequence[range]) -> list[Record]:
 def is_own(rank: int, facts: Mapping[str, Any]) -> bool:
     """Whether a rank's record tells of a failure of its own, not that another had gone or that it was asked to leave."""
     code = int(facts.get("code", 0))
-    if code in (0, *STOPPED) or facts.get("blames") not in (None, rank) or facts.get("cause") in ("unreachable", "agent", "peer"):
-        return False
-    return not (code in (1, LOST) and facts.get("cause") != OUT_OF_MEMORY and PEER_GONE.search(str(facts.get("error") or "")))
+    others = facts.get("blames") not in (None, rank) or facts.get("cause") in ("unreachable", "agent", "peer")
+    return code not in (0, *STOPPED) and not others
 
 
 def _rank_failed(node: Node, rank: int, facts: Mapping[str, Any]) -> Outcome:
@@ -114,7 +113,6 @@ def _killed(nodes: Sequence[Node]) -> Outcome | None:
             event.get("event") == "failed"
             and event.get("cause") != "peer"
             and (own or "frozen" in error or "made no step" in error)
-            and not PEER_GONE.search(error)
         ):
             found.append((float(node.ended_at or 0.0), node))
     if not found:

@@ -1,4 +1,6 @@
-"""Signs of life of the workers on this machine: datagrams to a socket of their launcher. No file, so no full disk can silence them.
+"""What a launcher and its workers agree on: the workers' signs of life, and the time that each may take.
+
+Signs of life are datagrams to a socket of the launcher. No file, so no full disk can silence them.
 
 The name of the socket is made from the launch's mark, which every worker inherits. When the launcher is gone, sending fails, and that is
 how a worker learns it. Linux only (abstract sockets); elsewhere nothing is sent.
@@ -18,8 +20,48 @@ from typing import Any
 MARK = "SFT_PLAY_LAUNCH"
 """Variable with an id of its own for each launch: every descendant inherits it, whatever session or parent it gets."""
 LARGEST_BYTES = 60_000
+SCALE = "SFT_PLAY_TIME_SCALE"
+"""Variable by which tests shorten all `TimeLimits`."""
 CREDENTIALS = struct.Struct("3i")
 """pid, uid, gid of the sender, as the kernel vouches for them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeLimits:
+    """Seconds."""
+
+    tick: float = 1.0
+    """Between two beats of a worker."""
+    look: float = 0.5
+    """Between two looks of the launcher at its workers."""
+    dead: float = 20.0
+    """How long a worker may show no sign of life: no beat, no processor time."""
+    in_kernel: float = 120.0
+    """The same for one that waits in the kernel for a disk or a device, without a byte read or written: a slow disk is no loss."""
+    grace: float = 15.0
+    """How long the other ranks may take to leave once one has failed."""
+    saving: float = 30.0
+    """The same where one of them writes a checkpoint; torchrun gives no more (`PContext.close`)."""
+    first_beat: float = 3600.0
+    """How long a worker may take to its first beat; it comes before torch is imported."""
+    leave: float = 24.0
+    """After a request to stop, until workers that have not left are killed; but for those that write a checkpoint."""
+    patience: float = 19.0
+    """After a request to stop, until a worker in which no step has ended leaves without a new checkpoint: schedulers kill after 30 s."""
+    after_save: float = 4.0
+    """How long a worker may take to leave after a save that ended later than that, and after its last word."""
+    kill: float = 10.0
+    """How long killed processes may take to go, each of three times."""
+    free_memory: float = 60.0
+    """How long the driver may take to free the memory of processes that have ended."""
+
+    @classmethod
+    def scaled(cls, factor: float) -> TimeLimits:
+        """Returns all limits times a factor."""
+        return cls(**{name: seconds * factor for name, seconds in asdict(cls()).items()})
+
+
+LIMITS = TimeLimits.scaled(float(os.environ.get(SCALE) or 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

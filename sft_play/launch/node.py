@@ -10,15 +10,15 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
 from sft_play.files import remove_half_written
-from sft_play.launch.beats import MARK, Listener
+from sft_play.launch.beats import LIMITS, MARK, Listener
 from sft_play.launch.run_folder import STOPS, signals_to_hear
 from sft_play.launch.verdict import MemoryKills, Outcome, judge, launcher_log, tail
 from sft_play.launch.watch import Watch, is_alive, remove_empty
@@ -27,9 +27,6 @@ from sft_play.plan.hardware import GIB, Hardware
 from sft_play.runs.folder import RunFolder
 
 POLL_SECONDS = 0.1
-LOOK_SECONDS = 0.5
-KILL_SECONDS = 10.0
-"""How long killed processes may take to go, each of three times."""
 
 
 def supervise(
@@ -46,7 +43,7 @@ def supervise(
     remove_left(run, ranks)
     log_starts = {rank: path.stat().st_size for rank in ranks if (path := run.rank_log(rank)).is_file()}
     _adopt_orphans()
-    stop, mark, kills = Stop(), uuid.uuid4().hex, MemoryKills.begin()
+    stop, mark, kills, others = Stop(), uuid.uuid4().hex, MemoryKills.begin(), set(psutil.Process().children())
     beats, log = Listener(mark), launcher_log(run, ranks.start)
     with log.open("wb") as agent_log, signals_noted(stop):
         agent_log.write(shown.encode())
@@ -58,21 +55,22 @@ def supervise(
             stdout=console,
             stderr=agent_log,
             start_new_session=True,
-            preexec_fn=bound_to_parent(signal.SIGKILL),  # noqa: PLW1509 - a launcher has no threads; the workers leave with their agent
+            preexec_fn=bound_to_parent(signal.SIGKILL),  # noqa: PLW1509 - runs before exec; the workers leave with their agent
         )
         watch = Watch(agent=process.pid, run=run, ranks=ranks, kills=kills, beats=beats)
         try:
-            _wait(process, stop, watch, mark)
+            _wait(process, stop, watch, others)
         finally:
-            _kill_descendants(process, mark)
-            memory_kill = kills.evidence()
+            _kill_descendants(process, others)
+            memory_kill, driver = kills.evidence(), kills.driver_errors()
             kills.close()
             beats.close()
             remove_empty(run, ranks)
-    return judge(
+    outcome = judge(
         run, ranks, agent_code=process.returncode, agent_log=tail(log), signals=tuple(stop.signals), loss=watch.loss,
         memory_kill=memory_kill, log_starts=log_starts,
     )  # fmt: skip
+    return replace(outcome, message=f"{outcome.message}\n\n{driver}") if outcome.message and driver else outcome
 
 
 def remove_left(run: RunFolder, ranks: range) -> None:
@@ -99,10 +97,10 @@ def remove_abandoned_locks(variables: Mapping[str, str]) -> None:
         Path(path).unlink(missing_ok=True)
 
 
-def _wait(process: subprocess.Popen[bytes], stop: Stop, watch: Watch, mark: str) -> None:
+def _wait(process: subprocess.Popen[bytes], stop: Stop, watch: Watch, others: Set[psutil.Process]) -> None:
     looked, told, killed = 0.0, False, False
     while process.poll() is None or (not killed and _orphans_may_save(process, stop, watch)):
-        if time.monotonic() - looked > LOOK_SECONDS or (stop.wanted and not told):
+        if time.monotonic() - looked > LIMITS.look or (stop.wanted and not told):
             looked = time.monotonic()
             watch.look()
             if stop.wanted:
@@ -112,12 +110,12 @@ def _wait(process: subprocess.Popen[bytes], stop: Stop, watch: Watch, mark: str)
             say("stopping: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them")
         late = stop.late(watch) if stop.wanted else []
         if late and not killed:
-            say(f"ranks {', '.join(map(str, late))} have not left within {LEAVE_SECONDS:.0f} s; killing all workers")
+            say(f"ranks {', '.join(map(str, late))} have not left within {LIMITS.leave:.0f} s; killing all workers")
         if stop.at_once and not killed:
             say("killing the workers")
         if not killed and (late or stop.at_once or (stop.wanted and stop.is_done(watch)) or watch.is_over(stopping=stop.wanted)):
             killed = True
-            _kill_descendants(process, mark)
+            _kill_descendants(process, others)
         time.sleep(POLL_SECONDS)
     if process.returncode < 0 and not killed and not stop.wanted:
         watch.agent_was_killed(-process.returncode)
@@ -130,15 +128,15 @@ def _orphans_may_save(process: subprocess.Popen[bytes], stop: Stop, watch: Watch
     return stop.wanted and any(is_alive(worker) for worker in watch.workers)
 
 
-def _kill_descendants(process: subprocess.Popen[bytes], mark: str) -> None:
+def _kill_descendants(process: subprocess.Popen[bytes], others: Set[psutil.Process]) -> None:
     """Kills the agent and everything that it started; each worker has a session of its own, so one group is not enough."""
     for _ in range(3):  # a process may be forking while its parent is killed
-        family = _descendants(process.pid, mark)
+        family = _descendants(others)
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-        psutil.wait_procs(family, timeout=KILL_SECONDS)
-        left = _descendants(process.pid, mark)
+        psutil.wait_procs(family, timeout=LIMITS.kill)
+        left = _descendants(others)
         if not left:
             break
     else:
@@ -156,23 +154,13 @@ def _described(process: psutil.Process) -> str:
     return f"process {process.pid}"
 
 
-def _descendants(agent: int, mark: str) -> list[psutil.Process]:
-    """The agent with its children, and orphans that the kernel gave to us; never another child of this process (TensorBoard)."""
-    mine = psutil.Process()
+def _descendants(others: Set[psutil.Process]) -> list[psutil.Process]:
+    """Everything below this process, orphans that the kernel gave to us too, but what it had started before (`others`: TensorBoard)."""
     found = []
-    for child in mine.children():
+    for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.pid == agent or _has_mark(child, mark):
-                found += [child, *child.children(recursive=True)]
+            found += [] if child in others else [child, *child.children(recursive=True)]
     return [p for p in found if is_alive(p)]
-
-
-def _has_mark(process: psutil.Process, mark: str) -> bool:
-    """Whether an adopted orphan came from this launch."""
-    try:
-        return process.environ().get(MARK) == mark
-    except (psutil.Error, OSError):
-        return False
 
 
 def _adopt_orphans() -> None:
@@ -182,12 +170,8 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1, 0, 0, 0)
 
 
-LEAVE_SECONDS = 24.0
-"""After a request, until workers that have not left are killed; but for those that write a checkpoint."""
 SAME_SECONDS = 0.5
 """A Ctrl-C that comes again within this time is the same one, heard twice (by make, by a wrapper)."""
-FRESH_SECONDS = 5.0
-"""A worker that has said for longer than this that it saves may be frozen."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -240,14 +224,9 @@ class Stop:
 
     def late(self, watch: Watch) -> list[int]:
         """Returns the ranks that should have left by now, and do not write a checkpoint."""
-        if time.monotonic() - self.since < LEAVE_SECONDS:
+        if time.monotonic() - self.since < LIMITS.leave:
             return []
-        return [rank for worker, rank in watch.workers.items() if is_alive(worker) and not _saves(watch, rank)]
-
-
-def _saves(watch: Watch, rank: int) -> bool:
-    beat = watch.beats.latest.get(rank)
-    return beat is not None and beat.phase == "saving" and time.monotonic() - watch.beats.heard[rank] < FRESH_SECONDS
+        return [rank for worker, rank in watch.workers.items() if is_alive(worker) and not watch.saves(rank)]
 
 
 @contextlib.contextmanager
@@ -295,29 +274,27 @@ def woken_with_parent() -> None:
         _libc.prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGCONT), 0, 0, 0)
 
 
-MEMORY_WAIT_SECONDS = 60.0
-MEMORY_LOOK_SECONDS = 0.5
 MEMORY_SLACK = 0.02
 """Share of a card's memory that may be missing: other programs (a display) come and go."""
 
 
 def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
-    """Returns when as much is free on these devices as `before` the run, or after `MEMORY_WAIT_SECONDS`, and says what it waits for.
+    """Returns when as much is free on these devices as `before` the run, or after `LIMITS.free_memory`, and says what it waits for.
 
     Raises `HardwareError` where a card does not answer any more.
     """
-    deadline, told = time.monotonic() + MEMORY_WAIT_SECONDS, False
+    deadline, told = time.monotonic() + LIMITS.free_memory, False
     while held := _held(before, detect(), devices):
         words = ", ".join(f"{size / GIB:.1f} GiB on cuda:{index}" for index, size in held.items())
         if time.monotonic() > deadline:
             say(
-                f"warning: {words} still held after {MEMORY_WAIT_SECONDS:.0f} s; going on\n\nhint: `nvidia-smi` shows the programs that hold it"
+                f"warning: {words} still held after {LIMITS.free_memory:.0f} s; going on\n\nhint: `nvidia-smi` shows the programs that hold it"
             )
             return
         if not told:
             say(f"waiting until the memory of the processes that have ended is free: {words}")
         told = True
-        time.sleep(MEMORY_LOOK_SECONDS)
+        time.sleep(LIMITS.look)
 
 
 def _held(before: Hardware, now: Hardware, devices: Collection[int]) -> dict[int, int]:

@@ -21,12 +21,6 @@ from sft_play.runs.folder import RunFolder
 LOST = 75
 SUMMARY = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
 """torchrun's summary of its failed workers: rank and exit code, negative for a signal."""
-PEER_GONE = re.compile(
-    r"Connection (closed|reset) by (remote )?peer|Socket closed|Connection refused|remote process exited|Broken pipe"
-    r"|NCCL.*(timeout|remote error)|Timed out waiting \d+ms|failed to pass monitoredBarrier"
-    r"|NCCL communicator was aborted|ncclRemoteError|Watchdog caught collective operation timeout"
-)
-"""What gloo and NCCL say in a rank whose peer has died."""
 WATCHDOG = re.compile(
     r"watchdog thread terminated with exception: .*|to dump debug info, due to collective timeout.*", re.IGNORECASE
 )
@@ -52,6 +46,8 @@ Cause = Literal[
     "out_of_memory", "killed", "frozen", "hang", "unreachable", "not_joined", "failed", "agent", "vanished", "peer", "port"
 ]
 OUT_OF_MEMORY: Cause = "out_of_memory"
+PEER: Cause = "peer"
+"""The rank only lost its connection to another one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +111,7 @@ def judge(
         return _asked_to_stop(run, signals, failed, silent)
     if loss and loss.text and not (loss.cause == "agent" and memory_kill):
         return _seen(run, loss)
-    permanent = [r for r in failed if 1 <= _code(r[1]) <= 5]
+    permanent = [r for r in failed if 1 <= int(r[1]["code"]) <= 5]
     short = [r for r in failed if r[1].get("cause") == OUT_OF_MEMORY or (memory_kill and HELPER_KILLED.search(_error(r[1])))]
     if short and (not permanent or float(short[0][1]["time"]) <= float(permanent[0][1]["time"])):
         return _out_of_memory(run, short[0])
@@ -123,7 +119,7 @@ def judge(
         (r for r in failed if r[1].get("cause") == "not_joined" and r[1].get("blames") in silent and memory_kill is None), None
     )
     seen_first = loss.rank if loss and loss.cause == "failed" else None
-    sure = sure or next((r for r in permanent if _code(r[1]) not in (1, 3) or r[0] == seen_first), None)
+    sure = sure or next((r for r in permanent if int(r[1]["code"]) not in (1, 3) or r[0] == seen_first), None)
     if sure:  # torchrun ended the others
         return _recorded(run, sure)
     words = {rank: tail(run.rank_log(rank), WORDS_BYTES, since=(log_starts or {}).get(rank, 0)) for rank in silent}
@@ -140,7 +136,7 @@ def judge(
         return _vanished(run, alone[0], "vanished without a word", memory_kill)
     if peers and all(int(facts["code"]) in (130, 143) for _, facts in failed):  # torchrun asked the others to leave
         rank, said = next(iter(peers.items()))
-        return _recorded(run, (rank, {"code": LOST, "error": said}))
+        return _recorded(run, (rank, {"code": LOST, "error": said, "cause": PEER}))
     if failed:
         return _recorded(run, failed[0])
     return _never_began(run, ranks, agent_code, agent_log)
@@ -150,7 +146,7 @@ def _asked_to_stop(
     run: RunFolder, signals: tuple[int, ...], failed: Sequence[tuple[int, dict[str, Any]]], silent: Sequence[int]
 ) -> Outcome:
     """How workers ended that this launcher was asked to stop."""
-    permanent = [r for r in failed if 1 <= _code(r[1]) <= 5]
+    permanent = [r for r in failed if 1 <= int(r[1]["code"]) <= 5]
     if permanent and len(signals) == 1:
         return _recorded(run, permanent[0])
     if silent and is_read_only(run.path):  # nothing was saved, and no rank could write that down
@@ -190,12 +186,6 @@ def _lost_its_peer(log: str) -> str | None:
     return None if found is None or OWN_FAULT.search(log, found.start(), found.end() + 1000) else found[0]
 
 
-def _code(record: Mapping[str, Any]) -> int:
-    """The recorded code; an error that only says that a peer has gone is 75, whatever exception carried it."""
-    code = int(record["code"])
-    return LOST if code == 1 and PEER_GONE.search(_error(record)) else code
-
-
 def _error(record: Mapping[str, Any]) -> str:
     return str(record.get("error") or "").rstrip()
 
@@ -212,11 +202,11 @@ def _recorded(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
         what, log = _error(facts).removeprefix("error: "), run.rank_log(rank)
         text = f"error: {what}; all ranks were stopped\n\nhint: noticed by rank {rank}; its log: {log}"
         return Outcome(code=LOST, rank=facts["blames"], message=text, cause=facts.get("cause"))
-    code = _code(facts)
-    if code == LOST:  # not the rank that failed: that one ran elsewhere, or would be told of here
+    code = int(facts["code"])
+    if facts.get("cause") == PEER:  # not the rank that failed: that one ran elsewhere, or would be told of here
         why = f"{_who(rank)} lost its connection to another rank; the machine of that rank says why"
         text = f"{_error(facts)}\n\n{why}; the log of rank {rank}: {run.rank_log(rank)}; docs/troubleshooting.md#nccl-timeout"
-        return Outcome(code=code, rank=rank, message=text, cause="peer")
+        return Outcome(code=code, rank=rank, message=text, cause=PEER)
     text = f"{_error(facts)}\n\n{_who(rank)} failed first; its log: {run.rank_log(rank)}"
     return Outcome(code=code, rank=rank, message=text)
 
@@ -349,6 +339,7 @@ def tell_cause(outcome: Outcome) -> None:
 
 COUNTED = re.compile(r"^oom_kill (\d+)$", re.M)
 KERNEL_LOG = Path("/dev/kmsg")
+XID = re.compile(r"NVRM: Xid .*")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -360,6 +351,8 @@ class MemoryKills:
     pids: set[int] = field(default_factory=set)
     log: int | None = None
     """Descriptor of the kernel log, at its end when this began; `None` where it may not be read."""
+    said: str = ""
+    """What the kernel log has said since."""
 
     @staticmethod
     def begin() -> MemoryKills:
@@ -385,10 +378,17 @@ class MemoryKills:
             now = read_counter(file)
             if now is not None and now > count:
                 return f"`{file}` counts {now - count} kill{'s' if now - count > 1 else ''} for memory"
-        for pid in self._in_kernel_log():
+        self._read_kernel_log()
+        for pid in map(int, re.findall(r"[Oo]ut of memory: Killed process (\d+)", self.said)):  # ids of the first pid namespace
             if pid in self.pids:
                 return f"the kernel log says that process {pid} was killed for memory"
         return None
+
+    def driver_errors(self) -> str | None:
+        """Returns what NVIDIA's driver said of a GPU since (its Xid errors: one off the bus, one whose kernel never ends)."""
+        self._read_kernel_log()
+        found = XID.findall(self.said)
+        return f"the GPU's driver said: `{found[0].strip()}`" if found else None
 
     def close(self) -> None:
         """Closes the kernel log."""
@@ -396,9 +396,7 @@ class MemoryKills:
             os.close(self.log)
             self.log = None
 
-    def _in_kernel_log(self) -> list[int]:
-        """Returns the processes that the kernel has killed for memory since the last look (ids of the first pid namespace)."""
-        found: list[int] = []
+    def _read_kernel_log(self) -> None:
         while self.log is not None:
             try:
                 record = os.read(self.log, 8192).decode("utf-8", errors="replace")
@@ -408,9 +406,7 @@ class MemoryKills:
                 break
             if not record:
                 break
-            if match := re.search(r"[Oo]ut of memory: Killed process (\d+)", record):
-                found.append(int(match[1]))
-        return found
+            self.said += record
 
 
 def read_counter(file: Path) -> int | None:

@@ -13,31 +13,38 @@ from itertools import pairwise
 
 import psutil
 
-from sft_play.launch.beats import Beat, Listener, may_beat
+from sft_play.launch.beats import LIMITS, Beat, Listener, may_beat
 from sft_play.launch.run_folder import exit_records
 from sft_play.launch.verdict import Loss, MemoryKills
 from sft_play.runs.folder import RunFolder
 
-GRACE_SECONDS = 15.0
-"""How long the other ranks may take to leave once one has failed."""
-DEAD_SECONDS = 20.0
-"""How long a worker may show no sign of life: no beat, no processor time."""
 LONGEST_LOOK = 1.0
 """Seconds that count at most between two looks: a launcher that was itself suspended must not blame its workers."""
-FIRST_BEAT_SECONDS = 3600.0
-"""How long a worker may take to its first beat; it comes before torch is imported."""
 BEATLESS_MODULE = "sft_play.probe"
 WORKER_MODULES = frozenset({"sft_play.train", BEATLESS_MODULE})
 AGENT_MODULE = "accelerate.commands.launch"
-BUSY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_TRACING_STOP})
-"""States in which a silent process is not dead: it computes, waits for a disk, or a debugger holds it."""
+BUSY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_TRACING_STOP})
+"""States in which a silent process is not dead: it computes, or a debugger holds it."""
+FRESH_SECONDS = 5.0
+"""A worker that has said for longer than this that it saves may be frozen."""
+
+
+FROZEN = {
+    psutil.STATUS_STOPPED: ("stopped by a signal", ""),
+    psutil.STATUS_DISK_SLEEP: (
+        "waiting in the kernel, nothing read or written,",
+        "a disk (NFS) or a GPU does not answer; `dmesg` may say which",
+    ),
+}
+"""State -> how a frozen process is described, and a hint."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Signs:
     """What a worker showed of life."""
 
-    processor_seconds: float = -1.0
+    spent: tuple[float, ...] = ()
+    """Processor time, and bytes that it has read and written."""
     silent_seconds: float = 0.0
 
 
@@ -83,7 +90,14 @@ class Watch:
         """
         if self.loss is None or self.lost_at is None:
             return False
-        return bool(self.loss.text) or (not stopping and time.monotonic() - self.lost_at > GRACE_SECONDS)
+        saving = any(is_alive(worker) and self.saves(rank) for worker, rank in self.workers.items())
+        grace = LIMITS.saving if saving else LIMITS.grace
+        return bool(self.loss.text) or (not stopping and time.monotonic() - self.lost_at > grace)
+
+    def saves(self, rank: int) -> bool:
+        """Whether a rank said just now that it writes a checkpoint."""
+        beat = self.beats.latest.get(rank)
+        return beat is not None and beat.phase == "saving" and time.monotonic() - self.beats.heard[rank] < FRESH_SECONDS
 
     def agent_was_killed(self, number: int) -> None:
         """Takes note that the workers' parent was killed; they leave with it, so no rank is to blame."""
@@ -101,12 +115,12 @@ class Watch:
                             self.workers[child] = int(rank)
 
     def _gone(self) -> Loss | None:
+        gone = [rank for worker, rank in self.workers.items() if not is_alive(worker)]
+        records = {rank: exit_records(self.run, range(rank, rank + 1)).get(rank) for rank in gone}
         # Of several that went at once, one without a record went first: the others could still say that their peer had gone.
-        for worker, rank in sorted(self.workers.items(), key=lambda item: self.run.rank_exit(item[1]).exists()):
-            if not is_alive(worker):
-                record = exit_records(self.run, range(rank, rank + 1)).get(rank)
-                if record is None or record["code"] != 0:
-                    return Loss(cause="failed" if record else "killed", rank=rank)
+        for rank, record in sorted(records.items(), key=lambda item: item[1] is not None):
+            if record is None or record["code"] != 0:
+                return Loss(cause="failed" if record else "killed", rank=rank)
         return None
 
     def _frozen_agent(self, passed: float) -> Loss | None:
@@ -114,35 +128,38 @@ class Watch:
         with contextlib.suppress(psutil.Error):
             stopped = psutil.Process(self.agent).status() == psutil.STATUS_STOPPED
             self.agent_stopped = self.agent_stopped + passed if stopped else 0.0
-            if self.agent_stopped > DEAD_SECONDS:
+            if self.agent_stopped > LIMITS.dead:
                 who = "the process that had started the workers (`accelerate launch`)"
-                text = f"{who} is frozen: stopped by a signal for {DEAD_SECONDS:.0f} s; all ranks were stopped"
+                text = f"{who} is frozen: stopped by a signal for {LIMITS.dead:.0f} s; all ranks were stopped"
                 return Loss(cause="agent", rank=None, text=text)
         return None
 
     def _frozen(self, heard: set[int], passed: float) -> Loss | None:
         """A worker without any sign of life. A thread that holds Python's lock in a long call silences the beats, but uses the
-        processor or waits for a disk; a process that was stopped does neither."""
+        processor, or reads and writes; a process that was stopped does neither, nor one whose disk or device does not answer."""
         for worker, rank in self.workers.items():
             with contextlib.suppress(psutil.Error):
                 signs, state = self.signs.setdefault(rank, Signs()), worker.status()
-                spent = sum(worker.cpu_times()[:2])
+                spent = (*worker.cpu_times()[:2], *(worker.io_counters() if state == psutil.STATUS_DISK_SLEEP else ()))
                 stopped = state == psutil.STATUS_STOPPED
                 known = stopped or rank in self.beats.heard
-                if not known or rank in heard or spent != signs.processor_seconds or state in BUSY:
-                    signs.processor_seconds, signs.silent_seconds = spent, 0.0
+                if not known or rank in heard or spent != signs.spent or state in BUSY:
+                    signs.spent, signs.silent_seconds = spent, 0.0
                     continue
                 signs.silent_seconds += passed
-                if signs.silent_seconds > DEAD_SECONDS and not self.run.rank_exit(rank).exists():
-                    how = "stopped by a signal" if stopped else "no beat and no processor time"
+                limit = LIMITS.in_kernel if state == psutil.STATUS_DISK_SLEEP else LIMITS.dead
+                if signs.silent_seconds > limit and not self.run.rank_exit(rank).exists():
+                    how, hint = FROZEN.get(state, ("no beat and no processor time", ""))
                     where = f" {self.beats.latest[rank].where()}" if rank in self.beats.latest else ""
-                    text = f"rank {rank} ({socket.gethostname()}) is frozen{where}: {how} for {DEAD_SECONDS:.0f} s; all ranks were stopped"
-                    return Loss(cause="frozen", rank=rank, text=text)
+                    text = (
+                        f"rank {rank} ({socket.gethostname()}) is frozen{where}: {how} for {limit:.0f} s; all ranks were stopped"
+                    )
+                    return Loss(cause="frozen", rank=rank, text=text, hint=hint)
         return None
 
     def _never_heard(self) -> Loss | None:
         """Ranks that hang before their first beat (an import from a disk that does not answer), or that were never started."""
-        if self.watched_seconds < FIRST_BEAT_SECONDS or not may_beat() or self._probing():
+        if self.watched_seconds < LIMITS.first_beat or not may_beat() or self._probing():
             return None
         missing = [rank for rank in self.ranks if rank not in self.beats.latest and not self.run.rank_exit(rank).exists()]
         if not missing:
@@ -152,7 +169,7 @@ class Watch:
         stacks = keep_stacks(self.run, {rank: worker for rank, worker in alive.items() if rank in self.beats.latest})
         lines = [*(f"  rank {rank}: {_state(alive.get(rank))}" for rank in missing), describe(self.beats.latest, stacks, missing)]
         who, host = "rank" if len(missing) == 1 else "ranks", socket.gethostname()
-        text = f"{who} {', '.join(map(str, missing))} ({host}) gave no sign of life in {FIRST_BEAT_SECONDS:.0f} s since the start"
+        text = f"{who} {', '.join(map(str, missing))} ({host}) gave no sign of life in {LIMITS.first_beat:.0f} s since the start"
         hint = (
             f"look whether the disks of Python's packages and of {self.run.path} answer; the launcher's log is in {self.run.logs}"
         )
@@ -173,9 +190,13 @@ class Watch:
         if not set(self.ranks) <= beats.keys() or not all(self.beats.quiet(rank) > beat.limit for rank, beat in beats.items()):
             return None
         quiet = min(self.beats.quiet(rank) for rank in beats)
-        stacks = keep_stacks(self.run, {rank: worker for worker, rank in self.workers.items() if is_alive(worker)})
+        alive = {rank: worker for worker, rank in self.workers.items() if is_alive(worker)}
+        stuck = {
+            rank: " in the kernel (a disk or a GPU that does not answer)" for rank, worker in alive.items() if _in_kernel(worker)
+        }
+        stacks = keep_stacks(self.run, alive)
         blamed = culprits(beats, stacks)
-        lines = describe(beats, stacks, blamed)
+        lines = describe(beats, stacks, blamed, stuck)
         who = "rank" if len(blamed) == 1 else "ranks"
         names = ", ".join(f"{rank} ({beats[rank].host})" for rank in blamed)
         said = f"{who} {names} made no step for {quiet:.0f} s" if blamed else f"no rank made a step for {quiet:.0f} s"
@@ -185,6 +206,12 @@ class Watch:
             hint += f"; collective operations: {self.run.logs}/collectives-rank*.json"
         rank = blamed[0] if len(blamed) == 1 else None
         return Loss(cause="hang", rank=rank, text=f"{said}; all ranks were stopped\n{lines}", hint=hint)
+
+
+def _in_kernel(worker: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(worker.status() == psutil.STATUS_DISK_SLEEP)
+    return False
 
 
 def _state(worker: psutil.Process | None) -> str:
@@ -281,13 +308,15 @@ def culprits(beats: Mapping[int, Beat], stacks: Mapping[int, str]) -> list[int]:
     return working if len(working) < len(beats) else []
 
 
-def describe(beats: Mapping[int, Beat], stacks: Mapping[int, str], blamed: Sequence[int]) -> str:
-    """Returns a line for each rank: where it stands, and the innermost frame of its training thread."""
+def describe(
+    beats: Mapping[int, Beat], stacks: Mapping[int, str], blamed: Sequence[int], stuck: Mapping[int, str] | None = None
+) -> str:
+    """Returns a line for each rank: where it stands, what it is `stuck` in, and the innermost frame of its training thread."""
     lines = []
     for rank, beat in sorted(beats.items()):
         frames = main_frames(stacks.get(rank, ""))
         inner = f", at {frames[0][1]} ({'/'.join(frames[0][0].split('/')[-2:])})" if frames else ""
         begun = f", {beat.collectives} collective operations begun" if beat.collectives is not None else ""
         waits = " waiting for other ranks" if rank not in blamed and frames and in_collective(stacks[rank]) else ""
-        lines.append(f"  rank {rank} ({beat.host}): {beat.where()}{waits}{begun}{inner}")
+        lines.append(f"  rank {rank} ({beat.host}): {beat.where()}{waits}{(stuck or {}).get(rank, '')}{begun}{inner}")
     return "\n".join(lines)

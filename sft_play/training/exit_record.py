@@ -6,7 +6,7 @@ import contextlib
 import errno
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,12 @@ from sft_play.files import write_json
 from sft_play.launch.run_folder import is_full, is_gone
 from sft_play.runs.folder import RunFolder
 
+PEER_GONE = re.compile(
+    r"Connection (closed|reset) by (remote )?peer|Socket closed|Connection refused|remote process exited|Broken pipe"
+    r"|NCCL.*(timeout|remote error)|Timed out waiting \d+ms|failed to pass monitoredBarrier"
+    r"|NCCL communicator was aborted|ncclRemoteError|Watchdog caught collective operation timeout"
+)
+"""What gloo and NCCL say in a rank whose peer has died."""
 RESERVED_BYTES = 64 * 2**10
 """Room for the record and for the launcher's event."""
 FULL = re.compile(r"os error (28|122)\b")
@@ -47,16 +53,31 @@ def leave_record(run: RunFolder, rank: int, record: Mapping[str, Any]) -> None:
 
 def ran_out_of_disk(error: BaseException, run: RunFolder) -> bool:
     """Whether an error, or what it came from, is a write for which the disk had no space."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    for link in _links(error):
         if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
         if FULL.search(str(link)) or (WRITE_FAILED.search(str(link)) and is_full(run.path)):
             return True
-        link = link.__cause__ or link.__context__
     return False
+
+
+def lost_its_peer(error: BaseException) -> bool:
+    """Whether an error, or what it came from, only says that another rank has gone.
+
+    torch raises such errors of gloo and NCCL as plain RuntimeErrors or of its own types; a tracker's server that refuses is another's.
+    """
+    torchs = (link for link in _links(error) if type(link) is RuntimeError or type(link).__module__.startswith("torch"))
+    return any(PEER_GONE.search(str(link)) for link in torchs)
+
+
+def _links(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and what it came from."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
 
 
 def describe_full_disk(error: BaseException, run: RunFolder) -> str:

@@ -28,11 +28,11 @@ import psutil
 
 from sft_play.errors import RetryableError, UserError
 from sft_play.launch.beats import MARK, Beat, Sender
-from sft_play.launch.verdict import LOST, PEER_GONE
+from sft_play.launch.verdict import LOST
 from sft_play.launch.watch import STACKS_SIGNAL
 from sft_play.runs.folder import RunFolder
 from sft_play.training import collectives
-from sft_play.training.exit_record import leave_record
+from sft_play.training.exit_record import leave_record, lost_its_peer
 from sft_play.training.memory_errors import Activity
 from sft_play.training.reach import Door, answers
 from sft_play.training.world import launched_world
@@ -120,10 +120,11 @@ class Heartbeat:
             self._store = store
             threading.Thread(target=self._guard, name="guard", daemon=True).start()
 
-    def failed(self, error: str) -> None:
+    def failed(self, problem: Exception) -> None:
         """Tells the other ranks that this one leaves with an error, unless it is only that a peer has gone."""
         self.over = True
-        if self._store is not None and not PEER_GONE.search(error):
+        if self._store is not None and not lost_its_peer(problem):
+            error = str(problem) or type(problem).__name__
             first = error.strip().splitlines()[0].removeprefix("error: ") if error.strip() else "it failed"
             self._abort("failed", self.rank, f"rank {self.rank} ({self.host}) failed: {first}")
 
@@ -274,7 +275,7 @@ def beating(run: RunFolder, doing: Activity) -> Iterator[Heartbeat]:
     try:
         yield heart
     except Exception as problem:
-        heart.failed(str(problem) or type(problem).__name__)
+        heart.failed(problem)
         raise
     heart.done()
 

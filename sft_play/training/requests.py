@@ -21,16 +21,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sft_play.launch.verdict import PEER_GONE
+from sft_play.launch.beats import LIMITS
 from sft_play.runs.folder import RunFolder
 from sft_play.training.exit_record import leave_record
 from sft_play.training.memory_errors import Activity
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-PATIENCE_SECONDS = 19.0
-"""From the request: launchers kill after 30 s, and ours after 24 s."""
-AFTER_SAVE_SECONDS = 4.0
-"""What a process may take to leave after a save that ended later than that, and after its last word."""
+PATIENCE_SECONDS, AFTER_SAVE_SECONDS = LIMITS.patience, LIMITS.after_save
 LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 2.0
 """How long the end waits for the thread that asks other ranks; it looks up once a second, and at the end at once."""
@@ -40,11 +37,6 @@ KEY = "sft_play/asked_to_stop"
 def code_of(number: int) -> int:
     """Returns the exit code of a stop that this signal asked for."""
     return 130 if number == signal.SIGINT else 143
-
-
-def is_lost_peer(error: str) -> bool:
-    """Whether an error only says that another rank has gone."""
-    return bool(PEER_GONE.search(error))
 
 
 @dataclass(kw_only=True, slots=True)

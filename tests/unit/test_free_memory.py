@@ -13,7 +13,7 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from sft_play.launch import node
-from sft_play.launch.beats import MARK
+from sft_play.launch.beats import SCALE, TimeLimits
 from tests.nvml_double import MACHINES, Machine
 
 PROGRAM = """
@@ -23,7 +23,6 @@ from sft_play.plan.detect import detect
 before = detect()
 print("ready", flush=True)
 sys.stdin.readline()
-node.MEMORY_WAIT_SECONDS = float(sys.argv[1])
 node.wait_until_free(before, [1])
 """
 
@@ -34,14 +33,14 @@ def becomes(folder: Path, machine: Machine) -> None:
     (folder / "next" / "machine.json").replace(folder / "machine.json")
 
 
-@pytest.mark.parametrize(("seconds", "freed"), [(60.0, True), (0.0, False)])
-def test_a_restart_waits_for_the_memory_of_its_own_cards(seconds: float, freed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scale", "freed"), [("1", True), ("0", False)])
+def test_a_restart_waits_for_the_memory_of_its_own_cards(scale: str, freed: bool, tmp_path: Path) -> None:
     pair = MACHINES["rtx3090_pair"]
     first, second = pair.cards
-    variables = {**os.environ, **pair.environment(tmp_path)}
+    variables = {**os.environ, **pair.environment(tmp_path), SCALE: scale}
     variables.pop("CUDA_VISIBLE_DEVICES", None)
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(seconds)], env=variables, text=True,
+        [sys.executable, "-c", PROGRAM], env=variables, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         assert process.stdin and process.stdout and process.stderr
@@ -65,14 +64,15 @@ def test_processes_that_sigkill_does_not_end_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The kernel's part is replaced: a process that waits for a device takes no signal."""
-    agent = subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: "stuck"})
+    others = set(psutil.Process().children())
+    agent = subprocess.Popen(["sleep", "60"])
     end = psutil.Process.kill
     try:
         with monkeypatch.context() as patched:
             patched.setattr(psutil.Process, "kill", lambda _: None)
-            patched.setattr(node, "KILL_SECONDS", 0.05)
+            patched.setattr(node, "LIMITS", TimeLimits.scaled(0.005))
             patched.setattr(agent, "wait", lambda **_: None)
-            node._kill_descendants(agent, "stuck")
+            node._kill_descendants(agent, others)
     finally:
         end(psutil.Process(agent.pid))
         agent.wait()

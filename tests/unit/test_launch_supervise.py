@@ -10,18 +10,23 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from torch import distributed
 
-from sft_play.launch.beats import Beat, Listener, Sender
+from sft_play.launch import watch as module
+from sft_play.launch.beats import LIMITS, SCALE, Beat, Listener, Sender, TimeLimits
 from sft_play.launch.run_folder import exit_records
-from sft_play.launch.verdict import MemoryKills, judge
-from sft_play.launch.watch import FIRST_BEAT_SECONDS, Watch, is_worker
+from sft_play.launch.verdict import Loss, MemoryKills, judge
+from sft_play.launch.watch import Watch, is_worker
 from sft_play.runs.folder import RunFolder
+from sft_play.train import verdict
 from sft_play.training.exit_record import describe_full_disk, leave_record, ran_out_of_disk, reserve
+from sft_play.training.memory_errors import Activity
 
 
 def run_with(tmp_path: Path, records: dict[int, dict[str, Any]]) -> RunFolder:
@@ -58,7 +63,7 @@ def test_the_earliest_permanent_error_is_named(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_comes_before_what_its_peers_say(tmp_path: Path) -> None:
-    run = run_with(tmp_path, {0: record(1, 1.0, "RuntimeError: Connection closed by peer")})
+    run = run_with(tmp_path, {0: record(75, 1.0, "RuntimeError: Connection closed by peer") | {"cause": "peer"}})
     outcome = judge(run, range(2), agent_code=1, agent_log=summary({1: -9, 0: 1}))
     assert (outcome.code, outcome.rank) == (75, 1)
     assert f"rank 1 ({socket.gethostname()}) was killed by SIGKILL" in outcome.message
@@ -89,7 +94,7 @@ def test_a_rank_that_torchrun_ended_is_not_to_blame(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    "said",
     [
         "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:26508: Connection reset by peer.",
         "DistBackendError: NCCL communicator was aborted on rank 1. remote process exited or there was a network error",
@@ -100,12 +105,28 @@ def test_a_rank_that_torchrun_ended_is_not_to_blame(tmp_path: Path) -> None:
         "RuntimeError: [Rank 0]: Ranks 2 failed to pass monitoredBarrier in 6000 ms",
     ],
 )
-def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Path, error: str) -> None:
-    run = run_with(tmp_path, {2: record(1, 1.0, error)})
+def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Path, said: str) -> None:
+    kind, _, text = said.partition(": ")
+    problem = RuntimeError(text) if kind == "RuntimeError" else getattr(distributed, kind)(text)
+    what = verdict(problem, RunFolder(tmp_path), Activity())
+    assert what["code"] == 75
+    run, error = run_with(tmp_path, {2: what | {"time": 1.0}}), what["error"]
     outcome = judge(run, range(2, 3), agent_code=1, agent_log=summary({2: 1}))
     assert (outcome.code, outcome.rank, outcome.cause) == (75, 2, "peer")
     lost = f"rank 2 ({socket.gethostname()}) lost its connection to another rank; the machine of that rank says why; the log of rank 2: "
     assert outcome.message.startswith(f"{error}\n\n{lost}{run.rank_log(2)}; docs/"), "the rank that failed is not this one"
+
+
+class TrackerError(RuntimeError):
+    """Another library's."""
+
+
+def test_a_server_that_refuses_is_no_lost_peer(tmp_path: Path) -> None:
+    for problem in (TrackerError("('Connection aborted.', Connection refused)"), ValueError("Broken pipe")):
+        assert verdict(problem, RunFolder(tmp_path), Activity())["code"] == 1
+    wrapped = ValueError("the step failed")
+    wrapped.__cause__ = RuntimeError("[pair.cc:537] Connection closed by peer [127.0.0.1]:26508")
+    assert verdict(wrapped, RunFolder(tmp_path), Activity())["cause"] == "peer"
 
 
 def test_a_silent_rank_on_a_full_disk(tmp_path: Path) -> None:
@@ -158,11 +179,9 @@ def test_a_stop_on_request(tmp_path: Path, number: int, code: int) -> None:
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from sft_play.launch import watch as module
 from sft_play.launch.node import supervise
 from sft_play.runs.folder import RunFolder
 import os
-module.GRACE_SECONDS, module.DEAD_SECONDS = 2.0, 3.0
 agent = [sys.executable, sys.argv[2], sys.argv[1]]
 outcome = supervise(agent, os.environ, RunFolder(Path(sys.argv[1])), range(2), console=1)
 print(outcome.message, file=sys.stderr)
@@ -194,13 +213,15 @@ while True:  # a signal that comes just before a single long sleep would be hear
 
 
 @pytest.fixture
-def supervised(tmp_path: Path) -> tuple[subprocess.Popen[bytes], Path]:
+def supervised(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[subprocess.Popen[bytes], Path]:
+    """Two workers under a supervisor whose time limits are shortened, by default to 3 s where they are 20 s."""
+    variables = {**os.environ, SCALE: getattr(request, "param", "0.15")}
     folder = tmp_path / "run"
     folder.mkdir()
     (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
     (tmp_path / "agent.py").write_text(AGENT.format(worker=str(tmp_path / "worker.py")))
     arguments = [sys.executable, "-c", SUPERVISOR, str(folder), str(tmp_path / "agent.py")]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables)
     deadline = time.monotonic() + 30
     while not all((folder / f"pids-{rank}").is_file() and (folder / f"pids-{rank}").read_text() for rank in range(2)):
         assert time.monotonic() < deadline
@@ -256,6 +277,7 @@ def test_a_lost_worker_is_named_though_the_others_hang(supervised: tuple[subproc
     assert alive(pids) == []
 
 
+@pytest.mark.parametrize("supervised", ["1"], indirect=True)
 def test_a_second_ctrl_c_kills_but_a_repeated_warning_does_not(supervised: tuple[subprocess.Popen[bytes], Path]) -> None:
     process, folder = supervised
     pids = everybody(folder)
@@ -283,6 +305,78 @@ def test_a_frozen_worker_is_named(supervised: tuple[subprocess.Popen[bytes], Pat
     assert b"rank 1 (" in error and b"is frozen: stopped by a signal for 3 s" in error
     assert b"rank1.log" in error
     assert alive(pids) == []
+
+
+IN_KERNEL = """
+import ctypes, os, sys, time
+if ctypes.CDLL(None).syscall({"x86_64": 58}[os.uname().machine]) == 0:  # vfork: until the child ends, its parent waits in the kernel
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="calls vfork by its number")
+def test_a_worker_that_waits_in_the_kernel_is_named_with_what_that_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LIMITS", TimeLimits.scaled(0.002))
+    words = [sys.executable, "-c", IN_KERNEL, "-m", "sft_play.train"]
+    worker, beats, kills = subprocess.Popen(words, env={**os.environ, "RANK": "1"}), Listener("kernel"), MemoryKills.begin()
+    children: list[psutil.Process] = []
+    try:
+        watch = Watch(agent=os.getpid(), run=run_with(tmp_path, {}), ranks=range(2), kills=kills, beats=beats)
+        beat = Beat(rank=1, number=1, host="h", pid=1, phase="training", step=3, micro_step=None, quiet=0.0, limit=9e9)
+        Sender("kernel").send(beat)
+        until = time.monotonic() + 30
+        while watch.loss is None and time.monotonic() < until:
+            time.sleep(0.1)
+            watch.look()
+        children = psutil.Process(worker.pid).children()
+        assert watch.loss is not None and (watch.loss.cause, watch.loss.rank) == ("frozen", 1)
+        assert "is frozen in step 3: waiting in the kernel, nothing read or written, for 0 s" in watch.loss.text
+        assert "a disk (NFS) or a GPU does not answer" in watch.loss.hint
+        beats.latest[0] = replace(beat, rank=0)
+        beats.heard[0] = time.monotonic()
+        watch.loss, beats.latest[1] = None, replace(beat, limit=0.0)
+        beats.latest[0] = replace(beat, rank=0, limit=0.0)
+        hang = watch._hanging()
+        assert hang is not None and "rank 1 (h): in step 3 in the kernel (a disk or a GPU that does not answer)" in hang.text
+    finally:
+        for process in (*children, psutil.Process(worker.pid)):
+            process.kill()
+        worker.wait()
+        beats.close()
+        kills.close()
+
+
+def test_what_the_driver_says_of_a_gpu_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text("4,1,1,-;NVRM: Xid (PCI:0000:41:00): 31, of an earlier run\n")
+    monkeypatch.setattr("sft_play.launch.verdict.KERNEL_LOG", log)
+    kills = MemoryKills.begin()
+    assert kills.driver_errors() is None
+    with log.open("a") as stream:
+        stream.write("4,2,2,-;NVRM: Xid (PCI:0000:41:00): 79, pid=7, GPU has fallen off the bus.\n")
+    assert kills.evidence() is None
+    assert kills.driver_errors() == "the GPU's driver said: `NVRM: Xid (PCI:0000:41:00): 79, pid=7, GPU has fallen off the bus.`"
+    kills.close()
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_ranks_get_longer_to_leave_where_one_writes_a_checkpoint(
+    writes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats, kills = Listener("saving"), MemoryKills.begin()
+    watch = Watch(agent=os.getpid(), run=run_with(tmp_path, {}), ranks=range(2), kills=kills, beats=beats)
+    watch.workers = {psutil.Process(): 0}
+    phase = "saving" if writes else "training"
+    beats.latest[0] = Beat(rank=0, number=1, host="h", pid=1, phase=phase, step=3, micro_step=None, quiet=0.0, limit=9e9)
+    beats.heard[0] = time.monotonic()
+    watch.loss, watch.lost_at = Loss(cause="killed", rank=1), time.monotonic() - LIMITS.grace - 1
+    assert watch.is_over(stopping=False) is not writes
+    watch.lost_at -= LIMITS.saving - LIMITS.grace
+    assert watch.is_over(stopping=False)
+    beats.close()
+    kills.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's subreaper")
@@ -341,10 +435,10 @@ def test_ranks_that_never_send_a_beat_are_not_waited_for_without_end(module: str
         while worker and not is_worker(psutil.Process(worker.pid).cmdline()) and time.monotonic() < until:
             time.sleep(0.05)
         sender.send(Beat(rank=0, number=1, host="h", pid=1, phase="loading", step=None, micro_step=None, quiet=0.0, limit=9e9))
-        watch.watched_seconds = FIRST_BEAT_SECONDS - 10
+        watch.watched_seconds = LIMITS.first_beat - 10
         watch.look()
         assert watch.loss is None, "not yet"
-        watch.watched_seconds = FIRST_BEAT_SECONDS
+        watch.watched_seconds = LIMITS.first_beat
         watch.look()
         if module == "sft_play.probe":
             assert watch.loss is None

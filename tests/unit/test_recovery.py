@@ -136,7 +136,7 @@ def summary(rank: int, code: int) -> str:
 
 
 SHORT = {"code": 75, "time": 2.0, "error": "error: memory ran out in step 3", "cause": OUT_OF_MEMORY, "doing": {"step": 3}}
-GONE = {"code": 1, "time": 2.5, "error": "RuntimeError: Connection closed by peer"}
+GONE = {"code": 75, "time": 2.5, "error": "RuntimeError: Connection closed by peer", "cause": "peer"}
 
 
 def test_the_rank_that_ran_out_is_named_and_not_its_peers(tmp_path: Path) -> None:
