@@ -31,7 +31,7 @@ from sft_play.runs.prepared import Prepared, ResolvedModel
 
 HOSTS = tuple(Host(name=f"node{k}", address=f"192.168.77.1{k}") for k in (1, 2, 3))
 RANKS = [range(1), range(1, 2), range(2, 3)]
-PEER = {"code": 1, "error": "RuntimeError: Connection closed by peer [192.168.77.12]:4711"}
+PEER = {"code": 75, "cause": "peer", "error": "RuntimeError: Connection closed by peer [192.168.77.12]:4711"}
 
 
 def ended(tmp_path: Path, *nodes: Mapping[str, Any], asked: str = "") -> Session:
@@ -75,7 +75,7 @@ def test_a_rank_without_a_record_is_named_by_its_own_launcher(tmp_path: Path) ->
         "rank": 1,
         "error": "error: rank 1 (node2) was killed by SIGKILL; all other ranks were stopped",
     }
-    peers = {"event": "failed", "code": 75, "rank": 0, "error": "Connection closed by peer"}
+    peers = {"event": "failed", "code": 75, "rank": 0, "cause": "peer", "error": "Connection closed by peer"}
     session = ended(
         tmp_path,
         {"code": 75, "event": peers, "records": {0: (PEER, 0.1)}},
