@@ -17,7 +17,7 @@ from typing import cast
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.cluster import bring, own_files, remote
+from sft_play.cluster import bring, preflight, remote
 from sft_play.cluster.agent import Agent, Message
 from sft_play.cluster.board import Board, Logs
 from sft_play.cluster.session import Node, Session
@@ -221,7 +221,7 @@ def test_large_files_of_the_project_are_not_hashed_by_the_check(tmp_path: Path, 
     (tmp_path / "sft_play").mkdir()
     (tmp_path / "sft_play" / "a.py").write_text("")
     with (tmp_path / "sft_play" / "weights.py").open("wb") as stream:
-        stream.truncate(own_files.MOST_CODE_BYTES + 1)
-    for module in (bring, own_files):
+        stream.truncate(preflight.MOST_CODE_BYTES + 1)
+    for module in (bring, preflight):
         monkeypatch.setattr(module, "project", lambda: tmp_path)
-    assert list(own_files.wanted_of(None, 29500, 60).code) == ["sft_play/a.py"]
+    assert list(preflight.wanted_of(None, 29500).code) == ["sft_play/a.py"]
