@@ -12,7 +12,7 @@ from typing import Any
 from sft_play.runs.checkpoints import newest_valid, published
 from sft_play.runs.folder import RunFolder
 
-TIMES = re.compile(r"seconds|per_second|memory|mfu")
+TIMES = re.compile(r"seconds|per_second|memory|mfu|percent|mb_s")
 """Names of figures that a clock or the machine decides."""
 SHOWN = 3
 """How many differences of one kind are told."""
