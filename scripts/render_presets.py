@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 from sft_play.config.call import Override  # noqa: E402
 from sft_play.config.load import load_config  # noqa: E402
 from sft_play.plan.catalogue import CATALOGUE  # noqa: E402
+from sft_play.plan.command import LAN, MADE_FOR  # noqa: E402
 from sft_play.plan.fit import DoesNotFitError  # noqa: E402
 from sft_play.plan.hardware import GIB, parse_hardware  # noqa: E402
 from sft_play.plan.make import make_plan  # noqa: E402
@@ -24,7 +25,11 @@ from sft_play.plan.plan import Plan  # noqa: E402
 from sft_play.plan.request import LaunchRequest  # noqa: E402
 from sft_play.plan.shape import shape_of  # noqa: E402
 
-LAN = "12GB+8GB+8GB@1Gbit"
+QUOTED = {
+    "rtx4090_sli": (6, 4), "a100_pair": (8, 4), "h100_pair": (8, 4), "h200_pair": (4, 4), "h200_quad": (16, 2), "l40s_single": (8, 1),
+    "l40s_pair": (28, 1), "home_lan": (1, 8), "home_lan_13b": (1, 12),
+}  # fmt: skip
+"""Preset -> micro-batch and accumulation that people quote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +39,12 @@ class Claim:
     preset: str
     hardware: str
     quoted: tuple[int, int] | None = None
-    """Micro-batch and accumulation that people quote."""
 
 
 CLAIMS = (
-    Claim("run_bnb", "16GB"), Claim("run_bnb", "24GB"), Claim("run_unsloth", "16GB"), Claim("rtx4090_sli", "2xRTX4090", (6, 4)),
-    Claim("a100_pair", "2xA100", (8, 4)), Claim("h100_pair", "2xH100", (8, 4)), Claim("h200_pair", "2xH200", (4, 4)),
-    Claim("h200_quad", "4xH200", (16, 2)), Claim("l40s_single", "L40S", (8, 1)), Claim("l40s_pair", "2xL40S", (28, 1)),
-    Claim("home_lan", LAN, (1, 8)), Claim("home_lan_13b", LAN, (1, 12)), Claim("smoke", "8GB+8GB@1Gbit"), Claim("from_scratch", "24GB"),
-    Claim("run_bnb_qwen3_5", "16GB"), Claim("rtx4090_sli_gemma4", "2xRTX4090"), Claim("home_lan_smollm3", LAN),
-    Claim("h200_pair_gemma4", "2xH200"), Claim("h200_single_gpt_oss", "H200"),
-)  # fmt: skip
+    *(Claim(preset, "16GB") for preset in ("run_bnb", "run_unsloth")),
+    *(Claim(preset, hardware, QUOTED.get(preset)) for preset, hardware in MADE_FOR.items()),
+)
 
 
 def plan_of(preset: str, hardware: str, **train: int) -> Plan:

@@ -26,9 +26,11 @@ from sft_play.config.load import read_config
 from sft_play.config.metrics import LIBRARY
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
+from sft_play.files import read_json
 from sft_play.launch.console import console_may_go
 from sft_play.launch.run_folder import ended_by_signals
 from sft_play.plan.mixture import mixture_of
+from sft_play.plan.shape import check_length, positions_in
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared, ResolvedModel
 from sft_play.runs.prepared_index import remember
@@ -136,6 +138,7 @@ def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[
 
     model = with_chat(resolve(config), chat_format(config.data))
     _tell(says(config, model))
+    check_length(config.model, positions_in(read_json(Path(model.path) / "config.json")))
     trust = config.model.trust_remote_code
     if not (trust and runs_code(Path(model.path))):
         refuse_untrusted_code(Path(model.path), config.model.name)

@@ -31,6 +31,13 @@ STANDS_FOR = {
 NUMBERS = frozenset({"NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_PORT"})
 WORLD, MACHINES = ("world_size", "num_processes", "ntasks"), ("num_machines", "nnodes", "nodes", "num_nodes")
 """What launchers call the number of all processes, and of machines."""
+SINGLE = frozenset({"train", "train-tb"})
+"""Commands of one process."""
+FOR_SEVERAL = (
+    ("LAUNCH_STRATEGY=zero", "train-deepspeed"), ("LAUNCH_STRATEGY=fsdp2", "train-fsdp"), ("LAUNCH_STRATEGY=ddp", "train-distributed"),
+    ("NUM_NODES=", "train-distributed"), ("NUM_GPUS=", "train-distributed"), ("NODE_RANK=", "train-distributed"),
+)  # fmt: skip
+"""How settings begin that need several processes -> the command of such a run."""
 MOST_PER_MACHINE = 8
 """GPUs of a machine, where only the number of all processes is known."""
 LONG = frozenset({"PROMPT", "SEARCH", "RUNS", "BENCHMARKS", "HARDWARE", "SCALE"})
@@ -141,7 +148,7 @@ def parse_call(
     overrides: dict[str, Override] = {}
     known = frozenset(option for row in commands.values() for option in row.options)
     if "NUM_NODES" in commands[command].options:
-        given = _placed(given, problems, ranks="NODE_RANK" in commands[command].options)
+        given = _placed(given, problems, command, ranks="NODE_RANK" in commands[command].options)
     of_run, trusts_code = any(one.name == "RUN" for one in given) and "RUN" in commands[command].options, False
     for one in given:
         key = _key(one)
@@ -171,26 +178,27 @@ def parse_call(
     )
 
 
-def _placed(given: list[_Given], problems: list[UserError], *, ranks: bool) -> list[_Given]:
+def _placed(given: list[_Given], problems: list[UserError], command: str, *, ranks: bool) -> list[_Given]:
     """Takes out the number of all processes where a rank or a number of machines is given too: together they are one problem."""
     found = {names.plain_word(one.name): one for one in given if re.fullmatch("[0-9]{1,6}", one.text)}
     of_world, of_machines = (next((word for word in words if word in found), "") for words in (WORLD, MACHINES))
-    of_rank = "rank" if ranks and "rank" in found else ""
+    of_rank = "rank" if "rank" in found else ""
     world, rank, machines = (int(found[word].text) if word else 0 for word in (of_world, of_rank, of_machines))
     if not world or (machines < 2 and not of_rank) or rank >= world or (machines and world % machines):
         return given
     each = max(count for count in range(1, MOST_PER_MACHINE + 1) if world % count == rank % count == 0)
     each = world // machines if machines else each
     machines = world // each
-    sizes = f"NUM_NODES={machines} NUM_GPUS={each}" if machines > 1 else f"NUM_GPUS={each}"
+    sizes = {"NUM_NODES": str(machines)} if machines > 1 else {}
+    sizes["NUM_GPUS"] = str(each)
     placed = f"{world} processes = {machines} machine{'s' if machines > 1 else ''} x {each}"
     if of_rank:
         problem = f"`{found[of_world].origin}` and `{found[of_rank].origin}` place a process, and here a command starts all processes of a machine"
         placed += f", and rank {rank} is on machine {rank} / {each} = {rank // each}"
-        sizes += f" NODE_RANK={rank // each}" if machines > 1 else ""
+        sizes |= {"NODE_RANK": str(rank // each)} if ranks and machines > 1 else {}
     else:
         problem = f"`{found[of_world].origin}` counts the processes of all machines, and `NUM_GPUS` here those of one"
-    problems.append(UserError(problem, hint=f"{placed}: `{sizes}`"))
+    problems.append(UserError(problem, hint=f"{placed}: {_words(sizes, command, found[of_world])}"))
     return [one for one in given if names.plain_word(one.name) not in (of_world, of_rank, of_machines)]
 
 
@@ -300,9 +308,9 @@ def _option(
         if other := next((name for name in (f"{one.name}S", one.name[:-1]) if name in commands[command].options), None):
             where = f"did you mean `{other}={one.text}`?"
         elif commands[command].overrides and (meant := names.settings(one.name, one.text)):
-            where = _here(meant)
+            where = f"here that is {_words(meant, command, one)}"
         elif better := _stands_for(one.name, commands[command]):
-            where = _did_you_mean(one, better)
+            where = _did_you_mean(one, better, command)
         problems.append(UserError(f"`{_shown(command, one)}` takes no `{one.name}`", hint=where))
     elif options.get(one.name, one.text) != one.text:
         problems.append(UserError(f"`{one.name}` is given twice: `{options[one.name]}` and `{one.text}`", hint="give it once"))
@@ -340,7 +348,11 @@ def _unknown(one: _Given, known: frozenset[str], command: str, commands: Mapping
         return UserError(f"unknown variable `{one.name}`", hint=instead)
     if meant := names.settings(one.name, one.text):
         other = next((name for name in meant if name.isupper() and name not in row.options), None)
-        hint = f"here that is `{other}`, for {_takers(one, other, commands)}" if other else _here(meant)
+        hint = (
+            f"here that is `{other}`, for {_takers(one, other, commands)}"
+            if other
+            else f"here that is {_words(meant, command, one)}"
+        )
         return UserError(f"unknown variable `{one.name}`", hint=hint)
     if names.OF_PROGRAMS.fullmatch(one.name) and one.name.lower() not in names.ALIASES:
         typed = f"{one.name}={names.mask(one.name, one.text)}"
@@ -348,11 +360,11 @@ def _unknown(one: _Given, known: frozenset[str], command: str, commands: Mapping
     better = names.suggest(one.name, options=known if "RANK" in row.options else known - {"RANK"})  # elsewhere it is `NODE_RANK`
     section = one.name.lower().partition("_")[0].partition(".")[0].lstrip("-")
     if better in known - row.options and (key := _stands_for(better, row)):
-        hint = _did_you_mean(one, key)
+        hint = _did_you_mean(one, key, command)
     elif better in known - row.options:
         hint = f"did you mean `{better}`? It is for {_takers(one, better, commands)}"
     elif better:
-        hint = _did_you_mean(one, better)
+        hint = _did_you_mean(one, better, command)
     elif section in sections():
         hint = f"`docs/configuration.md` lists the keys of `{section}`"
     else:
@@ -362,11 +374,16 @@ def _unknown(one: _Given, known: frozenset[str], command: str, commands: Mapping
     return UserError(f"unknown variable `{one.name}`", hint=hint)
 
 
-def _here(meant: Mapping[str, str]) -> str:
-    return f"here that is `{' '.join(f'{variable_name(name)}={value}' for name, value in meant.items())}`"
+def _words(meant: Mapping[str, str], command: str, one: _Given) -> str:
+    """Returns what to type, with the command that takes it where the one that was typed starts a single process."""
+    typed = " ".join(f"{_as_variable(name)}={value}" for name, value in meant.items())
+    several = next((other for start, other in FOR_SEVERAL if f" {typed}".find(f" {start}") >= 0), None)
+    if command not in SINGLE or several is None or typed in (f"NUM_GPUS={few}" for few in ("1", "...")):
+        return f"`{typed}`"
+    return f"`{_prefix(one)}{command.replace('train', several)} {typed}`"
 
 
-def _did_you_mean(one: _Given, better: str) -> str:
+def _did_you_mean(one: _Given, better: str, command: str) -> str:
     """Returns the suggestion of a key or an option, with the value that was typed where it can be one of its values."""
     from sft_play.config.values import expected
 
@@ -377,7 +394,7 @@ def _did_you_mean(one: _Given, better: str) -> str:
         takes = expected(key, value)
     elif not value or not value.isprintable() or (better in NUMBERS and not value.strip().isdecimal()):
         takes = "a number" if better in NUMBERS else "text"
-    return f"did you mean `{_as_variable(better)}={'...' if takes else value}`?" + (f" It takes {takes}" if takes else "")
+    return f"did you mean {_words({better: '...' if takes else value}, command, one)}?" + (f" It takes {takes}" if takes else "")
 
 
 def _as_variable(name: str) -> str:

@@ -336,7 +336,7 @@ def _as_error(mismatch: Mismatch, value: Value, path: Path | None) -> UserError:
     given = mismatch.node.value
     hint = metrics_hint(given) if mismatch.key == "eval.metrics" else None
     if isinstance(given, str):
-        hint = hint or names.INSTEAD.get(given.lower())
+        hint = hint or names.VALUES.get(given.lower())
     return UserError(f"`{mismatch.key}` {mismatch.problem}", place=place, hint=hint or mismatch.hint)
 
 

@@ -140,10 +140,10 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 """Settings elsewhere whose value is another one here: name -> value -> key or variable -> value here."""
 ENDPOINT = re.compile(r"(?P<host>[^:]+|\[[^]]+\])(:(?P<port>\d+))?")
 GRES = re.compile(r"(gres/)?gpu(:[\w.-]+)??(:(?P<count>\d+))?", re.IGNORECASE)
-SPLIT = "no layer is split between GPUs here; `LAUNCH_STRATEGY=fsdp2` shares out the weights"
+SPLIT = "no layer is split between GPUs here; `train-fsdp`, or `launch.strategy: fsdp2`, shares out the weights"
 OF_DEEPSPEED, OF_FSDP = (f"the command says so: `{command}`" for command in ("train-deepspeed", "train-fsdp"))
 OF_CPU = "the CPU is used where no GPU is seen; `export CUDA_VISIBLE_DEVICES=` hides GPUs"
-INSTEAD: Mapping[str, str] = {
+INSTEAD: dict[str, str] = {
     "tensor_parallel": SPLIT, "tensor_parallel_size": SPLIT, "sequence_parallel": SPLIT, "sequence_parallel_size": SPLIT,
     "pipeline": SPLIT, "pipeline_parallel": SPLIT, "pipeline_parallel_size": SPLIT,
     "rdzv_backend": "machines meet at `MASTER_ADDR`: leave it out", "standalone": "one machine is the default: leave it out",
@@ -153,7 +153,10 @@ INSTEAD: Mapping[str, str] = {
     "do_train": "the command says what is done: leave it out", "do_eval": "the command says what is done: leave it out",
     "overwrite_output_dir": "each run has a folder of its own: leave it out",
 }  # fmt: skip
-"""Names and values elsewhere that nothing here stands for -> what there is."""
+"""Names elsewhere that nothing here stands for -> what there is."""
+OF_ZERO = "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`"
+VALUES: Mapping[str, str] = INSTEAD | {"deepspeed": OF_ZERO, "zero": OF_ZERO, "tp": SPLIT, "pp": SPLIT, "sp": SPLIT}
+"""Values elsewhere that nothing here stands for -> what there is."""
 OF_ENVIRONMENT: Mapping[str, str] = {"output_dir": "RUNS_DIR", "runs_dir": "RUNS_DIR", "sft_play_cache": "SFT_PLAY_CACHE"}
 """Names of what only the environment says -> its name there."""
 OF_PROGRAMS = re.compile(r"(CUDA|NCCL|GLOO|OMP|HF|TRANSFORMERS|TOKENIZERS|TORCH|PYTORCH|WANDB|MLFLOW|COMET|AIM)_\w+")
@@ -286,8 +289,8 @@ def closest_file(path: Path, folder: Path) -> str | None:
     """Returns a YAML file beside `path` or in `folder` whose name is close to it, as the user would type it."""
     beside = list(path.parent.glob("*.yaml")) if path.parent.is_dir() and str(path.parent) != "." else []
     shipped = list(folder.glob("*.yaml")) if folder.is_dir() else []
-    known = {p.stem: p for p in [*shipped, *beside]}
-    close = get_close_matches(path.name.removesuffix(".yaml"), known, n=1, cutoff=0.65)
+    known = {p.stem.lower(): p for p in [*shipped, *beside]}
+    close = get_close_matches(path.name.lower().removesuffix(".yaml"), known, n=1, cutoff=0.65)
     if not close:
         return None
     found = known[close[0]]

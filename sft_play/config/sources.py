@@ -51,11 +51,15 @@ def config_path(name: str) -> Path:
 
 
 def preset_path(name: str) -> Path:
-    """Returns the path of a preset, as short as it can be shown; a copy by `sft-play init`, perhaps changed since, comes first."""
-    own = Path("configs") / f"{name}.yaml"
-    if own.is_file():
-        return own
-    path = PRESETS / f"{name}.yaml"
+    """Returns the path of a preset."""
+    return shipped(f"configs/{name}.yaml")
+
+
+def shipped(name: str) -> Path:
+    """Returns the path of a shipped file, as short as it can be shown; a copy by `sft-play init`, perhaps changed since, comes first."""
+    if Path(name).is_file():
+        return Path(name)
+    path = SHIPPED / name
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

@@ -169,8 +169,8 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
     split = manifest["split"]
     share = split["label_tokens"] / split["tokens"]
     first = (
-        f"{name} data: {split['rows']:,} {'row' if split['rows'] == 1 else 'rows'}, {split['tokens']:,} tokens, {share:.0%} of them trained, "
-        f"median row {split['median']}, longest {split['longest']}"
+        f"{name} data: {split['rows']:,} {'row' if split['rows'] == 1 else 'rows'}, {split['tokens']:,} tokens, "
+        f"{share:.0%} of them {counted_as(name)}, median row {split['median']}, longest {split['longest']}"
     )
     if name == "training":
         first += _never_trained(split["sources"])
@@ -223,8 +223,14 @@ def _source_line(source: Mapping[str, Any], name: str) -> str:
     parts += [f"{source['split']:,} split" + (f" into {source['rows']:,} rows in all")] if source["split"] else []
     long = f"; {source['overlong']:,} were too long ({source['overlong_tokens']:,} tokens)" if source["overlong"] else ""
     return (
-        f"  {source['name']}: {', '.join(parts)}{lacks}; {source['tokens']:,} tokens, {source['trained_tokens']:,} trained{long}"
+        f"  {source['name']}: {', '.join(parts)}{lacks}; {source['tokens']:,} tokens, {source['trained_tokens']:,} "
+        f"{counted_as(name)}{long}"
     )
+
+
+def counted_as(name: str) -> str:
+    """Returns what is done with the answers of a split: only those of the training data are trained."""
+    return "trained" if name in ("training", "train") else "scored"
 
 
 def rows_cut(source: Mapping[str, Any]) -> str:

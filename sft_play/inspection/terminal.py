@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from sft_play.data.manifest import rows_cut
+from sft_play.data.manifest import counted_as, rows_cut
 from sft_play.errors import printable
 from sft_play.inspection.samples import Piece, Sample
 from sft_play.plan.mixture import Mixture
@@ -25,10 +25,11 @@ def show(split: str, manifest: Mapping[str, Any], samples: Sequence[Sample], wor
         return
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)  # `[/x]` and `:x:` are data here
     colours = console.color_system is not None
-    legend = Text("trained", style=f"{TRAINED} bold") if colours else Text("{}trained{}".format(*WITHOUT_COLOUR))
+    word = counted_as(split)
+    legend = Text(word, style=f"{TRAINED} bold") if colours else Text(word.join(WITHOUT_COLOUR))
     console.print(Text.assemble(legend, "  read only  ", Text("special token", style=SPECIAL if colours else ""), " ↵ line end"))
     for sample in samples:
-        title = f"{split} row {sample.index} of {sample.source}: {sample.tokens} tokens, {sample.trained} trained"
+        title = f"{split} row {sample.index} of {sample.source}: {sample.tokens} tokens, {sample.trained} {word}"
         console.print(Rule(printable(title), align="left", characters="─" if console.encoding.startswith("utf") else "-"))
         console.print(Text.assemble(*(_coloured(piece) for piece in sample.pieces)) if colours else Text(_marked(sample)))
     console.print()

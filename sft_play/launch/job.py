@@ -18,9 +18,9 @@ from sft_play.launch.meeting import Meeting
 from sft_play.launch.network import address_towards, free_port, loopback_interface, require_free_port
 from sft_play.launch.options import LaunchOptions
 from sft_play.plan.calibration import load_calibration, of_all_nodes
-from sft_play.plan.command import for_preset
+from sft_play.plan.command import explained
 from sft_play.plan.detect import detect
-from sft_play.plan.fit import DoesNotFitError, Memory
+from sft_play.plan.fit import Memory
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.plan import Plan
@@ -67,8 +67,8 @@ class Job:
             source = "formula"
         try:
             return planned(make, config, self.shape, prepared, source)
-        except DoesNotFitError as error:
-            raise for_preset(self.loaded, self.hardware, error) from None
+        except HardwareError as error:
+            raise explained(self.loaded, self.hardware, error) from None
 
     def world_size(self, before: Plan) -> int:
         """Returns the processes of all nodes; `before` is the last plan of a run that is resumed."""

@@ -71,7 +71,7 @@ def _rehearse(call: Call) -> int:
         lambda case, launch: plan_for(loaded, case, launch, prepared), hardware, request, counts, price
     )  # fmt: skip
     for notice in options.notices:
-        print(notice, file=sys.stderr)
+        print(f"note: {notice}", file=sys.stderr)
     for problem in unasked(hardware) if plan.device == "cuda" else ():
         print(f"warning: {problem.text}\nhint: {problem.remedy}", file=sys.stderr)
     if call.json:

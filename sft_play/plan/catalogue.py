@@ -119,17 +119,11 @@ def find_card(name: str) -> tuple[str, Card] | None:
     return None
 
 
-def near_names(name: str) -> list[str]:
-    """Returns the names of the catalogue, those that `name` may be meant for first."""
-    known = {_plain(key): key for key in CATALOGUE}
-    near = [known[found] for found in difflib.get_close_matches(_plain(name), known, n=3, cutoff=0.6)]
-    return [*near, *(key for key in CATALOGUE if key not in near)]
-
-
 def did_you_mean(name: str) -> str | None:
     """Returns the name that is most alike, or `None` when none is."""
-    first = difflib.get_close_matches(_plain(name), [_plain(key) for key in CATALOGUE], n=1, cutoff=0.6)
-    return near_names(name)[0] if first else None
+    known = {_plain(key): key for key in CATALOGUE}
+    near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.6)
+    return known[near[0]] if near else None
 
 
 def _plain(name: str) -> str:

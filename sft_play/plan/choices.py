@@ -138,22 +138,23 @@ def choose_backend(config: Config, kind: str, ranks: int, reasons: Reasons) -> s
 def choose_precision(
     config: Config, hardware: Hardware, devices: tuple[Device, ...], strategy: Strategy, reasons: Reasons
 ) -> Precision:
-    """Returns what is computed in. A typed `true` that the hardware lacks is an error."""
+    """Returns what is computed in. A typed `true` that the hardware lacks is an error, with the key as its place."""
     train = config.train
     if train.bf16 is True and hardware.kind == "cpu" and strategy not in ("single", "ddp"):
-        raise HardwareError(f"`train.bf16` is `true`, but {strategy} on a CPU computes in fp32 only", hint="leave it to `auto`")
+        message = f"`train.bf16` is `true`, but {strategy} on a CPU computes in fp32 only"
+        raise HardwareError(message, place="train.bf16", hint="leave it to `auto`")
     without = next((device for device in devices if not device.bf16), None)
     if train.bf16 is True and without is not None:
         raise HardwareError(
             f"`train.bf16` is `true`, but {'this CPU' if hardware.kind == 'cpu' else without.name} does not compute in bfloat16"
             + (" any faster than in fp32" if hardware.kind == "cpu" else ""),
+            place="train.bf16",
             hint="leave `train.bf16` to `auto`" + ("" if hardware.kind == "cpu" else ", or set TRAIN_FP16=true"),
         )
     if train.fp16:
         if hardware.kind == "cpu":
-            raise HardwareError(
-                "`train.fp16` is `true`, but fp16 with loss scaling needs a GPU", hint="leave it away: fp32 is used"
-            )
+            message = "`train.fp16` is `true`, but fp16 with loss scaling needs a GPU"
+            raise HardwareError(message, place="train.fp16", hint="leave it away: fp32 is used")
         reasons.append("precision fp16: as configured")
         return "fp16"
     if train.bf16 is True or (train.bf16 == "auto" and hardware.kind == "cuda" and without is None):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.sources import PRESETS
+from sft_play.errors import HardwareError
 from sft_play.plan.calibration import load_calibration
 from sft_play.plan.detect import detect
 from sft_play.plan.fit import DoesNotFitError, Memory
@@ -22,12 +23,14 @@ from sft_play.runs.prepared_index import lookup
 if TYPE_CHECKING:
     from sft_play.config.call import Call
 
+LAN = "12GB+8GB+8GB@1Gbit"
 MADE_FOR = {
     "run_bnb": "24GB", "run_unsloth": "24GB", "rtx4090_sli": "2xRTX4090", "a100_pair": "2xA100", "h100_pair": "2xH100",
-    "h200_pair": "2xH200", "h200_quad": "4xH200", "l40s_single": "L40S", "l40s_pair": "2xL40S", "home_lan": "12GB+8GB+8GB@1Gbit",
-    "home_lan_13b": "12GB+8GB+8GB@1Gbit",
+    "h200_pair": "2xH200", "h200_quad": "4xH200", "l40s_single": "L40S", "l40s_pair": "2xL40S", "home_lan": LAN, "home_lan_13b": LAN,
+    "smoke": "8GB+8GB@1Gbit", "from_scratch": "24GB", "run_bnb_qwen3_5": "16GB", "rtx4090_sli_gemma4": "2xRTX4090",
+    "home_lan_smollm3": LAN, "h200_pair_gemma4": "2xH200", "h200_single_gpt_oss": "H200",
 }  # fmt: skip
-"""Preset -> the hardware that it is for."""
+"""Preset -> the hardware that it is for, as docs/presets.md has it."""
 
 
 def hardware_of(call: Call) -> Hardware:
@@ -36,11 +39,19 @@ def hardware_of(call: Call) -> Hardware:
     return parse_hardware(described) if described else detect()
 
 
-def for_preset(loaded: LoadedConfig, hardware: Hardware, error: DoesNotFitError) -> DoesNotFitError:
-    """Returns the refusal of a plan for this machine with the hardware that its preset, or the one that its file extends, is for."""
-    files = {Path(origin.rpartition(":")[0]) for origin in loaded.origins.values()}
-    name = next((file.stem for file in sorted(files) if file.stem in MADE_FOR and file.resolve().parent == PRESETS), None)
-    if hardware.described or name is None:
+def explained(loaded: LoadedConfig, hardware: Hardware, error: HardwareError) -> HardwareError:
+    """Returns the refusal of a plan with where the key that it names was written.
+
+    One of too little memory here gets the hardware that the preset is for: the file itself, or one that it extends.
+    """
+    if error.place and error.place in loaded.origins:
+        error.place = loaded.origins[error.place]
+    if hardware.described or not isinstance(error, DoesNotFitError):
+        return error
+    files = [str(loaded.path), *(loaded.origins[key].rpartition(":")[0] for key in ("model.name", *loaded.origins))]
+    presets = (file for file in map(Path, files) if file.stem in MADE_FOR and file.resolve().parent == PRESETS)
+    name = next((file.stem for file in presets), None)
+    if name is None:
         return error
     return error.with_remedies(notes=(f"the preset `{name}` is for HARDWARE={MADE_FOR[name]}, which `make plan` plans for",))
 
@@ -59,8 +70,8 @@ def plan_for(
 
     try:
         return planned(make, config, shape, known, source)
-    except DoesNotFitError as error:
-        raise for_preset(loaded, hardware, error) from None
+    except HardwareError as error:
+        raise explained(loaded, hardware, error) from None
 
 
 def needs_several(loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from sft_play.errors import HardwareError
-from sft_play.plan.catalogue import Card, did_you_mean, find_card, near_names
+from sft_play.plan.catalogue import Card, did_you_mean, find_card
 from sft_play.plan.power import BOARD_WATTS
 
 GIB = 2**30
@@ -91,11 +91,12 @@ class Hardware:
 PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+?)(?:\s*[x*]\s*(\d{1,2}))?")
 """`2x24GB`, `4090`, `A100 x 2`."""
 MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|G)", re.IGNORECASE)
+WELL_KNOWN = ("RTX4090", "RTX5090", "L40S", "A100", "H100", "H200")
 NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(G|M)bit(?:/s)?", re.IGNORECASE)
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Returns described hardware: `2x24GB`, `12GB+8GB+8GB@1Gbit`, `4xH200`, `cpu`, or a YAML file. Raises `UserError`."""
+    """Returns described hardware: `2x24GB`, `12GB+8GB@1Gbit`, `2x8xH100` (machines first), `cpu`, or a YAML file. Raises `UserError`."""
     if re.search(r"\.ya?ml$", text.strip(), re.IGNORECASE):
         from sft_play.plan.hardware_file import read_hardware
 
@@ -106,11 +107,12 @@ def parse_hardware(text: str) -> Hardware:
         from sft_play.plan.detect import cpu_only
 
         return replace(cpu_only(), network_bytes_per_second=speed)
-    parts = body.split("+")
+    machines = re.match(r"\s*(\d{1,4})\s*x\s*(?=\d+\s*x)", body)  # `2x8xH100`
+    parts = re.split("[+,]", body[machines.end() if machines else 0 :])
     devices = [device for part in parts for device in _devices(part.strip(), text)]
     return Hardware(
         kind="cuda", devices=tuple(devices), cpu_threads=ASSUMED_THREADS, ram_bytes=ASSUMED_RAM, described=True,
-        network_bytes_per_second=speed, ram_known=False, listed=len(parts),
+        network_bytes_per_second=speed, ram_known=False, listed=len(parts), nodes=int(machines.group(1)) if machines else 1,
     )  # fmt: skip
 
 
@@ -165,10 +167,9 @@ def device_of(label: str, card: Card) -> Device:
 
 def _nonsense(part: str, text: str) -> HardwareError:
     meant = did_you_mean(part.split("x", 1)[-1] if re.match(r"\d+\s*x", part) else part)
-    names = ", ".join(near_names(meant or part))
     return HardwareError(
         f"`{part}` is not hardware that is known",
         place=f"HARDWARE={text}",
         hint=(f"did you mean `{meant}`? " if meant else "")
-        + f"write 2x24GB, 12GB+8GB@1Gbit, cpu, a YAML file, or a count and a name of {names}",
+        + f"write 2x24GB, 12GB+8GB@1Gbit, 2x8xH100, cpu, a YAML file, or a count and a name of docs/hardware.md, such as {', '.join(WELL_KNOWN)}",
     )

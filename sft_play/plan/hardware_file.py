@@ -10,7 +10,7 @@ from typing import Any
 
 from sft_play.config.yaml_source import Node, read_yaml
 from sft_play.errors import HardwareError, UserError, raise_all
-from sft_play.plan.catalogue import did_you_mean, find_card, near_names
+from sft_play.plan.catalogue import did_you_mean, find_card
 from sft_play.plan.hardware import ASSUMED_RAM, ASSUMED_THREADS, GB, GIB, USABLE, Device, Hardware, device_of, network_speed
 
 KEYS = ("devices", "network", "ram_gb", "cpu_threads", "nodes")
@@ -97,7 +97,7 @@ class _Reader:
         self.problem(
             f"`{name}` is not a card that is known, and its `memory_gb` is not given",
             keys["name"],
-            (f"did you mean `{meant}`? " if meant else "") + f"add `memory_gb`, or use a name of {', '.join(near_names(name))}",
+            (f"did you mean `{meant}`? " if meant else "") + "add `memory_gb`, or use a name of docs/hardware.md",
         )
 
     def mapping(self, node: Node, known: tuple[str, ...], what: str) -> dict[str, Node]:

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sft_play.config.schema import Config
-from sft_play.plan.hardware import GIB
 from sft_play.plan.layouts import CHUNKED_HEAD_MODEL_TYPES
 from sft_play.plan.shape import ModelShape
+from sft_play.plan.words import gib
 
 if TYPE_CHECKING:
     from sft_play.plan.memory import Setup
@@ -50,9 +50,9 @@ def settle_chunks(
     if after >= before:
         return whole
     if why := _whole_because(config, shape, setup):
-        reasons.append(f"head and loss at all {labels:.0f} label positions at once, {before / GIB:.1f} GiB: {why}")
+        reasons.append(f"head and loss at all {labels:.0f} label positions at once, {gib(before)}: {why}")
         return whole
-    sizes = f"{after / GIB:.1f} instead of {before / GIB:.1f} GiB of logits"
+    sizes = f"{gib(after)} instead of {gib(before)} of logits"
     reasons.append(f"head and loss in chunks of {chunked.loss_chunk} label positions: {sizes}")
     return chunked
 

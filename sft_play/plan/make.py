@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from sft_play.config.schema import Config
-from sft_play.errors import HardwareError, UserError
+from sft_play.errors import HardwareError
 from sft_play.plan import choices, network, nodes, strategies
 from sft_play.plan.batch import Batch, count, halve, halved, said_aloud
 from sft_play.plan.calibration import Calibration
@@ -36,7 +36,7 @@ from sft_play.plan.remedies import Case, Override, planned, remedies, with_remed
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.rows import label_share, row_tokens, rows_data, step_count
 from sft_play.plan.scratch import label
-from sft_play.plan.shape import ModelShape
+from sft_play.plan.shape import ModelShape, check_length
 from sft_play.plan.throughput import Forecast, forecast, padded_tokens
 from sft_play.plan.trace_case import setup_of
 from sft_play.plan.unequal import with_shares
@@ -111,7 +111,7 @@ def _decide(case: Case) -> Plan:
     config, hardware, shape, launch = case.config, case.hardware, case.shape, case.launch
     reasons: list[str] = []
     fit = Fit(config=config, shape=shape, memory=case.memory)
-    _check_length(config, shape)
+    check_length(config.model, shape.max_positions)
     choices.check_targets(config, shape)
     start = _start(case, fit, reasons)
     setup, devices, room, kind = start.setup, start.devices, start.room, hardware.kind
@@ -315,14 +315,6 @@ def _check_loading(case: Case, setup: Setup, processes: int) -> None:
             f"{'in fp32' if config.tuning.mode == 'full' else 'quantised'} before they are shared out, {need / GIB:.1f} GiB of this machine's "
             f"memory, which has {hardware.ram_bytes / GIB:.1f} GiB",
             hint="; or ".join(_loaded_with_less(case)) or "a machine with more memory",
-        )
-
-
-def _check_length(config: Config, shape: ModelShape) -> None:
-    if config.model.max_seq_len > shape.max_positions:
-        raise UserError(
-            f"`model.max_seq_len` is {config.model.max_seq_len}, but `{label(config.model)}` knows {shape.max_positions} positions",
-            hint=f"MODEL_MAX_SEQ_LEN={shape.max_positions} at most",
         )
 
 

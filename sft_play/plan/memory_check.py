@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import UserError
 from sft_play.plan.detect import all_hidden, cpu_name, gpu_memory, name_of, open_nvml, ram_bytes, shown_gpus
-from sft_play.plan.hardware import GIB, Hardware
+from sft_play.plan.hardware import Hardware
+from sft_play.plan.words import gib
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -144,9 +145,9 @@ def as_text(facts: dict[str, Any]) -> str:
     for device in facts["devices"]:
         used = device["memory_bytes"] - device["free_bytes"]
         lines.append(
-            f"{device['device']}  {device['name']}: {_gib(used)} of {_gib(device['memory_bytes'])} used, {_gib(device['free_bytes'])} free"
+            f"{device['device']}  {device['name']}: {gib(used)} of {gib(device['memory_bytes'])} used, {gib(device['free_bytes'])} free"
         )
-        lines += [f"  {_gib(p['bytes']):>10}  {p['name']} (pid {p['pid']})" for p in device["processes"]]
+        lines += [f"  {gib(p['bytes']):>10}  {p['name']} (pid {p['pid']})" for p in device["processes"]]
     if facts["need"]:
         lines += _need_lines(facts["need"])
     return "\n".join(lines)
@@ -159,18 +160,14 @@ def _need_lines(need: dict[str, Any]) -> list[str]:
         verdict = "fits" if rank["fits"] else "does NOT fit"
         who = f"rank {rank['rank']} on {rank['device']}" if rank["rank"] is not None else f"a rank on {rank['device']}"
         lines.append(
-            f"  {who}: {_gib(rank['peak_bytes'])} with micro-batch {rank['micro_batch']}, "
-            f"{_gib(rank['capacity_bytes'])} may be used: {verdict}"
+            f"  {who}: {gib(rank['peak_bytes'])} with micro-batch {rank['micro_batch']}, "
+            f"{gib(rank['capacity_bytes'])} may be used: {verdict}"
         )
         parts = sorted(((size, name) for name, size in rank["memory_bytes"].items() if size and name != "free"), reverse=True)
-        lines += [f"    {_gib(size):>10}  {name}" for size, name in parts]
+        lines += [f"    {gib(size):>10}  {name}" for size, name in parts]
     if need["remedies"]:
         lines += ["to make it fit:", *(f"  {remedy}" for remedy in need["remedies"])]
     return lines
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
 
 
 def _text(value: Any) -> str:

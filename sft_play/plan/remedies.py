@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config
+from sft_play.config.sources import shipped
 from sft_play.errors import UserError
 from sft_play.plan.batch import rows_each
 from sft_play.plan.calibration import Calibration
@@ -197,7 +198,7 @@ def _other_strategies(config: Config, launch: LaunchRequest, setup: Setup) -> li
         found.append(("make train-fsdp", "fsdp2", replace(whole, command_strategy="fsdp2")))
     if setup.device == "cuda" and not setup.offload_parameters:
         request = replace(launch, command_strategy="zero", zero_stage=3, offload_optimizer=True, offload_parameters=True)
-        found.append(("make train-deepspeed DEEPSPEED_CONFIG=deepspeed/zero3_offload.json", "zero3", request))
+        found.append((f"make train-deepspeed DEEPSPEED_CONFIG={shipped('deepspeed/zero3_offload.json')}", "zero3", request))
     return found
 
 

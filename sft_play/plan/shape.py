@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.schema import ModelConfig
-from sft_play.errors import DataError
+from sft_play.errors import DataError, UserError
 from sft_play.files import read_json, text_sha256, write_json
 from sft_play.plan.hub import hub_reachable
-from sft_play.plan.scratch import is_scratch, scratch_architecture
+from sft_play.plan.scratch import is_scratch, label, scratch_architecture
 from sft_play.plan.tracer import Tracer, versions
 from sft_play.runs.folder import cache_folder
 
@@ -214,6 +214,22 @@ def shape_of(model: ModelConfig) -> ModelShape:
     return shape_from_file(found or _fetched_config(model), trusts_code=model.trust_remote_code)
 
 
+def check_length(model: ModelConfig, positions: int) -> None:
+    """Raises `UserError` where rows may be longer than the `positions` that the model knows."""
+    if model.max_seq_len > positions:
+        raise UserError(
+            f"`model.max_seq_len` is {model.max_seq_len}, but `{label(model)}` knows {positions} positions",
+            hint=f"MODEL_MAX_SEQ_LEN={positions} at most",
+        )
+
+
+def positions_in(config: Mapping[str, Any]) -> int:
+    """Returns the positions of a parsed `config.json`, of its text part where it has parts; a huge number where it names none."""
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    return int(text.get("max_position_embeddings") or text.get("n_positions") or 2**31)
+
+
 def config_file(model: ModelConfig) -> Path | None:
     """Returns where the model's `config.json` is on this machine (or must be, in a folder), `None` for one to be fetched."""
     folder = Path(model.name).expanduser()
@@ -289,7 +305,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         ffn_size=int(config.get("intermediate_size") or 4 * hidden),
         vocab_size=int(config["vocab_size"]),
         tied=bool(config.get("tie_word_embeddings", kind in TIED_BY_DEFAULT)),
-        max_positions=int(config.get("max_position_embeddings") or 2**31),
+        max_positions=positions_in(config),
         qkv_bias=kind == "qwen2",
         norms_per_layer=4 if kind in ("gemma2", "gemma3_text") else 2,
         qk_norm=kind in ("gemma3_text", "qwen3"),

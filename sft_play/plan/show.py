@@ -10,11 +10,10 @@ from typing import Any
 from sft_play.plan.balance import Cost, rank_seconds, spans
 from sft_play.plan.batch import count
 from sft_play.plan.fit import DoesNotFitError
-from sft_play.plan.hardware import GIB
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.show_speed import duration, show_speed
-from sft_play.plan.words import figure
+from sft_play.plan.words import figure, gib
 
 ORDER = (
     "frozen", "quant_state", "trained", "adapters", "gradients", "optimizer", "buffers", "activations", "recompute", "logits",
@@ -39,7 +38,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     lines.append(f"  steps    {_steps(plan)}")
     tightest = max(plan.ranks, key=lambda rank: rank.peak_bytes / max(1, rank.capacity_bytes))
     lines.append(
-        f"  memory   {_gib(tightest.peak_bytes)} of {_gib(tightest.capacity_bytes)} at the peak of rank {tightest.rank}: {_parts(tightest)}"
+        f"  memory   {gib(tightest.peak_bytes)} of {gib(tightest.capacity_bytes)} at the peak of rank {tightest.rank}: {_parts(tightest)}"
     )
     speed = show_speed(plan)
     if why:
@@ -132,7 +131,7 @@ def _peak(plan: Plan) -> str:
 
 def _parts(rank: RankPlan) -> str:
     largest = sorted(((name, rank.memory_bytes.get(name, 0)) for name in ORDER), key=lambda part: -part[1])[:4]
-    return ", ".join(f"{name} {_gib(size)}" for name, size in largest if size)
+    return ", ".join(f"{name} {gib(size)}" for name, size in largest if size)
 
 
 def _bars(plan: Plan) -> list[str]:
@@ -144,7 +143,7 @@ def _bars(plan: Plan) -> list[str]:
     for members in seen.values():
         rank = plan.ranks[members[0]]
         lines.append(
-            f"  {_who(members)}: {rank.device_name}, micro-batch {rank.micro_batch}, {_gib(rank.peak_bytes)} of {_gib(rank.capacity_bytes)}"
+            f"  {_who(members)}: {rank.device_name}, micro-batch {rank.micro_batch}, {gib(rank.peak_bytes)} of {gib(rank.capacity_bytes)}"
         )
         lines += _part_bars(rank.memory_bytes, max(rank.capacity_bytes, rank.peak_bytes, 1))
     return lines
@@ -166,7 +165,7 @@ def _who(members: Sequence[int]) -> str:
 def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:
     """Returns a bar for each part, `scale` bytes as long as the line allows."""
     return [
-        f"    {name:<14}{_gib(parts[name]):>10}  {'#' * max(1, round(BAR * parts[name] / scale))}"
+        f"    {name:<14}{gib(parts[name]):>10}  {'#' * max(1, round(BAR * parts[name] / scale))}"
         for name in (*ORDER, "free")
         if parts.get(name)
     ]
@@ -175,7 +174,7 @@ def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:
 def show_misfit(error: DoesNotFitError) -> str:
     """Returns what a rank would need, part by part, and each way to need less, with its saving and its price in speed."""
     need = sum(error.parts.values())
-    lines = [f"needs {_gib(need)}, may use {_gib(error.capacity_bytes)}", *_part_bars(error.parts, need), ""]
+    lines = [f"needs {gib(need)}, may use {gib(error.capacity_bytes)}", *_part_bars(error.parts, need), ""]
     lines.append("to make it fit" if any(remedy.fits for remedy in error.remedies) else "nothing by itself makes it fit")
     return "\n".join([*lines, *(f"  {remedy}" for remedy in error.remedies)])
 
@@ -186,7 +185,3 @@ def misfit_json(error: DoesNotFitError) -> dict[str, Any]:
         "fits": False, "error": error.message, "memory_bytes": error.parts, "peak_bytes": sum(error.parts.values()),
         "capacity_bytes": error.capacity_bytes, "micro_batch": error.micro_batch, "remedies": [asdict(r) for r in error.remedies],
     }  # fmt: skip
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB" if size < 100 * GIB else f"{size / GIB:.0f} GiB"

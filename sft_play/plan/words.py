@@ -28,6 +28,13 @@ def figure(value: float, digits: int = 3) -> str:
     return f"{rounded:.{places}f}".rstrip("0").rstrip(".") if places > 0 else f"{rounded:,.0f}"
 
 
+def gib(size: float) -> str:
+    """Returns bytes as `1.06 GiB`, of large ones `120 GiB`, of small ones `3.2 MiB`."""
+    if size < 2**30 / 100:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**30:.2f} GiB" if size < 100 * 2**30 else f"{size / 2**30:.0f} GiB"
+
+
 def rate_in_words(bytes_per_second: float) -> str:
     """Returns a speed as `118 MB/s` or `11.8 GB/s`."""
     return f"{figure(bytes_per_second / 1e9)} GB/s" if bytes_per_second >= 1e9 else f"{figure(bytes_per_second / 1e6)} MB/s"

@@ -171,6 +171,16 @@ def test_settings_that_can_mean_nothing_are_refused(line: str, said: str, data: 
     assert said in done.err
 
 
+def test_rows_longer_than_the_model_knows_are_refused_and_validation_is_scored(data: Data, tmp_path: Path) -> None:
+    train, held_out = (write_rows(tmp_path / f"{name}.jsonl", pairs(4, start)) for name, start in (("a", 0), ("b", 9)))
+    lines = (f"data.train_path: {train}", f"data.val_path: {held_out}")
+    done = data(*lines, words=("MODEL_MAX_SEQ_LEN=1024",))
+    assert done.code == 2 and "knows 512 positions" in done.err and "MODEL_MAX_SEQ_LEN=512 at most" in done.err, done.err
+    told = data(*lines).err
+    assert "% of them trained, median" in told.partition("validation data: ")[0], told
+    assert "% of them scored, median" in told.partition("validation data: ")[2], told
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_rows_are_read_as_they_are_needed(processes: int, tiny: Path, tmp_path: Path) -> None:
     """Memory stays bounded: of a thousand chunks only a few are read before the first one is taken."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from sft_play.config.load import load_config
 from sft_play.config.names import ALIASES, IN_SECTION, INSTEAD, SETTINGS
 from sft_play.errors import UserError
 from sft_play.plan.command import MADE_FOR
+from sft_play.plan.hardware import parse_hardware
 from tests.conftest import ROOT, Program
 
 TYPED: dict[str, tuple[list[str], str]] = {
@@ -31,6 +33,11 @@ TYPED: dict[str, tuple[list[str], str]] = {
     "first of two machines": (["train-distributed", "WORLD_SIZE=16", "RANK=0"], "NUM_NODES=2 NUM_GPUS=8 NODE_RANK=0"),
     "third of three": (["train-distributed", "--world_size=3", "--rank=2"], "NUM_NODES=3 NUM_GPUS=1 NODE_RANK=2"),
     "one machine": (["train-distributed", "--world-size", "2", "--rank", "0"], "NUM_GPUS=2"),
+    "of a plan": (["plan", "WORLD_SIZE=16", "RANK=8"], "rank 8 is on machine 8 / 8 = 1: `NUM_NODES=2 NUM_GPUS=8`"),
+    "of one process": (["train", "WORLD_SIZE=16", "RANK=8"], "`train-distributed NUM_NODES=2 NUM_GPUS=8 NODE_RANK=1`"),
+    "processes of one process": (["train-tb", "--num_processes", "2"], "`train-distributed-tb NUM_GPUS=2`"),
+    "stage of one process": (["train", "--zero_stage", "2"], "`train-deepspeed LAUNCH_STRATEGY=zero2`"),
+    "strategy of one process": (["train", "--strategy", "fsdp2"], "`train-fsdp LAUNCH_STRATEGY=fsdp2`"),
     "save interval": (["train", "--save-interval", "500"], "TRAIN_SAVE_STEPS=500"),
     "rdzv endpoint": (["train-distributed", "--rdzv-endpoint", "10.0.0.1:29400"], "MASTER_ADDR=10.0.0.1 MASTER_PORT=29400"),
     "rdzv endpoint, name": (["train-distributed", "--rdzv_endpoint=node0"], "MASTER_ADDR=node0"),
@@ -41,7 +48,7 @@ TYPED: dict[str, tuple[list[str], str]] = {
     "gres": (["slurm", "SLURM_GRES=gpu:a100:4"], "NUM_GPUS=4"),
     "gres, one": (["slurm", "SLURM_GRES=gpu"], "NUM_GPUS=1"),
     "tasks": (["slurm", "SLURM_NTASKS_PER_NODE=8"], "NUM_GPUS=8"),
-    "tensor parallel": (["train-distributed", "LAUNCH_TENSOR_PARALLEL=2"], "LAUNCH_STRATEGY=fsdp2"),
+    "tensor parallel": (["train-distributed", "LAUNCH_TENSOR_PARALLEL=2"], "launch.strategy: fsdp2"),
     "processes": (["train-distributed", "--nproc_per_node=gpu"], "NUM_GPUS=..."),
     "accelerate's processes": (["train-distributed", "--num_processes", "16", "--num_machines", "2"], "NUM_NODES=2 NUM_GPUS=8"),
     "Slurm's tasks": (["slurm", "SLURM_NTASKS=8", "SLURM_NNODES=2"], "NUM_NODES=2 NUM_GPUS=4"),
@@ -71,15 +78,19 @@ def refused(words: list[str]) -> str:
 
 
 def suggestions(message: str) -> list[list[str]]:
-    """Returns each `NAME=value ...` between backticks of the hints, without those that leave the value open."""
+    """Returns each `NAME=value ...` between backticks of the hints, a command before it or not, without those that leave the value open."""
     hints = " ".join(re.findall(r"^hint: (.*)$", message, re.M))
-    found = [re.split(r" (?=[A-Z_]+=)", text) for text in re.findall(r"`([A-Z_]+=[^`]*)`", hints)]
+    found = [re.split(r" (?=[A-Z_]+=)", text) for text in re.findall(r"`((?:train-\S+ )?[A-Z_]+=[^`]*)`", hints)]
     return [words for words in found if not any(word.endswith("=...") for word in words)]
 
 
 def accepted(command: str, words: list[str], folder: Path) -> Call:
     """Parses and loads what is typed, over a pretrained model's file, or one of random weights."""
-    call = parse_call([command, *words], COMMANDS)
+    call = parse_call(words if words[0].startswith("train-") else [command, *words], COMMANDS)
+    if {"NUM_GPUS", "NUM_NODES"} & call.options.keys() or any(
+        one.key == "launch.strategy" and one.text != "auto" for one in call.overrides
+    ):
+        assert call.command not in ("train", "train-tb"), f"{words} are refused: `train` is one process"
     for model in ("{name: m}", "{init: random, vocab_size: 512, hidden_size: 64, attention_heads: 1, layers: 2, tokenizer: t}"):
         (folder / "x.yaml").write_text(
             f"model: {model}\n{GOOD}tuning: {{mode: {'lora' if 'name' in model else 'full'}}}\n", encoding="utf-8"
@@ -107,7 +118,7 @@ def test_every_suggestion_is_accepted_as_it_is_shown(tmp_path: Path) -> None:
     wrong, seen = [], set()
     for alias in {*ALIASES, *SETTINGS, *INSTEAD, *IN_SECTION, "rdzv_endpoint", "gres"}:
         for value in VALUES:
-            for command in ("train-distributed", "resume", "slurm")[: 3 if value == "2" else 1]:
+            for command in ("train-distributed", "train", "resume", "slurm")[: 4 if value == "2" else 2]:
                 message = refused([command, f"--{alias}={value}"])
                 for words in suggestions(message):
                     if (command, *words) in seen:
@@ -123,8 +134,13 @@ def test_every_suggestion_is_accepted_as_it_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "right"),
     [
-        ("launch: {tensor_parallel: 2}", "`LAUNCH_STRATEGY=fsdp2` shares out the weights"),
-        ("launch: {strategy: pipeline}", "`LAUNCH_STRATEGY=fsdp2` shares out the weights"),
+        ("launch: {tensor_parallel: 2}", "`launch.strategy: fsdp2`, shares out the weights"),
+        ("launch: {strategy: pipeline}", "`launch.strategy: fsdp2`, shares out the weights"),
+        ("launch: {strategy: tp}", "`launch.strategy: fsdp2`, shares out the weights"),
+        (
+            "launch: {strategy: deepspeed}",
+            "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`",
+        ),
         ("output_dir: /data", "`export RUNS_DIR=/data` moves all runs"),
         ("backend: nccl", "`launch.backend: nccl`"),
         ("slurm: {gres: 'gpu:4'}", "`NUM_GPUS=4`, typed"),
@@ -182,6 +198,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(in_pr
     for command, more in (("plan", ()), ("slurm", (f"OUT={tmp_path}/s/",)), ("kubernetes", (f"OUT={tmp_path}/k/",))):
         done = in_process(command, *words, *more)
         assert done.code == 0 and said in done.err, done.err
+        assert command != "plan" or f"note: {said}" in done.err, done.err
 
 
 # ---- Environment
@@ -209,8 +226,48 @@ def test_a_preset_that_does_not_fit_here_names_the_hardware_that_it_is_for(in_pr
         done = in_process("plan", f"CONFIG={config}", "SOURCE=formula", "MODEL_MAX_SEQ_LEN=32768", "TUNING_MODE=full")
         assert done.code == 3, done.out
         assert "the preset `a100_pair` is for HARDWARE=2xA100, which `make plan` plans for" in done.err, done.err
+    for_gpus = {name for name in PRESETS if name not in ("quickstart", "run_cpu", "cpu_qwen3_5")}
+    assert for_gpus == MADE_FOR.keys(), "each preset names its hardware, or that of the one that it extends"
     for name, hardware in MADE_FOR.items():
         assert in_process("plan", f"CONFIG={name}", f"HARDWARE={hardware}", "SOURCE=formula").code == 0
+
+
+def test_the_hardware_of_a_preset_is_its_own_and_not_that_of_the_one_that_it_extends(in_process: Program, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: h200_single_gpt_oss\ntrain: {epochs: 1}\n", encoding="utf-8")
+    done = in_process("plan", f"CONFIG={mine}", "SOURCE=formula")
+    assert done.code == 3 and "the preset `h200_single_gpt_oss` is for HARDWARE=H200," in done.err, done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "machines", "cards"),
+    [
+        ("4090,3090", 1, {"RTX4090": 1, "RTX3090": 1}), ("2x4090, 1x3090", 1, {"RTX4090": 2, "RTX3090": 1}),
+        ("2x4090+3090", 1, {"RTX4090": 2, "RTX3090": 1}), ("2x8xH100", 2, {"H100": 8}), ("2 x 4xA100 80GB@10Gbit", 2, {"A100": 4}),
+        ("RTX 4090", 1, {"RTX4090": 1}), ("2 x A100 80GB", 1, {"A100": 2}),
+    ],
+)  # fmt: skip
+def test_hardware_as_people_write_it(text: str, machines: int, cards: dict[str, int]) -> None:
+    found = parse_hardware(text)
+    assert found.nodes == machines and Counter(device.name for device in found.devices) == cards
+
+
+def test_hardware_that_is_not_known_gets_the_nearest_names_and_no_catalogue(in_process: Program) -> None:
+    done = in_process("plan", "CONFIG=run_bnb", "HARDWARE=2xH110")
+    assert done.code == 3 and "did you mean `H100`?" in done.err and "a name of docs/hardware.md, such as " in done.err, done.err
+    assert len(done.err) < 400, done.err
+
+
+def test_a_preset_in_capitals_is_found(in_process: Program) -> None:
+    assert "did you mean `configs/run_cpu.yaml`?" in in_process("plan", "CONFIG=RUN_CPU").err
+
+
+def test_small_sizes_are_not_nothing(in_process: Program, tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    model = "{init: random, vocab_size: 512, hidden_size: 64, attention_heads: 1, layers: 2, max_seq_len: 64, tokenizer: train}"
+    path.write_text(f"model: {model}\ntuning: {{mode: full}}\ndata: {{train_path: a.jsonl}}\n", encoding="utf-8")
+    done = in_process("plan", f"CONFIG={path}", "HARDWARE=2x24GB")
+    assert "    trained          0.5 MiB  #" in done.out and " 0.00 GiB" not in done.out, done.out
 
 
 SEVERAL = "distributed_type: MULTI_GPU\nnum_machines: 3\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500\nnum_processes: 3\n"
@@ -226,6 +283,14 @@ DEFAULTS: dict[str, tuple[str, list[str], str, str]] = {
     "nothing": ("", ["plan"], "accelerate's default file is not read", ""),
     "schedulers": (SEVERAL, ["slurm", "OUT={folder}/"], "", ""),
 }  # fmt: skip
+
+
+def test_what_an_accelerate_file_asks_for_in_vain_names_the_file(in_process: Program, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("distributed_type: MULTI_CPU\nmixed_precision: fp16\nuse_cpu: true\nnum_processes: 2\n", encoding="utf-8")
+    for command in ("plan", "train-distributed"):
+        done = in_process(command, "CONFIG=quickstart", f"ACCELERATE_CONFIG={path}")
+        assert done.code == 3 and f"error: {path}: `train.fp16` is `true`, but fp16" in done.err, done.err
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

@@ -90,14 +90,14 @@ def test_no_two_keys_share_a_variable() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["train", "NUM_GPU=2"], "`NUM_GPUS=2`"),
+        (["train", "NUM_GPU=2"], "`train-distributed NUM_GPUS=2`"),
         (["train", "BATCH_SIZE=2"], "`TRAIN_BATCH_SIZE=2`"),
         (["train", "learning_rate=2"], "`TRAIN_LEARNING_RATE=2`"),
         (["train", "--learning-rate", "2"], "`TRAIN_LEARNING_RATE=2`"),
         (["train", "--model-name=a b"], "`MODEL_NAME=a b`"),
-        (["train", "--rank", "0"], "`NODE_RANK=0`"),
-        (["train", "--world-size", "2"], "`NUM_GPUS=2`"),
-        (["train", "--nproc_per_node=2"], "`NUM_GPUS=2`"),
+        (["train", "--rank", "0"], "`train-distributed NODE_RANK=0`"),
+        (["train", "--world-size", "2"], "`train-distributed NUM_GPUS=2`"),
+        (["train", "--nproc_per_node=2"], "`train-distributed NUM_GPUS=2`"),
         (["train", "--load_in_4bit"], "`TUNING_MODE=qlora TUNING_QUANTIZATION=nf4`"),
         (["train", "load_in_4bit=true"], "`TUNING_MODE=qlora TUNING_QUANTIZATION=nf4`"),
         (["train", "LOAD_IN_8BIT=True"], "`TUNING_MODE=qlora TUNING_QUANTIZATION=int8`"),

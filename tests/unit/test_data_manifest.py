@@ -57,7 +57,7 @@ def test_a_validation_source_whose_rows_all_went_has_no_loss() -> None:
     line = told("validation", [DataSource(path="a"), DataSource(path="docs")], [read(2), gone], [0, 0]).splitlines()[-1]
     assert (
         line
-        == "  docs: 2 read, 0 kept, 2 left out (longer than model.max_seq_len), so it has no validation loss; 0 tokens, 0 trained"
+        == "  docs: 2 read, 0 kept, 2 left out (longer than model.max_seq_len), so it has no validation loss; 0 tokens, 0 scored"
     )
 
 

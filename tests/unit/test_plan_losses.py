@@ -70,7 +70,7 @@ def test_what_cannot_be_chunked_says_why() -> None:
     assert plan.loss_chunk == 0
     assert (
         reason(plan)
-        == "head and loss at all 4096 label positions at once, 7.0 GiB: ZeRO-3 gathers the head's adapters one by one"
+        == "head and loss at all 4096 label positions at once, 6.96 GiB: ZeRO-3 gathers the head's adapters one by one"
     )
     assert plan_of("2xH200", command_strategy="zero", zero_stage=2, **case).loss_chunk == 384
     unsloth = plan_of("H200", mode="qlora", backend="unsloth", max_seq_len=1024, batch_size=4)
