@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,8 +36,15 @@ from sft_play.runs.prepared import Prepared
 
 def main(call: Call) -> int:
     """Prints the plan, as plan.json with `JSON=1`, and returns 0; what does not fit is shown part by part before the error."""
-    try:
+    with misfit_shown(call):
         return _rehearse(call)
+
+
+@contextlib.contextmanager
+def misfit_shown(call: Call) -> Iterator[None]:
+    """Shows what does not fit part by part, before the error goes on."""
+    try:
+        yield
     except DoesNotFitError as error:
         print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
         raise
@@ -177,7 +186,10 @@ class Ahead:
 
 
 def planned_ahead(call: Call) -> Ahead:
-    """Returns the configuration and the plan of a call, for `HARDWARE` or else hardware like this machine's. Raises `UserError`."""
+    """Returns the configuration and the plan of a call, for `HARDWARE` or else hardware like this machine's.
+
+    Raises `UserError`; what does not fit is shown before.
+    """
     loaded = call.load_config()
     hardware = hardware_of(call)
     options, loaded = read_options(call, loaded, "auto", rehearsal=True)
@@ -186,7 +198,8 @@ def planned_ahead(call: Call) -> Ahead:
         request = replace(request, num_nodes=hardware.nodes)
     if request.command_strategy == "auto" and not needs_several(loaded, hardware, request):
         request = replace(request, command_strategy="single")
-    plan = checked_plan(
-        options.deepspeed, loaded.config, shape_of(loaded.config.model), lambda: plan_for(loaded, hardware, request)
-    )
+    with misfit_shown(call):
+        plan = checked_plan(
+            options.deepspeed, loaded.config, shape_of(loaded.config.model), lambda: plan_for(loaded, hardware, request)
+        )
     return Ahead(loaded=loaded, options=replace(options, request=request), hardware=hardware, plan=plan)

@@ -34,9 +34,8 @@ TRAINING = frozenset({
 LAUNCHED = TRAINING | {"resume"}
 WORTH_ANOTHER_TRY, FOR_KUBERNETES = 75, 175
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-JOIN_SECONDS = 600.0
+JOIN_SECONDS = 600
 """As `launch.join_seconds`; `LAUNCH_JOIN_SECONDS=` among the words wins."""
-LOOK_SECONDS = 1.0
 HOST_LIST = re.compile(r"(?P<name>[^,\[]+)(?:\[(?P<numbers>[0-9]+)[^\]]*\](?P<rest>[^,\[]*))?")
 """The first of a list as Slurm writes it: `node[003-007,12],other` is `node003`."""
 
@@ -63,7 +62,7 @@ def main(words: Sequence[str] | None = None) -> int:
             command = normalised(words, os.environ)
             if words and words[0] in LAUNCHED:
                 counted = tries.begin(command, os.environ)
-                _wait_for_master(command)
+                _wait_for_master(_typed(command))
                 print(f"entry: {shlex.join(['python', '-m', 'sft_play', *command])}", file=sys.stderr, flush=True)
             code = supervised([sys.executable, "-m", "sft_play", *command])
     except UserError as error:
@@ -85,95 +84,71 @@ def normalised(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """
     if not words or words[0] not in LAUNCHED:
         return list(words)
-    typed = dict(word.partition("=")[::2] for word in words[1:])
-    place = place_of(environ)
+    typed, place = _typed(words), place_of(environ)
     nodes = _agreed("NUM_NODES", typed, place.nodes, place) or 1
     rank = _agreed("NODE_RANK", typed, place.rank, place)
-    added: dict[str, str] = {}
+    added: dict[str, str | int | None] = {}
     if nodes > 1:
-        added["NUM_NODES"] = str(nodes)
         if rank is None:
             raise UserError(
                 f"`NUM_NODES` is {nodes}, and no variable says which of them this is",
                 place="environment", hint="a PyTorchJob, a TrainJob, an indexed Job, SkyPilot and Slurm say it; else give NODE_RANK",
             )  # fmt: skip
-        if not 0 <= rank < nodes:
+        if rank >= nodes:
             raise UserError(f"this is node {rank} by {place.source}, but `NUM_NODES` is {nodes}", place="environment")
-        added["NODE_RANK"] = str(rank)
-        if place.master and "MASTER_ADDR" not in typed:
-            added["MASTER_ADDR"] = _seen_from_outside(place.master, rank, environ)
-        if place.port:
-            added["MASTER_PORT"] = str(place.port)
-    if place.gpus and words[0] != "train":
-        added["NUM_GPUS"] = str(place.gpus)
-    if words[0] in TRAINING and typed.get("RUN_NAME"):
-        added["LAUNCH_AUTO_RESUME"] = "true"
+        master = None if "MASTER_ADDR" in typed else _seen_from_outside(place.master, rank, environ)
+        added = {"NUM_NODES": nodes, "NODE_RANK": rank, "MASTER_ADDR": master, "MASTER_PORT": place.port or None}
+    if words[0] != "train":
+        added["NUM_GPUS"] = place.gpus or None
     if words[0] in TRAINING:
+        added["LAUNCH_AUTO_RESUME"] = "true" if typed.get("RUN_NAME") else None
         added["ACCELERATE_CONFIG"] = NO_FILE
-    return [*words, *(f"{name}={text}" for name, text in added.items() if name not in typed)]
+    return [*words, *(f"{name}={value}" for name, value in added.items() if value is not None and name not in typed)]
 
 
 def place_of(environ: Mapping[str, str]) -> Place:
     """Returns this container's place by the variables of whatever scheduler started it. Raises `UserError` for nonsense in them."""
+
+    def number(*names: str) -> int | None:
+        found = (value for value in (_number(environ, name) for name in names) if value is not None)
+        return next(found, None)
+
     if environ.get("SKYPILOT_NODE_RANK"):
-        addresses = environ.get("SKYPILOT_NODE_IPS", "").split()
         return Place(
-            source="SkyPilot", nodes=_number(environ, "SKYPILOT_NUM_NODES"), rank=_number(environ, "SKYPILOT_NODE_RANK"),
-            master=addresses[0] if addresses else None, gpus=_number(environ, "SKYPILOT_NUM_GPUS_PER_NODE"),
+            source="SkyPilot", nodes=number("SKYPILOT_NUM_NODES"), rank=number("SKYPILOT_NODE_RANK"),
+            master=next(iter(environ.get("SKYPILOT_NODE_IPS", "").split()), None), gpus=number("SKYPILOT_NUM_GPUS_PER_NODE"),
         )  # fmt: skip
-    if environ.get("PET_NNODES") or environ.get("PET_NODE_RANK"):
-        return _of_operator(environ)
-    if environ.get("JOB_COMPLETION_INDEX"):
+    operator = environ.get("PET_NNODES") or environ.get("PET_NODE_RANK")
+    if environ.get("JOB_COMPLETION_INDEX") and not operator:
         return Place(
-            source="the indexed Job", rank=_number(environ, "JOB_COMPLETION_INDEX"), master=environ.get("MASTER_ADDR") or None,
-            port=_number(environ, "MASTER_PORT"),
+            source="the indexed Job", rank=number("JOB_COMPLETION_INDEX"), master=environ.get("MASTER_ADDR"), port=number("MASTER_PORT")
         )  # fmt: skip
-    if environ.get("SLURM_NODEID") and environ.get("SLURM_JOB_ID"):
-        return _of_slurm(environ)
-    if environ.get("RANK") and environ.get("WORLD_SIZE"):
-        return _of_operator(environ)
-    return Place(source="nobody")
-
-
-def _of_operator(environ: Mapping[str, str]) -> Place:
-    """PyTorchJob (Training Operator v1) and TrainJob (Trainer v2).
-
-    `RANK` is a pod's number there, and `WORLD_SIZE` pods times `PET_NPROC_PER_NODE`: with one process a pod it counts pods.
-    """
-    wanted = environ.get("PET_NPROC_PER_NODE", "")
-    processes = int(wanted) if wanted.isdecimal() and int(wanted) else None  # `auto` and `gpu` leave it to us
-    nodes = environ.get("PET_NNODES", "")
-    low, between, high = nodes.partition(":")
+    if environ.get("SLURM_NODEID") and environ.get("SLURM_JOB_ID") and not operator:
+        listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+        return Place(
+            source="Slurm", nodes=number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), rank=number("SLURM_NODEID"),
+            master=environ.get("MASTER_ADDR") or first_host(listed), gpus=number("SLURM_GPUS_ON_NODE"),
+            port=number("MASTER_PORT") or 20_000 + (number("SLURM_JOB_ID") or 0) % 1000 * 10,  # as in `slurm.sh`
+        )  # fmt: skip
+    # PyTorchJob (Training Operator v1) and TrainJob (Trainer v2). `RANK` is a pod's number there, and `WORLD_SIZE` pods times
+    # `PET_NPROC_PER_NODE`: with one process a pod it counts pods.
+    each = environ.get("PET_NPROC_PER_NODE", "")
+    processes = int(each) if each.isdecimal() and int(each) else None  # `auto` and `gpu` leave it to us
+    low, between, high = environ.get("PET_NNODES", "").partition(":")
     if between and low != high:
         raise UserError(
-            f"`PET_NNODES` is `{nodes}`, and the number of nodes must be one", place="environment",
+            f"`PET_NNODES` is `{low}:{high}`, and the number of nodes must be one", place="environment",
             hint="leave `elasticPolicy` out: a run goes on by itself when it is started again with other machines",
         )  # fmt: skip
-    count = _number({"PET_NNODES": high or low}, "PET_NNODES") if nodes else None
-    rank = _number(environ, "PET_NODE_RANK")
-    if count is None and (world := _number(environ, "WORLD_SIZE")):
+    if not operator and not (environ.get("RANK") and environ.get("WORLD_SIZE")):
+        return Place(source="nobody")
+    count = _number({"PET_NNODES": low}, "PET_NNODES")
+    if count is None and (world := number("WORLD_SIZE")):
         count = world // (processes or 1)
     return Place(
-        source="the operator", nodes=count, rank=rank if rank is not None else _number(environ, "RANK"),
-        master=environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR") or None,
-        port=_number(environ, "PET_MASTER_PORT") or _number(environ, "MASTER_PORT"), gpus=processes,
+        source="the operator", nodes=count, rank=number("PET_NODE_RANK", "RANK"), gpus=processes,
+        master=environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR"), port=number("PET_MASTER_PORT", "MASTER_PORT"),
     )  # fmt: skip
-
-
-def _of_slurm(environ: Mapping[str, str]) -> Place:
-    """One task on each node: the first node is the master, and the port goes by the job, so that two jobs do not meet."""
-    listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    job = _number(environ, "SLURM_JOB_ID") or 0
-    return Place(
-        source="Slurm",
-        nodes=_number(environ, "SLURM_STEP_NUM_NODES")
-        or _number(environ, "SLURM_NNODES")
-        or _number(environ, "SLURM_JOB_NUM_NODES"),
-        rank=_number(environ, "SLURM_NODEID"),
-        master=environ.get("MASTER_ADDR") or first_host(listed),
-        port=_number(environ, "MASTER_PORT") or 20_000 + job % 10_000,
-        gpus=_number(environ, "SLURM_GPUS_ON_NODE"),
-    )
 
 
 def first_host(listed: str) -> str | None:
@@ -212,76 +187,71 @@ def supervised(argv: Sequence[str]) -> int:
             signal.signal(number, handler)
 
 
-def _agreed(name: str, typed: Mapping[str, str], told: int | None, place: Place) -> int | None:
+def _typed(words: Sequence[str]) -> dict[str, str]:
+    return dict(word.partition("=")[::2] for word in words[1:])
+
+
+def _agreed(name: str, typed: Mapping[str, str], said: int | None, place: Place) -> int | None:
     """Returns what was typed, or what the scheduler says. Raises `UserError` where the two differ."""
     given = _number(typed, name)
-    if given is not None and told is not None and given != told:
-        raise UserError(
-            f"`{name}` is {given}, but {place.source} says {told}",
-            hint="render the job again, or leave the word out of its command",
-        )
-    return told if given is None else given
+    if given is not None and said is not None and given != said:
+        hint = "render the job again, or leave the word out of its command"
+        raise UserError(f"`{name}` is {given}, but {place.source} says {said}", hint=hint)
+    return said if given is None else given
 
 
 def _number(values: Mapping[str, str], name: str) -> int | None:
     text = values.get(name, "").strip()
-    if not text:
-        return None
-    if not re.fullmatch(r"[0-9]{1,9}", text):
+    if text and not re.fullmatch(r"[0-9]{1,9}", text):
         raise UserError(f"`{name}` is `{text}`; expected an integer >= 0", place="environment")
-    return int(text)
+    return int(text) if text else None
 
 
-def _seen_from_outside(master: str, rank: int, environ: Mapping[str, str]) -> str:
+def _seen_from_outside(master: str | None, rank: int, environ: Mapping[str, str]) -> str | None:
     """Returns an address at which the other nodes find the master: some operators tell the master itself that it is `localhost`."""
-    if not _is_loopback(master):
-        return master
+    if not master or not _is_loopback(master):
+        return master or None
     if rank:
         raise HardwareError(
             f"the master's address is `{master}`, which is this machine's own, and this is node {rank}", place="environment"
         )
-    return environ.get("POD_IP") or _own_address() or master
+    if environ.get("POD_IP"):
+        return environ["POD_IP"]
+    with contextlib.suppress(OSError):  # the address under which this machine's name is known, IPv6 where there is no other
+        found = [str(one[4][0]) for one in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+        return next((address for address in sorted(found, key=lambda one: ":" in one) if not _is_loopback(address)), master)
+    return master
 
 
 def _is_loopback(name: str) -> bool:
     try:
-        return ipaddress.ip_address(name).is_loopback
+        address = ipaddress.ip_address(name)
     except ValueError:
         return name == "localhost"
+    return address.is_loopback or address.is_link_local  # the latter needs the name of an interface, which others do not share
 
 
-def _own_address() -> str | None:
-    """Returns the address under which this machine's name is known, `None` when that is a loopback one."""
-    try:
-        address = str(socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)[0][4][0])
-    except OSError:
-        return None
-    return None if _is_loopback(address) else address
-
-
-def _wait_for_master(words: Sequence[str]) -> None:
+def _wait_for_master(typed: Mapping[str, str]) -> None:
     """Waits until the master's name has an address: a pod's name is known a while after the pod. Raises `RetryableError`."""
-    typed = dict(word.partition("=")[::2] for word in words)
     master = typed.get("MASTER_ADDR")
     if not master or typed.get("NUM_NODES", "1") == "1":
         return
-    seconds = float(_number(typed, "LAUNCH_JOIN_SECONDS") or JOIN_SECONDS)
+    seconds = _number(typed, "LAUNCH_JOIN_SECONDS") or JOIN_SECONDS
     end, told = time.monotonic() + seconds, False
     while True:
         try:
             socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)
+            return
         except OSError as error:
             if time.monotonic() > end:
                 raise RetryableError(
-                    f"the master `{master}` has no address after {seconds:g} s: {error}",
+                    f"the master `{master}` has no address after {seconds} s: {error}",
                     hint="is its pod scheduled (`kubectl get pods`), and is there a headless Service of that name?",
                 ) from error
-        else:
-            return
         if not told:
-            print(f"entry: waiting up to {seconds:g} s for the name `{master}`", file=sys.stderr, flush=True)
+            print(f"entry: waiting up to {seconds} s for the name `{master}`", file=sys.stderr, flush=True)
             told = True
-        time.sleep(LOOK_SECONDS)
+        time.sleep(1)
 
 
 if __name__ == "__main__":

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from sft_play.config.call import Call
-from sft_play.config.load import saved_form
+from sft_play.config.kubernetes_rules import LABEL, quantity
+from sft_play.config.load import LoadedConfig, saved_form
+from sft_play.config.schema import KubernetesConfig
+from sft_play.config.trackers import OWN, PACKAGES, trackers
 from sft_play.config.yaml_write import dump_documents
-from sft_play.errors import HardwareError, UserError
-from sft_play.files import typed_path, write_text
+from sft_play.errors import TOKEN, HardwareError, UserError
+from sft_play.files import is_file_name, typed_path, write_text
 from sft_play.launch.key import VARIABLE as KEY
-from sft_play.launch.options import LaunchOptions
-from sft_play.launch.rehearse import planned_ahead
+from sft_play.launch.rehearse import Ahead, planned_ahead
+from sft_play.launch.run_folder import NAME_PATTERN
 from sft_play.plan.catalogue import find_card
-from sft_play.plan.fit import DoesNotFitError
+from sft_play.plan.hardware import GIB
+from sft_play.plan.memory import Setup, host_bytes
 from sft_play.plan.plan import Plan
-from sft_play.plan.show import misfit_json, show_misfit, show_plan
+from sft_play.plan.shape import shape_of
+from sft_play.plan.show import show_plan
 from sft_play.runs.folder import runs_folder
-from sft_play.schedulers import job, lint, pytorchjob, skypilot, trainjob
-from sft_play.schedulers.kubernetes_spec import KINDS, Spec, name_of, of_plan, one_of
-from sft_play.schedulers.notes import namespace, notes
-from sft_play.schedulers.pods import Document, claim_documents, config_map
+from sft_play.schedulers import manifests
+from sft_play.schedulers.manifests import Spec, claims
 
-RENDERED = {"pytorchjob": pytorchjob.documents, "trainjob": trainjob.documents, "job": job.documents}
+KINDS = {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "job": "indexed Job", "skypilot": "SkyPilot task"}
 HEADER = "rendered by: make kubernetes"
 """In the first line of every file: what has it may be written over."""
+LONGEST_LABEL = 63
+NOT_OF_CLOUDS = (
+    "namespace", "create_claims", "storage_class", "storage_size", "gpu_resource", "shm", "node_selector", "replica_selectors",
+    "rdma_resource", "rdma_count", "finished_seconds", "queue", "tolerations", "pull_secret", "access_mode",
+)  # fmt: skip
+"""Keys that a SkyPilot task cannot say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,63 +58,116 @@ def main(call: Call) -> int:
 
     Raises `UserError`, and then writes nothing.
     """
-    try:
-        rendered = render(call)
-    except DoesNotFitError as error:
-        print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
-        raise
-    paths = _paths(call, rendered)
-    _write(paths, rendered.files.values())
+    rendered = render(call)
+    spec, plan = rendered.spec, rendered.plan
+    paths = _write(call, rendered)
+    commands = _commands(spec, paths)
     if call.json:
-        print(json.dumps(_facts(rendered, paths), indent=2))
+        facts = {
+            "kind": spec.settings.kind, "name": spec.name, "run_name": spec.name, "pods": spec.pods, "processes": list(spec.processes),
+            "cards": list(spec.cards), "words": spec.words(spec.processes[0]), "files": [str(path) for path in paths],
+            "notes": list(rendered.notes), "commands": commands, "plan": plan.to_json(),
+        }  # fmt: skip
+        print(json.dumps(facts, indent=2))
         return 0
-    print(show_plan(rendered.plan))
-    print(f"{KINDS[rendered.spec.settings.kind]} `{rendered.spec.name}`: {_pods(rendered.spec)}")
-    for path in paths:
-        print(f"  {path}")
-    print("\nto submit it:")
-    for line in _commands(rendered.spec, paths):
-        print(f"  {line}")
+    lines = [show_plan(plan), f"{KINDS[spec.settings.kind]} `{spec.name}`: {_pods(spec)}", *(f"  {path}" for path in paths)]
+    print("\n".join([*lines, "\nto submit it:", *(f"  {command}" for command in commands)]))
     for note in rendered.notes:
         print(f"note: {note}", file=sys.stderr)
     return 0
 
 
 def render(call: Call) -> Rendered:
-    """Returns the files for a call. Raises `UserError` with what a cluster would refuse."""
+    """Returns the files for a call. Raises `UserError` with what the kind of job cannot say."""
     ahead = planned_ahead(call)
-    loaded, plan, options = ahead.loaded, ahead.plan, ahead.options
-    settings, config = loaded.config.kubernetes, loaded.config
-    if loaded.config.launch.elastic is not None:
-        raise UserError(
-            f"`launch.elastic` is `{loaded.config.launch.elastic}`, and {one_of(settings.kind)} has a fixed number of pods",
-            place=loaded.origins.get("launch.elastic"),
-            hint="it is for `make train-cluster`; here leave it out",
-        )
+    spec = _spec(call, ahead)
+    settings, loaded = spec.settings, ahead.loaded
+    typed = [f"{name}={text}" for name, text in sorted(call.options.items()) if name not in ("OUT", "JSON")]
+    command = shlex.join(["make", call.command, *typed, *(one.origin.removeprefix("make ") for one in call.overrides)])
+    head = f"{KINDS[settings.kind]} of the run {spec.name}, rendered by: {command}"
     if settings.kind == "skypilot":
-        skypilot.refuse_keys(loaded.typed)
-        config = replace(config, kubernetes=skypilot.with_typed_claims(settings, loaded.typed))
-    processes = plan.ranks_by_node
-    spec = of_plan(
-        config, plan, names=name_of(call.options.get("RUN_NAME"), loaded.path, settings.kind, len(processes)),
-        command=_command(plan, options), processes=processes, cards=_cards(plan, processes),
-        config_json=json.dumps(saved_form(loaded), indent=2, ensure_ascii=False) + "\n", deepspeed_json=_deepspeed(call),
-    )  # fmt: skip
-    head = f"{KINDS[settings.kind]} of the run {spec.run_name}, rendered by: {_typed(call)}"
-    if settings.kind == "skypilot":
-        task = skypilot.document(spec, own_image=loaded.typed("kubernetes.image"))
-        files = {"skypilot.yaml": dump_documents([task], head)}
+        written = [manifests.skypilot_task(spec, own_image=loaded.typed("kubernetes.image"))]
+        files = {}
     else:
-        files = _manifests(spec, head)
-    told = (*options.notices, *notes(spec, plan, loaded, named="RUN_NAME" in call.options))
-    return Rendered(spec=spec, plan=plan, files=files, notes=told)
+        written = manifests.documents(spec)
+        wanted = manifests.claim_documents(spec)  # in a file of their own: who deletes the job by its file keeps what it made
+        files = {"claims.yaml": dump_documents(wanted, f"Claims of {head}")} if wanted else {}
+    files[f"{settings.kind}.yaml"] = dump_documents(written, head)
+    told = (*ahead.options.notices, *_notes(spec, ahead.plan, loaded, named="RUN_NAME" in call.options))
+    return Rendered(spec=spec, plan=ahead.plan, files=files, notes=told)
+
+
+def name_of(run_name: str | None, path: Path | None, kind: str, pods: int) -> str:
+    """Returns the name of job and run. Raises `UserError` for one that the cluster would refuse.
+
+    A name that was typed is taken as it is; that of a configuration's file is made to fit (`l40s_pair` is `l40s-pair`).
+    """
+    suffix = {  # the longest that the kind's controller puts behind a job's name, in a name that is a label
+        "pytorchjob": f"-worker-{max(0, pods - 2)}" if pods > 1 else "-master-0",
+        "trainjob": f"-node-0-{pods - 1}",  # "JOBSET-REPLICATED_JOB-JOB-POD" of a JobSet
+        "job": f"-{pods - 1}",
+        "skypilot": "-config",
+    }[kind]
+    room = LONGEST_LABEL - len(suffix)
+    stem = re.sub("[^a-z0-9]+", "-", (run_name or (path.stem if path else "run")).lower()).strip("-")
+    fitting = (stem if stem[:1].isalpha() else f"run-{stem}".rstrip("-"))[:room].rstrip("-")
+    if run_name is None:
+        return fitting
+    if not LABEL.fullmatch(run_name) or len(run_name) > room or not NAME_PATTERN.fullmatch(run_name):
+        raise UserError(
+            f"`RUN_NAME` is `{run_name}`, which a cluster takes for no {kind}: expected small letters, digits and `-`, the first a letter, "
+            f"at most {room} ({LONGEST_LABEL} with `{suffix}` behind them)",
+            hint=f"RUN_NAME={fitting}",
+        )
+    return run_name
+
+
+def _spec(call: Call, ahead: Ahead) -> Spec:
+    """Returns the run as manifests need it. Raises `UserError` where the kind of job cannot say it, or it holds a token."""
+    loaded, plan, settings = ahead.loaded, ahead.plan, ahead.loaded.config.kubernetes
+    launch, processes = loaded.config.launch, plan.ranks_by_node
+    if launch.elastic is not None:
+        raise UserError(
+            f"`launch.elastic` is `{launch.elastic}`, and {_one_of(settings.kind)} has a fixed number of pods",
+            place=loaded.origins.get("launch.elastic"), hint="it is for `make train-cluster`; here leave it out",
+        )  # fmt: skip
+    if settings.kind == "skypilot":
+        if given := [f"`kubernetes.{key}`" for key in NOT_OF_CLOUDS if loaded.typed(f"kubernetes.{key}")]:
+            raise UserError(
+                f"`kubernetes.kind` is `skypilot`, which knows no {', '.join(given)}", place="kubernetes.kind",
+                hint="leave them out: SkyPilot finds the machines, and its volumes are made by `sky volumes apply`",
+            )  # fmt: skip
+        models, runs = (
+            loaded.typed(f"kubernetes.{key}") for key in ("models_claim", "runs_claim")
+        )  # most clouds have no volumes
+        settings = replace(
+            settings, models_claim=settings.models_claim if models else None, runs_claim=settings.runs_claim if runs else None
+        )
+    files = {manifests.CONFIG_FILE: json.dumps(saved_form(loaded), indent=2, ensure_ascii=False) + "\n"}
+    if path := call.options.get("DEEPSPEED_CONFIG"):
+        files[manifests.DEEPSPEED_FILE] = Path(path).read_text(encoding="utf-8")  # read and checked by `read_options`
+    for name, text in (*((f"kubernetes.env: {name}", text) for name, text in settings.env.items()), *files.items()):
+        if TOKEN.search(text):
+            raise UserError(
+                f"`{name}` holds what looks like an access token, which would stand in a manifest",
+                place=loaded.origins.get("kubernetes.env") if name.startswith("kubernetes.env") else None,
+                hint="put the hub's token into a Secret and name that: `kubernetes.token_secret`",
+            )  # fmt: skip
+    replicas = "train" if plan.strategy == "single" else "train-distributed"
+    spec = Spec(
+        name=name_of(call.options.get("RUN_NAME"), loaded.path, settings.kind, len(processes)),
+        settings=settings, command="train-deepspeed" if ahead.options.deepspeed else replicas, device=plan.device, processes=processes,
+        selectors=_selectors(settings, len(processes)), cards=_cards(plan, processes), files=files, join_seconds=launch.join_seconds,
+    )  # fmt: skip
+    _refuse_unlike(spec)
+    return spec
 
 
 def _cards(plan: Plan, processes: tuple[int, ...]) -> tuple[str, ...]:
     """Returns the catalogue's name of each pod's GPUs. Raises `HardwareError` for a pod with two kinds, which no request can say."""
-    found, first = [], 0
+    found, ranks = [], iter(plan.ranks)
     for pod, count in enumerate(processes):
-        names = sorted({rank.device_name for rank in plan.ranks[first : first + count]})
+        names = sorted({rank.device_name for rank in islice(ranks, count)})
         if len(names) > 1:
             raise HardwareError(
                 f"pod {pod} is to have {' and '.join(names)}, and a pod asks for GPUs of one kind",
@@ -111,99 +175,179 @@ def _cards(plan: Plan, processes: tuple[int, ...]) -> tuple[str, ...]:
             )  # fmt: skip
         card = find_card(names[0]) if plan.device == "cuda" else None
         found.append(card[0] if card else names[0])
-        first += count
     return tuple(found)
 
 
-def _command(plan: Plan, options: LaunchOptions) -> str:
-    if options.deepspeed:
-        return "train-deepspeed"
-    return "train" if plan.strategy == "single" else "train-distributed"
-
-
-def _deepspeed(call: Call) -> str | None:
-    path = call.options.get("DEEPSPEED_CONFIG")
-    return Path(path).read_text(encoding="utf-8") if path else None  # read and checked by `read_options`
-
-
-def _manifests(spec: Spec, head: str) -> dict[str, str]:
-    """Returns the job's file, and one of the claims: who deletes the job by its file keeps what it made."""
-    documents: list[Document] = [config_map(spec), *RENDERED[spec.settings.kind](spec)]
-    wanted = claim_documents(spec)
-    if wrong := lint.problems([*wanted, *documents]):
+def _selectors(settings: KubernetesConfig, pods: int) -> tuple[Mapping[str, str], ...]:
+    """Returns each pod's node selector, in order of ranks: `node_selector` with its own labels on top. Raises `UserError`."""
+    own = settings.replica_selectors
+    if own and len(own) != pods:
         raise UserError(
-            "the cluster would refuse what was rendered:\n  " + "\n  ".join(wrong),
-            place="kubernetes", hint="change the keys of `kubernetes` that these come from; docs/kubernetes.md lists what a name may be",
+            f"`kubernetes.replica_selectors` has {len(own)} entr{'y' if len(own) == 1 else 'ies'}, and the run has {pods} pod"
+            f"{'s' if pods > 1 else ''}",
+            hint="one entry for each pod in order of ranks, `{}` where nothing is asked, or none at all",
+        )
+    return tuple({**settings.node_selector, **labels} for labels in (own or [{}] * pods))
+
+
+def _refuse_unlike(spec: Spec) -> None:
+    """Raises `UserError` where pods are to differ in a way that the kind of job cannot say."""
+    master = spec.settings.kind == "pytorchjob"  # the only kind with a template of its own for rank 0
+    labels = [tuple(sorted(one.items())) for one in spec.selectors]
+    if len(set(list(zip(spec.processes, labels, spec.cards, strict=True))[master:])) > 1:
+        first = "put the pod that differs first; or run each node's command (docs/launching.md) in a Job of its own"
+        other = "kubernetes.kind: pytorchjob, whose Master (rank 0's pod) may differ from its Workers; or GPUs of one kind"
+        which = "all its workers (its Master may differ)" if master else "all its pods"
+        raise UserError(
+            f"the pods are to have different GPUs, and {_one_of(spec.settings.kind)} has one template for {which}",
+            place="kubernetes.kind", hint=first if master else other,
         )  # fmt: skip
-    files = {"claims.yaml": dump_documents(wanted, f"Claims of {head}")} if wanted else {}
-    return files | {f"{spec.settings.kind}.yaml": dump_documents(documents, head)}
+    if spec.device == "cuda" and len(set(zip(labels, spec.cards, strict=True))) > len(set(labels)):
+        raise UserError(
+            f"the pods are to have {' and '.join(sorted(set(spec.cards)))}, and nothing says which pod gets which",
+            place="kubernetes.replica_selectors",
+            hint="one label for each pod in order of ranks: [{nvidia.com/gpu.product: ...}, {nvidia.com/gpu.product: ...}]",
+        )
 
 
-def _typed(call: Call) -> str:
-    """Returns the command as it can be typed again, without where the files went."""
-    options = [f"{name}={text}" for name, text in sorted(call.options.items()) if name not in ("OUT", "JSON")]
-    return shlex.join(["make", call.command, *options, *(one.origin.removeprefix("make ") for one in call.overrides)])
+def _one_of(kind: str) -> str:
+    """Returns the name of a kind with its article: `an indexed Job`."""
+    return f"{'an' if KINDS[kind][0] in 'aeiou' else 'a'} {KINDS[kind]}"
 
 
-def _paths(call: Call, rendered: Rendered) -> list[Path]:
-    """Returns where the files go. Raises `UserError` where one stands that this command has not written."""
+def _write(call: Call, rendered: Rendered) -> list[Path]:
+    """Returns where the files went. Raises `UserError`, before any is written, where one stands that this command has not written."""
     out = call.options.get("OUT")
-    folder = typed_path(out) if out else runs_folder() / rendered.spec.run_name
+    folder = typed_path(out) if out else runs_folder() / rendered.spec.name
     paths = [folder / name for name in rendered.files]
-    for path in paths:
-        try:
-            first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # what is no folder is said when it is to be made
-        except OSError as error:
-            raise _not_writable(path, error) from error
-        if not (first.startswith("#") and HEADER in first):
-            raise UserError(
-                f"`{path}` exists, and is no file of `make kubernetes`", place="OUT", hint="choose another OUT=, or remove it"
-            )
-    return paths
-
-
-def _write(paths: list[Path], texts: Iterable[str]) -> None:
-    for path, text in zip(paths, texts, strict=True):
-        try:
+    path = folder
+    try:
+        for path in paths:
+            first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0] if path.exists() else f"# {HEADER}"
+            if not (first.startswith("#") and HEADER in first):
+                raise UserError(
+                    f"`{path}` exists, and is no file of `make kubernetes`", place="OUT", hint="choose another OUT=, or remove it"
+                )
+        for path, text in zip(paths, rendered.files.values(), strict=True):
             write_text(path, text)
-        except OSError as error:
-            raise _not_writable(path, error) from error
-
-
-def _not_writable(path: Path, error: OSError) -> UserError:
-    return UserError(f"`{path}` cannot be written: {error.strerror}", place="OUT", hint="OUT= takes a folder")
+    except OSError as error:
+        raise UserError(f"`{path}` cannot be written: {error.strerror}", place="OUT", hint="OUT= takes a folder") from error
+    return paths
 
 
 def _pods(spec: Spec) -> str:
     what = "process" if spec.device == "cpu" else "GPU"
     each = sorted(set(zip(spec.cards, spec.processes, strict=True)))
-    shares = " and ".join(
-        f"{count} {what}{'s' if count > 1 and what == 'GPU' else 'es' if count > 1 else ''} ({card})" for card, count in each
-    )
-    return (
-        f"{spec.pods} pod{'s' if spec.pods > 1 else ''} with {shares} each"
-        if len(each) == 1
-        else f"{spec.pods} pods with {shares}"
-    )
+    plural = {"process": "es", "GPU": "s"}[what]
+    shares = " and ".join(f"{count} {what}{plural if count > 1 else ''} ({card})" for card, count in each)
+    return f"{spec.pods} pod{'s' if spec.pods > 1 else ''} with {shares}{' each' if len(each) == 1 else ''}"
 
 
 def _commands(spec: Spec, paths: list[Path]) -> list[str]:
     if spec.settings.kind == "skypilot":
-        given = skypilot.secrets(spec)
-        key = [f"export {KEY}=$(openssl rand -hex 32)"] if KEY in given else []
-        return [*key, f"sky jobs launch{''.join(f' --secret {name}' for name in given)} {shlex.quote(str(paths[0]))}"]
-    space = namespace(spec)
+        secrets = manifests.skypilot_secrets(spec)
+        key = [f"export {KEY}=$(openssl rand -hex 32)"] if KEY in secrets else []
+        return [*key, f"sky jobs launch{''.join(f' --secret {name}' for name in secrets)} {shlex.quote(str(paths[0]))}"]
     files = " ".join(f"-f {shlex.quote(str(path))}" for path in paths)
-    logs = f"kubectl logs{space} -f --prefix --max-log-requests={max(5, spec.pods)} -l app.kubernetes.io/instance={spec.name}"
-    return [f"kubectl apply{space} {files}", logs]
+    logs = f"-f --prefix --max-log-requests={max(5, spec.pods)} -l app.kubernetes.io/instance={spec.name}"
+    return [f"kubectl apply{_namespace(spec)} {files}", f"kubectl logs{_namespace(spec)} {logs}"]
 
 
-def _facts(rendered: Rendered, paths: list[Path]) -> dict[str, object]:
-    spec = rendered.spec
-    return {
-        "kind": spec.settings.kind, "name": spec.name, "run_name": spec.run_name, "pods": spec.pods, "processes": list(spec.processes),
-        "cards": list(spec.cards), "words": spec.words(), "files": [str(path) for path in paths], "notes": list(rendered.notes),
-        "commands": _commands(spec, paths), "plan": rendered.plan.to_json(),
-    }  # fmt: skip
+def _namespace(spec: Spec) -> str:
+    """Returns kubectl's words for the namespace, with a blank before them."""
+    return f" -n {spec.settings.namespace}" if spec.settings.namespace else ""
+
+
+def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iterator[str]:
+    """Yields what the cluster must have, what stays, and what the plan needs that the pods do not get. `named`: with a `RUN_NAME`."""
+    settings, cloud = spec.settings, spec.settings.kind == "skypilot"
+    yield from (_of_skypilot if cloud else _of_cluster)(spec, loaded)
+    if not named:
+        delete = f"(kubectl delete{_namespace(spec)} -f {settings.kind}.yaml), since pods of a job cannot be changed"
+        yield (
+            f"RUN_NAME is not given, so job and run are called `{spec.name}` after the configuration: another job of it needs a RUN_NAME of its "
+            f"own, and one of this name goes on with the run{'' if cloud else f' once the old job is deleted {delete}'}"
+        )
+    if (need := _host_bytes(spec, plan, loaded)) > (quantity(settings.memory) or 0):
+        yield (
+            f"the plan puts {need / GIB:.1f} GiB into a pod's memory, and kubernetes.memory is {settings.memory}, /dev/shm included: "
+            "raise it, else the kernel ends the pod"
+        )
+    config = loaded.config
+    sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
+    paths = {config.model.name, config.model.tokenizer, config.data.chat_template, *(source.path for source in sources)} - {None}
+    seen = (*(f"{place}/" for place in manifests.PLACES.values()), "examples/")
+    local = [t for t in paths if t and (t.startswith(("/", "~", "./", "../")) or (is_file_name(t) and typed_path(t).exists()))]
+    if missing := sorted(text for text in local if not text.startswith(seen)):
+        yield f"pods see /models and /runs (claims) and the image's examples/; copy these there and name them so: {', '.join(missing)}"
+
+
+def _host_bytes(spec: Spec, plan: Plan, loaded: LoadedConfig) -> int:
+    """Returns the bytes that the plan keeps in the memory of the largest pod: all of a process on the CPU, what DeepSpeed offloads of a GPU's."""
+    if plan.device == "cpu":
+        ranks = iter(plan.ranks)
+        return max(sum(rank.peak_bytes for rank in islice(ranks, count)) for count in spec.processes)
+    if not (plan.offload_optimizer or plan.offload_parameters):
+        return 0
+    setup = Setup(
+        device=plan.device, strategy=plan.strategy, world_size=plan.world_size, precision=plan.precision, weights_dtype=plan.weights_dtype,
+        optim=plan.optim, gradient_checkpointing=plan.gradient_checkpointing, layout=plan.layout, attention=plan.attn_implementation,
+        label_share=plan.label_share, row_tokens=plan.row_tokens, offload_optimizer=plan.offload_optimizer,
+        offload_parameters=plan.offload_parameters,
+    )  # fmt: skip
+    return max(spec.processes) * host_bytes(loaded.config, shape_of(loaded.config.model), setup)
+
+
+def _of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
+    settings, space, several = spec.settings, _namespace(spec), spec.pods > 1
+    secret = f"kubectl create secret generic{space}"
+    if not loaded.typed("kubernetes.image"):
+        yield f"the image is `{settings.image}`: build it by the Dockerfile, push it where the cluster pulls from, and set kubernetes.image"
+    for name in trackers(loaded.config):
+        if name in PACKAGES and name != OWN:
+            built = f"an image that was built with --build-arg TRACKERS={PACKAGES[name][1]}"
+            yield f"`train.report_to` names `{name}`, which is in {built}, and not in the default one: kubernetes.image is {settings.image}"
+    named = ", ".join(claims(spec))
+    if not settings.create_claims:
+        yield f"these claims must exist: {named}{', each mounted by all pods at once (ReadWriteMany)' if several else ''}"
+    elif manifests.access_mode(spec) == "ReadWriteOnce":
+        what = "all pods must come to stand on one node" if several else "pods of another run must stand on the same node"
+        yield f"the claims are ReadWriteOnce, which one node mounts at a time: {what}, or wait; kubernetes.access_mode: ReadWriteMany"
+    if settings.create_claims:
+        yield f"the claims {named} serve all runs that name them, and what they ask for cannot be changed later: apply claims.yaml once"
+    if several:
+        made = f"openssl rand -hex 32 | {secret} {spec.name}-key --from-file={KEY}=/dev/stdin"
+        yield f"make the run's key once, without which nobody joins it: {made}"
+    if settings.token_secret:
+        yield f"this Secret must exist: {secret} {settings.token_secret} --from-file=HF_TOKEN=FILE"
+    if settings.pull_secret:
+        yield f"this Secret must exist: kubectl create secret docker-registry{space} {settings.pull_secret} --docker-server=..."
+    if settings.infiniband:
+        yield (
+            "InfiniBand needs IPC_LOCK, which PodSecurity `restricted` refuses, and nodes whose container runtime allows unlimited locked "
+            "memory (LimitMEMLOCK=infinity): a capability that is added does not reach a user who is not root"
+        )
+    if settings.kind == "pytorchjob" and several:
+        yield "the operator gives Workers an init container that waits for the Master's name (alpine:3.10 unless it is set otherwise)"
+    if settings.kind == "trainjob":
+        yield f"a finished TrainJob stays until it is deleted: kubectl delete{space} -f trainjob.yaml"
+
+
+def _of_skypilot(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
+    if claims(spec):
+        yield f"these SkyPilot volumes must exist (`sky volumes apply`; Kubernetes and RunPod only): {', '.join(claims(spec))}"
+    if spec.settings.runs_claim is None:
+        yield (
+            "run folders stand on the machine's disk and go with it: a machine that is replaced begins anew, and a lost peer ends the task. "
+            "kubernetes.runs_claim keeps them on a volume; on other clouds mount a bucket at /runs (`file_mounts`)"
+        )
+        if spec.pods > 1:
+            yield (
+                f"each of the {spec.pods} machines fetches the model and prepares the data for itself; ZeRO and FSDP2 need one /runs for all, or "
+                "train.save_strategy: no"
+            )
+    if loaded.typed("kubernetes.image"):
+        yield (
+            "SkyPilot installs openssh-server in a container, as root or by sudo: the Dockerfile's image has neither and cannot start there. "
+            "Build one of it that ends with `USER root` (docs/kubernetes.md)"
+        )

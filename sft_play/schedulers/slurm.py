@@ -1,4 +1,17 @@
-"""`make slurm`: plans, freezes the configuration, writes the batch script, and with `SUBMIT=1` gives it to sbatch."""
+"""`make slurm`: plans, freezes the configuration, writes the batch script, and with `SUBMIT=1` gives it to sbatch.
+
+The script is `slurm.sh` with a head of options, variables and the command. Of the user only `slurm.setup` is given to a shell. All other
+values stand between quotes, and what holds a control character is refused. What `slurm.sh` does about signals and turns was tried on
+Slurm 22.05 (`tests/multinode/test_slurm.py`):
+
+- `--signal=B:USR1@N` reaches the batch shell alone; a preemption or `scancel` sends SIGTERM to the tasks alone. srun hands USR1 on, but
+  answers SIGTERM with SIGKILL for its tasks, so only USR1 is sent to it.
+- Where processes are tracked by cgroup, a task's signal reaches the process that slurmstepd started and not its children: the shell
+  on each node hands it on. A signal that arrives twice is one request to the launcher.
+- srun's own exit code is the greatest of its tasks': a permanent error (1 to 5) would hide behind a lost peer (75). Each node writes its own down.
+- `--export=NONE` makes Slurm itself run the user's login scripts on the node, and hold the job where they are slow or fail. `NIL` (Slurm 23.02)
+  does not, so the script makes itself a login shell. Before, `NIL` is the name of a variable that nobody has, which means the same as `NONE`.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +27,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.config.call import FALSE, TRUE, Call
-from sft_play.config.load import save_config
+from sft_play.config.load import DEFAULT, save_config
 from sft_play.config.names import mask
-from sft_play.errors import HUB_LOGIN, HardwareError, UserError
+from sft_play.config.schema import SlurmConfig
+from sft_play.errors import HUB_LOGIN, HardwareError, RetryableError, UserError
 from sft_play.files import typed_path, write_json, write_text
 from sft_play.launch.rehearse import Ahead, planned_ahead
 from sft_play.launch.resume import OF_REPLICAS
 from sft_play.launch.run_folder import choose_name, first_launch, has_started
 from sft_play.launch.settings import NO_DEFAULT_FILE
 from sft_play.plan.batch import count
-from sft_play.plan.fit import DoesNotFitError
-from sft_play.plan.show import misfit_json, show_misfit, show_plan
+from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
-from sft_play.schedulers.slurm_script import HEADER, BatchJob, cpus, render
-from sft_play.schedulers.slurm_submit import submit
 
+HEADER = "# Rendered by `make slurm`: docs/slurm.md says what it does."
+TEMPLATE = Path(__file__).with_name("slurm.sh")
+EXPORT = "--export=NIL"
 PASSED = re.compile(
     r"PATH|LD_LIBRARY_PATH|PYTHONPATH|CUDA_HOME|HF_\w+|TRANSFORMERS_\w+|TORCH_HOME|TRITON_CACHE_DIR|XDG_CACHE_HOME|OMP_NUM_THREADS"
     r"|NCCL_(?!TIMEOUT$)\w+|GLOO_\w+|TORCH_(NCCL|FR)_\w+|PYTORCH_(CUDA_)?ALLOC_CONF|AIM_REPO|MLFLOW_TRACKING_URI|WANDB_(MODE|PROJECT|ENTITY|DIR)"
@@ -39,69 +53,199 @@ TOKEN_FILE = "HF_TOKEN_PATH"
 """The one name with `TOKEN` in it whose value is no secret."""
 LONGEST_INDEX = 11
 """Letters that a task of an array adds to the run's name, its hyphen included."""
+PATIENCE_SECONDS = 120.0
+"""sbatch itself waits for a busy controller, by default up to 10 s a message."""
+PARTITIONS = "`sinfo -s` lists the partitions; then SLURM_PARTITION=NAME"
+HINTS: tuple[tuple[str, str | None, str], ...] = (
+    (r"qos(max|min|grp)\w|assoc(max|min|grp)\w|accounting/qos policy", None,
+     "`sacctmgr show qos` and `sacctmgr show associations user=$USER` list your limits, `squeue --me` what counts against them now; SLURM_TIME, "
+     "NUM_NODES and NUM_GPUS ask for less, SLURM_QOS=NAME for another"),
+    (r"invalid partition|partition name", "slurm.partition", PARTITIONS),
+    (r"time limit|timelimit", "slurm.time", "`sinfo -s` shows the longest time of each partition; then SLURM_TIME="),
+    (r"account", "slurm.account",
+     "`sacctmgr show associations user=$USER` lists your accounts, and their partitions; then SLURM_ACCOUNT=NAME"),
+    (r"qos", "slurm.qos", "`sacctmgr show qos` lists what there is; then SLURM_QOS=NAME"),
+    (r"partition", "slurm.partition", PARTITIONS),
+    (r"node configuration|more processors|node count|cpu count|gres|gpu|memory|feature|constraint", None,
+     "`sinfo -N -o '%N %c %m %G %f'` shows cores, memory, GPUs and features of the nodes; NUM_NODES, NUM_GPUS, SLURM_CPUS_PER_GPU, SLURM_MEMORY "
+     "and SLURM_CONSTRAINT ask for less"),
+    (r"array", "slurm.array", "`scontrol show config | grep MaxArraySize` is the limit; then SLURM_ARRAY="),
+    (r"option|invalid", "slurm.options", "`slurm.options` holds options of your own; this release of Slurm may not know one of them"),
+    ("", None, "the lines above are sbatch's own"),
+)  # fmt: skip
+"""What sbatch says, the one key that it is about, and what to do about it; the first that matches.
+
+Errors of one thing name others: "account/partition combination"."""
+UNREACHABLE = re.compile(
+    r"unable to contact slurm controller|connection refused|zero bytes were transmitted|timed out|socket", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Files:
-    """What is written, side by side."""
+class BatchJob:
+    """All that a script is made of."""
 
-    script: Path
-    config: Path
-    deepspeed: Path
+    run_name: str
+    """The run's name; with an array, each task adds its index."""
+    nodes: int
+    processes: int
+    """Ranks on each node."""
+    gpus: bool
+    """Whether each rank has a GPU; on CPU clusters none is asked for."""
+    folder: Path
+    """Working folder, seen by all nodes."""
+    words: tuple[str, ...]
+    """The command, the same on every node and in every turn: Python, `-m`, ..., `CONFIG=...`."""
+    environment: Mapping[str, str]
+    """Variables that are set, beside those of the user's login on the node."""
+    logs: Path
+    """Folder of the job's own output, seen by all nodes."""
+    slurm: SlurmConfig
+
+    @property
+    def cpus(self) -> int:
+        """CPU cores of a node's task."""
+        return self.slurm.cpus_per_gpu * self.processes
 
 
 def main(call: Call) -> int:
     """Writes the script and returns 0; what does not fit is shown part by part before the error."""
-    try:
-        ahead = planned_ahead(call)
-    except DoesNotFitError as error:
-        print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
-        raise
+    ahead = planned_ahead(call)
     _refuse_unlike(ahead)
-    wanted = _wanted(call)
-    name = _name(call, ahead)
-    files = _files(call, name)
-    job, withheld = job_of(call, ahead, name, files)
-    text = render(job)
-    _write(ahead, files, text)
+    submitting = call.options.get("SUBMIT", "").lower()
+    if submitting not in TRUE | FALSE:
+        raise UserError(f"`SUBMIT` is `{call.options['SUBMIT']}`; expected `1` or `0`")
+    name = choose_name(call.options.get("RUN_NAME"), ahead.loaded.path)
+    if ahead.loaded.config.slurm.array:
+        choose_name(name + "-" + "0" * (LONGEST_INDEX - 1), None)  # a task's own name must be one too
+    script = _script(call, name)
+    environment, withheld = _environment(os.environ)
+    job = _job(ahead, name, script, environment)
+    _write(ahead, script, render(job))
     for notice in [*ahead.options.notices, *_notes(call, ahead, name, withheld)]:
         print(f"note: {notice}", file=sys.stderr)
     if not call.json:
-        print(f"{show_plan(ahead.plan)}\n\n{_show(job, files)}", flush=True)
-    number = submit(files.script, ahead.loaded.origins) if wanted else None
+        print(f"{show_plan(ahead.plan)}\n\n{_show(job, script)}", flush=True)
+    number = submit(script, ahead.loaded.origins) if submitting in TRUE else None
     if call.json:
-        print(json.dumps(_facts(ahead, job, files, number), indent=2))
+        facts = {
+            "run": name, "script": str(script), "config": str(_beside(script, "config")), "nodes": job.nodes, "processes_per_node": job.processes,
+            "gpus": job.gpus, "command": list(job.words), "job": number, "plan": ahead.plan.to_json(),
+        }  # fmt: skip
+        print(json.dumps(facts, indent=2))
     else:
-        print(_next(job, files, number))
+        print(_next(job, script, number))
     return 0
 
 
-def job_of(call: Call, ahead: Ahead, name: str, files: Files) -> tuple[BatchJob, list[str]]:
-    """Returns the job, and the names of variables that were left out of it because their values look like secrets."""
-    words = [
-        sys.executable,
-        "-m",
-        "sft_play",
-        _target(ahead, name),
-        f"CONFIG={files.config}",
-        f"NUM_GPUS={ahead.processes}",
-        NO_DEFAULT_FILE,
-    ]
-    if call.options.get("DEEPSPEED_CONFIG"):
-        words.append(f"DEEPSPEED_CONFIG={files.deepspeed}")
-    environment, withheld = _environment(os.environ)
-    job = BatchJob(
-        run_name=name,
-        nodes=ahead.plan.num_nodes,
-        processes=ahead.processes,
-        gpus=ahead.plan.device == "cuda",
-        folder=Path.cwd(),
-        words=tuple(words),
-        environment=environment,
-        logs=files.script.parent,
-        slurm=ahead.loaded.config.slurm,
-    )
-    return job, withheld
+def render(job: BatchJob) -> str:
+    """Returns the script, its last line ended. Raises `UserError` for a value that holds a control character."""
+    values = [
+        ("`RUN_NAME`", job.run_name), ("the path of the working folder", str(job.folder)), ("the path of the output", str(job.logs)),
+        *(("a word of the command", word) for word in job.words),
+        *((f"the environment variable `{name}`", value) for name, value in job.environment.items()),
+    ]  # fmt: skip
+    for name, text in values:
+        if any(ord(letter) < 32 or 127 <= ord(letter) < 160 or "\ud800" <= letter <= "\udfff" for letter in text):
+            raise UserError(f"{name} holds a control character, which a batch script cannot take: `{ascii(text)[1:-1]}`")
+    if "\\" in str(job.logs):
+        raise UserError(
+            f"the path of the output holds a backslash, and sbatch would then put no job id into its name: `{job.logs}`",
+            hint="choose another OUT=",
+        )
+    quoted, array = shlex.quote, bool(job.slurm.array)
+    # One task's SLURM_JOB_ID is the array's own number, and that alone means all of its tasks.
+    number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if array else '"$SLURM_JOB_ID"'
+    parts = {
+        "@ENVIRONMENT@": [
+            *(f"export {name}={quoted(value)}" for name, value in sorted(job.environment.items())),
+            f"cd -- {quoted(str(job.folder))} || exit 3",
+        ],
+        "@SETUP@": job.slurm.setup,
+        "@JOB@": [
+            f'run_name={quoted(job.run_name + "-")}"$SLURM_ARRAY_TASK_ID"' if array else f"run_name={quoted(job.run_name)}",
+            f"job_id={number}",
+            f"log={quoted(str(job.logs) + '/slurm-')}\"$job_id\"",
+            f"most_requeues={job.slurm.max_requeues} cpus={job.cpus}",
+            f'command=({shlex.join(job.words)} RUN_NAME="$run_name" LAUNCH_AUTO_RESUME=true)',
+        ],
+    }  # fmt: skip
+    body = re.sub("@[A-Z]+@", lambda mark: "\n".join(parts[mark[0]]), TEMPLATE.read_text(encoding="utf-8"))
+    return "\n".join(["#!/bin/bash", HEADER, *(f"#SBATCH {line}" for line in options(job)), "", body])
+
+
+def options(job: BatchJob) -> list[str]:
+    """Returns the options for sbatch, one each, as they stand in `#SBATCH` lines."""
+    slurm = job.slurm
+    output = str(job.logs).replace("%", "%%") + f"/slurm-{'%A_%a' if slurm.array else '%j'}.out"
+    given: dict[str, str | int | None] = {
+        "--job-name": job.run_name, "--nodes": job.nodes, "--ntasks-per-node": 1,
+        "--gpus-per-node": f"{slurm.gpu_type + ':' if slurm.gpu_type else ''}{job.processes}" if job.gpus else None,
+        "--cpus-per-task": job.cpus, "--mem": slurm.memory, "--time": slurm.time, "--partition": slurm.partition,
+        "--account": slurm.account, "--qos": slurm.qos, "--constraint": slurm.constraint, "--array": slurm.array,
+        "--signal": f"B:USR1@{slurm.warning_seconds}", "--requeue": "", "--open-mode": "append", "--output": output,
+        **{name: value for name, _, value in (option.partition("=") for option in slurm.options)},
+    }  # fmt: skip
+    return [
+        f"{name}={_for_sbatch(str(value))}" if value != "" else name for name, value in given.items() if value is not None
+    ] + [EXPORT]
+
+
+def _for_sbatch(value: str) -> str:
+    """Returns a value as sbatch reads it in a script: between quotes where it holds a blank or a quote."""
+    if not any(letter.isspace() or letter in "\"'\\#" for letter in value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def submit(script: Path, origins: Mapping[str, str]) -> str:
+    """Submits a script and returns the job's id. `origins`: where each key of its configuration was written.
+
+    Raises `HardwareError` where there is no sbatch, `RetryableError` where its controller does not answer, `UserError` with sbatch's own
+    words where the cluster refuses the job. Nothing is in the queue then.
+    """
+    program = shutil.which("sbatch")
+    if program is None:
+        raise HardwareError(
+            "there is no `sbatch` here, so nothing was submitted", hint=f"on the cluster's login node: sbatch {script.absolute()}"
+        )
+    _sbatch(program, "--test-only", script, origins)  # a job which could never run would wait for ever
+    answer = _sbatch(program, "--parsable", script, origins).strip()
+    job = answer.rpartition("\n")[2].partition(";")[0]
+    if not job.isdigit():
+        raise HardwareError(f"sbatch gave no job id but `{answer}`", hint="`squeue --me` shows what is in the queue")
+    return job
+
+
+def _sbatch(program: str, option: str, script: Path, origins: Mapping[str, str]) -> str:
+    """Returns what sbatch prints. `EXPORT` again: a variable `SBATCH_EXPORT` would win over the script's line."""
+    try:
+        done = subprocess.run(
+            [program, option, EXPORT, str(script.absolute())],
+            capture_output=True, text=True, errors="replace", timeout=PATIENCE_SECONDS, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise RetryableError(
+            f"sbatch did not answer within {PATIENCE_SECONDS:.0f} s", hint="`scontrol ping` asks the controller"
+        ) from None
+    if done.returncode == 0:
+        return done.stdout
+    words = "\n".join(line for line in (done.stderr + done.stdout).splitlines() if line.strip())
+    if UNREACHABLE.search(words):
+        raise RetryableError(
+            f"sbatch cannot reach the cluster:\n{words}", place=str(script), hint="`scontrol ping` asks the controller"
+        )
+    key, hint = next((key, hint) for pattern, key, hint in HINTS if re.search(pattern, words, re.IGNORECASE))
+    origin = origins.get(key or "", DEFAULT)
+    raise UserError(
+        f"the cluster refuses the job:\n{words or f'sbatch ended with code {done.returncode}'}",
+        place=str(script) if origin == DEFAULT else origin, hint=hint,
+    )  # fmt: skip
+
+
+def first_index(array: str) -> int:
+    """Returns the first task of `slurm.array`, such as 3 of `3-7%2`."""
+    return int(re.split("[-,:%]", array)[0])
 
 
 def _refuse_unlike(ahead: Ahead) -> None:
@@ -113,6 +257,17 @@ def _refuse_unlike(ahead: Ahead) -> None:
             f"the plan is for unlike GPUs (`{'`, `'.join(kinds)}`), and a batch job asks for the same on every node",
             hint="plan for like nodes, such as HARDWARE=4xA100 NUM_NODES=2; `slurm.gpu_type` or `slurm.constraint` then asks the cluster for them",
         )
+
+
+def _job(ahead: Ahead, name: str, script: Path, environment: Mapping[str, str]) -> BatchJob:
+    words = [sys.executable, "-m", "sft_play", _target(ahead, name), f"CONFIG={_beside(script, 'config')}"]
+    words += [f"NUM_GPUS={ahead.processes}", NO_DEFAULT_FILE]
+    if ahead.options.deepspeed:
+        words.append(f"DEEPSPEED_CONFIG={_beside(script, 'deepspeed')}")
+    return BatchJob(
+        run_name=name, nodes=ahead.plan.num_nodes, processes=ahead.processes, gpus=ahead.plan.device == "cuda", folder=Path.cwd(),
+        words=tuple(words), environment=environment, logs=script.parent, slurm=ahead.loaded.config.slurm,
+    )  # fmt: skip
 
 
 def _target(ahead: Ahead, name: str) -> str:
@@ -127,28 +282,8 @@ def _target(ahead: Ahead, name: str) -> str:
     return ahead.target if ahead.plan.strategy in ("single", "ddp") else "train-distributed"
 
 
-def first_index(array: str) -> int:
-    """Returns the first task of `slurm.array`, such as 3 of `3-7%2`."""
-    return int(re.split("[-,:%]", array)[0])
-
-
-def _wanted(call: Call) -> bool:
-    text = call.options.get("SUBMIT", "").lower()
-    if text not in TRUE | FALSE:
-        raise UserError(f"`SUBMIT` is `{call.options['SUBMIT']}`; expected `1` or `0`")
-    return text in TRUE
-
-
-def _name(call: Call, ahead: Ahead) -> str:
-    """Returns the run's name, decided here: the job finds its run again by it in every turn."""
-    name = choose_name(call.options.get("RUN_NAME"), ahead.loaded.path)
-    if ahead.loaded.config.slurm.array:
-        choose_name(name + "-" + "0" * (LONGEST_INDEX - 1), None)  # a task's own name must be one too
-    return name
-
-
-def _files(call: Call, name: str) -> Files:
-    """Returns where everything is written: in the run's folder, or as `OUT` says: a folder, or the script's own path."""
+def _script(call: Call, name: str) -> Path:
+    """Returns where the script goes: in the run's folder, or as `OUT` says. Raises `UserError` where another file is there."""
     out = call.options.get("OUT")
     script = RunFolder(runs_folder() / name).path / "slurm" / "job.sbatch"
     if out:
@@ -156,24 +291,19 @@ def _files(call: Call, name: str) -> Files:
         if script.is_dir() or out.endswith("/"):
             script = script / f"{name}.sbatch"
     script = script.absolute()
-    _require_ours(script)
-    return Files(
-        script=script,
-        config=script.with_name(f"{script.stem}.config.json"),
-        deepspeed=script.with_name(f"{script.stem}.deepspeed.json"),
-    )
-
-
-def _require_ours(script: Path) -> None:
-    """Raises `UserError` where another file stands at the script's place."""
     try:
-        beginning = script.read_text(encoding="utf-8", errors="replace")[:200]
+        ours = HEADER in script.read_text(encoding="utf-8", errors="replace")[:200]
     except FileNotFoundError:
-        return
+        return script
     except OSError as error:
         raise UserError(f"`{script}` cannot be written: {error.strerror}", hint="choose another OUT=") from None
-    if HEADER not in beginning:
+    if not ours:
         raise UserError(f"`{script}` exists, and is no script of `make slurm`", hint="choose another OUT=, or remove it")
+    return script
+
+
+def _beside(script: Path, what: str) -> Path:
+    return script.with_name(f"{script.stem}.{what}.json")
 
 
 def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -186,39 +316,29 @@ def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]
     kept["PATH"] = ":".join(paths if binaries in paths else [binaries, *paths])
     if "PYTHONPATH" in kept:  # entries are this folder's, and the job begins in it too, but its parts may change folders
         kept["PYTHONPATH"] = ":".join(str(Path(part).absolute()) for part in kept["PYTHONPATH"].split(":") if part)
-    kept["RUNS_DIR"] = str(runs_folder().absolute())
-    kept["SFT_PLAY_CACHE"] = str(cache_folder().absolute())
-    return kept, withheld
+    return kept | {"RUNS_DIR": str(runs_folder().absolute()), "SFT_PLAY_CACHE": str(cache_folder().absolute())}, withheld
 
 
-def _write(ahead: Ahead, files: Files, text: str) -> None:
+def _write(ahead: Ahead, script: Path, text: str) -> None:
     """Writes configuration, DeepSpeed JSON and script; the script last, so that one that is there is whole. Raises `UserError`."""
-    _check_shell(ahead.loaded.config.slurm.setup)
+    setup, bash = ahead.loaded.config.slurm.setup, shutil.which("bash")
+    if setup and bash:  # the only shell text that is not ours: it may leave a quote or a block open
+        done = subprocess.run(
+            [bash, "-n"], input="\n".join(setup) + "\n", capture_output=True, text=True, errors="replace", timeout=60, check=False
+        )
+        if done.returncode:
+            said = (done.stderr.strip() or "bash refuses it").splitlines()[0]
+            raise UserError(f"`slurm.setup` is no shell text: {said}", hint="each entry is a line of its own")
     try:
-        save_config(ahead.loaded, files.config)
+        save_config(ahead.loaded, _beside(script, "config"))
         if ahead.options.deepspeed:
-            write_json(files.deepspeed, dict(ahead.options.deepspeed.settings))
-        write_text(files.script, text)
+            write_json(_beside(script, "deepspeed"), dict(ahead.options.deepspeed.settings))
+        write_text(script, text)
     except OSError as error:
         raise HardwareError(
-            f"`{files.script}` cannot be written: {error.strerror}",
+            f"`{script}` cannot be written: {error.strerror}",
             hint="OUT= takes a folder or a path on the disk that all nodes share",
         ) from error
-
-
-def _check_shell(setup: list[str]) -> None:
-    """Raises `UserError` where `slurm.setup`, the only shell text that is not ours, leaves a quote or a block open."""
-    bash = shutil.which("bash")
-    if bash is None:
-        return
-    done = subprocess.run(
-        [bash, "-n"], input="\n".join(setup) + "\n", capture_output=True, text=True, errors="replace", timeout=60, check=False
-    )
-    if done.returncode:
-        words = done.stderr.strip().splitlines()
-        raise UserError(
-            f"`slurm.setup` is no shell text: {words[0] if words else 'bash refuses it'}", hint="each entry is a line of its own"
-        )
 
 
 def _notes(call: Call, ahead: Ahead, name: str, withheld: list[str]) -> list[str]:
@@ -237,32 +357,18 @@ def _notes(call: Call, ahead: Ahead, name: str, withheld: list[str]) -> list[str
     return notes
 
 
-def _show(job: BatchJob, files: Files) -> str:
+def _show(job: BatchJob, script: Path) -> str:
     ranks = f"{job.processes} GPU{'s' if job.processes > 1 else ''}" if job.gpus else count(job.processes, "process")
-    nodes = f"{count(job.nodes, 'node')}, {ranks} each, {count(cpus(job), 'core')} each, {job.slurm.time}"
+    nodes = f"{count(job.nodes, 'node')}, {ranks} each, {count(job.cpus, 'core')} each, {job.slurm.time}"
     tasks = f", tasks {job.slurm.array}: runs {job.run_name}-INDEX" if job.slurm.array else ""
-    return f"slurm: {nodes}{tasks}\n  script   {files.script}\n  config   {files.config} (frozen: later edits elsewhere change nothing)"
+    return f"slurm: {nodes}{tasks}\n  script   {script}\n  config   {_beside(script, 'config')} (frozen: later edits elsewhere change nothing)"
 
 
-def _next(job: BatchJob, files: Files, number: str | None) -> str:
+def _next(job: BatchJob, script: Path, number: str | None) -> str:
     if number is None:
-        return f"  submit   sbatch {shlex.quote(str(files.script))}"
+        return f"  submit   sbatch {shlex.quote(str(script))}"
     task = f"{number}_{first_index(job.slurm.array)}" if job.slurm.array else number
     return (
         f"\nsubmitted: job {number}\n  state    squeue --job {number}\n  output   tail -F {shlex.quote(f'{job.logs}/slurm-{task}.out')}\n"
         f"  cancel   scancel {number}   (saves first)\n  save and take another turn: scancel --signal=USR1 --batch {task}"
     )
-
-
-def _facts(ahead: Ahead, job: BatchJob, files: Files, number: str | None) -> dict[str, object]:
-    return {
-        "run": job.run_name,
-        "script": str(files.script),
-        "config": str(files.config),
-        "nodes": job.nodes,
-        "processes_per_node": job.processes,
-        "gpus": job.gpus,
-        "command": list(job.words),
-        "job": number,
-        "plan": ahead.plan.to_json(),
-    }

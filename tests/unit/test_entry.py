@@ -54,7 +54,7 @@ def added(words: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
         (TRAINJOB, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-node-0-0.demo"}),
         (JOB, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "demo-0.demo"}),
         (SKYPILOT, TWO, {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.4"}),
-        (SLURM, WORDS, {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "gpu007", "MASTER_PORT": "24217", "NUM_GPUS": "1"}),
+        (SLURM, WORDS, {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "gpu007", "MASTER_PORT": "22170", "NUM_GPUS": "1"}),
         ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "demo-master-0", "PET_NNODES": "1", "PET_NODE_RANK": "0"}, WORDS, {}),
         ({}, WORDS, {}),
     ],

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sft_play.config.yaml_write import dump_documents
 from sft_play.errors import HardwareError, UserError
-from sft_play.schedulers.kubernetes_spec import name_of
+from sft_play.schedulers.kubernetes import name_of
 from tests.kubernetes_runs import KINDS, documents, documents_of, of_kind, pods, rendered
 
 TOKEN_LIKE = "hf_" + "AbCdEfGhIjKlMnOpQrSt"
@@ -109,7 +109,7 @@ def test_the_configuration_in_the_map_is_the_resolved_one_and_goes_round(tmp_pat
     result = rendered("TRAIN_LEARNING_RATE=3e-5", "KUBERNETES_ENV={NCCL_DEBUG: INFO, A_B: '1'}",
                       "KUBERNETES_NODE_SELECTOR={nvidia.com/gpu.product: NVIDIA-L40S}")  # fmt: skip
     text = of_kind(documents_of(result.files), "ConfigMap")["data"]["config.json"]
-    assert text == result.spec.config_json
+    assert text == result.spec.files["config.json"]
     path = tmp_path / "config.json"
     path.write_text(text)
     again = load_config(path, (), {})
@@ -127,7 +127,7 @@ def test_a_variable_of_ones_own_wins_over_ours() -> None:
 def test_a_deepspeed_json_comes_along_letter_for_letter() -> None:
     result = rendered("DEEPSPEED_CONFIG=deepspeed/zero2.json", "CONFIG=configs/l40s_single.yaml")
     assert of_kind(documents_of(result.files), "ConfigMap")["data"]["deepspeed.json"] == Path("deepspeed/zero2.json").read_text()
-    assert result.spec.words()[:4] == [
+    assert result.spec.words(1)[:4] == [
         "train-deepspeed", "CONFIG=/config/config.json", "RUN_NAME=l40s-single", "DEEPSPEED_CONFIG=/config/deepspeed.json",
     ]  # fmt: skip
 
@@ -414,7 +414,7 @@ def test_the_same_call_writes_the_same_bytes() -> None:
     ],
 )  # fmt: skip
 def test_a_files_name_is_made_to_fit(path: str, kind: str, pods_: int, name: str) -> None:
-    assert name_of(None, Path(path), kind, pods_) == (name, name)
+    assert name_of(None, Path(path), kind, pods_) == name
 
 
 TEXT = st.text("aZ 0:#-,&*!?\n\t\r'\"{}[]|>~%@`\\\x00\x07\x85\xa0\u2028\ufeff\xe9\U0001f600", max_size=30) | st.sampled_from(

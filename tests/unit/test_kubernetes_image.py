@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.sources import PRESETS
-from sft_play.schedulers.kubernetes_spec import MODELS, RUNS, TRACKING
-from sft_play.schedulers.pods import ENTRY, USER
+from sft_play.schedulers.manifests import ENTRY, PLACES, USER
 from tests.documents import ROOT
 
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -103,7 +102,7 @@ def test_the_image_is_what_the_manifests_expect() -> None:
     last = dict(instructions(TEXT.partition(" AS runtime")[2]))
     assert last["ENTRYPOINT"] == "[" + ", ".join(f'"{word}"' for word in ENTRY) + "]"
     assert last["USER"] == f"{USER}:{USER}"
-    assert all(folder in TEXT for folder in (MODELS, RUNS, TRACKING))
+    assert all(folder in TEXT for folder in PLACES.values())
     environment = dict(word.split("=", 1) for word in shlex.split(last["ENV"]))
     for name in ("RUNS_DIR", "SFT_PLAY_CACHE", "HF_HOME"):
         assert environment[name], name

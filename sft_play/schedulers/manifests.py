@@ -1,0 +1,383 @@
+"""Manifests of a run as plain data: the pod that all kinds of job share, the jobs around it, claims, and a SkyPilot task. No effects."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sft_play.config.kubernetes_rules import quantity
+from sft_play.config.schema import KubernetesConfig
+from sft_play.errors import HardwareError, UserError
+from sft_play.launch.key import VARIABLE as KEY
+from sft_play.launch.tries import LIMIT
+from sft_play.plan.catalogue import CATALOGUE
+
+Document = dict[str, Any]
+PLACES = {"models": "/models", "runs": "/runs", "tracking": "/tracking"}
+"""Role of a claim -> where pods see it."""
+SETTINGS = "/config"
+"""Where pods see the configuration."""
+CONFIG_FILE, DEEPSPEED_FILE = "config.json", "deepspeed.json"
+USER = 1000
+"""As the Dockerfile makes it; the claims' files belong to its group."""
+GRACE_SECONDS = 180
+"""From SIGTERM to SIGKILL: a step and a save take at most 25 s, a large model's save more."""
+ENTRY = ("python", "-m", "sft_play.schedulers.entry")
+RUN_LABEL = "app.kubernetes.io/instance"
+PERMANENT_CODES = (1, 2, 3, 4, 5)
+"""Contract section 7: our own bug, configuration, hardware, data, checkpoint. Another try would end in the same way."""
+TRAINER = "trainer.kubeflow.org"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spec:
+    """A run as the manifests need it."""
+
+    name: str
+    """Of the run, of the job, and of everything that belongs to it."""
+    settings: KubernetesConfig
+    command: str
+    """`train-distributed`, `train-deepspeed` or `train`."""
+    device: Literal["cpu", "cuda"]
+    processes: tuple[int, ...]
+    """Ranks of each pod, in order; on GPUs one GPU each."""
+    selectors: tuple[Mapping[str, str], ...]
+    """Labels of the node of each pod, in order."""
+    cards: tuple[str, ...]
+    """The catalogue's name of each pod's GPU; of a CPU `cpu`."""
+    files: Mapping[str, str]
+    """Files of `/config`: the resolved configuration with the origin of each key, and a user's DeepSpeed JSON, letter for letter."""
+    join_seconds: int
+
+    @property
+    def pods(self) -> int:
+        return len(self.processes)
+
+    def words(self, processes: int, *, folder: str = SETTINGS) -> list[str]:
+        """Returns the words for the entry point of a pod with that many ranks and the files in `folder`."""
+        words = [self.command, f"CONFIG={folder}/{CONFIG_FILE}", f"RUN_NAME={self.name}"]
+        if DEEPSPEED_FILE in self.files:
+            words.append(f"DEEPSPEED_CONFIG={folder}/{DEEPSPEED_FILE}")
+        if self.command != "train":
+            words.append(f"NUM_GPUS={processes}")
+        if self.pods > 1:
+            words += [f"NUM_NODES={self.pods}", f"MASTER_PORT={self.settings.port}", f"LAUNCH_JOIN_SECONDS={self.join_seconds}"]
+        return words
+
+
+def documents(spec: Spec) -> list[Document]:
+    """Returns the ConfigMap and the objects of the kind of job."""
+    config = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(spec, f"{spec.name}-config"),
+        "data": dict(spec.files),
+    }
+    return [config, *{"pytorchjob": _pytorchjob, "trainjob": _trainjob, "job": _job}[spec.settings.kind](spec)]
+
+
+def claims(spec: Spec) -> dict[str, list[str]]:
+    """Returns claim -> roles that it serves; one claim may serve several."""
+    found: dict[str, list[str]] = {}
+    for role in PLACES:
+        if claim := getattr(spec.settings, f"{role}_claim"):
+            found.setdefault(claim, []).append(role)
+    return found
+
+
+def access_mode(spec: Spec) -> str:
+    """Returns the mode of claims that are rendered: by `auto` for many nodes at once where there are several pods."""
+    wanted = spec.settings.access_mode
+    return wanted if wanted != "auto" else "ReadWriteMany" if spec.pods > 1 else "ReadWriteOnce"
+
+
+def claim_documents(spec: Spec) -> list[Document]:
+    """Returns the claims, where they are to be made: they outlive the job, and have none of its labels."""
+    settings = spec.settings
+    return [
+        {
+            "apiVersion": "v1", "kind": "PersistentVolumeClaim",
+            "metadata": _metadata(spec, claim) | {"labels": {"app.kubernetes.io/name": "sft-play", "sft-play/role": ".".join(roles)}},
+            "spec": {
+                "accessModes": [access_mode(spec)], "storageClassName": settings.storage_class,
+                "resources": {"requests": {"storage": settings.storage_size}},
+            },
+        }
+        for claim, roles in (claims(spec) if settings.create_claims else {}).items()
+    ]  # fmt: skip
+
+
+def variables(spec: Spec) -> dict[str, str]:
+    """Returns the variables that do not depend on the kind of job: where things are, how often it is tried again, and NCCL's."""
+    settings = spec.settings
+    found = {
+        "RUNS_DIR": PLACES["runs"],
+        "HF_HOME": f"{PLACES['models']}/huggingface",
+        "SFT_PLAY_CACHE": f"{PLACES['models']}/cache",
+    }
+    if settings.max_restarts:
+        found[LIMIT] = str(settings.max_restarts)
+    if settings.tracking_claim:
+        found["AIM_REPO"] = PLACES["tracking"]
+    if spec.device == "cuda" and sum(spec.processes) > 1:
+        found["NCCL_DEBUG"] = "WARN"
+        if spec.pods > 1 or settings.infiniband:
+            found["NCCL_IB_DISABLE"] = "0" if settings.infiniband else "1"
+        if settings.hca:
+            found["NCCL_IB_HCA"] = settings.hca
+    return found
+
+
+def _labels(spec: Spec) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "sft-play", RUN_LABEL: spec.name, "app.kubernetes.io/managed-by": "sft-play"}
+
+
+def _metadata(spec: Spec, name: str | None = None, *, queued: bool = False) -> Document:
+    """Metadata of one object; `queued`: the one that Kueue holds back until there is room."""
+    found: Document = {"name": name or spec.name}
+    if spec.settings.namespace:
+        found["namespace"] = spec.settings.namespace
+    queue = {"kueue.x-k8s.io/queue-name": spec.settings.queue} if queued and spec.settings.queue else {}
+    return found | {"labels": _labels(spec) | queue}
+
+
+def _pod(spec: Spec, container: str, *, pod: int = 0, env: Mapping[str, str] | None = None, **of_kind: str | None) -> Document:
+    """Returns the template of pod number `pod`, whose container is called as the kind of job wants it; `of_kind`: fields of the pod."""
+    settings = spec.settings
+    optional = {
+        **of_kind,
+        "nodeSelector": dict(spec.selectors[pod]),
+        "tolerations": [{k: int(v) if k == "tolerationSeconds" else v for k, v in one.items()} for one in settings.tolerations],
+        "imagePullSecrets": [{"name": settings.pull_secret}] if settings.pull_secret else [],
+        "topologySpreadConstraints": [{
+            "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {RUN_LABEL: spec.name}},
+        }] if spec.pods > 1 else [],
+    }  # fmt: skip
+    volumes = [{"name": roles[0], "persistentVolumeClaim": {"claimName": claim}} for claim, roles in claims(spec).items()]
+    return {
+        "metadata": {"labels": _labels(spec), "annotations": {"sidecar.istio.io/inject": "false"}},
+        "spec": {
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,  # a Service's variables would look like ours
+            "terminationGracePeriodSeconds": GRACE_SECONDS,
+            "securityContext": {
+                "runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            **{name: value for name, value in optional.items() if value},
+            "containers": [_container(spec, container, spec.processes[pod], env or {})],
+            "volumes": [
+                {"name": "config", "configMap": {"name": f"{spec.name}-config"}},
+                {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm}},  # counts against the pod's memory
+                *volumes,
+            ],
+        },
+    }  # fmt: skip
+
+
+def _container(spec: Spec, name: str, processes: int, env: Mapping[str, str]) -> Document:
+    settings = spec.settings
+    # Requests equal limits: a pod that gets less than it was planned with would be killed, or slow the others.
+    resources = {"cpu": str(settings.cpus), "memory": settings.memory}
+    capabilities: Document = {"drop": ["ALL"]}
+    if spec.device == "cuda":
+        resources[settings.gpu_resource] = str(processes)
+    if settings.infiniband:
+        resources[settings.rdma_resource] = str(settings.rdma_count)
+        capabilities["add"] = ["IPC_LOCK"]  # pinned memory for the adapters; PodSecurity `restricted` does not allow it
+    found: Document = {
+        "name": name, "image": settings.image, "command": list(ENTRY), "args": spec.words(processes), "env": _environment(spec, env),
+        "resources": {"requests": dict(resources), "limits": dict(resources)},
+        "securityContext": {"allowPrivilegeEscalation": False, "privileged": False, "capabilities": capabilities},
+        "volumeMounts": [
+            {"name": "config", "mountPath": SETTINGS, "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+            *({"name": roles[0], "mountPath": PLACES[role]} | ({"subPath": role} if len(roles) > 1 else {})
+              for roles in claims(spec).values() for role in roles),
+        ],
+    }  # fmt: skip
+    if spec.pods > 1:
+        found["ports"] = [{"name": "pytorchjob-port" if name == "pytorch" else "master", "containerPort": settings.port}]
+    return found
+
+
+def _environment(spec: Spec, of_kind: Mapping[str, str]) -> list[Document]:
+    own, token = spec.settings.env, spec.settings.token_secret
+    plain = {name: text for name, text in {**variables(spec), **of_kind}.items() if name not in own}
+    found: list[Document] = [{"name": name, "value": text} for name, text in {**plain, **own}.items()]
+    if spec.pods > 1:
+        found.append({"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
+        found.append({"name": KEY, "valueFrom": {"secretKeyRef": {"name": f"{spec.name}-key", "key": KEY, "optional": True}}})
+    if token:
+        found.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token, "key": "HF_TOKEN"}}})
+    return found
+
+
+def _pytorchjob(spec: Spec) -> list[Document]:
+    """A PyTorchJob of the Training Operator (v1): a Master and Workers; one node is a Master alone.
+
+    `ExitCode` starts pods again from exit code 128 on: a lost peer (75, which the entry point makes 175), a stop that saved (143), a
+    kill by the kernel (137). `backoffLimit` would be no limit (kubeflow/trainer#2045): pods are made anew, and none has restarted. The
+    Master's entry point counts (`launch.tries`), and ends the job.
+    """
+    restart = "ExitCode" if spec.settings.max_restarts else "Never"
+    replicas = {"Master": {"replicas": 1, "restartPolicy": restart, "template": _pod(spec, "pytorch")}}
+    if spec.pods > 1:
+        replicas["Worker"] = {"replicas": spec.pods - 1, "restartPolicy": restart, "template": _pod(spec, "pytorch", pod=1)}
+    return [{
+        "apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _metadata(spec, queued=True),
+        "spec": {
+            **({"nprocPerNode": str(spec.processes[0])} if len(set(spec.processes)) == 1 else {}),
+            "runPolicy": {"cleanPodPolicy": "Running", "ttlSecondsAfterFinished": spec.settings.finished_seconds},
+            "pytorchReplicaSpecs": replicas,
+        },
+    }]  # fmt: skip
+
+
+def _permanent(container: str) -> Document:
+    """Returns the rule that ends a job whose pod ended with a permanent error."""
+    return {"action": "FailJob", "onExitCodes": {"containerName": container, "operator": "In", "values": list(PERMANENT_CODES)}}
+
+
+def _job(spec: Spec) -> list[Document]:
+    """A plain Job, for clusters without an operator: pods with an index, which find the first by a headless Service.
+
+    It starts single pods again. Those that are left notice the lost one within 30 s, leave with 175, and are started again too, so that all
+    meet anew and go on from the newest checkpoint; each of them counts as a failure. A pod that the cluster took away does not.
+    """
+    several = spec.pods > 1
+    env = {"MASTER_ADDR": f"{spec.name}-0.{spec.name}"} if several else {}
+    disrupted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    service: Document = {
+        "apiVersion": "v1", "kind": "Service", "metadata": _metadata(spec),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # rank 0 waits for the others before it is ready, and they look for it
+            "selector": {RUN_LABEL: spec.name}, "ports": [{"name": "master", "port": spec.settings.port}],
+        },
+    }  # fmt: skip
+    job: Document = {
+        "apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(spec, queued=True),
+        "spec": {
+            "completionMode": "Indexed", "completions": spec.pods, "parallelism": spec.pods,
+            "backoffLimit": spec.settings.max_restarts * spec.pods,
+            "podReplacementPolicy": "Failed",  # never two pods of one rank
+            "podFailurePolicy": {"rules": [disrupted, _permanent("train")]},
+            "ttlSecondsAfterFinished": spec.settings.finished_seconds,
+            "template": _pod(spec, "train", env=env, restartPolicy="Never", subdomain=spec.name if several else None),
+        },
+    }  # fmt: skip
+    return [service, job] if several else [job]
+
+
+def _trainjob(spec: Spec) -> list[Document]:
+    """A TrainJob of Trainer v2 with a TrainingRuntime of its own: the field that patches a shared one was renamed twice (2.1, 2.2).
+
+    The JobSet starts all pods again together, unless one ended with a permanent error. No `ttlSecondsAfterFinished`: the JobSet would
+    go, and the operator make it again (kubeflow/trainer#3779). The torch plugin looks for job and container `node`.
+    """
+    node: Document = {
+        "backoffLimit": 0, "podReplacementPolicy": "Failed", "podFailurePolicy": {"rules": [_permanent("node")]},
+        "template": _pod(spec, "node", restartPolicy="Never"),
+    }  # fmt: skip
+    jobs: Document = {
+        "failurePolicy": {
+            "maxRestarts": spec.settings.max_restarts,
+            "rules": [{
+                "name": "permanent", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"], "targetReplicatedJobs": ["node"],
+            }],
+        },
+        "replicatedJobs": [{
+            "name": "node", "template": {"metadata": {"labels": {f"{TRAINER}/trainjob-ancestor-step": "trainer"}}, "spec": node},
+        }],
+    }  # fmt: skip
+    metadata = _metadata(spec)
+    metadata["labels"] |= {f"{TRAINER}/framework": "torch"}
+    runtime: Document = {
+        "apiVersion": f"{TRAINER}/v1alpha1", "kind": "TrainingRuntime", "metadata": metadata,
+        "spec": {"mlPolicy": {"numNodes": spec.pods, "torch": {}}, "template": {"spec": jobs}},
+    }  # fmt: skip
+    return [runtime, {
+        "apiVersion": f"{TRAINER}/v1alpha1", "kind": "TrainJob", "metadata": _metadata(spec, queued=True),
+        "spec": {
+            "runtimeRef": {"apiGroup": TRAINER, "kind": "TrainingRuntime", "name": spec.name},
+            "trainer": {"numNodes": spec.pods, "numProcPerNode": spec.processes[0]},
+        },
+    }]  # fmt: skip
+
+
+FOLDER = "/tmp/sft-play-config"
+END = "END_OF_SFT_PLAY_FILE"
+CARDS = {"A100": "A100-80GB", "A100-40GB": "A100", "H100PCIe": "H100", "RTX6000Ada": "RTX6000-Ada"}
+"""Our catalogue's name -> SkyPilot's, where they differ."""
+RETRIED = 175
+"""The entry point's code for a lost peer; all others are permanent. SkyPilot itself recovers a preempted machine. It knows no limit, so the
+entry point counts (`launch.tries`): where run folders outlive the machine."""
+IN_MODELS = {"HF_HOME": "huggingface", "SFT_PLAY_CACHE": "cache"}
+"""Variables that name folders among the models -> those folders."""
+SETUP = """\
+set -e
+command -v uv >/dev/null || pip install uv
+uv venv --seed --allow-existing --python 3.11 .venv
+scripts/install.sh .venv/bin/python .venv runtime
+"""
+
+
+def skypilot_secrets(spec: Spec) -> list[str]:
+    """Returns the variables that SkyPilot must be given with `--secret`."""
+    return [*(["HF_TOKEN"] if spec.settings.token_secret else []), *([KEY] if spec.pods > 1 else [])]
+
+
+def skypilot_task(spec: Spec, *, own_image: bool) -> Document:
+    """Returns the task. With `own_image` machines run that container; else they get this folder and the pinned packages.
+
+    Claims become SkyPilot volumes of those names, which only Kubernetes and RunPod have. Without them models and runs stand on the
+    machine's disk, or where `/models` and `/runs` are mounted (`file_mounts`). Raises `HardwareError` for a GPU without a name.
+    """
+    settings = spec.settings
+    resources: Document = {"cpus": f"{settings.cpus}+", "memory": f"{math.ceil((quantity(settings.memory) or 0) / 2**30)}+"}
+    if spec.device == "cuda":
+        card = spec.cards[0]
+        if card not in CATALOGUE:
+            said = f"a SkyPilot task needs the GPU's name, and `HARDWARE` says `{card}`"
+            raise HardwareError(said, place="HARDWARE", hint="HARDWARE=L40S")
+        resources["accelerators"] = {CARDS.get(card, card): spec.processes[0]}
+    if settings.infiniband:
+        resources["network_tier"] = "best"
+    if own_image:
+        resources["image_id"] = f"docker:{settings.image}"
+    if settings.max_restarts and settings.runs_claim:
+        resources["job_recovery"] = {"recover_on_exit_codes": [RETRIED]}
+    elsewhere = {*(() if settings.models_claim else IN_MODELS), *(() if settings.runs_claim else ("RUNS_DIR",))}
+    optional = {
+        "workdir": "" if own_image else ".",
+        "resources": resources,
+        "envs": {**{name: text for name, text in variables(spec).items() if name not in elsewhere}, **settings.env},
+        "secrets": dict.fromkeys(skypilot_secrets(spec)),  # `sky jobs launch --secret HF_TOKEN` takes it from the environment
+        "volumes": {PLACES[role]: claim for claim, roles in claims(spec).items() for role in roles},
+        "setup": "" if own_image else SETUP,
+        "run": _skypilot_run(spec, own_image),
+    }
+    return {"name": spec.name, "num_nodes": spec.pods} | {name: value for name, value in optional.items() if value}
+
+
+def _skypilot_run(spec: Spec, own_image: bool) -> str:
+    """Returns the shell lines: the files of `/config`, quoted so that the shell reads nothing in them, where things are, and the command."""
+    settings = spec.settings
+    lines = ["set -e", f"mkdir -p {FOLDER}"]
+    for name, text in spec.files.items():
+        if END in text.split("\n"):
+            raise UserError(f"`{name}` holds a line `{END}`, which ends a file in a shell script")
+        lines += [f"cat > {FOLDER}/{name} <<'{END}'", *text.removesuffix("\n").split("\n"), END]
+    places = {name: part for name, part in IN_MODELS.items() if name not in settings.env}  # what was typed stays
+    if settings.runs_claim is None:
+        lines += [f'RUNS={PLACES["runs"]}; [ -w "$RUNS" ] || RUNS="$HOME/sft-play/runs"', 'export RUNS_DIR="$RUNS"']
+    if settings.models_claim is None and places:
+        lines.append(f'MODELS={PLACES["models"]}; [ -w "$MODELS" ] || MODELS="$HOME/sft-play/models"')
+        lines.append("export " + " ".join(f'{name}="$MODELS/{part}"' for name, part in places.items()))
+    python = "/opt/venv/bin/python" if own_image else ".venv/bin/python"  # an ssh login knows nothing of the image's PATH
+    return "\n".join([*lines, shlex.join([python, *ENTRY[1:], *spec.words(spec.processes[0], folder=FOLDER)])]) + "\n"

@@ -1,0 +1,541 @@
+"""`make slurm`: what is asked for, that a shell reads nothing of the user's values, and what the script does with each exit code.
+
+The last is tried by running it in bash with small stand-ins for `srun` and `scontrol`; `tests/multinode/test_slurm.py` has the real ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.call import Call, Override
+from sft_play.config.load import load_config, read_config
+from sft_play.config.schema import SlurmConfig
+from sft_play.config.slurm_rules import seconds_of
+from sft_play.errors import UserError
+from sft_play.launch.resume import check_overrides
+from sft_play.launch.run_folder import record_event
+from sft_play.launch.verdict import CAUSE_VARIABLE, Outcome, tell_cause
+from sft_play.runs.folder import RunFolder
+from sft_play.schedulers.slurm import BatchJob, first_index, options, render, submit
+from tests.conftest import Done, Program
+from tests.programs import need
+
+EVIL = "a $(touch x)`touch x` 'single' \"double\" \\ %j #; | & $HOME @JOB@"
+TOKEN = "hf_" + "abcdefghij" * 3
+
+
+def batch_job(folder: Path = Path("/work/place"), **changes: Any) -> BatchJob:
+    """Returns two nodes of four GPUs."""
+    values: dict[str, Any] = {
+        "run_name": "demo", "nodes": 2, "processes": 4, "gpus": True, "folder": folder, "environment": {"SFT_PLAY_CACHE": "/work/cache"},
+        "words": ("/venv/bin/python", "-m", "sft_play", "train-distributed", "NUM_GPUS=4"), "logs": folder / "logs", "slurm": SlurmConfig(),
+    }  # fmt: skip
+    return BatchJob(**(values | changes))
+
+
+def test_what_is_asked_of_the_scheduler() -> None:
+    slurm = SlurmConfig(
+        partition="gpu", account="lab-7", qos="high", time="2-12", gpu_type="h100", cpus_per_gpu=6, memory="200G", constraint="ib&nvme",
+        warning_seconds=90, array="0-3%1", options=["--exclusive", "--mail-type=END", "--comment=two words"],
+    )  # fmt: skip
+    assert options(batch_job(slurm=slurm)) == [
+        "--job-name=demo", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=h100:4", "--cpus-per-task=24", "--mem=200G", "--time=2-12",
+        "--partition=gpu", "--account=lab-7", "--qos=high", "--constraint=ib&nvme", "--array=0-3%1", "--signal=B:USR1@90", "--requeue",
+        "--open-mode=append", "--output=/work/place/logs/slurm-%A_%a.out", "--exclusive", "--mail-type=END", '--comment="two words"',
+        "--export=NIL",
+    ]  # fmt: skip
+    asked = options(batch_job(gpus=False, processes=3))
+    assert "--cpus-per-task=24" in asked
+    assert not any(option.startswith(("--gpu", "--mem", "--partition", "--account", "--array")) for option in asked)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"nodes": 1}, {"slurm": SlurmConfig(array="0-3", setup=["module load cuda/12", "if true; then", "  :", "fi"])}]
+)
+def test_bash_and_shellcheck_have_nothing_to_say(changes: dict[str, Any]) -> None:
+    text = render(batch_job(**changes))
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    need("shellcheck")
+    words = ["shellcheck", "--shell=bash", "-"]
+    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("letter", ["\n", "\r", "\x1b", "\0", "\x85"])
+def test_control_characters_are_refused(letter: str) -> None:
+    bad = f"a{letter}b"
+    for change in (
+        {"folder": Path(bad)},
+        {"logs": Path(bad)},
+        {"words": ("x", bad)},
+        {"environment": {"HF_HOME": bad}},
+        {"run_name": bad},
+    ):
+        with pytest.raises(UserError, match="control character"):
+            render(batch_job(**change))
+    with pytest.raises(UserError, match="backslash"):
+        render(batch_job(logs=Path(r"/a\b")))
+
+
+# ---- The script runs, with stand-ins for Slurm's programs
+
+PROGRAMS = {
+    "scontrol": r"""
+printf '%s\n' "$*" >>"$LAB/scontrol"
+case "$1 $2" in
+  "show hostnames") printf 'n1\nn2\n' ;;
+  "show node") echo "NodeName=$3 Arch=x86_64 NodeAddr=10.0.0.${3#n} Port=1" ;;
+  "show job") echo "JobId=$3 JobName=demo JobState=$(cat "$LAB/state") Reason=None" ;;
+  requeue*) kill -TERM "$PPID" ;;
+esac""",
+    "srun": r"""
+printf '%s\n' "$*" >"$LAB/srun"
+while [[ $1 == --* ]]; do shift; done
+[[ -z ${KILL_BY:-} ]] || kill -s "$KILL_BY" $$
+trap 'for one in "${all[@]}"; do kill -USR1 "$one"; done' USR1
+for ((i = 0; i < SLURM_NNODES; i++)); do SLURM_NODEID=$i "$@" & all+=("$!"); done
+worst=0
+for one in "${all[@]}"; do
+  wait "$one"; code=$?
+  while kill -0 "$one" 2>/dev/null; do wait "$one"; code=$?; done
+  ((code > worst)) && worst=$code
+done
+exit "$worst" """,
+    "node": r"""
+node=0
+for word in "$@"; do [[ $word == NODE_RANK=* ]] && node=${word#NODE_RANK=}; done
+printf '%s\0' "$@" >"$LAB/words-$node"
+env >"$LAB/env-$node"
+if [[ -e $LAB/cause-$node ]]; then cp "$LAB/cause-$node" "$SFT_PLAY_CAUSE_FILE"; fi
+if [[ -e $LAB/hold ]]; then
+  trap 'exit 143' TERM
+  touch "$LAB/ready-$node"
+  while :; do sleep 0.02; done
+fi
+exit "$(cat "$LAB/code-$node")" """,
+}
+"""Slurm's programs, and what stands in for our own command on a node: writes down what it was given, and ends as it is told."""
+
+
+class Bench:
+    """Runs scripts of two nodes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.logs = folder, folder / "logs"
+        (folder / "bin").mkdir()
+        for name, text in PROGRAMS.items():
+            (folder / "bin" / name).write_text("#!/bin/bash" + text)
+            (folder / "bin" / name).chmod(0o755)
+        (folder / "state").write_text("RUNNING")
+
+    def start(self, codes: tuple[int, ...] = (0, 0), job: BatchJob | None = None, **variables: str) -> subprocess.Popen[str]:
+        for node, code in enumerate(codes):
+            (self.folder / f"code-{node}").write_text(str(code))
+        job = job or batch_job(self.folder)
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        words = (str(self.folder / "bin" / "node"), *job.words[1:])
+        job = dataclasses.replace(job, words=words, environment={"PATH": path, **job.environment})
+        job.logs.mkdir(parents=True, exist_ok=True)
+        script = self.folder / "job.sbatch"
+        script.write_text(render(job))
+        variables = {
+            "HOME": str(self.folder), "PATH": os.environ["PATH"], "LAB": str(self.folder), "SLURM_JOB_ID": "1234567",
+            "SLURM_NNODES": str(job.nodes), "SLURM_JOB_NODELIST": "n[1-2]", **variables,
+        }  # fmt: skip
+        return subprocess.Popen(
+            ["bash", str(script)], env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder
+        )
+
+    def end(self, process: subprocess.Popen[str], code: int, *, requeued: bool = False) -> str:
+        """Returns what the script said, which ended with `code`, after it was queued again or not."""
+        try:
+            out, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
+        assert (process.returncode, any(line.startswith("requeue 1234567") for line in self.asked())) == (code, requeued), out
+        return out
+
+    def run(
+        self, codes: tuple[int, ...], code: int, job: BatchJob | None = None, *, requeued: bool = False, **variables: str
+    ) -> str:
+        return self.end(self.start(codes, job, **variables), code, requeued=requeued)
+
+    def asked(self) -> list[str]:
+        """What scontrol was asked."""
+        path = self.folder / "scontrol"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def words(self, node: int) -> list[str]:
+        return (self.folder / f"words-{node}").read_text().split("\0")[:-1]
+
+    def environment(self, node: int) -> Mapping[str, str]:
+        return dict(line.partition("=")[::2] for line in (self.folder / f"env-{node}").read_text().splitlines())
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_every_node_gets_the_command_that_a_person_would_type(bench: Bench) -> None:
+    (bench.folder / ".profile").write_text("export FROM_LOGIN=$HOME\n")
+    bench.run((0, 0), 0)
+    common = ["-m", "sft_play", "train-distributed", "NUM_GPUS=4", "RUN_NAME=demo", "LAUNCH_AUTO_RESUME=true"]
+    for node in (0, 1):
+        assert bench.words(node) == [*common, "NUM_NODES=2", "MASTER_ADDR=10.0.0.1", "MASTER_PORT=25670", f"NODE_RANK={node}"]
+        environment = bench.environment(node)
+        assert re.fullmatch("[0-9a-f]{64}", environment["MASTER_KEY"]) and environment["SFT_PLAY_CACHE"] == "/work/cache"
+        assert environment["USER"] and environment["FROM_LOGIN"] == environment["HOME"], (
+            "nobody else makes a login shell of `--export=NIL`"
+        )
+    asked = (bench.folder / "srun").read_text()
+    for option in ("--kill-on-bad-exit=0", "--wait=0", "--export=ALL", "--ntasks-per-node=1", "--cpus-per-task=32"):
+        assert f"{option} " in asked
+    assert not list(bench.logs.glob("*.??????")), "codes are left behind"
+    bench.run((0,), 0, batch_job(bench.folder, nodes=1))
+    assert bench.words(0) == common and "MASTER_KEY" not in bench.environment(0)
+
+
+def test_a_shell_interprets_nothing_of_the_users_values(bench: Bench) -> None:
+    folder = bench.folder / EVIL.replace("/", "")
+    folder.mkdir()
+    environment = {"HF_HOME": EVIL, "RUNS_DIR": EVIL}
+    logs = bench.folder / "logs $(touch x) #"
+    bench.run((0,), 0, batch_job(folder, logs=logs, nodes=1, words=("python", f"CONFIG={EVIL}"), environment=environment))
+    assert bench.words(0)[0] == f"CONFIG={EVIL}"
+    assert environment.items() <= bench.environment(0).items()
+    assert not list(bench.folder.rglob("x"))
+
+
+def test_one_task_of_an_array_is_a_run_and_is_queued_again_alone(bench: Bench) -> None:
+    """One task has the array's own number as its job id, and that alone names all tasks. Variables of keys come from setup lines only."""
+    job = batch_job(bench.folder, slurm=SlurmConfig(array="0-3", setup=["export SFT_TRAIN_SEED=$SLURM_ARRAY_TASK_ID"]))
+    array = {"SLURM_ARRAY_JOB_ID": "1234567", "SLURM_ARRAY_TASK_ID": "3"}
+    said = bench.run((143, 143), 143, job, requeued=True, SFT_TRAIN_EPOCHS="7", **array)
+    assert {"requeue 1234567_3", "show job 1234567_3 --oneliner"} <= set(bench.asked())
+    assert not any(asked.split()[-1] == "1234567" for asked in bench.asked())
+    assert "slurm job 1234567_3: turn 0" in said and (bench.logs / "slurm-1234567_3.node1.out").exists()
+    assert bench.environment(1)["SFT_TRAIN_SEED"] == "3" and "SFT_TRAIN_EPOCHS" not in bench.environment(1)
+    assert "RUN_NAME=demo-3" in bench.words(1)
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "requeued"),
+    [
+        ((143, 143), 143, True), ((75, 75), 75, True), ((75, 143), 75, True), ((0, 75), 75, True), ((4, 75), 4, False), ((143, 5), 5, False),
+        ((1, 1), 1, False), ((2, 0), 2, False), ((3, 75), 3, False), ((130, 130), 130, False), ((137, 137), 137, False), ((137, 75), 75, True),
+    ],
+)  # fmt: skip
+def test_only_a_lost_peer_and_a_clean_stop_are_queued_again(
+    bench: Bench, codes: tuple[int, int], code: int, requeued: bool
+) -> None:
+    bench.run(codes, code, requeued=requeued)
+
+
+@pytest.mark.parametrize(("cause", "requeued"), [("out_of_memory", False), ("peer", True)])
+def test_memory_that_ran_out_takes_no_other_turn(bench: Bench, cause: str, requeued: bool) -> None:
+    (bench.folder / "cause-0").write_text("peer\n")
+    (bench.folder / "cause-1").write_text(f"{cause}\n")
+    assert ("because memory ran out" in bench.run((75, 75), 75, requeued=requeued)) is not requeued
+    assert not list(bench.logs.glob("*.??????")), "codes are left behind"
+
+
+def test_a_launcher_says_its_cause_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "0.cause"
+    monkeypatch.setenv(CAUSE_VARIABLE, str(path))
+    tell_cause(Outcome(code=0))
+    assert not path.exists()
+    tell_cause(Outcome(code=75, cause="out_of_memory"))
+    assert path.read_text() == "out_of_memory\n"
+    monkeypatch.setenv(CAUSE_VARIABLE, str(path / "below" / "a-file"))
+    tell_cause(Outcome(code=75, cause="out_of_memory"))  # raises nothing
+
+
+@pytest.mark.parametrize(("turn", "requeued"), [("1", True), ("2", False)])
+def test_there_is_a_last_turn(bench: Bench, turn: str, requeued: bool) -> None:
+    job = batch_job(bench.folder, slurm=SlurmConfig(max_requeues=2))
+    said = bench.run((143, 143), 143, job, requeued=requeued, SLURM_RESTART_COUNT=turn)
+    assert ("slurm.max_requeues" in said) is not requeued
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "PENDING", "TIMEOUT", ""])
+def test_a_job_that_somebody_has_ended_stays_as_it_is(bench: Bench, state: str) -> None:
+    (bench.folder / "state").write_text(state)
+    bench.run((143, 143), 143)
+
+
+def test_the_early_warning_reaches_all_nodes_and_takes_another_turn(bench: Bench) -> None:
+    (bench.folder / "hold").touch()
+    process = bench.start()
+    deadline = time.monotonic() + 30
+    while not all((bench.folder / f"ready-{node}").exists() for node in (0, 1)):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGUSR1)
+    bench.end(process, 143, requeued=True)
+
+
+def test_a_warning_before_the_start_takes_another_turn(bench: Bench) -> None:
+    bench.run((0, 0), 143, batch_job(bench.folder, slurm=SlurmConfig(setup=["kill -USR1 $$"])), requeued=True)
+    assert not (bench.folder / "words-0").exists()
+    bench.run((0, 0), 143, requeued=True, KILL_BY="USR1")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::1"])
+def test_a_port_that_is_taken_is_passed_over(bench: Bench, address: str) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as holder:
+        for port in range(20_500, 20_700, 10):
+            try:
+                holder.bind((address, port))
+                break
+            except OSError as error:
+                if port == 20_690:
+                    pytest.skip(f"no port of {address} can be had here: {error}")
+        holder.listen()
+        bench.run((0, 0), 0, SLURM_JOB_ID=str(1_230_000 + (port - 20_000) // 10))
+    word = next(word for word in bench.words(1) if word.startswith("MASTER_PORT="))
+    assert port < int(word.partition("=")[2]) < port + 200
+
+
+@pytest.mark.parametrize(
+    ("setup", "named"),
+    [
+        (["module() { return 7; }", "module load cuda/99", "export B=1"], "module load cuda/99"),
+        (["if true; then", "  cat /no/such/file", "fi"], "  cat /no/such/file"),
+        (["source /no/such/env.sh"], "source /no/such/env.sh"), (["set -e", "(exit 9)"], "(exit 9)"),
+    ],
+)  # fmt: skip
+def test_a_setup_line_that_fails_ends_the_job_and_is_named(bench: Bench, setup: list[str], named: str) -> None:
+    said = bench.run((0, 0), 3, batch_job(bench.folder, slurm=SlurmConfig(setup=setup)))
+    number = (bench.folder / "job.sbatch").read_text().splitlines().index(named) + 1
+    assert "slurm.setup failed with code" in said and f"in line {number} of this script: {named}" in said, said
+    assert not (bench.folder / "words-0").exists()
+
+
+@pytest.mark.parametrize("setup", [["false || true", "if false; then", "  :", "fi", "! true"], ["source ENV"], ["set -e"]])
+def test_what_is_no_failure_of_a_setup_line_changes_nothing(bench: Bench, setup: list[str]) -> None:
+    env = bench.folder / "env.sh"
+    env.write_text("grep nothing /dev/null\nexport FROM_ENV=1\n")
+    lines = [line.replace("ENV", str(env)) for line in setup]
+    bench.run((143, 143), 143, batch_job(bench.folder, slurm=SlurmConfig(setup=lines)), requeued=True)
+
+
+def test_what_a_killed_turn_left_is_removed(bench: Bench) -> None:
+    own, other = bench.logs / "slurm-1234567.a1B2c3", bench.logs / "slurm-12345671.a1B2c3"
+    for folder in (own, other):
+        folder.mkdir(parents=True)
+    (bench.logs / "slurm-1234567.node1.out").write_text("kept\n")
+    bench.run((0, 0), 0)
+    assert not own.exists() and other.is_dir()
+    assert (bench.logs / "slurm-1234567.node1.out").read_text().startswith("kept\n")
+
+
+# ---- Configuration, and what sbatch refuses
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("24:00:00", 86400), ("2-12", 216000), ("1-02:30:10", 95410), ("soon", None), ("1:2:3:4", None),
+     ("-5", None), ("", None)],
+)  # fmt: skip
+def test_times_are_read_as_sbatch_reads_them(text: str, seconds: int | None) -> None:
+    assert seconds_of(text) == seconds
+
+
+def config_file(folder: Path, *lines: str) -> Path:
+    """Writes a small configuration with these lines of `slurm`."""
+    path = folder / "demo.yaml"
+    slurm = "slurm:\n" + "".join(f"  {line}\n" for line in lines) if lines else ""
+    path.write_text(
+        "model:\n  name: TinyLlama/TinyLlama-1.1B-Chat-v1.0\n  max_seq_len: 512\ndata:\n  train_path: rows.jsonl\ntrain:\n  max_steps: 10\n"
+        + slurm
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('partition: "gpu; rm -rf ~"', "slurm.partition"), ('account: "a b"', "slurm.account"), ('qos: ""', "slurm.qos"),
+        ('partition: "gpu\\nevil"', "slurm.partition"), ("gpu_type: 'h100 x'", "slurm.gpu_type"), ("memory: lots", "slurm.memory"),
+        ('constraint: "$(id)"', "slurm.constraint"), ("array: all", "slurm.array"), ("array: 1-10%0", "slurm.array"),
+        ("array: 3-1", "whose range `3-1` runs backwards\n\nhint: did you mean `1-3`?"), ("array: '0,9-7:2%1'", "did you mean `7-9`?"),
+        ("array: 0-3:0", "has a step of 0"),
+        ("time: 25:99", "did you mean `26:39:00` (hours:minutes:seconds) or `26:39` (minutes:seconds)?"),
+        ("time: 1:90:00", "did you mean `02:30:00`?"), ("time: 30:00:75", "did you mean `30:01:15`?"),
+        ("time: 2-12:90", "did you mean `2-13:30:00`?"),
+        ("time: soon", "slurm.time"), ("time: '2'", "the job ends after 120 s"), ("warning_seconds: 90000", "slurm.warning_seconds"),
+        ("options: ['-N 3']", "expected an option of sbatch"), ("options: ['--nodes=3']", "NUM_NODES"),
+        ("options: ['--partition=x']", "slurm.partition"),
+        ("options: ['--requeue']", "not for the script"), ("options: ['--export=ALL']", "not for the script"),
+        ("options: ['--hold']", "type it when you"),
+        ('options: ["--comment=a\\nb"]', "expected an option of sbatch"), (f"setup: ['export HF_TOKEN={TOKEN}']", "access token"),
+        ('setup: ["a\\u001bb"]', "control character"), ("max_requeues: -1", "slurm.max_requeues"),
+    ],
+)  # fmt: skip
+def test_what_sbatch_would_not_take_is_refused_with_its_place(tmp_path: Path, line: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(config_file(tmp_path, line), environ={})
+    text = caught.value.render()
+    assert words in text and "demo.yaml:" in text and TOKEN not in text
+    assert text.count("error: ") == 1 or TOKEN in line
+
+
+def test_a_time_needs_no_quotes_and_a_resumed_run_may_have_another(tmp_path: Path) -> None:
+    for given in ("12:30:00", "59:59", "90", "2-30", "2-12:59:59", "100:59:59"):
+        assert load_config(config_file(tmp_path, f"time: {given}"), environ={}).config.slurm.time == given
+    key = Override(key="slurm.time", text="48:00:00", origin="SLURM_TIME=48:00:00")
+    check_overrides(Call(command="resume", overrides=(key,)))  # raises nothing
+
+
+@pytest.mark.parametrize(
+    ("said", "key", "hint"),
+    [
+        ("Batch job submission failed: Invalid partition name specified", "slurm.partition", "SLURM_PARTITION=NAME"),
+        ("User's group not permitted to use this partition", "slurm.partition", "SLURM_PARTITION=NAME"),
+        ("Invalid account or account/partition combination specified", "slurm.account", "SLURM_ACCOUNT=NAME"),
+        ("Invalid qos specification", "slurm.qos", "then SLURM_QOS=NAME"),
+        ("QOSMaxSubmitJobPerUserLimit\nJob violates accounting/QOS policy (user's size and/or time limits)", None, "your limits"),
+        ("AssocGrpCPUMinutesLimit", None, "your limits"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "slurm.time", "SLURM_TIME="),
+        ("Requested node configuration is not available", None, "NUM_NODES, NUM_GPUS"),
+        ("Invalid job array specification", "slurm.array", "SLURM_ARRAY="),
+        ("unrecognized option '--frobnicate'", "slurm.options", "slurm.options"),
+        ("something else", None, "sbatch's own"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_placed_where_its_key_was_written(
+    said: str, key: str | None, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for sbatch that refuses in these words; at the script where nobody wrote the key."""
+    program, script = tmp_path / "sbatch", tmp_path / "job.sbatch"
+    program.write_text(f"#!/bin/bash\necho {shlex.quote('sbatch: error: ' + said)} >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for origin, place in (("demo.yaml:7", "demo.yaml:7" if key else str(script)), ("default", str(script))):
+        with pytest.raises(UserError) as caught:
+            submit(script, {key or "slurm.time": origin})
+        assert caught.value.place == place
+        assert said in caught.value.message and hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(("array", "index"), [("0-3", 0), ("4-10:2", 4), ("5,8-9%1", 5), ("12%1", 12)])
+def test_the_first_task_of_an_array(array: str, index: int) -> None:
+    assert first_index(array) == index
+
+
+# ---- The command
+
+
+def command(program: Program, folder: Path, *words: str, env: Mapping[str, str] | None = None) -> Done:
+    """Types `make slurm` for four H100 a node and a run `demo`, where `words` name no others."""
+    typed = {"CONFIG": str(config_file(folder)), "HARDWARE": "4xH100", "RUN_NAME": "demo", **dict(w.split("=", 1) for w in words)}
+    return program("slurm", *(f"{name}={text}" for name, text in typed.items()), env=env)
+
+
+def test_script_and_frozen_configuration_lie_in_the_runs_folder(in_process: Program, tmp_path: Path) -> None:
+    env = {"HF_TOKEN": TOKEN, "https_proxy": "http://me:secret-word@proxy:3128", "HF_HOME": "/shared/hf", "SFT_TRAIN_SEED": "7"}
+    done = command(in_process, tmp_path, "NUM_NODES=2", "TRAIN_LEARNING_RATE=3e-5", "JSON=1", env=env)
+    assert done.code == 0, done.err
+    facts, folder = done.json, tmp_path / "runs" / "demo" / "slurm"
+    assert facts["script"] == str(folder / "job.sbatch")
+    assert (facts["nodes"], facts["processes_per_node"], facts["job"], facts["plan"]["world_size"]) == (2, 4, None, 8)
+    assert facts["command"][3] in ("train-distributed", "train-deepspeed", "train-fsdp")
+    text = (folder / "job.sbatch").read_text()
+    written = text + (folder / "job.config.json").read_text()
+    assert TOKEN not in written and "secret-word" not in written
+    assert "https_proxy" in done.err and "hf auth login" in done.err
+    assert "export HF_HOME=/shared/hf" in text and f"export RUNS_DIR={tmp_path / 'runs'}" in text
+    assert "#SBATCH --gpus-per-node=4\n" in text
+    (tmp_path / "demo.yaml").write_text("model:\n  name: another\n")  # a later edit
+    frozen = read_config(folder / "job.config.json")
+    assert (frozen.config.train.learning_rate, frozen.config.train.seed) == (3e-5, 7)
+    assert frozen.config.model.name == "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
+    assert frozen.typed("train.learning_rate") and not frozen.typed("train.weight_decay")
+
+
+def test_a_users_deepspeed_json_is_frozen_too(in_process: Program, tmp_path: Path) -> None:
+    own = tmp_path / "own.json"
+    own.write_text('{"zero_optimization": {"stage": 2}, /* mine */ "train_micro_batch_size_per_gpu": "auto"}')
+    done = command(in_process, tmp_path, f"DEEPSPEED_CONFIG={own}", "JSON=1")
+    assert done.code == 0, done.err
+    kept = tmp_path / "runs" / "demo" / "slurm" / "job.deepspeed.json"
+    assert json.loads(kept.read_text())["zero_optimization"]["stage"] == 2
+    assert done.json["command"][3] == "train-deepspeed" and f"DEEPSPEED_CONFIG={kept}" in done.json["command"]
+
+
+def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tmp_path: Path) -> None:
+    script = tmp_path / "jobs" / "first.sbatch"
+    done = command(in_process, tmp_path, f"OUT={script}", "SLURM_ARRAY=0-3")
+    assert done.code == 0 and "planned for nodes like this machine" not in done.err, done.err
+    assert "plan: " in done.out and "1 node, 4 GPUs each, 32 cores each, 24:00:00, tasks 0-3: runs demo-INDEX" in done.out
+    assert f"submit   sbatch {script}" in done.out
+    assert script.with_name("first.config.json").is_file() and not (tmp_path / "runs").exists()
+    again = in_process(
+        "slurm", f"CONFIG={config_file(tmp_path)}", "NUM_GPUS=2", "NUM_NODES=2", f"OUT={script}", env={"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert again.code == 0, again.err  # its own script is written anew
+    assert "planned for nodes like this machine; HARDWARE=4xH100 describes the cluster's nodes" in again.err
+    assert "slurm: 2 nodes, 2 processes each, 16 cores each, " in again.out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["SUBMIT=perhaps"], 2, "expected `1` or `0`"),
+        (["RUN_NAME=a b"], 2, "`RUN_NAME` is `a b`"),
+        ([f"RUN_NAME={'a' * 115}", "SLURM_ARRAY=0-3"], 2, "`RUN_NAME` is"),
+        (["OUT=FOREIGN"], 2, "is no script of `make slurm`"),
+        (["OUT=FOREIGN/job.sbatch"], 2, "cannot be written"),
+        (['SLURM_SETUP=["echo \'open"]'], 2, "`slurm.setup` is no shell text"),
+        (["SUBMIT=1"], 3, "there is no `sbatch` here"),
+        (["MASTER_PORT=1"], 2, "takes no `MASTER_PORT`"),
+        (["HARDWARE=A100+L40S", "NUM_NODES=2"], 2, "unlike GPUs"),
+        (["HARDWARE=A100+L40S", "SLURM_GPU_TYPE=a100"], 2, "unlike GPUs"),
+        (["MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct", "HARDWARE=1x8GB", "TUNING_MODE=full"], 3, "TRAIN_"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_error_and_loses_nothing(
+    in_process: Program, tmp_path: Path, words: list[str], code: int, said: str
+) -> None:
+    foreign, bash = tmp_path / "mine.sh", shutil.which("bash")
+    foreign.write_text("#!/bin/bash\necho mine\n")
+    assert bash is not None
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "bash").symlink_to(bash)
+    words = [word.replace("FOREIGN", str(foreign)) for word in words]
+    done = command(in_process, tmp_path, *words, env={"PATH": str(tmp_path / "bare")})
+    assert done.code == code, done.err
+    assert said in done.out + done.err and done.err.count("error: ") == 1
+    assert foreign.read_text() == "#!/bin/bash\necho mine\n"
+    assert (tmp_path / "runs").exists() == ("SUBMIT=1" in words)
+
+
+@pytest.mark.parametrize(("begun", "hardware", "target"), [
+    ("fsdp2", "4xH100", "train-fsdp"), ("zero", "1xH100", "train-deepspeed"), ("auto", "1xH100", "train"), ("auto", "4xH100", "train-distributed"),
+    ("single", "2xH100", "train-distributed"),
+])  # fmt: skip
+def test_a_run_that_has_started_goes_on_by_its_own_command(
+    in_process: Program, tmp_path: Path, begun: str, hardware: str, target: str
+) -> None:
+    run = RunFolder(tmp_path / "runs" / "demo")
+    run.path.mkdir(parents=True)
+    record_event(run, "started", launch={"command": begun, "num_gpus": 2, "num_nodes": 2})
+    done = command(in_process, tmp_path, f"HARDWARE={hardware}", "JSON=1")
+    assert done.code == 0, done.err
+    assert done.json["command"][3] == target
