@@ -124,6 +124,19 @@ def test_each_task_of_an_array_is_a_run_and_a_permanent_error_ends_it(site: Site
     assert not list(out.glob("slurm-*.??????"))
 
 
+def test_a_warned_job_saves_is_queued_again_and_goes_on(site: Site) -> None:
+    number = site.submit("again", "SLURM_SETUP=['shopt -q login_shell', '[[ -n $HOME && -n $USER ]]']", "TRAIN_MAX_STEPS=120")
+    site.wait_for_step("again", number, 3)
+    site.slurm.run("scancel", "--signal=USR1", "--batch", number)
+    logs = site.runs / "again" / "slurm"
+    site.slurm.wait(number, lambda facts: facts["Restarts"] == "1", seconds=120, logs=logs)
+    saved = len(site.steps("again"))
+    facts = site.slurm.ended(number, seconds=240, logs=logs)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), f"{facts}\n{site.said('again')}"
+    assert site.steps("again") == list(range(1, 121)) and 3 <= saved < 120
+    assert [event["event"] for event in site.events("again")] == ["started", "stopped", "resumed", "finished"]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_one_task_of_an_array_is_queued_again_and_the_others_train_on(site: Site) -> None:
