@@ -74,7 +74,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "doctor": Command("sft_play.doctor:main", "findings about this environment, each with its remedy", COMMON),
     "setup-accelerate": Command(
-        "sft_play.launch.setup_accelerate:main",
+        "sft_play.launch.settings:main",
         "detect the hardware and write accelerate_configs/local.yaml",
         frozenset({"JSON", "NUM_GPUS", "NUM_NODES", "MIXED_PRECISION", "STRATEGY", "OUT"}),
         overrides=False,

@@ -106,7 +106,7 @@ def read_task(call: Call) -> Task:
     if not name and inventory.network and loaded.config.launch.network is None:
         loaded = override_config(loaded, [Override(key="launch.network", text=inventory.network, origin=str(inventory.path))])
     own = read_user_json(typed_path(call.options["DEEPSPEED_CONFIG"])) if call.options.get("DEEPSPEED_CONFIG") else None
-    deepspeed = json.dumps(dict(own.document.value), indent=2) if own else None
+    deepspeed = json.dumps(dict(own.settings), indent=2) if own else None
     task = Task(call=call, inventory=inventory, loaded=loaded, run=run, resuming=bool(name), deepspeed=deepspeed)
     _check_bounds(task)
     return task

@@ -49,6 +49,16 @@ class Node:
             return [node.plain() for node in self.value]
         return self.value
 
+    def place(self, path: Path, key: str) -> str:
+        """Returns `file:line` of a dotted key, or of the nearest part around it, or the file `path`."""
+        node, line = self, None
+        for name in key.split("."):
+            if not isinstance(node.value, dict) or name not in node.value:
+                break
+            node = node.value[name]
+            line = node.line or line
+        return f"{path}:{line}" if line else str(path)
+
 
 def wrap(value: Any, line: int | None = None) -> Node:
     """Returns ordinary Python as a `Node`, every part at `line`."""
@@ -79,6 +89,11 @@ def resolve_scalar(text: str) -> Any:
 
 def read_yaml(path: Path) -> Node:
     """Reads one document from `path`. Raises `UserError` with file, line and column."""
+    return parse_yaml(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file that a person wrote. Raises `UserError` for one that cannot be read or is none."""
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE_BYTES + 1)  # never all of a model that was named by mistake
@@ -90,11 +105,10 @@ def read_yaml(path: Path) -> Node:
     if len(content) > LARGEST_FILE_BYTES:
         raise UserError(f"`{path}` has more than {LARGEST_FILE_BYTES:,} bytes; expected a configuration file")
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise UserError("not UTF-8 text", place=f"{path}:{line}") from error
-    return parse_yaml(text, str(path))
 
 
 def read_plain_yaml(path: Path) -> Any:

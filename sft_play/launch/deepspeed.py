@@ -7,101 +7,17 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.schema import Config
+from sft_play.config.yaml_source import Node, parse_yaml, read_text
 from sft_play.errors import UserError, raise_all
 from sft_play.files import read_json
 from sft_play.plan.plan import Plan, Precision
 from sft_play.plan.shape import ModelShape
-
-TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/|[{}\[\]:,]', re.DOTALL)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JsonDocument:
-    """A parsed object and where its keys stand."""
-
-    path: Path
-    value: Mapping[str, Any]
-    lines: Mapping[str, int]
-    """Dotted key -> line, counted from 1; keys inside lists are left out."""
-
-    def place(self, key: str) -> str:
-        """Returns `file:line` of a dotted key, or of its nearest parent."""
-        while key and key not in self.lines:
-            key = key.rpartition(".")[0]
-        return f"{self.path}:{self.lines[key]}" if key else str(self.path)
-
-
-def read_document(path: Path) -> JsonDocument:
-    """Reads an object from `path`. Raises `UserError` for no file, bad JSON (line and column), or a key given twice."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"`{path}` cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"`{path}` is not UTF-8 text (byte {error.start})") from error
-    plain = _without_comments(text)
-    try:
-        value = json.loads(plain)
-    except json.JSONDecodeError as error:
-        place = f"{path}:{error.lineno}:{error.colno}"
-        raise UserError(
-            f"not JSON: {error.msg}", place=place, hint="`//` and `/* */` comments and trailing commas are fine"
-        ) from error
-    if not isinstance(value, dict):
-        raise UserError(f"holds a {type(value).__name__}; expected an object `{{...}}`", place=f"{path}:1")
-    return JsonDocument(path=path, value=value, lines=_key_lines(plain, path))
-
-
-def _without_comments(text: str) -> str:
-    """Replaces comments and trailing commas by spaces, so that every line and column stays."""
-
-    def blank(found: re.Match[str]) -> str:
-        token = found[0]
-        return re.sub(r"[^\n]", " ", token) if token.startswith("/") else token
-
-    text = TOKEN.sub(blank, text)
-    characters = list(text)
-    comma: int | None = None
-    for found in TOKEN.finditer(text):
-        if found[0] in "}]" and comma is not None and not text[comma + 1 : found.start()].strip():
-            characters[comma] = " "
-        comma = found.start() if found[0] == "," else None
-    return "".join(characters)
-
-
-def _key_lines(text: str, path: Path) -> dict[str, int]:
-    """Returns dotted key -> line. Raises `UserError` for a key that stands twice in one object, of which JSON keeps the last."""
-    lines: dict[str, int] = {}
-    stack: list[str | None] = []
-    """One entry per open bracket: the key that is being read, or `None` in a list."""
-    key, expects_key = "", False
-    for found in TOKEN.finditer(text):
-        token = found[0]
-        if token in "{[":
-            stack.append(None if token == "[" else "")
-            expects_key = token == "{"
-        elif token in "}]":
-            stack.pop()
-            expects_key = False
-        elif token == ",":
-            expects_key = bool(stack) and stack[-1] is not None
-        elif token.startswith('"') and expects_key:
-            stack[-1] = json.loads(token)
-            expects_key = False
-            if None not in stack:
-                key = ".".join(str(part) for part in stack)
-                line = text.count("\n", 0, found.start()) + 1
-                if key in lines:
-                    raise UserError(f"`{key}` is given twice, on lines {lines[key]} and {line}", place=f"{path}:{line}")
-                lines[key] = line
-    return lines
-
 
 TOP_LEVEL = frozenset({
     "activation_checkpointing", "aio", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger", "communication_data_type",
@@ -125,10 +41,35 @@ NOT_OURS: Mapping[str, str] = {
     "weight_quantization": "`tuning.mode: qlora` quantises the base",
 }
 """Keys that DeepSpeed knows and that would change what the run computes behind the plan's back."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("an integer", lambda value: _is_number(value) and float(value).is_integer()),  # 5e8 is how people write bucket sizes
+    "number": ("a number", _is_number),
+    "string": ("a text", lambda value: isinstance(value, str)),
+    "object": ("an object", lambda value: isinstance(value, dict)),
+    "any": ("a value", lambda _: True),
+}
 BATCH_KEYS: Mapping[str, str] = {
     "batch_size": "train_micro_batch_size_per_gpu", "grad_accum": "gradient_accumulation_steps", "global_batch_size": "train_batch_size",
 }  # fmt: skip
 """Key of `train.` -> key of DeepSpeed."""
+AGREED: Mapping[str, str] = {
+    "train_micro_batch_size_per_gpu": "the plan's rows per device; set `train.batch_size`",
+    "gradient_accumulation_steps": "the plan's micro-steps; set `train.grad_accum`",
+    "train_batch_size": "the plan's micro-batch x accumulation x world size; set `train.global_batch_size`",
+    "gradient_clipping": "set `train.max_grad_norm`",
+}
+"""Top-level numbers that the plan or the configuration decides, each with where."""
+OURS_UNLESS_TYPED = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type", "data_types")
+SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+WITH_DEFAULTS = ("zero_optimization.", "fp16.", "bf16.", "activation_checkpointing.")
+COMMENT, COMMA = r"//[^\n]*|/\*.*?\*/", r",(?=\s*[}\]])"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,15 +97,25 @@ class BatchNumbers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserDeepSpeed:
-    """A user's file after the checks that need no plan."""
+    """A user's DeepSpeed settings after the checks that need no plan."""
 
-    document: JsonDocument
+    path: Path
+    source: Node
+    """As written, with lines."""
     settings: Mapping[str, Any]
     """With old spellings translated; `auto` still inside."""
-    stage: int
-    notices: tuple[str, ...] = field(default=())
+    notices: tuple[str, ...] = ()
     problems: tuple[UserError, ...] = ()
     """What is wrong in the file and leaves a plan possible: `resolve` raises it together with what contradicts the plan."""
+
+    @staticmethod
+    def of(settings: Mapping[str, Any], path: Path) -> UserDeepSpeed:
+        """Returns settings that another file, `path`, holds."""
+        return UserDeepSpeed(path=path, source=Node({}), settings=settings)
+
+    @property
+    def stage(self) -> int:
+        return int(self.settings["zero_optimization"]["stage"])
 
     @property
     def batch(self) -> dict[str, int]:
@@ -175,10 +126,14 @@ class UserDeepSpeed:
             found.pop("global_batch_size", None)  # the product, which `resolve` compares
         return found
 
+    def place(self, key: str) -> str:
+        """Returns `file:line` of a dotted key, or of its nearest parent."""
+        return self.source.place(self.path, key)
+
     def offloads(self, what: Literal["optimizer", "param"]) -> bool:
         """Whether the file keeps optimizer states or weights outside the GPU."""
-        part = self.settings["zero_optimization"].get(f"offload_{what}")
-        return isinstance(part, dict) and str(part.get("device", "none")) != "none"
+        part = self.settings["zero_optimization"].get(f"offload_{what}") or {}
+        return str(part.get("device", "none")) != "none"
 
 
 def deepspeed_settings(
@@ -208,10 +163,8 @@ def deepspeed_settings(
             "stage3_param_persistence_threshold": 10 * hidden_size if hidden_size else "auto",
             "stage3_gather_16bit_weights_on_model_save": True,
         }
-    if offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
-        if stage == 3:
-            zero["offload_param"] = {"device": "cpu", "pin_memory": device == "cuda"}
+    for what in ("optimizer", "param")[: 0 if not offload else 2 if stage == 3 else 1]:
+        zero[f"offload_{what}"] = {"device": "cpu", "pin_memory": device == "cuda"}
     # By itself DeepSpeed reduces gradients and adds up those of micro-steps in the type of the weights, with 8 bits of mantissa.
     exact = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}} if precision == "bf16" else {}
     # Stage 1 would otherwise hold every weight's gradient in bf16 too until the backward pass ends.
@@ -245,185 +198,112 @@ def read_user_json(path: Path) -> UserDeepSpeed:
 
 def examine_user_json(path: Path) -> UserDeepSpeed:
     """Reads a user's DeepSpeed JSON with its `problems`. Raises `UserError` with all of them where no plan can be made."""
-    document = read_document(path)
+    return examine_settings(*_read(path), path)
+
+
+def examine_settings(settings: dict[str, Any], source: Node, path: Path) -> UserDeepSpeed:
+    """The same of settings that were read from `path`; `source` knows their lines."""
     problems: list[UserError] = []
-    settings, notices = _translated(document, problems)
-    _check_keys(document, problems)
+    readable = _check_keys(settings, source, path, problems)
+    notices = _translate(settings, source, path, problems)
     zero = settings.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else None
-    readable = isinstance(zero, dict) and stage in {1, 2, 3} and not isinstance(stage, bool)
     if zero is None:
         problems.append(
             UserError("`zero_optimization` is missing", place=str(path), hint='add "zero_optimization": {"stage": 2}')
         )
-    elif not isinstance(zero, dict):
-        text = f"`zero_optimization` is `{zero}`; expected an object with a `stage`"
-        problems.append(UserError(text, place=document.place("zero_optimization")))
-    elif not readable:
-        place = document.place("zero_optimization.stage")
+    elif readable and (stage not in (1, 2, 3) or isinstance(stage, bool)):
         hint = "`make train-distributed` trains without sharding" if stage == 0 else None
-        problems.append(UserError(f"`zero_optimization.stage` is `{stage}`; expected 1, 2 or 3", place=place, hint=hint))
-    if not readable:
+        text = f"`zero_optimization.stage` is `{stage}`; expected 1, 2 or 3"
+        problems.append(UserError(text, place=source.place(path, "zero_optimization.stage"), hint=hint))
+    if not readable or stage not in (1, 2, 3) or isinstance(stage, bool):
         raise_all(problems)
-    return UserDeepSpeed(
-        document=document, settings=settings, stage=int(stage or 0), notices=tuple(notices), problems=tuple(problems)
-    )
+    return UserDeepSpeed(path=path, source=source, settings=settings, notices=tuple(notices), problems=tuple(problems))
 
 
-def _translated(document: JsonDocument, problems: list[UserError]) -> tuple[dict[str, Any], list[str]]:
-    """Old spellings in today's words, each with a notice."""
-    settings = deepcopy(dict(document.value))
-    notices = []
-    if "bfloat16" in settings:
-        settings["bf16"] = settings.pop("bfloat16")
-        notices.append(f"{document.place('bfloat16')}: `bfloat16` is now `bf16`")
-    zero = settings.get("zero_optimization")
-    if isinstance(zero, dict):
-        pin = zero.pop("cpu_offload_use_pin_memory", None)
-        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-            if old not in zero:
-                continue
-            place = document.place(f"zero_optimization.{old}")
-            value = zero.pop(old)
-            if new in zero:
-                problems.append(UserError(f"`{old}` and `{new}` are both given; keep `{new}`", place=place))
-            elif not isinstance(value, bool):
-                problems.append(UserError(f"`zero_optimization.{old}` is `{value}`; expected true or false", place=place))
-            elif value:
-                zero[new] = {"device": "cpu"} | ({"pin_memory": pin} if isinstance(pin, bool) else {})
-                notices.append(
-                    f'{place}: `{old}: true` is the old spelling of `"{new}": {{"device": "cpu"}}`, and is read as that'
-                )
-        if "stage3_gather_fp16_weights_on_model_save" in zero:
-            value = zero.pop("stage3_gather_fp16_weights_on_model_save")
-            zero.setdefault("stage3_gather_16bit_weights_on_model_save", value)
-            notices.append("`stage3_gather_fp16_weights_on_model_save` is now `stage3_gather_16bit_weights_on_model_save`")
-    return settings, notices
+def _read(path: Path) -> tuple[dict[str, Any], Node]:
+    """Returns a file's object and where its keys stand. `//` and `/* */` comments and trailing commas are fine; raises `UserError`."""
+    text = read_text(path)
+    for unwanted in (COMMENT, COMMA):  # replaced by spaces, so that every line and column stays
+        text = re.sub(rf'"(?:[^"\\\n]|\\.)*"|({unwanted})', _blank, text, flags=re.DOTALL)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"{path}:{error.lineno}:{error.colno}"
+        hint = "`//` and `/* */` comments and trailing commas are fine"
+        raise UserError(f"not JSON: {error.msg}", place=place, hint=hint) from error
+    if not isinstance(value, dict):
+        raise UserError(f"holds a {type(value).__name__}; expected an object `{{...}}`", place=f"{path}:1")
+    return value, parse_yaml(text.replace("\t", " "), str(path))  # JSON is YAML, but for tabs; a key that stands twice is refused
 
 
-def _check_keys(document: JsonDocument, problems: list[UserError]) -> None:
+def _blank(found: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", " ", found[0]) if found[1] else found[0]
+
+
+def _check_keys(settings: Mapping[str, Any], source: Node, path: Path, problems: list[UserError]) -> bool:
+    """Adds what is wrong with keys and kinds of values; returns whether each section is an object."""
     removed, sections = known_keys()["removed"], known_keys()["sections"]
-    for key in document.value:
-        if key in removed:
-            problems.append(UserError(f"`{key}`: {removed[key]}", place=document.place(key), hint="take the key out"))
-        elif key in NOT_OURS:
-            problems.append(
-                UserError(f"`{key}` is not supported here: {NOT_OURS[key]}", place=document.place(key), hint="take the key out")
-            )
-        elif key not in TOP_LEVEL:
-            problems.append(_unknown(document, key, sorted(TOP_LEVEL)))
-    for section, keys in sections.items():
-        part = _at(document.value, section)
-        if isinstance(part, dict):
-            _check_section(document, section, part, keys, problems)
-        elif part is not None and section != "zero_optimization":
-            problems.append(UserError(f"`{section}` is `{part}`; expected an object", place=document.place(section)))
-    for part in ("offload_optimizer", "offload_param"):
-        if _at(document.value, f"zero_optimization.{part}.device") == "nvme":
-            place = document.place(f"zero_optimization.{part}.device")
-            problems.append(
-                UserError(
-                    f"`{part}.device` is `nvme`: states there cannot be saved in a checkpoint", place=place, hint="use `cpu`"
-                )
-            )
+    named = {key: {"type": "string", "params": "object", "legacy_fusion": "bool"} for key in ("optimizer", "scheduler")}
+    tables = {"": {key: "object" if key in {**sections, **named} else "any" for key in TOP_LEVEL}, **sections, **named}
+    readable = True
+    for section, keys in tables.items():
+        part = _at(settings, section)
+        for key, value in part.items() if isinstance(part, Mapping) else ():
+            dotted = f"{section}.{key}" if section else key
+            text, hint = "", "take the key out"
+            if dotted in removed:
+                text = f"`{dotted}`: {removed[dotted]}"
+            elif dotted in NOT_OURS:
+                text = f"`{dotted}` is not supported here: {NOT_OURS[dotted]}"
+            elif key not in keys:
+                close = difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
+                text = f"unknown DeepSpeed key `{dotted}`"
+                hint = f"did you mean `{dotted.removesuffix(key)}{close[0]}`?" if close else NO_SUCH_KEY
+            elif value not in ("auto", None) and not KINDS[keys[key]][1](value):
+                text, hint = f"`{dotted}` is `{value}`; expected {KINDS[keys[key]][0]}", ""
+                readable &= keys[key] != "object"
+            elif key == "device" and value == "nvme":
+                part_name = section.rpartition(".")[2]
+                text, hint = f"`{part_name}.device` is `nvme`: states there cannot be saved in a checkpoint", "use `cpu`"
+            if text:
+                problems.append(UserError(text, place=source.place(path, dotted), hint=hint or None))
+    return readable
 
 
-def _check_section(
-    document: JsonDocument, section: str, part: Mapping[str, Any], keys: Mapping[str, str], problems: list[UserError]
-) -> None:
-    removed = known_keys()["removed"]
-    for key, value in part.items():
-        dotted = f"{section}.{key}"
-        if dotted in removed:
-            problems.append(UserError(f"`{dotted}`: {removed[dotted]}", place=document.place(dotted), hint="take the key out"))
-        elif key not in keys:
-            problems.append(_unknown(document, dotted, [f"{section}.{known}" for known in keys]))
-        elif value not in ("auto", None) and not _fits(value, keys[key]):
-            text = f"`{dotted}` is `{value}`; expected {EXPECTED[keys[key]]}"
-            problems.append(UserError(text, place=document.place(dotted)))
+NO_SUCH_KEY = "DeepSpeed 0.19 has no such key; take it out"
 
 
-EXPECTED = {
-    "bool": "true or false",
-    "int": "an integer",
-    "number": "a number",
-    "string": "a text",
-    "object": "an object",
-    "any": "a value",
-}
-
-
-def _fits(value: Any, kind: str) -> bool:
-    if kind == "bool":
-        return isinstance(value, bool)
-    if kind == "int":  # 5e8 is how everybody writes bucket sizes
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer()
-    if kind == "number":
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return isinstance(value, {"string": str, "object": dict}.get(kind, object))
-
-
-def _unknown(document: JsonDocument, key: str, known: list[str]) -> UserError:
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    hint = f"did you mean `{close[0]}`?" if close else "DeepSpeed 0.19 has no such key; take it out"
-    return UserError(f"unknown DeepSpeed key `{key}`", place=document.place(key), hint=hint)
+def _translate(settings: dict[str, Any], source: Node, path: Path, problems: list[UserError]) -> list[str]:
+    """Puts old spellings into today's words; returns a notice for each."""
+    notices = []
+    zero = settings.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    gather = "stage3_gather_{}_weights_on_model_save"
+    for part, old, new in (
+        (settings, "bfloat16", "bf16"),
+        (zero, gather.format("fp16"), gather.format("16bit")),
+    ):
+        if old in part:
+            part.setdefault(new, part.pop(old))
+            dotted = old if part is settings else f"zero_optimization.{old}"
+            notices.append(f"{source.place(path, dotted)}: `{old}` is now `{new}`")
+    pin = zero.pop("cpu_offload_use_pin_memory", None)
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        place, asked = source.place(path, f"zero_optimization.{old}"), zero.pop(old, False)
+        if asked and new in zero:
+            problems.append(UserError(f"`{old}` and `{new}` are both given; keep `{new}`", place=place))
+        elif asked is True:
+            zero[new] = {"device": "cpu"} | ({"pin_memory": pin} if isinstance(pin, bool) else {})
+            notices.append(f'{place}: `{old}: true` is the old spelling of `"{new}": {{"device": "cpu"}}`, and is read as that')
+    return notices
 
 
 def _at(value: Mapping[str, Any], dotted: str) -> Any:
     part: Any = value
-    for name in dotted.split("."):
+    for name in dotted.split(".") if dotted else ():
         part = part.get(name) if isinstance(part, Mapping) else None
     return part
-
-
-AGREED: Mapping[str, str] = {
-    "train_micro_batch_size_per_gpu": "the plan's rows per device; set `train.batch_size`",
-    "gradient_accumulation_steps": "the plan's micro-steps; set `train.grad_accum`",
-    "train_batch_size": "the plan's micro-batch x accumulation x world size; set `train.global_batch_size`",
-    "gradient_clipping": "set `train.max_grad_norm`",
-}
-"""Top-level numbers that the plan or the configuration decides, each with where."""
-OURS_UNLESS_TYPED = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type", "data_types")
-SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
-SECTIONS_WITH_DEFAULTS = frozenset({"zero_optimization", "fp16", "bf16", "activation_checkpointing"})
-
-
-def resolve(
-    user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int, early: bool = False
-) -> tuple[dict[str, Any], list[str]]:
-    """Returns the JSON for the run and what the user should know.
-
-    Raises `UserError` with all that is wrong in the file and each contradiction, with both values. An `early` plan does not know the
-    data: only what the configuration itself says of the batch is compared with it.
-    """
-    work = _Resolution(user=user, plan=plan, config=config, settings=deepcopy(dict(user.settings)), notices=list(user.notices))
-    ours = deepspeed_settings(
-        stage=user.stage,
-        device=plan.device,
-        precision=plan.precision,
-        batch=BatchNumbers.of(plan),
-        clipping=config.train.max_grad_norm,
-        offload=_offloads(work.settings),
-        hidden_size=hidden_size,
-    )
-    open_ones = {name for key, name in BATCH_KEYS.items() if early and not _decided(config, key)}
-    for key, because in AGREED.items():
-        if key in open_ones:
-            work.settings[key] = ours[key]
-            continue
-        work.agree(work.settings, key, ours[key], because)
-    for section in ("bf16", "fp16"):
-        part = work.settings.setdefault(section, {})
-        work.agree(part, "enabled", ours[section]["enabled"], f"the plan's precision is {plan.precision}", section=section)
-    work.leave_optimizer_out()
-    work.leave_scheduler_out()
-    for key in OURS_UNLESS_TYPED:
-        if key in ours:
-            work.settings.setdefault(key, ours[key])
-    work.settings["bf16"] = ours["bf16"] | work.settings["bf16"]
-    work.fill_automatic(work.settings, ours, prefix="")
-    raise_all([*user.problems, *work.problems])
-    return _whole_numbers(work.settings), work.notices
 
 
 def checked_plan(user: UserDeepSpeed | None, config: Config, shape: ModelShape, make: Callable[[], Plan]) -> Plan:
@@ -433,11 +313,58 @@ def checked_plan(user: UserDeepSpeed | None, config: Config, shape: ModelShape, 
     try:
         plan = make()
     except UserError as error:
-        if user.problems:
-            raise_all([*user.problems, error])
+        raise_all([*user.problems, error])
         raise
     resolve(user, plan, config, hidden_size=shape.hidden_size, early=plan.steps_per_epoch is None)
     return plan
+
+
+def resolve(
+    user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int, early: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the JSON for the run, in which no `auto` is left, and what the user should know.
+
+    Raises `UserError` with all that is wrong in the file and each contradiction, with both values. An `early` plan does not know the
+    data: only what the configuration itself says of the batch is compared with it.
+    """
+    settings, notices, problems = deepcopy(dict(user.settings)), list(user.notices), list(user.problems)
+    ours = deepspeed_settings(
+        stage=user.stage,
+        device=plan.device,
+        precision=plan.precision,
+        batch=BatchNumbers.of(plan),
+        clipping=config.train.max_grad_norm,
+        offload=user.offloads("optimizer"),
+        hidden_size=hidden_size,
+    )
+
+    def refuse(key: str, text: str, hint: str) -> None:
+        problems.append(UserError(text, place=user.place(key), hint=hint))
+
+    open_ones = {name for key, name in BATCH_KEYS.items() if early and not _decided(config, key)}
+    precision = f"the plan's precision is {plan.precision}"
+    for dotted, because in {**AGREED, "bf16.enabled": precision, "fp16.enabled": precision}.items():
+        section, _, key = dotted.rpartition(".")
+        part = settings.setdefault(section, {}) if section else settings
+        wanted, theirs = _at(ours, dotted), part.get(key, "auto")
+        part[key] = wanted
+        if theirs not in ("auto", wanted) and dotted not in open_ones:
+            text = f"`{dotted}` is `{_json(theirs)}`, but the run uses `{_json(wanted)}` ({because})"
+            refuse(dotted, text, f'write "{key}": "auto", or make the two agree')
+    for name, compare in (("optimizer", _compare_optimizer), ("scheduler", _compare_scheduler)):
+        before = len(problems)
+        if (section_of := settings.pop(name, None)) is not None:
+            agrees = compare(section_of, plan, config, refuse)
+            if len(problems) == before:
+                notices.append(f"{user.place(name)}: `{name}` agrees with {agrees}, which runs")
+    settings = {key: ours[key] for key in OURS_UNLESS_TYPED if key in ours} | settings
+    settings["bf16"] = ours["bf16"] | settings["bf16"]
+    _fill_automatic(settings, ours, "", refuse)
+    raise_all(problems)
+    return _whole_numbers(settings), notices
+
+
+Refuse = Callable[[str, str, str], None]
 
 
 def _decided(config: Config, key: str) -> bool:
@@ -446,101 +373,62 @@ def _decided(config: Config, key: str) -> bool:
     return both or (key != "global_batch_size" and getattr(train, key) != "auto")
 
 
-@dataclass(kw_only=True, slots=True)
-class _Resolution:
-    """A user's settings on their way; collects every problem before any is raised."""
-
-    user: UserDeepSpeed
-    plan: Plan
-    config: Config
-    settings: dict[str, Any]
-    notices: list[str]
-    problems: list[UserError] = field(default_factory=list)
-
-    def refuse(self, text: str, key: str, hint: str) -> None:
-        self.problems.append(UserError(text, place=self.user.document.place(key), hint=hint))
-
-    def agree(self, part: dict[str, Any], key: str, ours: Any, because: str, *, section: str = "") -> None:
-        """Sets `part[key]` to our value; another value of the user's is a problem."""
-        theirs = part.get(key, "auto")
-        if theirs not in ("auto", ours):
-            dotted = f"{section}.{key}" if section else key
-            text = f"`{dotted}` is `{_json(theirs)}`, but the run uses `{_json(ours)}` ({because})"
-            self.refuse(text, dotted, f'write "{key}": "auto", or make the two agree')
-        part[key] = ours
-
-    def leave_optimizer_out(self) -> None:
-        """One optimizer for every strategy, so that all give one loss curve: the section must agree with the plan."""
-        section = self.settings.pop("optimizer", None)
-        if section is None:
-            return
-        kind = _type_of(section)
-        if kind.lower() not in {"adam", "adamw"} or "adam" not in self.plan.optim:
-            text = f"`optimizer.type` is `{kind}`, but the run uses `{self.plan.optim}`"
-            self.refuse(text, "optimizer.type", "set `train.optim` and take `optimizer` out")
-            return
-        train = self.config.train
-        betas = [train.extra.get("adam_beta1", 0.9), train.extra.get("adam_beta2", 0.999)]
-        ours: dict[str, tuple[Any, str]] = {
-            "lr": (self.plan.learning_rate, "train.learning_rate"),
-            "betas": (betas, "train.adam_beta1 and train.adam_beta2"),
-            "eps": (train.extra.get("adam_epsilon", 1e-8), "train.adam_epsilon"),
-            "weight_decay": (train.weight_decay, "train.weight_decay"),
-            "adam_w_mode": (True, "train.optim"),
-        }
-        for key, value in section.get("params", {}).items():
-            dotted = f"optimizer.params.{key}"
-            if key == "torch_adam":  # which of two implementations of one formula runs
-                continue
-            if key not in ours:
-                self.refuse(f"`{dotted}` has no counterpart here", dotted, "take `optimizer` out and set `train.optim`")
-            elif value not in ("auto", ours[key][0]):
-                text = f"`{dotted}` is `{_json(value)}`, but the run uses `{_json(ours[key][0])}`"
-                self.refuse(text, dotted, f"set `{ours[key][1]}`")
-        place = self.user.document.place("optimizer")
-        self.notices.append(f"{place}: `optimizer` agrees with the plan's `{self.plan.optim}`, which runs")
-
-    def leave_scheduler_out(self) -> None:
-        """One schedule for every strategy, for the same reason."""
-        section = self.settings.pop("scheduler", None)
-        if section is None:
-            return
-        kind, ours = _type_of(section), self.config.train.lr_scheduler_type
-        name = SCHEDULES.get(kind.lower())
-        if name != ours:
-            text = f"`scheduler.type` is `{kind}`, but the run's schedule is `{ours}`"
-            wanted = f"set `train.lr_scheduler_type: {name}`" if name else "set `train.lr_scheduler_type`"
-            self.refuse(text, "scheduler.type", f"{wanted}, or take `scheduler` out")
-            return
-        for key, value in section.get("params", {}).items():
-            if value != "auto":
-                dotted = f"scheduler.params.{key}"
-                hint = 'write "auto", and set `train.warmup_steps`, `train.max_steps` or `train.learning_rate`'
-                self.refuse(f"`{dotted}` is `{_json(value)}`, which the plan decides", dotted, hint)
-        place = self.user.document.place("scheduler")
-        self.notices.append(f"{place}: `scheduler` agrees with `train.lr_scheduler_type: {name}`, which runs")
-
-    def fill_automatic(self, part: dict[str, Any], ours: Mapping[str, Any], *, prefix: str) -> None:
-        """Replaces each `auto`: by our value, else by DeepSpeed's default where its section has one; else it is a problem."""
-        for key, value in list(part.items()):
-            inner = ours.get(key)
-            if isinstance(value, dict):
-                self.fill_automatic(value, inner if isinstance(inner, Mapping) else {}, prefix=f"{prefix}{key}.")
-            elif value == "auto" and key in ours:
-                part[key] = inner
-            elif value == "auto" and prefix.partition(".")[0] in SECTIONS_WITH_DEFAULTS:
-                del part[key]
-            elif value == "auto":
-                self.refuse(f"`{prefix}{key}` is `auto`, but nothing decides it", f"{prefix}{key}", "write a value")
+def _compare_optimizer(section: Mapping[str, Any], plan: Plan, config: Config, refuse: Refuse) -> str:
+    """One optimizer for every strategy, so that all give one loss curve: a user's must be the plan's."""
+    kind, train = str(section.get("type", "")), config.train
+    if kind.lower() not in {"adam", "adamw"} or "adam" not in plan.optim:
+        text = f"`optimizer.type` is `{kind}`, but the run uses `{plan.optim}`"
+        refuse("optimizer.type", text, "set `train.optim` and take `optimizer` out")
+        return plan.optim
+    betas = [train.extra.get("adam_beta1", 0.9), train.extra.get("adam_beta2", 0.999)]
+    ours: dict[str, tuple[Any, str]] = {
+        "lr": (plan.learning_rate, "train.learning_rate"),
+        "betas": (betas, "train.adam_beta1 and train.adam_beta2"),
+        "eps": (train.extra.get("adam_epsilon", 1e-8), "train.adam_epsilon"),
+        "weight_decay": (train.weight_decay, "train.weight_decay"),
+        "adam_w_mode": (True, "train.optim"),
+    }
+    for key, value in (section.get("params") or {}).items():
+        dotted = f"optimizer.params.{key}"
+        if key == "torch_adam":  # which of two implementations of one formula runs
+            continue
+        if key not in ours:
+            refuse(dotted, f"`{dotted}` has no counterpart here", "take `optimizer` out and set `train.optim`")
+        elif value not in ("auto", ours[key][0]):
+            text = f"`{dotted}` is `{_json(value)}`, but the run uses `{_json(ours[key][0])}`"
+            refuse(dotted, text, f"set `{ours[key][1]}`")
+    return f"the plan's `{plan.optim}`"
 
 
-def _type_of(section: Any) -> str:
-    return str(section.get("type", "")) if isinstance(section, Mapping) else _json(section)
+def _compare_scheduler(section: Mapping[str, Any], _plan: Plan, config: Config, refuse: Refuse) -> str:
+    """One schedule for every strategy, for the same reason."""
+    kind, ours = str(section.get("type", "")), config.train.lr_scheduler_type
+    name = SCHEDULES.get(kind.lower())
+    if name != ours:
+        wanted = f"set `train.lr_scheduler_type: {name}`" if name else "set `train.lr_scheduler_type`"
+        text = f"`scheduler.type` is `{kind}`, but the run's schedule is `{ours}`"
+        refuse("scheduler.type", text, f"{wanted}, or take `scheduler` out")
+        return ours
+    for key, value in (section.get("params") or {}).items():
+        if value != "auto":
+            dotted = f"scheduler.params.{key}"
+            hint = 'write "auto", and set `train.warmup_steps`, `train.max_steps` or `train.learning_rate`'
+            refuse(dotted, f"`{dotted}` is `{_json(value)}`, which the plan decides", hint)
+    return f"`train.lr_scheduler_type: {name}`"
 
 
-def _offloads(settings: Mapping[str, Any]) -> bool:
-    offload = settings["zero_optimization"].get("offload_optimizer") or {}
-    return str(offload.get("device", "none")) != "none"
+def _fill_automatic(part: dict[str, Any], ours: Mapping[str, Any], prefix: str, refuse: Refuse) -> None:
+    """Replaces each `auto`: by our value, else by DeepSpeed's default where its section has one; else it is a problem."""
+    for key, value in list(part.items()):
+        inner = ours.get(key)
+        if isinstance(value, dict):
+            _fill_automatic(value, inner if isinstance(inner, dict) else {}, f"{prefix}{key}.", refuse)
+        elif value == "auto" and key in ours:
+            part[key] = inner
+        elif value == "auto" and prefix.startswith(WITH_DEFAULTS):
+            del part[key]
+        elif value == "auto":
+            refuse(f"{prefix}{key}", f"`{prefix}{key}` is `auto`, but nothing decides it", "write a value")
 
 
 def _whole_numbers(value: Any) -> Any:

@@ -142,7 +142,7 @@ def _deepspeed(call: Call, choices: AccelerateChoices, loaded: LoadedConfig, com
         if wanted not in ("auto", f"zero{user.stage}"):
             raise UserError(
                 f"`launch.strategy` is `{wanted}`, but the DeepSpeed JSON has stage {user.stage}",
-                place=user.document.place("zero_optimization.stage"),
+                place=user.place("zero_optimization.stage"),
                 hint="make the two agree, or leave one of them out",
             )
     return user
@@ -167,7 +167,7 @@ def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedCon
 def _with_batch(loaded: LoadedConfig, user: UserDeepSpeed) -> LoadedConfig:
     """Puts the batch of a DeepSpeed JSON into the configuration where nobody typed it there; `resolve` compares what both give."""
     asked: dict[str, Any] = {key: value for key, value in user.batch.items() if not loaded.typed(f"train.{key}")}
-    places = {f"train.{key}": user.document.place(BATCH_KEYS[key]) for key in asked}
+    places = {f"train.{key}": user.place(BATCH_KEYS[key]) for key in asked}
     config = replace(loaded.config, train=replace(loaded.config.train, **asked))
     return replace(loaded, config=config, origins={**loaded.origins, **places})
 

@@ -17,7 +17,7 @@ from sft_play.config.schema import Config
 from sft_play.config.show import flatten
 from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json_lines, write_bytes
-from sft_play.launch.deepspeed import JsonDocument, UserDeepSpeed
+from sft_play.launch.deepspeed import UserDeepSpeed
 from sft_play.launch.options import COMMAND_FOR, LaunchOptions
 from sft_play.launch.recovery import remedies_so_far, without_batch_numbers
 from sft_play.launch.restarts import nothing_to_go_on_from
@@ -69,7 +69,7 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
         )
     if call.options.get("ACCELERATE_CONFIG"):
         raise UserError("a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`")
-    deepspeed = _deepspeed_again(run, facts["deepspeed"]) if facts["deepspeed"] else None
+    deepspeed = UserDeepSpeed.of(facts["deepspeed"], run.events) if facts["deepspeed"] else None
     halvings, force_checkpointing, unpack = remedies_so_far(run)
     if any(o.key in ("train.batch_size", "train.grad_accum") for o in call.overrides):
         halvings = 0  # what is typed now is what memory is to be tried with
@@ -109,11 +109,6 @@ def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan)
         return "ddp"
     # What `auto` turned to stays, even if another strategy fits better now: a run should compute in one way.
     return planned if command == "auto" and planned in ("ddp", "fsdp2") else command
-
-
-def _deepspeed_again(run: RunFolder, settings: Mapping[str, Any]) -> UserDeepSpeed:
-    document = JsonDocument(path=run.events, value=settings, lines={})
-    return UserDeepSpeed(document=document, settings=settings, stage=int(settings["zero_optimization"]["stage"]))
 
 
 def choose_checkpoint(run: RunFolder) -> Path | None:

@@ -1,24 +1,90 @@
-"""Accelerate's config file: a user's own read strictly, and a run's own written."""
+"""Accelerate's config file: a user's own read strictly, a run's own written, and `make setup-accelerate`, which writes one for this machine."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config import yaml_source
-from sft_play.config.yaml_source import dump_yaml, read_plain_yaml, read_yaml
-from sft_play.errors import UserError, raise_all
-from sft_play.launch.deepspeed import JsonDocument, UserDeepSpeed, examine_user_json
+from sft_play.config.call import Call
+from sft_play.config.yaml_source import dump_yaml, read_plain_yaml, read_yaml, wrap
+from sft_play.errors import HardwareError, UserError, raise_all
+from sft_play.files import write_text
+from sft_play.launch.deepspeed import UserDeepSpeed, examine_settings, examine_user_json
 from sft_play.launch.environment import Node
+from sft_play.plan.detect import detect
+from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import Plan, Precision, Strategy
+from sft_play.plan.request import command_of
 
-NoneType = type(None)
 NO_FILE = "none"
 """`ACCELERATE_CONFIG=none`: not even accelerate's default file is read."""
 NO_DEFAULT_FILE = f"ACCELERATE_CONFIG={NO_FILE}"
 """For commands that a scheduler or another machine starts: their plan knows nothing of such a file there."""
+DEFAULT_OUT = "accelerate_configs/local.yaml"
+DISTRIBUTED_TYPE: Mapping[Strategy, str] = {
+    "single": "NO", "ddp": "MULTI_GPU", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP",
+}  # fmt: skip
+PRECISIONS: Mapping[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+STRATEGIES: Mapping[str, Literal["single", "ddp", "zero", "fsdp2"]] = {
+    "NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED": "zero", "FSDP": "fsdp2",
+}  # fmt: skip
+OTHER_DEVICES, NO_TPU = "only NVIDIA GPUs and CPUs are supported", "TPUs are not supported"
+REFUSED_TYPES: Mapping[str, str] = {
+    "XLA": NO_TPU, "TPU": NO_TPU, "MEGATRON_LM": "Megatron-LM is not supported; ZeRO-3 and FSDP2 shard large models",
+    "MULTI_XPU": OTHER_DEVICES, "MULTI_NPU": OTHER_DEVICES, "MULTI_HPU": OTHER_DEVICES,
+}  # fmt: skip
+READ = frozenset({
+    "distributed_type", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision",
+    "deepspeed_config", "fsdp_config",
+})  # fmt: skip
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "compute_environment": (("LOCAL_MACHINE",), "only `LOCAL_MACHINE` is supported"),
+    "use_cpu": ((True, *NOTHING), ""),
+    "debug": (NOTHING, "`debug` is not supported; the rank logs tell what failed"),
+    "main_training_function": (("main", None), "the program that runs is `sft_play.train`"),
+    "rdzv_backend": (("static", None), "only the static rendezvous is used: ranks keep to their machines"),
+    "same_network": ((True, *NOTHING), ""),
+    "gpu_ids": (("all", None), "set CUDA_VISIBLE_DEVICES instead of `gpu_ids`"),
+    "enable_cpu_affinity": (NOTHING, "CPU affinity is not supported"),
+    "downcast_bf16": (("no", *NOTHING), "it is for TPUs"),
+    "dynamo_config": (NOTHING, "torch.compile is not supported"),
+    "dynamo_backend": (("NO", "no", None), "torch.compile is not supported"),
+    "fp8_config": (NOTHING, "fp8 is not supported"),
+    "megatron_lm_config": (NOTHING, "Megatron-LM is not supported"),
+    "parallelism_config": (NOTHING, "only data parallelism (DDP, ZeRO, FSDP2) is supported"),
+    "mpirun_config": (NOTHING, "mpirun is not used; torch's wheels lack MPI"),
+    **dict.fromkeys(("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone"), (NOTHING, NO_TPU)),
+}
+"""Keys that may be in the file with one meaning only: the values, and the reason why another one is refused."""
+DEEPSPEED_KEYS: Mapping[str, str] = {
+    "zero_stage": "zero_optimization.stage",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+ONE_FORM = "checkpoints have one form for every strategy"
+FSDP_ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "fsdp_version": ((2,), ""),
+    "fsdp_auto_wrap_policy": (("TRANSFORMER_BASED_WRAP", None), "layers are wrapped one by one"),
+    "fsdp_state_dict_type": (("SHARDED_STATE_DICT", "FULL_STATE_DICT", None), ONE_FORM),
+    "fsdp_cpu_ram_efficient_loading": (
+        (True, False, None), "every rank reads the weights itself, which is safe for quantised and tied ones"
+    ),
+    "fsdp_offload_params": ((False, None), "offloading is done by ZeRO-3 (`deepspeed/zero3_offload.json`)"),
+    "fsdp_use_orig_params": ((True, None), "FSDP2 always keeps the original parameters"),
+    "fsdp_sync_module_states": ((True, None), "all ranks start from the same weights"),
+    "fsdp_backward_prefetch": (("BACKWARD_PRE", "NO_PREFETCH", None), "FSDP2 has no such setting"),
+    "fsdp_forward_prefetch": ((False, None), "FSDP2 has no such setting"),
+}  # fmt: skip
+WITHOUT_EFFECT = (("fsdp_state_dict_type", "FULL_STATE_DICT"), ("fsdp_cpu_ram_efficient_loading", True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,51 +106,12 @@ class AccelerateChoices:
     notices: tuple[str, ...] = ()
 
 
-STRATEGIES: Mapping[str, Literal["single", "ddp", "zero", "fsdp2"]] = {
-    "NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED": "zero", "FSDP": "fsdp2",
-}  # fmt: skip
-REFUSED_TYPES: Mapping[str, str] = {
-    "XLA": "TPUs are not supported",
-    "TPU": "TPUs are not supported",
-    "MEGATRON_LM": "Megatron-LM is not supported; ZeRO-3 and FSDP2 shard large models",
-    "MULTI_XPU": "only NVIDIA GPUs and CPUs are supported",
-    "MULTI_NPU": "only NVIDIA GPUs and CPUs are supported",
-    "MULTI_HPU": "only NVIDIA GPUs and CPUs are supported",
-}
-READ = frozenset({
-    "compute_environment", "distributed_type", "num_processes", "num_machines", "machine_rank", "main_process_ip",
-    "main_process_port", "mixed_precision", "deepspeed_config", "fsdp_config",
-})  # fmt: skip
-AGREE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "use_cpu": (lambda v: v in (False, True, None), ""),
-    "debug": (lambda v: v in (False, None), "`debug` is not supported; the rank logs tell what failed"),
-    "main_training_function": (lambda v: v in ("main", None), "the program that runs is `sft_play.train`"),
-    "rdzv_backend": (lambda v: v in ("static", None), "only the static rendezvous is used: ranks keep to their machines"),
-    "same_network": (lambda v: v in (True, False, None), ""),
-    "gpu_ids": (lambda v: v in ("all", None), "set CUDA_VISIBLE_DEVICES instead of `gpu_ids`"),
-    "enable_cpu_affinity": (lambda v: v in (False, None), "CPU affinity is not supported"),
-    "downcast_bf16": (lambda v: v in ("no", False, None), "it is for TPUs"),
-    "dynamo_config": (lambda v: not v, "torch.compile is not supported"),
-    "dynamo_backend": (lambda v: v in ("NO", "no", None), "torch.compile is not supported"),
-    "fp8_config": (lambda v: not v, "fp8 is not supported"),
-    "megatron_lm_config": (lambda v: not v, "Megatron-LM is not supported"),
-    "parallelism_config": (lambda v: not v, "only data parallelism (DDP, ZeRO, FSDP2) is supported"),
-    "mpirun_config": (lambda v: not v, "mpirun is not used; torch's wheels lack MPI"),
-    "tpu_env": (lambda v: not v, "TPUs are not supported"),
-    "tpu_use_cluster": (lambda v: v in (False, None), "TPUs are not supported"),
-    "tpu_use_sudo": (lambda v: v in (False, None), "TPUs are not supported"),
-    "tpu_name": (lambda v: v is None, "TPUs are not supported"),
-    "tpu_zone": (lambda v: v is None, "TPUs are not supported"),
-}
-"""Keys that may stand in the file with one meaning only: test, and the reason why another value is refused."""
-
-
 def machines_and_strategy(path: Path) -> tuple[int, str]:
     """Returns the machines that a file names, and its strategy where that is not plain data parallelism; 1 and nothing of no such file."""
     try:
         settings = read_plain_yaml(path)
     except UserError:
-        return 1, ""
+        settings = None
     if not isinstance(settings, dict):
         return 1, ""
     machines, kind = settings.get("num_machines"), str(settings.get("distributed_type", "NO"))
@@ -92,44 +119,57 @@ def machines_and_strategy(path: Path) -> tuple[int, str]:
 
 
 def read_accelerate_config(path: Path) -> AccelerateChoices:
-    """Returns the choices of `path`. Raises `UserError` with every key that cannot be honoured."""
+    """Returns the choices of `path`: every key is used, agrees with us, or is refused. Raises `UserError` with all that are refused."""
     source = read_yaml(path)
     settings = source.plain()
     if not isinstance(settings, dict):
         raise UserError("is not an accelerate config", place=str(path), hint="`make setup-accelerate` writes one")
     problems: list[UserError] = []
 
-    def refuse(text: str, hint: str | None = None) -> None:
-        key = text.partition("`")[2].partition("`")[0]
-        problems.append(UserError(text, place=_place(path, source, key), hint=hint))
+    def refuse(key: str, text: str, hint: str | None = None) -> None:
+        problems.append(UserError(text, place=source.place(path, key), hint=hint))
 
     kind = str(settings.get("distributed_type", ""))
-    if settings.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
-        refuse(f"`compute_environment` is `{settings['compute_environment']}`; only `LOCAL_MACHINE` is supported")
     if kind not in STRATEGIES:
-        refuse(f"`distributed_type` is `{kind}`: {REFUSED_TYPES.get(kind, f'expected one of {sorted(STRATEGIES)}')}")
+        reason = REFUSED_TYPES.get(kind, f"expected one of {sorted(STRATEGIES)}")
+        refuse("distributed_type", f"`distributed_type` is `{kind}`: {reason}")
     for key, value in settings.items():
-        if key in AGREE and not AGREE[key][0](value):
-            refuse(f"`{key}` is `{value}`: {AGREE[key][1]}")
-    unknown = sorted(set(settings) - READ - set(AGREE))
-    if unknown:
-        refuse(f"keys that are not understood: {', '.join(f'`{key}`' for key in unknown)}", "take them out")
-    numbers = {
-        key: _number(settings, key, refuse) for key in ("num_processes", "num_machines", "machine_rank", "main_process_port")
-    }
-    train = _precision(settings.get("mixed_precision"), refuse)
+        if key in ONLY and value not in ONLY[key][0]:
+            refuse(key, f"`{key}` is `{value}`: {ONLY[key][1]}")
+    if unknown := sorted(settings.keys() - READ - ONLY.keys()):
+        refuse(unknown[0], f"keys that are not understood: {', '.join(f'`{key}`' for key in unknown)}", "take them out")
+    for key in ("num_processes", "num_machines", "machine_rank", "main_process_port"):
+        value = settings.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            refuse(key, f"`{key}` is `{value}`; expected a whole number")
+            settings[key] = None
+    processes, machines = settings.get("num_processes"), settings.get("num_machines") or 1
+    if processes is not None and (processes < 1 or processes % machines):
+        text = f"`num_processes` is {processes} for {machines} machines; expected a multiple, the same number on every machine"
+        refuse("num_processes", text)
+    mixed = settings.get("mixed_precision")
+    if mixed not in (None, False, *PRECISIONS):
+        hint = "fp8 is not supported" if mixed == "fp8" else None
+        refuse("mixed_precision", f"`mixed_precision` is `{mixed}`; expected `no`, `bf16` or `fp16`", hint)
+    train: dict[str, Any] = {} if mixed is None else {"bf16": mixed == "bf16", "fp16": mixed == "fp16"}
     notices: list[str] = []
-    deepspeed = _deepspeed(path, settings.get("deepspeed_config") or {}, kind, notices, refuse)
-    fsdp = _fsdp(settings.get("fsdp_config") or {}, train, notices, refuse) if kind == "FSDP" else {}
+    deepspeed, fsdp = None, {}
+    try:
+        deepspeed = _deepspeed(path, settings.get("deepspeed_config") or {}, kind, source.place(path, "deepspeed_config"), refuse)
+    except UserError as error:
+        problems += getattr(error, "problems", [error])
+    if kind == "FSDP":
+        fsdp = _fsdp(settings.get("fsdp_config") or {}, train, notices, refuse)
     raise_all(problems)
+    several = machines > 1
     return AccelerateChoices(
         path=path,
         strategy=STRATEGIES[kind],
-        num_gpus=_per_node(numbers["num_processes"], numbers["num_machines"], path),
-        num_nodes=numbers["num_machines"],
-        node_rank=numbers["machine_rank"] if (numbers["num_machines"] or 1) > 1 else None,
-        master_address=settings.get("main_process_ip") if (numbers["num_machines"] or 1) > 1 else None,
-        master_port=numbers["main_process_port"] or None,
+        num_gpus=processes and processes // machines,
+        num_nodes=settings.get("num_machines"),
+        node_rank=settings.get("machine_rank") if several else None,
+        master_address=settings.get("main_process_ip") if several else None,
+        master_port=settings.get("main_process_port") or None,
         deepspeed=deepspeed,
         fsdp=fsdp,
         train=train,
@@ -140,80 +180,27 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
 Refuse = Callable[..., None]
 
 
-def _place(path: Path, source: yaml_source.Node, key: str) -> str:
-    """Returns `file:line` of a dotted key, or of the section around it, or the file."""
-    line: int | None = None
-    node = source
-    for name in key.split("."):
-        if not isinstance(node.value, dict) or name not in node.value:
-            break
-        node = node.value[name]
-        line = node.line or line
-    return f"{path}:{line}" if line else str(path)
-
-
-def _number(settings: Mapping[str, Any], key: str, refuse: Refuse) -> int | None:
-    value = settings.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        refuse(f"`{key}` is `{value}`; expected a whole number")
-        return None
-    return value
-
-
-def _per_node(processes: int | None, machines: int | None, path: Path) -> int | None:
-    if processes is None:
-        return None
-    if processes < 1 or processes % (machines or 1):
-        text = (
-            f"`num_processes` is {processes} for {machines or 1} machines; expected a multiple, the same number on every machine"
-        )
-        raise UserError(text, place=str(path))
-    return processes // (machines or 1)
-
-
-def _precision(value: Any, refuse: Refuse) -> dict[str, Any]:
-    if value in ("no", False):  # a bare `no` is false in YAML 1.1, and accelerate writes 'no'
-        return {"bf16": False, "fp16": False}
-    if value in ("bf16", "fp16"):
-        return {"bf16": value == "bf16", "fp16": value == "fp16"}
-    if value is not None:
-        refuse(
-            f"`mixed_precision` is `{value}`; expected `no`, `bf16` or `fp16`", "fp8 is not supported" if value == "fp8" else None
-        )
-    return {}
-
-
-DEEPSPEED_KEYS: Mapping[str, str] = {
-    "zero_stage": "zero_optimization.stage",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
-    "offload_param_device": "zero_optimization.offload_param.device",
-    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
-    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-}
-
-
-def _deepspeed(path: Path, section: Mapping[str, Any], kind: str, notices: list[str], refuse: Refuse) -> UserDeepSpeed | None:
+def _deepspeed(path: Path, section: Mapping[str, Any], kind: str, place: str, refuse: Refuse) -> UserDeepSpeed | None:
     if kind != "DEEPSPEED":
         if section:
-            refuse(
-                f"`deepspeed_config` is given, but `distributed_type` is `{kind}`", "make it `DEEPSPEED` or take the section out"
-            )
+            text = f"`deepspeed_config` is given, but `distributed_type` is `{kind}`"
+            refuse("deepspeed_config", text, "make it `DEEPSPEED` or take the section out")
         return None
     value: dict[str, Any] = {"zero_optimization": {"stage": 2}}
     file = section.get("deepspeed_config_file")
     for key, setting in section.items():
+        dotted = f"deepspeed_config.{key}"
         if key in ("deepspeed_config_file", "zero3_init_flag"):  # the worker decides how weights are first placed
             continue
         if key == "deepspeed_multinode_launcher":
             if setting != "standard":
-                refuse(f"`deepspeed_config.{key}` is `{setting}`; every node starts its own processes: expected `standard`")
+                refuse(dotted, f"`{dotted}` is `{setting}`; every node starts its own processes: expected `standard`")
         elif key not in DEEPSPEED_KEYS:
-            refuse(f"`deepspeed_config.{key}` is not understood", "take it out, or name a `deepspeed_config_file`")
+            refuse(dotted, f"`{dotted}` is not understood", "take it out, or name a `deepspeed_config_file`")
         elif file:
-            refuse(f"`deepspeed_config.{key}` stands beside `deepspeed_config_file`, of which accelerate uses only the file")
+            refuse(dotted, f"`{dotted}` is next to `deepspeed_config_file`, of which accelerate uses only the file")
+        elif key == "zero_stage" and setting not in (1, 2, 3):
+            refuse(dotted, f"`{dotted}` is `{setting}`; expected 1, 2 or 3")
         elif setting not in (None, "none"):
             target = value
             *parents, leaf = DEEPSPEED_KEYS[key].split(".")
@@ -222,63 +209,32 @@ def _deepspeed(path: Path, section: Mapping[str, Any], kind: str, notices: list[
             target[leaf] = setting
     if file:
         return examine_user_json(Path(file))
-    stage = value["zero_optimization"]["stage"]
-    if stage not in (1, 2, 3):
-        refuse(f"`deepspeed_config.zero_stage` is `{stage}`; expected 1, 2 or 3")
-        return None
-    return UserDeepSpeed(
-        document=JsonDocument(path=path, value=value, lines={}), settings=value, stage=stage, notices=tuple(notices)
-    )
-
-
-FSDP_AGREE: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "fsdp_auto_wrap_policy": (("TRANSFORMER_BASED_WRAP", None), "layers are wrapped one by one"),
-    "fsdp_state_dict_type": (("SHARDED_STATE_DICT", "FULL_STATE_DICT", None), "checkpoints have one form for every strategy"),
-    "fsdp_offload_params": ((False, None), "offloading is done by ZeRO-3 (`deepspeed/zero3_offload.json`)"),
-    "fsdp_use_orig_params": ((True, None), "FSDP2 always keeps the original parameters"),
-    "fsdp_sync_module_states": ((True, None), "all ranks start from the same weights"),
-    "fsdp_backward_prefetch": (("BACKWARD_PRE", "NO_PREFETCH", None), "FSDP2 has no such setting"),
-    "fsdp_forward_prefetch": ((False, None), "FSDP2 has no such setting"),
-}
-FSDP_SAID: Mapping[str, str] = {
-    "fsdp_cpu_ram_efficient_loading": "every rank reads the weights itself, which is safe for quantised and tied ones",
-    "fsdp_state_dict_type": "checkpoints have one form for every strategy",
-}
+    line = place.rpartition(":")[2]
+    return examine_settings(value, wrap(value, int(line) if line.isdigit() else None), path)
 
 
 def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str], refuse: Refuse) -> dict[str, Any]:
+    version = section.get("fsdp_version", "missing, which means 1")
+    if version != 2:  # the keys of version 1 have other meanings
+        hint = "run `accelerate config` again, or write `fsdp_version: 2`"
+        refuse("fsdp_config", f"`fsdp_config.fsdp_version` is {version}; only FSDP2 is supported", hint)
+        return {}
     passed: dict[str, Any] = {}
-    if section.get("fsdp_version", 1) != 2:
-        version = section.get("fsdp_version", "missing, which means 1")
-        refuse(
-            f"`fsdp_config.fsdp_version` is {version}; only FSDP2 is supported",
-            "run `accelerate config` again, or write `fsdp_version: 2`",
-        )
-        return passed  # the keys of version 1 have other meanings
     for key, value in section.items():
-        name = key if key.startswith("fsdp_") else f"fsdp_{key}"
-        if name == "fsdp_version":
-            continue
+        name, dotted = key if key.startswith("fsdp_") else f"fsdp_{key}", f"fsdp_config.{key}"
         if name == "fsdp_reshard_after_forward" and isinstance(value, bool):
             passed[name] = value
-        elif name == "fsdp_transformer_layer_cls_to_wrap" and isinstance(value, (str, NoneType)):
+        elif name == "fsdp_transformer_layer_cls_to_wrap" and (value is None or isinstance(value, str)):
             passed |= {name: value} if value else {}
         elif name == "fsdp_activation_checkpointing" and isinstance(value, bool):
             train["gradient_checkpointing"] = value
-        elif name in FSDP_SAID and (name not in FSDP_AGREE or value in FSDP_AGREE[name][0]):
-            if value not in (False, "SHARDED_STATE_DICT", None):
-                notices.append(f"`{key}: {value}` has no effect here: {FSDP_SAID[name]}")
-        elif name not in FSDP_AGREE:
-            refuse(f"`fsdp_config.{key}` is not understood", "take it out")
-        elif value not in FSDP_AGREE[name][0]:
-            refuse(f"`fsdp_config.{key}` is `{value}`: {FSDP_AGREE[name][1]}")
+        elif name not in FSDP_ONLY:
+            refuse(dotted, f"`{dotted}` is not understood", "take it out")
+        elif value not in FSDP_ONLY[name][0]:
+            refuse(dotted, f"`{dotted}` is `{value}`: {FSDP_ONLY[name][1]}")
+        elif (name, value) in WITHOUT_EFFECT:
+            notices.append(f"`{key}: {value}` has no effect here: {FSDP_ONLY[name][1]}")
     return passed
-
-
-DISTRIBUTED_TYPE: Mapping[Strategy, str] = {
-    "single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED",
-}  # fmt: skip
-MIXED_PRECISION: Mapping[Precision, str] = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 def accelerate_settings(
@@ -312,7 +268,7 @@ def accelerate_settings(
             "zero3_init_flag": strategy == "zero3",
         }
         return settings
-    settings["mixed_precision"] = MIXED_PRECISION[precision]
+    settings["mixed_precision"] = _mixed(precision)
     if strategy == "fsdp2":
         settings["fsdp_config"] = {
             "fsdp_version": 2,
@@ -325,6 +281,10 @@ def accelerate_settings(
             "fsdp_activation_checkpointing": False,
         }
     return settings
+
+
+def _mixed(precision: Precision) -> str:
+    return "no" if precision == "fp32" else precision
 
 
 def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp: Mapping[str, Any]) -> str:
@@ -340,3 +300,96 @@ def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp
     if plan.strategy == "fsdp2":
         settings["fsdp_config"] |= fsdp
     return "# Rendered by SFT-Play for this run; `accelerate launch --config_file` reads it.\n" + dump_yaml(settings)
+
+
+def main(call: Call) -> int:
+    """`make setup-accelerate`: writes the file, and prints the choices, or JSON. Raises `UserError` and `HardwareError`."""
+    path = Path(call.options.get("OUT") or DEFAULT_OUT)
+    _require_replaceable(path)
+    hardware, reasons = detect(), list[str]()
+    num_gpus, num_nodes = _processes(call, hardware, reasons)
+    precision = _precision(call.options.get("MIXED_PRECISION"), hardware, reasons)
+    strategy = _strategy(call.options.get("STRATEGY"), num_gpus * num_nodes, reasons)
+    content = accelerate_settings(
+        strategy=strategy,
+        device=hardware.kind,
+        precision=precision,
+        processes=num_gpus * num_nodes,
+        node=Node(count=num_nodes, master_port=29500 if num_nodes > 1 else 0),
+        deepspeed_file=Path("unused"),
+    )
+    if num_nodes > 1:  # each machine's own, given with the command
+        del content["main_process_ip"], content["machine_rank"]
+    if strategy.startswith("zero"):  # by its stage; a run's own DeepSpeed JSON is rendered from that
+        del content["deepspeed_config"]["deepspeed_config_file"]
+        content["deepspeed_config"]["zero_stage"] = int(strategy[-1])
+        content["mixed_precision"] = _mixed(precision)
+    used = f"ACCELERATE_CONFIG={path}"
+    write_text(
+        path, "# Written by `make setup-accelerate`; used by runs with ACCELERATE_CONFIG=<this file>.\n" + dump_yaml(content)
+    )
+    if call.json:
+        print(json.dumps({"path": str(path), "settings": content, "reasons": reasons}, indent=2))
+    else:
+        print("\n  ".join([f"wrote {path}", *reasons]))
+        print(f"it is used only where you name it: make {command_of(strategy)} CONFIG=... {used}")
+    return 0
+
+
+def _require_replaceable(path: Path) -> None:
+    """Raises `UserError` where `path` holds anything but an accelerate configuration, which may be written again."""
+    try:
+        found = read_plain_yaml(path) if path.is_file() else None
+    except UserError:
+        found = None
+    if path.exists() and not (isinstance(found, Mapping) and "compute_environment" in found):
+        message = "this is no accelerate configuration, so it is not replaced"
+        raise UserError(message, place=str(path), hint="name a file that does not exist with OUT=, or move this one away")
+
+
+def _processes(call: Call, hardware: Hardware, reasons: list[str]) -> tuple[int, int]:
+    """Returns the processes of each machine, and the machines."""
+    cuda = hardware.kind == "cuda"
+    available = len(hardware.devices) if cuda else hardware.cpu_threads
+    what = ", ".join(sorted({d.name for d in hardware.devices})) if cuda else f"a CPU with {available} threads"
+    typed, nodes = call.integer("NUM_GPUS", minimum=1), call.integer("NUM_NODES", minimum=1)
+    if typed and cuda and typed > available:
+        raise HardwareError(f"`NUM_GPUS` is {typed}, but this machine has {available}: {what}", hint=f"NUM_GPUS=1 to {available}")
+    number = typed or (available if cuda else min(2, available))
+    kind = ("GPU", "GPUs") if cuda else ("process on the CPU", "processes on the CPU")
+    reasons.append(f"{number} {kind[number > 1]}: {'NUM_GPUS' if typed else f'this machine has {what}'}")
+    reasons.append(f"{nodes or 1} machine{'s' if (nodes or 1) > 1 else ''}: {'NUM_NODES' if nodes else 'none other was named'}")
+    return number, nodes or 1
+
+
+def _precision(typed: str | None, hardware: Hardware, reasons: list[str]) -> Precision:
+    cuda, without = hardware.kind == "cuda", sorted({d.name for d in hardware.devices if not d.bf16})
+    if typed is not None and typed not in PRECISIONS:
+        raise UserError(f"`MIXED_PRECISION` is `{typed}`; expected `no`, `bf16` or `fp16`")
+    if typed == "bf16" and cuda and without:
+        text = f"`MIXED_PRECISION` is `bf16`, which {', '.join(without)} cannot compute"
+        raise HardwareError(text, hint="MIXED_PRECISION=fp16 or no")
+    if typed == "fp16" and not cuda:
+        raise HardwareError("`MIXED_PRECISION` is `fp16`, which CPUs cannot train in", hint="MIXED_PRECISION=no")
+    if typed is not None:
+        chosen, why = typed, "MIXED_PRECISION"
+    elif not cuda:
+        chosen, why = "no", "on a CPU fp32 is exact, and most have no faster type"
+    else:
+        chosen, why = ("fp16", "a GPU here lacks bf16") if without else ("bf16", "every GPU computes in bf16")
+    reasons.append(f"mixed precision {chosen}: {why}")
+    return PRECISIONS[chosen]
+
+
+def _strategy(typed: str | None, world: int, reasons: list[str]) -> Strategy:
+    known: Mapping[str, Strategy] = {name: name for name in DISTRIBUTED_TYPE}
+    if typed is not None and typed not in known:
+        raise UserError(f"`STRATEGY` is `{typed}`; expected one of {', '.join(f'`{name}`' for name in known)}")
+    if world == 1 and typed not in (None, "single"):
+        raise UserError(f"`STRATEGY` is `{typed}`, which needs at least 2 processes", hint="NUM_GPUS=2, or STRATEGY=single")
+    if world > 1 and typed == "single":
+        raise UserError(f"`STRATEGY` is `single`, but there are {world} processes", hint="NUM_GPUS=1 NUM_NODES=1")
+    unasked = ("single", "one process") if world == 1 else ("ddp", "the simplest; a plan says when it does not fit")
+    chosen, why = unasked if typed is None else (typed, "STRATEGY")
+    reasons.append(f"strategy {chosen}: {why}")
+    return known[chosen]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,3 +35,14 @@ class LaunchRequest:
     """Whether activations are recomputed because memory ran out at a micro-batch of 1; a typed `false` still counts."""
     unpack: bool = False
     """Whether rows stay unpacked because memory ran out with one pack; a typed `on` still counts."""
+
+
+COMMANDS: Mapping[str, str] = {
+    "single": "train", "ddp": "train-distributed", "auto": "train-distributed", "fsdp2": "train-fsdp", "zero": "train-deepspeed",
+}  # fmt: skip
+"""What a command stands for -> its name."""
+
+
+def command_of(strategy: str) -> str:
+    """Returns the command that trains by a strategy, such as `train-distributed`."""
+    return COMMANDS["zero" if strategy.startswith("zero") else strategy]

@@ -11,7 +11,7 @@ import pytest
 
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.errors import UserError
-from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings, known_keys, read_document, read_user_json, resolve
+from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings, examine_user_json, known_keys, read_user_json, resolve
 from sft_play.plan.plan import Plan, RankPlan
 
 CONFIG = Config(model=ModelConfig(name="tiny"))
@@ -43,10 +43,21 @@ def refusal(tmp_path: Path, text: str) -> str:
 
 
 def test_comments_trailing_commas_and_key_lines(tmp_path: Path) -> None:
-    text = '{\n  // a comment with "quotes" and {braces}\n  "a": "http://not-a-comment", /* b\n  c */ "b": {"d": [1, 2,],},\n}\n'
-    document = read_document(write(tmp_path / "x.json", text))
-    assert document.value == {"a": "http://not-a-comment", "b": {"d": [1, 2]}}
-    assert document.lines == {"a": 3, "b": 4, "b.d": 4}
+    text = (
+        '{\n\t// a comment with "quotes" and {braces}\n\t"wandb": "http://not-a-comment", /* b\n'
+        '  c */ "zero_optimization": {"stage": 1,},\n}\n'
+    )
+    user = read_user_json(write(tmp_path / "x.json", text))
+    assert user.settings == {"wandb": "http://not-a-comment", "zero_optimization": {"stage": 1}}
+    places = [user.place(key) for key in ("wandb", "zero_optimization.stage", "zero_optimization.none", "none")]
+    assert [place.rpartition("x.json")[2] for place in places] == [":3", ":4", ":4", ""]
+
+
+@pytest.mark.parametrize("text", ['"fp16": 1', '"optimizer": "Adam"', '"scheduler": {"params": 3}', '"bf16": [true]'])
+def test_a_section_that_is_no_object_is_refused_with_its_line(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError, match="expected an object") as caught:
+        examine_user_json(write(tmp_path / "ds.json", f'{{"zero_optimization": {{"stage": 2}},\n{text}}}'))
+    assert str(caught.value.place).endswith("ds.json:2")
 
 
 @pytest.mark.parametrize(
