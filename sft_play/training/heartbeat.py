@@ -27,7 +27,7 @@ from typing import Any, TextIO
 import psutil
 
 from sft_play.errors import RetryableError, UserError
-from sft_play.launch.beats import MARK, Beat, Sender
+from sft_play.launch.beats import LIMITS, MARK, Beat, Sender
 from sft_play.launch.verdict import LOST
 from sft_play.launch.watch import STACKS_SIGNAL
 from sft_play.runs.folder import RunFolder
@@ -37,7 +37,7 @@ from sft_play.training.memory_errors import Activity
 from sft_play.training.reach import Door, answers
 from sft_play.training.world import launched_world
 
-TICK_SECONDS, PERIOD_SECONDS, DEAD_SECONDS = 1.0, 2.0, 20.0
+TICK_SECONDS, PERIOD_SECONDS, DEAD_SECONDS = LIMITS.tick, 2.0, 20.0
 PATIENT_SECONDS = 60.0
 """For ranks of other machines that load or save, and whose machine answers: reading and writing gigabytes may hold Python's lock, and with
 it the beats. Whether it answers is looked at by rank 0, which all hear."""

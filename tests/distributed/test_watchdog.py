@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sft_play.launch.beats import SCALE
 from tests.conftest import environment
 from tests.fault_runs import Started, start, tiny_config
 
@@ -64,15 +65,15 @@ def test_a_killed_agent_is_named(variables: dict[str, str], config: str) -> None
         assert launch.events()[-1] | {"event": "failed", "code": 75, "rank": None} == launch.events()[-1]
 
 
-@pytest.mark.long
-def test_a_frozen_rank_is_named_within_30_seconds(variables: dict[str, str], config: str) -> None:
-    with start(variables, *TWO, config, name="frozen") as launch:
+@pytest.mark.parametrize("scale", [0.2, pytest.param(1.0, marks=pytest.mark.long)])
+def test_a_frozen_rank_is_named(scale: float, variables: dict[str, str], config: str) -> None:
+    with start({**variables, SCALE: str(scale)}, *TWO, config, name=f"frozen-{scale}") as launch:
         launch.wait_for_step(2)
         launch.workers()[1].send_signal(signal.SIGSTOP)
         code, error = launch.end(within=30)
         assert code == 75, error
         assert f"rank 1 ({socket.gethostname()}) is frozen" in error
-        assert "stopped by a signal for 20 s" in error
+        assert f"stopped by a signal for {20 * scale:.0f} s" in error
         assert str(launch.run / "logs" / "rank1.log") in error
         assert launch.left() == []
 
@@ -96,7 +97,6 @@ def test_a_pause_shorter_than_that_is_no_loss(variables: dict[str, str], config:
         assert launch.end(within=60)[0] == 143
 
 
-@pytest.mark.long
 def test_a_rank_that_waits_for_ever_is_named_with_the_stacks_of_all(variables: dict[str, str], config: str) -> None:
     words = ("TRAIN_DATALOADER_NUM_WORKERS=1", "LAUNCH_HANG_SECONDS=8")
     with start(variables, *TWO, config, *words, name="hang") as launch:
@@ -119,7 +119,6 @@ def test_a_rank_that_waits_for_ever_is_named_with_the_stacks_of_all(variables: d
         assert launch.events()[-1]["rank"] == 1
 
 
-@pytest.mark.long
 def test_a_rank_that_does_not_join_is_named(variables: dict[str, str], config: str) -> None:
     with start(variables, *TWO, config, "LAUNCH_TIMEOUT_SECONDS=1", name="absent") as launch:
         launch.wait_for(lambda: 1 in launch.workers())
