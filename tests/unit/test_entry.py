@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -78,6 +79,27 @@ def test_the_masters_own_localhost_becomes_an_address_that_others_see() -> None:
     with pytest.raises(HardwareError, match="this machine's own, and this is node 1"):
         normalised(TWO, {**environ, "PET_NODE_RANK": "1"})
     assert "MASTER_ADDR" not in added((*TWO, "MASTER_ADDR=127.0.0.1"), environ), "what was typed stays"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "master"),
+    [
+        (["::1", "fe80::1", "fd00::7"], "fd00::7"), (["fd00::7", "127.0.1.1", "10.0.0.7"], "10.0.0.7"), (["127.0.1.1"], "::1"), ([], "::1"),
+    ],
+)  # fmt: skip
+def test_a_master_whose_name_has_ipv6_addresses_only_is_found_there(
+    addresses: list[str], master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resolver's answers are given; no machine here has a name with such addresses."""
+
+    def resolved(*_: object, **__: object) -> list[tuple[object, ...]]:
+        if not addresses:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(None, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    environ = {**PYTORCHJOB, "PET_MASTER_ADDR": "::1", "PET_NODE_RANK": "0", "RANK": "0"}
+    assert added(TWO, environ)["MASTER_ADDR"] == master
 
 
 @pytest.mark.parametrize(
