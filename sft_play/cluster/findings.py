@@ -39,8 +39,8 @@ FASTER = 1.5
 """How many times as fast as the interface in use another one must be to be named."""
 ADAPTERS = 8_388_608
 """Parameters of a LoRA on q and v of a 7B model, r 16: the size in which a network's speed is given."""
-SUM_MEGABYTES = 8.0
-"""MiB that all machines sum, where the network is not too slow for it."""
+SUM_MEGABYTES, SUM_SECONDS = 8.0, 1.0
+"""MiB that all machines sum, where the network is not too slow for it: where that would take longer than the second, it is less."""
 
 
 # ---- What was measured
@@ -146,6 +146,15 @@ class Examined:
 def sum_seconds(size_bytes: float, machines: int, mbit: float) -> float:
     """Returns the seconds of a ring's sum, 2 (N - 1) / N * bytes / bandwidth: each machine sends and takes that much."""
     return 2 * (machines - 1) / machines * size_bytes / (mbit * 1e6 / 8)
+
+
+def sum_megabytes(examined: Examined) -> float:
+    """Returns how many MiB are summed: half as many, and so on, while that would take more than `SUM_SECONDS` on the slowest way."""
+    slowest = min((pair.mbit for pair in examined.pairs if pair.mbit), default=1000.0)
+    size = SUM_MEGABYTES
+    while size > SUM_MEGABYTES / 128 and sum_seconds(size * 2**20, len(examined.hosts), slowest) > SUM_SECONDS:
+        size /= 2
+    return size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -415,9 +424,9 @@ def _next_to_others(seen: Seen, examined: Examined, cluster: str) -> dict[str, A
     versions = [
         {"what": "Python", "theirs": python, "ours": other, "mild": python.rpartition(".")[0] == other.rpartition(".")[0]}
     ]
-    if first.software and seen.software and not seen.software["error"]:
+    if first.software and seen.software and not seen.software.get("error"):
         for key, what in (("torch", "torch"), ("cuda", "CUDA of torch"), ("nccl", "NCCL")):
-            versions.append({"what": what, "theirs": seen.software[key] or "none", "ours": first.software[key] or "none"})
+            versions.append({"what": what, "theirs": seen.software.get(key) or "none", "ours": first.software.get(key) or "none"})
     return {
         "twin": twin if twin != seen.host.name else None, "first": first.host.name,
         "versions_apart": [one for one in versions if one["theirs"] != one["ours"]],

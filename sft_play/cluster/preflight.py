@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.cluster import probe
-from sft_play.cluster.bring import code_files, project
+from sft_play.cluster.bring import project
 from sft_play.cluster.findings import (
     ADAPTERS,
     GIB,
-    SUM_MEGABYTES,
     Examined,
     Finding,
     Pair,
@@ -34,6 +33,7 @@ from sft_play.cluster.findings import (
     Summed,
     Wanted,
     judge,
+    sum_megabytes,
     sum_seconds,
     verdict,
 )
@@ -44,6 +44,7 @@ from sft_play.config.load import LoadedConfig, saved_form
 from sft_play.config.schema import Config
 from sft_play.errors import UserError, printable
 from sft_play.files import file_sha256
+from sft_play.runs.origin import SOURCES
 from sft_play.runs.prepared_index import lookup, sources_of
 
 SECONDS = 26.0
@@ -55,17 +56,12 @@ MEGABYTES = 16
 """Sent at most between two machines to see how fast that is: on a slower line as much as passes in half a second."""
 TORCH_SECONDS = 13.0
 """Kept for the import of torch, and the sum over all machines."""
-SUM_SECONDS, ONE_SUM_SECONDS = 15.0, 1.0
-"""For the sum; on a network on which one would take longer than the second, it is one of less."""
+SUM_SECONDS = 15.0
 END_SECONDS = 3.0
 BENCH_SECONDS = 1200.0
 """For one machine, the download of a model that it does not have yet included."""
 ROUND_TRIPS, MOST_PAIRS, MOST_DATA = 20, 12, 2_000
 PORT, FAILED = 29500, 3
-NOT_CODE = ("docs/", "tests/", "benchmarks/", "examples/")
-"""Files of the project that no run executes."""
-MOST_CODE_BYTES = 16 * 2**20
-"""Of one file of the project: a larger one is no code, and train-cluster compares it when it sends it."""
 BOOT = "import sys; exec(compile(sys.stdin.read(int(sys.stdin.readline())), 'probe', 'exec'))"
 """Runs the program whose length and text come first on stdin; the requests follow there."""
 BENCH = (
@@ -102,26 +98,17 @@ def main(call: Call) -> int:
 
 def wanted_of(config: Config | None, port: int) -> Wanted:
     """Returns what the machines shall agree with: this machine's code and, with a configuration, data and backend."""
-    try:
-        names = code_files()
-    except UserError:  # no git
-        names = [str(path.relative_to(project())) for path in sorted((project() / "sft_play").rglob("*.py"))]
-    files = {name: project() / name for name in names if not name.startswith(NOT_CODE)}
-    code = {name: file_sha256(path) for name, path in files.items() if path.is_file() and path.stat().st_size <= MOST_CODE_BYTES}
+    package, here = project() / "sft_play", Path.cwd()
+    files = [path for path in sorted(package.rglob("*")) if path.suffix in SOURCES and path.is_file()]
+    code = {str(path.relative_to(project())): file_sha256(path) for path in files}
     if config is None:
         return Wanted(port=port, code=code)
-    known, here = lookup(config), Path.cwd()
     data = sorted(itertools.islice(_data_files(config), MOST_DATA))
-    return Wanted(
-        port=port,
-        backend=config.launch.backend,
-        code=code,
-        data={str(path.relative_to(here) if path.is_relative_to(here) else path): path.stat().st_size for path in data},
-        prepared={Path(split.path).name: split.fingerprint for split in (known.train, known.validation) if split}
-        if known
-        else {},
-        shared=config.data.sync == "shared",
-    )
+    sizes = {str(path.relative_to(here) if path.is_relative_to(here) else path): path.stat().st_size for path in data}
+    known = lookup(config)
+    rows = {Path(split.path).name: split.fingerprint for split in (known.train, known.validation) if split} if known else {}
+    shared = config.data.sync == "shared"
+    return Wanted(port=port, backend=config.launch.backend, code=code, data=sizes, prepared=rows, shared=shared)
 
 
 def _data_files(config: Config) -> Iterator[Path]:
@@ -220,8 +207,6 @@ class Examination:
             self.each(self.software)
             self.found.summed = self.sum_over_all()
         finally:
-            for one in self.probes.values():
-                one.requests.close()
             self.parallel(one.close for one in self.probes.values())
         self.found.seconds = SECONDS - self.left()
         return self.found
@@ -233,11 +218,12 @@ class Examination:
         with ThreadPoolExecutor(max_workers=len(self.inventory.hosts)) as pool:
             started = [pool.submit(call) for call in calls]
             try:
-                for one in started:
-                    one.result()
+                for future in started:
+                    future.result()
             except BaseException:  # Ctrl-C: whoever waits for an answer gets to know that there will be none
-                for probe in self.probes.values():
-                    probe.process.kill()
+                self.until = 0.0
+                for one in self.probes.values():
+                    one.process.kill()
                 raise
 
     def each(self, call: Callable[[Seen], None]) -> None:
@@ -245,43 +231,43 @@ class Examination:
         self.parallel(partial(call, seen) for seen in self.found.hosts.values() if seen.answers)
 
     def ask(self, seen: Seen, name: str, most: float, /, **request: Any) -> dict[str, Any]:
-        """Returns an answer; empty where there is none: a host that is silent once is lost from then on."""
+        """Returns an answer, which may be an `error`; empty where there is none: a host that is silent once is lost from then on."""
         if not seen.answers:
             return {}
         try:
-            answer = self.probes[seen.host.name].call(name, max(0.5, min(most, self.left())), **request)
+            return self.probes[seen.host.name].call(name, max(0.5, min(most, self.left())), **request)
         except (TimeoutError, EOFError) as error:
-            answer = {"error": str(error)}
-        if "error" in answer and name != "software":
-            seen.lost = f"{name}: {answer['error']}"
+            seen.lost = f"{name}: {error}"
             return {}
-        return answer
 
     def meet(self, seen: Seen) -> None:
-        """Waits for the host's Python, compares the clocks, asks for what costs little."""
-        for system in (
-            False,
-            True,
-        ):  # where the environment is missing, the machine's own Python: clock, disks, cards and ports need none
+        """Waits for the host's Python, compares the clocks, asks for what costs little.
+
+        Where the environment is missing the machine's own Python answers: clock, disks, cards and ports need none.
+        """
+        for system in (False, True):
             one = self.probes[seen.host.name] = Probe(seen.host, self.inventory, system=system)
             try:
                 one.greeting(max(0.5, min(START_SECONDS, self.left())))
+                seen.start, seen.without = None, seen.code
+                break
             except (TimeoutError, EOFError) as error:
                 code, said = self.probes.pop(seen.host.name).close()
                 if not system:
                     seen.start, seen.code = said or str(error), code
                 if code not in WITHOUT:
                     return
-            else:
-                seen.start, seen.without = None, seen.code
-                break
         self.clock(seen)
         master, others = self.inventory.master, [host for host in self.inventory.hosts if host != seen.host]
         towards = master if seen.host != master else (others or [master])[0]
         wanted = self.wanted if not seen.without else Wanted(port=0)
         names = {"code": list(wanted.code), "data": list(wanted.data), "prepared": list(wanted.prepared)}
         ports = [0, self.wanted.port] if seen.host == master else [0]
-        seen.facts = self.ask(seen, "facts", 10, towards=towards.address, ports=ports, **names)
+        found = self.ask(seen, "facts", 10, towards=towards.address, ports=ports, **names)
+        if "error" in found:
+            seen.lost = f"facts: {found['error']}"
+        else:
+            seen.facts = found
 
     def clock(self, seen: Seen) -> None:
         trips = []
@@ -376,26 +362,15 @@ class Examination:
         return summed
 
     def sum_now(self, summed: Summed, limit: float, rank: int, seen: Seen) -> None:
-        place = {"backend": summed.backend, "address": self.inventory.master.address, "port": self.wanted.port, "rank": rank}
-        interface = seen.host.interface or seen.route.get("interface") or ""
-        size = {"world": len(self.found.hosts), "megabytes": summed.megabytes, "timeout": limit}
-        try:
-            answer = self.probes[seen.host.name].call("all_reduce", limit + 0.5, interface=interface, **place, **size)
-        except (TimeoutError, EOFError) as error:
-            answer = {"error": str(error)}
-        if "error" in answer:
-            summed.errors[seen.host.name] = answer["error"]
-        else:
+        answer = self.ask(
+            seen, "all_reduce", limit + 0.5, backend=summed.backend, address=self.inventory.master.address, port=self.wanted.port, rank=rank,
+            world=len(self.found.hosts), interface=seen.host.interface or seen.route.get("interface") or "",
+            megabytes=summed.megabytes, timeout=limit,
+        )  # fmt: skip
+        if "seconds" in answer:
             summed.seconds = max(summed.seconds or 0.0, answer["seconds"])
-
-
-def sum_megabytes(examined: Examined) -> float:
-    """Returns how many MiB are summed: half as many, and so on, while that would take more than `ONE_SUM_SECONDS` on the slowest way."""
-    slowest = min((pair.mbit for pair in examined.pairs if pair.mbit), default=1000.0)
-    size = SUM_MEGABYTES
-    while size > SUM_MEGABYTES / 128 and sum_seconds(size * 2**20, len(examined.hosts), slowest) > ONE_SUM_SECONDS:
-        size /= 2
-    return size
+        else:
+            summed.errors[seen.host.name] = answer.get("error") or seen.lost or "no answer"
 
 
 def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
@@ -413,27 +388,20 @@ def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
 
 def as_json(examined: Examined, inventory: Inventory, findings: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
     """Returns everything that was measured and found."""
-    hosts = {
-        name: {
-            "verdict": verdict(findings[name]),
-            "findings": [dataclasses.asdict(one) for one in findings[name]],
-            "address": seen.host.address,
-            "skew_seconds": seen.skew_seconds,
-            "ssh_ms": seen.ssh_ms,
-            "software": seen.software,
-            **{key: value for key, value in seen.facts.items() if key not in ("packages", "listens", "code", "data", "prepared")},
-        }
-        for name, seen in examined.hosts.items()
-    }
-    return {
-        "ok": all(host["verdict"] != "fail" for host in hosts.values()),
-        "seconds": round(examined.seconds, 2),
-        "master": inventory.master.name,
-        "hosts": hosts,
-        "pairs": [dataclasses.asdict(pair) for pair in examined.pairs],
-        "further_ways": [dataclasses.asdict(pair) for pair in examined.others],
-        "all_reduce": dataclasses.asdict(examined.summed) if examined.summed else None,
-    }
+    found = {
+        "ok": all(verdict(some) != "fail" for some in findings.values()), "seconds": round(examined.seconds, 2), "master": inventory.master.name,
+        "pairs": examined.pairs, "further_ways": examined.others, "all_reduce": examined.summed,
+        "hosts": {
+            name: {
+                "verdict": verdict(findings[name]), "findings": findings[name], "address": seen.host.address, "skew_seconds": seen.skew_seconds,
+                "ssh_ms": seen.ssh_ms, "software": seen.software,
+                **{key: value for key, value in seen.facts.items() if key not in ("packages", "listens", "code", "data", "prepared")},
+            }
+            for name, seen in examined.hosts.items()
+        },
+    }  # fmt: skip
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=dataclasses.asdict))
+    return plain
 
 
 def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: Mapping[str, Sequence[Finding]]) -> Iterator[str]:
@@ -489,7 +457,7 @@ def _network(examined: Examined) -> Iterator[str]:
         size = f"{ADAPTERS / 1e6:.1f} M parameters in fp32 ({ADAPTERS * 4 / 1e6:.0f} MB)"
         yield f"gradients of {size} would take {seconds:.2f} s a step at the slowest speed"
     summed = examined.summed
-    if summed and summed.seconds is not None:
+    if summed and summed.seconds is not None and not summed.errors:
         yield f"a sum of {summed.megabytes:g} MiB over all machines ({summed.backend}): {summed.seconds:.3f} s"
     elif summed:
         yield f"a sum over all machines ({summed.backend}): {'not tried, ' + summed.skipped if summed.skipped else 'failed'}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,68 +176,70 @@ def test_several_faults_at_once(net: Lan) -> None:
     assert checked.json["all_reduce"]["skipped"]
 
 
-@pytest.mark.long
-def test_closed_master_port(net: Lan) -> None:
-    rules = "table inet t {\n chain c {\n type filter hook input priority 0\n tcp dport 29500 drop\n }\n}\n"
+@contextlib.contextmanager
+def mounted(net: Lan, k: int, *mounts: Sequence[str | Path]) -> Iterator[None]:
+    """Mounts something on a host; the last word of each is the place."""
+    for words in mounts:
+        done = net.run(k, ["mount", *words])
+        assert done.returncode == 0, done.stderr
+    yield
+    for words in reversed(mounts):
+        net.run(k, ["umount", "-l", words[-1]])
+
+
+@contextlib.contextmanager
+def firewall(net: Lan, k: int, rules: str) -> Iterator[None]:
     need("nft")
-    (net.folder / "rules").write_text(rules)
-    assert net.run(0, ["nft", "-f", net.folder / "rules"]).returncode == 0
-    try:
-        checked = check(net)
-        other = check(net, None, "MASTER_PORT=29507")
-    finally:
-        net.run(0, ["nft", "flush", "ruleset"])
+    (net.folder / "rules").write_text(f"table inet t {{\n chain c {{\n type filter hook input priority 0\n {rules}\n }}\n}}\n")
+    assert net.run(k, ["nft", "-f", net.folder / "rules"]).returncode == 0
+    yield
+    net.run(k, ["nft", "flush", "ruleset"])
+
+
+@pytest.mark.long
+def test_closed_ports(net: Lan) -> None:
+    """The master's port, which another one gets round; a firewall that lets in SSH only, by which gloo would hang without a word."""
+    with firewall(net, 0, "tcp dport 29500 drop"):
+        checked, other = check(net), check(net, None, "MASTER_PORT=29507")
     assert checked.fails() == {"node1": {"port-closed"}, "node2": set(), "node3": set()}
     text = checked.found("node1")["port-closed"]
     assert "`node2`, `node3`" in text
     assert "ufw allow from 192.168.77.12 to any port 29500" in text
     assert other.code == 0
     assert other.json["all_reduce"]["seconds"]
-
-
-@pytest.mark.long
-def test_closed_high_ports(net: Lan) -> None:
-    """A firewall that lets in SSH only: gloo would hang without a word."""
-    rules = (
-        'table inet t {\n chain c {\n type filter hook input priority 0\n policy drop\n iif "lo" accept\n'
-        " ct state established,related accept\n tcp dport 22 accept\n }\n}\n"
-    )
-    need("nft")
-    (net.folder / "rules").write_text(rules)
-    assert net.run(2, ["nft", "-f", net.folder / "rules"]).returncode == 0
-    try:
+    with firewall(net, 2, 'policy drop; iif "lo" accept; ct state established,related accept; tcp dport 22 accept'):
         checked = check(net)
-    finally:
-        net.run(2, ["nft", "flush", "ruleset"])
     assert checked.fails() == {"node1": set(), "node2": set(), "node3": {"ports-closed"}}
     assert "`node1`, `node2`" in checked.found("node3")["ports-closed"]
     assert checked.seconds < 35
 
 
 @pytest.mark.long
-def test_full_disk(net: Lan) -> None:
-    runs = Path(net.variables["RUNS_DIR"])
-    runs.mkdir(exist_ok=True)
-    assert net.run(1, ["mount", "-t", "tmpfs", "-o", "size=1m", "none", runs]).returncode == 0
+def test_other_files_and_disks(net: Lan) -> None:
+    """Other code, a full disk, `127.0.1.1 NAME` on one; other data, and nothing that can be written, on another: no file is left there."""
+    changed, hosts, runs = net.folder / "errors.py", net.folder / "debian_hosts", Path(net.variables["RUNS_DIR"])
+    target, data = net.folder / "project" / "sft_play" / "errors.py", net.hosts[2].private[net.folder / "data"] / "train.jsonl"
+    kept = data.read_text()
+    changed.write_text(target.read_text() + "\n# changed\n")
+    hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node2\n")
+    folders = [net.folder / "project", net.folder / "cache", runs, Path.home()]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    own = [("--bind", changed, target), ("-t", "tmpfs", "-o", "size=1m", "none", runs), ("--bind", hosts, "/etc/hosts")]
+    read_only = [words for one in folders for words in (("--bind", one, one), ("-o", "remount,ro,bind", one))]
+    data.write_text(kept + "{}\n")
     try:
-        checked = check(net)
+        with mounted(net, 1, *own), mounted(net, 2, *read_only):
+            assert net.run(2, ["touch", net.folder / "project" / "x"]).returncode != 0
+            checked = check(net, None, f"CONFIG={configuration(net)}", defaults={"interface": None})
     finally:
-        net.run(1, ["umount", runs])
-    assert checked.fails() == {"node1": set(), "node2": {"disk"}, "node3": set()}
+        data.write_text(kept)
+    assert checked.fails() == {"node1": set(), "node2": {"code", "disk"}, "node3": {"data", "read-only"}}
+    assert "`sft_play/errors.py`" in checked.found("node2")["code"]
     assert str(runs) in checked.found("node2")["disk"]
-
-
-@pytest.mark.long
-def test_other_data(net: Lan) -> None:
-    path = net.hosts[2].private[net.folder / "data"] / "train.jsonl"
-    kept = path.read_text()
-    path.write_text(kept + "{}\n")
-    try:
-        checked = check(net, None, f"CONFIG={configuration(net)}")
-    finally:
-        path.write_text(kept)
-    assert checked.fails() == {"node1": set(), "node2": set(), "node3": {"data"}}
+    assert "192.168.77.12 node2" in checked.found("node2", "warning")["own-name"]
     assert "train.jsonl" in checked.found("node3")["data"]
+    assert checked.json["all_reduce"]["seconds"]
 
 
 @pytest.mark.long
@@ -267,21 +270,6 @@ def test_other_prepared_rows(tmp_path: Path, tiny: Path) -> None:
     assert checked.fails() == {"node1": set(), "node2": {"data"}, "node3": {"data"}}
     assert f"other prepared rows than here: `{manifest.parent.name}`" in checked.found("node2")["data"]
     assert f"`{cache}` has no `train-" in checked.found("node3")["data"]
-
-
-@pytest.mark.long
-def test_other_code(net: Lan) -> None:
-    """A file of the project that is not the same on one machine."""
-    changed = net.folder / "errors.py"
-    target = net.folder / "project" / "sft_play" / "errors.py"
-    changed.write_text(target.read_text() + "\n# changed\n")
-    assert net.run(1, ["mount", "--bind", changed, target]).returncode == 0
-    try:
-        checked = check(net)
-    finally:
-        net.run(1, ["umount", target])
-    assert checked.fails() == {"node1": set(), "node2": {"code"}, "node3": set()}
-    assert "`sft_play/errors.py`" in checked.found("node2")["code"]
 
 
 @pytest.mark.long
@@ -377,38 +365,6 @@ def test_all_pairs_of_a_slow_network_are_measured(net: Lan) -> None:
     assert 0.5 <= checked.json["all_reduce"]["megabytes"] <= 4
     assert checked.json["all_reduce"]["seconds"] > 0.2
     assert checked.json["seconds"] < 30
-
-
-@pytest.mark.long
-def test_leaves_no_file_behind(net: Lan) -> None:
-    """A machine on which nothing can be written is checked like any other, and that it is so is what is found."""
-    folders = [net.folder / "project", net.folder / "cache", net.folder / "runs", Path.home()]
-    for folder in folders:
-        folder.mkdir(exist_ok=True)
-        assert net.run(1, ["mount", "--bind", folder, folder]).returncode == 0
-        assert net.run(1, ["mount", "-o", "remount,ro,bind", folder]).returncode == 0
-    try:
-        assert net.run(1, ["touch", net.folder / "project" / "x"]).returncode != 0
-        checked = check(net)
-    finally:
-        for folder in reversed(folders):
-            net.run(1, ["umount", "-l", folder])
-    assert checked.fails() == {"node1": set(), "node2": {"read-only"}, "node3": set()}
-    assert checked.json["all_reduce"]["seconds"]
-
-
-@pytest.mark.long
-def test_own_name_is_loopback(net: Lan) -> None:
-    """Debian's `127.0.1.1 NAME`: named where no interface is given, with what to write instead."""
-    hosts = net.folder / "debian_hosts"
-    hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node2\n")
-    assert net.run(1, ["mount", "--bind", hosts, "/etc/hosts"]).returncode == 0
-    try:
-        checked = check(net, defaults={"interface": None})
-    finally:
-        net.run(1, ["umount", "/etc/hosts"])
-    assert checked.code == 0
-    assert "192.168.77.12 node2" in checked.found("node2", "warning")["own-name"]
 
 
 @pytest.mark.long

@@ -17,7 +17,20 @@ from typing import Any
 import pytest
 
 from sft_play.cluster import preflight, probe
-from sft_play.cluster.findings import GIB, RULES, Examined, Finding, Pair, Seen, Summed, Wanted, judge, sum_seconds, verdict
+from sft_play.cluster.findings import (
+    GIB,
+    RULES,
+    Examined,
+    Finding,
+    Pair,
+    Seen,
+    Summed,
+    Wanted,
+    judge,
+    sum_megabytes,
+    sum_seconds,
+    verdict,
+)
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.load import load_config
 from tests.conftest import ROOT, Program
@@ -361,7 +374,7 @@ def test_pairs_for_which_no_time_was_left_are_named() -> None:
 def test_the_sum_fits_the_slowest_line(mbit: float | None, size: float) -> None:
     """Three machines; a second a sum, where 64 KiB do not take longer."""
     pairs = [Pair("a", "b", None, 0.2, 940.0), Pair("b", "c", None, 0.2, mbit), Pair("c", "a", "timed out")]
-    assert preflight.sum_megabytes(Examined(hosts={name: seen(0) for name in NAMES}, pairs=pairs if mbit else [])) == size
+    assert sum_megabytes(Examined(hosts={name: seen(0) for name in NAMES}, pairs=pairs if mbit else [])) == size
 
 
 # ---- BENCH=1

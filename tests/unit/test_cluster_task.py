@@ -17,7 +17,7 @@ from typing import cast
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.cluster import bring, preflight, remote
+from sft_play.cluster import remote
 from sft_play.cluster.agent import Agent, Message
 from sft_play.cluster.board import Board, Logs
 from sft_play.cluster.session import Node, Session
@@ -215,13 +215,3 @@ def test_a_record_that_cannot_be_written_ends_nothing(run: RunFolder, capsys: py
     session._receive()
     assert node.records == {1: ({"code": 4}, 1.0)} and node.code == 4
     assert "exit-rank1.json cannot be written: " in capsys.readouterr().err
-
-
-def test_large_files_of_the_project_are_not_hashed_by_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sft_play").mkdir()
-    (tmp_path / "sft_play" / "a.py").write_text("")
-    with (tmp_path / "sft_play" / "weights.py").open("wb") as stream:
-        stream.truncate(preflight.MOST_CODE_BYTES + 1)
-    for module in (bring, preflight):
-        monkeypatch.setattr(module, "project", lambda: tmp_path)
-    assert list(preflight.wanted_of(None, 29500).code) == ["sft_play/a.py"]
