@@ -93,7 +93,8 @@ class DataSource:
     )
     """How a row becomes a training example; `auto` goes by the columns."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Names of the file's columns where they are not the format's own: `{question: frage, answer: antwort}`."""
+    """Names of the file's columns where they are not the format's own: `{question: frage, answer: antwort}`; `messages.role`,
+    `messages.content` and `messages.role.user` are those within a conversation."""
     filter: str | None = None
     """Keep only the rows for which this condition over columns holds: `lang == "en" and score >= 3`."""
     weight: float | None = None

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.words import kind_of
+from sft_play.config.words import kind_of, names_of
 from sft_play.data.arrow_read import read_arrow, read_parquet
 from sft_play.data.documents import DOCUMENTS, Skipped, read_document
 from sft_play.data.encodings import CONVERT, printable, refuse_wide
@@ -27,6 +27,8 @@ TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 TABLES = (*TEXTS, ".parquet", ".arrow")
 HEADER_BYTES = 1 << 16
 QUOTES = "a value that holds the separator, a line end or a quote stands in quotes, and a quote in it is written twice"
+OF_A_ROW = ("messages", "conversations", "prompt", "completion", "tools")
+"""Lists of objects that one row has."""
 MARKS = {"\t": "tabs", ",": "commas"}
 ENDINGS = "json, jsonl, csv, tsv, parquet, arrow, txt, md, html, docx or pdf"
 
@@ -87,24 +89,39 @@ def _read_jsonl(path: Path) -> Iterator[Placed]:
 
 def _read_json(path: Path) -> Iterator[Placed]:
     with open_bytes(path) as stream:
-        first = next((line.removeprefix(b"\xef\xbb\xbf").strip() for line in stream if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
+        lines = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in stream)
+        first, more = [*islice((line for line in lines if line), 2), b"", b""][:2]
     if not first:
         return
-    if first == b"{":
-        raise DataError("is one JSON object over several lines; expected a list of rows, or one object a line", place=str(path))
-    if first.startswith(b"{"):  # JSON lines under the name .json
+    if (
+        first.startswith(b"{") and first.endswith(b"}") and (more or not _rows_in(_parse(first.decode("utf-8"), path, 1)))
+    ):  # JSON lines
         yield from _read_jsonl(path)
         return
     with open_bytes(path) as stream:
         rows = _parse(stream.read().decode("utf-8-sig"), path, 1)
+    name = "row"
+    if isinstance(rows, dict):  # an export: its rows, beside what else is said of them
+        lists = _rows_in(rows)
+        if len(lists) != 1:
+            found = f"lists in it are {names_of(dict.fromkeys(lists))}" if lists else "no list in it holds rows"
+            raise DataError(f"is one JSON object over several lines; expected a list of rows: {found}", place=str(path))
+        name = f"row of `{lists[0]}`"
+        rows = rows[lists[0]]
     if not isinstance(rows, list):
         raise DataError("is neither a list of rows nor one JSON object a line", place=str(path))
     for index, row in enumerate(rows):
-        place = f"{path}, row {index + 1}"
+        place = f"{path}, {name} {index + 1}"
         try:
             yield _object(row, place)
         except DataError as error:
             yield place, error
+
+
+def _rows_in(found: Any) -> list[str]:
+    """Returns the names of an object's lists of objects that are no turns."""
+    lists = [name for name, value in found.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    return [name for name in lists if name not in OF_A_ROW]
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

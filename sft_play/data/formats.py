@@ -163,6 +163,16 @@ def recognise(row: Row) -> str:
     near = [name for name, (columns, _) in FORMATS.items() if any(row.get(column) is not None for column in columns)]
     if len(near) == 1:
         _require(row, near[0])
+    turns = next(
+        (name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], Mapping)), None
+    )
+    if turns is not None:
+        keys = [f"`{key}`" for key in row[turns][0]]
+        names = f"columns: {{messages: {turns}, messages.role: NAME, messages.content: NAME, messages.role.user: VALUE}}"
+        raise DataError(
+            f"no format fits the columns {names_of(row)}",
+            hint=f"a conversation has other names, too: `{names}`; a turn in `{turns}` has {', '.join(keys)}; the row is {shown(row)}",
+        )
     known = "; ".join(f"{name}: {', '.join(sorted(columns))}" for name, (columns, _) in FORMATS.items())
     raise DataError(
         f"no format fits the columns {names_of(row)}",

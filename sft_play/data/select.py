@@ -61,7 +61,13 @@ def _fitting(rows: Iterator[Placed], source: DataSource, left: LeftOut) -> Itera
 
 
 def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """Returns a row under new names: `columns` is new name -> the file's. Raises `DataError` for a column that is not there."""
+    """Returns a row under new names: `columns` is new name -> the file's. Raises `DataError` for a column that is not there.
+
+    Names with a dot are those within the turns: `messages.role: from`, and of their values, `messages.role.user: customer|visitor`.
+    """
+    of_turns = {*row, *columns}
+    within = {new: old for new, old in columns.items() if "." in new and new.partition(".")[0] in of_turns}
+    columns = {new: old for new, old in columns.items() if new not in within}
     missing = sorted({name for name in columns.values() if name not in row})
     if missing:
         raise DataError(
@@ -72,7 +78,23 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
         )
     used = set(columns.values())
     kept = {name: value for name, value in row.items() if name not in used}
-    return kept | {new: row[name] for new, name in columns.items()}
+    made = kept | {new: row[name] for new, name in columns.items()}
+    for column in {new.partition(".")[0] for new in within}:
+        if isinstance(turns := made.get(column), list):
+            names = {new.removeprefix(f"{column}."): old for new, old in within.items() if new.startswith(f"{column}.")}
+            made[column] = [_turn(turn, names) if isinstance(turn, Mapping) else turn for turn in turns]
+    return made
+
+
+def _turn(turn: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a turn under new names, `role` -> the file's, and with new values, `role.user` -> the file's, `|` between several."""
+    keys = {old: new for new, old in names.items() if "." not in new}
+    made = {keys.get(key, key): value for key, value in turn.items() if key in keys or key not in keys.values()}
+    for new, old in names.items():
+        key, dot, value = new.partition(".")
+        if dot and made.get(key) in old.split("|"):
+            made[key] = value
+    return made
 
 
 def _first(rows: Iterator[Placed], count: int, left: LeftOut) -> Iterator[Placed]:

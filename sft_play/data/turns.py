@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sft_play.config.words import kind_of
+from sft_play.config.words import kind_of, names_of
 from sft_play.data.example import Message
 from sft_play.data.values import text_of
 from sft_play.errors import DataError
@@ -60,12 +60,13 @@ def chat_turns(found: Any, name: str) -> list[Message]:
 def chat_turn(message: Any, name: str) -> Message:
     """Returns one `role` and `content` mapping made uniform. Raises `DataError`."""
     if not isinstance(message, Mapping) or "role" not in message:
-        raise DataError(f"`{name}` is not a mapping with `role` and `content`")
+        raise _no_turn(message, name)
     role = message["role"]
     if role not in ROLES:
         role = ALSO_CALLED.get(role) if isinstance(role, str) else None
         if role is None:
-            raise DataError(f"`{name}.role` is `{message['role']}`", hint=f"roles are {', '.join(ROLES)}")
+            hint = f"roles are {', '.join(ROLES)}; others by their names: `columns: {{messages.role.user: {message['role']}}}`"
+            raise DataError(f"`{name}.role` is `{message['role']}`", hint=hint)
     if len(message) == 2 and "content" in message:  # the usual turn, without the look-ups for what is rare
         turn: Message = {"role": role, "content": content_of(message["content"], f"{name}.content")}
     else:
@@ -75,12 +76,19 @@ def chat_turn(message: Any, name: str) -> Message:
     return turn
 
 
+def _no_turn(message: Any, name: str) -> DataError:
+    if not isinstance(message, Mapping):
+        return DataError(f"`{name}` is {kind_of(message)}; expected a mapping with `role` and `content`")
+    hint = "other names: `columns: {messages: ..., messages.role: NAME, messages.content: NAME, messages.role.user: VALUE}`"
+    return DataError(f"`{name}` lacks `role` or `content`; it has {names_of(message)}", hint=hint)
+
+
 def _full_turn(message: Mapping[str, Any], role: str, name: str) -> Message:
     calls = tool_calls(message, name) if role == "assistant" else []
     content = message.get("content")
     if content is None and not calls:
         if "content" not in message:
-            raise DataError(f"`{name}` is not a mapping with `role` and `content`")
+            raise _no_turn(message, name)
         raise DataError(f"`{name}.content` is empty; expected text")
     turn: Message = {"role": role, "content": "" if content is None else content_of(content, f"{name}.content")}
     train = _train(message, name)

@@ -53,7 +53,7 @@ def test_memory_of_cards_beside_what_a_configuration_needs(program: Program, tmp
     env = nvml_path(tmp_path / "nvml", H200, T4)
     done = program("memory-check", "CONFIG=configs/run_bnb.yaml", env=env | {"CUDA_VISIBLE_DEVICES": "0"})
     assert done.code == 0, done.err
-    assert "cuda:0  NVIDIA H200: 9.80 GiB of 139.80 GiB used, 130.00 GiB free" in done.out
+    assert "cuda:0  NVIDIA H200: 9.80 GiB of 140 GiB used, 130 GiB free" in done.out
     assert "3.00 GiB  " in done.out and "(pid " in done.out
     assert "may be used: fits" in done.out
     facts = program("memory-check", "JSON=1", env=env).json

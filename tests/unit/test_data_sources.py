@@ -15,6 +15,8 @@ import pytest
 from pyarrow import ipc, parquet
 
 from sft_play.config.schema import DataSource
+from sft_play.data.formats import recognise, to_example
+from sft_play.data.questions import read_questions
 from sft_play.data.read import LeftOut, files_of, read_file, read_source
 from sft_play.errors import DataError
 
@@ -146,6 +148,38 @@ def test_a_header_that_names_a_column_twice_is_refused(tmp_path: Path) -> None:
 
 def test_one_object_over_several_lines_is_no_list(tmp_path: Path) -> None:
     assert "one JSON object over several lines" in refused(write(tmp_path / "a.json", b'{\n "a": 1\n}\n')).message
+    turns = b'{\n "messages": [{"role": "user", "content": "q"}]\n}'
+    assert "no list in it holds rows" in refused(write(tmp_path / "a.json", turns)).message
+    assert "lists in it are `a`, `b`" in refused(write(tmp_path / "a.json", b'{\n "a": [{}],\n "b": [{}]}')).message
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_export_has_its_rows_beside_what_else_it_says(indent: int | None, tmp_path: Path) -> None:
+    export = {"version": 2, "tags": ["a"], "tickets": ROWS}
+    path = write(tmp_path / "a.json", json.dumps(export, indent=indent).encode())
+    assert rows_of(path) == ROWS
+    one = write(tmp_path / "one.json", b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}')
+    assert [list(row) for row in rows_of(one)] == [["messages"]], "one row of JSON lines"
+
+
+THREAD = {
+    "messages": "thread", "messages.role": "from", "messages.content": "body", "messages.role.user": "customer|visitor",
+    "messages.role.assistant": "agent",
+}  # fmt: skip
+
+
+def test_a_conversation_under_other_names(tmp_path: Path) -> None:
+    turns = [{"from": who, "at": 1, "body": f"by {who}"} for who in ("system", "customer", "agent", "visitor", "agent")]
+    path = write(tmp_path / "a.jsonl", json.dumps({"id": 1, "from": "x", "thread": turns}).encode())
+    [row] = rows_of(path, columns=THREAD)
+    example = to_example(row, "messages", place="", source=0)
+    assert [turn["role"] for turn in example.messages or []] == ["system", "user", "assistant", "user", "assistant"]
+    assert [turn["content"] for turn in example.messages or []] == [turn["body"] for turn in turns]
+    [question] = read_questions(path, [THREAD])
+    assert question.reference == "by agent" and question.messages[-1] == {"role": "user", "content": "by visitor"}
+    with pytest.raises(DataError) as caught:
+        recognise(rows_of(path)[0])
+    assert "columns: {messages: thread, messages.role: NAME," in (caught.value.hint or ""), "no format has such names"
 
 
 # ---- Folders

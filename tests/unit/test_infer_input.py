@@ -44,7 +44,7 @@ def test_json_lines_hold_prompts_and_conversations(tmp_path: Path) -> None:
         ('{"prompt": 3}', "`prompt` is a number; expected text"),
         ('{"messages": []}', "no assistant message"),
         ('{"messages": "x"}', "expected a list of messages"),
-        ('{"messages": [{"role": "user"}]}', "is not a mapping with `role` and `content`"),
+        ('{"messages": [{"role": "user"}]}', "`messages[0]` lacks `role` or `content`; it has `role`"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "holds no turn that could be answered"),
     ],
 )
