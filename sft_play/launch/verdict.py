@@ -418,38 +418,19 @@ def read_counter(file: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def counters_of(pid: int, proc: Path = Path("/proc")) -> list[Path]:
+def counters_of(pid: int, proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> list[Path]:
     """Returns the counter files of a process's memory cgroup and of all its parents, v2 and v1, those that exist."""
     try:
-        groups = (proc / str(pid) / "cgroup").read_text(encoding="utf-8")
-        mounts = (proc / "self" / "mountinfo").read_text(encoding="utf-8")
+        groups = (proc / str(pid) / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # it has gone, or this is no Linux
         return []
     found: list[Path] = []
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            kind, name = ("cgroup2", "memory.events") if controllers == "" else ("cgroup", "memory.oom_control")
-            for root, mount in _mounts(mounts, kind):
-                found += [folder / name for folder in _with_parents(path, root, mount) if (folder / name).is_file()]
-    return found
-
-
-def _mounts(mountinfo: str, kind: str) -> list[tuple[str, Path]]:
-    """Returns (root, mount point) of each mounted hierarchy of a kind; of v1's, those with the memory controller."""
-    found = []
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        fields, described = before.split(), after.split()
-        if len(fields) < 5 or len(described) < 3 or described[0] != kind:
+    for controllers, path in (line.split(":", 2)[1:] for line in groups):
+        if controllers and "memory" not in controllers.split(","):
             continue
-        if kind == "cgroup2" or "memory" in described[2].split(","):
-            found.append((fields[3], Path(fields[4])))
+        top, name = (mounted / "memory", "memory.oom_control") if controllers else (mounted, "memory.events")
+        parts = Path(path).parts[1:]
+        seen = (top.joinpath(*parts[skipped:]) for skipped in range(len(parts)))  # a container sees the tree below its own cgroup
+        inner = next((folder for folder in seen if folder.is_dir()), top)
+        found += [folder / name for folder in (inner, *inner.parents) if folder.is_relative_to(top) and (folder / name).is_file()]
     return found
-
-
-def _with_parents(path: str, root: str, mount: Path) -> list[Path]:
-    """Returns the folder of a cgroup and of its parents. `root` is what of the hierarchy a container sees at `mount`."""
-    inside = path[len(root.rstrip("/")) :] if path == root or path.startswith(root.rstrip("/") + "/") else "/"
-    folder = mount / inside.strip("/")
-    return [folder, *(parent for parent in folder.parents if parent == mount or mount in parent.parents)]

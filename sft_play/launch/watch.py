@@ -13,15 +13,14 @@ from itertools import pairwise
 
 import psutil
 
-from sft_play.launch.beats import LIMITS, Beat, Listener, may_beat
+from sft_play.launch.beats import LIMITS, Beat, Listener
 from sft_play.launch.run_folder import exit_records
 from sft_play.launch.verdict import Loss, MemoryKills
 from sft_play.runs.folder import RunFolder
 
 LONGEST_LOOK = 1.0
 """Seconds that count at most between two looks: a launcher that was itself suspended must not blame its workers."""
-BEATLESS_MODULE = "sft_play.probe"
-WORKER_MODULES = frozenset({"sft_play.train", BEATLESS_MODULE})
+WORKER_MODULES = frozenset({"sft_play.train", "sft_play.probe"})
 AGENT_MODULE = "accelerate.commands.launch"
 BUSY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_TRACING_STOP})
 """States in which a silent process is not dead: it computes, or a debugger holds it."""
@@ -29,14 +28,16 @@ FRESH_SECONDS = 5.0
 """A worker that has said for longer than this that it saves may be frozen."""
 
 
+SILENT = (LIMITS.dead, "no beat and no processor time", "")
 FROZEN = {
-    psutil.STATUS_STOPPED: ("stopped by a signal", ""),
+    psutil.STATUS_STOPPED: (LIMITS.dead, "stopped by a signal", ""),
     psutil.STATUS_DISK_SLEEP: (
+        LIMITS.in_kernel,
         "waiting in the kernel, nothing read or written,",
         "a disk (NFS) or a GPU does not answer; `dmesg` may say which",
     ),
 }
-"""State -> how a frozen process is described, and a hint."""
+"""State -> seconds after which a process in it is frozen, how that is said, and a hint."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,15 +60,13 @@ class Watch:
     beats: Listener
     workers: dict[psutil.Process, int] = field(default_factory=dict)
     """Every worker that was ever seen, with its rank."""
-    signs: dict[int, Signs] = field(default_factory=dict)
+    signs: dict[psutil.Process, Signs] = field(default_factory=dict)
     loss: Loss | None = None
     """What was seen first."""
     lost_at: float | None = None
     looked_at: float = field(default_factory=time.monotonic)
     watched_seconds: float = 0.0
     """Since the start of this attempt; time in which the launcher itself was suspended does not count."""
-    agent_stopped: float = 0.0
-    """Seconds for which the workers' parent has been stopped by a signal."""
 
     def look(self) -> None:
         """Takes note of new workers, and of the first that has gone with an error, without a record, or has stopped living."""
@@ -77,9 +76,9 @@ class Watch:
         self._find_workers()
         for worker in self.workers:
             self.kills.follow(worker.pid)
-        frozen_agent = self._frozen_agent(passed)
+        frozen = self._frozen(heard, passed)
         if self.loss is None:
-            found = frozen_agent or self._gone() or self._frozen(heard, passed) or self._never_heard() or self._hanging()
+            found = self._gone() or frozen or self._hanging()
             if found:
                 self.loss, self.lost_at = found, now
 
@@ -123,66 +122,38 @@ class Watch:
                 return Loss(cause="failed" if record else "killed", rank=rank)
         return None
 
-    def _frozen_agent(self, passed: float) -> Loss | None:
-        """The workers' parent, stopped by a signal: it keeps their store, and would never say that they have ended."""
-        with contextlib.suppress(psutil.Error):
-            stopped = psutil.Process(self.agent).status() == psutil.STATUS_STOPPED
-            self.agent_stopped = self.agent_stopped + passed if stopped else 0.0
-            if self.agent_stopped > LIMITS.dead:
-                who = "the process that had started the workers (`accelerate launch`)"
-                text = f"{who} is frozen: stopped by a signal for {LIMITS.dead:.0f} s; all ranks were stopped"
-                return Loss(cause="agent", rank=None, text=text)
-        return None
-
     def _frozen(self, heard: set[int], passed: float) -> Loss | None:
-        """A worker without any sign of life. A thread that holds Python's lock in a long call silences the beats, but uses the
-        processor, or reads and writes; a process that was stopped does neither, nor one whose disk or device does not answer."""
+        """The workers' parent, which keeps their store and would never say that they have ended, or a worker without any sign of life.
+
+        A thread that holds Python's lock in a long call silences the beats, but uses the processor, or reads and writes; a process that was
+        stopped does neither, nor one whose disk or device does not answer.
+        """
+        with contextlib.suppress(psutil.Error):
+            if found := self._stuck(psutil.Process(self.agent), passed):
+                text = f"the process that had started the workers (`accelerate launch`) is frozen: {found[0]}"
+                return Loss(cause="agent", rank=None, text=text, hint=found[1])
         for worker, rank in self.workers.items():
+            beating = rank in self.beats.heard or self.watched_seconds > LIMITS.first_beat
             with contextlib.suppress(psutil.Error):
-                signs, state = self.signs.setdefault(rank, Signs()), worker.status()
-                spent = (*worker.cpu_times()[:2], *(worker.io_counters() if state == psutil.STATUS_DISK_SLEEP else ()))
-                stopped = state == psutil.STATUS_STOPPED
-                known = stopped or rank in self.beats.heard
-                if not known or rank in heard or spent != signs.spent or state in BUSY:
-                    signs.spent, signs.silent_seconds = spent, 0.0
-                    continue
-                signs.silent_seconds += passed
-                limit = LIMITS.in_kernel if state == psutil.STATUS_DISK_SLEEP else LIMITS.dead
-                if signs.silent_seconds > limit and not self.run.rank_exit(rank).exists():
-                    how, hint = FROZEN.get(state, ("no beat and no processor time", ""))
+                found = self._stuck(worker, passed, heard=rank in heard, silent=beating)
+                if found and not self.run.rank_exit(rank).exists():
                     where = f" {self.beats.latest[rank].where()}" if rank in self.beats.latest else ""
-                    text = (
-                        f"rank {rank} ({socket.gethostname()}) is frozen{where}: {how} for {limit:.0f} s; all ranks were stopped"
-                    )
-                    return Loss(cause="frozen", rank=rank, text=text, hint=hint)
+                    text = f"rank {rank} ({socket.gethostname()}) is frozen{where}: {found[0]}"
+                    return Loss(cause="frozen", rank=rank, text=text, hint=found[1])
         return None
 
-    def _never_heard(self) -> Loss | None:
-        """Ranks that hang before their first beat (an import from a disk that does not answer), or that were never started."""
-        if self.watched_seconds < LIMITS.first_beat or not may_beat() or self._probing():
+    def _stuck(
+        self, process: psutil.Process, passed: float, *, heard: bool = False, silent: bool = False
+    ) -> tuple[str, str] | None:
+        """Returns how a process is frozen, and a hint. `silent`: one that sends beats, so that no beat (`heard`) is a sign too."""
+        signs, state = self.signs.setdefault(process, Signs()), process.status()
+        spent = (*process.cpu_times()[:2], *(process.io_counters() if state == psutil.STATUS_DISK_SLEEP else ()))
+        if heard or state in BUSY or spent != signs.spent or (state not in FROZEN and not silent):
+            signs.spent, signs.silent_seconds = spent, 0.0
             return None
-        missing = [rank for rank in self.ranks if rank not in self.beats.latest and not self.run.rank_exit(rank).exists()]
-        if not missing:
-            return None
-        alive = {rank: worker for worker, rank in self.workers.items() if is_alive(worker)}
-        # Nobody asks the others: the signal ends a process that does not know it yet
-        stacks = keep_stacks(self.run, {rank: worker for rank, worker in alive.items() if rank in self.beats.latest})
-        lines = [*(f"  rank {rank}: {_state(alive.get(rank))}" for rank in missing), describe(self.beats.latest, stacks, missing)]
-        who, host = "rank" if len(missing) == 1 else "ranks", socket.gethostname()
-        text = f"{who} {', '.join(map(str, missing))} ({host}) gave no sign of life in {LIMITS.first_beat:.0f} s since the start"
-        hint = (
-            f"look whether the disks of Python's packages and of {self.run.path} answer; the launcher's log is in {self.run.logs}"
-        )
-        rank = missing[0] if len(missing) == 1 else None
-        return Loss(cause="hang", rank=rank, text="\n".join([f"{text}; all ranks were stopped", *filter(None, lines)]), hint=hint)
-
-    def _probing(self) -> bool:
-        """Whether these workers measure memory: they send no beats."""
-        for worker in self.workers:
-            with contextlib.suppress(psutil.Error):
-                if BEATLESS_MODULE in worker.cmdline():
-                    return True
-        return False
+        signs.silent_seconds += passed
+        seconds, how, hint = FROZEN.get(state, SILENT)
+        return (f"{how} for {seconds:.0f} s; all ranks were stopped", hint) if signs.silent_seconds > seconds else None
 
     def _hanging(self) -> Loss | None:
         """All ranks quiet beyond what their phase allows: those that wait for one that saves or evaluates have its patience."""
@@ -212,14 +183,6 @@ def _in_kernel(worker: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return bool(worker.status() == psutil.STATUS_DISK_SLEEP)
     return False
-
-
-def _state(worker: psutil.Process | None) -> str:
-    """Returns what a process that says nothing does, as the kernel sees it."""
-    with contextlib.suppress(psutil.Error):
-        if worker is not None:
-            return f"process {worker.pid}, {worker.status()}, {sum(worker.cpu_times()[:2]):.1f} s of processor time"
-    return "no process"
 
 
 def is_worker(arguments: Sequence[str]) -> bool:

@@ -185,35 +185,28 @@ def test_a_stop_on_request_is_never_recovered(tmp_path: Path) -> None:
 
 
 def test_counters_of_both_versions_with_their_parents(tmp_path: Path) -> None:
-    second, first = tmp_path / "unified", tmp_path / "memory"
-    for folder in (second / "a" / "b", first / "docker" / "x"):
-        folder.mkdir(parents=True)
-    (second / "a" / "b" / "memory.events").touch()
-    (second / "a" / "memory.events").touch()
-    (first / "docker" / "x" / "memory.oom_control").touch()
-    (first / "memory.oom_control").touch()
-    for name in ("self", "7"):
-        (tmp_path / "proc" / name).mkdir(parents=True)
-    (tmp_path / "proc" / "7" / "cgroup").write_text("4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n0::/a/b\n")
-    mounts = f"30 25 0:26 / {first} rw - cgroup cgroup rw,memory\n31 25 0:27 / {tmp_path}/cpu rw - cgroup cgroup rw,cpu\n"
-    (tmp_path / "proc" / "self" / "mountinfo").write_text(f"{mounts}32 25 0:28 / {second} rw shared:4 - cgroup2 cgroup2 rw\n")
-    found = counters_of(7, tmp_path / "proc")
-    assert found == [
-        first / "docker" / "x" / "memory.oom_control", first / "memory.oom_control", second / "a" / "b" / "memory.events",
-        second / "a" / "memory.events",
-    ]  # fmt: skip
+    inner, outer = tmp_path / "a" / "b", tmp_path / "memory" / "docker" / "x"
+    counters = [
+        outer / "memory.oom_control",
+        tmp_path / "memory" / "memory.oom_control",
+        inner / "memory.events",
+        inner.parent / "memory.events",
+    ]
+    for file in counters:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "cgroup").write_text("4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n0::/a/b\n")
+    assert counters_of(7, tmp_path, tmp_path) == counters
 
 
 def test_a_container_sees_its_own_part_of_the_tree(tmp_path: Path) -> None:
-    mount = tmp_path / "cgroup"
-    (mount / "inner").mkdir(parents=True)
-    (mount / "inner" / "memory.events").touch()
-    for name in ("self", "7"):
-        (tmp_path / "proc" / name).mkdir(parents=True)
-    (tmp_path / "proc" / "7" / "cgroup").write_text("0::/pod/box/inner\n")
-    (tmp_path / "proc" / "self" / "mountinfo").write_text(f"32 25 0:28 /pod/box {mount} rw - cgroup2 cgroup2 rw\n")
-    assert counters_of(7, tmp_path / "proc") == [mount / "inner" / "memory.events"]
-    assert counters_of(8, tmp_path / "proc") == []
+    (tmp_path / "inner").mkdir(parents=True)
+    (tmp_path / "inner" / "memory.events").touch()
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "cgroup").write_text("0::/pod/box/inner\n")
+    assert counters_of(7, tmp_path, tmp_path) == [tmp_path / "inner" / "memory.events"]
+    assert counters_of(8, tmp_path, tmp_path) == []
 
 
 @pytest.fixture
