@@ -41,9 +41,9 @@ ROWS ?= 200000
 $(foreach v,$(typed),$(eval unexport $(v)))
 
 override commands := quickstart config plan data inspect gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
-	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve runs stop logs stamp audit bench soak tensorboard \
+	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve runs stop logs stamp bench soak tensorboard \
 	tensorboard-stop cluster-check cluster-install train-cluster cluster-status cluster-logs cluster-stop slurm kubernetes init help
-override others := install test check test-all test-gpu accept-gpu bench-training bench-evaluation bench-saving bench-preparation format render
+override others := install audit test check test-all test-gpu accept-gpu bench-training bench-evaluation bench-saving bench-preparation format render
 .PHONY: $(commands) $(others)
 
 # A command refuses the variables that it does not know; without one, nobody would.
@@ -62,8 +62,6 @@ $(commands): $(VENV)/.runtime
 .DEFAULT:
 	@if [ -x $(bin)/python ]; then exec $(bin)/python -m sft_play $(call quoted,@) --from-make; \
 	else printf 'error: there is no target `%s`\n\nhint: `make help` lists all commands\n' $(call quoted,@) >&2; exit 2; fi
-
-audit: $(VENV)/.audit
 
 # A virtual environment with the pinned dependencies; made again when the pins are newer than it.
 install: $(VENV)/.runtime
@@ -89,6 +87,10 @@ check: $(VENV)/.dev
 	@$(bin)/mypy
 	@$(bin)/lint-imports --no-logo
 	$(pytest) tests/unit tests/contract -m "not long and not gpu and not slow"
+
+# Fails where a package has a hole, and (`--strict`) where no advisories of it could be asked for.
+audit: $(VENV)/.audit
+	@$(bin)/python -m pip_audit --requirement constraints.txt --no-deps --disable-pip --strict
 
 test-all: $(VENV)/.bench
 	$(pytest) $(call quoted,TESTS) -m "not gpu and not quiet"

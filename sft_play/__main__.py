@@ -182,12 +182,6 @@ COMMANDS: dict[str, Command] = {
         RUN | {"A", "B", "CHECKPOINT"},
         overrides=False,
     ),
-    "audit": Command(
-        "sft_play.launch.audit:main",
-        "known holes in the dependencies, and whether all are pinned",
-        frozenset({"JSON"}),
-        overrides=False,
-    ),
     "bench": Command(
         "sft_play.bench:main",
         "measure this machine and some training steps, so that the forecast is right",
@@ -223,6 +217,7 @@ MAKEFILE_TARGETS = {
     "check": "the fast part of the suite, with lint, types and layers",
     "test-all": "the long tests too",
     "test-gpu": "the tests that need a GPU",
+    "audit": "known holes in the pinned packages, by pip-audit",
     "accept-gpu": "on one GPU, offline, within 25 minutes: what works, how exactly, how fast; STEPS=8-12 for a part",
     "bench-training": "training compared with transformers' Trainer and TRL",
     "bench-evaluation": "answers a second compared with plain `generate`",

@@ -1,10 +1,9 @@
-"""`make stamp` as a user calls it: one stamp, two stamps, and what is not there; and `make audit`."""
+"""`make stamp` as a user calls it: one stamp, two stamps, and and what is not there."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from sft_play.launch.audit import direct_dependencies, environment, read_answer, read_pins, unpinned
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import RULES, Stamp, compare, refuse
 from sft_play.stamps import parts_of, run_again
-from tests.conftest import Done, Program, call_program, run_program
+from tests.conftest import Done, call_program
 from tests.conftest import environment as variables
 from tests.documents import ROOT
 from tests.plans import simple_plan
@@ -203,115 +201,3 @@ def test_the_command_that_repeats_a_run_is_its_own(
     assert again.startswith(said) and "NUM_GPUS=2" in again
     assert ("DEEPSPEED_CONFIG=" in again) == ("zero" in said or "deepspeed" in said)
     assert "$$(touch x)" in again and "'" in again, "as a shell and make take it letter for letter"
-
-
-# ---- audit
-
-
-def test_every_installed_requirement_is_pinned() -> None:
-    pins, _ = read_pins(ROOT / "constraints.txt")
-    direct = list(direct_dependencies(ROOT / "pyproject.toml", pins))
-    assert list(unpinned(direct, pins)) == []
-    without = {name: version for name, version in pins.items() if name != "urllib3"}
-    [(name, by)] = unpinned(direct, without)
-    assert name == "urllib3" and by in pins
-
-
-def test_every_direct_dependency_is_pinned() -> None:
-    pins, problems = read_pins(ROOT / "constraints.txt")
-    assert problems == []
-    loose = [one.name for one in direct_dependencies(ROOT / "pyproject.toml", pins) if one.pinned is None]
-    assert loose == []
-
-
-def test_a_line_that_pins_nothing_is_named(tmp_path: Path) -> None:
-    (tmp_path / "constraints.txt").write_text(
-        "# a note\ntorch==2.13.0\nnumpy>=2\n-r other.txt\nTorch==2.13.0\n\npyyaml==6.0  # why\n"
-    )
-    pins, problems = read_pins(tmp_path / "constraints.txt")
-    assert pins == {"torch": "2.13.0", "pyyaml": "6.0"}
-    assert [problem.partition(": ")[0] for problem in problems] == ["constraints.txt:3", "constraints.txt:4", "constraints.txt:5"]
-
-
-STAND_IN = """
-import json, os, sys
-answer = os.environ["ANSWER"]
-open(os.environ["HEARD"], "w").write(json.dumps(sys.argv[1:]))
-if answer == "unreachable":
-    print("ERROR:pip_audit._cli:Could not connect to the vulnerability service", file=sys.stderr)
-    sys.exit(1)
-lines = [line.split("==") for line in open(sys.argv[sys.argv.index("--requirement") + 1]).read().split() if "==" in line]
-hole = {"id": "PYSEC-2026-1", "fix_versions": ["9.9"], "aliases": ["CVE-2026-1"], "description": "a\\nhole"}
-found = [{"name": name, "version": version, "vulns": [hole] if answer == "hole" and name == "pyyaml" else []} for name, version in lines]
-if answer in ("skipped", "ignorant"):
-    found[: 1 if answer == "skipped" else None] = [
-        {"name": entry["name"], "skip_reason": "not on the index"} for entry in found[: 1 if answer == "skipped" else None]
-    ]
-print(json.dumps({"dependencies": found, "fixes": []}))
-sys.exit(1 if answer == "hole" else 0)
-"""
-"""Speaks as `pip-audit` does, for what it may answer; the real one needs the index."""
-
-
-@pytest.fixture
-def audit(tmp_path: Path) -> Any:
-    (tmp_path / "pip_audit.py").write_text(STAND_IN)
-    shutil.copytree(ROOT / "sft_play", tmp_path / "sft_play", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    pins, _ = read_pins(ROOT / "constraints.txt")
-    (tmp_path / "constraints.txt").write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
-
-    def run(answer: str, *words: str) -> Done:
-        extra = {"ANSWER": answer, "HEARD": str(tmp_path / "heard"), "PYTHONPATH": str(tmp_path)}
-        return run_program(["audit", *words], variables(tmp_path, tmp_path, extra), timeout=60, cwd=tmp_path)
-
-    return run
-
-
-def test_an_audit_tells_holes_and_what_was_not_asked(audit: Any, tmp_path: Path) -> None:
-    holes = audit("hole", "JSON=1")
-    assert holes.code == 3, holes.err
-    (hole,) = holes.json["asked"]["holes"]
-    assert (hole["package"], hole["id"], hole["fixed"], hole["text"]) == ("pyyaml", "PYSEC-2026-1 CVE-2026-1", "9.9", "a hole")
-    heard = json.loads((tmp_path / "heard").read_text())
-    assert {"--no-deps", "--disable-pip"} <= set(heard), "nothing is installed or resolved for an audit"
-    shown = audit("hole")
-    assert shown.code == 3 and "PYSEC-2026-1" in shown.out and "9.9" in shown.out
-    away = audit("unreachable")
-    assert away.code == 3 and "known holes: could not be asked for" in away.out and away.out.count("Could not connect") == 2
-    skipped = audit("skipped", "JSON=1")
-    assert skipped.code == 3 and list(skipped.json["asked"]["silent"].values()) == ["not on the index"]
-    ignorant = audit("ignorant")
-    assert ignorant.code == 3, "pip-audit itself ends with 0 where the service knows no package, and says that there is no hole"
-    assert "could not be asked for" in ignorant.out and "not on the index" in ignorant.out
-
-
-def test_an_audit_without_a_finding_is_clean(audit: Any) -> None:
-    found = audit("nothing", "JSON=1").json
-    assert found["asked"]["holes"] == [] and found["asked"]["packages"] == found["pins"] > 100
-    assert found["clean"] == (found["problems"] == [])
-
-
-def test_an_audit_without_pip_audit_says_so(in_process: Program) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("pip_audit"):
-        pytest.skip("pip-audit is installed, and would ask the index")
-    found = in_process("audit")
-    assert found.code == 3 and "could not be asked for" in found.out and "make audit" in found.out
-
-
-def test_an_audit_goes_through_pips_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".config" / "pip").mkdir(parents=True)
-    (tmp_path / ".config" / "pip" / "pip.conf").write_text("[global]\ncert = /a/ca.crt\nproxy = http://proxy:3128\n")
-    found = environment({"PATH": "/bin", "MAKEFLAGS": "x"})
-    assert found == {"PATH": "/bin", "REQUESTS_CA_BUNDLE": "/a/ca.crt", "HTTPS_PROXY": "http://proxy:3128"}
-    assert environment({"PIP_CERT": "/b.crt", "HTTPS_PROXY": "mine"})["REQUESTS_CA_BUNDLE"] == "/b.crt"
-    assert environment({"PIP_CERT": "/b.crt", "HTTPS_PROXY": "mine"})["HTTPS_PROXY"] == "mine"
-
-
-def test_an_answer_with_two_holes_in_one_package() -> None:
-    holes = [{"id": "A-1", "fix_versions": [], "description": ""}, {"id": "A-2", "fix_versions": ["2"], "aliases": []}]
-    found = read_answer([{"name": "x", "version": "1", "vulns": holes}])
-    assert [(hole.id, hole.fixed) for hole in found.holes] == [("A-1", ""), ("A-2", "2")]

@@ -1,0 +1,52 @@
+"""All that is installed is pinned in `constraints.txt`: what `make audit` asks about is what runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import tomllib
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.documents import ROOT
+
+WITH_PYTHON = {"pip", "setuptools", "wheel"}
+"""They come with the virtual environment."""
+
+
+def pinned() -> list[Requirement]:
+    """Returns the lines of `constraints.txt`."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [Requirement(text) for line in lines if (text := line.partition("#")[0].strip())]
+
+
+def test_every_line_pins_one_version_and_no_package_twice() -> None:
+    found = pinned()
+    assert all([one.operator for one in line.specifier] == ["=="] for line in found)
+    assert len({canonicalize_name(one.name) for one in found}) == len(found) > 100
+
+
+def test_everything_that_is_needed_is_pinned_and_installed_so() -> None:
+    pins = {canonicalize_name(one.name): one for one in pinned()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    waiting = [(Requirement(text), {""}) for group in groups for text in group]
+    loose = {one.name for one, _ in waiting if canonicalize_name(one.name) not in pins and "==" not in str(one.specifier)}
+    assert loose == set(), "named in pyproject.toml"
+    seen = set()
+    while waiting:
+        requirement, extras = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        wanted = not requirement.marker or any(requirement.marker.evaluate({"extra": extra}) for extra in extras)
+        if not wanted or (name, *requirement.extras) in seen or name in WITH_PYTHON:
+            continue
+        seen.add((name, *requirement.extras))
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of a group that is not installed here
+        assert name in pins or "==" in str(requirement.specifier), f"{name} is installed and not pinned"
+        assert name not in pins or pins[name].specifier.contains(version.partition("+")[0]), (
+            f"{name} {version} is not the pinned one"
+        )
+        waiting += [(Requirement(text), {"", *requirement.extras}) for text in importlib.metadata.requires(name) or []]
