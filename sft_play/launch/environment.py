@@ -128,8 +128,8 @@ def _always(local_world: int, kept: Mapping[str, str], cpu_threads: int) -> dict
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
-        # torchrun kills workers that take longer to leave than this, a rank 0 that is saving included. Our own supervision is
-        # faster after a failure, and waits for a save.
+        # torchrun kills workers that take longer to leave than this after a signal, a rank 0 that is saving included. After a
+        # failure it takes no notice of it and gives 30 s (`TimeLimits.saving`).
         "PET_SHUTDOWN_TIMEOUT": "600",
         # Slurm warns with SIGUSR1, perhaps every process of a job: torchrun would die of it and leave its workers alone.
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
