@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,13 @@ from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, UserError, printable, without_tokens
 from sft_play.files import read_json, typed_path
 from sft_play.launch.run_folder import find_run, first_launch, read_events
+from sft_play.plan.request import COMMANDS
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import LATER, NAME, RULES, Stamp
 from sft_play.runs.weights import checkpoint_folder, checkpoint_names
+from sft_play.text import table
 
 PURPOSES = ("resume", "merge", "infer", "eval")
-STARTED_BY = {
-    "single": "train",
-    "auto": "train-distributed",
-    "ddp": "train-distributed",
-    "zero": "train-deepspeed",
-    "fsdp2": "train-fsdp",
-}
-"""The command of a run's first launch -> what is typed."""
 USAGE = "make stamp RUN=name, or make stamp A=name B=other; each may be NAME@step-000040, NAME@best, NAME@model, or a folder"
 
 
@@ -79,7 +73,7 @@ def run_again(run: RunFolder) -> str | None:
     """
     try:
         launch, plan, config = first_launch(run), read_json(run.plan), read_json(run.config)["config"]
-        words = [STARTED_BY[launch["command"]], f"CONFIG={run.config}", f"RUN_NAME={run.name}-again"]
+        words = [COMMANDS[launch["command"]], f"CONFIG={run.config}", f"RUN_NAME={run.name}-again"]
         many = launch["command"] != "single"
         unequal = plan.get("node_ranks") or []
         words += [f"NUM_GPUS={plan['world_size'] // plan['num_nodes']}"] if many and not unequal else []
@@ -151,7 +145,7 @@ def _one(call: Call) -> int:
         verdicts = tuple(getattr(rule, purpose) for purpose in PURPOSES)
         for number, (label, text) in enumerate(_lines(field, getattr(stamp, field))):
             rows.append((label, text, *(verdicts if number == 0 else ("",) * len(PURPOSES))))
-    _print_table(rows)
+    print(*table(rows, widest=44), sep="\n")
     print("\nrefuse, warn, allow: what happens when that field differs")
     if parts:
         print("\nmade in parts, which no one command repeats to the last bit:\n  " + "\n  ".join(parts))
@@ -193,7 +187,7 @@ def _difference(call: Call) -> int:
             label = _one_line(row["field"] + (f".{part}" if part else ""))
             verdicts = tuple(row[purpose] for purpose in PURPOSES) if number == 0 else ("",) * len(PURPOSES)
             rows.append((label, one[part], other[part], *verdicts))
-    _print_table(rows)
+    print(*table(rows, widest=44), sep="\n")
     print()
     for row in found:
         if "refuse" in (row[purpose] for purpose in PURPOSES):
@@ -230,10 +224,3 @@ def _text(value: Any) -> str:
 def _one_line(text: str) -> str:
     """A stamp may be a stranger's: nothing in it steers the terminal, makes a line of its own, or shows a token."""
     return printable(without_tokens(text)).replace("\n", "\\n")
-
-
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Prints left-aligned columns; long values push the rest of their line to the right rather than being cut."""
-    widths = [min(max(len(row[column]) for row in rows), 44) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())

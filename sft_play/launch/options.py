@@ -20,7 +20,7 @@ from sft_play.launch.settings import (
     machines_and_strategy,
     read_accelerate_config,
 )
-from sft_play.plan.request import LaunchRequest
+from sft_play.plan.request import COMMANDS, LaunchRequest
 from sft_play.runs.folder import accelerate_default
 
 CommandStrategy = Literal["single", "ddp", "zero", "fsdp2", "auto"]
@@ -59,7 +59,7 @@ def read_options(
     if choices.strategy and command not in ("auto", choices.strategy):
         raise UserError(
             f"`ACCELERATE_CONFIG` `{choices.path}` asks for `{choices.strategy}`, but `make {call.command}` is for `{command}`",
-            hint=f"use {COMMAND_FOR[choices.strategy]}",
+            hint=f"use `make {COMMANDS[choices.strategy]}`",
         )
     if command == "auto" and deepspeed:
         strategy = "zero"
@@ -113,15 +113,6 @@ def _accelerate_config(call: Call, loaded: LoadedConfig, command: CommandStrateg
     left_out = f"{NO_DEFAULT_FILE} leaves it out"
     print(f"note: accelerate's default file `{path}` asks for {' and '.join(asks)}, so it is read; {left_out}", file=sys.stderr)
     return path
-
-
-COMMAND_FOR = {
-    "single": "`make train`",
-    "ddp": "`make train-distributed`",
-    "zero": "`make train-deepspeed`",
-    "fsdp2": "`make train-fsdp`",
-    "auto": "`make train-distributed`",
-}
 
 
 def _one(name: str, typed: int | None, from_file: int | None, choices: AccelerateChoices) -> int | None:

@@ -7,11 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sft_play.config.schema import Config
 from sft_play.errors import DataError, HardwareError, RetryableError, UserError
 from sft_play.files import read_json
 from sft_play.launch.attempt import write_launch_files
@@ -96,35 +95,49 @@ def delivered(run: RunFolder) -> Prepared | None:
     return prepared
 
 
+def prepare(run: RunFolder, *words: str) -> None:
+    """Resolves the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours.
+
+    Where another machine has done so for this one, what it brought is taken.
+    """
+    if not words and (prepared := delivered(run)):
+        prepared.save(run.prepared)
+        return
+    run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *words])
+
+
 MOST_PROBES = 4
 STEPS = 2
 
 
-def probe_until_settled(
-    plan_now: Callable[[], Plan], measured_at: Callable[[Plan], Path], attempt: Callable[[Plan], Outcome], run: RunFolder
-) -> None:
-    """Probes what is planned, plans again with what was found, until the plan is one that was probed.
+def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
+    """Probes this job's plan in a folder inside the run's, and plans again with what was found, until the plan is one that was probed.
 
     Raises `HardwareError` for workers that fail for another reason than memory.
     """
+    folder = RunFolder(run.path / "probe")
+    folder.path.mkdir(exist_ok=True)
+    prepared.save(folder.prepared)
+    config = job.loaded.config
+    train = replace(config.train, eval_strategy="no", save_strategy="no", load_best_model_at_end=False)
+    train = replace(train, extra={**train.extra, "report_to": "none"})
+    quiet = replace(job, loaded=replace(job.loaded, config=replace(config, train=train)))
     for _ in range(MOST_PROBES):
-        plan = plan_now()
-        path = measured_at(plan)
+        plan = job.plan(prepared)
+        path = memory_of(config, prepared).probe_path(plan)
         if load(path):
             return
         micro = max(rank.micro_batch for rank in plan.ranks)
         print(f"probe: {STEPS} steps with the longest rows, micro-batch {micro} ...", file=sys.stderr, flush=True)
-        save(path, _measure(attempt(_short(plan)), plan, run))
-
-
-def quiet(config: Config) -> Config:
-    """Returns the configuration of a probe: nothing is evaluated, saved or tracked."""
-    train = replace(config.train, eval_strategy="no", save_strategy="no", load_best_model_at_end=False)
-    return replace(config, train=replace(train, extra={**train.extra, "report_to": "none"}))
-
-
-def _short(plan: Plan) -> Plan:
-    return replace(plan, steps=STEPS, steps_per_epoch=STEPS, warmup_steps=0)
+        short = replace(plan, steps=STEPS, steps_per_epoch=STEPS, warmup_steps=0)
+        write_launch_files(quiet, short, folder)
+        environment = worker_environment(
+            short, job.node, os.environ, cpu_threads=job.hardware.cpu_threads, devices=job.hardware.devices
+        )
+        arguments = worker_arguments(folder, job.node, module="sft_play.probe")
+        with Path(os.devnull).open("wb") as nowhere:
+            outcome = supervise(arguments, environment.variables, folder, job.ranks_here(plan), console=nowhere.fileno())
+        save(path, _measure(outcome, plan, folder))
 
 
 def _measure(outcome: Outcome, plan: Plan, run: RunFolder) -> list[Probed]:
@@ -143,36 +156,3 @@ def _measure(outcome: Outcome, plan: Plan, run: RunFolder) -> list[Probed]:
         )
         for rank in plan.ranks
     ]  # fmt: skip
-
-
-def prepare(run: RunFolder, *words: str) -> None:
-    """Resolves the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours.
-
-    Where another machine has done so for this one, what it brought is taken.
-    """
-    if not words and (prepared := delivered(run)):
-        prepared.save(run.prepared)
-        return
-    run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *words])
-
-
-def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
-    """Runs probes of this job in a folder inside the run's, until its plan is one that was probed."""
-    folder = RunFolder(run.path / "probe")
-    folder.path.mkdir(exist_ok=True)
-    prepared.save(folder.prepared)
-    silent = replace(job, loaded=replace(job.loaded, config=quiet(job.loaded.config)))
-
-    def attempt(plan: Plan) -> Outcome:
-        write_launch_files(silent, plan, folder)
-        environment = worker_environment(
-            plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads, devices=job.hardware.devices
-        )
-        arguments = worker_arguments(folder, job.node, module="sft_play.probe")
-        with Path(os.devnull).open("wb") as nowhere:
-            return supervise(arguments, environment.variables, folder, job.ranks_here(plan), console=nowhere.fileno())
-
-    config = job.loaded.config
-    probe_until_settled(
-        lambda: job.plan(prepared), lambda plan: memory_of(config, prepared).probe_path(plan), attempt, folder
-    )  # fmt: skip

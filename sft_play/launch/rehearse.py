@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
 from sft_play.launch.deepspeed import checked_plan
 from sft_play.launch.job import job_of, refuse_early
-from sft_play.launch.options import CommandStrategy, LaunchOptions, read_options
+from sft_play.launch.options import LaunchOptions, read_options
 from sft_play.launch.preparation import prepare, probe
 from sft_play.launch.run_folder import ended_by_signals, find_run
 from sft_play.plan.command import hardware_of, needs_several, plan_for
@@ -24,7 +25,7 @@ from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.nodes import devices_of, with_network
 from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
+from sft_play.plan.request import LaunchRequest, command_of
 from sft_play.plan.scaling import parse_price, parse_scale, scale_json, scale_table, show_scale, with_cost
 from sft_play.plan.shape import shape_of
 from sft_play.plan.show import misfit_json, show_misfit, show_plan
@@ -58,10 +59,7 @@ def _rehearse(call: Call) -> int:
     hardware = hardware_of(call)
     options, loaded = read_options(call, loaded, "auto", rehearsal=True)
     request = _as_the_run_was(call, options.request, hardware)
-    if hardware.nodes > 1 and request.num_nodes == 1 and "NUM_NODES" not in call.options:
-        request = replace(request, num_nodes=hardware.nodes)
-    if request.command_strategy == "auto" and not needs_several(loaded, hardware, request):
-        request = replace(request, command_strategy="single")
+    request = _request(call, loaded, request, hardware)
     hardware = with_network(loaded.config, hardware, request)
     counts = parse_scale(call.options["SCALE"]) if "SCALE" in call.options else ()
     price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
@@ -69,16 +67,10 @@ def _rehearse(call: Call) -> int:
     source = parse_source(call.options.get("SOURCE"), "known")
     if source == "probe":
         _probe(call, loaded, replace(options, request=request), hardware)
-    plan = checked_plan(
-        options.deepspeed,
-        loaded.config,
-        shape_of(loaded.config.model),
-        lambda: plan_for(loaded, hardware, request, prepared, source),
-    )
+    shape = shape_of(loaded.config.model)
+    plan = checked_plan(options.deepspeed, loaded.config, shape, lambda: plan_for(loaded, hardware, request, prepared, source))
     plan = with_cost(plan, hardware, price)
-    rows = scale_table(
-        lambda case, launch: plan_for(loaded, case, launch, prepared), hardware, request, counts, price
-    )  # fmt: skip
+    rows = scale_table(lambda case, launch: plan_for(loaded, case, launch, prepared), hardware, request, counts, price)
     for notice in options.notices:
         print(f"note: {notice}", file=sys.stderr)
     for problem in unasked(hardware) if plan.device == "cuda" else ():
@@ -120,16 +112,12 @@ def _as_the_run_was(call: Call, request: LaunchRequest, hardware: Hardware) -> L
         return request
     before = Plan.load(path)
     nodes = call.integer("NUM_NODES", minimum=1) or before.num_nodes
-    command: CommandStrategy = "auto"
-    if before.strategy.startswith("zero"):
-        command = "zero"
-    elif before.strategy in ("single", "fsdp2"):
-        command = "single" if before.strategy == "single" else "fsdp2"
+    command: Any = "zero" if before.strategy.startswith("zero") else "auto" if before.strategy == "ddp" else before.strategy
     same_hardware = not call.options.get("HARDWARE")
     met = nodes == before.num_nodes > 1 and same_hardware and before.device == hardware.kind and not request.num_gpus
     return replace(
         request,
-        command_strategy=request.command_strategy if request.command_strategy != "auto" else command,
+        command_strategy=command if request.command_strategy == "auto" else request.command_strategy,
         zero_stage=request.zero_stage or (int(before.strategy[-1]) if command == "zero" else None),
         num_gpus=request.num_gpus or (before.world_size // before.num_nodes if same_hardware and command != "single" else None),
         num_nodes=nodes,
@@ -149,25 +137,26 @@ def _prepared(call: Call) -> Prepared | None:
 
 def _command(call: Call, plan: Plan, loaded: LoadedConfig, launch: LaunchOptions) -> str:
     """Returns the command that would train by this plan."""
-    target = {"single": "train", "ddp": "train-distributed", "fsdp2": "train-fsdp"}.get(plan.strategy, "train-deepspeed")
-    if plan.strategy.startswith("zero") and loaded.config.launch.strategy == "auto" and "DEEPSPEED_CONFIG" not in call.options:
-        target = "train-distributed" if launch.accelerate_config else target
-    options = [
-        f"{name}={call.options[name]}"
-        for name in ("CONFIG", "NUM_GPUS", "NUM_NODES", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG")
-        if call.options.get(name)
-    ]
-    if launch.accelerate_config and "ACCELERATE_CONFIG" not in call.options:
-        options.append(f"ACCELERATE_CONFIG={launch.accelerate_config}")
+    target = command_of(plan.strategy)
+    if launch.accelerate_config and loaded.config.launch.strategy == "auto" and "DEEPSPEED_CONFIG" not in call.options:
+        target = target.replace("deepspeed", "distributed")
+    given = {"ACCELERATE_CONFIG": str(launch.accelerate_config or ""), **call.options}
+    names = ("CONFIG", "NUM_GPUS", "NUM_NODES", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG")
+    options = [f"{name}={given[name]}" for name in names if given.get(name)]
     return shlex.join(["make", target, *options, *(o.origin.removeprefix("make ") for o in call.overrides)])
 
 
-TARGETS = {"single": "train", "ddp": "train-distributed", "fsdp2": "train-fsdp"}
+def _request(call: Call, loaded: LoadedConfig, request: LaunchRequest, hardware: Hardware) -> LaunchRequest:
+    """Returns a request with the nodes of described hardware, and with one process where the configuration needs no more."""
+    if hardware.nodes > 1 and request.num_nodes == 1 and "NUM_NODES" not in call.options:
+        request = replace(request, num_nodes=hardware.nodes)
+    single = request.command_strategy == "auto" and not needs_several(loaded, hardware, request)
+    return replace(request, command_strategy="single") if single else request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ahead:
-    """What is known before the machines are there."""
+    """What is known of a run before the machines are there."""
 
     loaded: LoadedConfig
     options: LaunchOptions
@@ -182,24 +171,15 @@ class Ahead:
     @property
     def target(self) -> str:
         """The command that trains by this plan, such as `train-distributed`."""
-        return TARGETS.get(self.plan.strategy, "train-deepspeed")
+        return command_of(self.plan.strategy)
 
 
 def planned_ahead(call: Call) -> Ahead:
-    """Returns the configuration and the plan of a call, for `HARDWARE` or else hardware like this machine's.
-
-    Raises `UserError`; what does not fit is shown before.
-    """
+    """Returns the configuration and the plan of a call, for `HARDWARE` or else hardware like this machine's. Raises `UserError`."""
     loaded = call.load_config()
     hardware = hardware_of(call)
     options, loaded = read_options(call, loaded, "auto", rehearsal=True)
-    request = options.request
-    if hardware.nodes > 1 and request.num_nodes == 1 and "NUM_NODES" not in call.options:
-        request = replace(request, num_nodes=hardware.nodes)
-    if request.command_strategy == "auto" and not needs_several(loaded, hardware, request):
-        request = replace(request, command_strategy="single")
-    with misfit_shown(call):
-        plan = checked_plan(
-            options.deepspeed, loaded.config, shape_of(loaded.config.model), lambda: plan_for(loaded, hardware, request)
-        )
+    request = _request(call, loaded, options.request, hardware)
+    shape = shape_of(loaded.config.model)
+    plan = checked_plan(options.deepspeed, loaded.config, shape, lambda: plan_for(loaded, hardware, request))
     return Ahead(loaded=loaded, options=replace(options, request=request), hardware=hardware, plan=plan)

@@ -18,14 +18,14 @@ from sft_play.config.show import flatten
 from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed import UserDeepSpeed
-from sft_play.launch.options import COMMAND_FOR, LaunchOptions
+from sft_play.launch.options import LaunchOptions
 from sft_play.launch.recovery import remedies_so_far, without_batch_numbers
 from sft_play.launch.restarts import nothing_to_go_on_from
 from sft_play.launch.run_folder import NEEDED, first_launch, has_started, last_launch, last_plan, read_events, without_config
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.batch import count, global_rows, rows_each
 from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
+from sft_play.plan.request import COMMANDS, LaunchRequest
 from sft_play.plan.scratch import label
 from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import clean_up, newest_valid, step_of
@@ -353,7 +353,7 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
     first, mine, request = first_launch(run, needed=NEEDED), launch_facts(options), options.request
     if not _same_command(first["command"], mine["command"], given=request.num_gpus is not None):
         raise UserError(
-            f"the run `{run.name}` was started by {COMMAND_FOR[first['command']]}, not by {COMMAND_FOR[mine['command']]}",
+            f"the run `{run.name}` was started by `make {COMMANDS[first['command']]}`, not by `make {COMMANDS[mine['command']]}`",
             hint=f"type the same command, or: make resume RUN={run.name}",
         )
     for name in ("deepspeed", "fsdp"):

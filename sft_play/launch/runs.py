@@ -23,6 +23,7 @@ from sft_play.launch.run_folder import FINAL_EVENTS, find_run, read_events
 from sft_play.launch.verdict import CAUSE_VARIABLE, describe_stop
 from sft_play.launch.watch import is_alive
 from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.text import table
 
 LOCK = re.compile(r"\.launcher-node(\d+)\.lock")
 LONGEST_SECONDS = 3600.0
@@ -40,12 +41,8 @@ class Holder:
 
 def holders(run: RunFolder) -> list[Holder]:
     """Returns the launchers that train a run now, one a node, node 0 first."""
-    found = []
-    for path in run.path.glob(".launcher-node*.lock"):
-        name = LOCK.fullmatch(path.name)
-        if name and _is_locked(path):
-            found.append(Holder(node_rank=int(name.group(1)), process=_owner(path)))
-    return sorted(found, key=lambda holder: holder.node_rank)
+    locks = {int(name[1]): path for path in run.path.glob(".launcher-node*.lock") if (name := LOCK.fullmatch(path.name))}
+    return [Holder(node_rank=rank, process=_owner(path)) for rank, path in sorted(locks.items()) if _is_locked(path)]
 
 
 def _is_locked(path: Path) -> bool:
@@ -54,7 +51,7 @@ def _is_locked(path: Path) -> bool:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # a disk that knows no locks: then only a launcher of this machine can be known
+    except OSError:  # a disk without file locks: then only a launcher of this machine can be known
         return _owner(path) is not None
     return False
 
@@ -68,56 +65,54 @@ def _owner(path: Path) -> psutil.Process | None:
     return None
 
 
-def _begun(holder: Holder) -> float:
-    """Returns when a launcher began, somewhat early: the kernel counts from the machine's start, in hundredths of a second."""
-    with contextlib.suppress(psutil.Error):
-        assert holder.process is not None
-        return holder.process.create_time() - 0.5
-    return time.time()
+def _named_run(call: Call) -> RunFolder:
+    if not call.options.get("RUN"):
+        raise UserError(f"`make {call.command}` needs `RUN=name-or-folder`", hint=f"make {call.command} RUN=NAME")
+    return find_run(call.options["RUN"])
 
 
 def stop(call: Call) -> int:
     """`make stop RUN=`: asks the run's launcher here to save and leave, waits for it and says what is saved."""
-    if not call.options.get("RUN"):
-        raise UserError("`make stop` needs `RUN=name-or-folder`", hint="make stop RUN=NAME")
-    run = find_run(call.options["RUN"])
+    run = _named_run(call)
     known = holders(run)
     if not known:
         raise UserError(f"nothing trains `{run.name}` now", hint="`make runs` shows which runs are under way")
-    mine = [holder for holder in known if holder.process is not None]
+    mine = [holder.process for holder in known if holder.process is not None]
     if not mine:
         by_slurm = "; where Slurm started it, `scancel JOBID` saves and ends it for good" if (run.path / "slurm").is_dir() else ""
         raise HardwareError(
             f"the launcher of `{run.name}` runs on another machine, or under another user",
             hint=f"type `make stop` there; the stop of one machine stops all{by_slurm}",
         )
-    job = _slurm_job(mine[0])
-    if job:
-        print(f"hint: Slurm job {job} trains `{run.name}`: {_another_turn(job)}", file=sys.stderr, flush=True)
-    asked, begun = time.time(), _begun(mine[0])
-    for holder in mine:
-        assert holder.process is not None
-        _ask(holder.process, run)
+    goes_on = f"make resume RUN={run.name} goes on"
+    if job := _slurm_job(mine[0]):
+        goes_on = (
+            f"after a stop its batch script takes another turn, as often as `slurm.max_requeues` allows; `scancel {job}` ends it"
+            " for good"
+        )
+        print(f"hint: Slurm job {job} trains `{run.name}`: {goes_on}", file=sys.stderr, flush=True)
+    asked = begun = time.time()
+    with contextlib.suppress(
+        psutil.Error
+    ):  # somewhat early: the kernel counts from the machine's start, in hundredths of a second
+        begun = mine[0].create_time() - 0.5
+    for launcher in mine:
+        _ask(launcher, run)
     deadline = time.monotonic() + LONGEST_SECONDS
-    while left := [holder.process for holder in mine if holder.process and is_alive(holder.process)]:  # a zombie has left
+    while left := [launcher.pid for launcher in mine if is_alive(launcher)]:  # a zombie has left
         if time.monotonic() > deadline:
-            pid = left[0].pid
-            raise HardwareError(f"process {pid} has not left within {LONGEST_SECONDS:.0f} s", hint=f"kill -KILL {pid}")
+            raise HardwareError(f"process {left[0]} has not left within {LONGEST_SECONDS:.0f} s", hint=f"kill -KILL {left[0]}")
         time.sleep(0.1)
-    goes_on = _another_turn(job) if job else f"make resume RUN={run.name} goes on"
-    return _told(call, run, ending(run, mine[0].node_rank, begun=begun, asked=asked), goes_on)
+    node = next(holder.node_rank for holder in known if holder.process is mine[0])
+    return _told(call, run, ending(run, node, begun=begun, asked=asked), goes_on)
 
 
-def _slurm_job(holder: Holder) -> str | None:
+def _slurm_job(launcher: psutil.Process) -> str | None:
     """Returns the job whose batch script, of `make slurm`, has started a launcher; `None` for any other launcher."""
     with contextlib.suppress(psutil.Error, OSError):
-        variables = holder.process.environ() if holder.process else {}
+        variables = launcher.environ()
         return variables.get("SLURM_JOB_ID") if CAUSE_VARIABLE in variables else None
     return None
-
-
-def _another_turn(job: str) -> str:
-    return f"after a stop its batch script takes another turn, as often as `slurm.max_requeues` allows; `scancel {job}` ends it for good"
 
 
 def _ask(launcher: psutil.Process, run: RunFolder) -> None:
@@ -138,11 +133,10 @@ def ending(run: RunFolder, node_rank: int, *, begun: float, asked: float) -> dic
     """
     if not run.path.is_dir():
         return {"event": "removed", "code": 143}
-    events = [event for event in read_events(run) if event.get("node", 0) == node_rank]
-    times = [float(event.get("time", 0.0)) for event in events]
-    started = [at for event, at in zip(events, times, strict=True) if event["event"] in ("started", "resumed") and at >= begun]
+    events = [(float(event.get("time", 0.0)), event) for event in read_events(run) if event.get("node", 0) == node_rank]
+    started = [at for at, event in events if event["event"] in ("started", "resumed") and at >= begun]
     since = started[-1] if started else asked
-    ended = [event for event, at in zip(events, times, strict=True) if event["event"] in FINAL_EVENTS and at >= since]
+    ended = [event for at, event in events if event["event"] in FINAL_EVENTS and at >= since]
     if ended:
         return dict(ended[-1])
     if started:
@@ -173,10 +167,7 @@ def _told(call: Call, run: RunFolder, last: Mapping[str, Any], goes_on: str) -> 
 
 def logs(call: Call) -> int:
     """`make logs RUN= RANK= FOLLOW=1`: prints the log of a rank, and with `FOLLOW` what is added while the run goes on."""
-    if not call.options.get("RUN"):
-        raise UserError("`make logs` needs `RUN=name-or-folder`", hint="make logs RUN=NAME")
-    run, rank = find_run(call.options["RUN"]), call.integer("RANK") or 0
-    follow = call.flag("FOLLOW")
+    run, rank, follow = _named_run(call), call.integer("RANK") or 0, call.flag("FOLLOW")
     path = run.rank_log(rank)
     if not path.is_file():
         ranks = sorted(int(one.stem.removeprefix("rank")) for one in run.logs.glob("rank*.log") if one.stem[4:].isdigit())
@@ -185,11 +176,6 @@ def logs(call: Call) -> int:
     if call.json:
         print(json.dumps({"run": str(run.path), "rank": rank, "path": str(path), "text": path.read_text("utf-8", "replace")}))
         return 0
-    _print(path, run, follow=follow)
-    return 0
-
-
-def _print(path: Path, run: RunFolder, *, follow: bool) -> None:
     with path.open(encoding="utf-8", errors="replace") as stream:
         while True:
             going = follow and bool(holders(run))  # asked before reading, so that the last lines are not missed
@@ -197,7 +183,7 @@ def _print(path: Path, run: RunFolder, *, follow: bool) -> None:
                 sys.stdout.write(text)
                 sys.stdout.flush()
             if not going:
-                return
+                return 0
             time.sleep(0.5)
 
 
@@ -223,56 +209,51 @@ class Row:
 
 def main(call: Call) -> int:
     """Prints the runs, the newest first."""
-    rows = all_runs()
+    folders = [path.parent for path in runs_folder().glob("*/config.json")]
+    rows = sorted((row_of(RunFolder(path)) for path in folders), key=lambda row: (row.age_seconds, row.name))
     if call.json:
         print(json.dumps([asdict(row) for row in rows]))
     elif not rows:
         print(f"no runs in `{runs_folder()}`")
     else:
-        print(table(rows))
+        print(*table([("run", "state", "step", "loss", "best", "age"), *map(_cells, rows)]), sep="\n")
     return 0
-
-
-def all_runs() -> list[Row]:
-    """Returns the runs in `RUNS_DIR`, the newest first."""
-    folders = [path.parent for path in runs_folder().glob("*/config.json")]
-    return sorted((row_of(RunFolder(path)) for path in folders), key=lambda row: (row.age_seconds, row.name))
 
 
 def row_of(run: RunFolder) -> Row:
     """Returns what is known of a run, from its files alone; a file that is torn or missing leaves its cells empty."""
     events = [event for event in read_events(run) if event.get("node", 0) == 0]
-    last = events[-1] if events else {}
-    metrics = _metrics(run.metrics)
+    last = str(events[-1]["event"]) if events else ""
+    over = last in FINAL_EVENTS
+    state = (
+        ("running" if last and not over else "preparing")
+        if holders(run)
+        else last
+        if over
+        else "killed"
+        if last
+        else "never started"
+    )
+    metrics: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError):
+        metrics = [row for row in read_json_lines(run.metrics) if isinstance(row.get("step"), int)]
     train = [row for row in metrics if row.get("kind") == "train"]
-    plan, train_keys = _read(run.plan), _read(run.config).get("config", {}).get("train", {})
-    metric = str(train_keys.get("metric_for_best_model") or "loss").removeprefix("eval_")
+    wanted = _read(run.config).get("config", {}).get("train", {}).get("metric_for_best_model")
+    metric = str(wanted or "loss").removeprefix("eval_")
     scores = [row[f"eval_{metric}"] for row in metrics if row.get("kind") == "eval" and row.get(f"eval_{metric}") is not None]
-    greater = metric.partition("/")[0] not in ("loss", "perplexity")
+    best = min if metric.partition("/")[0] in ("loss", "perplexity") else max
+    touched = [path.stat().st_mtime for path in (run.config, run.events, run.metrics) if path.is_file()]
     return Row(
         name=run.name,
-        state=_state(run, last),
-        code=last.get("code") if last.get("event") in FINAL_EVENTS else None,
+        state=state,
+        code=events[-1].get("code") if over else None,
         step=int(train[-1]["step"]) if train else 0,
-        steps=plan.get("steps"),
+        steps=_read(run.plan).get("steps"),
         loss=train[-1].get("loss") if train else None,
-        best=(max if greater else min)(scores) if scores else None,
+        best=best(scores) if scores else None,
         metric=metric if scores else None,
-        age_seconds=max(0.0, time.time() - _touched(run)),
+        age_seconds=max(0.0, time.time() - max(touched, default=time.time())),
     )
-
-
-def _state(run: RunFolder, last: dict[str, Any]) -> str:
-    if holders(run):
-        return "running" if last and last["event"] not in FINAL_EVENTS else "preparing"
-    if not last:
-        return "never started"
-    return str(last["event"]) if last.get("event") in FINAL_EVENTS else "killed"
-
-
-def _touched(run: RunFolder) -> float:
-    times = [path.stat().st_mtime for path in (run.config, run.events, run.metrics) if path.is_file()]
-    return max(times, default=time.time())
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -282,22 +263,11 @@ def _read(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _metrics(path: Path) -> list[dict[str, Any]]:
-    with contextlib.suppress(OSError):
-        return [row for row in read_json_lines(path) if isinstance(row.get("step"), int)]
-    return []
-
-
-def table(rows: list[Row]) -> str:
-    """Returns the runs as the user reads them."""
-    cells = [("run", "state", "step", "loss", "best", "age")]
-    for row in rows:
-        state = f"{row.state} ({row.code})" if row.code and row.state == "failed" else row.state
-        step = f"{row.step}/{row.steps}" if row.steps else str(row.step)
-        best = f"{row.best:.4f} {row.metric}" if row.best is not None else "-"
-        cells.append((row.name, state, step, f"{row.loss:.4f}" if row.loss is not None else "-", best, age(row.age_seconds)))
-    widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells)
+def _cells(row: Row) -> tuple[str, ...]:
+    state = f"{row.state} ({row.code})" if row.code and row.state == "failed" else row.state
+    step = f"{row.step}/{row.steps}" if row.steps else str(row.step)
+    best = f"{row.best:.4f} {row.metric}" if row.best is not None else "-"
+    return row.name, state, step, f"{row.loss:.4f}" if row.loss is not None else "-", best, age(row.age_seconds)
 
 
 def age(seconds: float) -> str:
