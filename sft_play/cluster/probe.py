@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def _packages() -> dict[str, str]:
 
 def _known(call: Any, *arguments: Any) -> Any:
     """Returns what `call` returns, `None` where that cannot be found out."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError):
         return call(*arguments)
     return None
 
@@ -157,21 +158,18 @@ def software() -> dict[str, Any]:
 def _gpus() -> dict[str, Any]:
     """Returns the driver and every GPU with its memory in bytes, by the driver's program, which needs no package."""
     fields = "driver_version,memory.total,memory.free,uuid,name"
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        try:
-            rows = _nvidia_smi("gpu", fields + ",compute_cap")
-        except subprocess.CalledProcessError:  # drivers before 510 do not know this field
-            rows = [[*row, ""] for row in _nvidia_smi("gpu", fields)]
-        users = _nvidia_smi("compute-apps", "gpu_uuid,pid")
-        gpus = [
-            {
-                "name": name, "total_bytes": int(total) * PIECE, "free_bytes": int(free) * PIECE,
-                "capability": capability or None, "held_by": [_process(pid) for user, pid in users if user == uuid],
-            }
-            for _, total, free, uuid, name, capability in rows
-        ]  # fmt: skip
-        return {"driver": rows[0][0], "gpus": gpus} if rows else {}
-    return {}
+    rows = _known(_nvidia_smi, "gpu", f"{fields},compute_cap")
+    if not rows:  # drivers before 510 do not know the last field
+        rows = [[*row, None] for row in _known(_nvidia_smi, "gpu", fields) or []]
+    users = _known(_nvidia_smi, "compute-apps", "gpu_uuid,pid") or []
+    gpus = [
+        {
+            "name": name, "total_bytes": int(total) * PIECE, "free_bytes": int(free) * PIECE, "capability": capability,
+            "held_by": [_process(row[-1]) for row in users if row[0] == uuid],
+        }
+        for _, total, free, uuid, name, capability in rows if total.isdigit()
+    ]  # fmt: skip
+    return {"driver": rows[0][0], "gpus": gpus} if rows else {}
 
 
 def _nvidia_smi(what: str, fields: str) -> list[list[str]]:
@@ -251,21 +249,17 @@ def _answer(connection: socket.socket) -> None:
 
 def reach(targets: list[tuple[str, int]], megabytes: int, timeout: float) -> dict[str, Any]:
     """Connects to every listener at once; `ways` has for each what `_way` returns, or `error`."""
-    ways: list[dict[str, Any]] = [{"error": f"no answer within {timeout:g} s"} for _ in targets]
 
-    def try_one(k: int) -> None:
+    def way(address: str, port: int) -> dict[str, Any]:
         try:
-            ways[k] = _way(*targets[k], megabytes=megabytes, timeout=timeout)
+            return _way(address, port, megabytes, timeout)
         except OSError as error:
-            ways[k] = {"error": error.strerror or str(error)}
+            return {"error": error.strerror or str(error)}
 
-    workers = [threading.Thread(target=try_one, args=(k,), daemon=True) for k in range(len(targets))]
-    for worker in workers:
-        worker.start()
-    until = time.monotonic() + 2 * timeout + (20 if megabytes else 0)
-    for worker in workers:
-        worker.join(max(0.0, until - time.monotonic()))
-    return {"ways": ways}
+    pool = ThreadPoolExecutor(max(1, len(targets)))
+    tried = [pool.submit(way, *target) for target in targets]
+    wait(tried, 2 * timeout + (20 if megabytes else 0))  # a name may take longer to resolve than a connection may take
+    return {"ways": [one.result() if one.done() else {"error": f"no answer within {timeout:g} s"} for one in tried]}
 
 
 def _way(address: str, port: int, megabytes: int, timeout: float) -> dict[str, Any]:
@@ -319,9 +313,8 @@ def all_reduce(
     from datetime import timedelta
 
     if interface:
-        os.environ.update(
-            GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}"
-        )  # NCCL takes a name without `=` for a prefix
+        # NCCL takes a name without `=` for a prefix.
+        os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}")
     torch, group = importlib.import_module("torch"), importlib.import_module("torch.distributed")
     limit = timedelta(seconds=timeout)
     group.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world, timeout=limit)

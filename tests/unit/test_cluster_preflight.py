@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import socket
 import struct
@@ -375,6 +376,19 @@ def test_the_sum_fits_the_slowest_line(mbit: float | None, size: float) -> None:
     """Three machines; a second a sum, where 64 KiB do not take longer."""
     pairs = [Pair("a", "b", None, 0.2, 940.0), Pair("b", "c", None, 0.2, mbit), Pair("c", "a", "timed out")]
     assert sum_megabytes(Examined(hosts={name: seen(0) for name in NAMES}, pairs=pairs if mbit else [])) == size
+
+
+@pytest.mark.slow
+def test_this_machine_alone(in_process: Program, tmp_path: Path) -> None:
+    """No SSH and no rights are needed: the probe runs here; a port that is held is named with who has it."""
+    (tmp_path / "c.yaml").write_text("hosts: {here: {address: 127.0.0.1}}\n")
+    with socket.create_server(("", 0)) as held:
+        done = in_process("cluster-check", f"CLUSTER={tmp_path / 'c.yaml'}", f"MASTER_PORT={held.getsockname()[1]}", "JSON=1")
+    here = json.loads(done.out)["hosts"]["here"]
+    fails = {one["id"]: one["text"] for one in here["findings"] if one["severity"] == "fail"}
+    assert done.code == 3 and fails.keys() - {"disk"} == {"port-taken"}
+    assert f"(process {os.getpid()})" in fails["port-taken"]
+    assert here["software"]["torch"] and abs(here["skew_seconds"]) < 0.5 and here["interfaces"]["lo"]["address"] == "127.0.0.1"
 
 
 # ---- BENCH=1
