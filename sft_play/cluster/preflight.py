@@ -46,6 +46,7 @@ from sft_play.errors import UserError, printable
 from sft_play.files import file_sha256
 from sft_play.runs.origin import SOURCES
 from sft_play.runs.prepared_index import lookup, sources_of
+from sft_play.text import table
 
 SECONDS = 26.0
 """For everything; what then goes on is ended, within 3 s."""
@@ -183,7 +184,7 @@ class Probe:
         late.start()
         line, silent = self.answers.readline(), late.finished.is_set()
         late.cancel()
-        if not line:
+        if not line.endswith("\n"):
             raise TimeoutError(f"no answer within {timeout:.0f} s") if silent else EOFError("the connection ended")
         return line.rstrip("\n")
 
@@ -407,7 +408,7 @@ def as_json(examined: Examined, inventory: Inventory, findings: Mapping[str, Seq
 def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: Mapping[str, Sequence[Finding]]) -> Iterator[str]:
     """Yields the lines: a row for each host, the network, what is wrong with the remedy, the verdict."""
     rows: list[Sequence[str]] = [("host", "verdict", "python", "torch", "GPUs", "free", "clock", "disk free")]
-    yield from _table(rows + [_row(seen, verdict(findings[name])) for name, seen in examined.hosts.items()])
+    yield from table(rows + [_row(seen, verdict(findings[name])) for name, seen in examined.hosts.items()])
     yield ""
     yield from _network(examined)
     for name, some in findings.items():
@@ -438,19 +439,13 @@ def _row(seen: Seen, word: str) -> tuple[str, ...]:
     return (seen.host.name, word, seen.facts["python"], torch, shown, free, clock, room)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
 def _network(examined: Examined) -> Iterator[str]:
     """Yields the slowest pairs, what a step's gradients would take, and the sum that torch made."""
     pairs = sorted((pair for pair in examined.pairs if pair.mbit is not None), key=lambda pair: pair.mbit or 0)
     if pairs:
         rows = [("from", "to", "round trip", "speed")]
         rows += [(pair.source, pair.target, f"{pair.rtt_ms:.2f} ms", f"{pair.mbit:.0f} Mbit/s") for pair in pairs[:MOST_PAIRS]]
-        yield from _table(rows)
+        yield from table(rows)
         if len(pairs) > MOST_PAIRS:
             yield f"and {len(pairs) - MOST_PAIRS} faster ways"
         seconds = sum_seconds(ADAPTERS * 4, len(examined.hosts), pairs[0].mbit or 1)
@@ -500,7 +495,7 @@ def bench_report(benched: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             rows.append(
                 (name, f"{speed['measured']:,.0f}", expected, f"{memory['measured']:.1f} GiB", f"{memory['expected']:.1f} GiB")
             )
-    yield from _table(rows) if len(rows) > 1 else ()
+    yield from table(rows) if len(rows) > 1 else ()
     for name, found in benched.items():
         if "error" in found:
             yield f"{name}: no steps: {found['error']}"
