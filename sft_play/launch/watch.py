@@ -7,9 +7,10 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import psutil
 
@@ -40,6 +41,10 @@ FROZEN = {
 """State -> seconds after which a process in it is frozen, how that is said, and a hint."""
 
 
+Standings = Mapping[str, Mapping[str, Any]]
+"""Rank -> what `standing` returns."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Signs:
     """What a worker showed of life."""
@@ -65,6 +70,10 @@ class Watch:
     """What was seen first."""
     lost_at: float | None = None
     looked_at: float = field(default_factory=time.monotonic)
+    share: Callable[[Standings | None], Standings | None] = lambda mine: mine
+    """On several machines: takes where this machine's ranks stand, all quiet for too long (`None`: they are not), and returns where the ranks
+    of all machines stand once that is so on each of them."""
+    standing: Standings | None = None
     watched_seconds: float = 0.0
     """Since the start of this attempt; time in which the launcher itself was suspended does not count."""
 
@@ -159,24 +168,17 @@ class Watch:
         """All ranks quiet beyond what their phase allows: those that wait for one that saves or evaluates have its patience."""
         beats = self.beats.latest
         if not set(self.ranks) <= beats.keys() or not all(self.beats.quiet(rank) > beat.limit for rank, beat in beats.items()):
-            return None
-        quiet = min(self.beats.quiet(rank) for rank in beats)
-        alive = {rank: worker for worker, rank in self.workers.items() if is_alive(worker)}
-        stuck = {
-            rank: " in the kernel (a disk or a GPU that does not answer)" for rank, worker in alive.items() if _in_kernel(worker)
-        }
-        stacks = keep_stacks(self.run, alive)
-        blamed = culprits(beats, stacks)
-        lines = describe(beats, stacks, blamed, stuck)
-        who = "rank" if len(blamed) == 1 else "ranks"
-        names = ", ".join(f"{rank} ({beats[rank].host})" for rank in blamed)
-        said = f"{who} {names} made no step for {quiet:.0f} s" if blamed else f"no rank made a step for {quiet:.0f} s"
-        hint = f"`launch.hang_seconds` is the patience; stacks of all threads: {self.run.logs}/stack-rank*.txt; "
-        hint += "docs/troubleshooting.md#hangs-after-initialized"
-        if any(beat.collectives is not None for beat in beats.values()):
-            hint += f"; collective operations: {self.run.logs}/collectives-rank*.json"
-        rank = blamed[0] if len(blamed) == 1 else None
-        return Loss(cause="hang", rank=rank, text=f"{said}; all ranks were stopped\n{lines}", hint=hint)
+            self.standing = None
+        elif self.standing is None:
+            alive = {rank: worker for worker, rank in self.workers.items() if is_alive(worker)}
+            in_kernel = {rank for rank, worker in alive.items() if _in_kernel(worker)}
+            stacks = keep_stacks(self.run, alive)
+            self.standing = {
+                str(rank): standing(beat, self.beats.quiet(rank), stacks.get(rank, ""), in_kernel=rank in in_kernel)
+                for rank, beat in beats.items()
+            }
+        everyone = self.share(self.standing)
+        return hang({int(rank): facts for rank, facts in everyone.items()}, self.run) if everyone else None
 
 
 def _in_kernel(worker: psutil.Process) -> bool:
@@ -251,35 +253,52 @@ def main_frames(stacks: str) -> list[tuple[str, str]]:
     return []
 
 
-def in_collective(stacks: str) -> bool:
-    """Whether the training thread waits for other ranks."""
-    return any(COLLECTIVE.search(file) for file, _ in main_frames(stacks))
+def standing(beat: Beat, quiet: float, stacks: str, *, in_kernel: bool = False) -> dict[str, Any]:
+    """Returns where a rank stands that makes no progress: how far it is (`at`), whether it `waits` for other ranks (`None` if unknown), and words.
+
+    `quiet` is seconds, `stacks` what it wrote of its threads.
+    """
+    frames = main_frames(stacks)
+    inner = f", at {frames[0][1]} ({'/'.join(frames[0][0].split('/')[-2:])})" if frames else ""
+    begun = f", {beat.collectives} collective operations begun" if beat.collectives is not None else ""
+    stuck = " in the kernel (a disk or a GPU that does not answer)" if in_kernel else ""
+    return {
+        "host": beat.host,
+        "quiet": quiet,
+        "at": list(beat.at()),
+        "collectives": beat.collectives,
+        "waits": any(COLLECTIVE.search(file) for file, _ in frames) if frames else None,
+        "where": beat.where(),
+        "stuck": f"{stuck}{begun}{inner}",
+    }
 
 
-def culprits(beats: Mapping[int, Beat], stacks: Mapping[int, str]) -> list[int]:
+def culprits(found: Mapping[int, Mapping[str, Any]]) -> list[int]:
     """Returns the ranks that keep the others waiting: those that are behind, else those that have begun fewer collective operations (under
     NCCL ranks wait for the GPU, in no frame of torch.distributed), else those that wait for nobody; empty if unknown."""
-    if len(beats) < 2:
-        return list(beats)
-    for place in (
-        {rank: beat.at() for rank, beat in beats.items()},
-        {rank: (beat.collectives,) for rank, beat in beats.items() if beat.collectives is not None},
-    ):
-        if len(place) == len(beats) and len(set(place.values())) > 1:
-            return [rank for rank, at in place.items() if at == min(place.values())]
-    working = [rank for rank in beats if main_frames(stacks.get(rank, "")) and not in_collective(stacks[rank])]
-    return working if len(working) < len(beats) else []
+    if len(found) < 2:
+        return list(found)
+    for key in ("at", "collectives"):
+        places = {rank: facts[key] for rank, facts in found.items() if facts[key] is not None}
+        if len(places) == len(found) and min(places.values()) != max(places.values()):
+            return [rank for rank, place in places.items() if place == min(places.values())]
+    working = [rank for rank, facts in found.items() if facts["waits"] is False]
+    return working if len(working) < len(found) else []
 
 
-def describe(
-    beats: Mapping[int, Beat], stacks: Mapping[int, str], blamed: Sequence[int], stuck: Mapping[int, str] | None = None
-) -> str:
-    """Returns a line for each rank: where it stands, what it is `stuck` in, and the innermost frame of its training thread."""
+def hang(found: Mapping[int, Mapping[str, Any]], run: RunFolder) -> Loss:
+    """Returns the loss of ranks of which none makes progress: who keeps the others waiting, and a line for each."""
+    blamed, quiet = culprits(found), min(facts["quiet"] for facts in found.values())
     lines = []
-    for rank, beat in sorted(beats.items()):
-        frames = main_frames(stacks.get(rank, ""))
-        inner = f", at {frames[0][1]} ({'/'.join(frames[0][0].split('/')[-2:])})" if frames else ""
-        begun = f", {beat.collectives} collective operations begun" if beat.collectives is not None else ""
-        waits = " waiting for other ranks" if rank not in blamed and frames and in_collective(stacks[rank]) else ""
-        lines.append(f"  rank {rank} ({beat.host}): {beat.where()}{waits}{(stuck or {}).get(rank, '')}{begun}{inner}")
-    return "\n".join(lines)
+    for rank, facts in sorted(found.items()):
+        waits = " waiting for other ranks" if facts["waits"] and rank not in blamed else ""
+        lines.append(f"  rank {rank} ({facts['host']}): {facts['where']}{waits}{facts['stuck']}")
+    who = "rank" if len(blamed) == 1 else "ranks"
+    names = ", ".join(f"{rank} ({found[rank]['host']})" for rank in blamed)
+    said = f"{who} {names} made no step for {quiet:.0f} s" if blamed else f"no rank made a step for {quiet:.0f} s"
+    hint = f"`launch.hang_seconds` is the patience; stacks of all threads: {run.logs}/stack-rank*.txt; "
+    hint += "docs/troubleshooting.md#hangs-after-initialized"
+    if any(facts["collectives"] is not None for facts in found.values()):
+        hint += f"; collective operations: {run.logs}/collectives-rank*.json"
+    text = "\n".join([f"{said}; all ranks were stopped", *lines])
+    return Loss(cause="hang", rank=blamed[0] if len(blamed) == 1 else None, text=text, hint=hint)

@@ -335,10 +335,8 @@ def test_a_worker_that_waits_in_the_kernel_is_named_with_what_that_may_be(
         assert watch.loss is not None and (watch.loss.cause, watch.loss.rank) == ("frozen", 1)
         assert "is frozen in step 3: waiting in the kernel, nothing read or written, for 0 s" in watch.loss.text
         assert "a disk (NFS) or a GPU does not answer" in watch.loss.hint
-        beats.latest[0] = replace(beat, rank=0)
+        watch.loss, beats.latest = None, {rank: replace(beat, rank=rank, limit=0.0) for rank in range(2)}
         beats.heard[0] = time.monotonic()
-        watch.loss, beats.latest[1] = None, replace(beat, limit=0.0)
-        beats.latest[0] = replace(beat, rank=0, limit=0.0)
         hang = watch._hanging()
         assert hang is not None and "rank 1 (h): in step 3 in the kernel (a disk or a GPU that does not answer)" in hang.text
     finally:

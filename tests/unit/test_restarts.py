@@ -12,7 +12,7 @@ from sft_play.launch.beats import Beat
 from sft_play.launch.restarts import Restarts
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
-from sft_play.launch.watch import culprits, describe, in_collective
+from sft_play.launch.watch import culprits, hang, standing
 from sft_play.runs.folder import RunFolder
 from sft_play.training.heartbeat import patience
 from sft_play.training.memory_errors import Activity
@@ -82,38 +82,42 @@ Current thread 0x02 (most recent call first):
   File "/x/sft_play/training/loss.py", line 48 in all_sum
   File "/x/sft_play/train.py", line 100 in road
 """
+WAITS_FOR_GPU = WAITS.replace("torch/distributed/distributed_c10d.py", "torch/_tensor.py").replace("all_reduce", "item")
 WORKS = WAITS.replace("torch/distributed/distributed_c10d.py", "datasets/table.py").replace("all_reduce", "read")
 
 
+def blamed(*beats: Beat, stacks: tuple[str, ...] = ()) -> tuple[list[int], str]:
+    """Returns the ranks that are blamed, and what is said."""
+    found = {beat.rank: standing(beat, 99.0, stacks[beat.rank] if stacks else "") for beat in beats}
+    return culprits(found), hang(found, RunFolder(Path("runs/demo"))).text
+
+
 def test_the_rank_that_is_behind_is_blamed() -> None:
-    at = {0: beat(0, "training", 4), 1: beat(1, "updating", 3), 2: beat(2, "training", 4)}
-    assert culprits(at, {}) == [1]
-    at = {0: beat(0, "training", 4, 2), 1: beat(1, "training", 4, 1)}
-    assert culprits(at, {}) == [1]
+    assert blamed(beat(0, "training", 4), beat(1, "updating", 3), beat(2, "training", 4))[0] == [1]
+    assert blamed(beat(0, "training", 4, 2), beat(1, "training", 4, 1))[0] == [1]
 
 
 def test_at_one_place_the_rank_that_waits_for_nobody_is_blamed() -> None:
-    at = {0: beat(0, "saving", 4), 1: beat(1, "saving", 4)}
-    assert in_collective(WAITS)
-    assert not in_collective(WORKS)
-    assert culprits(at, {0: WORKS, 1: WAITS}) == [0]
-    assert culprits(at, {0: WAITS, 1: WAITS}) == []
-    said = describe(at, {0: WORKS, 1: WAITS}, [0])
+    at = beat(0, "saving", 4), beat(1, "saving", 4)
+    assert blamed(*at, stacks=(WAITS, WAITS))[0] == []
+    named, said = blamed(*at, stacks=(WORKS, WAITS))
+    assert named == [0] and said.startswith("rank 0 (here) made no step for 99 s; all ranks were stopped")
     assert "rank 0 (here): saving after step 4, at read (datasets/table.py)" in said
     assert "rank 1 (here): saving after step 4 waiting for other ranks, at all_reduce (distributed/distributed_c10d.py)" in said
 
 
 def test_where_ranks_wait_for_the_gpu_the_one_with_fewer_collective_operations_is_blamed() -> None:
     """Under NCCL no rank stands in torch.distributed: the operations run on the GPU, and every rank waits for a number from it."""
-    frames = WAITS.replace("torch/distributed/distributed_c10d.py", "torch/_tensor.py").replace("all_reduce", "item")
-    at = {rank: replace(beat(rank, "updating", 4), collectives=count) for rank, count in enumerate((41, 40, 41))}
-    assert culprits(at, dict.fromkeys(at, frames)) == [1]
-    said = describe(at, dict.fromkeys(at, frames), [1])
+
+    def begun(*counts: int | None) -> tuple[list[int], str]:
+        beats = [replace(beat(rank, "updating", 4), collectives=count) for rank, count in enumerate(counts)]
+        return blamed(*beats, stacks=(WAITS_FOR_GPU,) * 3)
+
+    named, said = begun(41, 40, 41)
+    assert named == [1]
     assert "waiting for the rows of the next, 40 collective operations begun, at item (torch/_tensor.py)" in said
-    at[1] = replace(at[1], collectives=41)
-    assert culprits(at, dict.fromkeys(at, frames)) == []
-    at[1] = replace(at[1], collectives=None)
-    assert culprits(at, dict.fromkeys(at, frames)) == [], "one that did not tell is not compared"
+    assert begun(41, 41, 41)[0] == []
+    assert begun(41, None, 41)[0] == [], "one that did not tell is not compared"
 
 
 def test_patience_by_phase() -> None:
