@@ -32,8 +32,7 @@ from sft_play.launch.run_folder import ended_by_signals
 from sft_play.plan.mixture import mixture_of
 from sft_play.plan.shape import check_length, positions_in
 from sft_play.runs.folder import RunFolder, cache_folder
-from sft_play.runs.prepared import Prepared, ResolvedModel
-from sft_play.runs.prepared_index import remember
+from sft_play.runs.prepared import Prepared, ResolvedModel, remember
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -30,10 +30,10 @@ from sft_play.runs.checkpoints import clean_up
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
+from sft_play.training.arguments import import_libraries
 from sft_play.training.console import log_alone, quiet_libraries, redirect
 from sft_play.training.exit_record import describe_full_disk, lost_its_peer, ran_out_of_disk, reserve
 from sft_play.training.heartbeat import Heartbeat, beating, hang_limit
-from sft_play.training.imports import import_libraries
 from sft_play.training.memory_errors import Activity, describe, ran_out_of_memory
 from sft_play.training.requests import StopRequest, code_of
 from sft_play.training.world import (
@@ -139,8 +139,8 @@ def road(
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
     import_libraries(config, plan, prepared)
     from sft_play.training.agreement import MissedEvaluation
+    from sft_play.training.checkpoint_files import publish_model
     from sft_play.training.held_out import require_best
-    from sft_play.training.publishing import publish_model
     from sft_play.training.saving import END_SECONDS
 
     check_launch(plan)
@@ -245,8 +245,7 @@ def add_reporters(trainer: SftTrainer, run: RunFolder, config: Config, console: 
     from sft_play.training.aim_tracker import AimTracker
     from sft_play.training.arguments import wants_tensorboard
     from sft_play.training.curves import Curves
-    from sft_play.training.metrics import MetricsFile
-    from sft_play.training.progress import Progress
+    from sft_play.training.metrics import MetricsFile, Progress
 
     if trainer.is_world_process_zero():
         trainer.add_callback(MetricsFile(run.metrics))
@@ -265,8 +264,8 @@ def save_holdings(run: RunFolder, trainer: SftTrainer, holdings: Holdings) -> No
 
 def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, Any]:
     """Returns the content of `training_metrics.json`."""
+    from sft_play.training.curves import peak_memory_bytes
     from sft_play.training.metrics import finite, rows_until, saving_totals
-    from sft_play.training.readings import peak_memory_bytes
 
     rows = rows_until(trainer.run.metrics, trainer.state.global_step)
     losses = [row["loss"] for row in rows if row["kind"] == "train" and row.get("loss") is not None]

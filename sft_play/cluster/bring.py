@@ -28,8 +28,7 @@ from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import text_sha256
 from sft_play.runs.checkpoints import step_of
-from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
-from sft_play.runs.inside import require_plain
+from sft_play.runs.folder import RunFolder, cache_folder, require_plain, runs_folder
 from sft_play.runs.prepared import Prepared
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import UserError, printable
 from sft_play.files import file_sha256
 from sft_play.runs.origin import SOURCES
-from sft_play.runs.prepared_index import lookup, sources_of
+from sft_play.runs.prepared import lookup, sources_of
 from sft_play.text import table
 
 SECONDS = 26.0

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from sft_play.data.unpack import open_bytes, seekable
 from sft_play.errors import DataError, first_line
-from sft_play.runs.inside import require_inside
+from sft_play.runs.folder import require_inside
 
 BATCH_ROWS = 1024
 """Rows that are in memory at once."""

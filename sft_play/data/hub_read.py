@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sft_play.config.schema import DataSource
-from sft_play.data.arrow_read import without_nulls
-from sft_play.data.files_read import Placed
+from sft_play.data.arrow_read import Placed, without_nulls
 from sft_play.data.left import LeftOut
 from sft_play.errors import DataError, first_line
 from sft_play.plan.hub import hub_reachable

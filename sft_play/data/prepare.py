@@ -20,8 +20,7 @@ from sft_play.data.read import BUILTIN, files_of
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
 from sft_play.runs.folder import cache_folder
-from sft_play.runs.prepared import HUB, PreparedSplit, ResolvedModel
-from sft_play.runs.prepared_index import preparation_code, settings_that_matter
+from sft_play.runs.prepared import HUB, PreparedSplit, ResolvedModel, preparation_code, settings_that_matter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from sft_play.data.left import LeftOut
 from sft_play.data.select import select
 from sft_play.data.unpack import kind
 from sft_play.errors import DataError
-from sft_play.runs.inside import require_inside, root_of
+from sft_play.runs.folder import require_inside, root_of
 
 __all__ = ["BUILTIN", "LeftOut", "Placed", "files_of", "is_hub", "read_file", "read_source"]
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from sft_play.data.chunks import Chunk, Integers
 from sft_play.data.manifest import MANIFEST
 from sft_play.files import sync_folder, write_bytes, write_json
-from sft_play.runs.aside import new_folder
 from sft_play.runs.manifest import checksum
+from sft_play.runs.space import new_folder
 
 ARROW = "data-00000-of-00001.arrow"
 LENGTHS, SOURCES, LABELS, KEYS = "lengths.i32", "sources.i32", "labels.i32", "keys.bin"

@@ -10,13 +10,13 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from sft_play.doctor import gpu, network, software, system
-from sft_play.doctor.finding import Check, Context, Finding
+from sft_play.doctor import checks, gpu, system
+from sft_play.doctor.checks import Check, Context, Finding
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
 
-CHECKS: tuple[Check, ...] = (*software.CHECKS, *gpu.CHECKS, *system.CHECKS, *network.CHECKS)
+CHECKS: tuple[Check, ...] = (*checks.SOFTWARE_CHECKS, *gpu.CHECKS, *system.CHECKS, *checks.NETWORK_CHECKS)
 MARKS = {"error": "ERROR", "warning": "WARN ", "note": "note "}
 
 

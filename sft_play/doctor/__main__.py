@@ -3,7 +3,7 @@
 import sys
 
 from sft_play.doctor import examine, report
-from sft_play.doctor.finding import Context
+from sft_play.doctor.checks import Context
 
 if __name__ == "__main__":
     sys.exit(report(examine(Context(model_name=None)), as_json="JSON=1" in sys.argv[1:]))

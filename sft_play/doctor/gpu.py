@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from functools import cache
 
-from sft_play.doctor.finding import Check, Context, Finding
+from sft_play.doctor.checks import Check, Context, Finding
 from sft_play.errors import HardwareError
 from sft_play.plan import torch_check
 from sft_play.plan.catalogue import NO_PEER_TO_PEER

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from sft_play.doctor.finding import Check, Context, Finding
+from sft_play.doctor.checks import Check, Context, Finding
 from sft_play.runs.folder import accelerate_default, cache_folder, runs_folder
 
 GIB = 2**30

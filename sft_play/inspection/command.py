@@ -14,12 +14,11 @@ from sft_play.config.call import Call
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 from sft_play.files import write_text
-from sft_play.inspection import page, terminal
+from sft_play.inspection import page, samples
 from sft_play.inspection.samples import Sample, chosen, holding, sample_of
 from sft_play.plan.mixture import mixture_of
 from sft_play.prepare import prepare
-from sft_play.runs.prepared import PreparedSplit
-from sft_play.runs.prepared_rows import row_integers
+from sft_play.runs.prepared import PreparedSplit, row_integers
 
 IN_TERMINAL, IN_PAGE = 3, 200
 """Rows that are shown unless `ROWS` says how many."""
@@ -63,7 +62,7 @@ def main(call: Call) -> int:
         shown = {"split": split, "manifest": manifests[split], "samples": [asdict(sample) for sample in found[split]]}
         print(json.dumps(shown, indent=2, ensure_ascii=False))
     else:
-        terminal.show(split, manifests[split], found[split], words, mixture if split == "train" else None)
+        samples.show(split, manifests[split], found[split], words, mixture if split == "train" else None)
     return 0
 
 

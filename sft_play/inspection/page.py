@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.inspection.samples import Piece, Sample
-from sft_play.inspection.terminal import left_out
+from sft_play.inspection.samples import Piece, Sample, left_out
 from sft_play.plan.mixture import Mixture
 
 BINS = 20

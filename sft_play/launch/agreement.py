@@ -15,8 +15,8 @@ from sft_play.errors import TOKEN, CheckpointError, DataError, HardwareError, Pr
 from sft_play.files import text_sha256
 from sft_play.plan.calibration import Calibration, calibration_of, same_name
 from sft_play.plan.hardware import Device
+from sft_play.runs.manifest import SHARDED
 from sft_play.runs.origin import code_sha256, torch_cuda, versions
-from sft_play.runs.states_facts import SHARDED
 
 OWN_CHOICE = frozenset({"launch.join_seconds", "train.dataloader_num_workers", "train.dataloader_pin_memory"})
 """Keys that each node may have its own way: none of them is seen by another."""

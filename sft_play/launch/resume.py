@@ -30,10 +30,9 @@ from sft_play.plan.scratch import label
 from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import clean_up, newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.runs.manifest import check_states, read_facts
 from sft_play.runs.prepared import Prepared
-from sft_play.runs.settings import CHANGEABLE, STAMPED, kept_settings
-from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
-from sft_play.runs.states_facts import check_states, read_facts
+from sft_play.runs.stamp import CHANGEABLE, STAMPED, Stamp, compare, kept_settings, make_stamp, refuse
 
 
 def launch_facts(options: LaunchOptions) -> dict[str, Any]:

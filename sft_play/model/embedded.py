@@ -18,8 +18,8 @@ from typing import Any
 from sft_play.errors import DataError
 from sft_play.files import file_sha256, sync_folder, write_json
 from sft_play.model.gguf import Array, GgufFile
-from sft_play.runs.aside import made_aside
 from sft_play.runs.folder import cache_folder
+from sft_play.runs.space import made_aside
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LABEL = "SmolLM2-135M-Instruct (dequantised Q4_1)"

@@ -8,8 +8,8 @@ from pathlib import Path
 from sft_play.errors import CheckpointError, DataError
 from sft_play.files import read_json
 from sft_play.runs.consent import may_run
-from sft_play.runs.inside import require_plain
-from sft_play.runs.states_facts import is_state_file
+from sft_play.runs.folder import require_plain
+from sft_play.runs.manifest import is_state_file
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")

@@ -24,8 +24,8 @@ from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 from sft_play.model.use import add_trained_adapter, checked_base, has_tokenizer, read_base, stored_dtype
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import Prepared
-from sft_play.runs.states_facts import is_state_file
 from sft_play.runs.weights import kind_of, label_of, model_files
 
 Say = Callable[[str], None]

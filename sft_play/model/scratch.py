@@ -24,9 +24,9 @@ from sft_play.model.resolve import says as says_where
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.model.train_tokenizer import trained_tokenizer
 from sft_play.plan.scratch import is_scratch, label, scratch_architecture, trains_tokenizer
-from sft_play.runs.aside import made_aside
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import ResolvedModel
+from sft_play.runs.space import made_aside
 
 FORMAT = "1"
 """Raised when the same settings would give another folder."""

@@ -20,8 +20,8 @@ from sft_play.data.formats import recognise, to_example
 from sft_play.data.read import BUILTIN, files_of, read_source
 from sft_play.errors import DataError
 from sft_play.files import file_sha256, sync_folder, text_sha256
-from sft_play.runs.aside import made_aside
 from sft_play.runs.folder import cache_folder
+from sft_play.runs.space import made_aside
 
 VERSION = "1"
 """Raised when the same text would give another tokenizer."""

@@ -17,8 +17,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import shape_of
 from sft_play.plan.sources import Source, planned
-from sft_play.runs.prepared import Prepared
-from sft_play.runs.prepared_index import lookup
+from sft_play.runs.prepared import Prepared, lookup
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call

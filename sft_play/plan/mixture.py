@@ -21,8 +21,7 @@ from typing import Literal
 
 from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError
-from sft_play.runs.prepared import PreparedSplit, SourceFacts
-from sft_play.runs.prepared_rows import row_integers
+from sft_play.runs.prepared import PreparedSplit, SourceFacts, row_integers
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:

@@ -14,8 +14,7 @@ from statistics import fmean
 
 from sft_play.config.schema import Config
 from sft_play.plan.mixture import RowOrder, row_order
-from sft_play.runs.prepared import PreparedSplit
-from sft_play.runs.prepared_rows import row_integers
+from sft_play.runs.prepared import PreparedSplit, row_integers
 
 WORTH = 0.10
 """`auto` packs where it saves more than this share of the micro-steps."""

@@ -327,7 +327,7 @@ def optimizer_seconds(
 def utilisation(
     config: Config, shape: ModelShape, tokens_per_second: float, devices: tuple[Device, ...], nodes: int, calibration: Calibration | None
 ) -> float | None:  # fmt: skip
-    """Returns MFU as training reports it (`training/flops.py`): 4 or 6 a weight, attention's own products left out."""
+    """Returns MFU as training reports it (`training/metrics.py`): 4 or 6 a weight, attention's own products left out."""
     adapters = 0 if config.tuning.mode == "full" else 6 * trainable_parameters(config, shape)
     per_token = (6 if config.tuning.mode == "full" else 4) * shape.active_parameters + adapters
     measured = calibration.peak_flops if calibration else None

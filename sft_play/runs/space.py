@@ -1,4 +1,4 @@
-"""Space for a checkpoint: on the disk before it is written, in memory before it is copied. Standard library only."""
+"""Space for a checkpoint on the disk and in memory, and the temporary folders in which it is made before it gets its name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import contextlib
 import errno
 import os
 import re
+import shutil
+import socket
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,3 +139,41 @@ def _reclaimable(group: Path) -> int:
 def size(count: int) -> str:
     """Returns bytes for a person: `12.3 MiB`."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+# Folders in which something is made before it gets its name; those of processes that were killed meanwhile are removed by the next.
+
+
+@contextmanager
+def made_aside(parent: Path, name: str) -> Iterator[Path]:
+    """Yields a new folder inside `parent`, and removes what is left of it in the end, as of those that were abandoned there."""
+    folder = new_folder(parent, name)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Returns a new folder inside `parent` whose name says which process on which machine makes it."""
+    parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(parent)
+    return Path(tempfile.mkdtemp(prefix=f".{name}.{socket.gethostname()}.{os.getpid()}.", dir=parent))
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Removes what processes of this machine that live no more have left half-written."""
+    for path in folder.glob(f".*.{socket.gethostname()}.*.*"):
+        owner = path.name.rsplit(".", 2)[1]
+        if owner.isdigit() and not _lives(int(owner)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
@@ -13,7 +14,6 @@ from sft_play.errors import CheckpointError, printable, without_tokens
 from sft_play.files import read_json, write_json
 from sft_play.runs.origin import code_sha256, git_state, machine, versions
 from sft_play.runs.prepared import HUB, Prepared
-from sft_play.runs.settings import kept_settings
 
 Purpose = Literal["resume", "merge", "infer", "eval"]
 Verdict = Literal["refuse", "warn", "allow"]
@@ -91,7 +91,7 @@ class Stamp:
     plan: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the plan that make the last digits: layout, kernels, how a batch is divided."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key -> value of the configuration that a run keeps (`runs.settings`); empty in a stamp of an earlier version."""
+    """Dotted key -> value of the configuration that a run keeps (`runs.stamp`); empty in a stamp of an earlier version."""
     data_files: Mapping[str, str | None] = field(default_factory=dict)
     """`train:NAME` or `validation:NAME` -> sha256 over the source's files; `None` for a hub data set or a built-in one."""
     code: str | None = None
@@ -329,3 +329,36 @@ def _commits(old: Stamp, new: Stamp) -> str:
 def _short(value: Any) -> str:
     text = ", ".join(f"{name} {inner}" for name, inner in value.items()) if isinstance(value, Mapping) else str(value)
     return f"`{text[:16]}...`" if len(text) == 64 else f"`{text}`"
+
+
+# The keys of a configuration that a run keeps to its end: a stamp holds their values, and a resume may change only the others.
+
+
+CHANGEABLE = frozenset({
+    "train.max_steps", "train.epochs", "train.save_strategy", "train.save_steps", "train.save_total_limit",
+    "train.logging_steps", "train.eval_strategy", "train.eval_steps", "train.dataloader_num_workers",
+    "train.dataloader_pin_memory", "train.batch_size", "train.grad_accum", "train.gradient_checkpointing", "eval.batch_size",
+    "train.async_save", "train.kernels", "train.spike_guard", "train.spike_factor",
+    "launch.timeout_seconds", "launch.max_oom_retries", "launch.hang_seconds", "launch.max_restarts", "launch.auto_resume",
+    "launch.balance", "launch.elastic", "launch.join_seconds", "launch.network", "launch.slow_network",
+})  # fmt: skip
+"""Keys that a resumed run may change: none of them changes an update that has been made."""
+STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size", "launch.strategy")
+"""Keys that the stamp holds in fields of their own: comparing those gives the better message."""
+SECTIONS = ("train", "eval", "launch")
+"""Sections whose other keys a stamp holds one by one."""
+AS_PLANNED = frozenset({"train.packing"})
+"""Keys that a repeated run is given as the plan decided them (`make stamp`, `run it again`); the plan's facts stand in the stamp."""
+
+
+def kept_settings(config: Config) -> dict[str, Any]:
+    """Returns dotted key -> value, as JSON has it, of what a run keeps and no other field of its stamp holds."""
+    found: dict[str, Any] = {}
+    for name in SECTIONS:
+        section = getattr(config, name)
+        for item in fields(section):
+            key = f"{name}.{item.name}"
+            if key not in CHANGEABLE | AS_PLANNED and not key.startswith(STAMPED):
+                value = getattr(section, item.name)
+                found[key] = json.loads(json.dumps(dict(value) if item.name == "extra" else value))
+    return found

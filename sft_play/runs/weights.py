@@ -9,8 +9,7 @@ from typing import Literal
 
 from sft_play.errors import CheckpointError, UserError
 from sft_play.runs.folder import RunFolder, run_path
-from sft_play.runs.manifest import verify
-from sft_play.runs.states_facts import is_state_file
+from sft_play.runs.manifest import is_state_file, verify
 
 Kind = Literal["adapter", "full"]
 

@@ -16,8 +16,7 @@ from sft_play.launch.run_folder import choose_name, ended_by_signals
 from sft_play.runs.folder import runs_folder
 from sft_play.soak.campaign import Soak, ensure_reference, kill_and_go_on, tell
 from sft_play.soak.material import write_material
-from sft_play.soak.report import as_json, as_text, write_table
-from sft_play.soak.state import load_state
+from sft_play.soak.report import as_json, as_text, load_state, write_table
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call

@@ -16,10 +16,8 @@ from sft_play.launch.verdict import LOST
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.soak.launches import LAUNCH_SECONDS, NOTICE_SECONDS, Aim, Ended, Launch, environment
-from sft_play.soak.phases import EVALUATING, LOADING, PREPARING, PUBLISHING, SAVING, TRAINING, last_rows
-from sft_play.soak.processes import LAUNCHER
-from sft_play.soak.same import compare_runs, half_written, read_metrics
-from sft_play.soak.state import Comparison, Kill, State
+from sft_play.soak.processes import EVALUATING, LAUNCHER, LOADING, PREPARING, PUBLISHING, SAVING, TRAINING, last_rows
+from sft_play.soak.report import Comparison, Kill, State, compare_runs, half_written, read_metrics
 
 AIMS = {"time": 33, TRAINING: 22, SAVING: 22, EVALUATING: 10, PREPARING: 8, PUBLISHING: 5}
 """Weights: a random moment of the whole launch, most of which is its start; or one after its first step, or inside a phase that is waited for."""

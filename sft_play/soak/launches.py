@@ -14,8 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.runs.folder import RunFolder
-from sft_play.soak.phases import EVALUATING, PREPARING, PUBLISHING, SAVING, TRAINING, Watcher
-from sft_play.soak.processes import AGENT, LAUNCHER, MARK, PREPARATION, Family
+from sft_play.soak.processes import (
+    AGENT,
+    EVALUATING,
+    LAUNCHER,
+    MARK,
+    PREPARATION,
+    PREPARING,
+    PUBLISHING,
+    SAVING,
+    TRAINING,
+    Family,
+    Watcher,
+)
 
 LOOK_SECONDS, WAIT_SECONDS = 0.25, 0.002
 """How often processes are looked at, which costs some milliseconds, and files, which costs next to nothing."""

@@ -1,19 +1,21 @@
-"""What a soak has shown, as a table, as JSON, and as a part of a document."""
+"""What a soak has shown: kept in one file, compared with the undisturbed run, as a table, as JSON, in a document."""
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sft_play.errors import UserError
-from sft_play.files import write_text
-from sft_play.soak.phases import PHASES
-from sft_play.soak.processes import AGENT, LAUNCHER, PREPARATION
-from sft_play.soak.state import Kill, State
+from sft_play.files import read_json, write_json, write_text
+from sft_play.runs.checkpoints import newest_valid, published
+from sft_play.runs.folder import RunFolder
+from sft_play.soak.processes import AGENT, LAUNCHER, PHASES, PREPARATION
 
 LAST_TARGETS = (AGENT, LAUNCHER, PREPARATION, "everything")
 
@@ -111,3 +113,216 @@ def write_table(path: Path, state: State) -> None:
 def marks(state: State) -> tuple[str, str]:
     """Returns the lines between which a document holds this soak's table."""
     return f"<!-- soak {state.settings['strategy']} -->", "<!-- end -->"
+
+
+# A completed run beside the undisturbed one: metrics to the bit, each step once in `metrics.jsonl` and in TensorBoard.
+
+
+TIMES = re.compile(r"seconds|per_second|memory|mfu|percent|mb_s")
+"""Names of figures that a clock or the machine decides."""
+SHOWN = 3
+"""How many differences of one kind are told."""
+
+
+def compare_runs(reference: RunFolder, run: RunFolder) -> tuple[int, list[str]]:
+    """Returns how many rows of metrics were compared, and everything that differs."""
+    expected, found = read_metrics(reference), read_metrics(run)
+    problems = [*differing_rows(expected, found), *differing_curves(reference, run), *leftovers(run)]
+    return len(expected), problems
+
+
+def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
+    """Returns the rows of `metrics.jsonl`. Raises `ValueError` for a line that is no JSON."""
+    return [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+
+
+def differing_rows(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]:
+    """Returns the differences between two runs' rows; JSON keeps every bit of a float."""
+    problems = []
+    for kind in ("train", "eval"):
+        before = [_exact(row) for row in expected if row["kind"] == kind]
+        after = [_exact(row) for row in found if row["kind"] == kind]
+        steps = ([row["step"] for row in before], [row["step"] for row in after])
+        if steps[0] != steps[1]:
+            problems.append(f"{kind} rows: steps {_ranges(steps[1])} instead of {_ranges(steps[0])}")
+        by_step = {row["step"]: row for row in after}
+        unequal = [
+            f"step {row['step']}: `{name}` {by_step[row['step']].get(name)} instead of {value}"
+            for row in before
+            if row["step"] in by_step
+            for name, value in row.items()
+            if by_step[row["step"]].get(name) != value
+        ]
+        problems += _some(f"{kind} rows", unequal)
+    return problems
+
+
+def _exact(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not TIMES.search(name)}
+
+
+def differing_curves(reference: RunFolder, run: RunFolder) -> list[str]:
+    """Returns the differences between the curves in `tb/`, as TensorBoard itself reads them."""
+    if not reference.tensorboard.is_dir():
+        return []
+    expected, found = read_curves(reference.tensorboard), read_curves(run.tensorboard)
+    problems = []
+    for name in sorted({*expected, *found}):
+        before, after = expected.get(name, []), found.get(name, [])
+        if [step for step, _ in before] != [step for step, _ in after]:
+            problems.append(f"curve {name}: steps {_ranges([s for s, _ in after])} instead of {_ranges([s for s, _ in before])}")
+        elif before != after and not TIMES.search(name):
+            problems.append(f"curve {name}: values differ")
+    return problems
+
+
+def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Returns tag -> (step, value) of every event in the order in which TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of the steps that a resumed run has made void
+    events = EventAccumulator(str(folder), size_guidance={SCALARS: 0})
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()[SCALARS]}
+
+
+def leftovers(run: RunFolder) -> list[str]:
+    """Returns what a completed run should not hold: half-written or temporary files, checkpoints that are not whole."""
+    problems = _some("left over", [str(path.relative_to(run.path)) for path in half_written(run.path)])
+    newest, skipped = newest_valid(run)
+    problems += _some("checkpoints", skipped)
+    if newest is None or run.last.resolve() != newest.resolve():
+        problems.append(f"`last` is {run.last.resolve().name}, the newest valid checkpoint {newest.name if newest else 'none'}")
+    if not published(run):
+        problems.append("there is no checkpoint")
+    return problems
+
+
+def half_written(folder: Path) -> Iterator[Path]:
+    """Yields what begins with a dot inside `folder`, but for the launchers' locks."""
+    for path in sorted(folder.rglob(".*")):
+        if not path.name.endswith(".lock"):
+            yield path
+
+
+def _some(what: str, problems: list[str]) -> list[str]:
+    more = [f"{what}: {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    return [f"{what}: {problem}" for problem in problems[:SHOWN]] + more
+
+
+def _ranges(steps: list[int]) -> str:
+    """Returns steps in short: `1-4, 6, 6-9`."""
+    parts: list[list[int]] = []
+    for step in steps:
+        if parts and step == parts[-1][1] + 1:
+            parts[-1][1] = step
+        else:
+            parts.append([step, step])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts) or "none"
+
+
+# What a soak has done so far, in one file, so that it can go on in chunks.
+
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kill:
+    """One kill -9 and what came of it."""
+
+    number: int
+    run: int
+    """Number of the disturbed run, from 1."""
+    aim: str
+    """`time` (a random moment), or the phase that was waited for."""
+    phase: str
+    """What the run was doing as the signal was sent, seen from outside."""
+    target: str
+    """`launcher`, `agent`, `rank 0`, ..., `preparation`, or `everything`."""
+    seconds: float
+    """After the launch began."""
+    step: int
+    """Last step in `metrics.jsonl`."""
+    checkpoint: int
+    """Step of the newest valid checkpoint afterwards; 0 without one."""
+    code: int | None
+    """The launcher's exit code; `None` where it was killed itself."""
+    over_seconds: float
+    """From the kill until no process of the launch was left."""
+
+    @property
+    def lost(self) -> int:
+        """Steps that are trained again."""
+        return max(0, self.step - self.checkpoint)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A disturbed run that was completed, beside the undisturbed one."""
+
+    run: int
+    kills: int
+    rows: int
+    """Rows of `metrics.jsonl` that were compared."""
+    problems: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        return not self.problems
+
+
+@dataclass(kw_only=True, slots=True)
+class State:
+    """The whole soak. `save` after every change."""
+
+    path: Path
+    settings: Mapping[str, Any]
+    """What every chunk must share: strategy, seed, configuration, overrides."""
+    kills: list[Kill] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Everything that was not as promised, with the number of its kill."""
+    launches: int = 0
+    run: int = 0
+    """Number of the disturbed run that is under way or was the last."""
+    run_kills: int = 0
+    """Kills of that run so far."""
+    run_over: bool = True
+    """Whether that run has been compared."""
+    marks: dict[str, float] = field(default_factory=dict)
+    """Seconds from a launch until each phase began, from undisturbed starts: for choosing moments."""
+    seconds: float = 0.0
+    """Time that all chunks took."""
+
+    def save(self) -> None:
+        """Publishes the file."""
+        values = {
+            name: getattr(self, name) for name in ("settings", "problems", "launches", "run", "run_kills", "run_over", "marks")
+        }
+        values |= {"format": FORMAT, "seconds": round(self.seconds, 1)}
+        values |= {"kills": [asdict(kill) for kill in self.kills], "comparisons": [asdict(one) for one in self.comparisons]}
+        write_json(self.path, values)
+
+
+def load_state(path: Path, settings: Mapping[str, Any]) -> State:
+    """Returns the state of an earlier chunk, or a new one. Raises `UserError` where the chunk would be of another soak."""
+    if not path.is_file():
+        return State(path=path, settings=settings)
+    try:
+        found: dict[str, Any] = read_json(path)
+        assert found.pop("format") == FORMAT, "written by another release"
+        found["kills"] = [Kill(**kill) for kill in found["kills"]]
+        found["comparisons"] = [Comparison(**{**one, "problems": tuple(one["problems"])}) for one in found["comparisons"]]
+        state = State(path=path, **found)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise UserError(
+            f"the soak's state cannot be read: {error}", place=str(path), hint="remove its folder, or choose another RUN_NAME"
+        ) from error
+    differ = sorted(name for name in {*settings, *state.settings} if settings.get(name) != state.settings.get(name))
+    if differ:
+        said = ", ".join(f"`{name}` was `{state.settings.get(name)}` and is `{settings.get(name)}`" for name in differ)
+        raise UserError(
+            f"another soak is kept there: {said}", place=str(path.parent), hint="choose another RUN_NAME, or remove that folder"
+        )
+    return state

@@ -15,7 +15,7 @@ from typing import Any
 from sft_play.errors import UserError
 
 UNUSED = ("bitsandbytes", "deepspeed", "datasets")
-"""Imported by libraries only because they are installed, as in `training.imports`; `trace.quantised` needs no bitsandbytes."""
+"""Imported by libraries only because they are installed, as in `training.arguments`; `trace.quantised` needs no bitsandbytes."""
 
 
 def main() -> int:

@@ -1,19 +1,24 @@
-"""TensorBoard: loss and memory per rank, speed, MFU, GPU use, CPU and network of each machine, beside the learning rate and gradient norm."""
+"""TensorBoard: loss and memory per rank, speed, MFU, GPU use, CPU and network of each machine, beside the learning curves."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 from transformers import TrainerCallback
 
 from sft_play.plan.detect import Shown, all_hidden, gpu_memory, open_nvml, shown_gpus
 from sft_play.runs.space import free_bytes
-from sft_play.training.event_files import put_in_order
 
 ROOM_BYTES = 2**20
 """With less a new file is not begun."""
@@ -130,3 +135,70 @@ def _keep_quiet() -> None:
             before(problem)
 
     threading.excepthook = said
+
+
+# The order of TensorBoard's event files, which goes by the times in their names.
+
+
+NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.(.*)")
+
+
+def put_in_order(folder: Path) -> None:
+    """Gives event files an older time in their names where the clock has been set back since they were written.
+
+    A resumed run's file says which steps of the files before it are void: read before them, it would be void itself.
+    """
+    found = [(path, match) for path in sorted(folder.glob("events.out.tfevents.*")) if (match := NAME.fullmatch(path.name))]
+    if not any(int(match[1]) >= int(time.time()) for _, match in found):
+        return
+    for number, (path, match) in enumerate(found):
+        path.rename(path.with_name(f"events.out.tfevents.{number:010d}.{match[2]}"))
+
+
+# What each process and each machine of a run uses: sent along with the losses of a logging step, for the curves.
+
+
+NODE = ("cpu_percent", "memory_gib", "network_mb_s")
+"""Of a machine: CPU and memory in use, and what all interfaces but loopback sent and received, in MB/s."""
+
+
+def peak_memory_bytes() -> int:
+    """Returns this process's highest memory so far: allocated on its GPU, else resident."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Readings:
+    """Reads this process, and in the first process of a machine also the machine, since the last reading."""
+
+    def __init__(self) -> None:
+        self._first = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._then, self._moved = time.perf_counter(), _network_bytes()
+        psutil.cpu_percent()  # counts from now on
+
+    def read(self) -> list[float]:
+        """Returns the process's peak in GiB, then `NODE`; NaN for each of these in all but a machine's first process."""
+        own = [peak_memory_bytes() / 2**30]
+        if not self._first:
+            return own + [math.nan] * len(NODE)
+        now, moved = time.perf_counter(), _network_bytes()
+        speed = (moved - self._moved) / 1e6 / max(now - self._then, 1e-9)
+        self._then, self._moved = now, moved
+        return [*own, psutil.cpu_percent(), psutil.virtual_memory().used / 2**30, speed]
+
+
+def as_logs(ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Returns the readings of all ranks by name: `rank_...` by rank, `node_...` by machine, in the order of their ranks."""
+    nodes = [row[1:] for row in ranks if not math.isnan(row[1])]
+    columns = zip(*nodes, strict=True)
+    return {"rank_memory_gib": [row[0] for row in ranks]} | {
+        f"node_{name}": list(c) for name, c in zip(NODE, columns, strict=True)
+    }
+
+
+def _network_bytes() -> int:
+    found = psutil.net_io_counters(pernic=True)
+    return sum(one.bytes_sent + one.bytes_recv for name, one in found.items() if not name.startswith("lo"))

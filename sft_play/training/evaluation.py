@@ -22,9 +22,9 @@ from sft_play.runs.evaluations import PREDICTIONS, SCORES
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, PreparedSplit
 from sft_play.training.generation import decide
+from sft_play.training.held_out import HeldOut, answer_rows, sources_of
 from sft_play.training.library_metrics import check_library_metrics
 from sft_play.training.loss import label_tokens, token_loss_sum
-from sft_play.training.measures import HeldOut, answer_rows, sources_of
 from sft_play.training.shares import answerable, share_batches
 
 

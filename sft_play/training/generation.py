@@ -20,12 +20,10 @@ from sft_play.config.schema import Config
 from sft_play.errors import DataError
 from sft_play.plan.layouts import VARLEN
 from sft_play.training.answering import Answer, AnswerSettings, answer_batch, refills, use_our_settings
-from sft_play.training.intervals import Interval
 from sft_play.training.ranks import from_rank_0, gather
 from sft_play.training.results import GenerationResult, Prediction
-from sft_play.training.scores import DEFAULT_METRICS, Scored, metrics_for, score_answers
+from sft_play.training.scores import DEFAULT_METRICS, ROUGE, Interval, Scored, metrics_for, score_answers, without_words
 from sft_play.training.shares import share_batches, share_size
-from sft_play.training.text_metrics import ROUGE, without_words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

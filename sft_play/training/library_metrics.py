@@ -11,7 +11,7 @@ from sft_play.config.metrics import LIBRARY, library_parts, short_name
 from sft_play.errors import DataError, first_line
 from sft_play.files import typed_path
 from sft_play.runs.consent import may_run
-from sft_play.training.intervals import Interval, mean_interval, resamples
+from sft_play.training.scores import Interval, mean_interval, resamples
 
 FEW_RESAMPLES = 100
 """For a metric that is no mean of single scores: each resample computes the whole metric anew."""

@@ -1,19 +1,25 @@
-"""The loss: cross-entropy summed over label tokens, with the head run only where there are labels.
-
-For one optimizer step with N label tokens in the whole global batch, each backward pass uses `world_size * sum / N`: data
-parallelism averages gradients over ranks, so any split into micro-batches and ranks gives the same gradient.
-"""
+"""The loss: cross-entropy summed over label tokens, of this rank's micro-batches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from accelerate.data_loader import DataLoaderShard
+from torch import Tensor, distributed
 from torch.nn import functional
+from transformers import TrainingArguments
 
-from sft_play.data.collate import IGNORED
+from sft_play.config.schema import Config
+from sft_play.data.batches import GlobalBatchSampler
+from sft_play.data.collate import IGNORED, Batch, Collator
 from sft_play.model.chunked_head import labels_for_head, total_of
+from sft_play.plan.mixture import row_order
+from sft_play.plan.plan import Plan
+from sft_play.runs.prepared import PreparedSplit, row_integers
+from sft_play.training.balance import turns_of
+from sft_play.training.requests import ignored_by_helpers
 
 NOT_FOR_THE_MODEL = ("targets", "rows", "tokens")
 
@@ -47,3 +53,69 @@ def all_sum(values: Tensor) -> Tensor:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(values)
     return values
+
+
+# Training rows on their way to the model: this rank's micro-batches, and which of them no rank has anything in.
+
+
+IDLE = "idle"
+"""Set in a batch that is empty where nothing is to be done for it: no collective operation is missed."""
+
+
+def sampler_of(config: Config, plan: Plan, split: PreparedSplit, dataset: Any, rank: int) -> GlobalBatchSampler:
+    """Returns the order of this rank's micro-batches: mixed by weights where sources have them, packed where the plan says so."""
+    assert len(dataset) == split.rows, (len(dataset), split.rows)
+    order = row_order(config.data, split, config.train.seed)
+    lengths: Sequence[int] | None = None
+    if plan.pack_tokens:
+        lengths = row_integers(split, "lengths.i32")
+        if lengths is None:
+            lengths = [len(ids) for ids in dataset["input_ids"]]
+    return GlobalBatchSampler(
+        rows=order.rows,
+        global_batch=plan.global_batch_size,
+        ranks=[(share.micro_batch, share.accumulation) for share in plan.ranks],
+        rank=rank,
+        seed=config.train.seed,
+        order=order,
+        lengths=lengths or (),
+        pack_tokens=plan.pack_tokens,
+        turns=turns_of(config, plan),
+    )
+
+
+def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, args: TrainingArguments) -> DataLoaderShard:
+    """Returns this rank's micro-batches; accelerate must not share them out again."""
+    loader = DataLoaderShard(
+        dataset,
+        device=args.device,
+        batch_sampler=sampler,
+        collate_fn=collator,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        worker_init_fn=ignored_by_helpers if args.dataloader_num_workers else None,
+        _non_blocking=args.dataloader_pin_memory,
+    )
+    loader._is_accelerate_prepared = True
+    return loader
+
+
+def step_totals(batches: list[Batch], device: torch.device, *, together: bool) -> Tensor:
+    """Returns the label tokens of an optimizer step over all ranks, 1 at least, and marks the micro-batches that are left out.
+
+    Where ranks make every micro-step `together`, only those empty on every rank. Else all that are empty on this one, but the last, in
+    which gradients meet. One small collective operation: [label tokens, rows of micro-step 0, rows of micro-step 1, ...]; a single
+    process waits for nothing.
+    """
+    counts = [label_tokens(batch) for batch in batches if batch["rows"]]
+    labels = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.long, device=device)
+    rows = [len(batch["rows"]) for batch in batches]
+    if distributed.is_available() and distributed.is_initialized():
+        totals = all_sum(torch.cat([labels[None].to(device), torch.tensor(rows).to(device)]))
+        labels, found = totals[0], totals[1:].tolist()
+        rows = found if together else rows[:-1] + found[-1:]
+    for batch, count in zip(batches, rows, strict=True):
+        batch[IDLE] = count == 0
+    return labels.clamp(min=1)

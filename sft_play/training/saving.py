@@ -2,7 +2,7 @@
 
     space      every rank compares what it will write with what is free; all agree
     snapshot   states of all ranks, weights gathered to rank 0 (collective)
-    write      each rank its own files (`training.writing`: never collective, in a thread where `train.async_save` says so)
+    write      each rank its own files (`training.checkpoint_files`: never collective, in a thread where `train.async_save` says so)
     agree      has every rank succeeded?
     publish    rank 0 joins the lists, renames, moves `last` and `best`
     rotate     rank 0 removes what is too old when all of the new one has been read from the disk once more, beside the next steps
@@ -31,14 +31,13 @@ from sft_play.launch.run_folder import folder_gone, is_gone
 from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publish, published, rotate, rotate_own
 from sft_play.runs.manifest import seal, verify
 from sft_play.runs.space import SPARE_MEMORY_BYTES, Room, describe, free_bytes, free_memory_bytes, side_file, size, with_spare
-from sft_play.training.holdings import bytes_held
+from sft_play.training.checkpoint_files import DiskCheck, Writing, gather_weights, predicted_bytes
 from sft_play.training.local_steps import seen_as_average
 from sft_play.training.loss import all_sum
 from sft_play.training.metrics import MetricsFile
 from sft_play.training.ranks import gather
 from sft_play.training.states import collect
-from sft_play.training.weights_out import gather_weights, predicted_bytes
-from sft_play.training.writing import DiskCheck, Writing
+from sft_play.training.world import bytes_held
 
 if TYPE_CHECKING:
     from pathlib import Path

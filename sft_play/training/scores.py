@@ -1,15 +1,203 @@
-"""Scores of answers by the metrics of `eval.metrics`, each with its bootstrap interval, and perplexity. No torch."""
+"""Scores of answers by the metrics of `eval.metrics`, each with its bootstrap interval, alone and paired. No torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from typing import Any, Protocol
+
+import numpy as np
 
 from sft_play.config.metrics import LIBRARY, OF_ANSWERS, short_name
-from sft_play.training.intervals import CONFIDENCE, RESAMPLES, Interval
-from sft_play.training.text_metrics import USE_STEMMER, CorpusMetric, MeanMetric, signature
+from sft_play.runs.evaluations import LEAST_ROWS
+
+# Scores of an answer against its reference, by the packages whose numbers people quote. No torch.
+#
+# ROUGE by `rouge_score`, BLEU and chrF by `sacrebleu`, exact match and token F1 by SQuAD's own rules.
+
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+USE_STEMMER = True
+"""Words longer than three letters are compared by their Porter stem, as in transformers' own summarisation examples."""
+
+
+class MeanMetric:
+    """A score of single answers (0 to 1), whose mean is the score of all."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def each(self, references: Sequence[str], answers: Sequence[str]) -> list[float]:
+        """Returns one score for each answer."""
+        score = {"exact_match": exact_match, "f1": token_f1}.get(self.name)
+        if score is None:
+            return [rouge(reference, answer)[self.name] for reference, answer in zip(references, answers, strict=True)]
+        return [score(reference, answer) for reference, answer in zip(references, answers, strict=True)]
+
+    def whole(self, references: Sequence[str], answers: Sequence[str], each: Sequence[float] | None) -> Interval:
+        """Returns the mean of `each` with its interval."""
+        return mean_interval(self.each(references, answers) if each is None else each)
+
+
+class CorpusMetric:
+    """BLEU or chrF (0 to 100): a score of all answers from their summed statistics, not a mean of single scores."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def each(self, references: Sequence[str], answers: Sequence[str]) -> list[float]:
+        """Returns sacrebleu's sentence scores (BLEU with effective order); their mean is not the score of all."""
+        scorer = _sacrebleu(self.name, sentence=True)
+        return [float(scorer.sentence_score(a, [r]).score) for r, a in zip(references, answers, strict=True)]
+
+    def whole(self, references: Sequence[str], answers: Sequence[str], each: Sequence[float] | None) -> Interval:
+        """Returns the corpus score, equal to sacrebleu's, and the interval over resampled answers' summed statistics.
+
+        The interval is that of Koehn (2004), "Statistical Significance Tests for Machine Translation Evaluation", as sacrebleu's
+        `--confidence` makes it, with our own draws.
+        """
+        scorer = _sacrebleu(self.name)
+        statistics = np.asarray(scorer._extract_corpus_statistics(list(answers), [list(references)]))
+        scores = [
+            float(scorer._compute_score_from_stats(statistics[picks].sum(axis=0).tolist()).score)
+            for picks in resamples(len(answers))
+        ]
+        total = scorer._compute_score_from_stats(statistics.sum(axis=0).tolist())
+        return Interval.around(float(total.score), scores, n=len(answers))
+
+
+def rouge(reference: str, answer: str) -> dict[str, float]:
+    """Returns the F-measures (0 to 1) of one answer, exactly as `rouge_score` computes them.
+
+    Its words are runs of a-z and 0-9, so a text in another script scores 0, and the numbers cannot be compared with ROUGE
+    over other tokenizers (jieba, for one).
+    """
+    return dict(_rouge(reference, answer))
+
+
+def without_words(references: Sequence[str]) -> int:
+    """Returns how many references have no word that `rouge_score` knows; their score is 0 whatever the answer."""
+    tokenize = _scorer()._tokenizer.tokenize
+    return sum(not tokenize(reference) for reference in references)
+
+
+def normalised(text: str) -> str:
+    """Returns `text` in lower case without ASCII punctuation, English articles and extra white space.
+
+    `normalize_answer` of SQuAD's evaluation script, v1.1 and v2.0 (https://rajpurkar.github.io/SQuAD-explorer/).
+    """
+    bare = "".join(letter for letter in text.lower() if letter not in _PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def exact_match(reference: str, answer: str) -> float:
+    """Returns 1 where the normalised answer is the normalised reference, else 0."""
+    return float(normalised(reference) == normalised(answer))
+
+
+def token_f1(reference: str, answer: str) -> float:
+    """Returns the harmonic mean of precision and recall of the normalised answer's words (0 to 1), as SQuAD v2.0's script.
+
+    Where either text has no words it is 1 if both have none, else 0.
+    """
+    wanted, given = normalised(reference).split(), normalised(answer).split()
+    if not wanted or not given:
+        return float(wanted == given)
+    common = sum((Counter(wanted) & Counter(given)).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(given), common / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+_PUNCTUATION = frozenset(string.punctuation)
+
+
+@cache
+def _scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer  # imports nltk: only where answers are scored
+
+    return RougeScorer(list(ROUGE), use_stemmer=USE_STEMMER)
+
+
+@lru_cache(maxsize=4096)  # three metrics ask for the same answers, one after the other
+def _rouge(reference: str, answer: str) -> tuple[tuple[str, float], ...]:
+    scores = _scorer().score(reference, answer)
+    return tuple((name, float(scores[name].fmeasure)) for name in ROUGE)
+
+
+@cache
+def _sacrebleu(name: str, *, sentence: bool = False) -> Any:
+    from sacrebleu.metrics import BLEU, CHRF
+
+    # `force` only silences a remark about texts that look tokenised.
+    return BLEU(effective_order=sentence, force=True) if name == "bleu" else CHRF()
+
+
+def signature(name: str) -> str:
+    """Returns sacrebleu's signature of a metric that it computed: version and settings, to be quoted beside the score."""
+    scorer = _sacrebleu(name)
+    scorer.num_refs = 1
+    return str(scorer.get_signature())
+
+
+# A score over n answers with its percentile bootstrap interval. Only numpy.
+
+
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A score over `n` answers (a mean, or a corpus score) with its percentile bootstrap interval (95 %)."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    @staticmethod
+    def around(score: float, resampled: Sequence[float] | Any, *, n: int) -> Interval:
+        """Returns `score` with the percentiles of the scores of resampled answers."""
+        tail = 100 * (1 - CONFIDENCE) / 2
+        low, high = np.percentile(resampled, [tail, 100 - tail])
+        return Interval(mean=score, low=float(low), high=float(high), n=n)
+
+    def to_json(self) -> dict[str, float | int | str]:
+        return asdict(self)
+
+    def beyond(self, other: Interval) -> bool:
+        """Whether this interval lies wholly above `other`'s."""
+        return self.low > other.high
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def resamples(count: int, *, times: int = RESAMPLES, seed: int = 0) -> Iterator[Any]:
+    """Yields `times` arrays of `count` indices below `count`, drawn with replacement; the same for the same seed.
+
+    One at a time: a table of 1,000 draws over a hundred thousand answers would take 800 MB.
+    """
+    draws = np.random.default_rng(seed)
+    for _ in range(times):
+        yield draws.integers(0, count, size=count)
+
+
+def mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
+    """Returns the mean of `values` with the interval of the means of resamples. Raises `ValueError` for no values."""
+    if not values:
+        raise ValueError("an interval needs at least one value")
+    array = np.asarray(values, dtype=np.float64)
+    means = [array[picks].mean() for picks in resamples(len(array), seed=seed)]
+    return Interval.around(float(array.mean()), means, n=len(array))
+
 
 DEFAULT_METRICS = ("rouge1", "rouge2", "rougeL")
 CORPUS = ("bleu", "chrf")
@@ -80,3 +268,41 @@ def how_scored(names: Sequence[str]) -> dict[str, object]:
 def perplexity(loss: float) -> float:
     """Returns exp of a token-weighted loss in nats; the largest float where that overflows."""
     return math.exp(min(loss, 709.0))
+
+
+# Two models' scores of the same rows: the mean difference and its paired bootstrap interval. Only numpy.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference(Interval):
+    """The mean of the second's scores minus the first's, over `n` rows that both answered."""
+
+    better: int
+    """Rows on which the second scores higher."""
+    worse: int
+    """Rows on which the first does."""
+
+    @property
+    def verdict(self) -> str:
+        """`better` or `worse` where the interval leaves 0 out, else `undecided`; `too few to compare` of fewer rows than `LEAST_ROWS`."""
+        if self.n < LEAST_ROWS:
+            return "too few to compare"
+        return "better" if self.low > 0 else "worse" if self.high < 0 else "undecided"
+
+    def to_json(self) -> dict[str, float | int | str]:
+        return {**asdict(self), "verdict": self.verdict}
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -> Difference:
+    """Returns the difference of two models' scores of the same rows, in the same order.
+
+    Rows are drawn with replacement, and each draw takes both models' scores of a row: what makes a row easy or hard for both drops
+    out, so the interval is narrower than that of two separate means (Koehn 2004, "Statistical Significance Tests for Machine
+    Translation Evaluation"). Raises `ValueError` for no rows, or different numbers of them.
+    """
+    if not first or len(first) != len(second):
+        raise ValueError(f"{len(first)} and {len(second)} scores are no pairs")
+    gaps = [two - one for one, two in zip(first, second, strict=True)]
+    mean = mean_interval(gaps, seed=seed)
+    better, worse = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
+    return Difference(mean=mean.mean, low=mean.low, high=mean.high, n=mean.n, better=better, worse=worse)

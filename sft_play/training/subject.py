@@ -19,9 +19,9 @@ from sft_play.model.folder import check_trained
 from sft_play.plan.plan import Plan
 from sft_play.runs.evaluations import data_name
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
+from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
 from sft_play.runs.stamp import Stamp
-from sft_play.runs.states_facts import is_state_file
 from sft_play.runs.weights import label_of, weights_folder
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def _prepare(loaded: LoadedConfig, *words: str) -> Prepared:
     from sft_play.config.load import save_config
     from sft_play.launch.preparation import prepare
     from sft_play.launch.run_folder import ended_by_signals
-    from sft_play.runs.prepared_index import lookup
+    from sft_play.runs.prepared import lookup
 
     if known := lookup(loaded.config):
         return known

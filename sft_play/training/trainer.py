@@ -27,19 +27,17 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import PreparedSplit
 from sft_play.runs.stamp import Stamp
 from sft_play.training.agreement import EvaluationStopped, StopOnRequest
+from sft_play.training.arguments import reduce_in_fp32
 from sft_play.training.balance import Balancer, together
 from sft_play.training.compression import PowerSgd, register
-from sft_play.training.feeding import IDLE, sampler_of, step_totals, train_loader
-from sft_play.training.flops import operations_per_token, peak_operations
-from sft_play.training.guards import Finite
+from sft_play.training.curves import Readings, as_logs
+from sft_play.training.guards import Finite, SpikeGuard
 from sft_play.training.held_out import evaluate
 from sft_play.training.local_steps import local_steps_of, seen_as_average
-from sft_play.training.loss import label_tokens, token_loss_sum
+from sft_play.training.loss import IDLE, label_tokens, sampler_of, step_totals, token_loss_sum, train_loader
 from sft_play.training.memory_errors import Activity
-from sft_play.training.readings import Readings, as_logs
+from sft_play.training.metrics import operations_per_token, peak_operations
 from sft_play.training.saving import Saver
-from sft_play.training.sharding import reduce_in_fp32
-from sft_play.training.spikes import SpikeGuard
 from sft_play.training.states import restore, restore_random
 from sft_play.training.stopping import Patience, is_better, value_of
 

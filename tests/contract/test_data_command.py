@@ -21,7 +21,7 @@ from sft_play.config.load import load_config
 from sft_play.data.chunks import Work
 from sft_play.data.engine import WAITING, Engine
 from sft_play.model.tokenizer import load_tokenizer
-from sft_play.runs.prepared_index import lookup
+from sft_play.runs.prepared import lookup
 from tests.conftest import ROOT, Done, environment, run_program
 from tests.training_runs import nested_yaml
 

@@ -20,8 +20,7 @@ from sft_play import prepare
 from sft_play.config.load import load_config, save_config
 from sft_play.data.manifest import summary
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.prepared import Prepared
-from sft_play.runs.prepared_index import lookup
+from sft_play.runs.prepared import Prepared, lookup
 from tests.conftest import Program, environment
 from tests.tiny_models import build_tiny_llama
 from tests.training_runs import nested_yaml

@@ -16,7 +16,7 @@ from sft_play.config.load import load_config, save_config
 from sft_play.config.schema import Config
 from sft_play.prepare import main, prepare_run
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.prepared_index import lookup
+from sft_play.runs.prepared import lookup
 from tests.conftest import ROOT, Done, called, environment
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ import pytest
 
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder
-from sft_play.soak.same import read_curves
+from sft_play.soak.report import read_curves
 from tests.clock import Clock
 from tests.conftest import metrics
 from tests.distributed.test_launch import Launcher, can_mount

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from sft_play.launch.network import free_port
-from sft_play.runs.states_facts import read_facts
-from sft_play.training.states.shelf import Shelf
+from sft_play.runs.manifest import read_facts
+from sft_play.training.states.files import Shelf
 from tests.distributed.zero_engine import ENGINES
 
 SHAPES = {"first.weight": (13, 7), "first.bias": (13,), "second.weight": (5, 13), "second.bias": (5,)}

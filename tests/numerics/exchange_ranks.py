@@ -20,9 +20,9 @@ from torch import Tensor, distributed
 from torch.nn import Linear, Sequential, Tanh
 from torch.nn.parallel import DistributedDataParallel
 
+from sft_play.training.balance import Stopwatch
 from sft_play.training.compression import PowerSgd, register
 from sft_play.training.local_steps import LocalSteps
-from sft_play.training.stopwatch import Stopwatch
 
 WIDTH = 256
 STEPS = 6

@@ -19,10 +19,8 @@ from sft_play.data.batches import GlobalBatchSampler, Shares
 from sft_play.data.collate import Collator
 from sft_play.plan.balance import Cost, share_out, spans
 from sft_play.plan.plan import Plan, RankPlan
-from sft_play.training.balance import LOOKS, Judge, at_work, describe, turns_of, within
-from sft_play.training.feeding import IDLE, step_totals
-from sft_play.training.loss import label_tokens, token_loss_sum
-from sft_play.training.stopwatch import Stopwatch
+from sft_play.training.balance import LOOKS, Judge, Stopwatch, at_work, describe, turns_of, within
+from sft_play.training.loss import IDLE, label_tokens, step_totals, token_loss_sum
 from tests.documents import on_page
 from tests.numerics.test_layouts import VOCABULARY, random_model
 from tests.plans import simple_plan

@@ -8,7 +8,7 @@ import pytest
 
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TuningConfig
 from sft_play.model.load import load_for_training
-from sft_play.training.flops import operations_per_token, peak_operations
+from sft_play.training.metrics import operations_per_token, peak_operations
 from tests.plans import prepared_model, simple_plan
 from tests.tiny_models import build_tiny_llama
 

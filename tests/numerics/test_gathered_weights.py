@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 from sft_play.probe import held, measured
-from sft_play.training.weights_out import gather_weights
+from sft_play.training.checkpoint_files import gather_weights
 
 GIB = 2**30
 

@@ -18,10 +18,8 @@ from sft_play.plan.memory import rank_memory
 from sft_play.runs.checkpoints import rotate_own
 from sft_play.runs.folder import RunFolder
 from sft_play.training.local_steps import grouped, local_steps_of
-from sft_play.training.states.own import MeanShelf
-from sft_play.training.states.pieces import Piece
-from sft_play.training.states.shelf import INDEX, Shelf
-from sft_play.training.states.tensor_file import write_tensors
+from sft_play.training.states.files import INDEX, Piece, Shelf, write_tensors
+from sft_play.training.states.per_rank import MeanShelf
 from tests.unit.test_plan_make import plan_of
 from tests.unit.test_plan_memory import LLAMA2, setup, shape
 from tests.unit.test_plan_memory import config as plan_config

@@ -10,7 +10,7 @@ import pytest
 from sft_play.runs.checkpoints import link, partial_folder, publish
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
-from sft_play.training.publishing import choose
+from sft_play.training.checkpoint_files import choose
 
 
 @pytest.fixture

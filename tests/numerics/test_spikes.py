@@ -14,8 +14,8 @@ from transformers import TrainerState
 
 from sft_play.errors import UserError
 from sft_play.launch.beats import Beat
+from sft_play.training.guards import SpikeGuard
 from sft_play.training.heartbeat import NotJoined, roll_call
-from sft_play.training.spikes import SpikeGuard
 from tests.unit.test_plan_make import plan_of
 
 

@@ -19,13 +19,15 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.errors import CheckpointError
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import describe
-from sft_play.runs.states_facts import check_states, optimizer_file, random_file
+from sft_play.runs.manifest import check_states, describe, optimizer_file, random_file
+from sft_play.training.checkpoint_files import _copied
 from sft_play.training.guards import scale_of
-from sft_play.training.states.apart import kept_apart, seal_own
 from sft_play.training.states.facts import (
+    fresh_seed,
     groups_of,
     plain,
+    random_states,
+    restore_random_states,
     restored,
     scaler_of,
     scheduler_of,
@@ -33,11 +35,8 @@ from sft_play.training.states.facts import (
     set_scaler,
     set_scheduler,
 )
-from sft_play.training.states.pieces import Piece, flat_shares, partition, reads
-from sft_play.training.states.random_states import fresh_seed, random_states, restore_random_states
-from sft_play.training.states.shelf import INDEX, Shelf
-from sft_play.training.states.tensor_file import NAMES, write_tensors
-from sft_play.training.weights_out import _copied
+from sft_play.training.states.files import INDEX, NAMES, Piece, Shelf, flat_shares, partition, reads, write_tensors
+from sft_play.training.states.per_rank import kept_apart, seal_own
 
 
 def piece(start: int, end: int, *, numel: int = 100, file: str = "f", name: str = "w") -> Piece:

@@ -14,8 +14,8 @@ from sft_play.errors import HardwareError
 from sft_play.runs.checkpoints import link
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
+from sft_play.training.checkpoint_files import DiskCheck
 from sft_play.training.saving import Saver
-from sft_play.training.writing import DiskCheck
 
 
 def saved(folder: Path) -> Path:

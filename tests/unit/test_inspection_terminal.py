@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.inspection.samples import Piece, Sample
-from sft_play.inspection.terminal import show
+from sft_play.inspection.samples import Piece, Sample, show
 
 
 def test_names_and_rows_are_shown_letter_for_letter(capsys: pytest.CaptureFixture[str]) -> None:

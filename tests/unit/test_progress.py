@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import TrainerState
 
-from sft_play.training import progress
+from sft_play.training import metrics
 
 
 class Terminal(io.StringIO):
@@ -20,13 +20,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def train(console: io.StringIO | None, monkeypatch: pytest.MonkeyPatch, log: io.StringIO) -> progress.Progress:
+def train(console: io.StringIO | None, monkeypatch: pytest.MonkeyPatch, log: io.StringIO) -> metrics.Progress:
     """Goes on from step 500 of 1000: a minute of start-up with the first step, then steps of 0.125 s."""
     now = 1000.0
     clock: Callable[[], float] = lambda: now  # noqa: E731
-    monkeypatch.setattr(progress.time, "monotonic", clock)
-    monkeypatch.setattr(progress.time, "time", clock)
-    shown = progress.Progress(console, log)
+    monkeypatch.setattr(metrics.time, "monotonic", clock)
+    monkeypatch.setattr(metrics.time, "time", clock)
+    shown = metrics.Progress(console, log)
     state, nothing = TrainerState(global_step=500, max_steps=1000), {"args": None, "control": None}
     logs: dict[str, Any] = {"rank_loss": 1.0, "loss": 1.0, "tokens_per_second": 9.0}
     shown.on_train_begin(state=state, **nothing)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sft_play.training.readings import NODE, Readings, as_logs
+from sft_play.training.curves import NODE, Readings, as_logs
 
 
 def test_machines_are_counted_by_their_first_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,22 @@ from sacrebleu.metrics import BLEU, CHRF
 
 from sft_play.config.metrics import OF_ANSWERS
 from sft_play.errors import DataError
-from sft_play.training.intervals import mean_interval as bootstrap
-from sft_play.training.intervals import resamples
 from sft_play.training.library_metrics import LibraryMetric, check_library_metrics
-from sft_play.training.scores import how_scored, metrics_for, perplexity, score_answers
+from sft_play.training.scores import ROUGE as METRICS
+from sft_play.training.scores import (
+    exact_match,
+    how_scored,
+    metrics_for,
+    normalised,
+    perplexity,
+    resamples,
+    rouge,
+    score_answers,
+    token_f1,
+    without_words,
+)
+from sft_play.training.scores import mean_interval as bootstrap
 from sft_play.training.shares import choose_rows, share_batches, spread
-from sft_play.training.text_metrics import ROUGE as METRICS
-from sft_play.training.text_metrics import exact_match, normalised, rouge, token_f1, without_words
 from tests.library_metric import library_metric
 
 PAIRS = [

@@ -14,10 +14,8 @@ from sft_play.runs.folder import RunFolder
 from sft_play.soak.campaign import AIMS, choose_aim
 from sft_play.soak.launches import choose_target
 from sft_play.soak.material import EVAL_STEPS, SAVE_STEPS, STEPS, write_material
-from sft_play.soak.phases import last_rows
-from sft_play.soak.report import as_json, as_text
-from sft_play.soak.same import compare_runs, differing_rows
-from sft_play.soak.state import Comparison, Kill, State, load_state
+from sft_play.soak.processes import last_rows
+from sft_play.soak.report import Comparison, Kill, State, as_json, as_text, compare_runs, differing_rows, load_state
 
 SETTINGS = {"strategy": "ddp", "seed": 1, "config": None, "overrides": []}
 

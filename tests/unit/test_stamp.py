@@ -18,10 +18,10 @@ from sft_play.errors import CheckpointError
 from sft_play.files import write_json
 from sft_play.launch.resume import compare_early
 from sft_play.plan.plan import RankPlan
+from sft_play.runs.manifest import FORMAT, StatesFacts
 from sft_play.runs.origin import git_state
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel, SourceFacts
 from sft_play.runs.stamp import LATER, RULES, Purpose, Stamp, compare, make_stamp, refuse
-from sft_play.runs.states_facts import FORMAT, StatesFacts
 from tests.documents import ROOT, on_page
 from tests.plans import simple_plan
 

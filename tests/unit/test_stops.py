@@ -24,7 +24,7 @@ from sft_play.launch.run_folder import read_events, stop_code
 from sft_play.launch.verdict import describe_stop, stop_facts, stop_of, stop_recorded
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
-from sft_play.runs.settings import CHANGEABLE
+from sft_play.runs.stamp import CHANGEABLE
 from tests.conftest import ROOT
 from tests.plans import simple_plan
 

@@ -9,7 +9,6 @@
 See docs/adr/0007-states-without-pickle.md.
 """
 
-from sft_play.training.states.collecting import States, collect
-from sft_play.training.states.restoring import restore, restore_random
+from sft_play.training.states.whole import States, collect, restore, restore_random
 
 __all__ = ["States", "collect", "restore", "restore_random"]

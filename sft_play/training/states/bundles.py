@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, distributed
 
 from sft_play.errors import CheckpointError
-from sft_play.training.states.pieces import flat_shares, partition
+from sft_play.training.states.files import flat_shares, partition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

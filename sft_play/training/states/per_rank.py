@@ -1,12 +1,9 @@
-"""States that differ between ranks although all train the same parameters: those of local steps and of PowerSGD.
-
-Each rank then writes an `optimizer-rank{N}.safetensors` of its own. With local steps it holds the rank's optimizer states and, where
-weights differ too, its weights; rank 0's holds what is common to all besides: the outer optimizer's anchor and momentum, and the ranks'
-average, from which another number of ranks goes on. With PowerSGD it holds what the rank has not sent yet.
-"""
+"""States that differ between ranks although all train the same parameters, and those of ranks that do not see rank 0's folder."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft_play.runs.states_facts import StatesFacts, optimizer_file
+from sft_play.files import read_json
+from sft_play.runs.manifest import Facts, StatesFacts, damage, optimizer_file, write_part
 from sft_play.training.compression import BASIS, ERROR
 from sft_play.training.local_steps import ANCHOR, AVERAGE, MOMENTUM
-from sft_play.training.states.apart import kept_apart
-from sft_play.training.states.pieces import Kind, Piece
-from sft_play.training.states.shelf import Shelf
+from sft_play.training.states.files import Kind, Piece, Shelf
 
 EXTRA = frozenset({ANCHOR, MOMENTUM, AVERAGE, ERROR, BASIS})
 """States of a parameter that are none of the optimizer's."""
@@ -166,3 +162,41 @@ def _restore_powersgd(trainer: Any, shelf: Shelf, sources: Sources) -> None:
         if sources.errors.pieces(name, ERROR):
             sources.errors.fill(error, name, ERROR, 0, error.numel())
         powersgd.error[name] = error.view(parameter.shape[0], -1)
+
+
+# What ranks keep that do not see rank 0's folder: files in `random/step-NNNNNN/` of their own run folder, each rank's with its manifest.
+#
+# A manifest of each rank, since several ranks of a machine write there, and a cluster's launcher brings those of all machines together.
+
+
+def seal_own(folder: Path, rank: int, files: Mapping[str, Facts]) -> None:
+    """Writes the manifest of a rank's own files, once they are on the disk and have been compared. Raises `OSError`."""
+    write_part(folder, rank, files)
+
+
+def kept_apart(trainer: Any, checkpoint: Path, name: str) -> Path | None:
+    """Returns this rank's own file `name` at the step of a checkpoint; `None` where there is none, or a damaged one, which is said."""
+    folder: Path = trainer.run.random_states(int(checkpoint.name.rpartition("-")[2]))
+    if (folder / name).exists() and _intact(folder, int(trainer.args.process_index), name):
+        return folder / name
+    return None
+
+
+@functools.cache
+def _intact(folder: Path, rank: int, name: str) -> bool:
+    """Reads the file once in a process, and says once what is wrong with it."""
+    problem = _problem(folder, rank, name)
+    if problem is not None:
+        print(f"note: {folder}: {problem}; it counts as absent", file=sys.stderr, flush=True)
+    return problem is None
+
+
+def _problem(folder: Path, rank: int, name: str) -> str | None:
+    path = folder / f".manifest-rank{rank}.json"
+    try:
+        facts: Facts = read_json(path)["files"][name]
+        return damage(folder, {name: facts})
+    except FileNotFoundError:
+        return f"`{name}` stands in no manifest: it was never completed"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return f"`{path.name}` cannot be read: {error}"
