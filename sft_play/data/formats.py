@@ -144,6 +144,15 @@ FORMATS: dict[str, tuple[frozenset[str], Callable[[Row], Parts]]] = {
 """Each format: the columns it needs, and the conversion."""
 
 
+_ANSWERS = ("response", "output", "answer", "completion", "target", "reply", "summary", "label")
+_QUESTIONS = ("prompt", "query", "input", "instruction", "question")
+ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
+    "output": _ANSWERS, "answer": _ANSWERS, "completion": _ANSWERS, "prompt": _QUESTIONS, "question": _QUESTIONS,
+    "instruction": _QUESTIONS, "input": ("context",),
+}  # fmt: skip
+"""Column of a format -> what data sets call it, for hints."""
+
+
 def recognise(row: Row) -> str:
     """Returns the format whose columns `row` has. Raises `DataError` when none or more than one fits."""
     fitting = [name for name, (columns, _) in FORMATS.items() if all(row.get(column) is not None for column in columns)]
@@ -171,7 +180,7 @@ def recognise(row: Row) -> str:
         names = f"columns: {{messages: {turns}, messages.role: NAME, messages.content: NAME, messages.role.user: VALUE}}"
         raise DataError(
             f"no format fits the columns {names_of(row)}",
-            hint=f"a conversation has other names, too: `{names}`; a turn in `{turns}` has {', '.join(keys)}; the row is {shown(row)}",
+            hint=f"a conversation may have other names: `{names}`; a turn in `{turns}` has {', '.join(keys)}; the row is {shown(row)}",
         )
     known = "; ".join(f"{name}: {', '.join(sorted(columns))}" for name, (columns, _) in FORMATS.items())
     raise DataError(
@@ -233,5 +242,13 @@ def _require(row: Row, form: str) -> None:
         f"format `{form}` needs {', '.join(f'`{m}`' for m in missing)}; the columns are {names_of(row)}",
         hint=f"this row looks like {' or '.join(others)}, but a source has one format: give each format a source of its own"
         if others
-        else None,
+        else _renamed(row, form, missing),
     )
+
+
+def _renamed(row: Row, form: str, missing: list[str]) -> str:
+    """Returns the `columns` that would give `row` what a format lacks: by the names that data sets have for it, else left open."""
+    wanted = [*missing, *(["input"] if form == "instruction" and "input" not in row else [])]
+    names = {new: next((name for name in ALSO_CALLED[new] if name in row), None) for new in wanted if new in ALSO_CALLED}
+    columns = ", ".join(f"{new}: {old or 'NAME'}" for new, old in names.items() if old or new in missing)
+    return f"`sources: [{{path: FILE, columns: {{{columns}}}}}]` instead of `train_path`"

@@ -197,7 +197,9 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
         lines.append(f"  {what} with an empty thought, which the chat template writes; their tokens are learnt too: docs/data.md")
     shared = manifest.get("overlap")
     if shared and shared["rows"]:
-        lines.append(f"  {shared['rows']:,} of its rows are in the training data too: scores on them say little")
+        lines.append(
+            f"  {shared['rows']:,} of its rows {'is' if shared['rows'] == 1 else 'are'} in the training data too: scores on them say little"
+        )
     return "\n".join(lines)
 
 

@@ -86,7 +86,7 @@ def _row(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Row:
     if isinstance(row, DataError):
         raise row
     for names in columns:
-        if there := {new: old for new, old in names.items() if old in row or "." in new}:
+        if there := {new: old for new, old in names.items() if old.partition(".")[0] in row or "." in new}:
             row = rename(row, there)
             break
     asks = next((column for column in FORMS if row.get(column) is not None), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sft_play.config.filters import Condition
@@ -68,6 +68,7 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     of_turns = {*row, *columns}
     within = {new: old for new, old in columns.items() if "." in new and new.partition(".")[0] in of_turns}
     columns = {new: old for new, old in columns.items() if new not in within}
+    row = {**row, **_inside(row, columns.values())}
     missing = sorted({name for name in columns.values() if name not in row})
     if missing:
         raise DataError(
@@ -84,6 +85,16 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
             names = {new.removeprefix(f"{column}."): old for new, old in within.items() if new.startswith(f"{column}.")}
             made[column] = [_turn(turn, names) if isinstance(turn, Mapping) else turn for turn in turns]
     return made
+
+
+def _inside(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Returns name -> value of those names that lead into a column: `conversation.messages`."""
+    found = {}
+    for name in names:
+        head, dot, rest = name.partition(".")
+        if dot and name not in row and isinstance(row.get(head), Mapping) and rest in row[head]:
+            found[name] = row[head][rest]
+    return found
 
 
 def _turn(turn: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -90,6 +90,20 @@ def test_an_ambiguous_row_is_taken_once_the_format_is_said() -> None:
     assert to_messages(row, "prompt_completion") == MESSAGES
 
 
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"instruction": "i", "context": "c", "response": "r"}, "columns: {output: response, input: context}"),
+        ({"prompt": "p", "summary": "s"}, "columns: {completion: summary}"),
+        ({"question": "p", "answers": ["s"]}, "columns: {answer: NAME}"),
+    ],
+)
+def test_a_missing_column_is_answered_with_the_one_that_may_be_meant(row: dict[str, Any], columns: str) -> None:
+    with pytest.raises(DataError) as caught:
+        recognise(row)
+    assert columns in (caught.value.hint or "")
+
+
 def test_no_format_lists_the_columns_found_and_those_wanted() -> None:
     error = refused({"body": "hello", "label": 1})
     assert "`body`, `label`" in error.message

@@ -177,6 +177,9 @@ def test_a_conversation_under_other_names(tmp_path: Path) -> None:
     assert [turn["content"] for turn in example.messages or []] == [turn["body"] for turn in turns]
     [question] = read_questions(path, [THREAD])
     assert question.reference == "by agent" and question.messages[-1] == {"role": "user", "content": "by visitor"}
+    row = json.dumps({"c": {"turns": turns}}).encode()
+    assert rows_of(write(tmp_path / "b.jsonl", row), columns=THREAD | {"messages": "c.turns"})[0]["messages"][1]["role"] == "user"
+    assert "lacks; its columns are" in refused(tmp_path / "b.jsonl", columns={"messages": "c.x"}).message
     with pytest.raises(DataError) as caught:
         recognise(rows_of(path)[0])
     assert "columns: {messages: thread, messages.role: NAME," in (caught.value.hint or ""), "no format has such names"
