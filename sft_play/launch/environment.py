@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from sft_play.config.names import mask
 from sft_play.plan.catalogue import NO_PEER_TO_PEER
@@ -21,6 +24,8 @@ SCRUBBED = re.compile(
 DROPPED = frozenset({"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MAKE_TERMOUT", "MAKE_TERMERR"})
 """Make's own, which would make compilers that workers start (DeepSpeed's extensions) part of this make."""
 SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES|NCCL_\w+|HF_\w+|AIM_REPO|GLOO_\w+|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF")
+INTERFACES = Path("/sys/class/net")
+INTERNET = (socket.AF_INET, socket.AF_INET6)
 ALLOCATOR = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
 
 
@@ -88,8 +93,9 @@ def worker_environment(
             notes.append("NCCL_P2P_DISABLE=1: GeForce RTX 40 and 50 cards have no peer-to-peer transfers")
     if plan.world_size > 1 and node.interface:
         chosen["GLOO_SOCKET_IFNAME"] = node.interface
-        if plan.device == "cuda" and node.count > 1:
-            chosen["NCCL_SOCKET_IFNAME"] = node.interface
+        if plan.device == "cuda" and node.count > 1 and (why := nccl_might_take(node.interface)):
+            chosen["NCCL_SOCKET_IFNAME"] = f"={node.interface}"  # exactly: without the sign `eth1` means `eth10` too
+            notes.append(f"NCCL_SOCKET_IFNAME=={node.interface}: NCCL might take {why}, which other machines cannot reach")
     ours = {k: v for k, v in chosen.items() if k not in USER_DECIDES or k not in kept}
     return WorkerEnvironment(
         variables=kept | ours,
@@ -98,6 +104,18 @@ def worker_environment(
         removed=removed,
         notes=tuple(notes),
     )
+
+
+def nccl_might_take(interface: str) -> str | None:
+    """Returns an interface that NCCL may choose by itself and that leads to no other machine; `None` where its choice is better than one name.
+
+    NCCL takes every interface that is up, without `lo` and `docker*`, and weighs network cards by their speed: on a machine with a slow card
+    for management and a fast one for data, naming the one that the launchers met on would train over the slow one. Only bridges of
+    containers, VPNs and the like mislead it: they have an address and no device.
+    """
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup and name != "lo" and not name.startswith("docker")}
+    wired = {name for name, found in psutil.net_if_addrs().items() if any(one.family in INTERNET for one in found)}
+    return next((name for name in sorted((up & wired) - {interface}) if not (INTERFACES / name / "device").exists()), None)
 
 
 def dump_variables(plan: Plan, logs: Path, ambient: Mapping[str, str]) -> dict[str, str]:

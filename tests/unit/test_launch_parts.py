@@ -7,6 +7,7 @@ import os
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -118,6 +119,29 @@ def test_stray_variables_are_taken_out_and_named() -> None:
     assert "secret-token" not in shown
     assert "NCCL_DEBUG=INFO  (yours)" in shown
     assert "AIM_REPO=aim://x  (yours)" in shown
+
+
+@pytest.mark.parametrize(
+    ("up", "expected"),
+    [
+        (("eth1",), None), (("eth1", "eth10"), None), (("eth1", "docker0"), None), (("eth1", "wg0"), "=eth1"),
+        (("eth1", "br-1a2b"), "=eth1"), (("eth1", "down0"), None),
+    ],
+)  # fmt: skip
+def test_nccl_is_told_one_interface_only_where_it_might_take_a_wrong_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, up: tuple[str, ...], expected: str | None
+) -> None:
+    names = {"lo", *up}
+    for name in names:
+        (tmp_path / name / ("device" if name.startswith("eth") else ".")).mkdir(parents=True)
+    monkeypatch.setattr("psutil.net_if_stats", lambda: {name: SimpleNamespace(isup=name != "down0") for name in names})
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {name: [SimpleNamespace(family=socket.AF_INET)] for name in names})
+    monkeypatch.setattr("sft_play.launch.environment.INTERFACES", tmp_path)
+    plan = make_plan(strategy="ddp", device="cuda", num_nodes=2)
+    found = worker_environment(plan, Node(count=2, interface="eth1"), {}, cpu_threads=8).variables
+    assert (found.get("NCCL_SOCKET_IFNAME"), found["GLOO_SOCKET_IFNAME"]) == (expected, "eth1")
+    own = worker_environment(plan, Node(count=2, interface="eth1"), {"NCCL_SOCKET_IFNAME": "ib0"}, cpu_threads=8)
+    assert own.variables["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
 @pytest.mark.parametrize(("mine", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "0"}, "0"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)])
