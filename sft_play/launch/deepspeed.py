@@ -126,6 +126,15 @@ class UserDeepSpeed:
             found.pop("global_batch_size", None)  # the product, which `resolve` compares
         return found
 
+    @property
+    def request(self) -> dict[str, Any]:
+        """What the settings ask of the plan, by fields of `LaunchRequest`."""
+        return {
+            "zero_stage": self.stage,
+            "offload_optimizer": self.offloads("optimizer"),
+            "offload_parameters": self.stage == 3 and self.offloads("param"),
+        }
+
     def place(self, key: str) -> str:
         """Returns `file:line` of a dotted key, or of its nearest parent."""
         return self.source.place(self.path, key)

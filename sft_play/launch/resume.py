@@ -38,13 +38,10 @@ from sft_play.runs.stamp import CHANGEABLE, STAMPED, Stamp, compare, kept_settin
 def launch_facts(options: LaunchOptions) -> dict[str, Any]:
     """Returns what `events.jsonl` keeps about a launch, so that `resume` can repeat it."""
     request = options.request
+    names = ("num_gpus", "num_nodes", "halvings", "force_checkpointing", "unpack")
     return {
         "command": request.command_strategy,
-        "num_gpus": request.num_gpus,
-        "num_nodes": request.num_nodes,
-        "halvings": request.halvings,
-        "force_checkpointing": request.force_checkpointing,
-        "unpack": request.unpack,
+        **{name: getattr(request, name) for name in names},
         "deepspeed": dict(options.deepspeed.settings) if options.deepspeed else None,
         "fsdp": dict(options.fsdp),
     }
@@ -78,9 +75,7 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
             num_gpus=call.integer("NUM_GPUS", minimum=1) or facts["num_gpus"] or here,
             num_nodes=num_nodes,
             node_rank=node_rank or 0,
-            zero_stage=deepspeed.stage if deepspeed else None,
-            offload_optimizer=deepspeed is not None and deepspeed.offloads("optimizer"),
-            offload_parameters=deepspeed is not None and deepspeed.stage == 3 and deepspeed.offloads("param"),
+            **(deepspeed.request if deepspeed else {}),
             halvings=halvings,
             force_checkpointing=force_checkpointing,
             unpack=unpack,
@@ -115,21 +110,30 @@ def choose_checkpoint(run: RunFolder) -> Path | None:
     for left in clean_up(run):
         print(f"removed: {left}", file=sys.stderr)
     checkpoint, skipped = newest_told(run)
-    if checkpoint is None and skipped:
-        raise CheckpointError(
-            f"`{run.name}` has no valid checkpoint", hint="the reasons stand above; start again under another RUN_NAME"
-        )
-    if checkpoint is None and (lost := saved_once(run)):
-        raise CheckpointError(
-            f"`{run.name}` had saved checkpoints (the last at step {lost}), and none is left in `{run.checkpoints.name}/`; it would train"
-            " again from its start",
-            place=str(run.checkpoints),
-            hint="put them back, or start again under a new RUN_NAME",
-        )
     if checkpoint is None:
-        _refuse_over_model(run)
+        _refuse_without_checkpoint(run, damaged=bool(skipped))
     print(f"resuming {run.path} from {checkpoint.name if checkpoint else 'its start: it has no checkpoint yet'}", file=sys.stderr)
     return checkpoint
+
+
+def _refuse_without_checkpoint(run: RunFolder, *, damaged: bool) -> None:
+    """Raises `CheckpointError` where a run without a checkpoint had some, or has its model: training from the start would write over it."""
+    if damaged:
+        text = f"`{run.name}` has no valid checkpoint"
+        raise CheckpointError(text, hint="the reasons stand above; start again under another RUN_NAME")
+    if lost := saved_once(run):
+        text = f"`{run.name}` had saved checkpoints (the last at step {lost}), and none is left in `{run.checkpoints.name}/`"
+        hint = "put them back, or start again under a new RUN_NAME"
+        raise CheckpointError(f"{text}; it would train again from its start", place=str(run.checkpoints), hint=hint)
+    if run.model.is_dir():
+        made = "a model"
+        with contextlib.suppress(CheckpointError):
+            made = f"a model, made in {Stamp.load(run.model).step} steps,"
+        raise CheckpointError(
+            f"`{run.name}` has {made} and no checkpoint to go on from; to train again from its start would write over the model",
+            place=str(run.model),
+            hint=f"use it as it is (make infer RUN={run.name}), start again under a new RUN_NAME, or move `{run.model.name}/` away first",
+        )
 
 
 def newest_told(run: RunFolder) -> tuple[Path | None, list[str]]:
@@ -150,28 +154,11 @@ def without_checkpoints(run: RunFolder, outcome: Outcome, checkpoint: Path | Non
 
 def saved_once(run: RunFolder) -> int | None:
     """Returns the newest step whose checkpoint the run's metrics or events know of; `None` when there was none."""
-    rows = [row for row in read_json_lines(run.metrics) if row.get("kind") == "save" and not row.get("failed")]
-    events = [
-        event for event in read_events(run) if event.get("node", 0) == 0
-    ]  # another node may keep none in a folder of its own
-    named = [CHECKPOINT.fullmatch(str(event.get("checkpoint"))) for event in events]
-    steps = [row["step"] for row in rows if isinstance(row.get("step"), int)] + [int(name.group(1)) for name in named if name]
+    saves = [row.get("step") for row in read_json_lines(run.metrics) if row.get("kind") == "save" and not row.get("failed")]
+    own = [event for event in read_events(run) if event.get("node", 0) == 0]  # another node may keep none in a folder of its own
+    named = [CHECKPOINT.fullmatch(str(event.get("checkpoint"))) for event in own]
+    steps = [step for step in saves if isinstance(step, int)] + [int(name.group(1)) for name in named if name]
     return max(steps, default=None)
-
-
-def _refuse_over_model(run: RunFolder) -> None:
-    """Raises `CheckpointError` where a run without checkpoints has its model: training again from the start would write over it."""
-    if not run.model.is_dir():
-        return
-    try:
-        made = f"a model, made in {Stamp.load(run.model).step} steps,"
-    except CheckpointError:
-        made = "a model"
-    raise CheckpointError(
-        f"`{run.name}` has {made} and no checkpoint to go on from; to train again from its start would write over the model",
-        place=str(run.model),
-        hint=f"use it as it is (make infer RUN={run.name}), start again under a new RUN_NAME, or move `{run.model.name}/` away first",
-    )
 
 
 ELSEWHERE = ("slurm.", "kubernetes.")
@@ -225,30 +212,29 @@ def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -
     """
     train, typed, wanted = loaded.config.train, {o.key for o in call.overrides}, before.global_batch_size
     changes: dict[str, Any] = {"global_batch_size": wanted}
-    note = None
     given = "train.global_batch_size" in typed or {"train.batch_size", "train.grad_accum"} <= typed
     micro = 0 if train.batch_size == "auto" or "train.batch_size" in typed else train.batch_size
     too_large = micro > rows_each(wanted, world)
+    both = train.batch_size != "auto" and train.grad_accum != "auto"
     if given or (global_rows(train, world) == wanted and not too_large):
         return loaded, None
+    if not too_large and not both and train.global_batch_size != "auto":
+        return loaded, None
+    note, free, product = None, "batch_size", f"`train.batch_size` {train.batch_size}"
     if too_large:
-        changes |= {
-            key: "auto" for key in ("batch_size", "grad_accum") if f"train.{key}" not in typed and getattr(train, key) != "auto"
-        }
-        note = (
-            f"note: the run's global batch stays {wanted} rows; `train.batch_size` {micro} x {count(world, 'process')} would be {micro * world}"
-            " at once, so `train.batch_size` is computed anew"
-        )
-    elif train.batch_size != "auto" and train.grad_accum != "auto":
+        unfixed = [key for key in ("batch_size", "grad_accum") if f"train.{key}" not in typed and getattr(train, key) != "auto"]
+        changes |= dict.fromkeys(unfixed, "auto")
+        rows = f"{micro * world} at once"
+    elif both:
         free = "batch_size" if "train.grad_accum" in typed else "grad_accum"
         changes[free] = "auto"
+        product += f" x `train.grad_accum` {train.grad_accum}"
+        rows = f"{global_rows(train, world)}"
+    if too_large or both:
         note = (
-            f"note: the run's global batch stays {wanted} rows; `train.batch_size` {train.batch_size} x `train.grad_accum` {train.grad_accum}"
-            f" x {count(world, 'process')} would be {train.batch_size * train.grad_accum * world}, so `train.{free}` is"
-            " computed anew"
+            f"note: the run's global batch stays {wanted} rows; {product} x {count(world, 'process')} would be {rows}, so"
+            f" `train.{free}` is computed anew"
         )
-    elif train.global_batch_size != "auto":
-        return loaded, None
     config = replace(loaded.config, train=replace(train, **changes))
     origins = dict(loaded.origins)
     for key in changes:

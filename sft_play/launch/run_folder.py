@@ -266,11 +266,9 @@ def is_finished(run: RunFolder) -> bool:
 
 def exit_records(run: RunFolder, ranks: range) -> dict[int, dict[str, Any]]:
     """Returns what the workers recorded when they left: rank -> `{"code", "error", "time"}`."""
-    import json
-
     records = {}
     for rank in ranks:
-        with contextlib.suppress(OSError, json.JSONDecodeError):
+        with contextlib.suppress(OSError, ValueError):
             records[rank] = read_json(run.rank_exit(rank))
     return records
 
@@ -336,8 +334,6 @@ def _lost(run: RunFolder, path: Path, why: str) -> CheckpointError:
 
 SPARE_BYTES = 64 * 2**20
 """Logs, TensorBoard, tokenizer and JSON files of a run."""
-FULL_BYTES = 2**20
-"""A disk with less free is full: a write that failed, or a rank that left no record, is explained by it."""
 
 
 def checkpoint_bytes(plan: Plan) -> int:
@@ -374,42 +370,6 @@ def occupied_bytes(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 total += (Path(path) / name).lstat().st_blocks * 512
     return total
-
-
-def is_full(folder: Path) -> bool:
-    """Whether the disk of `folder` has less than `FULL_BYTES` left; not for a folder that is gone."""
-    try:
-        return shutil.disk_usage(folder).free < FULL_BYTES
-    except OSError:
-        return False
-
-
-def is_read_only(folder: Path) -> bool:
-    """Whether the file system of `folder` takes no writes any more; not for a folder that is gone."""
-    try:
-        return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
-    except OSError:
-        return False
-
-
-def is_gone(folder: Path) -> bool:
-    """Whether there is no such folder any more; not for one whose disk does not answer."""
-    try:
-        folder.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def folder_gone(run: RunFolder) -> HardwareError:
-    """Returns the error of a run whose folder was there when it started."""
-    return HardwareError(
-        "the run's folder is gone: was it moved or deleted while it trained?",
-        place=str(run.path),
-        hint=f"where it was moved, put it back, then: make resume RUN={run.name} (or, as it is now: make resume RUN=FOLDER)",
-    )
 
 
 def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:

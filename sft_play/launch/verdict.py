@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.files import write_text
-from sft_play.launch.run_folder import exit_records, folder_gone, is_full, is_gone, is_read_only, record_event, stop_code
+from sft_play.launch.run_folder import exit_records, record_event, stop_code
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.space import folder_gone, is_full, is_gone, is_read_only
 
 LOST = 75
 SUMMARY = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")

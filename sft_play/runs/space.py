@@ -15,12 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from sft_play.errors import HardwareError
+from sft_play.runs.folder import RunFolder
+
 SPARE_BYTES = 2**20
 """Small files of a checkpoint that nothing foresees: JSON, the tokenizer's settings, folders."""
 SPARE_SHARE = 0.02
 """What a file system takes beside the content: blocks, indirect blocks, journals."""
 SPARE_MEMORY_BYTES = 512 * 2**20
 """Host memory that stays free when states are copied."""
+FULL_BYTES = 2**20
+"""A disk with less free is full: a write that failed, or a rank that left no record, is explained by it."""
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 UNWRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EFBIG})
 RUST = re.compile(r"os error (\d+)\b")
@@ -55,6 +60,33 @@ def free_bytes(folder: Path) -> int:
     if found.f_files and not found.f_favail:
         return 0
     return found.f_bavail * found.f_frsize
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk of `folder` has less than `FULL_BYTES` left; not for a folder that is gone."""
+    try:
+        return shutil.disk_usage(folder).free < FULL_BYTES
+    except OSError:
+        return False
+
+
+def is_read_only(folder: Path) -> bool:
+    """Whether the file system of `folder` takes no writes any more; not for a folder that is gone."""
+    try:
+        return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False
+
+
+def is_gone(folder: Path) -> bool:
+    """Whether there is no such folder any more; not for one whose disk does not answer."""
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def errno_of(error: BaseException) -> int | None:
@@ -177,3 +209,12 @@ def _lives(process: int) -> bool:
     except PermissionError:  # somebody else's
         return True
     return True
+
+
+def folder_gone(run: RunFolder) -> HardwareError:
+    """Returns the error of a run whose folder was there when it started."""
+    return HardwareError(
+        "the run's folder is gone: was it moved or deleted while it trained?",
+        place=str(run.path),
+        hint=f"where it was moved, put it back, then: make resume RUN={run.name} (or, as it is now: make resume RUN=FOLDER)",
+    )

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.files import write_json
-from sft_play.launch.run_folder import is_full, is_gone
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.space import is_full, is_gone
 
 PEER_GONE = re.compile(
     r"Connection (closed|reset) by (remote )?peer|Socket closed|Connection refused|remote process exited|Broken pipe"

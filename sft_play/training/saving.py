@@ -27,10 +27,20 @@ from transformers.trainer_callback import ExportableState
 
 from sft_play.errors import HardwareError
 from sft_play.files import append_json_line
-from sft_play.launch.run_folder import folder_gone, is_gone
 from sft_play.runs.checkpoints import claim, discard, link, partial_folder, publish, published, rotate, rotate_own
 from sft_play.runs.manifest import seal, verify
-from sft_play.runs.space import SPARE_MEMORY_BYTES, Room, describe, free_bytes, free_memory_bytes, side_file, size, with_spare
+from sft_play.runs.space import (
+    SPARE_MEMORY_BYTES,
+    Room,
+    describe,
+    folder_gone,
+    free_bytes,
+    free_memory_bytes,
+    is_gone,
+    side_file,
+    size,
+    with_spare,
+)
 from sft_play.training.checkpoint_files import DiskCheck, Writing, gather_weights, predicted_bytes
 from sft_play.training.local_steps import seen_as_average
 from sft_play.training.loss import all_sum
