@@ -23,7 +23,7 @@ from sft_play.errors import UserError
 from sft_play.files import write_json
 from sft_play.launch.beats import MARK
 from sft_play.launch.node import woken_with_parent
-from sft_play.launch.restarts import restarts
+from sft_play.launch.recovery import restarts
 from sft_play.launch.verdict import PEER
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import clean_up

@@ -47,7 +47,7 @@ def with_less(run: RunFolder, inventory: Inventory, prepared: Prepared, outcome:
         return ended
     try:
         job = last_job(run, inventory, before)
-        found = recovery.remedy(job.loaded.config, job.shape, before, job.options.request, outcome, retries, for_all=True)
+        found = recovery.remedy(job.loaded.config, job.shape, before, job.options.request, outcome, retries)
         if isinstance(found, recovery.Refusal):
             return recovery.refused(outcome, replace(found, hint=_typed_here(found.hint)))
         job = job.again(found)

@@ -43,11 +43,11 @@ from sft_play.config.call import Call, Override
 from sft_play.config.cluster import Host
 from sft_play.config.load import override_config, save_config
 from sft_play.errors import HardwareError, UserError, raise_all
-from sft_play.launch import restarts
+from sft_play.launch import recovery
 from sft_play.launch.key import VARIABLE, key_here, new_word
 from sft_play.launch.node import Stop
 from sft_play.launch.preparation import run_preparation
-from sft_play.launch.restarts import Restarts
+from sft_play.launch.recovery import Restarts
 from sft_play.launch.resume import newest_told
 from sft_play.launch.run_folder import ended_by_signals, read_events, record_event, stop_code
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
@@ -172,10 +172,10 @@ def _again(task: Task, outcome: Outcome, lost: Restarts) -> bool:
     checkpoint, damaged = newest_told(task.run) if is_begun(task.run) else (None, [])
     if (damaged and checkpoint is None) or not lost.allows(outcome, checkpoint):
         return False
-    say("\n" + restarts.announcement(outcome, checkpoint, lost))
+    say("\n" + recovery.restart_announcement(outcome, checkpoint, lost))
     if is_begun(task.run):
         with contextlib.suppress(OSError):  # what a full disk leaves out here is no reason to end
-            record_event(task.run, restarts.EVENT, **restarts.facts(outcome, checkpoint))
+            record_event(task.run, recovery.RESTARTED, **recovery.restart_facts(outcome, checkpoint))
     elastic.pause(lost.pause())
     return True
 

@@ -63,6 +63,7 @@ RANGES: Mapping[str, Range] = {
     "launch.outer_learning_rate": Range(above=0),
     "launch.outer_momentum": SHARE,
     "launch.join_seconds": POSITIVE,
+    "launch.silent_seconds": POSITIVE,
     "slurm.cpus_per_gpu": POSITIVE,
     "slurm.warning_seconds": Range(minimum=30, maximum=65_535),
     "slurm.max_requeues": FROM_ZERO,

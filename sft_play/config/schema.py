@@ -314,8 +314,10 @@ class LaunchConfig:
     """Whether a strategy that sends the weights themselves (ZeRO-3, FSDP2) may run over a network on which that takes most of the time."""
     join_seconds: int = 600
     """How long a node waits for the other nodes of a run before it gives up."""
+    silent_seconds: int = 20
+    """How long a machine of a run may give no sign of life before it counts as lost; more for a network that stalls."""
     elastic: str | None = None
-    """`MIN:MAX` machines (`2:4`): a cluster run goes on from the last checkpoint with those that are left, and takes one that returns."""
+    """`MIN:MAX` machines (`2:4`): a run continues from the last checkpoint with those that are left, and takes one that returns."""
     max_oom_retries: int = 3
     """How often a run that ran out of memory goes on by itself, with half the micro-batch and twice the accumulation; 0 is never."""
 

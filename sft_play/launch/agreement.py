@@ -18,7 +18,9 @@ from sft_play.plan.hardware import Device
 from sft_play.runs.manifest import SHARDED
 from sft_play.runs.origin import code_sha256, torch_cuda, versions
 
-OWN_CHOICE = frozenset({"launch.join_seconds", "train.dataloader_num_workers", "train.dataloader_pin_memory"})
+OWN_CHOICE = frozenset({
+    "launch.join_seconds", "launch.silent_seconds", "train.dataloader_num_workers", "train.dataloader_pin_memory",
+})  # fmt: skip
 """Keys that each node may have its own way: none of them is seen by another."""
 PLACES = ("model.name", "model.tokenizer", "data.")
 """Keys that may name a file by a path of this machine; their content is compared after the preparation."""

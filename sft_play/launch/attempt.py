@@ -13,6 +13,7 @@ from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings, resolve
 from sft_play.launch.environment import dump_variables, worker_environment
 from sft_play.launch.job import Job
 from sft_play.launch.local import show_launch, worker_arguments
+from sft_play.launch.machines import elsewhere_of
 from sft_play.launch.node import remove_abandoned_locks, supervise
 from sft_play.launch.resume import launch_facts
 from sft_play.launch.run_folder import record_event
@@ -25,7 +26,10 @@ from sft_play.runs.stamp import divided
 
 
 def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpoint: Path | None) -> Outcome:
-    """Writes the run's files and runs the workers to their end. With an `event`, which is recorded, the plan is shown."""
+    """Writes the run's files and runs the workers to their end. With an `event`, which is recorded, the plan is shown.
+
+    Of several machines all return how the first of them failed.
+    """
     notices = write_launch_files(job, plan, run)
     environment = worker_environment(
         plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads, devices=job.hardware.devices
@@ -50,7 +54,11 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
         record_event(run, event, node_rank=job.node.rank, world_size=plan.world_size, strategy=plan.strategy,
                      steps=plan.steps, batches=divided(plan.ranks),
                      checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
-    return supervise(arguments, environment.variables, run, job.ranks_here(plan), console=console.fileno(), shown=f"{launched}\n")
+    outcome = supervise(
+        arguments, environment.variables, run, job.ranks_here(plan), console=console.fileno(), shown=f"{launched}\n",
+        elsewhere=elsewhere_of(job, run),
+    )  # fmt: skip
+    return job.rendezvous.settle(outcome) if job.rendezvous else outcome
 
 
 def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
-from sft_play.launch import recovery, restarts
+from sft_play.launch import recovery
 from sft_play.launch.attempt import run_attempt
 from sft_play.launch.environment import indices_of
 from sft_play.launch.job import Job, job_of, refuse_early
-from sft_play.launch.joining import agreed, joined, own_part
+from sft_play.launch.machines import agreed, joined, meet, own_part
 from sft_play.launch.node import remove_left, wait_until_free
 from sft_play.launch.options import CommandStrategy, read_options
 from sft_play.launch.preparation import prepare, probe
-from sft_play.launch.restarts import Restarts
+from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import (
     as_long,
     as_resume,
@@ -52,7 +55,6 @@ from sft_play.launch.run_folder import (
 )
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, describe_stop, stop_recorded, tell_cause
 from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
 from sft_play.plan.show_speed import beside_forecast
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
@@ -176,8 +178,8 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
         probe(job, run, prepared)
     plan = replace(job.plan(prepared), recoveries=recovery.recoveries(run))
     require_disk_space(plan, job.loaded.config, run)
-    plan = agreed(job, plan, prepared)
-    lost = Restarts(limit=restarts.limit_of(job.loaded.config), step=step_of(checkpoint) if checkpoint else 0)
+    job, plan = agreed(job, plan, prepared, run)
+    lost = Restarts(limit=recovery.limit_of(job.loaded.config), step=step_of(checkpoint) if checkpoint else 0)
     with disk_refusals_told(run):
         outcome = run_attempt(job, plan, run, event=event, checkpoint=checkpoint)
     try:
@@ -189,42 +191,72 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
         record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None,
                      **({"cause": outcome.cause} if outcome.cause else {}), **outcome.stop)  # fmt: skip
-    if outcome.code == LOST and restarts.is_controlled():  # `train-cluster` starts again as soon as this launcher ends
+    if outcome.code == LOST and recovery.is_controlled():  # `train-cluster` starts again as soon as this launcher ends
         _wait_until_free(job, plan)
     return outcome
 
 
 def _go_on(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Outcome, lost: Restarts) -> Outcome:
-    """Starts again as often as what happened allows; returns how it ended at last. Raises `UserError` where an attempt cannot be made."""
-    retries, ports = 0, 0
-    while outcome.code == LOST and not restarts.is_left_to_cluster(outcome):
+    """Starts again as often as what happened allows; returns how it ended at last. Raises `UserError` where an attempt cannot be made.
+
+    Of several machines node 0 decides, and all do the same.
+    """
+    while _may_follow(job, outcome):
         checkpoint, damaged = newest_told(run)
-        ended = without_checkpoints(run, outcome, checkpoint, damaged)
-        if ended and (outcome.cause in (OUT_OF_MEMORY, "port") or lost.limit):
-            outcome = ended
-            break
-        if outcome.cause == OUT_OF_MEMORY:
-            found = recovery.remedy(job.loaded.config, job.shape, plan, job.options.request, outcome, retries)
-            if isinstance(found, recovery.Refusal):
-                outcome = recovery.refused(outcome, found)
-                break
-            retries += 1
-            job, plan = _with_less(job, found, run, prepared, plan, outcome, checkpoint, retries)
-        elif outcome.cause == "port" and ports < MOST_PORTS and (elsewhere := job.elsewhere()) is not job:
-            print(f"\nport {job.node.master_port} was taken meanwhile; trying another", file=sys.stderr, flush=True)
-            job, ports = elsewhere, ports + 1
-        elif lost.allows(outcome, checkpoint):
-            print("\n" + restarts.announcement(outcome, checkpoint, lost), file=sys.stderr, flush=True)
+        step, alone = _followed(job, partial(_decide, job, run, prepared, plan, outcome, lost, checkpoint, damaged))
+        if not step.again:
+            return step.outcome or outcome
+        print(f"\n{step.said}", file=sys.stderr, flush=True)
+        job = job.again(replace(job.options.request, **step.less)) if step.less else job.elsewhere()
+        if step.event:
+            launch = {"launch": launch_facts(job.options)} if step.less else {}
             with contextlib.suppress(OSError):  # what a full disk leaves out here is no reason to end
-                record_event(run, restarts.EVENT, node_rank=job.node.rank, **restarts.facts(outcome, checkpoint))
-            restarts.wait(lost)
-            job, plan = _meet_again(job, run, prepared, plan, checkpoint)
-        else:
-            outcome = lost.refused(outcome)
-            break
+                record_event(run, step.event, node_rank=job.node.rank, **launch, **step.facts)
+        time.sleep(step.pause)
+        if job.rendezvous or step.less:
+            recoveries = (*plan.recoveries, step.recovered) if step.recovered else plan.recoveries
+            job, plan = _meet_again(job, run, prepared, recoveries, checkpoint, alone=alone)
         _wait_until_free(job, plan)
         outcome = run_attempt(job, plan, run, event=None, checkpoint=checkpoint)
     return outcome
+
+
+def _followed(job: Job, decide: Callable[[], Following]) -> tuple[Following, bool]:
+    """Returns what follows, and whether this machine had to decide by itself because node 0 has gone."""
+    ours = job.rendezvous
+    found = ours.follow(lambda: decide().to_json()) if ours else None
+    return (Following.from_json(found), False) if found else (decide(), ours is not None)
+
+
+def _may_follow(job: Job, outcome: Outcome) -> bool:
+    """Whether what happened may be followed by another attempt."""
+    if outcome.code == LOST:
+        return not recovery.is_left_to_cluster(outcome)
+    return job.rendezvous is not None and bool(job.rendezvous.grown_because) and outcome.code in (130, 143)
+
+
+def _decide(
+    job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Outcome, lost: Restarts, checkpoint: Path | None, damaged: list[str]
+) -> Following:  # fmt: skip
+    """Returns what follows the end of an attempt."""
+    if job.rendezvous and job.rendezvous.grown_because:
+        return Following(again=True, said=job.rendezvous.grown_because)
+    lost.note(outcome, machines=job.rendezvous.node.count if job.rendezvous and job.rendezvous.least else 0)
+    ended = without_checkpoints(run, outcome, checkpoint, damaged)
+    if ended and (outcome.cause in (OUT_OF_MEMORY, "port") or lost.limit):
+        return Following(outcome=ended)
+    if outcome.cause == OUT_OF_MEMORY:
+        return _with_less(job, prepared, plan, outcome, checkpoint, lost)
+    if outcome.cause == "port" and lost.ports < MOST_PORTS and (job.rendezvous or job.elsewhere() is not job):
+        lost.ports += 1
+        return Following(
+            again=True, said=f"port {job.node.workers_port or job.node.master_port} was taken meanwhile; trying another"
+        )
+    if lost.allows(outcome, checkpoint):
+        said = recovery.restart_announcement(outcome, checkpoint, lost)
+        facts = recovery.restart_facts(outcome, checkpoint)
+        return Following(again=True, said=said, event=recovery.RESTARTED, facts=facts, pause=lost.pause())
+    return Following(outcome=lost.refused(outcome))
 
 
 def _wait_until_free(job: Job, plan: Plan) -> None:
@@ -232,28 +264,39 @@ def _wait_until_free(job: Job, plan: Plan) -> None:
         wait_until_free(job.hardware, indices_of(plan, job.node))
 
 
-def _meet_again(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, checkpoint: Path | None) -> tuple[Job, Plan]:
-    """Returns job and plan of the next attempt: the nodes meet anew, wherever each of them was when a rank was lost."""
-    job = job.elsewhere()
-    if job.node.count == 1:
-        return job, plan
-    with joined(job, run, resumed=True, checkpoint=checkpoint, again=True) as job:
-        return job, agreed(job, replace(job.plan(prepared), recoveries=plan.recoveries), prepared)
+def _meet_again(
+    job: Job, run: RunFolder, prepared: Prepared, recoveries: tuple[Mapping[str, Any], ...], checkpoint: Path | None, *, alone: bool
+) -> tuple[Job, Plan]:  # fmt: skip
+    """Returns job and plan of the next attempt: machines meet anew; `alone`: node 0 has gone, and may come back."""
+    ours = job.rendezvous
+    if ours is None:
+        return job, replace(job.plan(prepared), recoveries=recoveries)
+    try:
+        if alone:
+            ours.close()
+            ours.open()
+        job = meet(job, run, resumed=True, checkpoint=checkpoint)
+        return agreed(job, replace(job.plan(prepared), recoveries=recoveries), prepared, run)
+    except BaseException as error:
+        ours.fail(error)
+        raise
 
 
 def _with_less(
-    job: Job, request: LaunchRequest, run: RunFolder, prepared: Prepared, before: Plan, outcome: Outcome, checkpoint: Path | None,
-    retry: int,
-) -> tuple[Job, Plan]:  # fmt: skip
-    """Returns job and plan of the next attempt after memory ran out, and says and records what changes."""
-    job = job.again(request)
+    job: Job, prepared: Prepared, before: Plan, outcome: Outcome, checkpoint: Path | None, lost: Restarts
+) -> Following:
+    """Returns what follows when memory ran out."""
+    config, request = job.loaded.config, job.options.request
+    found = recovery.remedy(config, job.shape, before, request, outcome, lost.retries)
+    if isinstance(found, recovery.Refusal):
+        return Following(outcome=recovery.refused(outcome, found))
+    lost.retries += 1
+    job = job.again(found)
     plan = job.plan(prepared)
     changed = recovery.facts(before, plan, outcome, checkpoint)
-    plan = replace(plan, recoveries=(*before.recoveries, changed))
-    print("\n" + recovery.announcement(job.loaded.config, before, plan, outcome, checkpoint, retry), file=sys.stderr)
-    with contextlib.suppress(OSError):  # the plan keeps it too
-        record_event(run, recovery.EVENT, node_rank=job.node.rank, launch=launch_facts(job.options), **changed)
-    return job, plan
+    said = recovery.announcement(config, before, plan, outcome, checkpoint, lost.retries)
+    less = {name: getattr(found, name) for name in ("halvings", "force_checkpointing", "unpack")}
+    return Following(again=True, said=said, event=recovery.EVENT, facts=changed, less=less, recovered=changed)
 
 
 def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
@@ -263,7 +306,7 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
         print(f"\n{outcome.message}", file=sys.stderr)
     if outcome.stop:
         print(f"\n{describe_stop(outcome.stop)}", file=sys.stderr)
-    if outcome.code in (75, 130, 143) and not restarts.is_controlled():
+    if outcome.code in (75, 130, 143) and not recovery.is_controlled():
         print(f"hint: go on with: make resume RUN={run.name}", file=sys.stderr)
     if call.json:
         result = {"run": str(run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None}

@@ -55,9 +55,16 @@ class Node:
     """This machine's place in the run."""
 
     rank: int = 0
+    """`NODE_RANK`, by which this machine is known whoever else takes part."""
     count: int = 1
+    """Machines that take part."""
+    place: int | None = None
+    """Among those: ranks are numbered by it; `None` is `rank`."""
     master_address: str = "127.0.0.1"
     master_port: int = 0
+    """Of the launchers' store; on one machine, where there is none, of the workers'."""
+    workers_port: int | None = None
+    """Of the workers' store on several machines: another for each attempt."""
     interface: str | None = None
     """Network interface towards the master."""
     key: str | None = field(default=None, repr=False)
@@ -66,8 +73,9 @@ class Node:
 
 def ranks_of(plan: Plan, node: Node) -> range:
     """Returns the ranks that a node runs."""
-    first = sum(plan.ranks_by_node[: node.rank])
-    return range(first, first + plan.ranks_by_node[node.rank])
+    place = node.rank if node.place is None else node.place
+    first = sum(plan.ranks_by_node[:place])
+    return range(first, first + plan.ranks_by_node[place])
 
 
 def worker_environment(

@@ -14,9 +14,9 @@ from sft_play.launch.agreement import NodeFacts
 from sft_play.launch.deepspeed import checked_plan
 from sft_play.launch.environment import Node, indices_of, ranks_of, worker_environment
 from sft_play.launch.key import key_here
-from sft_play.launch.meeting import Meeting
 from sft_play.launch.network import address_towards, free_port, loopback_interface, require_free_port
 from sft_play.launch.options import LaunchOptions
+from sft_play.launch.rendezvous import Rendezvous
 from sft_play.plan.calibration import load_calibration, of_all_nodes
 from sft_play.plan.command import explained
 from sft_play.plan.detect import detect
@@ -42,8 +42,8 @@ class Job:
     hardware: Hardware
     shape: ModelShape
     node: Node
-    meeting: Meeting | None = None
-    """With the other nodes' launchers, until the workers are started."""
+    rendezvous: Rendezvous | None = None
+    """With the launchers of the other machines, from the first hello to the last exit."""
     nodes: tuple[NodeFacts, ...] = ()
     """What the nodes said of themselves, where there are several."""
     shared: bool = False
@@ -90,7 +90,7 @@ class Job:
 
     def elsewhere(self) -> Job:
         """Returns the same job with another port, where it is ours to choose: the old one may not be free again yet."""
-        ours = self.node.count == 1 and self.options.master_port is None
+        ours = self.rendezvous is None and self.options.master_port is None
         return replace(self, node=replace(self.node, master_port=free_port())) if ours else self
 
 

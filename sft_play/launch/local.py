@@ -22,7 +22,7 @@ def worker_arguments(
     arguments = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
     if node.count > 1:
         # Every node has the same accelerate.yaml, perhaps on one network disk; only its own rank differs.
-        arguments += ["--machine_rank", str(node.rank)]
+        arguments += ["--machine_rank", str(node.rank if node.place is None else node.place)]
     if plan and len(set(plan.node_ranks)) > 1:
         # accelerate starts num_processes // num_machines processes here, and knows no other way to say how many; the world is the sum
         # over all nodes, which the agents of torchrun tell each other. The environment is that of a launch with equal numbers.

@@ -27,11 +27,15 @@ from sft_play.plan.hardware import GIB, Hardware
 from sft_play.runs.folder import RunFolder
 
 POLL_SECONDS = 0.1
+Elsewhere = Callable[[bool], Outcome | int | None]
+"""Asked about ten times a second how the attempt ended on another machine: an outcome, or a signal to pass on to the workers; told whether this
+machine was asked to stop."""
 
 
 def supervise(
-    arguments: Sequence[str], variables: Mapping[str, str], run: RunFolder, ranks: range, *, console: int, shown: str = ""
-) -> Outcome:
+    arguments: Sequence[str], variables: Mapping[str, str], run: RunFolder, ranks: range, *, console: int, shown: str = "",
+    elsewhere: Elsewhere | None = None,
+) -> Outcome:  # fmt: skip
     """Runs the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to; the launcher's log begins with `shown`.
 
     A signal asks the workers to save and leave (`Stop`), a second Ctrl-C kills them. Whatever happens, no descendant is
@@ -58,8 +62,9 @@ def supervise(
             preexec_fn=bound_to_parent(signal.SIGKILL),  # noqa: PLW1509 - runs before exec; the workers leave with their agent
         )
         watch = Watch(agent=process.pid, run=run, ranks=ranks, kills=kills, beats=beats)
+        ended = None
         try:
-            _wait(process, stop, watch, others)
+            ended = _wait(process, stop, watch, others, elsewhere)
         finally:
             _kill_descendants(process, others)
             memory_kill, driver = kills.evidence(), kills.driver_errors()
@@ -70,6 +75,7 @@ def supervise(
         run, ranks, agent_code=process.returncode, agent_log=tail(log), signals=tuple(stop.signals), loss=watch.loss,
         memory_kill=memory_kill, log_starts=log_starts,
     )  # fmt: skip
+    outcome = ended if ended and outcome.code else outcome
     return replace(outcome, message=f"{outcome.message}\n\n{driver}") if outcome.message and driver else outcome
 
 
@@ -97,8 +103,12 @@ def remove_abandoned_locks(variables: Mapping[str, str]) -> None:
         Path(path).unlink(missing_ok=True)
 
 
-def _wait(process: subprocess.Popen[bytes], stop: Stop, watch: Watch, others: Set[psutil.Process]) -> None:
+def _wait(
+    process: subprocess.Popen[bytes], stop: Stop, watch: Watch, others: Set[psutil.Process], elsewhere: Elsewhere | None
+) -> Outcome | None:
+    """Waits for the agent; returns how the attempt ended on another machine, where this one was ended for that."""
     looked, told, killed = 0.0, False, False
+    ended: Outcome | None = None
     while process.poll() is None or (not killed and _orphans_may_save(process, stop, watch)):
         if time.monotonic() - looked > LIMITS.look or (stop.wanted and not told):
             looked = time.monotonic()
@@ -113,12 +123,20 @@ def _wait(process: subprocess.Popen[bytes], stop: Stop, watch: Watch, others: Se
             say(f"ranks {', '.join(map(str, late))} have not left within {LIMITS.leave:.0f} s; killing all workers")
         if stop.at_once and not killed:
             say("killing the workers")
-        if not killed and (late or stop.at_once or (stop.wanted and stop.is_done(watch)) or watch.is_over(stopping=stop.wanted)):
+        found = None if killed or elsewhere is None else elsewhere(stop.wanted)
+        if isinstance(found, int):
+            stop.note(found)
+        elif found and not stop.wanted and not watch.loss:
+            ended = found
+        if not killed and (
+            ended or late or stop.at_once or (stop.wanted and stop.is_done(watch)) or watch.is_over(stopping=stop.wanted)
+        ):
             killed = True
             _kill_descendants(process, others)
         time.sleep(POLL_SECONDS)
     if process.returncode < 0 and not killed and not stop.wanted:
         watch.agent_was_killed(-process.returncode)
+    return ended
 
 
 def _orphans_may_save(process: subprocess.Popen[bytes], stop: Stop, watch: Watch) -> bool:

@@ -1,31 +1,68 @@
-"""What follows when memory runs out (contract B10): half the micro-batch and twice the accumulation, else recomputation, else an answer.
+"""What follows the end of an attempt: another one after a lost rank (`launch.max_restarts`), or with less at a time when memory ran out.
 
-Deciding is pure; `commands.launch` stops, plans anew and starts again, on several machines `cluster.recovering`. The rows of each step stay the
-same, so the losses do too.
+Deciding is pure; `commands.launch` does it. This is the launcher's work, not torchrun's, which knows nothing of checkpoints. When memory runs
+out (contract B10), it is half the micro-batch and twice the accumulation, else recomputation, else an answer; the rows of each step stay
+the same, so the losses do too.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config
+from sft_play.errors import CheckpointError
 from sft_play.launch.deepspeed import BATCH_KEYS
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.run_folder import read_events
-from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
+from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
 from sft_play.plan.make import ways_out
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import ModelShape
+from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder
 
 EVENT = "recovered"
 KEPT = ("rank", "cause", "doing", "before", "after", "checkpoint")
 """Fields of the event that plan, stamp and `training_metrics.json` keep."""
+RESTARTED = "restarted"
+KEPT_OF_RESTARTS = ("rank", "cause", "error", "checkpoint")
+FIRST_SECONDS, MOST_SECONDS = 2.0, 60.0
+CONTROLLED = "SFT_PLAY_CLUSTER"
+"""Variable of a launcher that `train-cluster` has started: that command starts all machines again, so none does so by itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Following:
+    """What follows the end of an attempt: the end, or another attempt. Node 0 decides, and sends it to all machines as JSON."""
+
+    again: bool = False
+    outcome: Outcome | None = None
+    """How the run ended, with the reason why it does not continue; `None` where nothing is to be added."""
+    said: str = ""
+    event: str | None = None
+    """Recorded by every machine, with `facts`."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    pause: float = 0.0
+    """Seconds before the next attempt."""
+    less: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the launch's request that change because memory ran out."""
+    recovered: Mapping[str, Any] | None = None
+    """What that changes, as the plan keeps it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as fields."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Following:
+        """Returns what another machine sent, which is of this version."""
+        return Following(**{**value, "outcome": Outcome(**value["outcome"]) if value.get("outcome") else None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,16 +74,11 @@ class Refusal:
 
 
 def remedy(
-    config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, outcome: Outcome, retries: int, *, for_all: bool = False
-) -> LaunchRequest | Refusal:  # fmt: skip
-    """Returns the launch to try next after `retries` of them, or why there is none.
-
-    `for_all`: who asks starts every machine again, which a launcher of one of several cannot.
-    """
+    config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, outcome: Outcome, retries: int
+) -> LaunchRequest | Refusal:
+    """Returns the launch to try next after `retries` of them, or why there is none."""
     assert outcome.cause == OUT_OF_MEMORY
     micro = rows_of(plan, outcome)
-    if request.num_nodes > 1 and not for_all:
-        return Refusal(why="a run on several machines does not start again by itself", hint=_on_every_node(config, plan, outcome))
     if retries >= config.launch.max_oom_retries:
         times = f"{retries} of {config.launch.max_oom_retries} retries are used up (`launch.max_oom_retries`)"
         never = "`launch.max_oom_retries` is 0"
@@ -96,20 +128,6 @@ def _ways_out(config: Config, shape: ModelShape, plan: Plan, request: LaunchRequ
     rank = plan.ranks[outcome.rank or 0]
     found = ways_out(config, shape, plan, request, rank)
     return "choose one: " + "; ".join(map(str, found)) if found else "use a smaller model, or more memory"
-
-
-def _on_every_node(config: Config, plan: Plan, outcome: Outcome) -> str:
-    """Returns what to type: half of what the failed rank had at a time, and for no other rank more than its memory holds."""
-    micro, failed = rows_of(plan, outcome), _failed(plan, outcome)
-    if outcome.doing.get("phase") == "evaluating" and micro > 1:
-        return f"on every node: make resume with EVAL_BATCH_SIZE={-(-micro // 2)}"
-    if micro <= 1:
-        return "on every node: make resume with TRAIN_GRADIENT_CHECKPOINTING=true, if it is off"
-    others = [max(rank.micro_batch, rank.most_rows) for rank in plan.ranks if rank is not failed and rank.micro_batch]
-    words = f"TRAIN_BATCH_SIZE={min(-(-micro // 2), *others)}" if others else f"TRAIN_BATCH_SIZE={-(-micro // 2)}"
-    if config.train.grad_accum != "auto":
-        words += f" TRAIN_GRAD_ACCUM={2 * max(rank.accumulation for rank in plan.ranks)}"
-    return f"on every node: make resume with {words}"
 
 
 def division(plan: Plan) -> dict[str, Any]:
@@ -187,7 +205,7 @@ def refused(outcome: Outcome, refusal: Refusal) -> Outcome:
 
 def recoveries(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
     """Returns what was changed in a run because memory ran out, oldest first, from its events."""
-    events = [event for event in read_events(run) if event.get("event") == EVENT]
+    events = [event for event in read_events(run) if event.get("event") == EVENT and event.get("node", 0) == 0]
     return tuple({key: event[key] for key in KEPT if key in event} for event in events)
 
 
@@ -206,3 +224,114 @@ def without_batch_numbers(options: LaunchOptions) -> LaunchOptions:
         return options
     settings = {key: "auto" if key in BATCH_KEYS.values() else value for key, value in user.settings.items()}
     return replace(options, deepspeed=replace(user, settings=settings))
+
+
+# ---- Restarts
+
+
+@dataclass(kw_only=True, slots=True)
+class Restarts:
+    """Counts the restarts of one launch: so many in a row without a newer checkpoint are allowed."""
+
+    limit: int
+    step: int
+    """Step of the newest checkpoint at the last start."""
+    used: int = 0
+    """Restarts since a newer checkpoint appeared."""
+    retries: int = 0
+    """Attempts with less at a time."""
+    ports: int = 0
+    """Attempts with another port."""
+
+    def note(self, outcome: Outcome, *, machines: int) -> None:
+        """Allows an elastic run of so many machines to continue without one that it lost."""
+        if machines and outcome.cause == "unreachable":
+            self.limit = max(self.limit, machines)
+
+    def allows(self, outcome: Outcome, checkpoint: Path | None) -> bool:
+        """Whether what ended so may start again from `checkpoint`; counts it."""
+        if outcome.code != LOST or outcome.cause == OUT_OF_MEMORY or not self.limit:
+            return False
+        step = step_of(checkpoint) if checkpoint else 0
+        if step > self.step:
+            self.used, self.step = 0, step
+        if self.used >= self.limit:
+            return False
+        self.used += 1
+        return True
+
+    def pause(self) -> float:
+        """Returns the seconds to wait before the next start: 2, 4, 8, ... at most 60."""
+        return float(min(MOST_SECONDS, FIRST_SECONDS * 2.0 ** (self.used - 1)))
+
+    def refused(self, outcome: Outcome) -> Outcome:
+        """Returns the outcome; where restarts were allowed but are used up, with that as the reason why it ends."""
+        if outcome.code != LOST or outcome.cause == OUT_OF_MEMORY or not self.limit:
+            return outcome
+        times = "restart" if self.limit == 1 else "restarts"
+        why = f"{self.used} of {self.limit} {times} without a newer checkpoint are used up (`launch.max_restarts`)"
+        return replace(outcome, message=f"{outcome.message}\n\n{why}")
+
+
+def limit_of(config: Config) -> int:
+    """Returns how often in a row this launcher may start again by itself."""
+    return 0 if is_controlled() else config.launch.max_restarts
+
+
+def is_controlled() -> bool:
+    """Whether `train-cluster` has started this launcher."""
+    return bool(os.environ.get(CONTROLLED))
+
+
+def is_left_to_cluster(outcome: Outcome) -> bool:
+    """Whether `train-cluster`, which has started this launcher, says what follows: memory that ran out on one machine changes all of them."""
+    return outcome.cause == OUT_OF_MEMORY and is_controlled()
+
+
+def restart_facts(outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:
+    """Returns the event's fields."""
+    return {
+        "rank": outcome.rank,
+        "cause": outcome.cause,
+        "error": first_line(outcome),
+        "checkpoint": checkpoint.name if checkpoint else None,
+    }
+
+
+def restart_announcement(outcome: Outcome, checkpoint: Path | None, state: Restarts) -> str:
+    """Returns the one line that says what happened and where it goes on."""
+    source = checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"
+    return f"restarting: {first_line(outcome)}; going on from {source} in {state.pause():g} s (restart {state.used} of {state.limit})"
+
+
+def nothing_to_go_on_from(run: RunFolder, outcome: Outcome, *, gone: int | None = None) -> Outcome:
+    """Returns the end of a launch whose checkpoints are all damaged: beginning at step 0 would write over what may be rescued.
+
+    `gone`: the last step that the run had saved, where none of its checkpoints is there any more.
+    """
+    text, hint = (
+        f"error: `{run.name}` has no valid checkpoint to go on from; the reasons stand above",
+        "start again under another RUN_NAME",
+    )
+    if gone:
+        text = (
+            f"error: {run.checkpoints}: `{run.name}` had saved checkpoints (the last at step {gone}), and none is left; it would train"
+            " again from its start"
+        )
+        hint = f"put them back, then: make resume RUN={run.name}; or {hint}"
+    message = f"{text}\n\nhint: {hint}\n\nwhy it had ended: {first_line(outcome)}"
+    return Outcome(code=CheckpointError.exit_code, rank=outcome.rank, message=message)
+
+
+def first_line(outcome: Outcome) -> str:
+    """Returns what happened, without what follows from it."""
+    line = outcome.message.strip().partition("\n")[0].removeprefix("error: ")
+    if outcome.cause == "peer":
+        return f"rank {outcome.rank} lost its connection to another rank ({line[:100]})"
+    return line.removesuffix("; all other ranks were stopped").removesuffix("; all ranks were stopped")
+
+
+def restarts(run: RunFolder) -> list[Mapping[str, Any]]:
+    """Returns the restarts of a run, oldest first, from its events."""
+    events = [event for event in read_events(run) if event.get("event") == RESTARTED and event.get("node", 0) == 0]
+    return [{key: event[key] for key in KEPT_OF_RESTARTS if key in event} for event in events]

@@ -19,8 +19,7 @@ from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed import UserDeepSpeed
 from sft_play.launch.options import LaunchOptions
-from sft_play.launch.recovery import remedies_so_far, without_batch_numbers
-from sft_play.launch.restarts import nothing_to_go_on_from
+from sft_play.launch.recovery import nothing_to_go_on_from, remedies_so_far, without_batch_numbers
 from sft_play.launch.run_folder import NEEDED, first_launch, has_started, last_launch, last_plan, read_events, without_config
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.batch import count, global_rows, rows_each

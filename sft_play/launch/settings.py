@@ -250,15 +250,15 @@ def accelerate_settings(
         "distributed_type": DISTRIBUTED_TYPE[strategy],
         "num_machines": node.count,
         "num_processes": processes,
-        "machine_rank": node.rank if node.count == 1 else 0,
+        "machine_rank": 0,
         "use_cpu": device == "cpu" and strategy == "single",
         "main_training_function": "main",
         "debug": False,
     }
     if node.count > 1:
         settings |= {"main_process_ip": node.master_address, "rdzv_backend": "static", "same_network": True}
-    if processes > 1 and node.master_port:
-        settings["main_process_port"] = node.master_port
+    if processes > 1 and (port := node.workers_port or node.master_port):
+        settings["main_process_port"] = port
     if strategy.startswith("zero"):
         assert deepspeed_file is not None, "ZeRO needs a DeepSpeed file"
         # Precision, stage and offload stand in that file; accelerate refuses them in both. Its own default launcher is pdsh.

@@ -1,6 +1,6 @@
 """The machines of a run: whose devices its ranks are, how fast the network between them is, what it takes to leave one out. Pure.
 
-Nodes that have met (`launch/meeting.py`) plan from the same list of all their devices, and all train by node 0's plan; without it each
+Nodes that have met (`launch/rendezvous.py`) plan from the same list of all their devices, and all train by node 0's plan; without it each
 takes the others to be like itself.
 """
 

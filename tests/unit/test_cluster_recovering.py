@@ -14,7 +14,7 @@ from sft_play.cluster import cause, recovering, train
 from sft_play.config.call import Call, Override
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.load import LoadedConfig, load_config, save_config
-from sft_play.launch import recovery, restarts
+from sft_play.launch import recovery
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.resume import launch_facts, options_of_run
 from sft_play.launch.run_folder import read_events, record_event
@@ -75,11 +75,11 @@ def test_a_process_that_loads_data_counts_for_its_rank(tmp_path: Path) -> None:
 
 
 def test_a_launcher_leaves_it_to_the_command_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(restarts.CONTROLLED, raising=False)
-    assert not restarts.is_left_to_cluster(LOST_MEMORY)
-    monkeypatch.setenv(restarts.CONTROLLED, "token")
-    assert restarts.is_left_to_cluster(LOST_MEMORY)
-    assert not restarts.is_left_to_cluster(replace(LOST_MEMORY, cause="port"))
+    monkeypatch.delenv(recovery.CONTROLLED, raising=False)
+    assert not recovery.is_left_to_cluster(LOST_MEMORY)
+    monkeypatch.setenv(recovery.CONTROLLED, "token")
+    assert recovery.is_left_to_cluster(LOST_MEMORY)
+    assert not recovery.is_left_to_cluster(replace(LOST_MEMORY, cause="port"))
 
 
 # ---- What changes

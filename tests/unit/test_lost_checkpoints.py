@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import CheckpointError
-from sft_play.launch.restarts import nothing_to_go_on_from
+from sft_play.launch.recovery import nothing_to_go_on_from
 from sft_play.launch.resume import choose_checkpoint, saved_once
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import Outcome

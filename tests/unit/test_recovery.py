@@ -332,18 +332,6 @@ def test_when_it_does_not_go_on_by_itself(settings: Config, outcome: Outcome, re
     assert "choose one: " in refusal.hint
 
 
-def test_several_machines_are_told_what_to_type_on_each() -> None:
-    request = replace(REQUEST, num_nodes=2)
-    refusal = next_after(config(batch_size=4, grad_accum=2, global_batch_size=32), request)
-    assert isinstance(refusal, Refusal)
-    assert refusal.hint == "on every node: make resume with TRAIN_BATCH_SIZE=2 TRAIN_GRAD_ACCUM=4"
-    settings = config(batch_size=4)
-    asked = (settings, shape_of(settings.model), plan(settings, request), request, LOST_MEMORY)
-    assert recovery.remedy(*asked, 0, for_all=True) == replace(request, halvings=1), "train-cluster starts all of them again"
-    spent = recovery.remedy(*asked, 3, for_all=True)
-    assert isinstance(spent, Refusal) and "3 of 3 retries" in spent.why and "choose one: " in spent.hint
-
-
 def test_evaluation_is_halved_too() -> None:
     settings = config(batch_size=1, gradient_checkpointing=False)
     outcome = replace(LOST_MEMORY, doing={"phase": "evaluating"})
@@ -412,26 +400,6 @@ def unequal(*slots: tuple[int, int], most: int = 64, strategy: Any = "ddp") -> P
         for rank, (micro, steps) in zip(first.ranks, slots, strict=True)
     )
     return replace(first, ranks=ranks, strategy=strategy)
-
-
-@pytest.mark.parametrize(
-    ("rank", "doing", "words"),
-    [
-        (1, {"phase": "training"}, "TRAIN_BATCH_SIZE=2"),
-        (0, {"phase": "training"}, "TRAIN_BATCH_SIZE=5"),  # and not 8: rank 1 holds five rows
-        (None, {"phase": "training"}, "TRAIN_BATCH_SIZE=5"),
-        (1, {"phase": "training", "micro_batch": 8}, "TRAIN_BATCH_SIZE=4"),
-        (2, {"phase": "training"}, "TRAIN_GRADIENT_CHECKPOINTING=true"),
-    ],
-)
-def test_several_machines_are_told_half_of_what_the_failed_rank_had(rank: int | None, doing: dict[str, Any], words: str) -> None:
-    before, request = unequal((16, 1), (4, 3), (1, 4), most=5), replace(REQUEST, num_nodes=3)
-    before = replace(before, ranks=(*before.ranks[:2], replace(before.ranks[2], most_rows=64)))
-    settings = config(global_batch_size=32)
-    refusal = recovery.remedy(
-        settings, shape_of(settings.model), before, request, replace(LOST_MEMORY, rank=rank, doing=doing), 0
-    )
-    assert isinstance(refusal, Refusal) and words in refusal.hint
 
 
 def test_micro_steps_of_every_rank_are_told_and_kept() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.launch import restarts
+from sft_play.launch import recovery
 from sft_play.launch.beats import Beat
-from sft_play.launch.restarts import Restarts
+from sft_play.launch.recovery import Restarts
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.launch.watch import culprits, hang, standing
@@ -60,13 +60,13 @@ def test_never_unless_asked() -> None:
 def test_what_is_said_and_kept(tmp_path: Path) -> None:
     state = Restarts(limit=3, step=0)
     assert state.allows(LOST, Path("step-000004"))
-    line = restarts.announcement(LOST, Path("step-000004"), state)
+    line = recovery.restart_announcement(LOST, Path("step-000004"), state)
     assert line == "restarting: rank 1 (node1) was killed by SIGKILL; going on from step-000004 in 2 s (restart 1 of 3)"
     run = RunFolder(tmp_path)
-    record_event(run, restarts.EVENT, node_rank=0, **restarts.facts(LOST, Path("step-000004")))
-    record_event(run, restarts.EVENT, node_rank=1, **restarts.facts(LOST, Path("step-000004")))
+    record_event(run, recovery.RESTARTED, node_rank=0, **recovery.restart_facts(LOST, Path("step-000004")))
+    record_event(run, recovery.RESTARTED, node_rank=1, **recovery.restart_facts(LOST, Path("step-000004")))
     kept = {"rank": 1, "cause": "killed", "error": "rank 1 (node1) was killed by SIGKILL", "checkpoint": "step-000004"}
-    assert restarts.restarts(run) == [kept]
+    assert recovery.restarts(run) == [kept]
 
 
 def beat(rank: int, phase: str, step: int, micro_step: int | None = None) -> Beat:

@@ -1,0 +1,232 @@
+"""What the machines of a run must agree on, and the errors that say where they do not."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
+from sft_play.launch.agreement import (
+    NodeFacts,
+    config_here,
+    data_apart,
+    disagreements,
+    errors_from_json,
+    errors_to_json,
+    folders_apart,
+    versions_here,
+)
+from sft_play.launch.environment import Node, ranks_of, worker_environment
+from sft_play.launch.local import worker_arguments
+from sft_play.launch.machines import _judge_nodes, _say_unmeasured, judge_prepared
+from sft_play.launch.network import free_port
+from sft_play.launch.settings import accelerate_yaml
+from sft_play.plan.hardware import Device
+from sft_play.runs.folder import RunFolder
+from tests.documents import on_page
+from tests.plans import simple_plan
+from tests.unit.test_calibration import calibration
+
+CARD = Device(name="RTX 3060", memory_bytes=12 * 2**30, free_bytes=11 * 2**30, bf16=True, compute_capability=(8, 6))
+
+
+def facts(rank: int, **changes: Any) -> NodeFacts:
+    known: dict[str, Any] = {
+        "rank": rank, "host": "abcd"[rank], "num_nodes": 3, "run": "lan", "resumed": False, "checkpoint": None,
+        "command": {"command": '"auto"'}, "config": {"train.seed": "1", "train.batch_size": '"auto"'},
+        "versions": {"python": "3.11", "torch": "2.13.0"}, "kind": "cuda", "devices": (CARD,) * (rank + 1),
+    }  # fmt: skip
+    return NodeFacts(**{**known, **changes})
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"num_nodes": 2}, UserError, ("`NUM_NODES` is not the same", "node 0 (a): 3", "node 1 (b): 2")),
+        (
+            {"versions": {"python": "3.11", "torch": "2.12.0"}},
+            HardwareError,
+            ("`torch` is `2.13.0` on node 0 (a), `2.12.0` on node 1 (b)",),
+        ),
+        (
+            {"versions": {"python": "3.11", "torch": "2.13.0", "flash-attn": "2.8.1"}},
+            HardwareError,
+            ("`flash-attn` is `not there` on node 0 (a), `2.8.1` on node 1 (b)",),
+        ),
+        (
+            {"config": {"train.seed": "2", "train.batch_size": '"auto"'}},
+            UserError,
+            ("`train.seed` is `1` on node 0 (a), `2` on node 1 (b)",),
+        ),
+        (
+            {"config": {"train.seed": "1"}},
+            UserError,
+            ('`train.batch_size` is `"auto"` on node 0 (a), `not there` on node 1 (b)',),
+        ),
+        ({"command": {"command": '"zero"'}}, UserError, ("the command differs",)),
+        ({"kind": "cpu"}, HardwareError, ("some nodes have GPUs", "node 0 (a): 1 x RTX 3060", "node 1 (b): no GPU")),
+        ({"resumed": True}, CheckpointError, ("node 1 (b): goes on with the run", "node 0 (a): begins it")),
+    ],
+)
+def test_what_differs_is_one_error(change: dict[str, Any], kind: type[UserError], words: tuple[str, ...]) -> None:
+    (error,) = disagreements([facts(0, **({"num_nodes": 3} | ({"resumed": False}))), facts(1, **change)])
+    assert type(error) is kind
+    assert all(word in error.render() for word in words), error.render()
+    assert "2.12.0" not in words[0] or on_page("different-versions-on-machines", error.render())
+
+
+def test_checkpoints_must_be_the_same() -> None:
+    first = facts(0, resumed=True, checkpoint="step-000004 (aa)")
+    other = facts(1, resumed=True, checkpoint="step-000002 (bb)")
+    assert not disagreements([first, facts(1, resumed=True, checkpoint="step-000004 (aa)")])
+    (error,) = disagreements([first, other, facts(2, resumed=True)])
+    assert isinstance(error, CheckpointError)
+    assert "node 0 (a) from step-000004, node 1 (b) from step-000002, node 2 (c) from its start" in error.message
+    (error,) = disagreements([first, replace(other, checkpoint="step-000004 (bb)")])
+    assert "is not the same checkpoint" in error.message
+
+
+def test_several_problems_are_told_at_once() -> None:
+    found = disagreements([facts(0), facts(1, run="x", versions={"python": "3.12", "torch": "2.13.0"})])
+    assert [type(error) for error in found] == [UserError, HardwareError]
+
+
+def test_facts_that_are_not_understood_are_refused() -> None:
+    good = json.loads(json.dumps(facts(1).to_json()))
+    assert NodeFacts.from_json(good) == facts(1)
+    bad: list[dict[str, Any]] = [
+        {"rank": "1"}, {"rank": True}, {"num_nodes": 2**20}, {"host": "x" * 300}, {"config": {"a": 1}}, {"devices": []},
+        {"devices": [{"name": "x"}]}, {"devices": [{**good["devices"][0], "free_bytes": -1}]}, {"checkpoint": 1}, {"resumed": 1},
+        {"devices": [{**good["devices"][0], "compute_capability": ["8"]}]}, {"more": 1},
+    ]  # fmt: skip
+    for change in bad:
+        with pytest.raises(ValueError, match=r"."):
+            NodeFacts.from_json(good | change)
+        (error,) = _judge_nodes([{"facts": good}, {"facts": good | change}])
+        assert isinstance(error, HardwareError)
+
+
+def test_what_a_node_measured_goes_with_its_facts() -> None:
+    """Its links stay at home, and what is not understood, or is of a device that it has not, is one error."""
+    known = calibration("NVIDIA RTX 3060", "cuda", links={})
+    good = json.loads(json.dumps(facts(1, measured=(known,)).to_json()))
+    assert NodeFacts.from_json(good) == facts(1, measured=(known,))
+    one = good["measured"][0]
+    linked = {**one, "links": {"nccl": {"ranks": 2, "latency_seconds": 1e-4, "bytes_per_second": 2e9}}}
+    assert NodeFacts.from_json(good | {"measured": [linked]}) == facts(1, measured=(known,))
+    step = one["steps"][0]
+    bad: list[Any] = [
+        None, {}, [None], [[]], [{}], [{**one, "device": "H200"}], [{**one, "kind": "cpu"}], [one, one], [{**one, "threads": None}],
+        [{**one, "bandwidth": 0}], [{**one, "bandwidth": "9"}], [{**one, "bandwidth": float("nan")}], [{**one, "bandwidth": 10**400}],
+        [{**one, "matmul_flops": {"512": -1.0}}], [{**one, "matmul_flops": []}], [{**one, "versions": {"torch": 2}}],
+        [{**one, "steps": {}}], [{**one, "steps": [{}]}], [{**one, "steps": [{**step, "flops_per_second": 0}]}], [{**one, "more": 1}],
+        [{**one, "steps": [{**step, "work": 1}]}], [{**one, "steps": [{**step, "threads": True}]}], [{**one, "links": {"nccl": 1}}],
+        [{**one, "others": {"a": one}}], [{**one, "measured": "x" * 300}], [{**one, "steps": [{**step, "seconds_per_micro_step": -1}]}],
+    ]  # fmt: skip
+    for value in bad:
+        (error,) = _judge_nodes([{"facts": good}, {"facts": good | {"measured": value}}])
+        assert isinstance(error, HardwareError) and "a node sent what is not understood" in error.message, value
+        assert error.hint == "install the same SFT-Play on every node"
+
+
+def test_a_node_that_was_never_measured_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    known = calibration("RTX 3060", "cuda", links={})
+    other = replace(CARD, name="RTX 4070")
+    _say_unmeasured([facts(0), facts(1)])
+    _say_unmeasured([facts(0), facts(1, measured=(known,))])
+    assert not capfd.readouterr().err
+    _say_unmeasured([facts(0, measured=(known,)), facts(1), facts(2, devices=(other,))])
+    assert "`make bench` was not run on node 2 (c)\n" in capfd.readouterr().err
+
+
+def test_folders_apart() -> None:
+    nodes = [facts(rank=1), facts(rank=2)]
+    for strategy, save, found in (("ddp", "steps", nodes), ("fsdp2", "no", nodes), ("zero2", "steps", [])):
+        assert not folders_apart(found, strategy=strategy, save_strategy=save)
+    (error,) = folders_apart(nodes, strategy="zero2", save_strategy="steps")
+    assert isinstance(error, CheckpointError)
+    assert f"{nodes[0].name}, {nodes[1].name} do not see the run folder of node 0" in error.message
+    (told,) = errors_from_json(errors_to_json([error]))
+    assert (type(told), told.render()) == (CheckpointError, error.render())
+
+
+def test_data_apart() -> None:
+    here = [facts(rank, num_nodes=3) for rank in range(3)]
+    same = {"base model": "m", "training data": "8 rows, 90 tokens, abc"}
+    assert not data_apart(here, [same, dict(same), dict(same)])
+    (error,) = data_apart(here, [same, same | {"training data": "9 rows, 95 tokens, def"}, {"base model": "m"}])
+    assert isinstance(error, DataError)
+    assert "the training data: 8 rows, 90 tokens, abc on node 0 (a), 9 rows, 95 tokens, def on node 1 (b)" in error.message
+    assert "none on node 2 (c)" in error.message
+
+
+def test_every_node_plans_for_all_processes() -> None:
+    here = [facts(rank, num_nodes=2) for rank in range(2)]  # with 1 and 2 devices
+    content = {"base model": "m", "training data": "8 rows, 90 tokens, abc"}
+    assert not judge_prepared(
+        here, [{"prepared": content, "world_size": 3, "plan": {}}, {"prepared": content, "world_size": 3}], "steps"
+    )
+    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 3}, {"prepared": content, "world_size": 4}], "steps")
+    assert isinstance(error, HardwareError)
+    assert error.message == "the nodes have 3 processes in all, but node 0 (a) plans for 3, node 1 (b) plans for 4"
+    assert (error.place, error.hint) == ("NUM_GPUS", "give NUM_GPUS on every node")
+    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 2}, {"prepared": content}], "steps")
+    assert "node 0 (a) plans for 2, node 1 (b) plans for None" in error.message
+    (error,) = judge_prepared(
+        here, [{"prepared": content, "world_size": 3}, {"prepared": {"base model": 1}, "world_size": 3}], "steps"
+    )
+    assert "not understood" in error.message and error.hint == "install the same SFT-Play on every node"
+    (error,) = judge_prepared(
+        here, [{"prepared": content, "world_size": 3}, {"prepared": content | {"base model": "n"}, "world_size": 3}], "steps"
+    )
+    assert isinstance(error, DataError)
+
+
+def test_what_a_node_compares(tmp_path: Path) -> None:
+    from sft_play.config.load import load_config
+
+    def here(folder: str, extra: str = "") -> dict[str, str]:
+        path = tmp_path / "x.yaml"
+        path.write_text(f"model:\n  name: {folder}/tiny\ndata:\n  train_path: {folder}/rows.jsonl\n{extra}")
+        return config_here(load_config(path))
+
+    one, other = here("/home/ann"), here("/home/bob")
+    assert one == other and one["data.train_path"] == '".../rows.jsonl"', "the content is compared after the preparation"
+    assert here("/home/ann", "train:\n  seed: 7\n")["train.seed"] == "7" != one["train.seed"]
+    assert here("/home/ann", "launch:\n  join_seconds: 7\n") == one
+    assert {"python", "torch", "sft_play", "deepspeed", "source of sft_play"} <= versions_here("cpu").keys()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
+def test_unequal_numbers_of_processes_have_the_environment_of_equal_ones(strategy: str, tmp_path: Path) -> None:
+    """What accelerate itself makes of our command line, on both nodes: as many processes as asked for, and no other difference."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    run = RunFolder(tmp_path)
+
+    def launched(counts: tuple[int, int], rank: int) -> tuple[dict[str, str], str]:
+        node = Node(rank=rank, count=2, master_address="127.0.0.1", master_port=free_port(), interface="lo")
+        unequal = counts if len(set(counts)) > 1 else ()
+        plan = simple_plan(world_size=sum(counts), num_nodes=2, strategy=strategy, backend="gloo", node_ranks=unequal)
+        assert len(ranks_of(plan, node)) == counts[rank]
+        run.accelerate.write_text(accelerate_yaml(plan, node, deepspeed_file=run.deepspeed, fsdp={}))
+        variables = worker_environment(plan, node, {"OMP_NUM_THREADS": "1"}, cpu_threads=8).variables
+        with mock.patch.dict(os.environ, variables, clear=True):
+            args, _, _ = _validate_launch_command(launch_command_parser().parse_args(worker_arguments(run, node, plan=plan)[3:]))
+            args.deepspeed_fields_from_accelerate_config = ""
+            env = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
+        assert (args.nnodes, args.node_rank) == ("2", rank)
+        return env, args.nproc_per_node
+
+    for rank, count in enumerate((1, 2)):
+        env, started = launched((1, 2), rank)
+        assert started == str(count)
+        assert (env, started) == launched((count, count), rank)
+        assert env["ACCELERATE_MIXED_PRECISION"] == "no"

@@ -1,0 +1,381 @@
+"""Launchers of several machines in one store: real connections on loopback, one thread a machine."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from sft_play.errors import DataError, HardwareError, RetryableError, UserError
+from sft_play.launch import rendezvous
+from sft_play.launch.environment import Node
+from sft_play.launch.network import free_port
+from sft_play.launch.rendezvous import Given, Rendezvous, why
+from sft_play.launch.verdict import Outcome
+from tests.documents import on_page
+
+Act = Callable[[Rendezvous], Any]
+KEY, OTHER = "a key that the nodes of this run know", "a key of another run, as long as it"
+LOST = Outcome(code=75, rank=1, cause="killed", message="error: rank 1 (b) was killed by SIGKILL; all other ranks were stopped")
+
+
+def agree(given: Sequence[Given]) -> list[UserError]:
+    return []
+
+
+class Nodes:
+    """Machines of one run, each in a thread: what each returned or raised."""
+
+    def __init__(self, count: int = 3, patience: float = 20.0, silent: float = 60.0) -> None:
+        self.port, self.count, self.patience, self.silent = free_port(), count, patience, silent
+        self.ended: dict[str, Any] = {}
+        self.threads: list[threading.Thread] = []
+        self.there: dict[str, Rendezvous] = {}
+
+    def start(self, rank: int, act: Act, host: str = "", **changes: Any) -> Rendezvous:
+        node = Node(rank=rank, count=changes.pop("count", self.count), master_port=self.port, key=changes.pop("key", None))
+        host = host or "abcd"[rank]
+        options = {"run": "lan", "patience": self.patience, "silent_seconds": self.silent, **changes}
+        ours = self.there[host] = Rendezvous(node, host=host, **options)
+
+        def body() -> None:
+            try:
+                ours.open()
+                self.ended[host] = act(ours)
+            except (UserError, SystemExit) as error:
+                self.ended[host] = error
+                ours.fail(error)
+            finally:
+                if self.ended.get(host) != "vanished":
+                    ours.close()
+
+        self.threads.append(threading.Thread(target=body, daemon=True))
+        self.threads[-1].start()
+        return ours
+
+    def end(self) -> dict[str, Any]:
+        for thread in self.threads:
+            thread.join(120)
+            assert not thread.is_alive()
+        return self.ended
+
+
+def meet(given: Any = None) -> Act:
+    return lambda ours: [one["who"] for one in ours.meet({"who": ours.host, "more": given}, agree)]
+
+
+def vanish(ours: Rendezvous) -> str:
+    """Leaves as a process that was killed: without a word, and its beats end."""
+    assert ours._link is not None
+    ours._link.close()
+    return "vanished"
+
+
+def ends(ours: Rendezvous, seconds: float = 60) -> Outcome:
+    """Waits as the supervising loop does until the attempt has ended on another machine."""
+    until = time.monotonic() + seconds
+    while not isinstance(found := ours.ended_elsewhere(), Outcome):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_late_machine_is_waited_for_and_all_get_the_same(key: str | None, capfd: pytest.CaptureFixture[str]) -> None:
+    nodes = Nodes()
+
+    def act(ours: Rendezvous) -> Any:
+        first = ours.meet({"who": ours.host}, agree)
+        return first, ours.share("prepared", {"hash": "x", "plan": ours.node.rank}, agree), ours.own_addresses()
+
+    nodes.start(2, act, key=key)  # comes before there is anybody
+    nodes.start(0, act, key=key)
+    time.sleep(0.5)
+    nodes.start(1, act, key=key)
+    ended = nodes.end()
+    assert ended["a"][:2] == ended["b"][:2] == ended["c"][:2]
+    assert ended["a"][0] == [{"who": "a"}, {"who": "b"}, {"who": "c"}]
+    assert ended["a"][2] == ["127.0.0.1"] * 2 and ended["b"][2] == ["127.0.0.1"]
+    assert "node 1 (b) has come" in capfd.readouterr().err
+
+
+def test_absent_machines_are_named_on_every_one() -> None:
+    nodes = Nodes(patience=1.0)
+    nodes.start(0, meet())
+    nodes.start(1, meet(), patience=60.0)
+    ended = nodes.end()
+    assert ended["a"].render() == ended["b"].render() and isinstance(ended["b"], RetryableError)
+    assert on_page("hangs-after-initialized", ended["a"].render())
+
+
+def test_what_is_refused_is_refused_by_one_error_on_all() -> None:
+    def judge(given: Sequence[Given]) -> list[UserError]:
+        return [UserError(f"{len(given)} are here, and differ", hint="x"), HardwareError("so do their versions")]
+
+    nodes = Nodes(count=2)
+    for rank in range(2):
+        nodes.start(rank, lambda ours: ours.meet({}, judge))
+    a, b = nodes.end().values()
+    assert a.render() == b.render() and "2 are here, and differ" in a.render() and "so do their versions" in a.render()
+
+
+def test_two_machines_with_one_rank_and_one_too_many() -> None:
+    nodes = Nodes()
+    nodes.start(0, meet())
+    nodes.start(1, meet())
+    time.sleep(0.5)
+    nodes.start(1, meet(), host="b2")
+    ended = nodes.end()
+    assert len({error.render() for error in ended.values()}) == 1, ended
+    assert "two nodes have `NODE_RANK=1`: b and b2 (127.0.0.1)" in ended["a"].render()
+    nodes = Nodes(count=2)
+    nodes.start(0, meet())
+    nodes.start(2, meet(), count=3)
+    for error in nodes.end().values():
+        assert "`NODE_RANK` is 2 on c with `NUM_NODES=3`, but node 0 (a) has `NUM_NODES=2`" in str(error)
+
+
+def test_a_machine_too_many_does_not_end_a_training(capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither does a launcher of another run that still looks for its node 0, a stranger, or what a stranger writes."""
+    nodes, over = Nodes(count=2), threading.Event()
+
+    def train(ours: Rendezvous) -> Any:
+        ours.meet({"who": ours.host}, agree)
+        while not over.wait(0.1):
+            assert ours.ended_elsewhere() is None
+        return ours.members
+
+    for rank in range(2):
+        nodes.start(rank, train, key=KEY)
+    while not all(len(nodes.there[host].members) == 2 for host in "ab"):
+        time.sleep(0.05)
+    nodes.start(1, meet(), host="twin", key=KEY)
+    nodes.start(1, meet(), host="yesterday", key=KEY, run="other")
+    nodes.start(1, meet(), host="no key")
+    nodes.start(1, meet(), host="other key", key=OTHER)
+    with socket.create_connection(("127.0.0.1", nodes.port)) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    store = rendezvous._tcp_store()("127.0.0.1", nodes.port, is_master=False, wait_for_workers=False)
+    for name in ("0/end", "0/next", "attempt"):
+        store.set(name, b"-" * 64 + b"x")
+    while len(nodes.ended) < 4:
+        time.sleep(0.05)
+    time.sleep(1.5)
+    over.set()
+    ended = nodes.end()
+    assert ended["a"] == ended["b"] == [0, 1]
+    assert "two nodes have `NODE_RANK=1`" in str(ended["twin"])
+    assert "different runs: node 0 (a): `lan`, node 1 (yesterday): `other`" in str(ended["yesterday"])
+    assert "takes only nodes that know its `MASTER_KEY`" in str(ended["no key"])
+    assert "another `MASTER_KEY`" in str(ended["other key"])
+
+
+def test_a_launcher_that_was_started_again_takes_its_seat() -> None:
+    nodes = Nodes(count=3)
+    nodes.start(0, meet())
+    nodes.start(1, vanish, host="old")
+    while nodes.ended.get("old") != "vanished":
+        time.sleep(0.05)
+    nodes.start(1, meet())
+    nodes.start(2, meet())
+    ended = nodes.end()
+    assert ended["a"] == ended["b"] == ["a", "b", "c"]
+
+
+def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "HEARD_SECONDS", 0.5)
+    nodes = Nodes(count=2, patience=0.2)
+
+    def ended() -> str:
+        nodes.start(1, meet())
+        error = nodes.end()["b"]
+        assert isinstance(error, RetryableError)
+        return error.render()
+
+    assert "127.0.0.1:" in (said := ended()) and on_page("connect-call-failed", said) and "NODE_RANK=0" in said
+    with socket.create_server(("127.0.0.1", nodes.port)):
+        assert "no launcher of SFT-Play" in ended()
+    nodes.port = free_port()
+    _other = rendezvous._tcp_store()("127.0.0.1", nodes.port, is_master=True, wait_for_workers=False)
+    assert "no launcher of SFT-Play" in ended()
+    nodes.port = free_port()
+    with socket.socket() as full:  # a queue that is full drops what comes, as a firewall does
+        full.bind(("127.0.0.1", nodes.port))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", nodes.port))
+        said = ended()
+        assert "no answer" in said and "firewall" in said
+        for one in waiting:
+            one.close()
+    monkeypatch.setattr(rendezvous, "RESOLVE_SECONDS", 0.1)
+    node = Node(rank=1, count=2, master_address="no-such-host.invalid", master_port=1)
+    with pytest.raises(UserError, match=r"`MASTER_ADDR` is `no-such-host\.invalid`, which cannot be resolved"):
+        Rendezvous(node, host="b", run="lan", patience=0.2, silent_seconds=5).open()
+
+
+def test_who_has_the_port() -> None:
+    nodes = Nodes(count=2)
+    with socket.create_server(("", nodes.port)):
+        nodes.start(0, meet())
+        error = nodes.end()["a"]
+    assert isinstance(error, HardwareError) and f"port {nodes.port}" in error.message
+    assert on_page("address-already-in-use", error.message)
+
+
+def test_a_failure_between_the_steps_is_told_to_all() -> None:
+    nodes = Nodes()
+
+    def act(ours: Rendezvous) -> Any:
+        ours.meet({}, agree)
+        if ours.node.rank == 1:
+            raise DataError("the file is empty", place="rows.jsonl", hint="fill it")
+        return ours.share("prepared", {}, agree)
+
+    for rank in range(3):
+        nodes.start(rank, act)
+    ended = nodes.end()
+    assert ended["b"].message == "the file is empty"
+    told = "error: node 1 (b) could not go on: rows.jsonl: the file is empty\n\nhint: fill it"
+    assert ended["a"].render() == ended["c"].render() == told
+    assert type(ended["a"]) is type(ended["c"]) is DataError
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("started", [False, True])
+def test_a_machine_that_vanishes_is_named(gone: int, started: bool) -> None:
+    """While the others prepare, and while their workers start or train: its beats end, and node 0 says so; of node 0 the store is gone."""
+    nodes = Nodes(silent=3.0)
+
+    def act(ours: Rendezvous) -> Any:
+        ours.meet({}, agree)
+        ours.ranks_by_node = (1, 2, 1)
+        if ours.node.rank == gone:
+            time.sleep(0.5)
+            if gone == 0:
+                ours._store = None
+            return vanish(ours)
+        if started:
+            outcome = ours.settle(Outcome(code=75, rank=0, cause="peer", message="error: Connection closed by peer"))
+            assert outcome == ends(ours)
+            return outcome
+        return ours.share("prepared", {}, agree)
+
+    for rank in range(3):
+        nodes.start(rank, act)
+    ended = nodes.end()
+    told = [ended["abcd"[rank]] for rank in range(3) if rank != gone]
+    if not started:
+        assert all(isinstance(error, RetryableError) and "before the workers started" in error.message for error in told), told
+        return
+    assert {(outcome.code, outcome.rank, outcome.cause) for outcome in told} == {(75, gone, "unreachable")}, told
+    who = f"error: rank {gone} ({'ab'[gone]}) cannot be reached: node {gone} ({'ab'[gone]}) has"
+    assert all(outcome.message.startswith(who) for outcome in told), told
+
+
+def test_the_first_cause_is_settled_for_all_and_the_next_attempt_follows() -> None:
+    nodes = Nodes()
+
+    def act(ours: Rendezvous) -> Any:
+        ours.meet({}, agree)
+        peer = Outcome(code=75, rank=0, cause="peer", message="error: Connection closed by peer")
+        outcome = ours.settle(LOST if ours.node.rank == 1 else peer)
+        step = ours.follow(lambda: {"again": True, "said": outcome.message})
+        again = meet()(ours)
+        stopped = ours.settle(Outcome(code=143)) if ours.node.rank == 2 else None
+        while stopped is None and (stopped := ours.ended_elsewhere()) is None:
+            time.sleep(0.05)
+        return outcome, step, again, ours.attempt, stopped
+
+    for rank in range(3):
+        nodes.start(rank, act)
+    ended = nodes.end()
+    expected = LOST, {"again": True, "said": LOST.message}, ["a", "b", "c"], 1
+    assert all(found[:4] == expected for found in ended.values()), ended
+    assert {getattr(found[4], "code", found[4]) for found in ended.values()} == {143}
+
+
+def test_a_request_to_stop_reaches_all() -> None:
+    nodes = Nodes(count=2)
+
+    def act(ours: Rendezvous) -> Any:
+        ours.meet({}, agree)
+        found = ours.ended_elsewhere(stopping=ours.node.rank == 1)
+        while found is None:
+            time.sleep(0.05)
+            found = ours.ended_elsewhere()
+        mine = Outcome(code=143, stop={"saved": "step-4"}) if ours.node.rank else Outcome(code=75, rank=0, cause="peer")
+        return found, ours.settle(mine).code
+
+    for rank in range(2):
+        nodes.start(rank, act)
+    assert list(nodes.end().values()) == [(15, 143)] * 2
+
+
+def test_an_elastic_run_leaves_the_silent_out_and_takes_them_back(capfd: pytest.CaptureFixture[str]) -> None:
+    nodes, back = Nodes(silent=3.0), threading.Event()
+
+    def train(ours: Rendezvous) -> Any:
+        seen = [meet()(ours)]
+        outcome = ours.settle(ends(ours))
+        ours.follow(lambda: {"again": True})
+        seen.append(meet()(ours))
+        back.set()
+        while ours.ended_elsewhere() is None:
+            if ours.node.rank == 0 and ours.look_for_wants(lambda given: refused(given)):
+                ours.ask_to_stop("starting again with node 2 (c)")
+            time.sleep(0.05)
+        assert ours.settle(Outcome(code=143)).code == 143 and ours.grown_because == "starting again with node 2 (c)"
+        ours.follow(lambda: {"again": True})
+        return outcome.cause, [*seen, meet()(ours)]
+
+    def refused(given: Given) -> list[UserError]:
+        return [HardwareError("other versions")] if given["who"] == "sick" else []
+
+    def leave(ours: Rendezvous) -> str:
+        ours.meet({"who": ours.host}, agree)
+        return vanish(ours)
+
+    nodes.start(0, train, least=2)
+    nodes.start(1, train, least=2)
+    nodes.start(2, leave, host="lost", least=2)
+    assert back.wait(60)
+    nodes.start(2, meet(), host="sick", least=2).patience = 20
+    while "sick" not in nodes.ended:
+        time.sleep(0.05)
+    nodes.start(2, meet(), host="c", least=2)
+    ended = nodes.end()
+    expected = "unreachable", [["a", "b", "lost"], ["a", "b"], ["a", "b", "c"]]
+    assert ended["a"] == ended["b"] == expected, ended
+    assert ended["c"] == ["a", "b", "c"] and isinstance(ended["sick"], HardwareError)
+    assert "left out: node 2 (sick): other versions" in capfd.readouterr().err
+
+
+def test_stops_are_told_as_such() -> None:
+    assert "was stopped on request" in why(KeyboardInterrupt(), "node 1 (b)")[0].message
+    assert "was stopped on request" in why(SystemExit(143), "node 1 (b)")[0].message
+    (prepared,) = why(SystemExit(4), "node 1 (b)")
+    assert isinstance(prepared, DataError) and "its own output" in prepared.message
+    assert isinstance(why(ZeroDivisionError(), "node 1 (b)")[0], RetryableError)
+
+
+def test_a_machine_tells_a_false_node_0_nothing() -> None:
+    """Whoever serves a store at that address without knowing the key learns no facts."""
+    nodes = Nodes(count=2, patience=1.0)
+    false = rendezvous._tcp_store()("127.0.0.1", nodes.port, is_master=True, wait_for_workers=False)
+    honest = Rendezvous(Node(count=2, master_port=nodes.port), host="a", run="lan", patience=1, silent_seconds=5)
+    false.set(
+        "session", honest._pack("session", {"protocol": rendezvous.PROTOCOL, "run": "lan", "word": "w", "host": "a", "nodes": 2})
+    )
+    nodes.start(1, meet(), key=KEY)
+    assert "another `MASTER_KEY`" in str(nodes.end()["b"])
+    with suppress(Exception):
+        assert not false.check(["seat/1"]) and not false.check(["0/facts/1"])
