@@ -253,8 +253,8 @@ def reach(targets: list[tuple[str, int]], megabytes: int, timeout: float) -> dic
     def way(address: str, port: int) -> dict[str, Any]:
         try:
             return _way(address, port, megabytes, timeout)
-        except OSError as error:
-            return {"error": error.strerror or str(error)}
+        except (OSError, UnicodeError) as error:
+            return {"error": getattr(error, "strerror", None) or str(error)}
 
     pool = ThreadPoolExecutor(max(1, len(targets)))
     tried = [pool.submit(way, *target) for target in targets]
