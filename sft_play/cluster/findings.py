@@ -133,13 +133,13 @@ class Examined:
 
     hosts: dict[str, Seen]
     pairs: list[Pair] = field(default_factory=list)
-    others: list[Pair] = field(default_factory=list)
+    further_ways: list[Pair] = field(default_factory=list)
     """The ways over further interfaces."""
     master_port: dict[str, str | None] = field(default_factory=dict)
     """Host name -> why it cannot reach the master's port; `None` where it can."""
     port_held: Mapping[str, Any] | None = None
     """The master's answer where its port could not be opened."""
-    summed: Summed | None = None
+    all_reduce: Summed | None = None
     seconds: float = 0.0
 
 
@@ -458,14 +458,18 @@ def _ports(seen: Seen, m: Fields, examined: Examined, wanted: Wanted) -> dict[st
 
 def _links(seen: Seen, examined: Examined) -> dict[str, Any]:
     """Its interfaces, the ways that were not measured, the sum."""
-    name, summed = seen.host.name, examined.summed
+    name, summed = seen.host.name, examined.all_reduce
     own = [pair for pair in examined.pairs if pair.source == name]
     used = sorted({pair.interface for pair in own if pair.interface})
     lost = {one for one, other in examined.hosts.items() if other.lost is not None}
     mtus = [other.route.get("mtu") for other in examined.hosts.values() if other.facts]
     usual, faster = {pair.target: pair.mbit for pair in own if pair.mbit}, []
-    for link in sorted({pair.interface for pair in examined.others if pair.source == name and pair.interface}):
-        mbit = {pair.target: pair.mbit for pair in examined.others if (pair.source, pair.interface) == (name, link) and pair.mbit}
+    for link in sorted({pair.interface for pair in examined.further_ways if pair.source == name and pair.interface}):
+        mbit = {
+            pair.target: pair.mbit
+            for pair in examined.further_ways
+            if (pair.source, pair.interface) == (name, link) and pair.mbit
+        }
         if usual and mbit.keys() == usual.keys() and min(mbit.values()) > FASTER * min(usual.values()):
             faster.append({"name": link, "mbit": min(mbit.values()), "used_mbit": min(usual.values())})
     return {

@@ -206,7 +206,7 @@ class Examination:
             self.each(self.meet)
             self.network()
             self.each(self.software)
-            self.found.summed = self.sum_over_all()
+            self.found.all_reduce = self.sum_over_all()
         finally:
             self.parallel(one.close for one in self.probes.values())
         self.found.seconds = SECONDS - self.left()
@@ -297,7 +297,7 @@ class Examination:
         self.parallel(partial(self.reach, seen, ports) for seen in hosts.values())
         order = list(self.found.hosts)
         self.found.pairs.sort(key=lambda pair: (order.index(pair.source), order.index(pair.target)))
-        for ways in (self.found.pairs, self.found.others):
+        for ways in (self.found.pairs, self.found.further_ways):
             for pairs in rounds(list(ports)):
                 if self.left() >= TORCH_SECONDS + ROUND_SECONDS:  # the pairs that are left are named
                     self.parallel(partial(self.measure, ways, {a, b}, ports) for a, b in pairs)
@@ -328,7 +328,7 @@ class Examination:
             pair.error, pair.interface = answer.get("error"), links.get(answer.get("own"))
             first = usual.setdefault(pair.target, pair)
             if pair.interface and first.interface and pair.interface != first.interface:
-                self.found.others.append(pair)
+                self.found.further_ways.append(pair)
         self.found.pairs += usual.values()
 
     def measure(self, ways: Sequence[Pair], ends: set[str], ports: Mapping[str, int]) -> None:
@@ -360,6 +360,7 @@ class Examination:
         else:
             summed.megabytes, limit = sum_megabytes(self.found), min(SUM_SECONDS, self.left()) - 1
             self.parallel(partial(self.sum_now, summed, limit, rank, seen) for rank, seen in enumerate(hosts.values()))
+            summed.seconds = None if summed.errors else summed.seconds
         return summed
 
     def sum_now(self, summed: Summed, limit: float, rank: int, seen: Seen) -> None:
@@ -389,20 +390,10 @@ def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
 
 def as_json(examined: Examined, inventory: Inventory, findings: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
     """Returns everything that was measured and found."""
-    found = {
-        "ok": all(verdict(some) != "fail" for some in findings.values()), "seconds": round(examined.seconds, 2), "master": inventory.master.name,
-        "pairs": examined.pairs, "further_ways": examined.others, "all_reduce": examined.summed,
-        "hosts": {
-            name: {
-                "verdict": verdict(findings[name]), "findings": findings[name], "address": seen.host.address, "skew_seconds": seen.skew_seconds,
-                "ssh_ms": seen.ssh_ms, "software": seen.software,
-                **{key: value for key, value in seen.facts.items() if key not in ("packages", "listens", "code", "data", "prepared")},
-            }
-            for name, seen in examined.hosts.items()
-        },
-    }  # fmt: skip
-    plain: dict[str, Any] = json.loads(json.dumps(found, default=dataclasses.asdict))
-    return plain
+    found = dataclasses.asdict(examined)
+    for name, host in found["hosts"].items():
+        host.update(verdict=verdict(findings[name]), findings=[dataclasses.asdict(one) for one in findings[name]])
+    return {"ok": all(verdict(some) != "fail" for some in findings.values()), "master": inventory.master.name, **found}
 
 
 def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: Mapping[str, Sequence[Finding]]) -> Iterator[str]:
@@ -451,8 +442,8 @@ def _network(examined: Examined) -> Iterator[str]:
         seconds = sum_seconds(ADAPTERS * 4, len(examined.hosts), pairs[0].mbit or 1)
         size = f"{ADAPTERS / 1e6:.1f} M parameters in fp32 ({ADAPTERS * 4 / 1e6:.0f} MB)"
         yield f"gradients of {size} would take {seconds:.2f} s a step at the slowest speed"
-    summed = examined.summed
-    if summed and summed.seconds is not None and not summed.errors:
+    summed = examined.all_reduce
+    if summed and summed.seconds is not None:
         yield f"a sum of {summed.megabytes:g} MiB over all machines ({summed.backend}): {summed.seconds:.3f} s"
     elif summed:
         yield f"a sum over all machines ({summed.backend}): {'not tried, ' + summed.skipped if summed.skipped else 'failed'}"

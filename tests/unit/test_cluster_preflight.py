@@ -223,7 +223,7 @@ def test_slow_network_is_told_once_and_in_seconds() -> None:
 def test_an_interface_that_is_faster_is_named(mbit: float, named: bool) -> None:
     """Only where it leads to all that the one in use leads to; the inventory may then name it, which is no fault."""
     machines = [seen(k) for k in range(3)]
-    found = {"pairs": ways(interface="eth0"), "others": ways({("laptop", "old")}, mbit, interface="eth1")}
+    found = {"pairs": ways(interface="eth0"), "further_ways": ways({("laptop", "old")}, mbit, interface="eth1")}
     findings = judged(*machines, **found)
     assert [name for name, some in findings.items() if some] == (["desktop", "old"] if named else [])
     for one in findings["desktop"]:
@@ -258,7 +258,7 @@ def test_output() -> None:
     """The table, the slowest way, the sum; JSON with every finding."""
     machines = (seen(0), seen(1, gpus=[gpu("NVIDIA GeForce RTX 4060 Laptop GPU", 8, 7.6)]))
     pairs = [Pair("desktop", "laptop", None, 0.21, 941.0), Pair("laptop", "desktop", None, 0.2, 938.0)]
-    examined = Examined(hosts={one.host.name: one for one in machines}, pairs=pairs, summed=Summed("nccl", 0.07), seconds=7.0)
+    examined = Examined(hosts={one.host.name: one for one in machines}, pairs=pairs, all_reduce=Summed("nccl", 0.07), seconds=7.0)
     findings, inventory = judged(*machines, pairs=pairs), inventory_of(machines)
     text = "\n".join(preflight.report(examined, inventory, Wanted(port=29500), findings))
     for part in ("1 x RTX 4060 Laptop GPU", "938 Mbit/s", "34 MB) would take 0.29 s a step", "(nccl): 0.070 s"):
@@ -388,7 +388,11 @@ def test_this_machine_alone(in_process: Program, tmp_path: Path) -> None:
     fails = {one["id"]: one["text"] for one in here["findings"] if one["severity"] == "fail"}
     assert done.code == 3 and fails.keys() - {"disk"} == {"port-taken"}
     assert f"(process {os.getpid()})" in fails["port-taken"]
-    assert here["software"]["torch"] and abs(here["skew_seconds"]) < 0.5 and here["interfaces"]["lo"]["address"] == "127.0.0.1"
+    assert (
+        here["software"]["torch"]
+        and abs(here["skew_seconds"]) < 0.5
+        and here["facts"]["interfaces"]["lo"]["address"] == "127.0.0.1"
+    )
 
 
 # ---- BENCH=1
