@@ -192,7 +192,7 @@ def no_client() -> HardwareError:
 
 def on_all(inventory: Inventory, call: Callable[[Host], Result]) -> dict[str, Result]:
     """Returns host name -> what `call` returned for it; all hosts at once. An exception of `call` is raised when all have ended."""
-    with ThreadPoolExecutor(max_workers=max(1, len(inventory.hosts))) as pool:
+    with ThreadPoolExecutor(max_workers=max(1, len(inventory.hosts))) as pool, ended_with_us():
         started = {host.name: pool.submit(call, host) for host in inventory.hosts}
         return {name: future.result() for name, future in started.items()}
 
