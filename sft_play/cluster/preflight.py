@@ -366,7 +366,7 @@ class Examination:
     def sum_now(self, summed: Summed, limit: float, rank: int, seen: Seen) -> None:
         answer = self.ask(
             seen, "all_reduce", limit + 0.5, backend=summed.backend, address=self.inventory.master.address, port=self.wanted.port, rank=rank,
-            world=len(self.found.hosts), interface=seen.host.interface or seen.route.get("interface") or "",
+            world=len(self.found.hosts), interface=seen.host.interface or seen.route.get("interface") or "", stated=bool(seen.host.interface),
             megabytes=summed.megabytes, timeout=limit,
         )  # fmt: skip
         if "seconds" in answer:

@@ -307,14 +307,18 @@ def _sent(link: socket.socket, count: int) -> float:
 
 
 def all_reduce(
-    backend: str, address: str, port: int, rank: int, world: int, interface: str, megabytes: float, timeout: float
+    backend: str, address: str, port: int, rank: int, world: int, interface: str, stated: bool, megabytes: float, timeout: float
 ) -> dict[str, float]:
-    """Returns the seconds of one sum over all machines (the best of three), through torch as a training does it."""
+    """Returns the seconds of one sum over all machines (the best of three), through torch as a training does it.
+
+    `stated`: the inventory names the interface, so it is NCCL's too, as where NCCL might take one that leads to no other machine.
+    """
     from datetime import timedelta
 
     if interface:
-        # NCCL takes a name without `=` for a prefix.
-        os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}")
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        if stated or (backend == "nccl" and importlib.import_module("sft_play.launch.environment").nccl_might_take(interface)):
+            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
     torch, group = importlib.import_module("torch"), importlib.import_module("torch.distributed")
     limit = timedelta(seconds=timeout)
     group.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world, timeout=limit)
