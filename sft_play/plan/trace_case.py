@@ -15,7 +15,7 @@ from sft_play.plan.plan import Plan
 
 TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
-TRACE_VERSION = 6
+TRACE_VERSION = 7
 """Raised when the trace itself changes, so that older results are not taken for new ones."""
 
 

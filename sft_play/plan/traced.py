@@ -139,7 +139,10 @@ def assemble(config: Config, shape: ModelShape, setup: Setup, micro_batch: int, 
         if best is None or sum(parts.values()) > sum(best.parts.values()):
             best = Observation(parts=parts, moment=moment, operation=result["operations"].get(moment, ""))
     assert best is not None, "a trace has moments"
-    lost = int(result[_allocator(setup)]) if setup.device == "cuda" else formula["fragmentation"]
+    lost = formula["fragmentation"]
+    if setup.device == "cuda":
+        share = lost / max(1, sum(formula.get(name, 0) for name in MOVING))
+        lost = int(result.get(_allocator(setup), share * sum(best.parts.get(name, 0) for name in MOVING)))
     return replace(best, parts={**best.parts, "fragmentation": lost})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,9 +23,9 @@ Moments = dict[str, dict[str, int]]
 DEEPER = 8
 """Layers of the model whose loss between blocks is compared with that of the smallest."""
 
-SCANNED = (32, 64)
-"""Tokens of the rows that are traced where a state is computed token by token (Mamba's first kind without its kernels), which takes
-minutes for longer ones."""
+STEP_TOKENS = {"token": 32, "chunk": 64}
+"""Tokens by which the two short rows differ that are traced in place of a long one, where a state is computed token by token (Mamba's first
+kind without its kernels) or chunk by chunk (gated delta rules): a trace of the long row would take minutes."""
 
 
 def trace(case: Case) -> dict[str, Any]:
@@ -34,12 +35,16 @@ def trace(case: Case) -> dict[str, Any]:
     fewest layers and one with one layer more of each kind say it all.
     """
     model = build.model_of(case)
-    if case.row_tokens > 2 * SCANNED[1] and any(name.endswith("A_log") and p.dim() == 2 for name, p in model.named_parameters()):
-        return _lengthened(case)
+    short = _short_rows(case, model)
+    return _lengthened(case, short) if short else _deepened(case, model, losses=case.device == "cuda")
+
+
+def _deepened(case: Case, model: Any, *, losses: bool) -> dict[str, Any]:
+    """Returns the trace of the whole model by those of few layers."""
     kinds = build.layer_kinds(build.decoder_layers(model))
     smallest, grown, counts = build.depths(kinds)
-    base, events, base_counts = observe(case, build.with_layers(model, smallest), log=True)
-    steps = {kind: observe(case, build.with_layers(model, layers), log=case.device == "cuda") for kind, layers in grown.items()}
+    base, events, base_counts = observe(case, build.with_layers(model, smallest), log=losses)
+    steps = {kind: observe(case, build.with_layers(model, layers), log=losses) for kind, layers in grown.items()}
     missing = {kind: counts[kind] - Counter(kinds[index] for index in smallest)[kind] for kind in steps}
     moments = {
         moment: _extrapolated(peak.parts, {k: s[0][moment].parts for k, s in steps.items() if moment in s[0]}, missing)
@@ -49,21 +54,36 @@ def trace(case: Case) -> dict[str, Any]:
         "moments": moments,
         "operations": {moment: peak.operation for moment, peak in base.items()},
         "counts": _extrapolated(base_counts, {k: s[2] for k, s in steps.items()}, missing),
-        **(_losses(case, model, smallest, [events, *(step[1] for step in steps.values())]) if case.device == "cuda" else {}),
+        **(_losses(case, model, smallest, [events, *(step[1] for step in steps.values())]) if losses else {}),
     }
 
 
-def _lengthened(case: Case) -> dict[str, Any]:
-    """Returns the trace of long rows by two of short ones, in whose tokens everything is affine."""
-    rows = [replace(case, row_tokens=n, labels=max(1, case.labels * n // case.row_tokens)) for n in SCANNED]
-    short, longer = (trace(one) for one in rows)
-    more = {"tokens": (case.row_tokens - SCANNED[0]) / (SCANNED[1] - SCANNED[0])}
+def _short_rows(case: Case, model: Any) -> tuple[int, int] | None:
+    """Returns the tokens of two short rows in which everything is affine, or `None` where the row itself is traced.
+
+    They have two chunks at least (one alone is another case), as many tokens left over in the last one as the long row, and labels for two
+    chunks of the head, if that has such. Two traces are to save time.
+    """
+    delta = any("Delta" in type(module).__name__ for module in model.modules())
+    scanned = any(name.endswith("A_log") and p.dim() == 2 for name, p in model.named_parameters())
+    if not (delta or scanned):
+        return None
+    step = STEP_TOKENS["chunk" if delta else "token"] * (2 if case.packed else 1)
+    labelled = 2 * case.loss_chunk * case.row_tokens / case.labels if case.labels > case.loss_chunk else 0
+    first = case.row_tokens % step + step * math.ceil(max(2 * step if delta else step, labelled) / step)
+    return (first, first + step) if case.row_tokens > (8 if delta else 2) * (first + step) else None
+
+
+def _lengthened(case: Case, short: tuple[int, int]) -> dict[str, Any]:
+    """Returns the trace of long rows by two of short ones. What an allocator loses is not affine, and left to the formula."""
+    rows = [replace(case, row_tokens=n, labels=max(1, case.labels * n // case.row_tokens)) for n in short]
+    first, second = (_deepened(one, build.model_of(one), losses=False) for one in rows)
+    more = {"tokens": (case.row_tokens - short[0]) / (short[1] - short[0])}
     moments = {
-        moment: _extrapolated(parts, {"tokens": longer["moments"].get(moment, parts)}, more)
-        for moment, parts in short["moments"].items()
+        moment: _extrapolated(parts, {"tokens": second["moments"].get(moment, parts)}, more)
+        for moment, parts in first["moments"].items()
     }
-    lost = {name: size for name, size in short.items() if name.startswith("lost_bytes")}
-    return {**longer, "moments": moments, **_extrapolated(lost, {"tokens": {name: longer[name] for name in lost}}, more)}
+    return {**second, "moments": moments}
 
 
 def _losses(case: Case, model: Any, smallest: Sequence[int], logs: list[list[allocator.Event]]) -> dict[str, int]:

@@ -153,11 +153,17 @@ class StepTrace:
             parameter.grad = None
 
     def run(self, batch: Batch) -> None:
-        """Two optimizer steps: the states exist in the second, and with accumulation gradients do while a micro-step runs."""
+        """The second optimizer step's last micro-step: of all it holds the most. Gradients and states before it are held, not computed."""
         tokens = torch.ones((), dtype=torch.long, device=batch["input_ids"].device)
         optimizer = optimizer_of(self.case, self.trained)
+        self._hold_gradients()
+        self.update(optimizer)
+        if self.case.accumulates:
+            self._hold_gradients()
         self.micro_step(batch, tokens)
         self.update(optimizer)
-        for _ in range(2 if self.case.accumulates else 1):
-            self.micro_step(batch, tokens)
-        self.update(optimizer)
+
+    def _hold_gradients(self) -> None:
+        for parameter in self.trained:
+            parameter.grad = torch.zeros_like(parameter)
+            self._gradient(parameter)
