@@ -70,7 +70,7 @@ def facts(towards: str, ports: list[int], code: list[str], data: list[str], prep
         "machine": f"{_text('/proc/sys/kernel/random/boot_id')} {','.join(own)}",
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": os.cpu_count(),
         "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "disks": {name: _disk(place) for name, place in places.items()},
         "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],

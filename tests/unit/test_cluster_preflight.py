@@ -44,25 +44,13 @@ ETH0 = {"address": "192.168.1.10", "interface": "eth0", "mtu": 1500}
 def gpu(
     name: str = "NVIDIA GeForce RTX 4070", total: int = 12, free: float = 11.5, *held_by: str, capability: str | None = "8.9"
 ) -> dict[str, Any]:
-    return {
-        "name": name,
-        "total_bytes": total * GIB,
-        "free_bytes": int(free * GIB),
-        "capability": capability,
-        "held_by": list(held_by),
-    }
+    sizes = {"total_bytes": total * GIB, "free_bytes": int(free * GIB)}
+    return {"name": name, "capability": capability, "held_by": list(held_by), **sizes}
 
 
-def seen(k: int, **changes: Any) -> Seen:
+def seen(k: int, *, stated: int | None = None, interface: str | None = None, **changes: Any) -> Seen:
     """Returns a machine on which all is well; `changes` are of its software, its facts or its own fields."""
-    interface = changes.pop("interface", None)
-    host = Host(
-        name=NAMES[k],
-        address=f"192.168.1.{10 + k}",
-        place=f"c.yaml:{k + 4}",
-        gpus=changes.pop("stated", None),
-        interface=interface,
-    )
+    host = Host(name=NAMES[k], address=f"192.168.1.{10 + k}", place=f"c.yaml:{k + 4}", gpus=stated, interface=interface)
     disk = {"path": "/x", "free_bytes": 100 * GIB + k, "total_bytes": 200 * GIB, "writable": True}
     facts: dict[str, Any] = {
         "host_name": NAMES[k], "machine": f"boot{k} 192.168.1.{10 + k}", "python": "3.11.7", "ram_bytes": 32 * GIB, "nofile": 65536,
@@ -81,10 +69,6 @@ def seen(k: int, **changes: Any) -> Seen:
         else:
             setattr(made, key, value)
     return made
-
-
-def silent(**start: Any) -> Seen:
-    return Seen(seen(1).host, **start)
 
 
 def inventory_of(machines: tuple[Seen, ...], network: str | None = None) -> Inventory:
@@ -306,9 +290,9 @@ def test_cards_as_the_driver_shows_them(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_a_host_says_in_the_place_of_a_shell() -> None:
     """It counts before sshd's remark; a folder that is a file is named as one."""
     said = "This account is currently not available.\nCould not chdir to home directory /nonexistent: No such file or directory"
-    [found] = judged(seen(0), silent(start=said, code=1))["laptop"]
+    [found] = judged(seen(0), Seen(seen(1).host, start=said, code=1))["laptop"]
     assert found.id == "broken-python" and found.text.endswith("ended with code 1: This account is currently not available.")
-    [found] = judged(seen(0), silent(start="/etc/hosts is a file", code=95))["laptop"]
+    [found] = judged(seen(0), Seen(seen(1).host, start="/etc/hosts is a file", code=95))["laptop"]
     assert found.id == "no-environment" and found.text == "no environment: `folder` is `~/sft-play`, which is a file there"
     assert found.remedy == "give another `folder` in the inventory, or move that file away there"
 
