@@ -2,8 +2,8 @@
 
 Schedulers tell a container its place in their own variables (`PET_*`, `JOB_COMPLETION_INDEX`, `SKYPILOT_*`, `SLURM_*`); here they become
 `NUM_NODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` of the command that people type by hand, with `LAUNCH_AUTO_RESUME=true`, so that
-the same container starts a run and goes on with it. Signals are passed on, and exit code 75 becomes 175: a PyTorchJob with restart
-policy `ExitCode` tries again only from 128 on (contract section 7). Where `SFT_PLAY_MAX_RESTARTS` says how often that may lead nowhere,
+the same container starts a run and continues it. Signals are passed on, and exit code 75 becomes 175: a PyTorchJob with restart
+policy `ExitCode` tries again only from 128 on (contract section 7). Where `SFT_PLAY_MAX_RESTARTS` says how often that may fail,
 node 0 counts (`launch.tries`) and ends for good with 3.
 """
 
@@ -30,7 +30,7 @@ from sft_play.launch.settings import NO_FILE
 TRAINING = frozenset({
     "quickstart", "train", "train-tb", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb", "train-fsdp",
 })  # fmt: skip
-"""Commands that start a run, and with `launch.auto_resume` go on with it."""
+"""Commands that start a run, and with `launch.auto_resume` continue it."""
 LAUNCHED = TRAINING | {"resume"}
 WORTH_ANOTHER_TRY, FOR_KUBERNETES = 75, 175
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -54,7 +54,7 @@ class Place:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the command at this container's place and returns its exit code, 175 for 75, 3 when that led nowhere too often."""
+    """Runs the command at this container's place and returns its exit code, 175 for 75, 3 when that failed too often."""
     words = list(sys.argv[1:] if words is None else words)
     counted: tries.Tries | None = None
     try:
@@ -138,7 +138,7 @@ def place_of(environ: Mapping[str, str]) -> Place:
     if between and low != high:
         raise UserError(
             f"`PET_NNODES` is `{low}:{high}`, and the number of nodes must be one", place="environment",
-            hint="leave `elasticPolicy` out: a run goes on by itself when it is started again with other machines",
+            hint="omit `elasticPolicy`: a run that is started again with other machines continues by itself",
         )  # fmt: skip
     if not operator and not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         return Place(source="nobody")
@@ -195,7 +195,7 @@ def _agreed(name: str, typed: Mapping[str, str], said: int | None, place: Place)
     """Returns what was typed, or what the scheduler says. Raises `UserError` where the two differ."""
     given = _number(typed, name)
     if given is not None and said is not None and given != said:
-        hint = "render the job again, or leave the word out of its command"
+        hint = "render the job again, or omit it from its command"
         raise UserError(f"`{name}` is {given}, but {place.source} says {said}", hint=hint)
     return said if given is None else given
 

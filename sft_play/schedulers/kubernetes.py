@@ -115,7 +115,7 @@ def name_of(run_name: str | None, path: Path | None, kind: str, pods: int) -> st
         return fitting
     if not LABEL.fullmatch(run_name) or len(run_name) > room or not NAME_PATTERN.fullmatch(run_name):
         raise UserError(
-            f"`RUN_NAME` is `{run_name}`, which a cluster takes for no {kind}: expected small letters, digits and `-`, the first a letter, "
+            f"`RUN_NAME` is `{run_name}`, which is not a valid name of a {kind}: expected small letters, digits and `-`, the first a letter, "
             f"at most {room} ({LONGEST_LABEL} with `{suffix}` behind them)",
             hint=f"RUN_NAME={fitting}",
         )
@@ -129,13 +129,13 @@ def _spec(call: Call, ahead: Ahead) -> Spec:
     if launch.elastic is not None:
         raise UserError(
             f"`launch.elastic` is `{launch.elastic}`, and {_one_of(settings.kind)} has a fixed number of pods",
-            place=loaded.origins.get("launch.elastic"), hint="it is for `make train-cluster`; here leave it out",
+            place=loaded.origins.get("launch.elastic"), hint="it is for `make train-cluster`; omit it here",
         )  # fmt: skip
     if settings.kind == "skypilot":
         if given := [f"`kubernetes.{key}`" for key in NOT_OF_CLOUDS if loaded.typed(f"kubernetes.{key}")]:
             raise UserError(
-                f"`kubernetes.kind` is `skypilot`, which knows no {', '.join(given)}", place="kubernetes.kind",
-                hint="leave them out: SkyPilot finds the machines, and its volumes are made by `sky volumes apply`",
+                f"`kubernetes.kind` is `skypilot`, which has no {', '.join(given)}", place="kubernetes.kind",
+                hint="omit them: SkyPilot finds the machines, and its volumes are made by `sky volumes apply`",
             )  # fmt: skip
         models, runs = (
             loaded.typed(f"kubernetes.{key}") for key in ("models_claim", "runs_claim")
@@ -170,7 +170,7 @@ def _cards(plan: Plan, processes: tuple[int, ...]) -> tuple[str, ...]:
         names = sorted({rank.device_name for rank in islice(ranks, count)})
         if len(names) > 1:
             raise HardwareError(
-                f"pod {pod} is to have {' and '.join(names)}, and a pod asks for GPUs of one kind",
+                f"pod {pod} needs {' and '.join(names)}, but a pod asks for GPUs of one kind",
                 place="HARDWARE", hint="HARDWARE describes one node; NUM_GPUS=1 NUM_NODES=2 makes two pods of one GPU",
             )  # fmt: skip
         card = find_card(names[0]) if plan.device == "cuda" else None
@@ -199,12 +199,12 @@ def _refuse_unlike(spec: Spec) -> None:
         other = "kubernetes.kind: pytorchjob, whose Master (rank 0's pod) may differ from its Workers; or GPUs of one kind"
         which = "all its workers (its Master may differ)" if master else "all its pods"
         raise UserError(
-            f"the pods are to have different GPUs, and {_one_of(spec.settings.kind)} has one template for {which}",
+            f"the pods need different GPUs, but {_one_of(spec.settings.kind)} has one template for {which}",
             place="kubernetes.kind", hint=first if master else other,
         )  # fmt: skip
     if spec.device == "cuda" and len(set(zip(labels, spec.cards, strict=True))) > len(set(labels)):
         raise UserError(
-            f"the pods are to have {' and '.join(sorted(set(spec.cards)))}, and nothing says which pod gets which",
+            f"the pods need {' and '.join(sorted(set(spec.cards)))}, and nothing says which pod gets which",
             place="kubernetes.replica_selectors",
             hint="one label for each pod in order of ranks: [{nvidia.com/gpu.product: ...}, {nvidia.com/gpu.product: ...}]",
         )
@@ -226,7 +226,9 @@ def _write(call: Call, rendered: Rendered) -> list[Path]:
             first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0] if path.exists() else f"# {HEADER}"
             if not (first.startswith("#") and HEADER in first):
                 raise UserError(
-                    f"`{path}` exists, and is no file of `make kubernetes`", place="OUT", hint="choose another OUT=, or remove it"
+                    f"`{path}` exists and was not written by `make kubernetes`",
+                    place="OUT",
+                    hint="choose another OUT=, or remove it",
                 )
         for path, text in zip(paths, rendered.files.values(), strict=True):
             write_text(path, text)
@@ -265,13 +267,13 @@ def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iter
     if not named:
         delete = f"(kubectl delete{_namespace(spec)} -f {settings.kind}.yaml), since pods of a job cannot be changed"
         yield (
-            f"RUN_NAME is not given, so job and run are called `{spec.name}` after the configuration: another job of it needs a RUN_NAME of its "
-            f"own, and one of this name goes on with the run{'' if cloud else f' once the old job is deleted {delete}'}"
+            f"RUN_NAME is not given, so job and run are called `{spec.name}` after the configuration: another job of it needs its "
+            f"own RUN_NAME, and one of this name continues the run{'' if cloud else f' once the old job is deleted {delete}'}"
         )
     if (need := _host_bytes(spec, plan, loaded)) > (quantity(settings.memory) or 0):
         yield (
-            f"the plan puts {need / GIB:.1f} GiB into a pod's memory, and kubernetes.memory is {settings.memory}, /dev/shm included: "
-            "raise it, else the kernel ends the pod"
+            f"the plan needs {need / GIB:.1f} GiB of a pod's memory, and kubernetes.memory is {settings.memory}, /dev/shm included: "
+            "raise it, or the kernel ends the pod"
         )
     config = loaded.config
     sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
@@ -279,7 +281,7 @@ def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iter
     seen = (*(f"{place}/" for place in manifests.PLACES.values()), "examples/")
     local = [t for t in paths if t and (t.startswith(("/", "~", "./", "../")) or (is_file_name(t) and typed_path(t).exists()))]
     if missing := sorted(text for text in local if not text.startswith(seen)):
-        yield f"pods see /models and /runs (claims) and the image's examples/; copy these there and name them so: {', '.join(missing)}"
+        yield f"pods see /models and /runs (claims) and the image's examples/; copy these there and use the paths there: {', '.join(missing)}"
 
 
 def _host_bytes(spec: Spec, plan: Plan, loaded: LoadedConfig) -> int:
@@ -306,18 +308,18 @@ def _of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
     for name in trackers(loaded.config):
         if name in PACKAGES and name != OWN:
             built = f"an image that was built with --build-arg TRACKERS={PACKAGES[name][1]}"
-            yield f"`train.report_to` names `{name}`, which is in {built}, and not in the default one: kubernetes.image is {settings.image}"
+            yield f"`train.report_to` names `{name}`, which is in {built}, not in the default one: kubernetes.image is {settings.image}"
     named = ", ".join(claims(spec))
     if not settings.create_claims:
         yield f"these claims must exist: {named}{', each mounted by all pods at once (ReadWriteMany)' if several else ''}"
     elif manifests.access_mode(spec) == "ReadWriteOnce":
-        what = "all pods must come to stand on one node" if several else "pods of another run must stand on the same node"
+        what = "all pods must be on one node" if several else "pods of another run must be on the same node"
         yield f"the claims are ReadWriteOnce, which one node mounts at a time: {what}, or wait; kubernetes.access_mode: ReadWriteMany"
     if settings.create_claims:
         yield f"the claims {named} serve all runs that name them, and what they ask for cannot be changed later: apply claims.yaml once"
     if several:
         made = f"openssl rand -hex 32 | {secret} {spec.name}-key --from-file={KEY}=/dev/stdin"
-        yield f"make the run's key once, without which nobody joins it: {made}"
+        yield f"make the run's key once; nobody joins without it: {made}"
     if settings.token_secret:
         yield f"this Secret must exist: {secret} {settings.token_secret} --from-file=HF_TOKEN=FILE"
     if settings.pull_secret:
@@ -338,7 +340,7 @@ def _of_skypilot(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
         yield f"these SkyPilot volumes must exist (`sky volumes apply`; Kubernetes and RunPod only): {', '.join(claims(spec))}"
     if spec.settings.runs_claim is None:
         yield (
-            "run folders stand on the machine's disk and go with it: a machine that is replaced begins anew, and a lost peer ends the task. "
+            "run folders are on the machine's disk and are lost with it: a replaced machine starts from step 0, and a lost peer ends the task. "
             "kubernetes.runs_claim keeps them on a volume; on other clouds mount a bucket at /runs (`file_mounts`)"
         )
         if spec.pods > 1:
@@ -349,5 +351,5 @@ def _of_skypilot(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
     if loaded.typed("kubernetes.image"):
         yield (
             "SkyPilot installs openssh-server in a container, as root or by sudo: the Dockerfile's image has neither and cannot start there. "
-            "Build one of it that ends with `USER root` (docs/kubernetes.md)"
+            "Build one from it that ends with `USER root` (docs/kubernetes.md)"
         )

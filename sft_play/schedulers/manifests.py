@@ -221,7 +221,7 @@ def _pytorchjob(spec: Spec) -> list[Document]:
     """A PyTorchJob of the Training Operator (v1): a Master and Workers; one node is a Master alone.
 
     `ExitCode` starts pods again from exit code 128 on: a lost peer (75, which the entry point makes 175), a stop that saved (143), a
-    kill by the kernel (137). `backoffLimit` would be no limit (kubeflow/trainer#2045): pods are made anew, and none has restarted. The
+    kill by the kernel (137). `backoffLimit` would be no limit (kubeflow/trainer#2045): pods are recreated, and none has restarted. The
     Master's entry point counts (`launch.tries`), and ends the job.
     """
     restart = "ExitCode" if spec.settings.max_restarts else "Never"
@@ -247,7 +247,7 @@ def _job(spec: Spec) -> list[Document]:
     """A plain Job, for clusters without an operator: pods with an index, which find the first by a headless Service.
 
     It starts single pods again. Those that are left notice the lost one within 30 s, leave with 175, and are started again too, so that all
-    meet anew and go on from the newest checkpoint; each of them counts as a failure. A pod that the cluster took away does not.
+    meet again and continue from the newest checkpoint; each of them counts as a failure. A pod that the cluster took away does not.
     """
     several = spec.pods > 1
     env = {"MASTER_ADDR": f"{spec.name}-0.{spec.name}"} if several else {}

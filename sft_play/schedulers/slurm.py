@@ -1,14 +1,14 @@
 """`make slurm`: plans, freezes the configuration, writes the batch script, and with `SUBMIT=1` gives it to sbatch.
 
 The script is `slurm.sh` with a head of options, variables and the command. Of the user only `slurm.setup` is given to a shell. All other
-values stand between quotes, and what holds a control character is refused. What `slurm.sh` does about signals and turns was tried on
+values are quoted, and what holds a control character is refused. What `slurm.sh` does about signals and turns was tried on
 Slurm 22.05 (`tests/multinode/test_slurm.py`):
 
-- `--signal=B:USR1@N` reaches the batch shell alone; a preemption or `scancel` sends SIGTERM to the tasks alone. srun hands USR1 on, but
+- `--signal=B:USR1@N` reaches the batch shell alone; a preemption or `scancel` sends SIGTERM to the tasks alone. srun passes USR1 on, but
   answers SIGTERM with SIGKILL for its tasks, so only USR1 is sent to it.
 - Where processes are tracked by cgroup, a task's signal reaches the process that slurmstepd started and not its children: the shell
-  on each node hands it on. A signal that arrives twice is one request to the launcher.
-- srun's own exit code is the greatest of its tasks': a permanent error (1 to 5) would hide behind a lost peer (75). Each node writes its own down.
+  on each node passes it on. A signal that arrives twice is one request to the launcher.
+- srun's own exit code is the greatest of its tasks': a permanent error (1 to 5) would be hidden by a lost peer (75). Each node writes its own to a file.
 - `--export=NONE` makes Slurm itself run the user's login scripts on the node, and hold the job where they are slow or fail. `NIL` (Slurm 23.02)
   does not, so the script makes itself a login shell. Before, `NIL` is the name of a variable that nobody has, which means the same as `NONE`.
 """
@@ -254,8 +254,8 @@ def _refuse_unlike(ahead: Ahead) -> None:
     kinds = list(dict.fromkeys(rank.device_name for rank in plan.ranks))
     if plan.device == "cuda" and len(kinds) > 1 and (plan.num_nodes > 1 or gpu_type):
         raise UserError(
-            f"the plan is for unlike GPUs (`{'`, `'.join(kinds)}`), and a batch job asks for the same on every node",
-            hint="plan for like nodes, such as HARDWARE=4xA100 NUM_NODES=2; `slurm.gpu_type` or `slurm.constraint` then asks the cluster for them",
+            f"the plan has different GPUs (`{'`, `'.join(kinds)}`), but a batch job asks for the same on every node",
+            hint="plan for equal nodes, such as HARDWARE=4xA100 NUM_NODES=2; `slurm.gpu_type` or `slurm.constraint` then asks the cluster for them",
         )
 
 
@@ -271,7 +271,7 @@ def _job(ahead: Ahead, name: str, script: Path, environment: Mapping[str, str]) 
 
 
 def _target(ahead: Ahead, name: str) -> str:
-    """Returns the command that the nodes run: where the run has started already, one that goes on with it."""
+    """Returns the command that the nodes run: where the run has started already, one that continues it."""
     array = ahead.loaded.config.slurm.array
     run = RunFolder(runs_folder() / (f"{name}-{first_index(array)}" if array else name))
     if not has_started(run):
@@ -298,7 +298,7 @@ def _script(call: Call, name: str) -> Path:
     except OSError as error:
         raise UserError(f"`{script}` cannot be written: {error.strerror}", hint="choose another OUT=") from None
     if not ours:
-        raise UserError(f"`{script}` exists, and is no script of `make slurm`", hint="choose another OUT=, or remove it")
+        raise UserError(f"`{script}` exists and was not written by `make slurm`", hint="choose another OUT=, or remove it")
     return script
 
 
@@ -328,7 +328,7 @@ def _write(ahead: Ahead, script: Path, text: str) -> None:
         )
         if done.returncode:
             said = (done.stderr.strip() or "bash refuses it").splitlines()[0]
-            raise UserError(f"`slurm.setup` is no shell text: {said}", hint="each entry is a line of its own")
+            raise UserError(f"`slurm.setup` is not valid shell text: {said}", hint="each entry is a line of its own")
     try:
         save_config(ahead.loaded, _beside(script, "config"))
         if ahead.options.deepspeed:
@@ -353,7 +353,7 @@ def _notes(call: Call, ahead: Ahead, name: str, withheld: list[str]) -> list[str
     if os.environ.get("HF_TOKEN"):
         notes.append(f"HF_TOKEN is not written into the script: {HUB_LOGIN} keeps it in your home, where the job finds it")
     if has_started(RunFolder(runs_folder() / name)):
-        notes.append(f"the run `{name}` has started already: the job goes on with it, if the configuration is the same")
+        notes.append(f"the run `{name}` has started already: the job continues it, if the configuration is the same")
     return notes
 
 

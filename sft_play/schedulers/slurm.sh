@@ -4,14 +4,14 @@ shopt -q login_shell || HOME=~ USER=${USER:-$(id -un)} exec /bin/bash -l "$0"
 # A signal that asks for a stop may come at any time from here on.
 stopped=
 trap 'stopped=1' USR1 TERM
-# The configuration is frozen in the file below: variables of the shell that submitted this have no say any more.
+# The configuration is frozen in the file below: variables of the shell that submitted this no longer count.
 for name in "${!SFT_@}"; do unset "$name"; done
 @ENVIRONMENT@
 
 # shellcheck disable=SC2317,SC2329 # called by the trap below
 setup_failed() {
   local text
-  if ((${#BASH_SOURCE[@]} > 2)); then return; fi # what a sourced file does inside is its own business
+  if ((${#BASH_SOURCE[@]} > 2)); then return; fi # of a sourced file only its end counts
   text=$(sed -n "$2p" "$0" 2>/dev/null)
   printf '[%s] slurm job %s: slurm.setup failed with code %s in line %s of this script: %s\n' \
     "$(date '+%F %T')" "$SLURM_JOB_ID" "$1" "$2" "${text:-$3}"
@@ -29,8 +29,8 @@ turn=${SLURM_RESTART_COUNT:-0}
 
 say() { printf '[%s] slurm job %s: %s\n' "$(date '+%F %T')" "$job_id" "$1"; }
 
-# Runs a command and returns its exit code; a signal that asks for a stop is handed on to it as $1.
-handing_on() {
+# Runs a command and returns its exit code; a signal that asks for a stop is passed on to it as $1.
+passing_on() {
   local as=$1 code heard
   shift
   child=
@@ -43,13 +43,13 @@ handing_on() {
     heard=
     wait "$child"
     code=$?
-    if [[ -z $heard ]]; then break; fi # else it was the signal that ended the waiting
+    if [[ -z $heard ]]; then break; fi # otherwise the signal ended the waiting
   done
   child=
   return "$code"
 }
 
-# What one node does: the command that a person would type there. Node 0 speaks in the job's output, others in a file beside it.
+# What one node does: the command that a person would type there. Node 0 prints to the job's output, others to a file next to it.
 # shellcheck disable=SC2317,SC2329 # called on the nodes, by its text
 on_node() {
   local log=$1 codes=$2 code
@@ -57,7 +57,7 @@ on_node() {
   if [[ $SLURM_NODEID != 0 ]]; then exec >>"$log.node$SLURM_NODEID.out" 2>&1; fi
   if [[ $SLURM_NNODES != 1 ]]; then set -- "$@" NODE_RANK="$SLURM_NODEID"; fi
   export SFT_PLAY_CAUSE_FILE="$codes/$SLURM_NODEID.cause"
-  handing_on TERM "$@"
+  passing_on TERM "$@"
   code=$?
   printf '%s\n' "$code" >"$codes/$SLURM_NODEID"
   return "$code"
@@ -96,7 +96,7 @@ if [[ $SLURM_NNODES != 1 ]]; then
     if ! port_is_taken "$port"; then break; fi
   done
   command+=(NUM_NODES="$SLURM_NNODES" MASTER_ADDR="$first" MASTER_PORT="$port")
-  # Who does not know it does not join. srun hands it on with the environment: it stands in no file and on no command line.
+  # Who does not know it does not join. srun passes it on in the environment: it is in no file and on no command line.
   export MASTER_KEY=${MASTER_KEY:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 fi
 
@@ -104,9 +104,9 @@ say "turn $turn on $SLURM_JOB_NODELIST, run $run_name"
 rm -rf -- "$log".??????/ # of a turn of this job that was killed
 codes=$(mktemp -d "$log.XXXXXX") || exit 3
 # `--wait=0`: no node's end ends another that still saves; `--kill-on-bad-exit=0` likewise. The launchers themselves stop when a peer is lost.
-handing_on USR1 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$cpus" --export=ALL \
+passing_on USR1 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$cpus" --export=ALL \
   --kill-on-bad-exit=0 --wait=0 --mpi=none --unbuffered \
-  bash -c "$(declare -f handing_on on_node); on_node \"\$@\"" node "$log" "$codes" "${command[@]}"
+  bash -c "$(declare -f passing_on on_node); on_node \"\$@\"" node "$log" "$codes" "${command[@]}"
 code=$(verdict $?)
 cause=
 grep -qsx out_of_memory "$codes"/*.cause && cause=memory
@@ -119,14 +119,14 @@ fi
 state=
 [[ $(scontrol show job "$job_id" --oneliner) =~ JobState=([A-Z_]+) ]] && state=${BASH_REMATCH[1]}
 if [[ $state != RUNNING ]]; then
-  say "ended with code $code; the job is ${state:-unknown} already, so it is left as it is" # cancelled, or queued again by Slurm itself
+  say "ended with code $code; the job is ${state:-unknown} already, so it is left as it is" # cancelled, or requeued by Slurm itself
 elif [[ $code == 75 && $cause == memory ]]; then
-  say "ended with code 75 because memory ran out, as it would again in another turn; the output of the node where it did says what to change"
+  say "ended with code 75 because memory ran out, and would run out again; that node's output says what to change"
 elif ((turn >= most_requeues)); then
-  say "ended with code $code after $turn requeues, the most that slurm.max_requeues allows; 'sbatch' of this script goes on with the run"
+  say "ended with code $code after $turn requeues, the most that slurm.max_requeues allows; 'sbatch' of this script continues the run"
 elif scontrol requeue "$job_id"; then
-  say "ended with code $code; queued again, to go on from the last checkpoint"
+  say "ended with code $code; requeued, to continue from the last checkpoint"
 else
-  say "ended with code $code, and the job could not be queued again; 'sbatch' of this script goes on with the run"
+  say "ended with code $code, and the job could not be requeued; 'sbatch' of this script continues the run"
 fi
 exit "$code"

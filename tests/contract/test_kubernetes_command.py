@@ -70,7 +70,7 @@ def test_files_of_others_are_not_written_over(in_process: Program, tmp_path: Pat
     mine.write_text("kind: PyTorchJob # mine\n")
     words = ("kubernetes", *TWO, f"OUT={out}", "KUBERNETES_CREATE_CLAIMS=true", "KUBERNETES_STORAGE_CLASS=nfs")
     done = in_process(*words)
-    assert done.code == 2 and "is no file of `make kubernetes`" in done.err
+    assert done.code == 2 and "was not written by `make kubernetes`" in done.err
     assert mine.read_text() == "kind: PyTorchJob # mine\n" and not (out / "claims.yaml").exists()
     mine.unlink()
     assert in_process(*words).code == 0 and in_process(*words).code == 0, "what it has written may be written again"

@@ -58,6 +58,7 @@ def test_help_and_presets_need_no_clone(installed: Path, tmp_path: Path, cache: 
     (tmp_path / "my.yaml").write_text("extends: run_bnb\ntrain: {learning_rate: 1e-5}\n")
     shown = run(installed, tmp_path, cache, "sft-play", "config", "CONFIG=my.yaml")
     assert "Qwen/Qwen2.5-7B-Instruct" in shown and "shipped/configs/run_bnb.yaml:" in shown
+    assert "submit   sbatch" in run(installed, tmp_path, cache, "sft-play", "slurm", "CONFIG=my.yaml", "HARDWARE=L40S")
     assert "did you mean `run_bnb`?" in run(installed, tmp_path, cache, "sft-play", "config", "CONFIG=run_bnbb", code=2)
 
 

@@ -158,7 +158,7 @@ def test_one_task_of_an_array_is_queued_again_and_the_others_train_on(site: Site
         assert site.steps(f"sweep-{task}") == list(range(1, STEPS + 1))
     assert 3 <= saved < STEPS
     text = (out / f"slurm-{number}_{other}.out").read_text()
-    assert "turn 0 on" in text and "queued again" not in text and "turn 1 on" not in text, text
+    assert "turn 0 on" in text and "requeued" not in text and "turn 1 on" not in text, text
 
 
 @pytest.mark.long
@@ -209,7 +209,7 @@ def test_two_nodes_are_preempted_warned_queued_again_and_finish(site: Site) -> N
         assert [code for _, code in happened][1::2] == [143, 143, 0]
     resumed = [event["checkpoint"] for event in site.events("demo") if event["event"] == "resumed" and event["node"] == 0]
     assert resumed == [f"step-{first:06d}", f"step-{second:06d}"]
-    assert said.count("queued again, to go on from the last checkpoint") == 2
+    assert said.count("requeued, to continue from the last checkpoint") == 2, said
     assert all(len(row["rank_tokens"]) == 2 for row in metrics(site.runs / "demo"))
     assert (site.runs / "demo" / "model").is_dir()
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import pytest
 
 from sft_play.errors import HardwareError, UserError
-from sft_play.schedulers.entry import first_host, main, normalised, supervised
+from sft_play.schedulers.entry import first_host, normalised, supervised
 from tests.conftest import ROOT
 
 WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
@@ -149,7 +149,11 @@ def test_a_master_without_an_address_is_worth_another_try_and_a_wrong_word_is_no
     wrong = entry(*WORDS, "NO_SUCH=1", env=dict.fromkeys(PYTORCHJOB, ""))
     _, said = lost.communicate(timeout=60)
     assert lost.returncode == 175, said
-    assert "waiting up to 1 s for the name `nobody.invalid`" in said and "has no address after 1 s" in said, said
+    assert (
+        "waiting up to 1 s for the name `nobody.invalid`" in said
+        and "has no address after 1 s" in said
+        and "kubectl get pods" in said
+    ), said
     _, said = wrong.communicate(timeout=60)
     assert wrong.returncode == 2, said
     assert "NO_SUCH=1 LAUNCH_AUTO_RESUME=true" in said and "unknown variable" in said, said
@@ -185,10 +189,3 @@ def test_a_signal_reaches_the_program(tmp_path) -> None:
     finally:
         process.kill()
         process.wait()
-
-
-def test_75_becomes_175(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, text in (PYTORCHJOB | {"PET_MASTER_ADDR": "nobody.invalid"}).items():
-        monkeypatch.setenv(name, text)
-    assert main([*TWO, "LAUNCH_JOIN_SECONDS=1"]) == 175
-    assert "kubectl get pods" in capsys.readouterr().err

@@ -165,7 +165,7 @@ def test_claims_are_of_their_own_file_and_for_many_pods_at_once() -> None:
     assert "PersistentVolumeClaim" not in files["pytorchjob.yaml"]
     assert modes() == ["ReadWriteMany"] * 2 and modes("NUM_NODES=1", "KUBERNETES_RUNS_CLAIM=models") == ["ReadWriteOnce"]
     assert modes("NUM_NODES=1", "KUBERNETES_ACCESS_MODE=ReadWriteMany") == ["ReadWriteMany"] * 2
-    assert noted((*CLAIMS, "KUBERNETES_ACCESS_MODE=ReadWriteOnce"), "all pods must come to stand on one node")
+    assert noted((*CLAIMS, "KUBERNETES_ACCESS_MODE=ReadWriteOnce"), "all pods must be on one node")
     assert noted(CLAIMS, "serve all runs that name them")
     [template] = pods(documents("NUM_NODES=1", "KUBERNETES_RUNS_CLAIM=models"))
     assert {mount.get("subPath") for mount in container(template)["volumeMounts"]} == {None, "models", "runs"}
@@ -183,7 +183,7 @@ def test_infiniband_when_asked() -> None:
 
 
 def test_a_run_without_a_name_of_its_own_is_told_what_a_second_one_needs() -> None:
-    assert noted((), "another job of it needs a RUN_NAME", "kubectl delete -f pytorchjob.yaml")
+    assert noted((), "another job of it needs its own RUN_NAME", "kubectl delete -f pytorchjob.yaml")
     assert not noted(("RUN_NAME=demo",), "RUN_NAME")
 
 
@@ -232,8 +232,8 @@ def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
         (("KUBERNETES_KIND=pod",), "`kubernetes.kind`"),
         (("LAUNCH_ELASTIC=1:2",), "a PyTorchJob has a fixed number of pods"),
         (("LAUNCH_ELASTIC=1:2", "KUBERNETES_KIND=job"), "an indexed Job has a fixed number of pods"),
-        (("KUBERNETES_KIND=skypilot", "KUBERNETES_QUEUE=a"), "which knows no `kubernetes.queue`"),
-        (("KUBERNETES_KIND=skypilot", "KUBERNETES_PULL_SECRET=a"), "which knows no `kubernetes.pull_secret`"),
+        (("KUBERNETES_KIND=skypilot", "KUBERNETES_QUEUE=a"), "which has no `kubernetes.queue`"),
+        (("KUBERNETES_KIND=skypilot", "KUBERNETES_PULL_SECRET=a"), "which has no `kubernetes.pull_secret`"),
         (("KUBERNETES_RUNS_CLAIM=null",), "`kubernetes.runs_claim` is null, and pods keep nothing without a claim"),
         (("KUBERNETES_PULL_SECRET=a_b",), "`kubernetes.pull_secret` is `a_b`"),
         (("KUBERNETES_ACCESS_MODE=ReadWriteMany",), "which needs `kubernetes.create_claims: true`"),
@@ -283,7 +283,7 @@ def test_a_skypilot_task_keeps_runs_on_a_volume_only_where_one_is_named() -> Non
     assert "volumes" not in task and "job_recovery" not in task["resources"]
     assert not {"RUNS_DIR", "HF_HOME", "SFT_PLAY_CACHE"} & set(task["envs"])
     assert 'export RUNS_DIR="$RUNS"' in task["run"] and "$HOME/sft-play/models" in task["run"]
-    assert noted(words, "a machine that is replaced begins anew") and noted(words, "each of the 2 machines", "ZeRO and FSDP2")
+    assert noted(words, "a replaced machine starts from step 0") and noted(words, "each of the 2 machines", "ZeRO and FSDP2")
     words = (*words, "KUBERNETES_RUNS_CLAIM=team-runs", "KUBERNETES_MODELS_CLAIM=null")
     task = yaml.safe_load(rendered(*words).files["skypilot.yaml"])
     assert task["volumes"] == {"/runs": "team-runs"} and task["envs"]["RUNS_DIR"] == "/runs"
