@@ -15,6 +15,7 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
+from sft_play.files import remove_half_written
 from sft_play.launch import recovery
 from sft_play.launch.attempt import run_attempt
 from sft_play.launch.environment import indices_of
@@ -139,6 +140,9 @@ def resume(call: Call) -> int:
 
 def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
     before = last_plan(run)
+    if not call.integer("NODE_RANK", minimum=0):  # of launchers that were killed; later the other nodes write these files too
+        for path in (run.config, run.plan, run.prepared, run.accelerate, run.deepspeed):
+            remove_half_written(path)
     if is_finished(run) and not is_longer(loaded.config, before):
         if newest := newest_valid(run)[0]:
             compare_early(newest, loaded.config)

@@ -80,12 +80,10 @@ def supervise(
 
 
 def remove_left(run: RunFolder, ranks: range) -> None:
-    """Removes what processes of the last attempt were writing when they were killed. No worker may run."""
-    for rank in ranks:
-        remove_half_written(run.rank_exit(rank))
-    if ranks.start == 0:
-        for path in (run.config, run.plan, run.prepared, run.stamp, run.accelerate, run.deepspeed, run.training_metrics):
-            remove_half_written(path)
+    """Removes what workers of the last attempt were writing when they were killed. No worker may run."""
+    first = (run.stamp, run.training_metrics) if ranks.start == 0 else ()
+    for path in (*map(run.rank_exit, ranks), *first):
+        remove_half_written(path)
 
 
 def remove_abandoned_locks(variables: Mapping[str, str]) -> None:

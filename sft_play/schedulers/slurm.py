@@ -8,7 +8,7 @@ Slurm 22.05 (`tests/multinode/test_slurm.py`):
   answers SIGTERM with SIGKILL for its tasks, so only USR1 is sent to it.
 - Where processes are tracked by cgroup, a task's signal reaches the process that slurmstepd started and not its children: the shell
   on each node passes it on. A signal that arrives twice is one request to the launcher.
-- srun's own exit code is the greatest of its tasks': a permanent error (1 to 5) would be hidden by a lost peer (75). Each node writes its own to a file.
+- srun's own exit code is the greatest of its tasks': a permanent error (1 to 5) would be hidden by a lost peer (75). Each node writes its own file.
 - `--export=NONE` makes Slurm itself run the user's login scripts on the node, and hold the job where they are slow or fail. `NIL` (Slurm 23.02)
   does not, so the script makes itself a login shell. Before, `NIL` is the name of a variable that nobody has, which means the same as `NONE`.
 """

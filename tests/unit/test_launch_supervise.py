@@ -485,3 +485,15 @@ def test_a_run_whose_folder_is_gone_says_so_and_no_stub_is_left(tmp_path: Path, 
     outcome = judge(run, range(1), agent_code=1, agent_log=summary({0: 3}), signals=signals)
     assert outcome.code == 3 and f"{run.path}: the run's folder is gone" in outcome.message and "was it moved" in outcome.message
     assert "make room" not in outcome.message and "hint: where it was moved, put it back" in outcome.message
+
+
+def test_files_that_another_nodes_launcher_is_writing_are_left_alone(tmp_path: Path) -> None:
+    """Several nodes write the run's files into one folder; what killed workers were writing goes."""
+    folder, agent = tmp_path / "run", tmp_path / "agent.py"
+    folder.mkdir()
+    agent.touch()
+    others, left = folder / ".accelerate.yaml.abcdefgh", folder / ".stamp.json.abcdefgh"
+    others.touch()
+    left.touch()
+    subprocess.run([sys.executable, "-c", SUPERVISOR, str(folder), str(agent)], capture_output=True, timeout=60, check=False)
+    assert others.exists() and not left.exists()
