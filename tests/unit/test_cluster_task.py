@@ -53,7 +53,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 def test_a_deepspeed_file_is_read_before_anything_is_sent(tmp_path: Path, run: RunFolder) -> None:
     words = ("CONFIG=configs/quickstart.yaml", "RUN_NAME=one")
-    with pytest.raises(UserError, match=r"typo.json` cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"typo.json` cannot be read: no such file"):
         call(tmp_path, *words, f"DEEPSPEED_CONFIG={tmp_path / 'typo.json'}")
     own = tmp_path / "ds.json"
     own.write_text('{"zero_optimization": {"stage": 7}}')
