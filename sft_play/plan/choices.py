@@ -265,6 +265,12 @@ def check_targets(config: Config, shape: ModelShape) -> None:
             f"`tuning.lora.target_modules` names {quoted}, where a `{shape.model_type}` model takes no adapter",
             hint=f"it takes them on {', '.join(known)}; or `auto` for every linear layer but the head",
         )
+    if shape.tied and any(one.kind == "ends" for one in shape.adapted(lora.target_modules)):
+        raise UserError(
+            "`tuning.lora.target_modules` names the head or the input embeddings, which share one weight in this model: an adapter on one could not "
+            "be merged without changing the other",
+            hint="leave it out",
+        )
     if lora.dropout and any(one.kind == "experts" for one in shape.adapted(lora.target_modules)):
         raise UserError(
             f"`tuning.lora.dropout` is {lora.dropout:g}, and adapters on fused experts have no dropout",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -195,7 +195,13 @@ class ModelShape:
         """Returns what `tuning.lora.target_modules` means."""
         if isinstance(targets, str):
             return [one for one in self.matrices if one.auto]
-        return [one for one in self.matrices if any(one.is_meant_by(name) for name in targets)]
+        found = []
+        for one in self.matrices:
+            meant = [name for name in targets if one.is_meant_by(name)]
+            layers = [name for name in meant if name != pattern_of(name)]  # `layers.5.self_attn.q_proj` is in one layer only
+            alone = len(layers) * (self.experts if one.kind == "experts" else 1) if len(layers) == len(meant) else one.count
+            found += [replace(one, count=min(one.count, alone))] if meant else []
+        return found
 
     def adapter_parameters(self, r: int, targets: str | Sequence[str]) -> int:
         """Returns the parameters of LoRA adapters of rank `r`."""
@@ -258,6 +264,12 @@ def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = F
 
     Of a family that only code of its own knows, which the plan does not run, the shape is read as a Llama's where that code is trusted.
     """
+    if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        raise DataError(
+            "the weights are in MXFP4, which is not trained here",
+            place=place,
+            hint="take the same model in bfloat16 (`unsloth/gpt-oss-20b-BF16`), with `tuning.mode: qlora` to make it small",
+        )
     try:
         if config.get("model_type") in FORMULA_MODEL_TYPES and not any(config.get(key) for key in BIASES):
             return shape_from_config(config)
