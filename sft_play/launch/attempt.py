@@ -10,7 +10,7 @@ from pathlib import Path
 from sft_play.config.load import save_config
 from sft_play.files import write_json, write_text
 from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings, resolve
-from sft_play.launch.environment import dump_variables, worker_environment
+from sft_play.launch.environment import dump_variables
 from sft_play.launch.job import Job
 from sft_play.launch.local import show_launch, worker_arguments
 from sft_play.launch.machines import elsewhere_of
@@ -31,9 +31,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
     Of several machines all return how the first of them failed.
     """
     notices = write_launch_files(job, plan, run)
-    environment = worker_environment(
-        plan, job.node, os.environ, cpu_threads=job.hardware.cpu_threads, devices=job.hardware.devices
-    )
+    environment = job.environment(plan)
     own = dump_variables(plan, run.logs, os.environ) | ({OWN: str(job.home(run).path)} if job.shared else {})
     environment = replace(environment, variables={**environment.variables, **own}, set_here={**environment.set_here, **own})
     if plan.strategy.startswith("zero"):

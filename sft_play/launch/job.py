@@ -12,7 +12,7 @@ from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch import recovery
 from sft_play.launch.agreement import NodeFacts
 from sft_play.launch.deepspeed import checked_plan
-from sft_play.launch.environment import Node, indices_of, ranks_of, worker_environment
+from sft_play.launch.environment import Node, WorkerEnvironment, indices_of, ranks_of, worker_environment
 from sft_play.launch.key import key_here
 from sft_play.launch.network import address_towards, free_port, loopback_interface, require_free_port
 from sft_play.launch.options import LaunchOptions
@@ -50,6 +50,11 @@ class Job:
     """Whether this is a node other than 0 that sees node 0's run folder."""
     apart: bool = False
     """Whether this is a node that does not see node 0's run folder."""
+
+    def environment(self, plan: Plan) -> WorkerEnvironment:
+        """Returns the environment of this node's workers."""
+        here = self.hardware
+        return worker_environment(plan, self.node, os.environ, cpu_threads=here.cpu_threads, devices=here.devices)
 
     def plan(self, prepared: Prepared | None) -> Plan:
         """The plan, early (`prepared` unknown) or final."""
@@ -114,9 +119,7 @@ def refuse_early(job: Job) -> None:
             raise
         return
     if plan.device == "cuda":
-        devices, threads = job.hardware.devices, job.hardware.cpu_threads
-        environment = worker_environment(plan, job.node, os.environ, cpu_threads=threads, devices=devices)
-        require_usable(job.hardware, indices_of(plan, job.node), environment.variables)
+        require_usable(job.hardware, indices_of(plan, job.node), job.environment(plan).variables)
 
 
 def _node(options: LaunchOptions) -> Node:

@@ -14,7 +14,7 @@ from pathlib import Path
 from sft_play.errors import DataError, HardwareError, RetryableError, UserError
 from sft_play.files import read_json
 from sft_play.launch.attempt import write_launch_files
-from sft_play.launch.environment import DROPPED, worker_environment
+from sft_play.launch.environment import DROPPED
 from sft_play.launch.job import Job
 from sft_play.launch.local import worker_arguments
 from sft_play.launch.node import bound_to_parent, supervise
@@ -131,12 +131,10 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
         print(f"probe: {STEPS} steps with the longest rows, micro-batch {micro} ...", file=sys.stderr, flush=True)
         short = replace(plan, steps=STEPS, steps_per_epoch=STEPS, warmup_steps=0)
         write_launch_files(quiet, short, folder)
-        environment = worker_environment(
-            short, job.node, os.environ, cpu_threads=job.hardware.cpu_threads, devices=job.hardware.devices
-        )
+        variables = job.environment(short).variables
         arguments = worker_arguments(folder, job.node, module="sft_play.probe")
         with Path(os.devnull).open("wb") as nowhere:
-            outcome = supervise(arguments, environment.variables, folder, job.ranks_here(plan), console=nowhere.fileno())
+            outcome = supervise(arguments, variables, folder, job.ranks_here(plan), console=nowhere.fileno())
         save(path, _measure(outcome, plan, folder))
 
 
