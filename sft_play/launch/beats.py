@@ -8,18 +8,18 @@ how a worker learns it. Linux only (abstract sockets); elsewhere nothing is sent
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import struct
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields
 
 MARK = "SFT_PLAY_LAUNCH"
 """Variable with an id of its own for each launch: every descendant inherits it, whatever session or parent it gets."""
-LARGEST_BYTES = 60_000
+LARGEST_BYTES = 4096
 SCALE = "SFT_PLAY_TIME_SCALE"
 """Variable by which tests shorten all `TimeLimits`."""
 CREDENTIALS = struct.Struct("3i")
@@ -73,8 +73,6 @@ class Beat:
     """Counts up; a value that stays is silence."""
     host: str
     pid: int
-    mark: str = ""
-    """Its launch on its machine: two ranks with one mark have one launcher."""
     phase: str
     step: int | None
     micro_step: int | None
@@ -84,14 +82,9 @@ class Beat:
     """Seconds that it may be quiet in this phase."""
     collectives: int | None = None
     """Collective operations that it has begun; known of a rank that has been quiet for nearly as long as it may be."""
-    peers: list[dict[str, Any]] = field(default_factory=list)
-    """The last beats that it knows of ranks under other launchers."""
 
     def to_bytes(self) -> bytes:
-        """Returns it as JSON, without the peers where they would not fit a datagram."""
-        facts = asdict(self)
-        text = json.dumps(facts)
-        return (text if len(text) < LARGEST_BYTES else json.dumps(facts | {"peers": []})).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Beat:
@@ -134,7 +127,7 @@ class Listener:
 
     def __init__(self, mark: str) -> None:
         self.latest: dict[int, Beat] = {}
-        """Rank -> its last beat, of ranks on this machine and, by way of those, of others."""
+        """Rank -> its last beat."""
         self.heard: dict[int, float] = {}
         """Rank -> when that came (monotonic seconds)."""
         self._socket = self._open(mark) if may_beat() else None
@@ -157,20 +150,13 @@ class Listener:
                 break
             if any(CREDENTIALS.unpack(data)[1] != os.getuid() for _, kind, data in extra if kind == socket.SCM_CREDENTIALS):
                 continue
-            try:
+            with contextlib.suppress(ValueError, TypeError):
                 beat = Beat.from_bytes(content)
-                others = [Beat.from_bytes(json.dumps(peer).encode()) for peer in beat.peers]
-            except (ValueError, TypeError):
-                continue
-            sent.add(beat.rank)
-            for known in (beat, *others):
-                self._note(known)
+                sent.add(beat.rank)
+                before = self.latest.get(beat.rank)
+                if before is None or (before.pid, before.number) != (beat.pid, beat.number):
+                    self.latest[beat.rank], self.heard[beat.rank] = beat, time.monotonic()
         return sent
-
-    def _note(self, beat: Beat) -> None:
-        before = self.latest.get(beat.rank)
-        if before is None or (before.pid, before.number) != (beat.pid, beat.number):
-            self.latest[beat.rank], self.heard[beat.rank] = beat, time.monotonic()
 
     def quiet(self, rank: int) -> float:
         """Seconds for which the training thread of a rank is known to have made no progress."""

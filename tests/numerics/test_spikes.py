@@ -13,7 +13,6 @@ from torch import distributed
 from transformers import TrainerState
 
 from sft_play.errors import UserError
-from sft_play.launch.beats import Beat
 from sft_play.training.guards import SpikeGuard
 from sft_play.training.heartbeat import NotJoined, roll_call
 from tests.unit.test_plan_make import plan_of
@@ -90,27 +89,16 @@ def test_a_new_run_in_the_same_process_starts_afresh(tmp_path: Path) -> None:
     assert one.norms == []
 
 
-def beat(rank: int, mark: str = "") -> Beat:
-    return Beat(
-        rank=rank, number=1, host=f"node{rank}", pid=1, mark=mark, phase="loading", step=None, micro_step=None, quiet=0, limit=9
-    )
-
-
 def test_ranks_that_did_not_come_are_named() -> None:
     store = distributed.HashStore()
     with pytest.raises(NotJoined, match=r"ranks 1, 2 of 3 did not join within 0\.3 s") as caught:
-        roll_call(store, beat(0), 3, 0.3)
+        roll_call(store, 0, "node0", 3, 0.3)
     assert caught.value.exit_code == 75
     assert caught.value.facts == {"cause": "not_joined", "blames": 1}
     assert "there are: 0 (node0)" in str(caught.value)
-
-
-def test_only_ranks_of_other_launchers_are_watched_through_the_store() -> None:
-    store = distributed.HashStore()
-    for rank, mark in ((2, "b"), (1, "a")):
-        with pytest.raises(NotJoined):
-            roll_call(store, beat(rank, mark), 3, 0.0)
-    assert list(roll_call(store, beat(0, "a"), 3, 1.0)) == [2]
+    for rank in (1, 2):
+        store.set(f"here/{rank}", "node1")
+    roll_call(store, 0, "node0", 3, 0.3)
 
 
 def test_skipping_is_refused_where_the_update_comes_first() -> None:
