@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from sft_play.__main__ import main
 from sft_play.launch.settings import read_accelerate_config
-
-ROOT = Path(__file__).parents[2]
-
-
-def setup(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "sft_play", "setup-accelerate", *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
-    )
+from tests.conftest import Program, called, environment
 
 
-def test_it_chooses_and_says_why(tmp_path: Path) -> None:
-    outcome = setup(tmp_path)
-    assert outcome.returncode == 0, outcome.stderr
-    assert "wrote accelerate_configs/local.yaml" in outcome.stdout
-    assert "mixed precision no: " in outcome.stdout
-    assert "  1 machine: none other was named" in outcome.stdout
-    assert "ACCELERATE_CONFIG=accelerate_configs/local.yaml" in outcome.stdout
-    choices = read_accelerate_config(tmp_path / "accelerate_configs" / "local.yaml")
+@pytest.fixture
+def setup(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """The command in an empty folder, on a machine without a GPU."""
+    (folder := tmp_path / "here").mkdir()
+    monkeypatch.chdir(folder)
+    variables = environment(cache, tmp_path / "runs", {"CUDA_VISIBLE_DEVICES": ""})
+    return lambda *words, **_: called(lambda: main(["setup-accelerate", *words]), variables, cwd=folder)
+
+
+def test_it_chooses_and_says_why(setup: Program) -> None:
+    outcome = setup()
+    assert outcome.code == 0, outcome.err
+    assert "wrote accelerate_configs/local.yaml" in outcome.out
+    assert "mixed precision no: " in outcome.out
+    assert "  1 machine: none other was named" in outcome.out
+    assert "ACCELERATE_CONFIG=accelerate_configs/local.yaml" in outcome.out
+    choices = read_accelerate_config(Path("accelerate_configs/local.yaml"))
     assert choices.num_gpus in (1, 2)
     assert choices.train == {"bf16": False, "fp16": False}
 
@@ -44,13 +41,13 @@ def test_it_chooses_and_says_why(tmp_path: Path) -> None:
         (("NUM_GPUS=1",), ("single", 1, 1)),
     ],
 )
-def test_answers_as_variables(tmp_path: Path, arguments: tuple[str, ...], expected: tuple[str, int, int]) -> None:
-    outcome = setup(tmp_path, *arguments, "OUT=mine.yaml", "JSON=1")
-    assert outcome.returncode == 0, outcome.stderr
-    report = json.loads(outcome.stdout)
+def test_answers_as_variables(setup: Program, arguments: tuple[str, ...], expected: tuple[str, int, int]) -> None:
+    outcome = setup(*arguments, "OUT=mine.yaml", "JSON=1")
+    assert outcome.code == 0, outcome.err
+    report = outcome.json
     assert report["path"] == "mine.yaml"
     assert len(report["reasons"]) == 4
-    choices = read_accelerate_config(tmp_path / "mine.yaml")
+    choices = read_accelerate_config(Path("mine.yaml"))
     assert (choices.strategy, choices.num_gpus, choices.num_nodes) == expected
     if choices.deepspeed:
         assert choices.deepspeed.stage == 3
@@ -67,21 +64,21 @@ def test_answers_as_variables(tmp_path: Path, arguments: tuple[str, ...], expect
         (("NUM_GPUS=0",), 2, "`NUM_GPUS` is `0`"),
     ],
 )
-def test_refusals(tmp_path: Path, arguments: tuple[str, ...], code: int, word: str) -> None:
-    outcome = setup(tmp_path, *arguments)
-    assert outcome.returncode == code, outcome.stderr
-    assert word in outcome.stderr
-    assert list(tmp_path.iterdir()) == []
+def test_refusals(setup: Program, arguments: tuple[str, ...], code: int, word: str) -> None:
+    outcome = setup(*arguments)
+    assert outcome.code == code, outcome.err
+    assert word in outcome.err
+    assert list(Path().iterdir()) == []
 
 
-def test_only_an_accelerate_configuration_is_replaced(tmp_path: Path) -> None:
+def test_only_an_accelerate_configuration_is_replaced(setup: Program) -> None:
     for name, content in (("notes.txt", "buy: milk\n"), ("broken.yaml", "a: [\n"), ("list.yaml", "- compute_environment\n")):
-        (tmp_path / name).write_text(content)
-        outcome = setup(tmp_path, f"OUT={name}")
-        assert outcome.returncode == 2
-        assert f"error: {name}: this is no accelerate configuration" in outcome.stderr
-        assert (tmp_path / name).read_text() == content
-    (tmp_path / "mine.yaml").write_text("compute_environment: LOCAL_MACHINE\n")
-    assert setup(tmp_path, "OUT=mine.yaml").returncode == 0
-    assert setup(tmp_path, "OUT=mine.yaml").returncode == 0
-    assert "num_processes" in (tmp_path / "mine.yaml").read_text()
+        Path(name).write_text(content)
+        outcome = setup(f"OUT={name}")
+        assert outcome.code == 2
+        assert f"error: {name}: this is no accelerate configuration" in outcome.err
+        assert Path(name).read_text() == content
+    Path("mine.yaml").write_text("compute_environment: LOCAL_MACHINE\n")
+    assert setup("OUT=mine.yaml").code == 0
+    assert setup("OUT=mine.yaml").code == 0
+    assert "num_processes" in Path("mine.yaml").read_text()
