@@ -442,7 +442,8 @@ def _ports(seen: Seen, m: Fields, examined: Examined, wanted: Wanted) -> dict[st
     mute = {one for one, own in ways.items() if len(own) > 1 and all(pair.error for pair in own)}
     closed = {pair.source: pair.error for pair in pairs if pair.error and pair.target == name and not mute & {pair.source, name}}
     unreachable = {pair.source for pair in pairs if pair.target == name and pair.error}
-    shut_out = {one: why for one, why in examined.master_port.items() if m.is_master and why and one not in unreachable}
+    reached = {one: examined.master_port.get(one) for one in examined.hosts if m.is_master and one not in unreachable}
+    shut_out = {one: why for one, why in reached.items() if why}
 
     def let_in(sources: Iterable[str], what: str = "") -> str:
         return ", ".join(f"`sudo ufw allow from {examined.hosts[one].host.address}{what}`" for one in sources)

@@ -194,6 +194,13 @@ def test_whose_ports_are_closed(bad: set[tuple[str, str]], expected: dict[str, s
     assert {name: some[0].id for name, some in findings.items() if some} == expected
 
 
+def test_the_master_port_is_closed_to_hosts_in_the_order_of_the_inventory() -> None:
+    [found] = judged(*(seen(k) for k in range(3)), pairs=ways(), master_port={"old": "timed out", "laptop": "timed out"})[
+        "desktop"
+    ]
+    assert found.id == "port-closed" and "is closed to `laptop`, `old` (timed out)" in found.text
+
+
 def test_slow_network_is_told_once_and_in_seconds() -> None:
     """A 100 Mbit/s line between gigabit ones: the machine behind it, and what a step would wait."""
     pairs = [dataclasses.replace(p, mbit=94.0) if "old" in (p.source, p.target) else p for p in ways()]
