@@ -222,7 +222,7 @@ def supervised(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[subproce
     (tmp_path / "agent.py").write_text(AGENT.format(worker=str(tmp_path / "worker.py")))
     arguments = [sys.executable, "-c", SUPERVISOR, str(folder), str(tmp_path / "agent.py")]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not all((folder / f"pids-{rank}").is_file() and (folder / f"pids-{rank}").read_text() for rank in range(2)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -418,6 +418,21 @@ def test_a_rank_that_cannot_be_told_yet_is_looked_at_again(tmp_path: Path) -> No
             beats.close()
             kills.close()
     assert list(found.values()) == [[], [1], [3]]
+
+
+def test_a_look_at_living_ranks_opens_no_file_of_the_run(tmp_path: Path) -> None:
+    """It comes twice a second, and the run may be on a network disk."""
+    run, opened, looking = run_with(tmp_path, {0: record(0, 1.0)}), list[str](), False
+    sys.addaudithook(lambda event, given: opened.append(str(given[0])) if looking and event == "open" else None)
+    beats, kills = Listener("looking"), MemoryKills.begin()
+    watch = Watch(agent=os.getpid(), run=run, ranks=range(2), kills=kills, beats=beats)
+    watch.workers = {psutil.Process(): 0}
+    looking = True
+    watch.look()
+    looking = False
+    assert opened and not [path for path in opened if path.startswith(str(run.path))], opened
+    beats.close()
+    kills.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes by what Linux has")
