@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.options import options_of
 from sft_play.data.batches import GlobalBatchSampler
-from sft_play.data.builtin import read_builtin
+from sft_play.data.sources import read_builtin
 from sft_play.files import read_json, write_json, write_text
 from sft_play.plan.detect import cpu_threads
 from sft_play.plan.plan import Plan

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from sft_play.config.yaml_source import dump_yaml  # noqa: E402
+from sft_play.config.yaml_files import dump_yaml  # noqa: E402
 from sft_play.files import write_text  # noqa: E402
 from sft_play.launch.deepspeed import deepspeed_settings  # noqa: E402
 from sft_play.launch.environment import Node  # noqa: E402

@@ -163,7 +163,7 @@ def _tokenizer(model: ResolvedModel, *, trust: bool) -> Any:
 
 def _offline_when_unreachable(config: Config) -> None:
     """Sets the libraries' offline mode where the hub is wanted but does not answer."""
-    from sft_play.data.read import is_hub
+    from sft_play.data.sources import is_hub
     from sft_play.plan.hub import offline_unless_reachable
 
     sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]

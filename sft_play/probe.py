@@ -48,7 +48,7 @@ def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity, req
     import_libraries(config, plan, prepared)
     import torch
 
-    from sft_play.data.rows import write_rows
+    from sft_play.data.store import write_rows
 
     check_launch(plan)
     before = held()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sft_play.access import TOKEN_VARIABLE, Checked, Guard, address_of, is_loopback, serve_token
 from sft_play.config.load import read_config
-from sft_play.data.rendered import template_sha256
+from sft_play.data.chat import template_sha256
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import file_sha256, text_sha256
 from sft_play.launch.network import port_is_free

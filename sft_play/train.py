@@ -194,7 +194,7 @@ def build(
     request: StopRequest,
 ) -> tuple[SftTrainer, StopOnRequest, Holdings]:  # fmt: skip
     """Returns the trainer with model, rows and callbacks. The order matters: arguments first, since ZeRO-3 shards on load."""
-    from sft_play.data.rows import Rows
+    from sft_play.data.store import Rows
     from sft_play.model.load import load_for_training
     from sft_play.training.agreement import StopOnRequest
     from sft_play.training.arguments import training_arguments
@@ -241,7 +241,7 @@ def quiet_callbacks(trainer: SftTrainer) -> None:
 
 def add_reporters(trainer: SftTrainer, run: RunFolder, config: Config, console: TextIO | None) -> None:
     """Rank 0 writes metrics and curves and says how far it is, in its log and on the console."""
-    from sft_play.config.trackers import AIM, trackers
+    from sft_play.config.metrics import AIM, trackers
     from sft_play.training.aim_tracker import AimTracker
     from sft_play.training.arguments import wants_tensorboard
     from sft_play.training.curves import Curves

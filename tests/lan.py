@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.yaml_source import dump_yaml
+from sft_play.config.yaml_files import dump_yaml
 from tests.conftest import ROOT, environment
 from tests.programs import HOSTS, need, unavailable
 

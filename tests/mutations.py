@@ -14,9 +14,8 @@ from typing import Any
 
 import yaml
 
-from sft_play.config.keys import extra_keys, schema_keys, sections, variables
+from sft_play.config.keys import REFUSED, extra_keys, schema_keys, sections, variables
 from sft_play.config.names import ALIASES
-from sft_play.config.ranges import REFUSED
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 20261121

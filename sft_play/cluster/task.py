@@ -19,9 +19,9 @@ from sft_play.cluster.facts import Facts, forwarded, require_master_here, shared
 from sft_play.cluster.ssh import is_here
 from sft_play.config.call import Call, Override
 from sft_play.config.cluster import Host, Inventory, inventory_for_call
-from sft_play.config.elastic_rules import elastic_bounds
 from sft_play.config.keys import variable_name
 from sft_play.config.load import LoadedConfig, override_config
+from sft_play.config.rules import elastic_bounds
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.files import text_sha256, typed_path
 from sft_play.launch.deepspeed import read_user_json

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.config.cluster_host import ADDRESS, NAME, NETWORK, Host, Inventory, listed, meant, value_of
 from sft_play.config.sources import PRESETS, check_name
 from sft_play.config.types import shown
-from sft_play.config.yaml_source import Node, read_yaml, resolve_scalar
+from sft_play.config.yaml_files import Node, read_yaml, resolve_scalar
 from sft_play.errors import UserError, raise_all
 from sft_play.files import is_file_name, typed_path
 

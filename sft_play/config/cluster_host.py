@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.types import shown
-from sft_play.config.yaml_source import Node
+from sft_play.config.yaml_files import Node
 from sft_play.errors import UserError
 
 MEANT = {

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sft_play.config.words import kind_of, names_of
+from sft_play.config.types import kind_of, names_of
 from sft_play.errors import DataError
 
 Row = Mapping[str, Any]

@@ -24,7 +24,7 @@ from sft_play.config.schema import Config, DataSource
 from sft_play.config.sources import config_path, leaves, read_file
 from sft_play.config.types import INVALID, Mismatch, convert, shown
 from sft_play.config.values import TRAINING, Value, Values, as_meant, interpolate
-from sft_play.config.yaml_source import wrap
+from sft_play.config.yaml_files import wrap
 from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json, write_json
 

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
-from sft_play.config.keys import extra_keys, find_key, schema_keys, sections, variable_name, variables
+from sft_play.config.keys import REFUSED, extra_keys, find_key, schema_keys, sections, variable_name, variables
 from sft_play.config.options import VARIABLES
-from sft_play.config.ranges import REFUSED
 from sft_play.errors import HUB_LOGIN, TOKEN
 
 SECRET = re.compile(

@@ -7,12 +7,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from sft_play.config.keys import REQUIRED, Key, documented, extra_keys, schema_keys, sections
-from sft_play.config.ranges import REFUSED
+from sft_play.config.keys import REFUSED, REQUIRED, Key, documented, extra_keys, schema_keys, sections
 from sft_play.config.schema import DataSource
 from sft_play.config.types import describe, options
 from sft_play.config.values import ALSO_TAKEN
-from sft_play.config.yaml_source import scalar_text
+from sft_play.config.yaml_files import scalar_text
 
 RENDERED = "<!-- Rendered by `make render`; edit `sft_play/config/schema.py`. -->"
 INTRODUCTION = """# Configuration

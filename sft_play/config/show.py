@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sft_play.config.yaml_source import scalar_text
+from sft_play.config.yaml_files import scalar_text
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call

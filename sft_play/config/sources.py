@@ -9,7 +9,7 @@ from sft_play.config import names
 from sft_play.config.keys import find_key, sections
 from sft_play.config.types import shown
 from sft_play.config.values import Values
-from sft_play.config.yaml_source import Node, read_yaml
+from sft_play.config.yaml_files import Node, read_yaml
 from sft_play.errors import UserError
 from sft_play.files import is_file_name
 

@@ -1,17 +1,17 @@
-"""Checks a value against a field's type and range, and says in words what is expected."""
+"""Checks a value against a field's type and range, and says in words what is expected and what was found."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from sft_play.config.yaml_source import FLOAT, Node, scalar_text
+from sft_play.config.yaml_files import FLOAT, Node, scalar_text
 
 LARGEST_INTEGER = 2**31 - 1
 LARGEST_FREE = 2**63 - 1
@@ -275,3 +275,29 @@ def closest_word(value: str, words: Sequence[str]) -> str | None:
     longer = [word for word in words if len(lower) > 2 and word.startswith(lower)]
     close = longer or get_close_matches(lower, words, n=1, cutoff=0.6)
     return close[0] if close else None
+
+
+# A value of a row in words, for messages.
+
+
+KINDS = {
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a mapping",
+    "int": "a number",
+    "float": "a number",
+    "NoneType": "empty",
+    "bool": "true or false",
+    "str": "text",
+}
+
+
+def kind_of(value: object) -> str:
+    """Returns what a value is, in words."""
+    name = type(value).__name__
+    return KINDS.get(name, name)
+
+
+def names_of(row: Iterable[str]) -> str:
+    """Returns the names of a row's columns, in backticks."""
+    return ", ".join(f"`{name}`" for name in row) or "none"

@@ -10,7 +10,7 @@ from typing import Any, get_origin
 from sft_play.config import names
 from sft_play.config.keys import REQUIRED, Key, find_key, schema_keys
 from sft_play.config.types import INVALID, allows_null, convert, describe, options, shown, takes_text
-from sft_play.config.yaml_source import Node, parse_yaml, resolve_scalar, wrap
+from sft_play.config.yaml_files import Node, parse_yaml, resolve_scalar, wrap
 from sft_play.errors import UserError
 
 REFERENCE = re.compile(r"\$\{([\w.\[\]]+)\}")

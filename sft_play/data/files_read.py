@@ -11,13 +11,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.words import kind_of, names_of
-from sft_play.data.arrow_read import read_arrow, read_parquet
+from sft_play.config.types import kind_of, names_of
+from sft_play.data.datasets import read_arrow, read_parquet
 from sft_play.data.documents import DOCUMENTS, Skipped, read_document
-from sft_play.data.encodings import CONVERT, printable, refuse_wide
-from sft_play.data.left import LeftOut
-from sft_play.data.unpack import COMPRESSED, damage_told, is_compressed, kind, open_bytes, plain_name
-from sft_play.data.values import shown
+from sft_play.data.example import LeftOut, shown
+from sft_play.data.unpack import (
+    COMPRESSED,
+    CONVERT,
+    damage_told,
+    is_compressed,
+    kind,
+    open_bytes,
+    plain_name,
+    printable,
+    refuse_wide,
+)
 from sft_play.errors import DataError
 
 Placed = tuple[str, Mapping[str, Any] | DataError]

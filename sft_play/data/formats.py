@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sft_play.config.words import kind_of, names_of
-from sft_play.data.example import Example, Message
+from sft_play.config.types import kind_of, names_of
+from sft_play.data.example import Example, Message, answer_of, shown, system_of, text_of
 from sft_play.data.turns import ROLES, chat_turns, finished, sharegpt_turns, tools_of
-from sft_play.data.values import answer_of, shown, system_of, text_of
 from sft_play.errors import DataError
 
 Row = Mapping[str, Any]

@@ -1,24 +1,34 @@
-"""Prepares the training and validation rows once, before any process group, cached by the content of all that matters.
-
-Nothing here imports a heavy package until something must be made: from the cache, preparation takes a fraction of a second.
-"""
+"""Prepares the training and validation rows once, before any process group, cached by the content of all that they depend on."""
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sft_play.config.schema import Config, DataSource
-from sft_play.data.contents import files_sha256
-from sft_play.data.manifest import read_manifest
-from sft_play.data.read import BUILTIN, files_of
+from sft_play.data.chat import template_sha256
+from sft_play.data.example import BAD, EMPTY, SCANNED
+from sft_play.data.formats import recognise
+from sft_play.data.manifest import DUPLICATE, SourceTally, files_sha256, read_manifest, split_manifest
+from sft_play.data.problems import RowProblems
+from sft_play.data.processes import CHUNK_CHARACTERS, CHUNK_ROWS, Chunk, Engine, Work, size_of
+from sft_play.data.select import Seen, overlap
+from sft_play.data.sources import BUILTIN, LeftOut, Placed, files_of, read_source
+from sft_play.data.store import KEYS, SplitWriter
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
+from sft_play.launch.run_folder import raise_what_was_heard
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import HUB, PreparedSplit, ResolvedModel, preparation_code, settings_that_matter
 
@@ -58,8 +68,6 @@ def prepare_data(config: Config, model: ResolvedModel, tokenizer: Callable[[], A
     parts = parts_of(config, model)
     manifests = {part.name: read_manifest(part.folder) for part in parts}
     if None in manifests.values():
-        from sft_play.data.make import make_parts
-
         make_parts(config, tokenizer(), [part for part in parts if manifests[part.name] is None], parts[0])
         manifests = {part.name: read_manifest(part.folder) for part in parts}
     named = {part.name: _named(manifests[part.name], part) for part in parts}
@@ -114,3 +122,231 @@ def _named(manifest: dict[str, Any] | None, part: Part) -> dict[str, Any]:
     sources = [found | name for found, name in zip(manifest["sources"], names, strict=True)]
     split = manifest["split"] | {"path": str(part.folder.resolve()), "sources": facts}
     return manifest | {"split": split, "sources": sources}
+
+
+# Reads, encodes and publishes splits that the cache does not have.
+
+
+PROGRESS_SECONDS = 10
+
+
+class Gatherer:
+    """Takes the rows of one split out of chunks: counts them, leaves out copies, hands the rest to the writer."""
+
+    def __init__(self, config: Config, part: Part, writer: SplitWriter) -> None:
+        self.config, self.part, self.writer = config, part, writer
+        self.tallies = [SourceTally() for _ in part.sources]
+        self.overlong = 0
+        self.longest = ("", 0)
+        """Place and tokens of the longest of them."""
+        self._seen = Seen()
+        self._examples = 0
+
+    def take(self, chunk: Chunk) -> None:
+        """Adds what belongs to this split."""
+        mine = chunk.held_out == (self.part.name == "validation") if self.part.fraction else np.ones(chunk.examples, np.bool_)
+        numbers = self._examples + np.cumsum(mine) - 1
+        count = int(mine.sum())
+        self._examples += count
+        tally = self.tallies[chunk.source]
+        tally.rows_read += count
+        for form in chunk.forms if count else ():  # a source has one
+            tally.formats[form] += count
+        kept = self._without_copies(chunk, mine, tally)
+        for example, reason in chunk.dropped.items():
+            if kept[example]:
+                tally.leave_out(reason, chunk.overlong.get(example, ("", 0))[0])
+        for example, (place, tokens) in chunk.overlong.items():
+            if kept[example]:
+                self.overlong += 1
+                tally.overlong += 1
+                tally.overlong_tokens += tokens
+                self.longest = max(self.longest, (place, tokens), key=lambda item: item[1])
+        for example, lost in chunk.lost.items():
+            if kept[example]:
+                tally.cut += 1
+                tally.lost.update(lost)
+        tally.answers_cut += sum(count for example, count in chunk.answers_cut.items() if kept[example])
+        tally.thoughts += sum(count for example, count in chunk.thoughts.items() if kept[example])
+        tally.empty_thoughts += sum(count for example, count in chunk.empty_thoughts.items() if kept[example])
+        tally.split += int((chunk.rows_of[kept] > 1).sum())
+        tally.kept += int((chunk.rows_of[kept] > 0).sum())
+        self.writer.append(chunk, kept, numbers)
+
+    @property
+    def examples(self) -> int:
+        """Rows of this split, also those that were left out because of their length or as copies."""
+        return self._examples
+
+    def _without_copies(self, chunk: Chunk, mine: Any, tally: SourceTally) -> Any:
+        if self.config.data.duplicates == "keep":
+            return mine
+        kept = mine.copy()
+        for example in np.flatnonzero(mine):
+            if self._seen.is_copy(chunk.key(int(example))):
+                kept[example] = False
+                tally.dropped[DUPLICATE] += 1
+        return kept
+
+    def take_left_out(self, left: Sequence[LeftOut]) -> None:
+        """Counts what readers left out; where a fraction is validation it belongs to no side, and is counted once, with training."""
+        for tally, out in zip(self.tallies, left, strict=True):
+            tally.commit = out.commit
+        if self.part.fraction and self.part.name == "validation":
+            return
+        for tally, out in zip(self.tallies, left, strict=True):
+            tally.rows_read += out.counts.total()
+            tally.dropped += out.counts
+            tally.left_out += [{"reason": reason, "place": place} for reason, places in out.places.items() for place in places]
+            tally.there = out.there
+
+    def refuse_what_cannot_be_trained(self, of_both: int) -> None:
+        """Raises `DataError` for rows that are too long, and for a split without any row. `of_both`: rows of both splits."""
+        part, limit = self.part, self.config.model.max_seq_len
+        kind = "" if part.name == "train" else f"{part.name} "
+        place, tokens = self.longest
+        if self.overlong and self.config.data.overlong == "error":
+            raise DataError(
+                f"{self.overlong:,} of {self._examples:,} {kind}rows are longer than `model.max_seq_len` {limit}; "
+                f"the longest has {tokens} tokens",
+                place=place,
+                hint=f"raise MODEL_MAX_SEQ_LEN to {tokens}, or set DATA_OVERLONG=drop to leave them out, truncate to cut them, "
+                "or split to make several rows of each",
+            )
+        if not self._examples:
+            share = part.fraction if part.name == "validation" else 1 - part.fraction
+            grouped = ", and whole groups" if self.config.data.group_by else ""
+            message = (
+                f"`data.validation: {part.fraction}` leaves no row for {part.name}: there are {of_both:,}, of which a hash of each one's "
+                f"content{grouped} chooses about {share * of_both:.2g}"
+            )
+            raise DataError(message, hint="give more rows, another fraction, or a file of their own: DATA_VAL_PATH=")
+        if not len(self.writer.lengths):
+            reasons = sum((tally.dropped for tally in self.tallies), Counter[str]())
+            told = ", ".join(f"{count:,} left out ({reason})" for reason, count in sorted(reasons.items()))
+            hint = f"raise MODEL_MAX_SEQ_LEN; the longest row has {tokens} tokens" if self.overlong else None
+            raise DataError(f"no {kind}row is left of {self._examples:,}: {told}", place=place or None, hint=hint)
+
+    def manifest(self) -> dict[str, Any]:
+        writer = self.writer
+        return split_manifest(
+            self.part.sources, self.tallies, lengths=writer.lengths, of_source=writer.sources, trained=writer.trained,
+            contents=self.part.contents, fingerprint=writer.fingerprint(),
+        )  # fmt: skip
+
+
+def make_parts(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part) -> None:
+    """Makes and publishes `parts`, those of one fraction in one pass over their rows; `train` is published already or among them.
+
+    Raises `DataError` with all problems of rows together, and `HardwareError` when a process was killed.
+    """
+    together = [list(parts)] if all(part.fraction for part in parts) else [[part] for part in parts]
+    template = template_sha256(tokenizer)
+    with Engine(config, tokenizer) as engine:
+        for some in together:
+            _pass(config, engine, some, train, template)
+
+
+def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part, template: str | None) -> None:
+    drop = config.data.bad_rows == "drop"
+    problems = RowProblems(cache_folder() / "bad_rows" / f"{parts[0].folder.name}.txt", drop=drop)
+    progress = _Progress(" and ".join(part.name for part in parts))
+    left = [LeftOut() for _ in parts[0].sources]
+    with ExitStack() as stack:
+        gatherers = [Gatherer(config, part, stack.enter_context(SplitWriter(part.folder))) for part in parts]
+        for chunk in engine.run(works_of(parts[0].sources, problems, config.train.seed, left), fraction=parts[0].fraction):
+            problems.good += chunk.examples - sum(not refusal.reading for refusal in chunk.refused)
+            for refusal in chunk.refused:
+                problems.add(refusal)
+                if drop and refusal.reading:  # what is wrong with its tokens was counted as a row, and is left out of the chunk
+                    left[chunk.source].add(BAD, refusal.place)
+            if not problems.unreadable:
+                for gatherer in gatherers:
+                    gatherer.take(chunk)
+            progress.count(chunk.examples)
+            raise_what_was_heard()
+        problems.end()
+        if not any(gatherer.examples for gatherer in gatherers):
+            refuse_nothing(parts[0].sources, left)
+        for gatherer in gatherers:
+            gatherer.take_left_out(left)
+            gatherer.refuse_what_cannot_be_trained(sum(one.examples for one in gatherers))
+        for gatherer in gatherers:
+            manifest = gatherer.manifest()
+            manifest["split"]["template"] = template
+            if gatherer.part.name == "validation":
+                keys = (train.folder / KEYS).read_bytes()
+                shared = overlap(keys, bytes(gatherer.writer.keys))
+                manifest["overlap"] = {"with": "train", "rows": shared}
+            gatherer.writer.publish(manifest)
+
+
+def refuse_nothing(sources: Sequence[DataSource], left: Sequence[LeftOut]) -> None:
+    """Raises `DataError` for sources without any row, with what was `left` out of them and why."""
+    reasons = sum((out.counts for out in left), Counter[str]())
+    told = ", ".join(f"{count:,} left out ({reason})" for reason, count in reasons.items())
+    first = next((place for out in left for places in out.places.values() for place in places), None)
+    raise DataError(
+        f"the sources hold no row: {told}" if told else "the sources hold no row",
+        place=first or ", ".join(source.path for source in sources),
+        hint="pages that are pictures must be read by an OCR program first" if SCANNED in reasons or EMPTY in reasons else None,
+    )
+
+
+def works_of(sources: Sequence[DataSource], problems: RowProblems, seed: int, left: Sequence[LeftOut]) -> Iterator[Work]:
+    """Yields the rows of all sources by the chunk; what ends the reading of a source goes to `problems`.
+
+    `seed` chooses where a source takes only some `rows`; what readers leave out is counted in `left`, by source.
+    """
+    for index, source in enumerate(sources):
+        form: str | None = None if source.format == "auto" else source.format
+        try:
+            for rows in _chunks(read_source(source, seed=seed, left=left[index])):
+                form = form or _first_form(rows)  # `auto` goes by the first row; another format later is an error of that row
+                yield Work(source=index, form=form, rows=rows, encode=not problems.unreadable)
+        except DataError as error:
+            problems.add_error(error, source.path)
+
+
+def _chunks(rows: Iterator[Placed]) -> Iterator[list[Placed]]:
+    gathered: list[Placed] = []
+    size = 0
+    try:
+        for placed in rows:
+            gathered.append(placed)
+            size += size_of(placed[1])
+            if len(gathered) == CHUNK_ROWS or size >= CHUNK_CHARACTERS:
+                yield gathered
+                gathered, size = [], 0
+    except DataError:  # what stands before the place that cannot be read may have problems of its own
+        if gathered:
+            yield gathered
+        raise
+    if gathered:
+        yield gathered
+
+
+def _first_form(rows: Sequence[Placed]) -> str | None:
+    for _, row in rows:
+        if not isinstance(row, DataError):
+            try:
+                return recognise(row)
+            except DataError:  # told when the row is understood; a later row's format must not settle what this one leaves open
+                return None
+    return None
+
+
+class _Progress:
+    """Says how far it is every ten seconds, so that millions of rows do not look like a hang."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.rows, self.shown = name, 0, time.monotonic()
+        self.began = self.shown
+
+    def count(self, rows: int) -> None:
+        self.rows += rows
+        now = time.monotonic()
+        if now - self.shown >= PROGRESS_SECONDS:
+            self.shown = now
+            speed = self.rows / (now - self.began)
+            print(f"preparing {self.name}: {self.rows:,} rows, {speed:,.0f} a second", file=sys.stderr, flush=True)

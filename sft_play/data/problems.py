@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import IO
 
-from sft_play.data.chunks import Refusal
+from sft_play.data.processes import Refusal
 from sft_play.errors import DataError, raise_all
 
 SHOWN_PROBLEMS = 5

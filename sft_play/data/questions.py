@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sft_play.config.words import names_of
-from sft_play.data.example import Message
+from sft_play.config.types import names_of
+from sft_play.data.example import Message, text_of
 from sft_play.data.files_read import TABLES, Placed, read_file
 from sft_play.data.formats import to_example
 from sft_play.data.select import rename
 from sft_play.data.unpack import kind, open_bytes
-from sft_play.data.values import text_of
 from sft_play.errors import DataError, UserError, raise_all
 
 SHOWN_PROBLEMS = 20

@@ -10,9 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sft_play.config.words import kind_of, names_of
-from sft_play.data.example import Message
-from sft_play.data.values import text_of
+from sft_play.config.types import kind_of, names_of
+from sft_play.data.example import Message, text_of
 from sft_play.errors import DataError
 
 ROLES = ("system", "user", "assistant", "tool")

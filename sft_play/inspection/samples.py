@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from sft_play.data.chat import IGNORED
 from sft_play.data.manifest import counted_as, rows_cut
-from sft_play.data.template import IGNORED
 from sft_play.errors import printable
 from sft_play.plan.mixture import Mixture
 

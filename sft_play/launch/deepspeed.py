@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.schema import Config
-from sft_play.config.yaml_source import Node, parse_yaml, read_text
+from sft_play.config.yaml_files import Node, parse_yaml, read_text
 from sft_play.errors import UserError, raise_all
 from sft_play.files import read_json
 from sft_play.plan.plan import Plan, Precision

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
-from sft_play.config.trackers import missing
+from sft_play.config.metrics import missing
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch import recovery
 from sft_play.launch.agreement import NodeFacts

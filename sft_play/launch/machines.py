@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.elastic_rules import elastic_bounds
+from sft_play.config.rules import elastic_bounds
 from sft_play.errors import HardwareError, UserError, first_line
 from sft_play.launch.agreement import NodeFacts, config_here, data_apart, disagreements, folders_apart, versions_here
 from sft_play.launch.job import Job

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
-from sft_play.config.trackers import missing
+from sft_play.config.metrics import missing
 from sft_play.errors import UserError
 from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, examine_user_json
 from sft_play.launch.settings import (

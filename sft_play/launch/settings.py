@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.call import Call
-from sft_play.config.yaml_source import dump_yaml, read_plain_yaml, read_yaml, wrap
+from sft_play.config.yaml_files import dump_yaml, read_plain_yaml, read_yaml, wrap
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.files import write_text
 from sft_play.launch.deepspeed import UserDeepSpeed, examine_settings, examine_user_json

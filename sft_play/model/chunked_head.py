@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sft_play.data.collate import IGNORED
+from sft_play.data.batches import IGNORED
 
 FP16_FACTOR = 32.0
 """Gradients in fp16 are computed so much larger, and divided again in fp32: about what loss scaling leaves after the division by

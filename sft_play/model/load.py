@@ -13,8 +13,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.model import lora, quantise
 from sft_play.model.chunked_head import chunk_head
-from sft_play.model.fused_lora import fuse_adapters
-from sft_play.model.kernels import use_kernels
+from sft_play.model.kernels import fuse_adapters, use_kernels
 from sft_play.model.read import read_model, tell
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.model.use import load_for_use

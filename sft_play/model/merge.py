@@ -19,8 +19,7 @@ from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.files import current_umask, file_sha256, read_json, sync_folder, write_json
 from sft_play.model import quantise
 from sft_play.model.read import read_model
-from sft_play.model.rendering import write_chat
-from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
+from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer, write_chat
 from sft_play.model.use import add_trained_adapter, checked_base, has_tokenizer, read_base, stored_dtype
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder

@@ -7,9 +7,8 @@ from pathlib import Path
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError, first_line
 from sft_play.files import file_sha256, text_sha256
-from sft_play.model.digests import weights_sha256
 from sft_play.model.embedded import LABEL, embedded_folder, is_embedded
-from sft_play.model.folder import check_folder, weight_files
+from sft_play.model.folder import check_folder, weight_files, weights_sha256
 from sft_play.plan.hub import hub_reachable
 from sft_play.runs.prepared import ResolvedModel
 

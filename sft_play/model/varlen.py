@@ -44,7 +44,7 @@ def varlen_attention(
     """Returns [1, T, H, V] for `query` [1, H, T, D], `key` [1, K, T, D] and `value` [1, K, T, V], row i from `row_ends[i]` to `[i + 1]`.
 
     A token sees those before it in its row, `sliding_window` of them at most, itself included; and its head's sink `s_aux` [H], a
-    score without a value. `data.collate.Collator` makes the lengths. The plan keeps to `sdpa` or `eager` what this kernel does not
+    score without a value. `data.batches.Collator` makes the lengths. The plan keeps to `sdpa` or `eager` what this kernel does not
     have: soft caps, dropout, a cache of keys.
     """
     assert row_ends is not None and attention_mask is None, "this batch lacks the lengths of its rows"

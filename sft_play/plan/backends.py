@@ -82,7 +82,7 @@ def layout_for(backend: str) -> str | None:
 
 
 def fuses_adapters(strategy: str) -> bool:
-    """Whether a linear layer and its adapter run as one function (`model.fused_lora`).
+    """Whether a linear layer and its adapter run as one function (`model.kernels`).
 
     That needs weights that are whole outside their own forward pass: ZeRO-3 and FSDP2 gather them in hooks.
     """

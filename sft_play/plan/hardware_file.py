@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.yaml_source import Node, read_yaml
+from sft_play.config.yaml_files import Node, read_yaml
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.plan.catalogue import did_you_mean, find_card
 from sft_play.plan.hardware import ASSUMED_RAM, ASSUMED_THREADS, GB, GIB, USABLE, Device, Hardware, device_of, network_speed

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sft_play.config.network_rules import network_keys
+from sft_play.config.rules import network_keys
 from sft_play.config.schema import Config
 from sft_play.errors import UserError
 from sft_play.plan.backends import may_quantise
@@ -95,7 +95,7 @@ def check_precision(config: Config, setup: Setup) -> None:
     """Raises `UserError` for PowerSGD and local steps where the plan computes in fp16 with a loss scaler, whoever chose that.
 
     Gradients that overflow would stay in PowerSGD's error feedback for good; with local steps each rank would scale its loss by itself.
-    `config.network_rules` says the same of a typed `train.fp16` before any hardware is looked at.
+    `config.rules` says the same of a typed `train.fp16` before any hardware is looked at.
     """
     launch = config.launch
     if setup.precision != "fp16" or setup.world_size == 1:

@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 
-from sft_play.config.network_rules import network_keys
+from sft_play.config.rules import network_keys
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.backends import UNSLOTH_HINT, conflict_for, may_quantise, missing_for

@@ -49,7 +49,7 @@ class ResolvedModel:
     revision: str | None
     """The hub's commit; `None` for a folder."""
     fingerprint: str
-    """sha256 over the hub's commit, the contents of config and weight index, and every weight file's checksum (`model.digests`)."""
+    """sha256 over the hub's commit, the contents of config and weight index, and every weight file's checksum (`model.folder`)."""
     tokenizer_fingerprint: str
     """sha256 over the tokenizer's files, the chat template and what `data.system` and `data.style` add to it."""
     chat: ChatFormat | None = None
@@ -102,7 +102,7 @@ class PreparedSplit:
     sources: tuple[SourceFacts, ...] = ()
     """In the order of `data.sources`."""
     template: str | None = None
-    """sha256 of a conversation as the chat template writes it (`data.rendered`)."""
+    """sha256 of a conversation as the chat template writes it (`data.chat`)."""
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> PreparedSplit:

@@ -12,11 +12,11 @@ from itertools import islice
 from pathlib import Path
 
 from sft_play.config.call import Call
-from sft_play.config.kubernetes_rules import LABEL, quantity
 from sft_play.config.load import LoadedConfig, saved_form
+from sft_play.config.metrics import OWN, PACKAGES, trackers
+from sft_play.config.scheduler_rules import LABEL, quantity
 from sft_play.config.schema import KubernetesConfig
-from sft_play.config.trackers import OWN, PACKAGES, trackers
-from sft_play.config.yaml_write import dump_documents
+from sft_play.config.yaml_files import dump_documents
 from sft_play.errors import TOKEN, HardwareError, UserError
 from sft_play.files import is_file_name, typed_path, write_text
 from sft_play.launch.key import VARIABLE as KEY

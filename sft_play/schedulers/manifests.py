@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.config.kubernetes_rules import quantity
+from sft_play.config.scheduler_rules import quantity
 from sft_play.config.schema import KubernetesConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.key import VARIABLE as KEY

@@ -20,7 +20,7 @@ from sft_play.files import text_sha256
 from sft_play.model import lora, varlen
 from sft_play.model.chunked_head import chunk_head
 from sft_play.model.folder import code_not_trusted
-from sft_play.model.fused_lora import fuse_adapters
+from sft_play.model.kernels import fuse_adapters
 from sft_play.model.read import model_class
 from sft_play.plan.trace_case import Case
 from sft_play.runs.prepared import ResolvedModel

@@ -11,7 +11,7 @@ import transformers.masking_utils as masks
 from torch import Tensor, nn
 from transformers.integrations import moe
 
-from sft_play.data.collate import Batch, lengths_of
+from sft_play.data.batches import Batch, lengths_of
 from sft_play.plan.layouts import BY_LENGTHS
 from sft_play.plan.trace_case import Case
 from sft_play.trace.tracker import StorageTracker

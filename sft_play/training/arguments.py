@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from transformers import TrainingArguments, get_scheduler
 
-from sft_play.config.metrics import higher_is_better
+from sft_play.config.metrics import AIM, OWN, higher_is_better, trackers
 from sft_play.config.schema import Config
-from sft_play.config.trackers import AIM, OWN, trackers
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.choices import GPU_ONLY_OPTIMIZERS, loader_workers
 from sft_play.plan.plan import Plan

@@ -11,8 +11,8 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from sft_play.config.schema import Config
-from sft_play.data.collate import Collator
-from sft_play.data.rows import Rows
+from sft_play.data.batches import Collator
+from sft_play.data.store import Rows
 from sft_play.model.chunked_head import chunk_head
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.model.use import best_device, load_for_use, quantised, read_base, unchanged_base

@@ -27,7 +27,7 @@ from sft_play.training.compression import Narrow, average_, narrow_of
 from sft_play.training.loss import label_tokens
 
 if TYPE_CHECKING:
-    from sft_play.data.collate import Batch
+    from sft_play.data.batches import Batch
     from sft_play.training.trainer import SftTrainer
 
 ANCHOR, MOMENTUM, AVERAGE = "outer_anchor", "outer_momentum", "average"

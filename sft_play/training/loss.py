@@ -12,8 +12,7 @@ from torch.nn import functional
 from transformers import TrainingArguments
 
 from sft_play.config.schema import Config
-from sft_play.data.batches import GlobalBatchSampler
-from sft_play.data.collate import IGNORED, Batch, Collator
+from sft_play.data.batches import IGNORED, Batch, Collator, GlobalBatchSampler
 from sft_play.model.chunked_head import labels_for_head, total_of
 from sft_play.plan.mixture import row_order
 from sft_play.plan.plan import Plan
@@ -25,7 +24,7 @@ NOT_FOR_THE_MODEL = ("targets", "rows", "tokens")
 
 
 def token_loss_sum(model: Any, batch: dict[str, Any]) -> Tensor:
-    """Returns the summed cross-entropy (nats, fp32, a scalar) of a batch made by `data.collate.Collator`.
+    """Returns the summed cross-entropy (nats, fp32, a scalar) of a batch made by `data.batches.Collator`.
 
     `logits_to_keep` selects positions inside the model's own forward pass, so the logits are [1, K, V] or [B, P, V] and never
     [B, T, V], and the hooks of DDP, ZeRO-3 and FSDP2 fire as usual. A head that `model.chunked_head.chunk_head` changed computes

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import file_sha256
 from sft_play.launch.run_folder import find_run, has_started
-from sft_play.model.digests import weights_sha256
-from sft_play.model.folder import check_trained
+from sft_play.model.folder import check_trained, weights_sha256
 from sft_play.plan.plan import Plan
 from sft_play.runs.evaluations import data_name
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder

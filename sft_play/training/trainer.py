@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 from transformers import Trainer
 
 from sft_play.config.schema import Config
-from sft_play.data.collate import Batch, Collator
+from sft_play.data.batches import Batch, Collator
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import PreparedSplit

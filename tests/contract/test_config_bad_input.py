@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.yaml_source import parse_yaml
+from sft_play.config.yaml_files import parse_yaml
 from tests.conftest import Program
 
 GOOD = "model: {name: some/model}\ndata: {train_path: rows.jsonl}\n"

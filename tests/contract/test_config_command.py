@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sft_play.config.yaml_source import read_plain_yaml
+from sft_play.config.yaml_files import read_plain_yaml
 from tests.conftest import ROOT, Program, environment
 from tests.processor_time import importing, seconds_of
 

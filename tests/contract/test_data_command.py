@@ -18,8 +18,7 @@ import pytest
 
 from sft_play.__main__ import main
 from sft_play.config.load import load_config
-from sft_play.data.chunks import Work
-from sft_play.data.engine import WAITING, Engine
+from sft_play.data.processes import WAITING, Engine, Work
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.runs.prepared import lookup
 from tests.conftest import ROOT, Done, environment, run_program

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import read_config
-from sft_play.data.rendered import template_sha256
+from sft_play.data.chat import template_sha256
 from sft_play.data.templates import check_syntax
 from sft_play.errors import UserError
-from sft_play.model import rendering
+from sft_play.model import tokenizer as tokenizer_module
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 from sft_play.prepare import prepare_run
 from sft_play.runs.prepared import Prepared
@@ -75,7 +75,7 @@ ENDLESS = (
 def test_a_template_that_never_ends_is_one_error(
     processes: int, prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendering, "SECONDS", 0.3)
+    monkeypatch.setattr(tokenizer_module, "SECONDS", 0.3)
     (tmp_path / "t.jinja").write_text(ENDLESS)
     write_rows(
         tmp_path / "rows.jsonl", [*pairs(3), {"prompt": "for ever", "completion": "x"}, {"prompt": "for ever", "completion": "y"}]
@@ -93,7 +93,7 @@ def test_a_template_that_never_ends_is_one_error(
     ("{{" + "(" * 20_000 + "1" + ")" * 20_000 + "}}", "nests without end"),
 ])  # fmt: skip
 def test_no_command_waits_for_a_template(template: str, said: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "SECONDS", 0.3)
+    monkeypatch.setattr(tokenizer_module, "SECONDS", 0.3)
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = template
     turns = [{"role": "user", "content": "a"}]
@@ -108,6 +108,8 @@ def test_no_command_waits_for_a_template(template: str, said: str, tiny: Path, m
 
 def test_every_rendering_goes_through_one_place() -> None:
     found = [
-        path.name for path in Path(rendering.__file__).parents[1].rglob("*.py") if "apply_chat_template(" in path.read_text()
+        path.name
+        for path in Path(tokenizer_module.__file__).parents[1].rglob("*.py")
+        if "apply_chat_template(" in path.read_text()
     ]
     assert found == ["rendering.py"]

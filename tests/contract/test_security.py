@@ -28,8 +28,8 @@ from sft_play.config.load import load_config, load_for_call, read_config, save_c
 from sft_play.config.names import mask
 from sft_play.config.schema import DataSource, ModelConfig
 from sft_play.config.types import options
-from sft_play.data import pdf
-from sft_play.data.read import read_source
+from sft_play.data import documents
+from sft_play.data.sources import read_source
 from sft_play.errors import CheckpointError, DataError, UserError, without_tokens
 from sft_play.files import read_json
 from sft_play.launch.network import free_port
@@ -594,8 +594,8 @@ def test_a_pdf_of_a_few_bytes_takes_neither_all_memory_nor_all_day(tmp_path: Pat
     writer.write(tmp_path / "bomb.pdf")
     with pytest.raises(DataError, match="Limit reached"):
         rows(tmp_path / "bomb.pdf")
-    monkeypatch.setattr(pdf, "LEAST_SECONDS", 0.2)
-    monkeypatch.setattr(pdf, "SECONDS_PER_MIB", 0.0)
+    monkeypatch.setattr(documents, "LEAST_SECONDS", 0.2)
+    monkeypatch.setattr(documents, "SECONDS_PER_MIB", 0.0)
     write_pdf(tmp_path / "slow.pdf", [["word " * 9] * 5_000])
     with pytest.raises(UserError, match="is not read after") as caught:
         rows(tmp_path / "slow.pdf")

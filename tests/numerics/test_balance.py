@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig, TrainConfig
-from sft_play.data.batches import GlobalBatchSampler, Shares
-from sft_play.data.collate import Collator
+from sft_play.data.batches import Collator, GlobalBatchSampler, Shares
 from sft_play.plan.balance import Cost, share_out, spans
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.training.balance import LOOKS, Judge, Stopwatch, at_work, describe, turns_of, within

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 
-from sft_play.data.collate import Collator
+from sft_play.data.batches import Collator
 from sft_play.model.chunked_head import chunk_head
 from sft_play.plan.layouts import CHUNKED_HEAD_MODEL_TYPES
 from sft_play.training.loss import token_loss_sum

@@ -12,7 +12,7 @@ import torch
 from sft_play.errors import DataError
 from sft_play.files import file_sha256
 from sft_play.model import embedded
-from sft_play.model.gguf import GgufFile
+from sft_play.model.embedded import GgufFile
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 
 PARAMETERS = 134_515_008

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from sft_play.model.fused_lora import fuse_adapters
+from sft_play.model.kernels import fuse_adapters
 from sft_play.model.lora import leave_casts_to_autocast
 from sft_play.plan.backends import fuses_adapters
 from tests.tiny_models import build_tiny_llama

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sft_play.data.collate import Collator
+from sft_play.data.batches import Collator
 from sft_play.model import varlen
 from sft_play.plan.layouts import (
     FLATTENED_MODEL_TYPES,

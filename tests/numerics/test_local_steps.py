@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sft_play.config.network_rules import RULES, network_keys
+from sft_play.config.rules import NETWORK_RULES, network_keys
 from sft_play.config.schema import Config, LaunchConfig, ModelConfig, TrainConfig
 from sft_play.errors import UserError
 from sft_play.plan.memory import rank_memory
@@ -30,7 +30,7 @@ def config_of(*, fp16: bool = False, **launch: Any) -> Config:
 
 
 def problems(config: Config) -> list[str]:
-    return [problem.render() for rule in RULES for problem in rule(config, {})]
+    return [problem.render() for rule in NETWORK_RULES for problem in rule(config, {})]
 
 
 @pytest.mark.parametrize(

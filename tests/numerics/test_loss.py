@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sft_play.data.collate import Collator
+from sft_play.data.batches import Collator
 from sft_play.training.loss import label_tokens, token_loss_sum
 from tests.tiny_models import build_tiny_gpt2, build_tiny_llama
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from sft_play.data.chat import Encoded
 from sft_play.data.encode import Encoder
 from sft_play.data.example import Message
-from sft_play.data.template import Encoded
 from sft_play.data.templates import chat_format
 from sft_play.model.tokenizer import load_tokenizer
 from tests.chat_tokenizers import by_hand

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sft_play.data.batches import GlobalBatchSampler
-from sft_play.data.collate import Collator
+from sft_play.data.batches import Collator, GlobalBatchSampler
 from sft_play.training.loss import token_loss_sum
 from tests.numerics.test_layouts import VOCABULARY, random_model
 

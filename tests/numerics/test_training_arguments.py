@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from sft_play.config.metrics import PACKAGES
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from sft_play.config.trackers import PACKAGES
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft_play.data.batches import GlobalBatchSampler
-from sft_play.data.collate import IGNORED, Collator
+from sft_play.data.batches import IGNORED, Collator, GlobalBatchSampler
 from sft_play.plan.balance import Slots
 
 PAD = 3

@@ -22,7 +22,7 @@ from sft_play.cluster.session import Node, Session
 from sft_play.cluster.ssh import NOT_A_FOLDER, ended_with_us, waited_for
 from sft_play.cluster.status import _rows
 from sft_play.config.cluster import Host, Inventory
-from sft_play.config.elastic_rules import elastic_bounds
+from sft_play.config.rules import elastic_bounds
 from sft_play.errors import DataError, UserError
 from sft_play.launch.node import Stop
 from sft_play.launch.preparation import DELIVERED, delivered

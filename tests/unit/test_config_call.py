@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from sft_play.__main__ import COMMANDS
 from sft_play.config.call import Call, Override, make_variables, parse_call
-from sft_play.config.keys import find_key, schema_keys, table, variable_name, variables
+from sft_play.config.keys import RANGES, REFUSED, find_key, schema_keys, table, variable_name, variables
 from sft_play.config.load import load_config
 from sft_play.config.names import ALIASES, IN_SECTION, SETTINGS, suggest
 from sft_play.config.options import VARIABLES
-from sft_play.config.ranges import RANGES, REFUSED
 from sft_play.errors import UserError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import load_config, read_config, save_config
-from sft_play.config.yaml_source import scalar_text
+from sft_play.config.yaml_files import scalar_text
 from sft_play.errors import CheckpointError, UserError
 from sft_play.plan.plan import Plan
 from sft_play.runs.prepared import Prepared

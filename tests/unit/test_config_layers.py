@@ -18,7 +18,7 @@ from sft_play.config.load import LoadedConfig, load_config, override_config, rea
 from sft_play.config.sources import PRESETS
 from sft_play.config.types import INVALID, convert
 from sft_play.config.values import escaped
-from sft_play.config.yaml_source import wrap
+from sft_play.config.yaml_files import wrap
 from sft_play.errors import UserError
 
 Write = Callable[..., Path]
@@ -346,7 +346,7 @@ def test_damaged_configurations_of_runs_are_one_message(write: Write, tmp_path: 
 
 def test_every_key_of_the_schema_can_be_typed(write: Write) -> None:
     """Each default, written as a variable, gives the same configuration."""
-    from sft_play.config.yaml_source import scalar_text
+    from sft_play.config.yaml_files import scalar_text
 
     path = write("")
     plain = load(path).config

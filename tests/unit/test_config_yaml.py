@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sft_play.config.yaml_source import dump_yaml, parse_yaml, read_yaml, scalar_text
+from sft_play.config.yaml_files import dump_yaml, parse_yaml, read_yaml, scalar_text
 from sft_play.errors import UserError
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sft_play.data.chunks import size_of
 from sft_play.data.formats import understand
+from sft_play.data.processes import size_of
 from sft_play.errors import DataError
 
 

@@ -12,10 +12,9 @@ import pytest
 from pyarrow import parquet
 
 from sft_play.config.schema import DataSource
-from sft_play.data.builtin import read_builtin
 from sft_play.data.example import Message
 from sft_play.data.formats import recognise, to_example
-from sft_play.data.read import read_file, read_source
+from sft_play.data.sources import read_builtin, read_file, read_source
 from sft_play.errors import DataError
 
 Row = dict[str, Any]

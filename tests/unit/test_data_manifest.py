@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import DataSource
-from sft_play.data.left import LeftOut
-from sft_play.data.make import refuse_nothing
+from sft_play.data.example import LeftOut
 from sft_play.data.manifest import SourceTally, split_manifest, summary
+from sft_play.data.prepare import refuse_nothing
 from sft_play.errors import DataError
 
 

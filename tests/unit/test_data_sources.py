@@ -17,7 +17,7 @@ from pyarrow import ipc, parquet
 from sft_play.config.schema import DataSource
 from sft_play.data.formats import recognise, to_example
 from sft_play.data.questions import read_questions
-from sft_play.data.read import LeftOut, files_of, read_file, read_source
+from sft_play.data.sources import LeftOut, files_of, read_file, read_source
 from sft_play.errors import DataError
 
 ROWS = [{"prompt": f"q{n}", "completion": "ä" * n} for n in range(1, 40)]

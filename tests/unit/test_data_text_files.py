@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.schema import DataSource
-from sft_play.data.read import files_of, read_file
+from sft_play.data.sources import files_of, read_file
 from sft_play.errors import DataError
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.data.documents import SCANNED, Document, Skipped, clean, read_document
+from sft_play.data.documents import SCANNED, Document, Skipped, clean, join_pages, read_document, without_hyphens
+from sft_play.data.example import LeftOut
 from sft_play.data.files_read import read_file
-from sft_play.data.left import LeftOut
-from sft_play.data.pdf import join_pages, without_hyphens
 from sft_play.errors import DataError
 from tests.sample_documents import PAGE, write_docx, write_pdf
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft_play.model.embedded import _restore
-from sft_play.model.gguf import GgufFile
+from sft_play.model.embedded import GgufFile, _restore
 
 F32, F16, Q4_1, Q8_0 = 0, 1, 3, 8
 UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9

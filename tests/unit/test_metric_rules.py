@@ -10,8 +10,7 @@ import pytest
 
 from sft_play.config.call import Override
 from sft_play.config.load import load_config
-from sft_play.config.metric_rules import RULES
-from sft_play.config.metrics import higher_is_better, library_parts, measured, metrics_hint, short_name
+from sft_play.config.metrics import METRIC_RULES, higher_is_better, library_parts, measured, metrics_hint, short_name
 from sft_play.config.schema import Config, DataConfig, DataSource, EvalConfig, ModelConfig, TrainConfig
 from sft_play.errors import UserError
 
@@ -25,7 +24,7 @@ def config(*, data: DataConfig = HELD_OUT, metrics: list[str] | None = None, **t
 
 
 def problems(checked: Config) -> list[str]:
-    return [problem.render() for rule in RULES for problem in rule(checked, {})]
+    return [problem.render() for rule in METRIC_RULES for problem in rule(checked, {})]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`data.rows` gives what `datasets` gives."""
+"""`data.store` gives what `datasets` gives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 import pytest
 
-from sft_play.data.rows import Rows, write_rows
+from sft_play.data.store import Rows, write_rows
 
 ROWS: list[dict[str, Any]] = [
     {"input_ids": list(range(n)), "labels": [-100] * n, "row": n, "prompt_ids": [1] * (n % 2), "reference": "é" * n}

@@ -17,7 +17,7 @@ import pytest
 from sft_play.config.schema import Config, DataConfig, ModelConfig
 from sft_play.errors import CheckpointError, DataError
 from sft_play.files import file_sha256
-from sft_play.model.digests import weights_sha256
+from sft_play.model.folder import weights_sha256
 from sft_play.model.resolve import hub_reachable, resolve_model, says
 from sft_play.model.use import unchanged_base
 from sft_play.runs.prepared import Prepared

@@ -23,8 +23,8 @@ import pytest
 
 from sft_play.config.call import Call, Override
 from sft_play.config.load import load_config, read_config
+from sft_play.config.scheduler_rules import seconds_of
 from sft_play.config.schema import SlurmConfig
-from sft_play.config.slurm_rules import seconds_of
 from sft_play.errors import UserError
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import record_event

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.data.example import Example
-from sft_play.data.split import KEY_BYTES, Seen, is_held_out, overlap, position
+from sft_play.data.select import KEY_BYTES, Seen, is_held_out, overlap, position
 from sft_play.files import text_sha256
 
 TEXTS = st.text(max_size=30)

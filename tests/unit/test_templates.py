@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from sft_play.config.schema import Config, ModelConfig
+from sft_play.data.chat import IGNORED, Encoded
 from sft_play.data.encode import Encoder
 from sft_play.data.formats import Message
-from sft_play.data.template import IGNORED, Encoded
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import default_template, end_of_turn_ids, load_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE, build_tokenizer

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig, StyleConfig, TrainConfig
+from sft_play.data.chat import IGNORED, Encoded
 from sft_play.data.encode import Encoder
 from sft_play.data.example import Example, Message
-from sft_play.data.template import IGNORED, Encoded
 from sft_play.data.templates import chat_format, quoted, with_chat
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import load_tokenizer

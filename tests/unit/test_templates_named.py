@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from sft_play.data.chat import IGNORED, Encoded
 from sft_play.data.encode import Encoder
 from sft_play.data.example import Message
-from sft_play.data.template import IGNORED, Encoded
 from sft_play.data.templates import chat_format, template_names
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import load_tokenizer

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TuningConfig
+from sft_play.data.chat import IGNORED, Encoded
 from sft_play.data.encode import Encoder, Outcome
 from sft_play.data.example import Example, Message
-from sft_play.data.template import IGNORED, Encoded
 from sft_play.data.templates import chat_format, template_names
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 from tests.chat_tokenizers import save_tokenizer

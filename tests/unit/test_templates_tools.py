@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from sft_play.data.calls import WRITING_CALLS
+from sft_play.data.chat import Encoded
 from sft_play.data.encode import Encoder
 from sft_play.data.example import Message
-from sft_play.data.template import Encoded
-from sft_play.data.templates import chat_format, template_names
+from sft_play.data.templates import WRITING_CALLS, chat_format, template_names
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.training.answering import prompt_ids

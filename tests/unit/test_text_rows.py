@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, ModelConfig, TuningConfig
-from sft_play.data.encode import Encoder
+from sft_play.data.chat import IGNORED, Encoded
+from sft_play.data.encode import EMPTY, TOO_LONG, Encoder, TextRows, encode_text, encode_texts
 from sft_play.data.example import Example
-from sft_play.data.template import IGNORED, Encoded
-from sft_play.data.text import EMPTY, TOO_LONG, TextRows, encode_text, encode_texts
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import load_tokenizer
 from tests.tiny_models import build_tokenizer

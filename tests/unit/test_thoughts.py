@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from sft_play.data.chat import IGNORED, thought_of
 from sft_play.data.encode import Encoder, Outcome
 from sft_play.data.example import Example, Message
 from sft_play.data.manifest import summary
-from sft_play.data.template import IGNORED
 from sft_play.data.templates import chat_format
-from sft_play.data.thoughts import thought_of
 from sft_play.model.tokenizer import load_tokenizer
 from tests.chat_tokenizers import by_hand, save_tokenizer
 from tests.conftest import Program

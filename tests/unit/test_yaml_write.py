@@ -8,7 +8,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sft_play.config.yaml_write import dump_documents
+from sft_play.config.yaml_files import dump_documents
 
 TEXT = st.text("aZ 0:#-,&*!?\n\t\r'\"{}[]|>~%@`\\\x00\x07\x85\xa0\u2028\ufeff\xe9\U0001f600", max_size=30) | st.sampled_from(
     [

@@ -1,22 +1,18 @@
-"""YAML 1.2 scalars, read safely, with the line of every value; and the same kind of YAML written.
-
-PyYAML reads YAML 1.1, where `no` is false and `2e-4` is text. Here only `true` and `false` are booleans, `2e-4` is a number,
-a key that stands twice is an error, and tags that would build objects are refused.
-"""
+"""YAML 1.2, read safely with the line of every value, and written for people and for other programs."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from sft_play.errors import UserError
+from sft_play.errors import UserError, printable
 
 BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 NULLS = frozenset({"", "~", "null", "Null", "NULL"})
@@ -266,3 +262,57 @@ def _lines(value: Mapping[str, Any], indent: str) -> list[str]:
         else:
             out.append(f"{indent}{_string_text(key)}: {scalar_text(part)}")
     return out
+
+
+# YAML documents for other programs (Kubernetes, SkyPilot): blocks throughout, texts of several lines as they are, always the same.
+
+
+LITERAL = re.compile(r"[\x21-\x7e\xa1-\u2027\u2030-\ud7ff][\t\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff]*")
+"""Texts that may stand as they are: printable, and the first letter is no blank, from which the indentation is taken."""
+
+
+def dump_documents(documents: Sequence[Mapping[str, Any]], comment: str = "") -> str:
+    """Returns one file of YAML documents, each after its `---`, the order of keys kept; `comment` stands at its beginning."""
+    head = "".join(f"# {line}\n" for line in printable(comment).splitlines())
+    return head + "".join("---\n" + "\n".join(_mapping(document, "")) + "\n" for document in documents)
+
+
+def _mapping(value: Mapping[str, Any], indent: str) -> Iterator[str]:
+    for key, part in value.items():
+        yield from _entry(f"{indent}{scalar_text(str(key))}:", part, indent)
+
+
+def _entry(head: str, value: Any, indent: str) -> Iterator[str]:
+    """`head` is what stands before the value: `key:` at `indent`."""
+    if isinstance(value, Mapping) and value:
+        yield head
+        yield from _mapping(value, indent + "  ")
+    elif isinstance(value, (list, tuple)) and value:
+        yield head
+        yield from _sequence(value, indent)
+    elif isinstance(value, str) and "\n" in value and LITERAL.fullmatch(value):
+        yield f"{head} {_chomping(value)}"
+        yield from (f"{indent}  {line}" if line else "" for line in value.removesuffix("\n").split("\n"))
+    else:
+        yield f"{head} {scalar_text(value)}"
+
+
+def _sequence(values: Sequence[Any], indent: str) -> Iterator[str]:
+    """A list's dashes stand below the first letter of its key, as kubectl writes them."""
+    for value in values:
+        if isinstance(value, Mapping) and value:
+            lines = list(_mapping(value, indent + "  "))
+            yield f"{indent}- {lines[0].removeprefix(indent + '  ')}"
+            yield from lines[1:]
+        elif isinstance(value, (list, tuple)) and value:
+            yield f"{indent}-"
+            yield from _sequence(value, indent + "  ")
+        else:
+            yield from _entry(f"{indent}-", value, indent)
+
+
+def _chomping(text: str) -> str:
+    """Returns the sign that keeps a text's line ends: none but the last, none at all, or all."""
+    if not text.endswith("\n"):
+        return "|-"
+    return "|+" if text.endswith("\n\n") else "|"

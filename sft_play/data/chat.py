@@ -1,23 +1,18 @@
-"""From a conversation to the texts of its training rows, by rendering the chat template, with what is learnt of each.
-
-An answer is what the model would have to write at inference: its prompt is the conversation before it, rendered with the generation
-prompt, and the answer is what the template writes after that prompt, up to and including the token that ends the turn. A row is a
-prompt and its answer. Earlier answers are learnt in the same row where it shows them exactly as inference would; where a template
-writes them otherwise once later turns follow (Qwen3 leaves out earlier thoughts) each gets a row of its own.
-"""
+"""From a conversation to the texts of its training rows: the chat template is rendered, and what is trained is marked."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.calls import check_answer, check_written, has_tools
 from sft_play.data.example import Message
+from sft_play.data.templates import check_answer, check_written, has_tools
 from sft_play.errors import DataError
-from sft_play.model.rendering import template_in_time, write_chat
-from sft_play.model.tokenizer import MARKER
+from sft_play.files import text_sha256
+from sft_play.model.tokenizer import MARKER, template_in_time, write_chat
 
 IGNORED = -100
 KNOWN_TAILS = 8
@@ -303,3 +298,80 @@ def _holds(body: str, words: str, lead: str) -> bool:
             if before == lead or _ENDED_THOUGHT.fullmatch(before):
                 return True
     return False
+
+
+# What a chat template really writes, as one checksum: files may stay the same while the library that renders them changes.
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Answer \u00abbriefly\u00bb."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": " And\n3 + 3? "},
+    {"role": "assistant", "content": "6"},
+]
+DAY = "01 Jan 2026"
+
+
+def template_sha256(tokenizer: Any) -> str | None:
+    """Returns a sha256 over a sample conversation as the tokenizer's template writes it, with and without the prompt for an answer.
+
+    Templates that write today's date get a fixed one. Returns `None` where there is no template, or one that cannot write the sample
+    even without its system turn.
+    """
+    if not tokenizer.chat_template:
+        return None
+    import jinja2
+
+    for turns in (CONVERSATION, CONVERSATION[1:]):
+        try:
+            written = [
+                write_chat(tokenizer, turns[:length], add_generation_prompt=prompt, date_string=DAY, strftime_now=lambda _: DAY)
+                for length, prompt in ((len(turns), False), (len(turns) - 1, True))
+            ]
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError):
+            continue
+        return text_sha256(json.dumps(written))
+    return None
+
+
+# Thoughts of a reasoning model in its turns, and which of them a chat template leaves out of what is learnt.
+
+
+OPEN, CLOSE = "<think>", "</think>"
+_EMPTY = re.compile(rf"\s*{OPEN}\s*{CLOSE}")
+
+
+def thought_of(message: Message) -> str:
+    """Returns what an assistant turn thinks, in `reasoning_content` or before `</think>`; nothing where it does not."""
+    given = message.get("reasoning_content")
+    if given:
+        return given.strip()
+    before, closed, _ = message["content"].partition(CLOSE)
+    return before.rpartition(OPEN)[2].strip() if closed else ""
+
+
+def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on: str) -> int:
+    """Returns how many thoughts of turns that are learnt stand in no learnt part of the conversation's rows.
+
+    Qwen3 leaves thoughts out of earlier turns: such turns have a row of their own, with the thought, so none is lost; only with
+    `train.loss_on: all`, which is one row, they are. A template that knows no thoughts (ChatML) loses all in `reasoning_content`.
+    """
+    if not any("reasoning_content" in message or CLOSE in message["content"] for message in messages):
+        return 0
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is not False]
+    chosen = turns if loss_on == "all" else learnt(messages, loss_on)
+    thoughts = [thought for index in chosen if (thought := thought_of(messages[index]))]
+    text = "\0".join(_learnt_text(row) for row in rows)
+    return sum(thought not in text for thought in thoughts)
+
+
+def empty_thoughts(rows: Sequence[RowText]) -> int:
+    """Returns how many answers that are learnt begin with a thought without words, as Qwen3's template writes it."""
+    return sum(bool(_EMPTY.match(row.answer)) + sum(bool(_EMPTY.match(row.prompt, s.start)) for s in row.earlier) for row in rows)
+
+
+def _learnt_text(row: RowText) -> str:
+    if row.everything:
+        return row.prompt + row.answer
+    return "\0".join([*(row.prompt[span.start : span.end] for span in row.earlier), row.answer])
