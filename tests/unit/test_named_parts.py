@@ -90,5 +90,5 @@ def test_a_damaged_plan_says_what_it_is_and_what_helps(run: RunFolder) -> None:
             run.plan.write_text(content)
         with pytest.raises(CheckpointError, match=why) as refused:
             Plan.load(run.plan)
-        assert "make resume RUN=demo" in (refused.value.hint or "")
+        assert "put it back from a backup" in (refused.value.hint or "")
         run.plan.touch()
