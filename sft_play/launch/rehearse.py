@@ -175,11 +175,15 @@ class Ahead:
 
 
 def planned_ahead(call: Call) -> Ahead:
-    """Returns the configuration and the plan of a call, for `HARDWARE` or else hardware like this machine's. Raises `UserError`."""
+    """Returns the configuration and the plan of a call, for `HARDWARE` or else hardware like this machine's.
+
+    Raises `UserError`; what does not fit is shown before.
+    """
     loaded = call.load_config()
     hardware = hardware_of(call)
     options, loaded = read_options(call, loaded, "auto", rehearsal=True)
     request = _request(call, loaded, options.request, hardware)
     shape = shape_of(loaded.config.model)
-    plan = checked_plan(options.deepspeed, loaded.config, shape, lambda: plan_for(loaded, hardware, request))
+    with misfit_shown(call):
+        plan = checked_plan(options.deepspeed, loaded.config, shape, lambda: plan_for(loaded, hardware, request))
     return Ahead(loaded=loaded, options=replace(options, request=request), hardware=hardware, plan=plan)
