@@ -20,8 +20,8 @@ import psutil
 from sft_play.files import remove_half_written
 from sft_play.launch.beats import LIMITS, MARK, Listener
 from sft_play.launch.run_folder import STOPS, signals_to_hear
-from sft_play.launch.verdict import MemoryKills, Outcome, judge, launcher_log, tail
-from sft_play.launch.watch import Watch, is_alive, remove_empty
+from sft_play.launch.verdict import Outcome, judge, launcher_log, tail
+from sft_play.launch.watch import MemoryKills, Watch, is_alive, remove_empty
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.runs.folder import RunFolder

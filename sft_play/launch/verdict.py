@@ -1,4 +1,4 @@
-"""How a launch ended: told from the workers' own records, the agent's words, what the kernel says of memory, and what was seen first."""
+"""How a launch ended: judged by the workers' own records, the agent's words, what was seen first, and where ranks stand that make no step."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.files import write_text
+from sft_play.launch.beats import Beat
 from sft_play.launch.run_folder import exit_records, record_event, stop_code
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
@@ -128,9 +129,11 @@ def judge(
     alone = [rank for rank in silent if rank not in peers]
     if abrupt := _ended_abruptly(run, ranks, words, alone, agent_log, loss, memory_kill):
         return abrupt
-    stopped = stop_of(failed, silent, loss.rank if loss else None) if seen_first is not None or not peers else None
-    if stopped:  # one worker, or their parent, was asked
-        return Outcome(code=int(stopped["code"]), stop=stop_facts(run, (), [stopped, *(facts for _, facts in failed)]))
+    asked = bool(failed) and int(failed[0][1]["code"]) in (130, 143) and not (loss and loss.rank in silent)
+    if asked and (
+        seen_first is not None or not peers
+    ):  # one worker, or their parent, was asked; a rank without a word would be the cause
+        return Outcome(code=int(failed[0][1]["code"]), stop=stop_facts(run, (), [facts for _, facts in failed]))
     if permanent:
         return _recorded(run, permanent[0])
     if alone and (failed or agent_code < 0):
@@ -245,7 +248,7 @@ def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) 
     if missing:
         seconds, joined, all_of_them = missing.groups()
         text = f"error: only {joined} of {all_of_them} nodes joined within {seconds} s; this one starts ranks {ranks.start} to {ranks.stop - 1}"
-        hint = "start the same command on every node, each with its own NODE_RANK, and see that MASTER_PORT is open"
+        hint = "the launchers have met, but not their ranks: open the ports from MASTER_PORT on between the nodes"
         return Outcome(code=LOST, message=f"{text}\n\nhint: {hint}", cause="not_joined")
     if PORT_TAKEN.search(agent_log):
         text = "error: the port on which the workers meet was taken by another process after it had been found free"
@@ -273,17 +276,6 @@ def tail(path: Path, limit: int = 200_000, *, since: int = 0) -> str:
         stream.seek(0, os.SEEK_END)
         stream.seek(max(since, stream.tell() - limit))
         return stream.read().decode("utf-8", errors="replace")
-
-
-def stop_of(failed: Sequence[tuple[int, Mapping[str, Any]]], silent: Sequence[int], lost: int | None) -> Mapping[str, Any] | None:
-    """Returns the record of the worker that left first, when it left because it was asked to; `None` when another cause came first.
-
-    `failed`: the records of workers that did not finish, the earliest first; `lost`: the rank that was seen to go first. A rank that
-    went without a word made its parent ask the others to stop.
-    """
-    if failed and int(failed[0][1]["code"]) in (130, 143) and lost not in silent:
-        return failed[0][1]
-    return None
 
 
 def stop_facts(run: RunFolder, signals: Sequence[int], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -338,100 +330,66 @@ def tell_cause(outcome: Outcome) -> None:
             write_text(Path(path), f"{outcome.cause}\n")
 
 
-COUNTED = re.compile(r"^oom_kill (\d+)$", re.M)
-KERNEL_LOG = Path("/dev/kmsg")
-XID = re.compile(r"NVRM: Xid .*")
+FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line \d+ in (?P<function>\S+)', re.MULTILINE)
+MAIN = re.compile(r"sft_play/(train|probe)\.py$")
+COLLECTIVE = re.compile(r"/torch/distributed/|/accelerate/utils/operations\.py$|/deepspeed/comm/")
 
 
-@dataclass(kw_only=True, slots=True)
-class MemoryKills:
-    """Counters of this process's cgroups and their parents, and of those of every process that is followed, from now on."""
-
-    before: dict[Path, int] = field(default_factory=dict)
-    """Counter file -> kills when it was first looked at."""
-    pids: set[int] = field(default_factory=set)
-    log: int | None = None
-    """Descriptor of the kernel log, at its end when this began; `None` where it may not be read."""
-    said: str = ""
-    """What the kernel log has said since."""
-
-    @staticmethod
-    def begin() -> MemoryKills:
-        """Takes note of the counters as they are now."""
-        kills = MemoryKills()
-        with contextlib.suppress(OSError):
-            kills.log = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
-            os.lseek(kills.log, 0, os.SEEK_END)
-        kills.follow(os.getpid(), ours=False)
-        return kills
-
-    def follow(self, pid: int, *, ours: bool = True) -> None:
-        """Takes note of the cgroups of a process, which may have been moved; its own name in the kernel log counts from now on."""
-        if ours:
-            self.pids.add(pid)
-        for file in counters_of(pid):
-            if file not in self.before and (count := read_counter(file)) is not None:
-                self.before[file] = count
-
-    def evidence(self) -> str | None:
-        """Returns in words what shows that a process was killed for memory since, `None` when nothing does."""
-        for file, count in self.before.items():
-            now = read_counter(file)
-            if now is not None and now > count:
-                return f"`{file}` counts {now - count} kill{'s' if now - count > 1 else ''} for memory"
-        self._read_kernel_log()
-        for pid in map(int, re.findall(r"[Oo]ut of memory: Killed process (\d+)", self.said)):  # ids of the first pid namespace
-            if pid in self.pids:
-                return f"the kernel log says that process {pid} was killed for memory"
-        return None
-
-    def driver_errors(self) -> str | None:
-        """Returns what NVIDIA's driver said of a GPU since (its Xid errors: one off the bus, one whose kernel never ends)."""
-        self._read_kernel_log()
-        found = XID.findall(self.said)
-        return f"the GPU's driver said: `{found[0].strip()}`" if found else None
-
-    def close(self) -> None:
-        """Closes the kernel log."""
-        if self.log is not None:
-            os.close(self.log)
-            self.log = None
-
-    def _read_kernel_log(self) -> None:
-        while self.log is not None:
-            try:
-                record = os.read(self.log, 8192).decode("utf-8", errors="replace")
-            except BrokenPipeError:  # records were overwritten before they were read; the next read goes on with the oldest
-                continue
-            except OSError:  # no more records
-                break
-            if not record:
-                break
-            self.said += record
+def main_frames(stacks: str) -> list[tuple[str, str]]:
+    """Returns (file, function) of the training thread, innermost first; empty where it is not found."""
+    for thread in re.split(r"\n(?=Thread |Current thread )", stacks):
+        frames = [(found["file"], found["function"]) for found in FRAME.finditer(thread)]
+        if any(MAIN.search(file) for file, _ in frames):
+            return frames
+    return []
 
 
-def read_counter(file: Path) -> int | None:
-    """Returns the kills that a cgroup's file counts; `None` where there is no such file or line."""
-    try:
-        match = COUNTED.search(file.read_text(encoding="ascii"))
-    except OSError:
-        return None
-    return int(match[1]) if match else None
+def standing(beat: Beat, quiet: float, stacks: str, *, in_kernel: bool = False) -> dict[str, Any]:
+    """Returns where a rank stands that makes no progress: how far it is (`at`), whether it `waits` for other ranks (`None` if unknown), and words.
+
+    `quiet` is seconds, `stacks` what it wrote of its threads.
+    """
+    frames = main_frames(stacks)
+    inner = f", at {frames[0][1]} ({'/'.join(frames[0][0].split('/')[-2:])})" if frames else ""
+    begun = f", {beat.collectives} collective operations begun" if beat.collectives is not None else ""
+    stuck = " in the kernel (a disk or a GPU that does not answer)" if in_kernel else ""
+    return {
+        "host": beat.host,
+        "quiet": quiet,
+        "at": list(beat.at()),
+        "collectives": beat.collectives,
+        "waits": any(COLLECTIVE.search(file) for file, _ in frames) if frames else None,
+        "where": beat.where(),
+        "stuck": f"{stuck}{begun}{inner}",
+    }
 
 
-def counters_of(pid: int, proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """Returns the counter files of a process's memory cgroup and of all its parents, v2 and v1, those that exist."""
-    try:
-        groups = (proc / str(pid) / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:  # it has gone, or this is no Linux
-        return []
-    found: list[Path] = []
-    for controllers, path in (line.split(":", 2)[1:] for line in groups):
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, name = (mounted / "memory", "memory.oom_control") if controllers else (mounted, "memory.events")
-        parts = Path(path).parts[1:]
-        seen = (top.joinpath(*parts[skipped:]) for skipped in range(len(parts)))  # a container sees the tree below its own cgroup
-        inner = next((folder for folder in seen if folder.is_dir()), top)
-        found += [folder / name for folder in (inner, *inner.parents) if folder.is_relative_to(top) and (folder / name).is_file()]
-    return found
+def culprits(found: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Returns the ranks that keep the others waiting: those that are behind, else those that have begun fewer collective operations (under
+    NCCL ranks wait for the GPU, in no frame of torch.distributed), else those that wait for nobody; empty if unknown."""
+    if len(found) < 2:
+        return list(found)
+    for key in ("at", "collectives"):
+        places = {rank: facts[key] for rank, facts in found.items() if facts[key] is not None}
+        if len(places) == len(found) and min(places.values()) != max(places.values()):
+            return [rank for rank, place in places.items() if place == min(places.values())]
+    working = [rank for rank, facts in found.items() if facts["waits"] is False]
+    return working if len(working) < len(found) else []
+
+
+def hang(found: Mapping[int, Mapping[str, Any]], run: RunFolder) -> Loss:
+    """Returns the loss of ranks of which none makes progress: who keeps the others waiting, and a line for each."""
+    blamed, quiet = culprits(found), min(facts["quiet"] for facts in found.values())
+    lines = []
+    for rank, facts in sorted(found.items()):
+        waits = " waiting for other ranks" if facts["waits"] and rank not in blamed else ""
+        lines.append(f"  rank {rank} ({facts['host']}): {facts['where']}{waits}{facts['stuck']}")
+    who = "rank" if len(blamed) == 1 else "ranks"
+    names = ", ".join(f"{rank} ({found[rank]['host']})" for rank in blamed)
+    said = f"{who} {names} made no step for {quiet:.0f} s" if blamed else f"no rank made a step for {quiet:.0f} s"
+    hint = f"`launch.hang_seconds` is the patience; stacks of all threads: {run.logs}/stack-rank*.txt; "
+    hint += "docs/troubleshooting.md#hangs-after-initialized"
+    if any(facts["collectives"] is not None for facts in found.values()):
+        hint += f"; collective operations: {run.logs}/collectives-rank*.json"
+    text = "\n".join([f"{said}; all ranks were stopped", *lines])
+    return Loss(cause="hang", rank=blamed[0] if len(blamed) == 1 else None, text=text, hint=hint)

@@ -1,8 +1,9 @@
-"""What a launcher sees of its workers: one that has gone, one that is frozen, all of them making no step, and the stacks of those."""
+"""What a launcher sees of its workers: one that has gone, one that is frozen, all of them making no step, one that the kernel killed."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -10,13 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-from sft_play.launch.beats import LIMITS, Beat, Listener
+from sft_play.launch.beats import LIMITS, Listener
 from sft_play.launch.run_folder import exit_records
-from sft_play.launch.verdict import Loss, MemoryKills
+from sft_play.launch.verdict import Loss, hang, standing
 from sft_play.runs.folder import RunFolder
 
 LONGEST_LOOK = 1.0
@@ -204,9 +206,6 @@ def is_alive(process: psutil.Process) -> bool:
 STACKS_SIGNAL = signal.SIGUSR2
 """Answered by faulthandler in C, so that a rank whose Python stands still answers too."""
 STACKS_SECONDS = 3.0
-FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line \d+ in (?P<function>\S+)', re.MULTILINE)
-MAIN = re.compile(r"sft_play/(train|probe)\.py$")
-COLLECTIVE = re.compile(r"/torch/distributed/|/accelerate/utils/operations\.py$|/deepspeed/comm/")
 
 
 def keep_stacks(run: RunFolder, workers: Mapping[int, psutil.Process]) -> dict[int, str]:
@@ -244,61 +243,106 @@ def _from(run: RunFolder, rank: int, start: int) -> str:
         return ""
 
 
-def main_frames(stacks: str) -> list[tuple[str, str]]:
-    """Returns (file, function) of the training thread, innermost first; empty where it is not found."""
-    for thread in re.split(r"\n(?=Thread |Current thread )", stacks):
-        frames = [(found["file"], found["function"]) for found in FRAME.finditer(thread)]
-        if any(MAIN.search(file) for file, _ in frames):
-            return frames
-    return []
+# ---- What the kernel says
+#
+# A process that the kernel kills can say nothing. SIGKILL alone proves nothing either: a person may have sent it. cgroup v2 counts such kills in
+# `memory.events`, v1 in `memory.oom_control`, both as `oom_kill N` (Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
+# The kernel log names the process, and holds what NVIDIA's driver says.
+
+COUNTED = re.compile(r"^oom_kill (\d+)$", re.M)
+KERNEL_LOG = Path("/dev/kmsg")
+XID = re.compile(r"NVRM: Xid .*")
 
 
-def standing(beat: Beat, quiet: float, stacks: str, *, in_kernel: bool = False) -> dict[str, Any]:
-    """Returns where a rank stands that makes no progress: how far it is (`at`), whether it `waits` for other ranks (`None` if unknown), and words.
+@dataclass(kw_only=True, slots=True)
+class MemoryKills:
+    """Counters of this process's cgroups and their parents, and of those of every process that is followed, from now on."""
 
-    `quiet` is seconds, `stacks` what it wrote of its threads.
-    """
-    frames = main_frames(stacks)
-    inner = f", at {frames[0][1]} ({'/'.join(frames[0][0].split('/')[-2:])})" if frames else ""
-    begun = f", {beat.collectives} collective operations begun" if beat.collectives is not None else ""
-    stuck = " in the kernel (a disk or a GPU that does not answer)" if in_kernel else ""
-    return {
-        "host": beat.host,
-        "quiet": quiet,
-        "at": list(beat.at()),
-        "collectives": beat.collectives,
-        "waits": any(COLLECTIVE.search(file) for file, _ in frames) if frames else None,
-        "where": beat.where(),
-        "stuck": f"{stuck}{begun}{inner}",
-    }
+    before: dict[Path, int] = field(default_factory=dict)
+    """Counter file -> kills when it was first looked at."""
+    pids: set[int] = field(default_factory=set)
+    log: int | None = None
+    """Descriptor of the kernel log, at its end when this began; `None` where it may not be read."""
+    said: str = ""
+    """What the kernel log has said since."""
+
+    @staticmethod
+    def begin() -> MemoryKills:
+        """Takes note of the counters as they are now."""
+        kills = MemoryKills()
+        with contextlib.suppress(OSError):
+            kills.log = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
+            os.lseek(kills.log, 0, os.SEEK_END)
+        kills.follow(os.getpid(), ours=False)
+        return kills
+
+    def follow(self, pid: int, *, ours: bool = True) -> None:
+        """Takes note of the cgroups of a process, which may have been moved; its own name in the kernel log counts from now on."""
+        if ours:
+            self.pids.add(pid)
+        for file in counters_of(pid):
+            if file not in self.before and (count := read_counter(file)) is not None:
+                self.before[file] = count
+
+    def evidence(self) -> str | None:
+        """Returns in words what shows that a process was killed for memory since, `None` when nothing does."""
+        for file, count in self.before.items():
+            now = read_counter(file)
+            if now is not None and now > count:
+                return f"`{file}` counts {now - count} kill{'s' if now - count > 1 else ''} for memory"
+        self._read_kernel_log()
+        for pid in map(int, re.findall(r"[Oo]ut of memory: Killed process (\d+)", self.said)):  # ids of the first pid namespace
+            if pid in self.pids:
+                return f"the kernel log says that process {pid} was killed for memory"
+        return None
+
+    def driver_errors(self) -> str | None:
+        """Returns what NVIDIA's driver said of a GPU since (its Xid errors: one off the bus, one whose kernel never ends)."""
+        self._read_kernel_log()
+        found = XID.findall(self.said)
+        return f"the GPU's driver said: `{found[0].strip()}`" if found else None
+
+    def close(self) -> None:
+        """Closes the kernel log."""
+        if self.log is not None:
+            os.close(self.log)
+            self.log = None
+
+    def _read_kernel_log(self) -> None:
+        while self.log is not None:
+            try:
+                record = os.read(self.log, 8192).decode("utf-8", errors="replace")
+            except BrokenPipeError:  # records were overwritten before they were read; the next read goes on with the oldest
+                continue
+            except OSError:  # no more records
+                break
+            if not record:
+                break
+            self.said += record
 
 
-def culprits(found: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Returns the ranks that keep the others waiting: those that are behind, else those that have begun fewer collective operations (under
-    NCCL ranks wait for the GPU, in no frame of torch.distributed), else those that wait for nobody; empty if unknown."""
-    if len(found) < 2:
-        return list(found)
-    for key in ("at", "collectives"):
-        places = {rank: facts[key] for rank, facts in found.items() if facts[key] is not None}
-        if len(places) == len(found) and min(places.values()) != max(places.values()):
-            return [rank for rank, place in places.items() if place == min(places.values())]
-    working = [rank for rank, facts in found.items() if facts["waits"] is False]
-    return working if len(working) < len(found) else []
+def read_counter(file: Path) -> int | None:
+    """Returns the kills that a cgroup's file counts; `None` where there is no such file or line."""
+    try:
+        match = COUNTED.search(file.read_text(encoding="ascii"))
+    except OSError:
+        return None
+    return int(match[1]) if match else None
 
 
-def hang(found: Mapping[int, Mapping[str, Any]], run: RunFolder) -> Loss:
-    """Returns the loss of ranks of which none makes progress: who keeps the others waiting, and a line for each."""
-    blamed, quiet = culprits(found), min(facts["quiet"] for facts in found.values())
-    lines = []
-    for rank, facts in sorted(found.items()):
-        waits = " waiting for other ranks" if facts["waits"] and rank not in blamed else ""
-        lines.append(f"  rank {rank} ({facts['host']}): {facts['where']}{waits}{facts['stuck']}")
-    who = "rank" if len(blamed) == 1 else "ranks"
-    names = ", ".join(f"{rank} ({found[rank]['host']})" for rank in blamed)
-    said = f"{who} {names} made no step for {quiet:.0f} s" if blamed else f"no rank made a step for {quiet:.0f} s"
-    hint = f"`launch.hang_seconds` is the patience; stacks of all threads: {run.logs}/stack-rank*.txt; "
-    hint += "docs/troubleshooting.md#hangs-after-initialized"
-    if any(facts["collectives"] is not None for facts in found.values()):
-        hint += f"; collective operations: {run.logs}/collectives-rank*.json"
-    text = "\n".join([f"{said}; all ranks were stopped", *lines])
-    return Loss(cause="hang", rank=blamed[0] if len(blamed) == 1 else None, text=text, hint=hint)
+def counters_of(pid: int, proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+    """Returns the counter files of a process's memory cgroup and of all its parents, v2 and v1, those that exist."""
+    try:
+        groups = (proc / str(pid) / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # it has gone, or this is no Linux
+        return []
+    found: list[Path] = []
+    for controllers, path in (line.split(":", 2)[1:] for line in groups):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = (mounted / "memory", "memory.oom_control") if controllers else (mounted, "memory.events")
+        parts = Path(path).parts[1:]
+        seen = (top.joinpath(*parts[skipped:]) for skipped in range(len(parts)))  # a container sees the tree below its own cgroup
+        inner = next((folder for folder in seen if folder.is_dir()), top)
+        found += [folder / name for folder in (inner, *inner.parents) if folder.is_relative_to(top) and (folder / name).is_file()]
+    return found

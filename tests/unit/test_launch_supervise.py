@@ -21,8 +21,8 @@ from torch import distributed
 from sft_play.launch import watch as module
 from sft_play.launch.beats import LIMITS, SCALE, Beat, Listener, Sender
 from sft_play.launch.run_folder import exit_records
-from sft_play.launch.verdict import Loss, MemoryKills, judge
-from sft_play.launch.watch import Watch, is_worker
+from sft_play.launch.verdict import Loss, judge
+from sft_play.launch.watch import MemoryKills, Watch, is_worker
 from sft_play.runs.folder import RunFolder
 from sft_play.train import verdict
 from sft_play.training.exit_record import describe_full_disk, leave_record, ran_out_of_disk, reserve
@@ -350,7 +350,7 @@ def test_a_worker_that_waits_in_the_kernel_is_named_with_what_that_may_be(
 def test_what_the_driver_says_of_a_gpu_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "kmsg"
     log.write_text("4,1,1,-;NVRM: Xid (PCI:0000:41:00): 31, of an earlier run\n")
-    monkeypatch.setattr("sft_play.launch.verdict.KERNEL_LOG", log)
+    monkeypatch.setattr("sft_play.launch.watch.KERNEL_LOG", log)
     kills = MemoryKills.begin()
     assert kills.driver_errors() is None
     with log.open("a") as stream:

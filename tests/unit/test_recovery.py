@@ -22,7 +22,8 @@ from sft_play.launch.deepspeed import read_user_json
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.recovery import Refusal
 from sft_play.launch.run_folder import record_event
-from sft_play.launch.verdict import OUT_OF_MEMORY, MemoryKills, Outcome, counters_of, judge
+from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome, judge
+from sft_play.launch.watch import MemoryKills, counters_of
 from sft_play.plan.batch import Batch, choose_batch, halve, halved
 from sft_play.plan.hardware import parse_hardware
 from sft_play.plan.make import make_plan

@@ -11,8 +11,7 @@ from sft_play.launch import recovery
 from sft_play.launch.beats import Beat
 from sft_play.launch.recovery import Restarts
 from sft_play.launch.run_folder import record_event
-from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
-from sft_play.launch.watch import culprits, hang, standing
+from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome, culprits, hang, standing
 from sft_play.runs.folder import RunFolder
 from sft_play.training.heartbeat import patience
 from sft_play.training.memory_errors import Activity

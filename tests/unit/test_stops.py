@@ -21,12 +21,13 @@ from sft_play.errors import UserError
 from sft_play.launch.node import Stop
 from sft_play.launch.resume import as_long, changes, is_longer, refuse_fewer_steps, steps_asked
 from sft_play.launch.run_folder import read_events, stop_code
-from sft_play.launch.verdict import describe_stop, stop_facts, stop_of, stop_recorded
+from sft_play.launch.verdict import Loss, describe_stop, judge, stop_facts, stop_recorded
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
 from sft_play.runs.stamp import CHANGEABLE
 from tests.conftest import ROOT
 from tests.plans import simple_plan
+from tests.unit.test_launch_supervise import run_with
 
 WORKER = """
 import sys, time
@@ -209,11 +210,14 @@ def test_nohup_is_obeyed() -> None:
 STOPPED: dict[str, Any] = {"code": 143, "time": 1.0, "stop": {"signal": "SIGTERM", "phase": "training", "step": 7, "saved": 7}}
 
 
-def test_one_worker_that_was_asked_stops_the_run() -> None:
-    assert stop_of([(0, STOPPED), (1, {"code": 75, "time": 2.0})], [], 0) == STOPPED
-    assert stop_of([(1, {"code": 2, "time": 0.5}), (0, STOPPED)], [], 1) is None, "an error came first"
-    assert stop_of([(0, STOPPED)], [1], 1) is None, "a rank that died without a word made torchrun end the others"
-    assert stop_of([], [0], None) is None
+def test_one_worker_that_was_asked_stops_the_run(tmp_path: Path) -> None:
+    def code(records: dict[int, dict[str, Any]], loss: Loss | None = None) -> int:
+        return judge(run_with(tmp_path / str(time.monotonic_ns()), records), range(2), agent_code=1, agent_log="", loss=loss).code
+
+    assert code({0: STOPPED, 1: {"code": 75, "time": 2.0}}) == 143
+    assert code({1: {"code": 2, "time": 0.5}, 0: STOPPED}) == 2, "an error came first"
+    gone = Loss(cause="killed", rank=1)
+    assert code({0: STOPPED}, gone) == 75, "a rank that died without a word made torchrun end the others"
 
 
 DAMAGE = "step-000008: `weights` has 9 bytes, not 12"
