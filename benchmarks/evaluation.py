@@ -23,7 +23,7 @@ from benchmarks.options import options_of
 from benchmarks.training import MODEL, describe_machine
 from sft_play.config.load import load_config, save_config
 from sft_play.files import write_json, write_text
-from sft_play.plan.command import plan_for
+from sft_play.plan.commands import plan_for
 from sft_play.plan.detect import detect
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest

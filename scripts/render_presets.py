@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from sft_play.config.call import Override  # noqa: E402
 from sft_play.config.load import load_config  # noqa: E402
 from sft_play.plan.catalogue import CATALOGUE  # noqa: E402
-from sft_play.plan.command import LAN, MADE_FOR  # noqa: E402
+from sft_play.plan.commands import LAN, MADE_FOR  # noqa: E402
 from sft_play.plan.fit import DoesNotFitError  # noqa: E402
 from sft_play.plan.hardware import GIB, parse_hardware  # noqa: E402
 from sft_play.plan.make import make_plan  # noqa: E402

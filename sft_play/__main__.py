@@ -66,9 +66,9 @@ COMMANDS: dict[str, Command] = {
     "data": Command(
         "sft_play.prepare:data", "read, check and cache the data as tokens; JSON=1 gives the manifests", COMMON | {"RUN"}
     ),
-    "gpu-info": Command("sft_play.plan.gpu_info:main", "the GPUs of this machine", frozenset({"JSON"}), overrides=False),
+    "gpu-info": Command("sft_play.plan.commands:gpu_info", "the GPUs of this machine", frozenset({"JSON"}), overrides=False),
     "memory-check": Command(
-        "sft_play.plan.memory_check:main",
+        "sft_play.plan.commands:memory_check",
         "memory in use, and what CONFIG would need beside what is free",
         COMMON | {"RUN", "NUM_GPUS", "SOURCE"},
     ),

@@ -25,7 +25,7 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json
 from sft_play.launch.commands import start_run
 from sft_play.launch.job import Job
-from sft_play.plan.command import plan_for
+from sft_play.plan.commands import plan_for
 from sft_play.plan.detect import detect
 from sft_play.plan.memory import Setup
 from sft_play.plan.plan import Plan

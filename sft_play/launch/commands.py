@@ -56,7 +56,7 @@ from sft_play.launch.run_folder import (
 )
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, describe_stop, stop_recorded, tell_cause
 from sft_play.plan.plan import Plan
-from sft_play.plan.show_speed import beside_forecast
+from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.prepared import Prepared

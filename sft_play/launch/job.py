@@ -18,7 +18,7 @@ from sft_play.launch.network import address_towards, free_port, loopback_interfa
 from sft_play.launch.options import LaunchOptions
 from sft_play.launch.rendezvous import Rendezvous
 from sft_play.plan.calibration import load_calibration, of_all_nodes
-from sft_play.plan.command import explained
+from sft_play.plan.commands import explained
 from sft_play.plan.detect import detect
 from sft_play.plan.fit import Memory
 from sft_play.plan.hardware import Hardware

@@ -19,8 +19,8 @@ from sft_play.launch.job import Job
 from sft_play.launch.local import worker_arguments
 from sft_play.launch.node import bound_to_parent, supervise
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
+from sft_play.plan.measured import Probed, load, save
 from sft_play.plan.plan import Plan
-from sft_play.plan.probed import Probed, load, save
 from sft_play.plan.sources import memory_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared

@@ -20,7 +20,7 @@ from sft_play.launch.job import job_of, refuse_early
 from sft_play.launch.options import LaunchOptions, read_options
 from sft_play.launch.preparation import prepare, probe
 from sft_play.launch.run_folder import ended_by_signals, find_run
-from sft_play.plan.command import hardware_of, needs_several, plan_for
+from sft_play.plan.commands import hardware_of, needs_several, plan_for
 from sft_play.plan.fit import DoesNotFitError
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.nodes import devices_of, with_network

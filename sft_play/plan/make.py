@@ -12,14 +12,14 @@ from sft_play.errors import HardwareError
 from sft_play.plan import choices, network, nodes, strategies
 from sft_play.plan.batch import Batch, count, halve, halved, said_aloud
 from sft_play.plan.calibration import Calibration
+from sft_play.plan.catalogue import energy_kwh
 from sft_play.plan.fastest import Rows, choose_rows, comparable, with_layout
 from sft_play.plan.fit import DoesNotFitError, Fit, Memory, Remedy, wanted_rows
 from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware
 from sft_play.plan.losses import settle_chunks, with_chunks
 from sft_play.plan.memory import Setup, host_bytes, loading_host_bytes, nf4_experts, rank_memory, trainable_parameters
-from sft_play.plan.packed_batch import Division, choose_packing, insisted
+from sft_play.plan.packing import Division, choose_packing, insisted
 from sft_play.plan.plan import Plan, RankPlan
-from sft_play.plan.power import energy_kwh
 from sft_play.plan.rank_plans import (
     Start,
     computing_seconds,

@@ -15,7 +15,7 @@ from sft_play.plan.fastest import Rows
 from sft_play.plan.fit import MOST_ROWS, Fit
 from sft_play.plan.hardware import GIB, Device
 from sft_play.plan.memory import Setup
-from sft_play.plan.packed_batch import Division, gaining
+from sft_play.plan.packing import Division, gaining
 from sft_play.plan.plan import RankPlan
 from sft_play.plan.remedies import Case
 from sft_play.plan.rows import rows_data

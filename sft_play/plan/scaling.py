@@ -13,7 +13,7 @@ from sft_play.plan.hardware import Hardware
 from sft_play.plan.nodes import one_each
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
-from sft_play.plan.show_speed import duration
+from sft_play.plan.show import duration
 from sft_play.plan.words import figure
 
 MOST_DEVICES = 4096

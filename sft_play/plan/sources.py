@@ -11,15 +11,13 @@ from typing import Literal
 
 from sft_play.config.schema import Config
 from sft_play.errors import DataError, UserError
-from sft_play.plan.architecture import architecture_of
 from sft_play.plan.fit import DoesNotFitError, Memory
+from sft_play.plan.measured import TracedMemory, load
 from sft_play.plan.memory import Setup, rank_memory
-from sft_play.plan.peak import with_peak
 from sft_play.plan.plan import Plan
-from sft_play.plan.probed import load
+from sft_play.plan.remedies import with_peak
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.trace_case import setup_of
-from sft_play.plan.traced import TracedMemory
+from sft_play.plan.trace_case import architecture_of, setup_of
 from sft_play.plan.tracer import Tracer
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import Prepared

@@ -1,17 +1,21 @@
-"""What is traced: a model's architecture, how it is held and tuned, and the worst micro-batch. Plain data, from the plan."""
+"""What is traced: a model's `config.json`, how the model is held and tuned, and the worst micro-batch. Plain data."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from sft_play.config.schema import Config
-from sft_play.files import text_sha256
+from sft_play.config.schema import Config, ModelConfig
+from sft_play.files import read_json, text_sha256
 from sft_play.plan.backends import fuses_adapters, quantises_experts
 from sft_play.plan.memory import Setup, trained_bytes
 from sft_play.plan.plan import Plan
+from sft_play.plan.scratch import is_scratch, scratch_architecture
+from sft_play.plan.shape import ModelShape, config_file, known_models, shape_of
+from sft_play.runs.prepared import Prepared
 
 TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
@@ -77,7 +81,7 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
     """Returns the case of a rank's worst micro-batch.
 
     Under ZeRO and FSDP2 a whole replica is traced in the type that is computed in, without an optimizer: shards, states and what is
-    gathered are arithmetic (`plan.traced`).
+    gathered are arithmetic (`plan.measured`).
     """
     tuning, lora = config.tuning, config.tuning.lora
     sharding = setup.zero or setup.strategy == "fsdp2"
@@ -111,3 +115,42 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         clips=config.train.max_grad_norm > 0 and not sharding,
         packed=setup.packed,
     )
+
+
+# The `config.json` of a model, for the trace: its own where it is at hand, else made from the table of shapes.
+
+
+SIGLIP = {
+    "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "image_size": 896, "patch_size": 14,
+}  # fmt: skip
+"""The tower of every multimodal gemma-3."""
+
+
+def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dict[str, Any]:
+    """Returns the parsed `config.json`. Raises `DataError` where neither file nor table nor hub has it."""
+    if prepared is not None:
+        path: Path | None = Path(prepared.model.path) / "config.json"
+    elif is_scratch(model):
+        return scratch_architecture(model)
+    else:
+        path = config_file(model)
+    if path is not None and path.is_file():
+        found: dict[str, Any] = read_json(path)
+        return found
+    row = known_models().get(model.name, {})
+    return dict(row["config"]) if "config" in row else from_shape(shape_of(model))
+
+
+def from_shape(shape: ModelShape) -> dict[str, Any]:
+    """Returns a `config.json` with the numbers of a shape; what a shape does not hold is the family's default."""
+    text = {
+        "model_type": shape.model_type, "hidden_size": shape.hidden_size, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn_size, "vocab_size": shape.vocab_size, "tie_word_embeddings": shape.tied,
+        "max_position_embeddings": shape.max_positions,
+    }  # fmt: skip
+    if shape.model_type != "gemma3":
+        return text
+    text["model_type"] = "gemma3_text"
+    return {"model_type": "gemma3", "text_config": text, "vision_config": SIGLIP, "tie_word_embeddings": shape.tied}

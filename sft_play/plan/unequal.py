@@ -16,7 +16,7 @@ from sft_play.plan.batch import count
 from sft_play.plan.calibration import Calibration
 from sft_play.plan.hardware import Device, Hardware
 from sft_play.plan.memory import Setup
-from sft_play.plan.packed_batch import Division
+from sft_play.plan.packing import Division
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import Data, paces_of, step_flops
 from sft_play.plan.words import figure

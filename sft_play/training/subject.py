@@ -240,7 +240,7 @@ def plain_run(loaded: LoadedConfig, model: ResolvedModel) -> RunFolder:
     """
     from sft_play.config.load import save_config
     from sft_play.config.schema import DataConfig, EvalConfig, TrainConfig
-    from sft_play.plan.command import plan_for
+    from sft_play.plan.commands import plan_for
     from sft_play.plan.detect import detect
     from sft_play.plan.request import LaunchRequest
 

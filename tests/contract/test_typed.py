@@ -15,7 +15,7 @@ from sft_play.config.call import Call, parse_call
 from sft_play.config.load import load_config
 from sft_play.config.names import ALIASES, IN_SECTION, INSTEAD, SETTINGS
 from sft_play.errors import UserError
-from sft_play.plan.command import MADE_FOR
+from sft_play.plan.commands import MADE_FOR
 from sft_play.plan.hardware import parse_hardware
 from tests.conftest import ROOT, Program
 

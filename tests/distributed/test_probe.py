@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.plan.probed import Probed, corrected
+from sft_play.plan.measured import Probed, corrected
 from tests.conftest import ROOT, Program
 
 PARTS = {"frozen": 100, "activations": 50, "logits": 30, "context": 10, "fragmentation": 5}

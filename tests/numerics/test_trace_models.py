@@ -10,16 +10,15 @@ import pytest
 from sft_play.__main__ import COMMANDS
 from sft_play.config.call import parse_call
 from sft_play.config.load import load_config
-from sft_play.plan.architecture import from_shape
-from sft_play.plan.command import plan_for
+from sft_play.plan.commands import plan_for
 from sft_play.plan.hardware import parse_hardware
 from sft_play.plan.make import make_plan
+from sft_play.plan.measured import TracedMemory
 from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.shape import shape_of
-from sft_play.plan.trace_case import case_of, setup_of
-from sft_play.plan.traced import TracedMemory
+from sft_play.plan.trace_case import case_of, from_shape, setup_of
 from sft_play.plan.tracer import Tracer
 from sft_play.trace.build import model_of
 from sft_play.trace.run import observe, trace

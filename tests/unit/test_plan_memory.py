@@ -13,7 +13,7 @@ from sft_play.__main__ import COMMANDS
 from sft_play.config.call import parse_call
 from sft_play.config.load import load_config
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TuningConfig
-from sft_play.plan.command import plan_for
+from sft_play.plan.commands import plan_for
 from sft_play.plan.hardware import GIB, parse_hardware
 from sft_play.plan.memory import Setup, rank_memory, rank_moments, trainable_parameters
 from sft_play.plan.request import LaunchRequest

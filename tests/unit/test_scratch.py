@@ -15,9 +15,9 @@ from sft_play.errors import DataError, UserError
 from sft_play.files import read_json
 from sft_play.model.scratch import resolve, says
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
-from sft_play.plan.architecture import architecture_of
 from sft_play.plan.scratch import intermediate_size, label
 from sft_play.plan.shape import shape_of
+from sft_play.plan.trace_case import architecture_of
 from tests.conftest import ROOT
 from tests.tiny_models import build_tiny_llama, build_tokenizer
 

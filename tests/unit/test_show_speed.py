@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sft_play.files import write_json
-from sft_play.plan.show_speed import beside_forecast
+from sft_play.plan.show import beside_forecast
 from sft_play.runs.folder import RunFolder
 
 

@@ -10,15 +10,15 @@ import pytest
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import UserError
 from sft_play.plan.calibration import Calibration, Link, StepFit
+from sft_play.plan.catalogue import BOARD_WATTS, energy_kwh
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.memory import Setup
 from sft_play.plan.plan import Plan
-from sft_play.plan.power import BOARD_WATTS, energy_kwh
 from sft_play.plan.request import LaunchRequest
 from sft_play.plan.scaling import parse_price, parse_scale, scale_table, show_scale, with_cost
 from sft_play.plan.shape import shape_of
-from sft_play.plan.show_speed import show_speed
+from sft_play.plan.show import show_speed
 from sft_play.plan.throughput import Data, attended_pairs, describe_work, flops_per_token, rank_rows, step_flops
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
 
