@@ -222,7 +222,7 @@ def encode_text(text: str, tokenizer: Any, *, limit: int, overlong: str = "split
 def encode_texts(texts: Sequence[str], tokenizer: Any, *, limit: int, overlong: str = "split") -> list[TextRows]:
     """Tokenises texts together and returns what became of each, in order.
 
-    `limit`: tokens of the longest row, at least 2. `overlong`: what happens to longer texts, a value of `data.tokens`; `error`,
+    `limit`: tokens of the longest row, at least 2. `overlong`: what happens to longer texts, a value of `data.overlong`; `error`,
     the default of the key, is for conversations, and cuts a text into chunks as `split` does. BOS comes first where the tokenizer
     adds one, EOS last; neither is added where the text has it already. Special tokens that are written out in a text are taken as
     such, so that texts which some other program has put into a template stay what they are. Raises `DataError` for a tokenizer

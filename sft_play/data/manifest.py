@@ -38,7 +38,7 @@ class SourceTally:
     dropped: Counter[str] = field(default_factory=Counter)
     """Left out, by reason."""
     cut: int = 0
-    """Kept, but shortened (`data.tokens`)."""
+    """Kept, but shortened (`data.overlong`)."""
     lost: Counter[str] = field(default_factory=Counter)
     """Of those, how many lost what: kinds of turns, or parts of one."""
     answers_cut: int = 0

@@ -189,7 +189,7 @@ def _pieces(row: RowText) -> Iterator[str]:
         reached = span.end
 
 
-# What happens to conversations and token rows that are longer than `model.max_seq_len` (`data.tokens`).
+# What happens to conversations and token rows that are longer than `model.max_seq_len` (`data.overlong`).
 #
 # `truncate` keeps the last answer: the oldest exchanges go first, then the beginning of the longest turn that is read and not learnt,
 # then the system turn. `split` puts the exchanges of a conversation into as few rows as hold them, in order, each with the system
