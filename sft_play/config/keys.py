@@ -222,15 +222,15 @@ RANGES: Mapping[str, Range] = {
     "kubernetes.finished_seconds": FROM_ZERO,
 }
 
-ROW_ORDER = "rows follow a permutation made from `train.seed`, so that any number of processes trains on the same batches"
+ROW_ORDER = "`train.seed` fixes the order of rows for any number of processes"
 WHOLE = "a checkpoint is always complete, so that a run can be resumed"
 UPLOAD = "nothing is uploaded while training; `make merge` writes a folder that `hf upload` takes"
 COMMAND = "the command says what is done"
 DEVICE = "hide GPUs with `CUDA_VISIBLE_DEVICES=`"
 SCORES = "evaluation is token-weighted over all ranks, with the scores of `make eval`"
-LAUNCHED = "the launcher gives every process its place"
+LAUNCHED = "the launcher sets it"
 
-COMPILES = "batches have another length each step, and torch compiles again for each (100 s a step, measured on a CPU)"
+COMPILES = "batches differ in length, and torch compiles again for each"
 
 REFUSED: Mapping[str, tuple[str | None, str]] = {
     "output_dir": ("RUN_NAME", "a run's files are in `runs/RUN_NAME/`, and `RUNS_DIR` moves `runs/`"),
@@ -247,12 +247,12 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     "use_cache": (None, "it is off in training and on when answers are generated"),
     "bf16_full_eval": ("train.bf16", "evaluation computes as training does"),
     "fp16_full_eval": ("train.fp16", "evaluation computes as training does"),
-    "log_on_each_node": (None, "every rank has a log of its own, and rank 0 writes to the console"),
+    "log_on_each_node": (None, "every rank has its log; rank 0 writes to the console"),
     "prediction_loss_only": ("train.predict_with_generate", SCORES),
     "eval_use_gather_object": (None, SCORES),
     "include_for_metrics": (None, SCORES),
     "batch_eval_metrics": (None, SCORES),
-    "logging_nan_inf_filter": (None, "a loss that is no number stops the run"),
+    "logging_nan_inf_filter": (None, "a loss that is not a number stops the run"),
     "dataloader_in_order": (None, ROW_ORDER),
     "dataloader_multiprocessing_context": (None, "workers start as torch starts them on this system"),
     "save_only_model": (None, WHOLE),
@@ -265,18 +265,18 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     "hub_strategy": (None, UPLOAD),
     "hub_always_push": (None, UPLOAD),
     "hub_revision": (None, UPLOAD),
-    "ignore_data_skip": (None, "a resumed run goes on with the row after the last one it trained on"),
-    "restore_callback_states_from_checkpoint": (None, "a resumed run goes on to the same losses as an uninterrupted one"),
+    "ignore_data_skip": (None, "a resumed run continues with the next row"),
+    "restore_callback_states_from_checkpoint": (None, "a resumed run gives the same losses as an uninterrupted one"),
     "data_seed": ("train.seed", ROW_ORDER),
     "use_cpu": (None, DEVICE),
-    "use_liger_kernel": ("train.kernels", "it would replace the loss too, which runs in chunks of its own here"),
-    "liger_kernel_config": ("train.kernels", "which kernels run was tried family by family"),
+    "use_liger_kernel": ("train.kernels", "it would also replace the loss, which is computed in chunks here"),
+    "liger_kernel_config": ("train.kernels", "the kernels are chosen by model family"),
     "torch_compile": ("train.kernels", COMPILES),
     "torch_compile_backend": ("train.kernels", COMPILES),
     "torch_compile_mode": ("train.kernels", COMPILES),
     "accelerator_config": (None, "the plan decides; `make plan` shows it"),
     "parallelism_config": ("launch.strategy", "the plan decides; `make plan` shows it"),
-    "dataloader_drop_last": (None, "no row is ever left out; " + ROW_ORDER),
+    "dataloader_drop_last": (None, "no row is skipped; " + ROW_ORDER),
     "remove_unused_columns": (None, "rows are prepared before the run and hold only what the model takes"),
     "label_names": (None, "labels are the tokens of the answers"),
     "train_sampling_strategy": (None, ROW_ORDER),
@@ -289,7 +289,7 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     "do_train": (None, COMMAND),
     "do_eval": ("train.eval_strategy", COMMAND),
     "do_predict": ("train.predict_with_generate", COMMAND),
-    "resume_from_checkpoint": (None, "`make resume RUN=` goes on from the newest valid checkpoint"),
+    "resume_from_checkpoint": (None, "`make resume RUN=` continues from the newest valid checkpoint"),
     "local_rank": (None, LAUNCHED),
 }
 """Field -> (name to use, why). The plan or a command decides these, or they are named differently."""

@@ -16,23 +16,22 @@ from sft_play.config.yaml_files import scalar_text
 RENDERED = "<!-- Rendered by `make render`; edit `sft_play/config/schema.py`. -->"
 INTRODUCTION = """# Configuration
 
-One YAML file describes a run. Every key has a default but `model.name` ([which a model from scratch does not need](pretraining.md));
-an unknown key, a wrong type or a value out of range stops the command with its place, and all problems are shown at once. `make config
-CONFIG=file.yaml` prints every key with where its value came from.
+One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). An unknown key, a wrong type
+or a value out of range stops the command with its place; all problems are shown at once.
 
 ```bash
 make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4
 ```
 
-- **Overrides**: `SECTION_KEY=value` on the command line means `section.key`: `TRAIN_BATCH_SIZE=1`, `TUNING_LORA_R=8`,
-  `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`. Values are taken letter for letter (make itself drops blanks before a value);
-  `null` or nothing at all is null where a key takes it.
-- **Order**: defaults, then `extends:` parents, the file, `SFT_SECTION_KEY` in the environment, the command line; the later wins. It also replaces
-  the other way to say the same: `DATA_SOURCES=` takes a file's `data.train_path` away. Both in one file are refused.
-- **Presets**: `extends: run_bnb` takes every key of `configs/run_bnb.yaml` (or of a file beside yours); `CONFIG=run_bnb` uses one as it is.
-  Your training data replace a preset's validation data too.
-- **Interpolation**: `${section.key}` stands for another key's value (OmegaConf).
-- **YAML 1.2**: only `true` and `false` are booleans, `2e-4` is a number, a key that stands twice is an error.
+prints every key with where its value came from.
+
+- **Overrides**: `SECTION_KEY=value` sets `section.key`: `TRAIN_BATCH_SIZE=1`, `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`. Values are
+  taken letter for letter; `null` or nothing is null where a key takes it.
+- **Order**, the later wins: defaults, `extends:` parents, the file, `SFT_SECTION_KEY` in the environment, the command line. `DATA_SOURCES=` also
+  replaces a file's `data.train_path`; both in one file are refused.
+- **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml` or of a file next to yours; `CONFIG=run_bnb` uses it as it is.
+  Your training data also replace a preset's validation data.
+- **YAML 1.2**: only `true` and `false` are booleans, `2e-4` is a number. `${section.key}` is another key's value.
 - **Editors**: begin a file with `# yaml-language-server: $schema=configs/schema.json`.
 - `auto` means that the plan decides and says why: `make plan CONFIG=file.yaml`.
 """
@@ -62,22 +61,22 @@ def _sources() -> list[str]:
     texts = documented(DataSource)
     for name, annotation in get_type_hints(DataSource).items():
         lines.append(f"| `{name}` | {_cell(describe(annotation))} | {_cell(texts.get(name, ''))} |")
-    return [*lines, "", "An entry is a mapping; `data.train_path` and `data.val_path` are short for a single one.", ""]
+    return [*lines, ""]
 
 
 def _extras() -> list[str]:
-    lines = ["## Further keys of `train`", "", "Every other field of the pinned `transformers.TrainingArguments`:", ""]
-    lines += ["| key | value | default | meaning |", "|---|---|---|---|"]
-    for key in extra_keys().values():
-        leaf = key.name.rpartition(".")[2]
-        lines.append(f"| `{leaf}` | {_cell(_expected(key))} | {_default(key)} | {_cell(_shortened(key.help))} |")
-    return [*lines, ""]
+    keys = [f"`{key.name.rpartition('.')[2]}` ({_default(key)})" for key in extra_keys().values()]
+    about = "Other fields of the pinned `transformers.TrainingArguments`, with their defaults:"
+    return ["## Further keys of `train`", "", about, ", ".join(keys) + ".", ""]
 
 
 def _refused() -> list[str]:
     lines = ["## Fields of `TrainingArguments` that are refused", "", "| field | use instead | why |", "|---|---|---|"]
+    fields: dict[tuple[str | None, str], list[str]] = {}
+    for name, reason in REFUSED.items():
+        fields.setdefault(reason, []).append(f"`{name}`")
     return lines + [
-        f"| `{name}` | {f'`{instead}`' if instead else ''} | {_cell(why)} |" for name, (instead, why) in REFUSED.items()
+        f"| {', '.join(names)} | {f'`{instead}`' if instead else ''} | {_cell(why)} |" for (instead, why), names in fields.items()
     ]
 
 
@@ -88,11 +87,6 @@ def _expected(key: Key) -> str:
 
 def _default(key: Key) -> str:
     return "required" if key.default is REQUIRED else f"`{scalar_text(key.default)}`"
-
-
-def _shortened(text: str, limit: int = 160) -> str:
-    first = text.split(". ", 1)[0].rstrip(".")
-    return first if len(first) <= limit else first[:limit].rsplit(" ", 1)[0] + " ..."
 
 
 def _cell(text: str) -> str:
