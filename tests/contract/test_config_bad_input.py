@@ -21,7 +21,7 @@ CASES = {
     "a file as a section": ("model: {name: some/model}\ndata: rows.jsonl\n", [], "did you mean `data.train_path: rows.jsonl`?"),
     "lora at the top": (GOOD + "lora: {r: 8}\n", [], "did you mean `tuning.lora`?"),
     "unknown variable": (GOOD, ["TRAIN_LEARNIG_RATE=1"], "did you mean `TRAIN_LEARNING_RATE=1`?"),
-    "short of an option": (GOOD, ["NUM_GPU=2"], "did you mean `NUM_GPUS=2`?"),
+    "short of an option": (GOOD, ["NUM_GPU=2"], "did you mean `train-distributed NUM_GPUS=2`?"),
     "flag": (GOOD, ["--learning-rate", "1"], "did you mean `TRAIN_LEARNING_RATE=1`?"),
     "wrong type": (GOOD + "train:\n  batch_size: two\n", [], "x.yaml:4: `train.batch_size` is `two`; expected an integer >= 1 or `auto`"),
     "wrong type typed": (GOOD, ["TRAIN_BATCH_SIZE=two"], "TRAIN_BATCH_SIZE=two: `train.batch_size` is `two`"),

@@ -218,7 +218,7 @@ class Running:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sft_play", "data", f"CONFIG={document}"], env=dict(env), cwd=ROOT, stderr=subprocess.PIPE, text=True
         )  # fmt: skip
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         self.workers: list[psutil.Process] = []
         while len(self.workers) < 2 and time.monotonic() < deadline:
             assert self.process.poll() is None
