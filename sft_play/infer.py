@@ -20,7 +20,7 @@ from sft_play.runs.weights import label_of, plain_model, weights_folder
 if TYPE_CHECKING:
     from sft_play.config.call import Call
     from sft_play.config.schema import Config
-    from sft_play.training.answering import AnswerSettings
+    from sft_play.training.answering import Answer, AnswerSettings
 
 Messages = list[dict[str, str]]
 
@@ -148,15 +148,16 @@ def _tell_loading(what: str) -> None:
 
 
 def _one(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
-    from sft_play.training.answering import answer_all, prompt_ids
+    from sft_play.training.answering import answer_all
 
     prompt = call.options["PROMPT"]
-    answer = answer_all(*ready, [prompt_ids(ready.tokenizer, _question(prompt))])[0]
+    answer = answer_all(*ready, _prompts(ready, [Row("`PROMPT`", _question(prompt))]))[0]
     if call.json:
         found = {"prompt": prompt, "answer": answer.text, "tokens": answer.tokens, "stopped": answer.stopped}
         print(json.dumps({**facts, **found}, ensure_ascii=False))
     else:
         print(answer.text)
+        _tell_cut([answer], ready)
     return 0
 
 
@@ -172,15 +173,25 @@ def _file(call: Call, ready: Ready, rows: Sequence[Row], output: Path) -> int:
         write_text(output, "\n".join(lines) + "\n")
     except OSError as error:
         raise UserError(f"`OUTPUT` cannot be written: {error.strerror}", place=str(output)) from error
-    cut = sum(not answer.stopped for answer in answers)
-    if cut:
-        print(f"note: {cut} of {len(answers)} answers were cut at {ready.settings.max_new_tokens} tokens", file=sys.stderr)
+    cut = _tell_cut(answers, ready)
     if call.json:
         print(json.dumps({"rows": len(rows), "output": str(output), "cut": cut}))
     else:
         empty = f", {len(rows) - len(asked)} of them to empty lines" if len(rows) > len(asked) else ""
         print(f"{len(rows)} answers in {output}{empty}", file=sys.stderr)
     return 0
+
+
+def _tell_cut(answers: Sequence[Answer], ready: Ready) -> int:
+    """Returns how many answers ended at the limit and not by themselves, after a note that says so."""
+    cut = sum(not answer.stopped for answer in answers)
+    if cut:
+        limit = ready.settings.max_new_tokens
+        print(
+            f"note: {cut} of {len(answers)} answers were cut at {limit} tokens; TRAIN_GENERATION_MAX_NEW_TOKENS={2 * limit} allows more",
+            file=sys.stderr,
+        )
+    return cut
 
 
 def _answered(row: Row, answer: str) -> dict[str, Any]:

@@ -171,11 +171,19 @@ def recognise(row: Row) -> str:
     near = [name for name, (columns, _) in FORMATS.items() if any(row.get(column) is not None for column in columns)]
     if len(near) == 1:
         _require(row, near[0])
-    turns = next(
-        (name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], Mapping)), None
+    within = [
+        (f"{name}.{key}", value) for name, inner in row.items() if isinstance(inner, Mapping) for key, value in inner.items()
+    ]
+    turns, first = next(
+        (
+            (name, value[0])
+            for name, value in [*row.items(), *within]
+            if isinstance(value, list) and value and isinstance(value[0], Mapping)
+        ),
+        (None, {}),
     )
     if turns is not None:
-        keys = [f"`{key}`" for key in row[turns][0]]
+        keys = [f"`{key}`" for key in first]
         names = f"columns: {{messages: {turns}, messages.role: NAME, messages.content: NAME, messages.role.user: VALUE}}"
         raise DataError(
             f"no format fits the columns {names_of(row)}",

@@ -182,6 +182,10 @@ def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: s
     for words in ((f"MODEL={merged}",), (f"RUN={merged}",)):
         done = place.call("infer", *words, "PROMPT=Why?", "TRAIN_GENERATION_MAX_NEW_TOKENS=12")
         assert (done.code, done.out) == (0, why), done.err
+    done = place.call("infer", f"MODEL={merged}", "PROMPT=Why?", "TRAIN_GENERATION_MAX_NEW_TOKENS=1")
+    assert "1 of 1 answers were cut at 1 tokens; TRAIN_GENERATION_MAX_NEW_TOKENS=2 allows more" in done.err
+    done = place.call("infer", f"MODEL={merged}", "PROMPT=" + "Why? " * 600)
+    assert done.code == 4 and "`PROMPT`: the prompt has" in done.err
     questions, output = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
     questions.write_text("Why?\n\nWhy?\n")
     done = place.call("infer", f"MODEL={place.folder / 'model'}", f"INPUT={questions}", f"OUTPUT={output}", "EVAL_BATCH_SIZE=2")

@@ -111,6 +111,14 @@ def test_no_format_lists_the_columns_found_and_those_wanted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "path"), [({"log": [{"von": "a"}]}, "log"), ({"id": 1, "thread": {"log": [{"von": "a"}]}}, "thread.log")]
+)
+def test_a_conversation_under_other_names_is_found_also_within_a_column(row: Row, path: str) -> None:
+    hint = refused(row).hint
+    assert hint and f"{{messages: {path}, messages.role: NAME" in hint and f"a turn in `{path}` has `von`" in hint
+
+
+@pytest.mark.parametrize(
     ("row", "needs"),
     [
         ({"prompt": "q"}, "format `prompt_completion` needs `completion`"),
