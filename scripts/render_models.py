@@ -28,15 +28,17 @@ def row(name: str) -> str:
         rows = "" if not plan else "packed" if plan.pack_tokens else plan.layout
         traced = plan and any("formulas do not know" in reason for reason in plan.reasons)
         memory = "" if not plan else "trace" if traced else "formula"
-        cells = [f"`{name}`", rows, _adapters(lora), _weights(full), memory, f"{datetime.now(UTC):%Y-%m-%d}"]
+        cells = [f"`{name}`", rows, adapted_cell(lora), trained_cell(full), memory, f"{datetime.now(UTC):%Y-%m-%d}"]
     return f"| {' | '.join(cells)} |"
 
 
-def _adapters(road: Road) -> str:
+def adapted_cell(road: Road) -> str:
+    """Returns the names of the layers that `auto` has adapted."""
     return _stopped(road) if road.at else ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in road.adapted()))
 
 
-def _weights(road: Road) -> str:
+def trained_cell(road: Road) -> str:
+    """Returns which weights full tuning has left as they were."""
     if road.at:
         return _stopped(road)
     kept = dict.fromkeys(name.removesuffix(".weight") for name in road.untouched())
