@@ -54,7 +54,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
                      checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
     outcome = supervise(
         arguments, environment.variables, run, job.ranks_here(plan), console=console.fileno(), shown=f"{launched}\n",
-        elsewhere=elsewhere_of(job, run),
+        elsewhere=elsewhere_of(job, run), **({"share": job.rendezvous.share_standings} if job.rendezvous else {}),
     )  # fmt: skip
     return job.rendezvous.settle(outcome) if job.rendezvous else outcome
 

@@ -182,6 +182,8 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
         probe(job, run, prepared)
     plan = replace(job.plan(prepared), recoveries=recovery.recoveries(run))
     require_disk_space(plan, job.loaded.config, run)
+    if job.node.rank == 0:  # all are here, and none has begun to write
+        remove_left(run, range(plan.world_size))
     job, plan = agreed(job, plan, prepared, run)
     lost = Restarts(limit=recovery.limit_of(job.loaded.config), step=step_of(checkpoint) if checkpoint else 0)
     with disk_refusals_told(run):

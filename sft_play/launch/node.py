@@ -21,7 +21,7 @@ from sft_play.files import remove_half_written
 from sft_play.launch.beats import LIMITS, MARK, Listener
 from sft_play.launch.run_folder import STOPS, signals_to_hear
 from sft_play.launch.verdict import Outcome, judge, launcher_log, tail
-from sft_play.launch.watch import MemoryKills, Watch, is_alive, remove_empty
+from sft_play.launch.watch import MemoryKills, Standings, Watch, is_alive, remove_empty
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.runs.folder import RunFolder
@@ -30,11 +30,13 @@ POLL_SECONDS = 0.1
 Elsewhere = Callable[[bool], Outcome | int | None]
 """Asked about ten times a second how the attempt ended on another machine: an outcome, or a signal to pass on to the workers; told whether this
 machine was asked to stop."""
+Share = Callable[[Standings | None], Standings | None]
+"""What `Watch.share` is on several machines."""
 
 
 def supervise(
     arguments: Sequence[str], variables: Mapping[str, str], run: RunFolder, ranks: range, *, console: int, shown: str = "",
-    elsewhere: Elsewhere | None = None,
+    elsewhere: Elsewhere | None = None, share: Share = lambda mine: mine,
 ) -> Outcome:  # fmt: skip
     """Runs the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to; the launcher's log begins with `shown`.
 
@@ -44,7 +46,7 @@ def supervise(
     run.logs.mkdir(parents=True, exist_ok=True)
     for rank in ranks:  # a resumed run must not be judged by the records of the last attempt
         run.rank_exit(rank).unlink(missing_ok=True)
-    remove_left(run, ranks)
+        remove_half_written(run.rank_exit(rank))
     log_starts = {rank: path.stat().st_size for rank in ranks if (path := run.rank_log(rank)).is_file()}
     _adopt_orphans()
     stop, mark, kills, others = Stop(), uuid.uuid4().hex, MemoryKills.begin(), set(psutil.Process().children())
@@ -61,7 +63,7 @@ def supervise(
             start_new_session=True,
             preexec_fn=bound_to_parent(signal.SIGKILL),  # noqa: PLW1509 - runs before exec; the workers leave with their agent
         )
-        watch = Watch(agent=process.pid, run=run, ranks=ranks, kills=kills, beats=beats)
+        watch = Watch(agent=process.pid, run=run, ranks=ranks, kills=kills, beats=beats, share=share)
         ended = None
         try:
             ended = _wait(process, stop, watch, others, elsewhere)

@@ -43,6 +43,7 @@ from sft_play.launch.key import MAKE_ONE, VARIABLE, proof, proves
 from sft_play.launch.network import holder_of, port_is_free
 from sft_play.launch.run_folder import raise_what_was_heard, stop_code
 from sft_play.launch.verdict import LOST, Outcome
+from sft_play.launch.watch import Standings
 
 Given = dict[str, Any]
 Judge = Callable[[Sequence[Given]], list[UserError]]
@@ -55,6 +56,8 @@ POLL_SECONDS = 0.2
 CONNECT_SECONDS = 3.0
 HEARD_SECONDS = 5.0
 """How long what listens at the port may take to answer as our store does."""
+REQUEST_SECONDS = 300.0
+"""What torch allows a request; how long it really may take is `launch.silent_seconds`."""
 PAUSE_SECONDS = 0.5
 RESOLVE_SECONDS = 30.0
 """How long a name may be unknown: a cluster's names appear when its machines do."""
@@ -155,6 +158,8 @@ class Rendezvous:
         self.attempt = 0
         self.members: list[int] = []
         """Ranks of the machines of this attempt, in order."""
+        self._before: list[int] = []
+        """Those of the last attempt."""
         self.seats: dict[int, Seat] = {}
         self.wants: dict[int, Given] = {}
         """On node 0 of an elastic run: facts of machines that wait for the next attempt."""
@@ -165,6 +170,9 @@ class Rendezvous:
         self._end: tuple[int, Given] | None = None
         self._beats, self._told_stop = 0, False
         self._taking_part = node.rank == 0
+        self._standing: Standings | None = None
+        self._standing_written: Standings | None = None
+        self._standings: Standings = {}
         self._unheard, self._looked = 0.0, 0.0
         self._watched: dict[int, str] = {}
         """On node 0: the sessions whose beats are judged."""
@@ -269,7 +277,7 @@ class Rendezvous:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard > 0 else soft, hard))  # one descriptor a machine
         try:
-            self._store = _tcp_store()("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=_seconds(HEARD_SECONDS))
+            self._store = _tcp_store()("127.0.0.1", port, is_master=True, wait_for_workers=False)
         except RuntimeError as error:
             raise HardwareError(
                 f"node 0 cannot listen on port {port}: {'' if port_is_free(port) else 'Address already in use'}{holder_of(port)}",
@@ -325,6 +333,7 @@ class Rendezvous:
         stranger = "something listens there that is no launcher of SFT-Play", "stranger"
         try:
             raw = link.ask(lambda store: store.get("session"), HEARD_SECONDS + CONNECT_SECONDS)
+            link.ask(lambda store: store.set_timeout(_seconds(REQUEST_SECONDS)), HEARD_SECONDS)
         except StoreGone:
             link.close()
             return stranger
@@ -393,6 +402,7 @@ class Rendezvous:
             self._end = attempt, found
         if self.node.rank == 0:
             self._judge_beats(store)
+        self._compare_standings(store)
         self._unheard = 0.0
 
     def _judge_beats(self, store: Any) -> None:
@@ -408,6 +418,16 @@ class Rendezvous:
             self._seen[session], self._silent[session] = beat, 0.0 if heard else self._silent.get(session, 0.0) + passed
             if self._silent[session] > self.silent_seconds and rank in self.members:
                 self._first(store, f"{self.attempt}/end", {"lost": rank, "seconds": round(self._silent[session])})
+
+    def _compare_standings(self, store: Any) -> None:
+        """Writes where this machine's ranks stand, and reads all once every machine has written so."""
+        mine, own = self._standing, f"{self.attempt}/still/{self.node.rank}"
+        if mine != self._standing_written:
+            self._standing_written = mine
+            store.set(own, self._pack(own, mine)) if mine else store.delete_key(own)
+        names = [f"{self.attempt}/still/{rank}" for rank in self.members]
+        found = [self._read(store, name) for name in names] if mine and store.check(names) else []
+        self._standings = {rank: facts for one in found for rank, facts in (one or {}).items()} if all(found) else {}
 
     def _is_silent(self, rank: int) -> bool:
         return self._silent.get(self._watched.get(rank, ""), 0.0) > self.silent_seconds
@@ -451,7 +471,7 @@ class Rendezvous:
         """Node 0's part of a meeting."""
         here: dict[int, Given] = {0: facts}
         lost = {rank for rank in self._watched if self._is_silent(rank)}
-        members, self.members, self.wants = set(self.members), [], {}
+        members, self.wants = set(self._before), {}
         wrong_since, judged, errors = 0.0, "", list[UserError]()
         while True:
             self._raise_end()
@@ -536,11 +556,12 @@ class Rendezvous:
         name = f"{self.attempt}/{step}/all"
         while True:
             self._raise_end()
-            self._raise_refusal()
+            if self.attempt:
+                self._raise_refusal()
             if (found := self._get(name)) is not None:
                 return dict(found)
             self._say("waiting for the other nodes")
-            pause(POLL_SECONDS)
+            pause(max(POLL_SECONDS, self.node.count / 1000))  # a thousand machines ask a thousand times a second
 
     def _raise_refusal(self) -> None:
         """Raises why node 0 does not take this machine into a run that trains without it."""
@@ -628,9 +649,16 @@ class Rendezvous:
             self._post_end({"stop": 15})
         if self._end is not None and self._end[0] == self.attempt:
             return int(self._end[1]["stop"]) if "stop" in self._end[1] else self._outcome(self._end[1])
-        if self.node.rank and ((self._link and self._link.broken) or self._unheard > self.silent_seconds):
-            return self._without_node_0()
-        return None
+        return self._without_node_0() if self._node_0_is_gone() else None
+
+    def _node_0_is_gone(self) -> bool:
+        return self.node.rank > 0 and (self._link is None or bool(self._link.broken) or self._unheard > self.silent_seconds)
+
+    def share_standings(self, mine: Standings | None) -> Standings | None:
+        """Takes where this machine's ranks stand, all quiet for too long (`None`: they are not), and returns where the ranks of all machines stand
+        once that is so on each of them. Never waits."""
+        self._standing = mine
+        return self._standings if mine and self._standings else None
 
     def ask_to_stop(self, why: str) -> None:
         """Node 0: asks all machines to save and leave, for another attempt; `why` is said with it."""
@@ -688,14 +716,17 @@ class Rendezvous:
 
     def follow(self, decide: Callable[[], Given]) -> Given | None:
         """Returns what node 0 decides after the end of an attempt; `None` where node 0 does not answer. Ends the attempt."""
+        if self._node_0_is_gone():
+            return None
         try:
             if self.node.rank == 0:
                 found = decide()
                 self._set(f"{self.attempt}/next", found)
             else:
                 found = self._decided()
+            self._before, self.members = self.members, []
             self.attempt += 1
-            self._told_stop = False
+            self._told_stop, self._standing, self._standing_written, self._standings = False, None, None, {}
             if self.node.rank == 0 and found.get("again"):
                 self._set("attempt", self.attempt)
         except StoreGone:
@@ -743,7 +774,12 @@ class Rendezvous:
 
     def fail(self, error: BaseException) -> None:
         """Tells all why this machine, where it takes part in the attempt, leaves, unless they know. Raises nothing."""
-        if self._link is not None and self._taking_part and not (self._end is not None and self._end[0] == self.attempt):
+        if (
+            self._link is not None
+            and self._taking_part
+            and not self._node_0_is_gone()
+            and not (self._end is not None and self._end[0] == self.attempt)
+        ):
             with contextlib.suppress(BaseException):
                 self._post_end({"errors": errors_to_json(why(error, self.name))})
 
@@ -752,6 +788,8 @@ class Rendezvous:
         if self._link is None:
             return
         with contextlib.suppress(StoreGone, KeyboardInterrupt, SystemExit):
+            if self._node_0_is_gone():
+                raise StoreGone
             self._ask(lambda store: store.append("left", f"{self.session} "))
             until = time.monotonic() + LEAVE_SECONDS
             if self.node.rank == 0:

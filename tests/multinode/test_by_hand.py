@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import resource
 import shutil
 import subprocess
 import time
@@ -14,11 +16,13 @@ import pytest
 from sft_play.plan.calibration import Calibration, StepFit
 from sft_play.plan.detect import detect
 from sft_play.plan.plan import Plan
+from sft_play.runs.checkpoints import published, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from tests.conftest import metrics
 from tests.distributed.test_launch import Launcher
 from tests.lan import Lan, lan
+from tests.memory_runs import heavy_config
 from tests.programs import need
 
 SECONDS = 400
@@ -227,15 +231,19 @@ def test_nodes_meet_again_after_a_rank_was_killed(two: Lan2) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("save_steps", [5, 100_000])
-def test_a_cut_link_ends_every_launcher_and_names_the_node(save_steps: int, tmp_path: Path, tiny: Path) -> None:
-    """The launcher behind the cut ends too, by itself, also when its rank was last seen in one of many saves."""
+@pytest.mark.parametrize("cut", ["while it saves often", "while it trains", "before the first step"])
+def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: Path, tiny: Path) -> None:
+    """The launcher behind the cut ends too, by itself; so it does where nobody has made a step yet, as when a shared disk hangs imports."""
     with lan(tmp_path / "lan", nodes=3) as net:
         three = Lan2(net, tmp_path, tiny)
+        save_steps = 5 if "often" in cut else 100_000
         for k in range(3):
             three.start(k, "train-distributed", "NUM_GPUS=1", "TRAIN_MAX_STEPS=100000", f"TRAIN_SAVE_STEPS={save_steps}", nodes=3)
         run = three.run()
-        three.until_true(lambda: run.metrics.is_file() and len(metrics(run.path)) > 20)
+        if "first" in cut:
+            three.until(2, "\nrun ")
+        else:
+            three.until_true(lambda: run.metrics.is_file() and len(metrics(run.path)) > 20)
         net.link(2, up=False)
         began, took = time.monotonic(), [0.0] * 3
         while not all(took):
@@ -246,9 +254,63 @@ def test_a_cut_link_ends_every_launcher_and_names_the_node(save_steps: int, tmp_
             time.sleep(0.1)
         ended = three.end()
         assert [code for code, _ in ended] == [75] * 3, ended
-        assert max(took) < 30, (took, ended)
-        assert all("rank 2 (node3)" in said for _, said in ended[:2]), ended
+        assert max(took) < (60 if "first" in cut else 30), (took, ended)
+        told = [[line for line in said.splitlines() if "cannot be reached" in line] for _, said in ended[:2]]
+        assert told[0] == told[1] and told[0][0].startswith(
+            "error: rank 2 (node3) cannot be reached: node 2 (node3) has been silent for"
+        ), ended
+        assert "error: rank 0 (node1) cannot be reached: node 0 (node1) has not answered for" in ended[2][1]
         assert not [pid for k in range(3) for pid in net.pids(k) if is_worker(pid)]
+
+
+def test_an_elastic_run_continues_without_a_machine_and_takes_it_back(tmp_path: Path, tiny: Path) -> None:
+    """The machine behind the cut looks for the others, and is taken in after a checkpoint; then one machine is asked to stop, and all save."""
+    with lan(tmp_path / "lan", nodes=3) as net:
+        three = Lan2(net, tmp_path, tiny)
+        words = ("NUM_GPUS=1", "TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=5", "LAUNCH_ELASTIC=2:3", "LAUNCH_SILENT_SECONDS=6")
+        for k in range(3):
+            three.start(k, "train-distributed", *words, nodes=3, MASTER_KEY="known-on-all-three-of-them")
+        run = three.run()
+        three.until_true(lambda: run.checkpoint(5).exists())
+        net.link(2, up=False)
+        three.until(0, "all 2 nodes are here: node 0 (node1) with 1 process, node 1 (node2) with 1 process")
+        three.until(2, "waiting for node 0 at")
+        net.link(2, up=True)
+        three.until(0, "starting again with node 2 (node3)")
+        three.until_true(
+            lambda: len(metrics(run.path)[-1]["rank_tokens"]) == 3 and three.said(2).count("all 3 nodes are here") == 2
+        )
+        three.started[1][0].terminate()
+        ended = three.end()
+        assert [code for code, _ in ended] == [143] * 3, ended
+        assert "restarting: rank 2 (node3) cannot be reached: node 2 (node3) has been silent for" in ended[0][1]
+        last = max(step_of(path) for path in published(run))
+        assert [row["step"] for row in metrics(run.path)] == list(range(1, last + 1)), "nothing is trained twice, nothing is lost"
+        assert {len(row["rank_tokens"]) for row in metrics(run.path)} == {2, 3}
+        assert len({sum(row["rank_rows"]) for row in metrics(run.path)}) == 1, "the global batch stays"
+
+
+@pytest.mark.long
+def test_memory_that_runs_out_on_one_machine_halves_the_micro_batch_on_all(two: Lan2) -> None:
+    """The second gets too little address space for four long rows, which is what each rank has in step 2; two fit."""
+    two.launcher.config = heavy_config(two.folder)
+    for k in range(2):
+        two.start(k, "train-distributed", "NUM_GPUS=1", "TRAIN_BATCH_SIZE=4")
+    run = two.run()
+    two.until_true(lambda: run.metrics.is_file() and bool(metrics(run.path)))
+    for pid in filter(is_worker, two.net.pids(1)):
+        size = int(Path(f"/proc/{pid}/status").read_text().split("VmSize:")[1].split()[0]) * 1024
+        resource.prlimit(pid, resource.RLIMIT_AS, (size + 550 * 2**20,) * 2)  # four long rows take 750 MiB, two 380
+    ended = two.end()
+    all_ended_with_0(ended)
+    told = [[line for line in said.splitlines() if line.startswith("recovering: ")] for _, said in ended]
+    assert told[0] == told[1] and len(told[0]) == 1
+    assert "rank 1: memory ran out in step 2, micro-batch 1 (rows " in told[0][0]
+    assert "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank (although `train.batch_size` was given)" in told[0][0]
+    assert [row["step"] for row in metrics(run.path)] == [1, 2, 3], "each step is made once"
+    assert {sum(row["rank_rows"]) for row in metrics(run.path)} == {8}
+    (kept,) = json.loads(run.training_metrics.read_text())["recoveries"]
+    assert (kept["rank"], kept["cause"], kept["after"]["micro_batches"]) == (1, "out_of_memory", [2, 2])
 
 
 def keep_measured(cache: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +21,7 @@ from sft_play.launch.environment import Node
 from sft_play.launch.network import free_port
 from sft_play.launch.rendezvous import Given, Rendezvous, why
 from sft_play.launch.verdict import Outcome
+from tests.conftest import ROOT
 from tests.documents import on_page
 
 Act = Callable[[Rendezvous], Any]
@@ -303,6 +308,27 @@ def test_the_first_cause_is_settled_for_all_and_the_next_attempt_follows() -> No
     assert {getattr(found[4], "code", found[4]) for found in ended.values()} == {143}
 
 
+def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
+    nodes, both = Nodes(count=2), threading.Event()
+
+    def act(ours: Rendezvous) -> Any:
+        ours.meet({}, agree)
+        mine = {str(ours.node.rank): {"at": [1, 0, 0], "host": ours.host}}
+        if ours.node.rank == 0:
+            for _ in range(15):
+                assert ours.share_standings(mine) is None, "rank 1 saves"
+                time.sleep(0.1)
+            both.set()
+        assert both.wait(60)
+        while (found := ours.share_standings(mine)) is None:
+            time.sleep(0.05)
+        return found
+
+    for rank in range(2):
+        nodes.start(rank, act)
+    assert list(nodes.end().values()) == [{"0": {"at": [1, 0, 0], "host": "a"}, "1": {"at": [1, 0, 0], "host": "b"}}] * 2
+
+
 def test_a_request_to_stop_reaches_all() -> None:
     nodes = Nodes(count=2)
 
@@ -379,3 +405,53 @@ def test_a_machine_tells_a_false_node_0_nothing() -> None:
     assert "another `MASTER_KEY`" in str(nodes.end()["b"])
     with suppress(Exception):
         assert not false.check(["seat/1"]) and not false.check(["0/facts/1"])
+
+
+@pytest.mark.long
+def test_many_machines_meet_beat_and_start_again() -> None:
+    """Against one store: what each costs node 0 is a few requests a second, whoever else is there. Two processes stand for the machines."""
+    count, processes, port, beats = 60, 2, free_port(), 3
+    code = "from tests.unit.test_rendezvous import crowd; crowd({})"
+    others = range(1, count)
+    commands = [[sys.executable, "-c", code.format(f"{list(others[k::processes])}, {count}, {port}")] for k in range(processes)]
+    crowds = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in commands]
+    ours = Rendezvous(Node(count=count, master_port=port), host="a", run="many", patience=300, silent_seconds=120)
+    ours.open()
+    try:
+        assert len(ours.meet({"facts": "x" * 300, "rank": 0}, agree)) == count
+        assert ours.settle(LOST) == LOST
+        ours.follow(lambda: {"again": True})
+        assert [one["rank"] for one in ours.meet({"facts": "x" * 300, "rank": 0}, agree)] == list(range(count))
+        before = ours._beats
+        while ours._beats < before + beats:
+            time.sleep(0.1)
+        assert ours.ended_elsewhere() is None
+        assert ours.settle(Outcome(code=1, message="error: enough")).code == 1
+    finally:
+        ours.close()
+    assert sum(int(one.communicate(timeout=120)[0]) for one in crowds) == count - 1
+
+
+def crowd(ranks: Sequence[int], count: int, port: int) -> None:
+    """Machines of these ranks, a thread each once they are connected: prints with how many of them the run ended by its last cause."""
+    codes: list[int] = []
+
+    def machine(ours: Rendezvous) -> None:
+        ours.meet({"facts": "x" * 300, "rank": ours.node.rank}, agree)
+        assert ours.settle(ends(ours, 300)) == LOST
+        ours.follow(dict)
+        ours.meet({"facts": "x" * 300, "rank": ours.node.rank}, agree)
+        codes.append(ends(ours, 300).code)
+        ours.close()
+
+    threads = []
+    with contextlib.redirect_stderr(io.StringIO()):
+        for rank in ranks:
+            node = Node(rank=rank, count=count, master_port=port)
+            ours = Rendezvous(node, host=f"h{rank}", run="many", patience=300, silent_seconds=120)
+            ours.open()
+            threads.append(threading.Thread(target=machine, args=(ours,), daemon=True))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+    print(codes.count(1))
