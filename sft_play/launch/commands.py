@@ -221,7 +221,7 @@ def _go_on(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Ou
         time.sleep(step.pause)
         if job.rendezvous or step.less:
             recoveries = (*plan.recoveries, step.recovered) if step.recovered else plan.recoveries
-            job, plan = _meet_again(job, run, prepared, recoveries, checkpoint, alone=alone)
+            job, plan, checkpoint = _meet_again(job, run, prepared, recoveries, checkpoint, alone=alone)
         _wait_until_free(job, plan)
         outcome = run_attempt(job, plan, run, event=None, checkpoint=checkpoint)
     return outcome
@@ -272,17 +272,18 @@ def _wait_until_free(job: Job, plan: Plan) -> None:
 
 def _meet_again(
     job: Job, run: RunFolder, prepared: Prepared, recoveries: tuple[Mapping[str, Any], ...], checkpoint: Path | None, *, alone: bool
-) -> tuple[Job, Plan]:  # fmt: skip
-    """Returns job and plan of the next attempt: machines meet anew; `alone`: node 0 has gone, and may come back."""
+) -> tuple[Job, Plan, Path | None]:  # fmt: skip
+    """Returns job, plan and checkpoint of the next attempt: machines meet anew; `alone`: node 0 has gone, and may come back."""
     ours = job.rendezvous
     if ours is None:
-        return job, replace(job.plan(prepared), recoveries=recoveries)
+        return job, replace(job.plan(prepared), recoveries=recoveries), checkpoint
     try:
         if alone:
             ours.close()
             ours.open()
-        job = meet(job, run, resumed=True, checkpoint=checkpoint)
-        return agreed(job, replace(job.plan(prepared), recoveries=recoveries), prepared, run)
+        job = meet(job, run, resumed=True, checkpoint=checkpoint, late=alone)
+        checkpoint = newest_valid(run)[0] if alone else checkpoint
+        return (*agreed(job, replace(job.plan(prepared), recoveries=recoveries), prepared, run), checkpoint)
     except BaseException as error:
         ours.fail(error)
         raise

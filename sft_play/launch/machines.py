@@ -28,7 +28,7 @@ from sft_play.plan.calibration import Calibration, read_calibration, same_name
 from sft_play.plan.choices import devices_for
 from sft_play.plan.hardware import Device
 from sft_play.plan.plan import Plan
-from sft_play.runs.checkpoints import published, step_of
+from sft_play.runs.checkpoints import newest_valid, published, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import checksum
@@ -65,12 +65,20 @@ def joined(job: Job, run: RunFolder, *, resumed: bool, checkpoint: Path | None) 
         ours.close()
 
 
-def meet(job: Job, run: RunFolder, *, resumed: bool, checkpoint: Path | None) -> Job:
-    """Returns the job of an attempt, which knows its machines, their devices and its own place among them. Raises as `joined` does."""
+def meet(job: Job, run: RunFolder, *, resumed: bool, checkpoint: Path | None, late: bool = False) -> Job:
+    """Returns the job of an attempt, which knows its machines, their devices and its own place among them. Raises as `joined` does.
+
+    `late`: it may be a later attempt that takes this machine in, from a checkpoint that is the newest by then.
+    """
     ours = job.rendezvous
     assert ours is not None, "one machine has nobody to meet"
-    facts = _facts(job, run.name, resumed=resumed, checkpoint=checkpoint)
-    found = ours.meet({"facts": facts.to_json(), "mark": _mark(run) if job.node.rank == 0 else None}, _judge_nodes)
+    mark = _mark(run) if job.node.rank == 0 else None
+
+    def give() -> Given:
+        facts = _facts(job, run.name, resumed=resumed, checkpoint=newest_valid(run)[0] if late else checkpoint)
+        return {"facts": facts.to_json(), "mark": mark}
+
+    found = ours.meet(give, _judge_nodes)
     nodes, first = [NodeFacts.from_json(one["facts"]) for one in found], found[0]["mark"]
     shared = job.node.rank > 0 and _sees(run, first)
     place = ours.members.index(job.node.rank)

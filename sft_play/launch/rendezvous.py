@@ -178,6 +178,7 @@ class Rendezvous:
         """On node 0: the sessions whose beats are judged."""
         self._seen: dict[str, bytes] = {}
         self._silent: dict[str, float] = {}
+        self._left: set[str] = set()
         self._judged = 0.0
         self._began = self._said = 0.0
 
@@ -410,6 +411,7 @@ class Rendezvous:
         now = time.monotonic()
         passed, self._judged = min(now - self._judged, 2 * PERIOD_SECONDS), now  # while this process is suspended no time passes
         left = {word.decode(errors="replace") for word in store.get("left").split()} if store.check(["left"]) else set()
+        self._left = left
         watched = {rank: session for rank, session in self._watched.items() if session not in left}
         names = [f"beat/{session}" for session in watched.values()]
         found = store.multi_get(names) if names and store.check(names) else []
@@ -430,19 +432,19 @@ class Rendezvous:
         self._standings = {rank: facts for one in found for rank, facts in (one or {}).items()} if all(found) else {}
 
     def _is_silent(self, rank: int) -> bool:
-        return self._silent.get(self._watched.get(rank, ""), 0.0) > self.silent_seconds
+        session = self._watched.get(rank, "")
+        return session in self._left or self._silent.get(session, 0.0) > self.silent_seconds
 
     # ---- An attempt: meeting
 
-    def meet(self, facts: Given, judge: Judge) -> list[Given]:
+    def meet(self, facts: Callable[[], Given], judge: Judge) -> list[Given]:
         """Gives this machine's facts and returns those of all members of the attempt, in order; `members` says who they are.
 
         Raises what node 0 refuses them for, the same on each, and `RetryableError` for machines that do not come, or leave.
         """
-        facts = json.loads(json.dumps(facts, allow_nan=False))
         self._wait_begins()
         with self._gone_told():
-            found = self._attend(facts) if self.node.rank else self._host(facts, judge)
+            found = self._attend(facts) if self.node.rank else self._host(json.loads(json.dumps(facts())), judge)
         self.members = [int(rank) for rank in found["members"]]
         self.seats |= {int(rank): _seat(seat) for rank, seat in found["seats"].items()}
         return list(found["all"])
@@ -470,7 +472,6 @@ class Rendezvous:
     def _host(self, facts: Given, judge: Judge) -> Given:
         """Node 0's part of a meeting."""
         here: dict[int, Given] = {0: facts}
-        lost = {rank for rank in self._watched if self._is_silent(rank)}
         members, self.wants = set(self._before), {}
         wrong_since, judged, errors = 0.0, "", list[UserError]()
         while True:
@@ -493,6 +494,7 @@ class Rendezvous:
             if errors and (not missing or time.monotonic() - wrong_since > GRACE_SECONDS):
                 raise self._refuse(errors)
             enough = self.least is not None and len(here) >= self.least
+            lost = {rank for rank in self._watched if self._is_silent(rank)}
             last_call = bool(lost) and set(missing) <= lost and waited > LAST_CALL_SECONDS
             if not errors and (not missing or (enough and (last_call or waited > self.patience))):
                 break
@@ -523,9 +525,10 @@ class Rendezvous:
 
         return dict(self._ask(do)) if wanted else {}
 
-    def _attend(self, facts: Given) -> Given:
-        """Another machine's part of a meeting; one that comes too late waits for the next."""
+    def _attend(self, give: Callable[[], Given]) -> Given:
+        """Another machine's part of a meeting; one that comes too late waits for the next, with what its facts are then."""
         while True:
+            facts = give()
             self.attempt = self._get("attempt") or 0
             found = self._get(f"{self.attempt}/facts/all")
             if found is None:

@@ -71,7 +71,7 @@ class Nodes:
 
 
 def meet(given: Any = None) -> Act:
-    return lambda ours: [one["who"] for one in ours.meet({"who": ours.host, "more": given}, agree)]
+    return lambda ours: [one["who"] for one in ours.meet(lambda: {"who": ours.host, "more": given}, agree)]
 
 
 def vanish(ours: Rendezvous) -> str:
@@ -95,7 +95,7 @@ def test_a_late_machine_is_waited_for_and_all_get_the_same(key: str | None, capf
     nodes = Nodes()
 
     def act(ours: Rendezvous) -> Any:
-        first = ours.meet({"who": ours.host}, agree)
+        first = ours.meet(lambda: {"who": ours.host}, agree)
         return first, ours.share("prepared", {"hash": "x", "plan": ours.node.rank}, agree), ours.own_addresses()
 
     nodes.start(2, act, key=key)  # comes before there is anybody
@@ -124,7 +124,7 @@ def test_what_is_refused_is_refused_by_one_error_on_all() -> None:
 
     nodes = Nodes(count=2)
     for rank in range(2):
-        nodes.start(rank, lambda ours: ours.meet({}, judge))
+        nodes.start(rank, lambda ours: ours.meet(dict, judge))
     a, b = nodes.end().values()
     assert a.render() == b.render() and "2 are here, and differ" in a.render() and "so do their versions" in a.render()
 
@@ -150,7 +150,7 @@ def test_a_machine_too_many_does_not_end_a_training(capfd: pytest.CaptureFixture
     nodes, over = Nodes(count=2), threading.Event()
 
     def train(ours: Rendezvous) -> Any:
-        ours.meet({"who": ours.host}, agree)
+        ours.meet(lambda: {"who": ours.host}, agree)
         while not over.wait(0.1):
             assert ours.ended_elsewhere() is None
         return ours.members
@@ -240,7 +240,7 @@ def test_a_failure_between_the_steps_is_told_to_all() -> None:
     nodes = Nodes()
 
     def act(ours: Rendezvous) -> Any:
-        ours.meet({}, agree)
+        ours.meet(dict, agree)
         if ours.node.rank == 1:
             raise DataError("the file is empty", place="rows.jsonl", hint="fill it")
         return ours.share("prepared", {}, agree)
@@ -261,7 +261,7 @@ def test_a_machine_that_vanishes_is_named(gone: int, started: bool) -> None:
     nodes = Nodes(silent=3.0)
 
     def act(ours: Rendezvous) -> Any:
-        ours.meet({}, agree)
+        ours.meet(dict, agree)
         ours.ranks_by_node = (1, 2, 1)
         if ours.node.rank == gone:
             time.sleep(0.5)
@@ -290,7 +290,7 @@ def test_the_first_cause_is_settled_for_all_and_the_next_attempt_follows() -> No
     nodes = Nodes()
 
     def act(ours: Rendezvous) -> Any:
-        ours.meet({}, agree)
+        ours.meet(dict, agree)
         peer = Outcome(code=75, rank=0, cause="peer", message="error: Connection closed by peer")
         outcome = ours.settle(LOST if ours.node.rank == 1 else peer)
         step = ours.follow(lambda: {"again": True, "said": outcome.message})
@@ -312,7 +312,7 @@ def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
     nodes, both = Nodes(count=2), threading.Event()
 
     def act(ours: Rendezvous) -> Any:
-        ours.meet({}, agree)
+        ours.meet(dict, agree)
         mine = {str(ours.node.rank): {"at": [1, 0, 0], "host": ours.host}}
         if ours.node.rank == 0:
             for _ in range(15):
@@ -333,7 +333,7 @@ def test_a_request_to_stop_reaches_all() -> None:
     nodes = Nodes(count=2)
 
     def act(ours: Rendezvous) -> Any:
-        ours.meet({}, agree)
+        ours.meet(dict, agree)
         found = ours.ended_elsewhere(stopping=ours.node.rank == 1)
         while found is None:
             time.sleep(0.05)
@@ -367,7 +367,7 @@ def test_an_elastic_run_leaves_the_silent_out_and_takes_them_back(capfd: pytest.
         return [HardwareError("other versions")] if given["who"] == "sick" else []
 
     def leave(ours: Rendezvous) -> str:
-        ours.meet({"who": ours.host}, agree)
+        ours.meet(lambda: {"who": ours.host}, agree)
         return vanish(ours)
 
     nodes.start(0, train, least=2)
@@ -418,10 +418,10 @@ def test_many_machines_meet_beat_and_start_again() -> None:
     ours = Rendezvous(Node(count=count, master_port=port), host="a", run="many", patience=300, silent_seconds=120)
     ours.open()
     try:
-        assert len(ours.meet({"facts": "x" * 300, "rank": 0}, agree)) == count
+        assert len(ours.meet(lambda: {"facts": "x" * 300, "rank": 0}, agree)) == count
         assert ours.settle(LOST) == LOST
         ours.follow(lambda: {"again": True})
-        assert [one["rank"] for one in ours.meet({"facts": "x" * 300, "rank": 0}, agree)] == list(range(count))
+        assert [one["rank"] for one in ours.meet(lambda: {"facts": "x" * 300, "rank": 0}, agree)] == list(range(count))
         before = ours._beats
         while ours._beats < before + beats:
             time.sleep(0.1)
@@ -437,10 +437,10 @@ def crowd(ranks: Sequence[int], count: int, port: int) -> None:
     codes: list[int] = []
 
     def machine(ours: Rendezvous) -> None:
-        ours.meet({"facts": "x" * 300, "rank": ours.node.rank}, agree)
+        ours.meet(lambda: {"facts": "x" * 300, "rank": ours.node.rank}, agree)
         assert ours.settle(ends(ours, 300)) == LOST
         ours.follow(dict)
-        ours.meet({"facts": "x" * 300, "rank": ours.node.rank}, agree)
+        ours.meet(lambda: {"facts": "x" * 300, "rank": ours.node.rank}, agree)
         codes.append(ends(ours, 300).code)
         ours.close()
 
