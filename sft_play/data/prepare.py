@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,12 +25,14 @@ from sft_play.data.problems import RowProblems
 from sft_play.data.processes import CHUNK_CHARACTERS, CHUNK_ROWS, Chunk, Engine, Work, size_of
 from sft_play.data.select import Seen, overlap
 from sft_play.data.sources import BUILTIN, LeftOut, Placed, files_of, read_source
-from sft_play.data.store import KEYS, SplitWriter
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
 from sft_play.launch.run_folder import raise_what_was_heard
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import HUB, PreparedSplit, ResolvedModel, preparation_code, settings_that_matter
+
+if TYPE_CHECKING:
+    from sft_play.data.store import SplitWriter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,6 +250,8 @@ def make_parts(config: Config, tokenizer: Any, parts: Sequence[Part], train: Par
 
 
 def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part, template: str | None) -> None:
+    from sft_play.data.store import KEYS, SplitWriter  # pyarrow, which prepared data do not need
+
     drop = config.data.bad_rows == "drop"
     problems = RowProblems(cache_folder() / "bad_rows" / f"{parts[0].folder.name}.txt", drop=drop)
     progress = _Progress(" and ".join(part.name for part in parts))
