@@ -19,6 +19,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- begin families -->\n", "\n<!-- end -->"
 HEAD = "| family | rows | LoRA `auto` adapts | `full` trains | memory by | made on |\n|---|---|---|---|---|---|"
 
+LLAMAS = "down_proj, gate_proj, up_proj, k_proj, o_proj, q_proj, v_proj"
+
 
 def row(name: str) -> str:
     """Returns a family's row of the table."""
@@ -34,7 +36,10 @@ def row(name: str) -> str:
 
 def adapted_cell(road: Road) -> str:
     """Returns the names of the layers that `auto` has adapted."""
-    return _stopped(road) if road.at else ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in road.adapted()))
+    if road.at:
+        return _stopped(road)
+    names = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in road.adapted()))
+    return "Llama's seven" if names == LLAMAS else names
 
 
 def trained_cell(road: Road) -> str:

@@ -36,7 +36,7 @@ def _geforce(
     """Returns a card whose speed follows from the rule of its family."""
     return Card(
         memory_gib, round(multiprocessors * boost_ghz * FLOP_PER_CLOCK / 1000, 1), bandwidth, capability,
-        f"{multiprocessors} multiprocessors x {boost_ghz:g} GHz boost x {FLOP_PER_CLOCK} (NVIDIA architecture papers)", confirmed,
+        f"{multiprocessors} SMs x {boost_ghz:g} GHz x {FLOP_PER_CLOCK}", confirmed,
     )  # fmt: skip
 
 
