@@ -20,10 +20,9 @@ from transformers.pytorch_utils import Conv1D
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import UserError
+from sft_play.plan.shape import ROUTER, ROUTES
 from sft_play.runs.prepared import ResolvedModel
 
-ROUTER = re.compile(r"(?:^|\.)(?:router|gate|wg|classifier|\w*expert_gate)(?:\.|$)")
-"""Layers that decide which experts a token passes, or how much of the shared one."""
 READ_DIRECTLY = frozenset({"correction_coefs"})
 """Layers whose weight is read by what they are in, past an adapter (Gemma 3n)."""
 READ_BY_KERNELS = frozenset({"dt_proj", "out_proj", "x_proj"})
@@ -86,7 +85,7 @@ def why_not(model: nn.Module, name: str) -> str | None:
     """Returns why a linear layer takes no adapter, or `None` when it does."""
     module, mixer, leaf = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]), _leaf(name)
     if ROUTER.search(name):
-        return "it routes tokens to experts"
+        return ROUTES
     if ".indexer." in name:
         return "it selects tokens, and no gradient reaches it"
     own = isinstance(module, nn.Linear) and type(module).__module__.startswith("transformers.models.")
@@ -142,7 +141,7 @@ def find_targets(model: nn.Module, wanted: str | Sequence[str]) -> Targets:
 def _frozen_experts_note(experts: Sequence[str]) -> str:
     typed = ", ".join(sorted({_last_two(name) for name in experts}))
     return (
-        f"the {len(experts)} fused expert weights stay frozen: `target_modules: auto` adapts attention and shared layers; "
+        f"the {len(experts)} fused expert weights stay frozen: `target_modules: auto` adapts attention, dense layers and shared experts; "
         f"to adapt experts too, type their names ({typed})"
     )
 

@@ -27,7 +27,7 @@ from sft_play.plan.layouts import (
 from sft_play.plan.memory import ADAM_MOMENTS, Setup, trainable_parameters, trained_bytes
 from sft_play.plan.plan import Layout, Precision, Strategy
 from sft_play.plan.request import LaunchRequest
-from sft_play.plan.shape import ModelShape
+from sft_play.plan.shape import ROUTER, ROUTES, ModelShape
 
 MOST_CPU_PROCESSES = 64
 GPU_ONLY_OPTIMIZERS = {
@@ -257,7 +257,10 @@ def check_targets(config: Config, shape: ModelShape) -> None:
         return
     missing = {name: "" for name in lora.target_modules if not shape.adapted([name])}
     for name in missing:
-        missing[name] = next((f" ({one.refused})" for one in shape.matrices if one.refused and one.is_called(name)), "")
+        why = next((one.refused for one in shape.matrices if one.refused and one.is_called(name)), "")
+        if not why and shape.expert_parameters and ROUTER.search(name):  # many a router is no linear layer
+            why = ROUTES
+        missing[name] = f" ({why})" if why else ""
     if missing:
         quoted = ", ".join(f"`{name}`{why}" for name, why in missing.items())
         known = dict.fromkeys(one.typed for one in shape.matrices if one.kind in ("experts", "ends") or one.auto)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,6 +26,9 @@ FORMULA_MODEL_TYPES = frozenset({
 """Families whose every parameter and adapter the formulas count (`tests/numerics/test_shapes.py`); the model itself is asked for others."""
 BIASES = ("attention_bias", "mlp_bias", "use_bias")
 """Keys of `config.json` for weights that the formulas leave out."""
+ROUTER = re.compile(r"(?:^|\.)(?:router|gate|wg|classifier|\w*expert_gate)(?:\.|$)")
+"""Layers that decide which experts a token passes, or how much of the shared one."""
+ROUTES = "it routes tokens to experts"
 TIED_BY_DEFAULT = frozenset({"ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3"})
 """Families whose `config.json` may leave out that head and embedding are one: releases of transformers before 5 left it out."""
 COUNT_VERSION = 2

@@ -594,7 +594,9 @@ def test_adapters_on_layers_that_are_not_there_are_refused() -> None:
     with pytest.raises(UserError, match="names `banana`, where a `llama` model takes no adapter") as error:
         planned(SMALL, "lora", "q_proj", "banana")
     assert error.value.exit_code == 2 and "it takes them on q_proj, k_proj" in (error.value.hint or "")
-    planned(SMALL, "lora", "self_attn.q_proj", "lm_head")
+    planned(SMALL, "lora", "self_attn.q_proj")
+    with pytest.raises(UserError, match="share one weight in this model"):
+        planned(SMALL, "lora", "self_attn.q_proj", "lm_head")
     planned(SMALL, "full", "banana")
 
 
