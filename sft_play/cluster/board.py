@@ -81,30 +81,28 @@ def lines(
 class Board:
     """Prints a machine's line when it has something new, and those of all now and then."""
 
-    def __init__(self, run: RunFolder, names: Sequence[str]) -> None:
-        self.run, self.names = run, names
-        self.begun = time.time()
-        self._shown: tuple[str, ...] = ()
-        self._at = 0.0
-        self._row_at = -1
+    def __init__(self, run: RunFolder) -> None:
+        self.run, self.begun = run, time.time()
+        self._shown: dict[str, str] = {}
+        self._at, self._row_at = 0.0, -1
         self._before = last_row(run.metrics, 0.0)  # of an earlier start
 
-    def show(self, states: Sequence[str]) -> None:
-        """Shows what is new. `starting`, `running` (which is `training` once a step has ended), `stopping`, or how it ended."""
+    def show(self, states: Mapping[str, str]) -> None:
+        """Shows what is new: host -> `running` (which is `loading`, and `training` once a step has ended), or how its launcher ended."""
         row = last_row(self.run.metrics, self.begun)
         row = {} if row == self._before else row
-        seen = tuple("training" if state == "running" and row else "loading" if state == "running" else state for state in states)
+        now = {name: ("training" if row else "loading") if state == "running" else state for name, state in states.items()}
         due = time.monotonic() - self._at > LINES_SECONDS and row.get("step", -1) != self._row_at
-        if seen == self._shown and not due:
+        if now == self._shown and not due:
             return
-        before = self._shown if not due and len(self._shown) == len(seen) else ("",) * len(seen)
-        self._shown, self._row_at = seen, row.get("step", -1)
+        new = [name for name, state in now.items() if due or self._shown.get(name) != state]
+        self._shown, self._row_at = now, row.get("step", -1)
         self._at = time.monotonic() if due or not self._at else self._at
-        ranks = shares(self.run, len(self.names)) if row else []
+        working = [name for name, state in now.items() if state == "training"]
         plan = plan_of(self.run)
-        steps = plan.steps if plan else None
-        told = lines(self.names, seen, row, steps, host_speeds(row, ranks))
-        say("\n".join(line for line, old, new in zip(told, before, seen, strict=True) if old != new))
+        speeds = dict(zip(working, host_speeds(row, shares(self.run, len(working))), strict=False))
+        told = lines(list(now), list(now.values()), row, plan.steps if plan else None, [speeds.get(name) for name in now])
+        say("\n".join(line for line, name in zip(told, now, strict=True) if name in new))
 
 
 def say(text: str) -> None:

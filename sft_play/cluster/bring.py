@@ -13,7 +13,6 @@ import re
 import secrets
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sft_play
-from sft_play.cluster.agent import ask
-from sft_play.cluster.facts import Facts
+from sft_play.cluster.board import say
+from sft_play.cluster.hosts import Facts, ask
 from sft_play.cluster.ssh import SSH_FAILED, TIMED_OUT, arguments, no_client, run, trouble
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import HardwareError, UserError
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 
 SECONDS = 6 * 3600.0
 """The longest time of one transfer: a large model over a slow network."""
+VANISHED = 24
+"""rsync's exit code where files of the source were removed meanwhile."""
 MOST_NAMED = 10
 GIB = 2**30
 MARKER = ".cache/sft-play-sent"
@@ -195,7 +196,7 @@ def rsync(
         raise HardwareError("there is no `rsync` on this machine", hint="apt install rsync") from None
     if code == SSH_FAILED:
         raise _unreached(host, inventory, said)
-    if code:
+    if code not in (0, VANISHED):
         hint = "on it: sudo apt install rsync" if "not found" in said else _room(said)
         raise HardwareError(
             f"host `{host.name}`: rsync failed: {last_line(said) or f'exit code {code}'}", place=host.place or None, hint=hint
@@ -228,11 +229,6 @@ def _changes(out: bytes) -> list[Change]:
 def joined(names: Iterable[str]) -> bytes:
     """Returns names of files as rsync reads them; on Linux a name need not be UTF-8."""
     return b"".join(os.fsencode(name) + b"\0" for name in names)
-
-
-def say(text: str) -> None:
-    """Tells the user, on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 # ---- Code
@@ -388,11 +384,11 @@ def send_run(host: Host, inventory: Inventory, facts: Facts, run: RunFolder, che
     if checkpoint is not None:
         states = run.random_states(step_of(checkpoint))
         names += [str(folder.relative_to(run.path)) for folder in (checkpoint, states) if folder.is_dir()]
-    deliver(host, inventory, run.path, there, names, options=["-r"])
+    deliver(host, inventory, run.path, there, names, options=["-r", "--ignore-missing-args"])  # it may be rotated away meanwhile
     ask(host, inventory, "one_checkpoint", timeout=60, run=run.name, step=step_of(checkpoint) if checkpoint else None)
 
 
-def fetch_random_states(host: Host, inventory: Inventory, facts: Facts, run: RunFolder, checkpoint: Path) -> None:
+def fetch_random_states(host: Host, inventory: Inventory, facts: Facts, run: RunFolder, checkpoint: Path, seconds: float) -> None:
     """Brings the random states of the ranks of `host` at the step of a checkpoint, so that other machines can go on with them."""
     if facts.shares_runs:
         return
@@ -400,7 +396,9 @@ def fetch_random_states(host: Host, inventory: Inventory, facts: Facts, run: Run
     own.mkdir(parents=True, exist_ok=True)
     source = f"{facts.runs}/{run.name}/random/{own.name}/"
     try:
-        rsync(host, inventory, ["--ignore-missing-args", "--no-links", "--no-D", remote(host, source), f"{own}/"], timeout=120)
+        rsync(
+            host, inventory, ["--ignore-missing-args", "--no-links", "--no-D", remote(host, source), f"{own}/"], timeout=seconds
+        )
     finally:
         if not any(own.iterdir()):
             own.rmdir()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sft_play.cluster import ssh
-from sft_play.cluster.facts import optional_hints
+from sft_play.cluster.hosts import optional_hints
 from sft_play.config.cluster import Host, Inventory
 from sft_play.plan.hardware import network_speed
 from sft_play.plan.torch_check import LACKING_REMEDY, lacking, supports

@@ -12,12 +12,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 
 from sft_play.cluster.bring import code_files, send_code
-from sft_play.cluster.facts import (
+from sft_play.cluster.hosts import (
     Facts,
     facts_of,
     only_optional_apart,
@@ -25,7 +24,7 @@ from sft_play.cluster.facts import (
     versions_apart,
     versions_hint,
 )
-from sft_play.cluster.ssh import arguments, ended_with_us, in_folder, is_here, waited_for
+from sft_play.cluster.ssh import arguments, in_folder, is_here, on_all, waited_for
 from sft_play.config.call import Call
 from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.errors import HardwareError, UserError, printable
@@ -73,8 +72,7 @@ def main(call: Call) -> int:
     for host in inventory.hosts:
         venv_of(host)  # what cannot be installed into is told before anything is sent
     own = facts_of(inventory.master, inventory, 60, mark=".")
-    with ThreadPoolExecutor(max_workers=len(inventory.hosts)) as pool, ended_with_us():
-        found = list(pool.map(lambda host: install(host, inventory, files, own), inventory.hosts))
+    found = list(on_all(inventory, lambda host: install(host, inventory, files, own)).values())
     failed = [one for one in found if not one.ok]
     if call.json:
         print(json.dumps([asdict(one) for one in found]))

@@ -28,7 +28,7 @@ from sft_play.errors import HardwareError
 Result = TypeVar("Result")
 CONNECT_SECONDS = 5
 OPTIONS = (
-    "BatchMode=yes", "StrictHostKeyChecking=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=3", "ServerAliveCountMax=3",
+    "BatchMode=yes", "StrictHostKeyChecking=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=5", "ServerAliveCountMax=12",
     "LogLevel=ERROR", "ControlMaster=auto", "ControlPersist=60", "ClearAllForwardings=yes", "ForwardAgent=no", "ForwardX11=no",
 )  # fmt: skip
 """One connection per host is shared by all commands of this process. Forwarded ports of the user's own configuration would be refused the
@@ -144,7 +144,7 @@ _stopped = threading.Event()
 
 @contextlib.contextmanager
 def waited_for(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Keeps a program among those that `ended_with_us` ends, while a thread waits for it."""
+    """Keeps a program among those that `on_all` ends, while a thread waits for it."""
     _running.add(process)
     try:
         if _stopped.is_set():
@@ -152,22 +152,6 @@ def waited_for(process: subprocess.Popen[Any]) -> Iterator[None]:
         yield
     finally:
         _running.discard(process)
-
-
-@contextlib.contextmanager
-def ended_with_us() -> Iterator[None]:
-    """Ends the programs that threads wait for when the body is left by an exception, a signal's included; also those that start meanwhile.
-
-    Enter it inside the pool of threads, which waits for them.
-    """
-    _stopped.clear()
-    try:
-        yield
-    except BaseException:
-        _stopped.set()
-        for process in list(_running):
-            process.kill()
-        raise
 
 
 @functools.cache
@@ -191,10 +175,22 @@ def no_client() -> HardwareError:
 
 
 def on_all(inventory: Inventory, call: Callable[[Host], Result]) -> dict[str, Result]:
-    """Returns host name -> what `call` returned for it; all hosts at once. An exception of `call` is raised when all have ended."""
-    with ThreadPoolExecutor(max_workers=max(1, len(inventory.hosts))) as pool, ended_with_us():
-        started = {host.name: pool.submit(call, host) for host in inventory.hosts}
-        return {name: future.result() for name, future in started.items()}
+    """Returns host name -> what `call` returned for it; all hosts at once.
+
+    An exception, a signal's included, is raised when all have ended: at once, since the programs that they wait for are ended then.
+    """
+    try:
+        with ThreadPoolExecutor(max_workers=max(1, len(inventory.hosts))) as pool:
+            try:
+                started = {host.name: pool.submit(call, host) for host in inventory.hosts}
+                return {name: future.result() for name, future in started.items()}
+            except BaseException:
+                _stopped.set()
+                for process in list(_running):
+                    process.kill()
+                raise
+    finally:
+        _stopped.clear()
 
 
 def is_here(host: Host) -> bool:

@@ -15,12 +15,10 @@ from typing import Any
 
 import psutil
 
-from sft_play.cluster import phase
-from sft_play.cluster.agent import NoEnvironment, ask, parse, python_of, refused, request_of
 from sft_play.cluster.board import host_speeds, last_row, plan_of, shares
-from sft_play.cluster.facts import require_master_here
+from sft_play.cluster.hosts import NoEnvironment, ask, parse, python_of, refused, request_of, require_master_here
 from sft_play.cluster.ssh import is_here, on_all
-from sft_play.cluster.task import command, controller
+from sft_play.cluster.task import command, controller, noted
 from sft_play.config.call import Call
 from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.errors import HardwareError, UserError
@@ -29,6 +27,7 @@ from sft_play.launch.run_folder import NAME_PATTERN, find_run
 from sft_play.launch.verdict import describe_stop
 from sft_play.launch.watch import is_alive
 from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.text import table
 
 SECONDS = 20.0
 STOP_SECONDS = 27.0
@@ -59,9 +58,14 @@ def main(call: Call) -> int:
     inventory = inventory_for_call(call)
     require_master_here(inventory)
     name = run_named(call.options["RUN"]).name if call.options.get("RUN") else None
-    early = [(run, state) for run, state in phase.noted() if name in (None, run.name)]
+    early = [(run, state) for run, state in noted() if name in (None, run.name)]
     answers = asked(inventory, name)
-    rows = [row for host in inventory.hosts for row in _rows(host, answers[host.name], early if host == inventory.master else [])]
+    known = [answer for answer in answers.values() if not isinstance(answer, UserError)]
+    nodes = sorted({(one["run"], one["node"]) for answer in known for one in answer["runs"]})
+    rows = [
+        row for host in inventory.hosts
+        for row in _rows(host, answers[host.name], early if host == inventory.master else [], nodes)
+    ]  # fmt: skip
     if call.json:
         print(json.dumps(rows))
     else:
@@ -69,8 +73,10 @@ def main(call: Call) -> int:
     return HardwareError.exit_code if any(isinstance(answer, UserError) for answer in answers.values()) else 0
 
 
-def _rows(host: Host, answer: Answer | UserError, early: Sequence[tuple[RunFolder, str]]) -> Iterator[dict[str, Any]]:
-    """Yields what a machine does. `early`: runs that are still prepared, or sent to the others."""
+def _rows(
+    host: Host, answer: Answer | UserError, early: Sequence[tuple[RunFolder, str]], nodes: Sequence[tuple[str, int]]
+) -> Iterator[dict[str, Any]]:
+    """Yields what a machine does. `early`: runs that are still prepared, or sent to the others; `nodes`: run and `NODE_RANK` of all launchers."""
     if isinstance(answer, UserError):
         state = "no environment" if isinstance(answer, NoEnvironment) else "unreachable"
         yield {"host": host.name, "address": host.address, "state": state, "error": answer.message, "hint": answer.hint}
@@ -84,40 +90,31 @@ def _rows(host: Host, answer: Answer | UserError, early: Sequence[tuple[RunFolde
         yield {"host": host.name, "address": host.address, "state": "idle", "gpus": answer["gpus"]}
     for one in answer["runs"]:
         run = RunFolder(runs_folder() / one["run"])
-        row = last_row(run.metrics, float(one["started"]))
+        row = last_row(run.metrics, time.time() - float(one["seconds"]))
         plan = plan_of(run)
         ranks = shares(run, plan.num_nodes if plan else 0)
-        own = ranks[one["node"]] if one["node"] < len(ranks) else range(0)
+        place = [node for name, node in nodes if name == run.name].index(one["node"])
+        own = ranks[place] if place < len(ranks) else range(0)
         speeds = host_speeds(row, ranks)
         yield {
             "host": host.name, "address": host.address, "state": "training" if row else "starting", "run": one["run"], "node": one["node"],
             "ranks": list(own), "pid": one["launcher"], "processes": one["processes"], "step": row.get("step"), "steps": plan.steps if plan else None,
-            "tokens_per_second": speeds[one["node"]] if one["node"] < len(speeds) else None, "seconds": time.time() - float(one["started"]),
+            "tokens_per_second": speeds[place] if place < len(speeds) else None, "seconds": one["seconds"],
             "last": one["last"], "gpus": answer["gpus"],
         }  # fmt: skip
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    cells = [("host", "state", "run", "ranks", "step", "tokens/s", "processes")]
+    cells = [["host", "state", "run", "ranks", "step", "tokens/s", "processes"]]
     for row in rows:
-        if "run" not in row:
-            cells.append((row["host"], row["state"], "-", "-", "-", "-", "-"))
-            continue
-        speed, ranks = row["tokens_per_second"], ", ".join(map(str, row["ranks"])) or "-"
-        step = f"{row['step']}/{row['steps']}" if row["step"] is not None and row["steps"] else "-"
-        cells.append(
-            (
-                row["host"],
-                row["state"],
-                row["run"],
-                ranks,
-                step,
-                f"{speed:,.0f}" if speed is not None else "-",
-                str(row["processes"]),
-            )
-        )
-    widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
-    print("\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells))
+        speed, step = row.get("tokens_per_second"), row.get("step")
+        found = [row["host"], row["state"], row.get("run"), ", ".join(map(str, row.get("ranks", ())))]
+        found += [
+            f"{step}/{row['steps']}" if step is not None and row["steps"] else "",
+            f"{speed:,.0f}" if speed is not None else "",
+        ]
+        cells.append([cell or "-" for cell in [*found, str(row.get("processes", ""))]])
+    print("\n".join(table(cells)))
     for row in rows:
         if row.get("error"):
             print(f"\n{row['error']}" + (f"\n\nhint: {row['hint']}" if row["hint"] else ""), file=sys.stderr)

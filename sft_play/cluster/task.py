@@ -11,11 +11,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 from sft_play.cluster.board import plan_of
-from sft_play.cluster.facts import Facts, forwarded, require_master_here, shared_variables
+from sft_play.cluster.hosts import Facts, forwarded, require_master_here, shared_variables
 from sft_play.cluster.ssh import is_here
 from sft_play.config.call import Call, Override
 from sft_play.config.cluster import Host, Inventory, inventory_for_call
@@ -23,10 +24,11 @@ from sft_play.config.keys import variable_name
 from sft_play.config.load import LoadedConfig, override_config
 from sft_play.config.rules import elastic_bounds
 from sft_play.errors import HardwareError, UserError, raise_all
-from sft_play.files import text_sha256, typed_path
+from sft_play.files import read_json, text_sha256, typed_path, write_json
 from sft_play.launch.deepspeed import read_user_json
+from sft_play.launch.machines import ABSENT
 from sft_play.launch.network import holder_of, port_is_free
-from sft_play.launch.preparation import DELIVERED
+from sft_play.launch.preparation import DELIVERED, FETCH
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import choose_name, find_run, has_started
 from sft_play.launch.settings import NO_DEFAULT_FILE
@@ -178,8 +180,8 @@ def require_unused_name(task: Task, hosts: Sequence[Host], facts: Mapping[str, F
     )
 
 
-def choose_port(task: Task, attempt: int) -> int:
-    """Returns the port of one start: the typed one, else a free one from 29500 on, another for each attempt. Raises `HardwareError`."""
+def choose_port(task: Task) -> int:
+    """Returns the port of the launchers' store: the typed one, else a free one from 29500 on. Raises `HardwareError`."""
     typed = task.call.port("MASTER_PORT")
     if typed is not None:
         if not port_is_free(typed):
@@ -189,7 +191,7 @@ def choose_port(task: Task, attempt: int) -> int:
                 hint="end it, or choose another MASTER_PORT; `ss -ltnp` lists who listens",
             )
         return typed
-    ports = [FIRST_PORT + (attempt + k) % MOST_PORTS for k in range(MOST_PORTS)]
+    ports = range(FIRST_PORT, FIRST_PORT + MOST_PORTS)
     port = next((port for port in ports if port_is_free(port)), None)
     if port is None:
         raise HardwareError(
@@ -205,29 +207,20 @@ def files_folder(facts: Facts, run: RunFolder, host: Host) -> str:
     return f"{facts.cache}/cluster/{run.name}/{host.name}"
 
 
-def node_words(
-    task: Task, hosts: Sequence[Host], facts: Mapping[str, Facts], node: int, port: int, *, resume: bool, overrides: bool
-) -> list[str]:
-    """Returns argv of the launcher on one machine. `overrides`: what was typed beside `RUN=`, which only the first start needs."""
-    host, own = hosts[node], facts[hosts[node].name]
-    given = host.gpus if host.gpus is not None else own.gpus
-    words = [sys.executable if is_here(host) else _python(host, own), "-m", "sft_play"]
+def node_words(task: Task, host: Host, facts: Facts, rank: int, count: int, port: int, *, resume: bool) -> list[str]:
+    """Returns argv of the launcher on one machine, `NODE_RANK` `rank` of `count`: what a person would type there."""
+    words = [sys.executable if is_here(host) else _python(host, facts), "-m", "sft_play"]
     if resume:
         words += ["resume", f"RUN={task.run.name}"]
-        words += [f"{variable_name(one.key)}={one.text}" for one in task.call.overrides] if overrides else []
+        words += [f"{variable_name(one.key)}={one.text}" for one in task.call.overrides] if task.resuming else []
     else:
-        folder, json_file = files_folder(own, task.run, host), task.deepspeed
-        words += [
-            "train-deepspeed" if json_file else "train-distributed",
-            f"CONFIG={folder}/config.json",
-            f"RUN_NAME={task.run.name}",
-            NO_DEFAULT_FILE,
-        ]
-        words += [f"DEEPSPEED_CONFIG={folder}/deepspeed.json"] if json_file else []
-        network = task.inventory.network if len(hosts) > 1 and task.loaded.config.launch.network is None else None
-        words += [f"LAUNCH_NETWORK={network}"] if network else []
-    words += [f"NUM_GPUS={max(1, given)}", f"NUM_NODES={len(hosts)}", f"MASTER_PORT={port}"]
-    return words + ([f"NODE_RANK={node}", f"MASTER_ADDR={task.inventory.master.address}"] if len(hosts) > 1 else [])
+        folder = files_folder(facts, task.run, host)
+        words += ["train-deepspeed" if task.deepspeed else "train-distributed", f"CONFIG={folder}/config.json"]
+        words += [f"RUN_NAME={task.run.name}", NO_DEFAULT_FILE]
+        words += [f"DEEPSPEED_CONFIG={folder}/deepspeed.json"] if task.deepspeed else []
+    gpus = host.gpus if host.gpus is not None else facts.gpus
+    words += [f"NUM_GPUS={max(1, gpus)}", f"NUM_NODES={count}", f"MASTER_PORT={port}"]
+    return words + ([f"NODE_RANK={rank}", f"MASTER_ADDR={task.inventory.master.address}"] if count > 1 else [])
 
 
 def _python(host: Host, facts: Facts) -> str:
@@ -237,14 +230,18 @@ def _python(host: Host, facts: Facts) -> str:
     return host.python if host.python.startswith("/") or "/" not in host.python else f"{facts.folder}/{host.python}"
 
 
-def node_variables(task: Task, host: Host, facts: Facts) -> dict[str, str]:
-    """Returns what a machine's launcher gets on top of its own environment."""
+def node_variables(task: Task, host: Host, facts: Facts, *, absent: Sequence[int] = ()) -> dict[str, str]:
+    """Returns what a machine's launcher gets on top of its own environment. `absent`: ranks of machines that are known not to come."""
     given = shared_variables(task.shared) | {DELIVERED: f"{files_folder(facts, task.run, host)}/prepared.json"}
     if not is_here(host):
         given |= forwarded() | {"HF_HUB_OFFLINE": "1"}  # everything has been brought; asking the hub would make machines differ
     if host.interface:
         # To NCCL a name without `=` is a prefix: `eth1` would be `eth10` too.
         given |= {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": f"={host.interface}"}
+    if not is_here(host) and not facts.shares_runs:
+        given[FETCH] = "1"
+    if absent:
+        given[ABSENT] = " ".join(map(str, absent))
     if host.gpus == 0:
         given["CUDA_VISIBLE_DEVICES"] = ""
     return given
@@ -325,3 +322,38 @@ def controller(run: RunFolder) -> psutil.Process | None:
                 pass
         return psutil.Process(int(path.read_text(encoding="utf-8")))
     return None
+
+
+# ---- What the command does before any launcher is there to be asked: `cluster-status` shows it
+
+Phase = Literal["preparing", "sending"]
+
+
+def phase_file(run: RunFolder) -> Path:
+    """Returns where it is noted: beside the lock, since the run may have no folder yet."""
+    return lock_file(run).with_suffix(".json")
+
+
+@contextlib.contextmanager
+def noting(run: RunFolder, phase: Phase) -> Iterator[None]:
+    """Notes what is done while the body runs. A full disk loses the note, and ends nothing."""
+    path = phase_file(run)
+    with contextlib.suppress(OSError):
+        write_json(path, {"run": str(run.path.absolute()), "phase": phase})
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def noted() -> list[tuple[RunFolder, str]]:
+    """Returns the runs of this machine whose command is at one of these now."""
+    found = []
+    for path in sorted(lock_file(RunFolder(Path())).parent.glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, UserError):
+            facts = read_json(path)
+            run = RunFolder(Path(facts["run"]))
+            if phase_file(run) == path and controller(run) is not None:  # one that was killed leaves its note
+                found.append((run, str(facts["phase"])))
+    return found

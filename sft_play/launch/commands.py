@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from sft_play.launch.job import Job, job_of, refuse_early
 from sft_play.launch.machines import agreed, joined, meet, own_part
 from sft_play.launch.node import remove_left, wait_until_free
 from sft_play.launch.options import CommandStrategy, read_options
-from sft_play.launch.preparation import prepare, probe
+from sft_play.launch.preparation import FETCH, fetch_checkpoint, prepare, probe
 from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import (
     as_long,
@@ -110,11 +111,11 @@ def start_run(
     name, rank, again_too = choose_name(options.run_name, loaded.path), job.node.rank, loaded.config.launch.auto_resume
     with ended_by_signals(), contextlib.ExitStack() as stack:
         if rank > 0:  # on a shared disk node 0 makes the folder
-            job = stack.enter_context(joined(job, RunFolder(runs_folder() / name), resumed=False, checkpoint=None))
+            job = stack.enter_context(joined(job, RunFolder(runs_folder() / name)))
         run = stack.enter_context(reserved(name, node_rank=rank, never_started_too=again_too))
         stack.enter_context(held(run, node_rank=rank))
         if rank == 0:
-            job = stack.enter_context(joined(job, run, resumed=False, checkpoint=None))
+            job = stack.enter_context(joined(job, run))
         stack.enter_context(own_part(job, run))
         if job.nodes:
             refuse_early(job)
@@ -150,12 +151,13 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
         return Outcome(code=0)
     options = options_of_run(call, run, before)
-    checkpoint = choose_checkpoint(run)
-    if checkpoint:
-        compare_early(checkpoint, loaded.config)
+    first = newest_told(run)[0] if FETCH in os.environ else choose_checkpoint(run)  # a brought one may be outdated, and gone
+    if first:
+        compare_early(first, loaded.config)
     alone = job_of(call, loaded, options)
-    with joined(alone, run, resumed=True, checkpoint=checkpoint) as together:
-        job = together
+    choices = iter([first])
+    with joined(alone, run, choose=lambda: next(choices, None) or _newest(run, alone.node.rank)) as together:
+        job, checkpoint = together, together.checkpoint
         if checkpoint:
             loaded, note = with_its_batch(loaded, call, before, job.world_size(before))
             options = recovery.without_batch_numbers(job.options) if note else job.options
@@ -197,8 +199,6 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
         record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None,
                      **({"cause": outcome.cause} if outcome.cause else {}), **outcome.stop)  # fmt: skip
-    if outcome.code == LOST and recovery.is_controlled():  # `train-cluster` starts again as soon as this launcher ends
-        _wait_until_free(job, plan)
     return outcome
 
 
@@ -221,10 +221,17 @@ def _go_on(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Ou
         time.sleep(step.pause)
         if job.rendezvous or step.less:
             recoveries = (*plan.recoveries, step.recovered) if step.recovered else plan.recoveries
-            job, plan, checkpoint = _meet_again(job, run, prepared, recoveries, checkpoint, alone=alone)
+            job, plan = _meet_again(job, run, prepared, recoveries, alone=alone)
         _wait_until_free(job, plan)
-        outcome = run_attempt(job, plan, run, event=None, checkpoint=checkpoint)
+        outcome = run_attempt(job, plan, run, event=None, checkpoint=job.checkpoint if job.rendezvous else checkpoint)
     return outcome
+
+
+def _newest(run: RunFolder, node_rank: int) -> Path | None:
+    """Returns the newest valid checkpoint, which is brought first where it has to be."""
+    if node_rank:
+        fetch_checkpoint(run, node_rank)
+    return newest_told(run)[0]
 
 
 def _followed(job: Job, decide: Callable[[], Following]) -> tuple[Following, bool]:
@@ -236,9 +243,8 @@ def _followed(job: Job, decide: Callable[[], Following]) -> tuple[Following, boo
 
 def _may_follow(job: Job, outcome: Outcome) -> bool:
     """Whether what happened may be followed by another attempt."""
-    if outcome.code == LOST:
-        return not recovery.is_left_to_cluster(outcome)
-    return job.rendezvous is not None and bool(job.rendezvous.grown_because) and outcome.code in (130, 143)
+    grown = job.rendezvous is not None and bool(job.rendezvous.grown_because)
+    return outcome.code == LOST or (grown and outcome.code in (130, 143))
 
 
 def _decide(
@@ -271,19 +277,18 @@ def _wait_until_free(job: Job, plan: Plan) -> None:
 
 
 def _meet_again(
-    job: Job, run: RunFolder, prepared: Prepared, recoveries: tuple[Mapping[str, Any], ...], checkpoint: Path | None, *, alone: bool
-) -> tuple[Job, Plan, Path | None]:  # fmt: skip
-    """Returns job, plan and checkpoint of the next attempt: machines meet anew; `alone`: node 0 has gone, and may come back."""
+    job: Job, run: RunFolder, prepared: Prepared, recoveries: tuple[Mapping[str, Any], ...], *, alone: bool
+) -> tuple[Job, Plan]:  # fmt: skip
+    """Returns job and plan of the next attempt: machines meet anew; `alone`: node 0 has gone, and may come back."""
     ours = job.rendezvous
     if ours is None:
-        return job, replace(job.plan(prepared), recoveries=recoveries), checkpoint
+        return job, replace(job.plan(prepared), recoveries=recoveries)
     try:
         if alone:
             ours.close()
             ours.open()
-        job = meet(job, run, resumed=True, checkpoint=checkpoint, late=alone)
-        checkpoint = newest_valid(run)[0] if alone else checkpoint
-        return (*agreed(job, replace(job.plan(prepared), recoveries=recoveries), prepared, run), checkpoint)
+        job = meet(job, run, lambda: _newest(run, job.node.rank))
+        return agreed(job, replace(job.plan(prepared), recoveries=recoveries), prepared, run)
     except BaseException as error:
         ours.fail(error)
         raise

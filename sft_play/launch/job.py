@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
@@ -44,6 +45,8 @@ class Job:
     node: Node
     rendezvous: Rendezvous | None = None
     """With the launchers of the other machines, from the first hello to the last exit."""
+    checkpoint: Path | None = None
+    """What this attempt continues from."""
     nodes: tuple[NodeFacts, ...] = ()
     """What the nodes said of themselves, where there are several."""
     shared: bool = False

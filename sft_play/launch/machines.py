@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ from sft_play.plan.calibration import Calibration, read_calibration, same_name
 from sft_play.plan.choices import devices_for
 from sft_play.plan.hardware import Device
 from sft_play.plan.plan import Plan
-from sft_play.runs.checkpoints import newest_valid, published, step_of
+from sft_play.runs.checkpoints import published, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import checksum
 from sft_play.runs.prepared import Prepared
 
+ABSENT = "SFT_PLAY_ABSENT"
+"""Variable of node 0's launcher: ranks of machines that what started it knows not to come now; an elastic run does not wait for them."""
 MARK = re.compile(r"\.seen-[0-9a-f]{16}")
 """Names of the files by which machines see whether they share a run folder."""
 LOOK_SECONDS = 1.0
@@ -41,14 +44,16 @@ LOOK_SECONDS = 1.0
 
 
 @contextlib.contextmanager
-def joined(job: Job, run: RunFolder, *, resumed: bool, checkpoint: Path | None) -> Iterator[Job]:
-    """Yields the job that knows the devices of all machines, with its rendezvous; the same job where there is one machine.
+def joined(job: Job, run: RunFolder, *, choose: Callable[[], Path | None] | None = None) -> Iterator[Job]:
+    """Yields the job that knows the devices of all machines, with its rendezvous; of one machine the same job.
+
+    `choose` returns the checkpoint that a resumed run continues from, anew for a later attempt that takes this machine in.
 
     Whatever the body raises is told to the others. Raises `UserError` for machines that do not agree, the same on each, and
     `RetryableError` for those that do not come within `launch.join_seconds`.
     """
     if job.node.count == 1:
-        yield job
+        yield replace(job, checkpoint=choose() if choose else None)
         return
     if job.call.options.get("SOURCE") == "probe":
         raise UserError(
@@ -56,7 +61,7 @@ def joined(job: Job, run: RunFolder, *, resumed: bool, checkpoint: Path | None) 
         )
     ours = opened(job, run)
     try:
-        yield meet(replace(job, rendezvous=ours), run, resumed=resumed, checkpoint=checkpoint)
+        yield meet(replace(job, rendezvous=ours), run, choose)
     except BaseException as error:
         ours.fail(error)
         raise
@@ -65,17 +70,16 @@ def joined(job: Job, run: RunFolder, *, resumed: bool, checkpoint: Path | None) 
         ours.close()
 
 
-def meet(job: Job, run: RunFolder, *, resumed: bool, checkpoint: Path | None, late: bool = False) -> Job:
-    """Returns the job of an attempt, which knows its machines, their devices and its own place among them. Raises as `joined` does.
-
-    `late`: it may be a later attempt that takes this machine in, from a checkpoint that is the newest by then.
-    """
+def meet(job: Job, run: RunFolder, choose: Callable[[], Path | None] | None) -> Job:
+    """Returns the job of an attempt, which knows its machines, their devices and its own place among them. Raises as `joined` does."""
     ours = job.rendezvous
     assert ours is not None, "one machine has nobody to meet"
-    mark = _mark(run) if job.node.rank == 0 else None
+    mark, checkpoint = _mark(run) if job.node.rank == 0 else None, None
 
     def give() -> Given:
-        facts = _facts(job, run.name, resumed=resumed, checkpoint=newest_valid(run)[0] if late else checkpoint)
+        nonlocal checkpoint
+        checkpoint = choose() if choose else None
+        facts = _facts(job, run.name, resumed=choose is not None, checkpoint=checkpoint)
         return {"facts": facts.to_json(), "mark": mark}
 
     found = ours.meet(give, _judge_nodes)
@@ -90,7 +94,7 @@ def meet(job: Job, run: RunFolder, *, resumed: bool, checkpoint: Path | None, la
     node = replace(job.node, count=len(nodes), place=place, interface=_interface(ours.own_addresses(), job.node.interface))
     return replace(
         job, nodes=tuple(nodes), node=node, options=replace(job.options, request=request), shared=shared,
-        apart=first is not None and job.node.rank > 0 and not shared,
+        apart=first is not None and job.node.rank > 0 and not shared, checkpoint=checkpoint,
     )  # fmt: skip
 
 
@@ -137,7 +141,7 @@ def opened(job: Job, run: RunFolder) -> Rendezvous:
             say(f"note: `MASTER_ADDR` `{node.master_address}` is no address of this machine; the others look for node 0 there")
     ours = Rendezvous(
         node, host=host, run=run.name, patience=float(launch.join_seconds), silent_seconds=float(launch.silent_seconds),
-        least=min(bounds[0], node.count) if bounds else None,
+        least=min(bounds[0], node.count) if bounds else None, absent=[int(word) for word in os.environ.get(ABSENT, "").split()],
     )  # fmt: skip
     ours.open()
     return ours

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from sft_play.launch.environment import DROPPED
 from sft_play.launch.job import Job
 from sft_play.launch.local import worker_arguments
 from sft_play.launch.node import bound_to_parent, supervise
+from sft_play.launch.run_folder import raise_what_was_heard
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.measured import Probed, load, save
 from sft_play.plan.plan import Plan
@@ -71,6 +73,20 @@ def _stop(process: subprocess.Popen[bytes], *, told: bool) -> None:
 
 DELIVERED = "SFT_PLAY_PREPARED"
 """Variable that names a file: model and data were prepared on another machine and brought to this one (`cluster`)."""
+
+FETCH = "SFT_PLAY_FETCH"
+"""Variable of a launcher whose run folder is not node 0's: what started it over SSH brings checkpoints when it is asked."""
+WISH_SECONDS = 0.2
+
+
+def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
+    """Waits until this machine has the checkpoint from which node 0 continues, where that has to be brought (`cluster.remote`)."""
+    if os.environ.get(FETCH):
+        wish = run.path / f".fetch-node{node_rank}"
+        wish.touch()
+        while wish.exists():
+            time.sleep(WISH_SECONDS)
+            raise_what_was_heard()
 
 
 def delivered(run: RunFolder) -> Prepared | None:

@@ -34,7 +34,7 @@ RESTARTED = "restarted"
 KEPT_OF_RESTARTS = ("rank", "cause", "error", "checkpoint")
 FIRST_SECONDS, MOST_SECONDS = 2.0, 60.0
 CONTROLLED = "SFT_PLAY_CLUSTER"
-"""Variable of a launcher that `train-cluster` has started: that command starts all machines again, so none does so by itself."""
+"""Variable of a launcher that `train-cluster` has started, which says itself what can be typed next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +159,8 @@ def announcement(config: Config, before: Plan, after: Plan, outcome: Outcome, ch
     """Returns the one line that says what happened, what changes and where it goes on."""
     what = outcome.message.strip().splitlines()[0].removeprefix("error: ").removesuffix("; all other ranks were stopped")
     what = re.sub(r" \(\w*Error: .*$", "", what)  # the allocator's own words stand in the rank's log
-    where = f"rank {outcome.rank}: " if outcome.rank is not None and not what.startswith("rank ") else ""
+    host = f" ({outcome.host})" if outcome.host else ""
+    where = f"rank {outcome.rank}{host}: " if outcome.rank is not None and not what.startswith("rank ") else ""
     changes = []
     if _slots(before) != _slots(after):
         new = _divided(after).replace("accumulation ", "")
@@ -275,17 +276,12 @@ class Restarts:
 
 def limit_of(config: Config) -> int:
     """Returns how often in a row this launcher may start again by itself."""
-    return 0 if is_controlled() else config.launch.max_restarts
+    return config.launch.max_restarts
 
 
 def is_controlled() -> bool:
     """Whether `train-cluster` has started this launcher."""
     return bool(os.environ.get(CONTROLLED))
-
-
-def is_left_to_cluster(outcome: Outcome) -> bool:
-    """Whether `train-cluster`, which has started this launcher, says what follows: memory that ran out on one machine changes all of them."""
-    return outcome.cause == OUT_OF_MEMORY and is_controlled()
 
 
 def restart_facts(outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:

@@ -32,8 +32,8 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sft_play.errors import HardwareError, RetryableError, UserError, printable, raise_all
@@ -148,9 +148,18 @@ class Rendezvous:
     """This machine's end of the store. `open`, then for each attempt `meet`, `share`, `settle` and `follow`; at last `close`."""
 
     def __init__(
-        self, node: Node, *, host: str, run: str, patience: float, silent_seconds: float, least: int | None = None
+        self,
+        node: Node,
+        *,
+        host: str,
+        run: str,
+        patience: float,
+        silent_seconds: float,
+        least: int | None = None,
+        absent: Collection[int] = (),
     ) -> None:
-        """`patience`: seconds that machines which have not come are waited for; `least`: with how few an elastic run continues."""
+        """`patience`: seconds that machines which have not come are waited for; `least`: with how few an elastic run continues; `absent`: ranks
+        of machines that are known not to come at the start."""
         self.node, self.host, self.run = node, host, run
         self.patience, self.silent_seconds, self.least = patience, silent_seconds, least
         self.where = f"{node.master_address}:{node.master_port}"
@@ -161,6 +170,7 @@ class Rendezvous:
         self._before: list[int] = []
         """Those of the last attempt."""
         self.seats: dict[int, Seat] = {}
+        self.absent = set(absent)
         self.wants: dict[int, Given] = {}
         """On node 0 of an elastic run: facts of machines that wait for the next attempt."""
         self._link: Link | None = None
@@ -494,7 +504,7 @@ class Rendezvous:
             if errors and (not missing or time.monotonic() - wrong_since > GRACE_SECONDS):
                 raise self._refuse(errors)
             enough = self.least is not None and len(here) >= self.least
-            lost = {rank for rank in self._watched if self._is_silent(rank)}
+            lost = {rank for rank in self._watched if self._is_silent(rank)} | (self.absent if self.attempt == 0 else set())
             last_call = bool(lost) and set(missing) <= lost and waited > LAST_CALL_SECONDS
             if not errors and (not missing or (enough and (last_call or waited > self.patience))):
                 break
@@ -705,7 +715,7 @@ class Rendezvous:
         found = self.ended_elsewhere()
         if isinstance(found, Outcome):
             return found
-        end = self._post_end({"outcome": asdict(outcome)})
+        end = self._post_end({"outcome": asdict(replace(outcome, host=self.host))})
         if "stop" not in end:
             return self._outcome(end)
         if outcome.cause in ("peer", "killed", "agent"):  # the others had left before it

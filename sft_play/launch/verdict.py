@@ -60,6 +60,8 @@ class Outcome:
     """Exit code of contract section 7."""
     rank: int | None = None
     """The rank that failed first."""
+    host: str = ""
+    """Where that is, of a run on several machines."""
     message: str = ""
     """Its error, for the user; empty when all went well."""
     cause: Cause | None = None
@@ -224,7 +226,7 @@ def _seen(run: RunFolder, loss: Loss) -> Outcome:
 
 def _out_of_memory(run: RunFolder, record: tuple[int, dict[str, Any]]) -> Outcome:
     rank, facts = record
-    text = f"{_error(facts)}\n\nrank {rank} ran out of memory; its log: {run.rank_log(rank)}"
+    text = f"{_error(facts)}\n\n{_who(rank)} ran out of memory; its log: {run.rank_log(rank)}"
     return Outcome(code=LOST, rank=rank, message=text, cause=OUT_OF_MEMORY, doing=facts.get("doing") or {})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -128,9 +129,14 @@ def losses(run: RunFolder) -> list[float]:
 
 
 def worlds(run: RunFolder) -> list[int]:
-    """The number of ranks at each start."""
+    """The numbers of ranks that made the steps, one after the other."""
+    return [count for count, _ in itertools.groupby(len(row["rank_rows"]) for row in metrics(run.path))]
+
+
+def events(run: RunFolder) -> list[str]:
+    """What node 0 recorded."""
     rows = [json.loads(line) for line in run.events.read_text().splitlines()]
-    return [row["world_size"] for row in rows if row["event"] in ("started", "resumed") and row["node"] == 0]
+    return [row["event"] for row in rows if row["node"] == 0]
 
 
 @pytest.fixture
@@ -225,12 +231,13 @@ def test_a_link_is_cut_and_the_run_goes_on_with_two_and_then_three(machines: Hom
     machines.until_step("cut", 4)
     machines.net.link(2, up=False)
     began = time.monotonic()
-    assert machines.end(60) == 75, machines.said()
+    machines.until(lambda: "cannot be reached" in machines.said())
     assert time.monotonic() - began < 30, machines.said()
+    assert machines.end(60) == 75, machines.said()
     machines.all_free(0, 1, seconds=1)
-    machines.all_free(2, seconds=30 - (time.monotonic() - began))  # what is cut off ends by itself
+    machines.all_free(2, seconds=max(5, 40 - (time.monotonic() - began)))  # what is cut off ends by itself
     said = machines.said()
-    assert "host `node3` (192.168.77.13) disappeared" in said and "rank 2 ran there" in said, said
+    assert "error: rank 2 (node3) cannot be reached: node 2 (node3) has been silent" in said, said
     run = machines.run("cut")
     saved = max(int(path.name[5:]) for path in run.checkpoints.glob("step-*"))
     machines.start("train-cluster", "RUN=cut", "CLUSTER_HOSTS=node1 node2", f"TRAIN_MAX_STEPS={saved + 4}")
@@ -278,25 +285,22 @@ def test_elastic_goes_on_with_those_that_are_left_and_takes_one_back(machines: H
     told.rename(told.with_name("away"))
     told.write_text("")  # it comes back, and what it is told of the run cannot be written there
     machines.net.link(2, up=True)
-    machines.until(lambda: worlds(run) == [3, 2, 2])
-    assert "not ready: host `node3`" in machines.said(), machines.said()
-    begun, step = time.monotonic(), metrics(run.path)[-1]["step"]
-    machines.until(lambda: time.monotonic() - begun > 25 and metrics(run.path)[-1]["step"] > step + 6)
-    assert worlds(run) == [3, 2, 2], "the run is not stopped again for a host that has not changed"
-    machines.net.link(2, up=False)
-    times = machines.said().count("`node3` answers again")
-    time.sleep(30)  # its absence is noticed
+    unready = re.compile(r"not ready: host `node3`: .*cluster/grows")
+    machines.until(lambda: bool(unready.search(machines.said())))
+    step = metrics(run.path)[-1]["step"]
+    machines.until_step("grows", step + 6)
+    assert worlds(run) == [3, 2], "the run is not stopped for a host that is not ready"
+    assert len(unready.findall(machines.said())) == 1
     told.unlink()
     told.with_name("away").rename(told)
-    machines.net.link(2, up=True)
-    machines.until(lambda: worlds(run) == [3, 2, 2, 3])
-    assert machines.said().count("`node3` answers again") == times + 1
+    machines.until(lambda: worlds(run) == [3, 2, 3])
+    assert machines.said().count("`node3` answers again") == 1
     step = metrics(run.path)[-1]["step"]
     machines.until_step("grows", step + 2)
     process.send_signal(signal.SIGTERM)
     assert machines.end(40) == 143, machines.said()
     said = machines.said()
-    assert "restarting: host `node3`" in said and "`node3` answers again" in said and "starting again with `node3`" in said, said
+    assert "restarting: rank 2 (node3) cannot be reached" in said and "starting again with node 2 (node3)" in said, said
     steps = [row["step"] for row in metrics(run.path)]
     assert steps == list(range(1, len(steps) + 1)), "each step is made once"
     machines.all_free(0, 1, 2)
@@ -309,9 +313,9 @@ def test_a_killed_rank_is_named_and_the_run_starts_again(machines: Home) -> None
     machines.until_step("killed", 3)
     assert kill_workers(machines, 1)
     machines.until(lambda: "restarting: " in machines.said())
-    assert re.search(r"host `node2`: rank 1 \(\S+\) was killed by SIGKILL", machines.said()), machines.said()
+    assert "restarting: rank 1 (node2) was killed by SIGKILL" in machines.said(), machines.said()
     assert machines.end() == 0, machines.said()
-    assert worlds(machines.run("killed")) == [3, 3]
+    assert events(machines.run("killed")) == ["started", "restarted", "finished"]
 
 
 def workers(machines: Home, k: int) -> list[int]:
@@ -351,15 +355,14 @@ def test_memory_that_runs_out_on_one_machine_halves_the_micro_batch_on_all(machi
     assert machines.end() == 0, machines.said()
     said = machines.said()
     (line,) = [line for line in said.splitlines() if line.startswith("recovering: ")]
-    assert "host `node2`: memory ran out in step 2, micro-batch 1 (rows " in line
+    assert line.startswith("recovering: rank 1 (node2)") and "memory ran out in step 2, micro-batch 1 (rows " in line
     assert "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank (although `train.batch_size` was given)" in line
     assert "global batch 8 as before; going on from step-000001 (retry 1 of 3)" in line
     assert "does not start again by itself" not in said + (run.logs / "node1.log").read_text(), "no launcher says what to type"
     assert [row["step"] for row in metrics(run.path)] == [1, 2, 3], "each step is made once"
     assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
     assert {sum(row["rank_rows"]) for row in metrics(run.path)} == {8}
-    rows = [json.loads(line) for line in run.events.read_text().splitlines()]
-    assert [row["event"] for row in rows if row["node"] == 0] == ["started", "failed", "recovered", "resumed", "finished"]
+    assert events(run) == ["started", "recovered", "finished"]
     plan = json.loads(run.plan.read_text())
     assert [(rank["micro_batch"], rank["accumulation"]) for rank in plan["ranks"]] == [(2, 2), (2, 2)]
     (kept,) = json.loads(run.training_metrics.read_text())["recoveries"]

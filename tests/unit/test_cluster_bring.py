@@ -14,9 +14,8 @@ import pytest
 from sft_play.cluster import bring
 from sft_play.cluster.bring import MARKER, SET_ASIDE, fetch_random_states, last_line, send_code, send_model
 from sft_play.cluster.bring import remote as remote_path
-from sft_play.cluster.facts import Facts, check, facts_of, forwarded, only_optional_apart, versions_apart
+from sft_play.cluster.hosts import Facts, check, facts_of, forwarded, only_optional_apart, versions_apart
 from sft_play.cluster.install import install, judged, not_installed
-from sft_play.cluster.ssh import ended_with_us
 from sft_play.config.cluster import Host, Inventory
 from sft_play.errors import DataError, HardwareError, UserError
 from sft_play.launch.agreement import versions_here
@@ -67,8 +66,7 @@ def write(folder: Path, **texts: str) -> list[str]:
 
 
 def send(names: Sequence[str]) -> None:
-    with ended_with_us():  # as in the product: without it, a command that was stopped before stays so
-        send_code(HOST, INVENTORY, names)
+    send_code(HOST, INVENTORY, names)
 
 
 def test_a_persons_file_is_never_replaced(there: Path, here: Path) -> None:
@@ -170,8 +168,7 @@ def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path)
     before = (model / "weights of it's model").stat().st_ino
 
     def again() -> None:
-        with ended_with_us():
-            send_model(HOST, INVENTORY, own, here, str(model), Path("/hub"))
+        send_model(HOST, INVENTORY, own, here, str(model), Path("/hub"))
 
     again()
     assert (model / "small").read_text() == "s"
@@ -187,7 +184,7 @@ def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path)
     assert (model / "weights of it's model").read_text() == "v" * 100_000, "a later version of one's own"
     (there / "other").mkdir()
     (there / "other" / "small").write_text("theirs")
-    with pytest.raises(UserError, match="`small`") as error, ended_with_us():
+    with pytest.raises(UserError, match="`small`") as error:
         send_model(HOST, INVENTORY, own, here, str(there / "other"), Path("/hub"))
     assert "it is another model" in (error.value.hint or "") and (there / "other" / "small").read_text() == "theirs"
 
@@ -204,8 +201,7 @@ def test_a_model_of_the_hubs_cache(there: Path, here: Path) -> None:
     (there / "models--a--b" / "refs" / "main").write_text("of theirs")
     place, own = "~/sft-play/models--a--b/snapshots/c", replace(OWN, cache=str(there / "cache"))
     for _ in range(2):
-        with ended_with_us():
-            send_model(HOST, INVENTORY, own, repository / "snapshots" / "c", place, here)
+        send_model(HOST, INVENTORY, own, repository / "snapshots" / "c", place, here)
         link = there / "models--a--b" / "snapshots" / "c" / "a -> b"
         assert link.is_symlink() and link.read_text() == "weights"
         assert (there / "models--a--b" / "refs" / "main").read_text() == "of theirs"
@@ -218,14 +214,13 @@ def test_links_out_of_a_model_are_not_followed_and_its_secrets_stay(there: Path,
     (here / "model.safetensors").symlink_to("store")
     (there.parent.parent / "id_ed25519").write_text("a key")
     own = replace(OWN, cache=str(there / "cache"))
-    with ended_with_us():
+    send_model(HOST, INVENTORY, own, here, "~/sft-play/model", Path("/hub"))
+    sent = ["config.json", "model.safetensors", "store"]
+    assert sorted(path.name for path in (there / "model").iterdir()) == sent
+    assert not (there / "model" / "model.safetensors").is_symlink()
+    (here / "LICENSE.txt").symlink_to(there.parent.parent / "id_ed25519")
+    with pytest.raises(DataError, match="outside of the folder"):
         send_model(HOST, INVENTORY, own, here, "~/sft-play/model", Path("/hub"))
-        sent = ["config.json", "model.safetensors", "store"]
-        assert sorted(path.name for path in (there / "model").iterdir()) == sent
-        assert not (there / "model" / "model.safetensors").is_symlink()
-        (here / "LICENSE.txt").symlink_to(there.parent.parent / "id_ed25519")
-        with pytest.raises(DataError, match="outside of the folder"):
-            send_model(HOST, INVENTORY, own, here, "~/sft-play/model", Path("/hub"))
     assert sorted(path.name for path in (there / "model").iterdir()) == sent
 
 
@@ -298,8 +293,7 @@ def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFi
         "all machines need this one's Python 3.99: ssh -p 2222 anna@192.0.2.1, sudo apt install python3.99 python3.99-venv; "
         "then type the same command again"
     )
-    with ended_with_us():
-        found = install(host, inventory, ["scripts/install.sh"], own)
+    found = install(host, inventory, ["scripts/install.sh"], own)
     assert not found.ok
     assert found.detail.startswith("there is no Python 3.99, which the first host has; python3 is Python 3.")
     assert found.hint == hint
@@ -307,8 +301,7 @@ def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFi
     python = there.parent.parent / "bin" / "python3.99"
     python.write_text('#!/bin/sh\nif [ "$1" = -c ]; then echo 3.99; else echo "ensurepip is not available"; exit 1; fi\n')
     python.chmod(0o755)
-    with ended_with_us():
-        found = install(host, inventory, ["scripts/install.sh"], own)
+    found = install(host, inventory, ["scripts/install.sh"], own)
     assert found.detail == "scripts/install.sh ended with code 3: `python3.99 -m venv` failed"
     assert found.hint == hint
     other = not_installed(host, own, "no room", 1)
@@ -370,8 +363,7 @@ def test_an_environment_with_other_versions_is_not_up_to_date(there: Path, capfd
         python.chmod(0o755)
         (there / ".venv" / ".runtime").touch()
         os.utime(there / ".venv" / ".runtime", (4e9, 4e9))
-        with ended_with_us():
-            found = install(HOST, INVENTORY, files, own)
+        found = install(HOST, INVENTORY, files, own)
         said = capfd.readouterr().err
         assert found.detail.startswith(last) and found.ok == (not options), (found, said)
         assert "the environment in .venv is up to date" in said
@@ -388,6 +380,5 @@ def test_links_and_pipes_do_not_come_from_a_machine(there: Path) -> None:
     (theirs / "rank1.safetensors").write_text("states")
     (theirs / "rank2.safetensors").symlink_to("/etc/hostname")
     os.mkfifo(theirs / "rank3.safetensors")
-    with ended_with_us():
-        fetch_random_states(HOST, INVENTORY, replace(OWN, runs=str(there.parent / "runs")), run, run.checkpoints / "step-000001")
+    fetch_random_states(HOST, INVENTORY, replace(OWN, runs=str(there.parent / "runs")), run, run.checkpoints / "step-000001", 20)
     assert [path.name for path in run.random_states(1).iterdir()] == ["rank1.safetensors"]

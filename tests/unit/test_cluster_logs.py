@@ -15,8 +15,8 @@ import pytest
 
 from sft_play.__main__ import COMMANDS
 from sft_play.cluster import status
-from sft_play.cluster.agent import python_of, request_of
-from sft_play.cluster.remote_processes import TOKEN, machine
+from sft_play.cluster.hosts import python_of, request_of
+from sft_play.cluster.remote import TOKEN, machine
 from sft_play.config.call import parse_call
 from sft_play.config.cluster import read_inventory
 from sft_play.errors import UserError

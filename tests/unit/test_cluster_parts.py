@@ -1,100 +1,111 @@
-"""Parts of `train-cluster` that need no second machine: what came first, the machines' lines, where files stand on another host."""
+"""`train-cluster` without a second machine: what is refused, what a machine's other end does, and how a launcher there is watched."""
 
 from __future__ import annotations
 
 import json
+import os
 import queue
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from sft_play.cluster import board, cause, remote
-from sft_play.cluster.agent import BOOT, Agent, refused, request_of
+from sft_play.cluster import board, remote, train
 from sft_play.cluster.bring import place_there
-from sft_play.cluster.facts import Facts
+from sft_play.cluster.hosts import BOOT, MOST_WAITING, Facts, Launcher, ask, refused, request_of
 from sft_play.cluster.install import venv_of
-from sft_play.cluster.session import Node, Session
-from sft_play.cluster.ssh import NOT_A_FOLDER, ended_with_us, waited_for
-from sft_play.cluster.status import _rows
+from sft_play.cluster.ssh import NOT_A_FOLDER, on_all, run
+from sft_play.cluster.status import _rows, run_named
+from sft_play.cluster.task import Task, controlling, noted, noting
+from sft_play.config.call import Call, Override
 from sft_play.config.cluster import Host, Inventory
+from sft_play.config.load import load_config
 from sft_play.config.rules import elastic_bounds
-from sft_play.errors import DataError, UserError
-from sft_play.launch.node import Stop
+from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.launch.preparation import DELIVERED, delivered
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, ResolvedModel
+from tests.unit.test_cluster_bring import OWN
 
 HOSTS = tuple(Host(name=f"node{k}", address=f"192.168.77.1{k}") for k in (1, 2, 3))
 RANKS = [range(1), range(1, 2), range(2, 3)]
-PEER = {"code": 75, "cause": "peer", "error": "RuntimeError: Connection closed by peer [192.168.77.12]:4711"}
+MASTER, LAPTOP = Host(name="desktop", address="127.0.0.1"), Host(name="laptop", address="192.0.2.11")
+INVENTORY = Inventory(hosts=(MASTER,), network=None, ssh_config=None, path=Path("home.yaml"))
 
 
-def ended(tmp_path: Path, *nodes: Mapping[str, Any], asked: str = "") -> Session:
-    """A session that is over, with what is known of each machine."""
-    made = [Node(host=host, agent=cast(Agent, None), ended_at=1.0, **facts) for host, facts in zip(HOSTS, nodes, strict=True)]
-    run = RunFolder(tmp_path)
-    inventory = Inventory(hosts=HOSTS, network=None, ssh_config=None, path=tmp_path / "home.yaml")
-    return Session(
-        inventory=inventory, run=run, nodes=made, inbox=queue.Queue(), logs=board.Logs(run), board=board.Board(run, []), console=sys.stdout,
-        stop=Stop(), streams=[False] * 3, wanted=lambda: False, asked=asked,
+def task_of(folder: Path, *overrides: tuple[str, str], resuming: bool = False) -> Task:
+    path = folder / "c.yaml"
+    path.write_text("model: {name: demo}\ndata: {train_path: rows.jsonl}\n")
+    loaded = load_config(path, [Override(key=key, text=text, origin="typed") for key, text in overrides], {})
+    inventory = replace(INVENTORY, hosts=(MASTER, LAPTOP))
+    return Task(
+        call=Call(command="train-cluster"), inventory=inventory, loaded=loaded, run=RunFolder(folder / "runs" / "demo"), resuming=resuming
     )  # fmt: skip
 
 
-def test_the_error_of_a_rank_comes_before_what_others_saw_of_it(tmp_path: Path) -> None:
-    own = {2: ({"code": 4, "error": "error: the rows are damaged"}, 9.0)}
-    session = ended(
-        tmp_path,
-        {"code": 75, "records": {0: (PEER, 8.0)}},
-        {"code": 75, "records": {1: (PEER, 8.5)}},
-        {"code": 4, "records": own},
+def test_every_fault_is_told_also_of_hosts_that_answer_where_others_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first host is this machine, with an interface that it has not; one states GPUs it has not, and two cannot be asked at all."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    answer = json.dumps(
+        {**{item.name: getattr(replace(OWN, gpus=0, versions={"torch": "2.12.0"}), item.name) for item in fields(Facts)}}
     )
-    outcome = cause.judge(session, RANKS)
-    assert (outcome.code, outcome.rank) == (4, 2)
-    assert outcome.message.startswith("error: host `node3`: the rows are damaged")
-
-
-def test_a_lost_host_comes_before_the_silence_that_others_report(tmp_path: Path) -> None:
-    silent = {"code": 75, "error": "rank 2 (node3) has been silent for 20 s", "blames": 2, "cause": "unreachable"}
-    session = ended(
-        tmp_path, {"code": 75, "records": {0: (silent, 0.5)}}, {"code": 75, "records": {1: (PEER, 0.4)}}, {"lost": "no answer"}
+    ssh.write_text(
+        "#!/bin/sh\nremark='Could not chdir to home directory /nonexistent: No such file or directory'\n"
+        f"case \"$*\" in *192.0.2.11*) cat > {tmp_path}/asked; echo '{answer}';;\n"
+        "*192.0.2.12*) echo 'This account is currently not available.'; echo \"$remark\" >&2; exit 1;;\n"
+        "*) echo 'ssh: connect to host x port 22: Connection refused' >&2; exit 255;; esac\n"
     )
-    outcome = cause.judge(session, RANKS)
-    assert (outcome.code, outcome.rank, outcome.cause) == (75, 2, "unreachable")
-    assert "host `node3` (192.168.77.13) disappeared: no answer; rank 2 ran there" in outcome.message
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}{os.pathsep}{os.environ['PATH']}")
+    for name, folder in (("RUNS_DIR", "runs"), ("SFT_PLAY_CACHE", "cache")):
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    barred, off = Host(name="third", address="192.0.2.12", user="nobody"), Host(name="fourth", address="192.0.2.13")
+    task = task_of(tmp_path)
+    hosts = (replace(MASTER, interface="eth7"), replace(LAPTOP, gpus=2), barred, off)
+    with pytest.raises(UserError) as caught:
+        train.chosen(replace(task, inventory=replace(task.inventory, hosts=hosts)))
+    said = caught.value.render()
+    for part in (
+        "host `desktop` has no interface `eth7`", "host `laptop` has no GPU, and the inventory states 2", "host `laptop` has other versions",
+        "host `third`: user `nobody` may not log in there: This account is currently not available.", "no sshd listens",
+    ):  # fmt: skip
+        assert part in said, said
+    assert said.count("hint: ") >= 5, said
+    assert caught.value.exit_code == 3
 
 
-def test_a_rank_without_a_record_is_named_by_its_own_launcher(tmp_path: Path) -> None:
-    killed = {
-        "event": "failed",
-        "code": 75,
-        "rank": 1,
-        "error": "error: rank 1 (node2) was killed by SIGKILL; all other ranks were stopped",
-    }
-    peers = {"event": "failed", "code": 75, "rank": 0, "cause": "peer", "error": "Connection closed by peer"}
-    session = ended(
-        tmp_path,
-        {"code": 75, "event": peers, "records": {0: (PEER, 0.1)}},
-        {"code": 75, "event": killed},
-        {"code": 75, "records": {2: (PEER, 0.1)}},
-    )
-    outcome = cause.judge(session, RANKS)
-    assert (outcome.code, outcome.rank) == (75, 1) and "host `node2`: rank 1 (node2) was killed by SIGKILL" in outcome.message
+def test_an_elastic_run_leaves_out_what_is_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, folder in (("RUNS_DIR", "runs"), ("SFT_PLAY_CACHE", "cache"), ("PATH", "bin")):
+        monkeypatch.setenv(
+            name, f"{tmp_path / folder}{os.pathsep if name == 'PATH' else ''}{os.environ['PATH'] if name == 'PATH' else ''}"
+        )
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text("#!/bin/sh\necho 'ssh: connect to host x port 22: Connection refused' >&2; exit 255\n")
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    assert list(train.chosen(task_of(tmp_path, ("launch.elastic", "1:2")))) == ["desktop"]
+    assert "left out: host `laptop`: `192.0.2.11` is there, but no sshd listens" in capsys.readouterr().err
+    with pytest.raises(HardwareError, match="no sshd listens"):
+        train.chosen(task_of(tmp_path, ("launch.elastic", "2:2")))
 
 
-def test_ends_that_are_none_of_a_failure(tmp_path: Path) -> None:
-    assert cause.judge(ended(tmp_path, *[{"code": 0}] * 3), RANKS).code == 0
-    assert cause.judge(ended(tmp_path, *[{"code": 143}] * 3), RANKS).code == 143, "stopped by somebody else"
-    assert cause.judge(ended(tmp_path, *[{"code": 143}] * 3, asked="grow"), RANKS).code == 143
-    same = {"code": 2, "words": "error: `train.seed` is 1 on node 0, 2 on node 1"}
-    told = cause.judge(ended(tmp_path, same, same, same), RANKS)
-    assert (told.code, told.message) == (2, ""), "node 0 has said it on the console"
-    other = cause.judge(ended(tmp_path, {"code": 75}, {"code": 3, "words": "x\nerror: no space"}, {"code": 75}), RANKS)
-    assert (other.code, other.message) == (3, "error: host `node2`: no space")
+def test_a_run_that_was_killed_before_its_start_begins_in_its_folder(tmp_path: Path) -> None:
+    task = task_of(tmp_path, resuming=True)
+    assert train.taken_over(task) is task, "there is no folder"
+    task.run.path.mkdir(parents=True)
+    task.run.config.write_text("{}")
+    assert train.taken_over(task).loaded.config.launch.auto_resume
+    assert not train.taken_over(task_of(tmp_path)).loaded.config.launch.auto_resume, "a new run's name is taken"
 
 
 def test_lines_of_machines() -> None:
@@ -139,7 +150,7 @@ def test_messages_of_hosts(tmp_path: Path) -> None:
     odd = refused(HOSTS[1], inventory, NOT_A_FOLDER, "")
     assert odd.message == "host `node2` has no environment: `folder` is `~/sft-play`, which is a file there"
     assert odd.hint == "give another `folder` in the inventory, or move that file away there"
-    assert [next(_rows(HOSTS[1], one, []))["state"] for one in (absent, odd, refused(HOSTS[1], inventory, 255, ""))] == [
+    assert [next(_rows(HOSTS[1], one, [], []))["state"] for one in (absent, odd, refused(HOSTS[1], inventory, 255, ""))] == [
         "no environment", "no environment", "unreachable",
     ]  # fmt: skip
     remark = "Could not chdir to home directory /nonexistent: No such file or directory\n"
@@ -187,28 +198,176 @@ def test_newer_checkpoints_of_a_machine_are_set_aside(tmp_path: Path, monkeypatc
 
 
 def test_programs_of_threads_end_with_the_command() -> None:
-    process = subprocess.Popen(["sleep", "60"])
-    with pytest.raises(KeyboardInterrupt), waited_for(process), ended_with_us():
-        raise KeyboardInterrupt
-    assert process.wait(timeout=10) == -9
+    def call(host: Host) -> None:
+        if host is LAPTOP:
+            raise KeyboardInterrupt
+        codes.append(run(["sleep", "60"], None, 60)[0])
+
+    codes: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        on_all(replace(INVENTORY, hosts=(LAPTOP, MASTER)), call)
+    assert codes == [-9]
 
 
-def test_the_program_beside_a_launcher_ends_well_while_somebody_listens(tmp_path: Path) -> None:
-    words = {
-        "argv": ["sh", "-c", "echo trained; exit 4"],
-        "variables": {},
-        "run": "one",
-        "stream": False,
-        "token": "of this test",
-    }
-    request = request_of(Host(name="old", address="203.0.113.1", folder=str(tmp_path)), "launch", node=0, **words)
+def test_a_command_that_is_stopped_before_its_workers_live_says_so(tmp_path: Path) -> None:
+    """`cluster-stop` sends SIGTERM while hosts are asked, prepared for or sent to."""
+    card, rows = tmp_path / "bin" / "nvidia-smi", tmp_path / "rows.jsonl"
+    card.parent.mkdir()
+    card.write_text(f'#!/bin/sh\n[ "$1" != -L ] || {{ touch {tmp_path}/asked; exec sleep 5; }}\nexit 9\n')
+    card.chmod(0o755)
+    rows.write_text('{"prompt": "a", "response": "b"}\n')
+    (tmp_path / "c.yaml").write_text(f"model: {{name: demo}}\ndata: {{train_path: {rows}}}\n")
+    (tmp_path / "home.yaml").write_text("hosts: {here: 127.0.0.1}\n")
+    folders = {"RUNS_DIR": str(tmp_path / "runs"), "SFT_PLAY_CACHE": str(tmp_path / "cache")}
+    words = ["train-cluster", f"CLUSTER={tmp_path}/home.yaml", f"CONFIG={tmp_path}/c.yaml", "RUN_NAME=demo"]
     with subprocess.Popen(
-        [sys.executable, "-u", "-c", BOOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        [sys.executable, "-m", "sft_play", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **folders, "PATH": f"{card.parent}{os.pathsep}{os.environ['PATH']}"},
+    ) as process:  # fmt: skip
+        until = time.monotonic() + 60
+        while not (tmp_path / "asked").exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        process.terminate()
+        try:
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 143, said
+    assert said.splitlines()[-1] == "stopped by SIGTERM", said
+    assert not (tmp_path / "runs" / "demo").exists()
+
+
+def test_a_disk_here_that_hangs_is_told() -> None:
+    with pytest.raises(HardwareError, match="this machine, did not answer within"):
+        ask(MASTER, INVENTORY, "status", timeout=0.01)
+
+
+# ---- A launcher on another machine
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Any]:
+    """Starts the program beside a launcher, as SSH would; ends what is left of it."""
+    found: list[subprocess.Popen[bytes]] = []
+
+    def start(*argv: str, store: object = None, silent_seconds: float = 1.0) -> subprocess.Popen[bytes]:
+        words: dict[str, Any] = {
+            "argv": argv,
+            "variables": {"RUNS_DIR": str(tmp_path)},
+            "run": "one",
+            "stream": True,
+            "token": "of this test",
+        }
+        host = Host(name="old", address="203.0.113.1", folder=str(tmp_path))
+        request = request_of(host, "launch", node=0, store=store, silent_seconds=silent_seconds, **words)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([sys.executable, "-u", "-c", BOOT], stdin=pipe, stdout=pipe, stderr=pipe)
+        found.append(process)
+        assert process.stdin is not None
         process.stdin.write(request.encode())
         process.stdin.flush()
-        code = process.wait(timeout=60)
-        told = [json.loads(line) for line in process.stdout.read().splitlines()]
-        assert (code, process.stderr.read()) == (0, b"")
-    assert {"out": "trained\n"} in told and told[-1] == {"ended": 4, "event": None, "left": 0}
+        return process
+
+    yield start
+    for process in found:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def told(process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, b"")
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_the_program_beside_a_launcher_ends_well_while_somebody_listens(started: Any) -> None:
+    process = started("sh", "-c", "echo trained; exit 4")
+    assert process.wait(timeout=60) == 0
+    lines = told(process)
+    assert {"out": "trained\n"} in lines and lines[-1] == {"ended": 4, "left": 0}
+
+
+def test_a_launcher_outlives_its_connection_while_the_store_answers(started: Any) -> None:
+    """A home uplink that stalls ends no run; a machine that is without its master ends by itself."""
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        process = started("sleep", "60", store=store.getsockname())
+        process.stdin.close()
+        process.stdin = None
+        time.sleep(4)
+        assert process.poll() is None
+    assert told(process)[-1] == {"ended": -15, "left": 0}
+
+
+def test_on_the_master_a_launcher_ends_with_its_command(started: Any) -> None:
+    process = started("sleep", "60")
+    process.stdin.close()
+    process.stdin = None
+    assert told(process)[-1] == {"ended": -15, "left": 0}
+
+
+def test_a_rank_that_prints_without_end_is_slowed_down_and_its_machine_obeys(tmp_path: Path) -> None:
+    inbox: queue.Queue[tuple[Launcher, dict[str, Any]]] = queue.Queue(maxsize=MOST_WAITING)
+    variables = {"RUNS_DIR": str(tmp_path)}
+    launcher = Launcher(
+        0, MASTER, INVENTORY, inbox, argv=["yes"], variables=variables, run="one", store=None, silent_seconds=1, stream=False
+    )
+    try:
+        while not inbox.full():
+            time.sleep(0.05)
+        launcher.say(kill=True)
+        until = time.monotonic() + 60
+        while "ended" not in (facts := inbox.get(timeout=60)[1]):
+            assert time.monotonic() < until
+        assert facts == {"ended": -9, "left": 0}
+    finally:
+        launcher.close()
+
+
+def test_letters_of_logs_stay_whole(tmp_path: Path) -> None:
+    path, text = tmp_path / "rank1.log", ""
+    path.touch()
+    log = remote.Log(path)
+    for piece in (b"gr\xc3", b"\xbc\xc3", b"\x9fe \xe2\x82", b"\xac"):
+        with path.open("ab") as stream:
+            stream.write(piece)
+        text += "".join(log.added())
+    assert text == "gr\u00fc\u00dfe \u20ac"
+    path.write_text("new")
+    assert log.added() == ["new"], "a log that became shorter begins anew"
+
+
+SAVER = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: None)
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir(parents=True)
+print("ready", flush=True)
+for _ in range(15):
+    (folder / "state").write_text("x")
+    time.sleep(0.2)
+sys.exit(7)
+"""
+
+
+def test_a_launcher_that_saves_is_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path))
+    run = tmp_path / "run"
+    words = [sys.executable, "-c", SAVER, str(run / "checkpoints" / ".step-000002.partial")]
+    with subprocess.Popen(words, env={**os.environ, remote.TOKEN: "saver"}, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        facts = {"machine": remote.machine(), "launcher": process.pid, "token": "saver", "node": 0}
+        remote.pid_file(run, 0).write_text(json.dumps(facts))
+        remote.end({"run": "run", "grace": 0.5})
+        assert process.wait(timeout=10) == 7, "it ended by itself"
+
+
+def test_a_run_is_found_while_its_data_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    run = RunFolder(tmp_path / "runs" / "early")
+    with pytest.raises(CheckpointError):
+        run_named("early")
+    with controlling(run), noting(run, "sending"):
+        assert run_named("early").path == run.path
+        assert [(found.name, state) for found, state in noted()] == [("early", "sending")]
+    assert noted() == []

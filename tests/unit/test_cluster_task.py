@@ -6,21 +6,15 @@ import errno
 import fcntl
 import json
 import os
-import queue
 import re
 import socket
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from sft_play.__main__ import COMMANDS
 from sft_play.cluster import remote
-from sft_play.cluster.agent import Agent, Message
-from sft_play.cluster.board import Board, Logs
-from sft_play.cluster.session import Node, Session
 from sft_play.cluster.task import (
     Task,
     choose_port,
@@ -33,7 +27,6 @@ from sft_play.cluster.task import (
 from sft_play.config.call import parse_call
 from sft_play.config.cluster import Host, Inventory, read_inventory
 from sft_play.errors import HardwareError, UserError
-from sft_play.launch.node import Stop
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_cluster_bring import OWN
 
@@ -153,9 +146,9 @@ def test_a_typed_port_that_is_taken_says_by_whom(tmp_path: Path, run: RunFolder)
         port = taken.getsockname()[1]
         task = call(tmp_path, "CONFIG=configs/quickstart.yaml", "RUN_NAME=one", f"MASTER_PORT={port}")
         with pytest.raises(HardwareError, match=rf"port {port} is taken .*: `.*` \(process {os.getpid()}\) has it") as error:
-            choose_port(task, 0)
+            choose_port(task)
     assert error.value.place == f"MASTER_PORT={port}" and "choose another MASTER_PORT" in (error.value.hint or "")
-    assert choose_port(task, 0) == port, "it is free again"
+    assert choose_port(task) == port, "it is free again"
 
 
 def test_the_networks_speed_of_the_inventory_reaches_the_plan(tmp_path: Path, run: RunFolder) -> None:
@@ -200,18 +193,3 @@ def test_folders_are_plain_paths(tmp_path: Path, folder: str, plain: str) -> Non
     path.write_text(f"hosts: {{a: {{address: 10.0.0.1, folder: '{folder}'}}}}\n")
     found: Inventory = read_inventory(path)
     assert found.hosts[0].folder == plain
-
-
-def test_a_record_that_cannot_be_written_ends_nothing(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    (run.rank_exit(1) / "in the way").mkdir(parents=True)
-    node = Node(host=Host(name="old", address="192.0.2.1"), agent=cast(Agent, None))
-    inventory = Inventory(hosts=(node.host,), network=None, ssh_config=None, path=Path("home.yaml"))
-    session = Session(
-        inventory=inventory, run=run, nodes=[node], inbox=queue.Queue(), logs=Logs(run), board=Board(run, []), console=sys.stdout, stop=Stop(),
-        streams=[True], wanted=lambda: False,
-    )  # fmt: skip
-    session.inbox.put(Message(0, {"record": "logs/exit-rank1.json", "facts": {"code": 4}}, 1.0))
-    session.inbox.put(Message(0, {"ended": 4}, 2.0))
-    session._receive()
-    assert node.records == {1: ({"code": 4}, 1.0)} and node.code == 4
-    assert "exit-rank1.json cannot be written: " in capsys.readouterr().err

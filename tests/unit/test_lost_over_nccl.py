@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from sft_play.cluster import cause
 from sft_play.launch.verdict import Loss, judge
 from tests.documents import on_page
-from tests.unit.test_cluster_parts import RANKS, ended
 from tests.unit.test_launch_supervise import record, run_with, summary
 
 PREFIX = "[rank{rank}]:[E1122 14:00:00.{rank}00000 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] "
@@ -136,30 +134,6 @@ def test_an_error_that_was_seen_first_comes_before_a_rank_that_was_killed_after_
     log = summary({0: -9, 1: 1})
     assert judge(run, range(2), agent_code=1, agent_log=log, loss=Loss(cause="failed", rank=1)).code == 1
     assert judge(run, range(2), agent_code=1, agent_log=log, loss=Loss(cause="killed", rank=0)).rank == 0
-
-
-def test_among_machines_the_one_that_only_lost_its_peer_is_not_the_cause(tmp_path: Path) -> None:
-    """It ended first, since the kernel's kill was told only when all of the other machine had ended."""
-    peer = {
-        "event": "failed",
-        "code": 75,
-        "rank": 0,
-        "cause": "peer",
-        "error": "watchdog thread terminated with exception: NCCL error: internal error",
-    }
-    killed = {
-        "event": "failed",
-        "code": 75,
-        "rank": 1,
-        "cause": "out_of_memory",
-        "error": "error: rank 1 was killed by SIGKILL for want of memory",
-    }
-    session = ended(
-        tmp_path, {"code": 75, "event": peer}, {"code": 75, "event": killed}, {"code": 75, "event": {**peer, "rank": 2}}
-    )
-    session.nodes[1].ended_at = 9.0
-    outcome = cause.judge(session, RANKS)
-    assert (outcome.code, outcome.rank, outcome.cause) == (75, 1, "out_of_memory")
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ GONE = {"code": 75, "time": 2.5, "error": "RuntimeError: Connection closed by pe
 def test_the_rank_that_ran_out_is_named_and_not_its_peers(tmp_path: Path) -> None:
     outcome = judge(run_with(tmp_path, {0: GONE, 1: SHORT}), range(2), agent_code=1, agent_log=summary(0, -9))
     assert (outcome.code, outcome.rank, outcome.cause, outcome.doing) == (75, 1, OUT_OF_MEMORY, {"step": 3})
-    assert "rank 1 ran out of memory" in outcome.message
+    assert "rank 1 (" in outcome.message and ") ran out of memory" in outcome.message
 
 
 def test_an_error_for_good_before_it_counts_first(tmp_path: Path) -> None:

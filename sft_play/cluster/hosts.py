@@ -1,20 +1,39 @@
-"""What is known of the machines of a cluster before a run is started on them, and what does not allow it."""
+"""The machines of a cluster: what each says of itself, what does not allow a run on them, and the conversation with a launcher on one of them."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import queue
 import re
 import secrets
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, fields
-from threading import Event, Thread
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from sft_play.cluster.agent import ask
-from sft_play.cluster.ssh import is_here
+from sft_play.cluster.ssh import (
+    SSH_FAILED,
+    TIMED_OUT,
+    WITHOUT,
+    Done,
+    arguments,
+    in_folder,
+    is_here,
+    last_word,
+    login,
+    no_client,
+    on_all,
+    run,
+    run_on,
+    trouble,
+    without_environment,
+)
 from sft_play.config.cluster import Host, Inventory
 from sft_play.config.names import mask
 from sft_play.errors import HardwareError, UserError, raise_all
@@ -23,8 +42,172 @@ from sft_play.runs.origin import OPTIONAL, PACKAGES
 
 SECONDS = 30.0
 """How long a machine may take to answer."""
-OVER_SECONDS = 0.2
-"""How often it is looked whether the answers are still wanted."""
+BOOT = "import json, sys; exec(compile(json.loads(sys.stdin.buffer.readline()), 'remote', 'exec')); sys.exit(main())"
+"""Reads the text of `remote`, and runs it: the same version as here, whatever is installed there."""
+TALK_SECONDS = 2.0
+"""How often a launcher's machine hears that somebody listens."""
+MOST_WAITING = 200
+"""Messages of all launchers that wait to be read: a rank that prints faster than the console is slowed down, and its machine still obeys."""
+ERROR_LETTERS = 4000
+NO_LOGIN = "account is currently not available"
+"""What `nologin` prints, on standard output, in the place of a shell."""
+
+
+class NoEnvironment(HardwareError):
+    """A machine answers, and has not the folder or the Python that the inventory states."""
+
+
+# ---- Asking
+
+
+@cache
+def _program() -> str:
+    return json.dumps((Path(__file__).parent / "remote.py").read_text(encoding="utf-8")) + "\n"
+
+
+def request_of(host: Host, do: str, **values: Any) -> str:
+    """Returns program and request, as they are written to a machine's Python. On this machine the working folder is the project's."""
+    folder = str(Path.cwd()) if is_here(host) else host.folder
+    return _program() + json.dumps({"do": do, "folder": folder, **values}) + "\n"
+
+
+def python_of(host: Host, inventory: Inventory) -> list[str]:
+    """Returns the local command line of a Python on `host` that runs `BOOT`. Here it is the one that runs this."""
+    if is_here(host):
+        return [sys.executable, "-u", "-c", BOOT]
+    return arguments(host, inventory, in_folder(host, [host.python, "-u", "-c", BOOT]))
+
+
+def ask(host: Host, inventory: Inventory, do: str, *, timeout: float, **values: Any) -> dict[str, Any]:
+    """Returns the answer to one request. Raises `HardwareError` where the machine cannot be asked, with what to do."""
+    text = request_of(host, do, **values)
+    if is_here(host):
+        code, out, said = run(python_of(host, inventory), text.encode(), timeout)
+        done = Done(code, out.decode(errors="replace"), said)
+        if code == TIMED_OUT:
+            raise HardwareError(
+                f"host `{host.name}`, this machine, did not answer within {timeout:g} s",
+                place=host.place or None,
+                hint="a disk or the GPU driver may hang: `df` and `nvidia-smi` show which",
+            )
+    else:
+        done = run_on(host, inventory, in_folder(host, [host.python, "-c", BOOT]), input=text, timeout=timeout)
+    lines = [parsed for line in done.stdout.splitlines() if (parsed := parse(line)) is not None]
+    if lines and "problem" in lines[-1]:
+        raise HardwareError(f"host `{host.name}`: {lines[-1]['problem']}", place=host.place or None)
+    if done.code or not lines:
+        beside = "\n".join(line for line in done.stdout.splitlines() if parse(line) is None)
+        raise refused(host, inventory, done.code, done.stderr, beside)
+    return lines[-1]
+
+
+def parse(line: str) -> dict[str, Any] | None:
+    """Returns a line's JSON object; `None` for what a login script prints."""
+    with contextlib.suppress(ValueError):
+        value = json.loads(line)
+        return value if isinstance(value, dict) else None
+    return None
+
+
+def refused(host: Host, inventory: Inventory, code: int, err: str, out: str = "") -> UserError:
+    """Returns the error for a machine that could not be asked: what is wrong, and the remedy. `out`: what it printed beside answers."""
+    place = host.place or None
+    if code in (SSH_FAILED, TIMED_OUT):
+        why = trouble(host, inventory, err)
+        return HardwareError(f"host `{host.name}`: {why.text}", place=place, hint=why.remedy)
+    if code in WITHOUT:
+        why = without_environment(host, code, f"make it: make cluster-install CLUSTER={inventory.path}")
+        return NoEnvironment(f"host `{host.name}` has no environment: {why.text}", place=place, hint=why.remedy)
+    last = last_word(err, out) or f"exit code {code}"
+    if NO_LOGIN in last.lower():
+        text = f"host `{host.name}`: {f'user `{host.user}`' if host.user else 'its user'} may not log in there: {last}"
+        return HardwareError(text, place=place, hint="give another `user` in the inventory: one with a shell and a home")
+    return HardwareError(
+        f"host `{host.name}`: its Python `{host.python}` did not start, or failed: {last}",
+        place=place,
+        hint=f"try it by hand: `{login(host, inventory)}`, then in `{host.folder}`: `{host.python} -V`",
+    )
+
+
+# ---- A launcher there
+
+
+class Launcher:
+    """A conversation with the launcher of one machine. What it says comes into a queue that all conversations share, with the machine's number."""
+
+    def __init__(
+        self, node: int, host: Host, inventory: Inventory, inbox: queue.Queue[tuple[Launcher, dict[str, Any]]], **request: Any
+    ) -> None:
+        self.node, self.host, self.inventory, self.inbox = node, host, inventory, inbox
+        self.error, self.beside = "", ""
+        """The end of what ssh, or the Python there, has printed on stderr; and of what came on stdout and was no message."""
+        self.code: int | None = None
+        """How the launcher ended; -1 for one that could not be started, or whose connection has ended."""
+        self._outbox: queue.Queue[bytes | None] = queue.Queue()
+        self._outbox.put(request_of(host, "launch", node=node, token=secrets.token_hex(16), **request).encode())
+        pipe = subprocess.PIPE
+        try:
+            self.process = subprocess.Popen(
+                python_of(host, inventory), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+            )
+        except FileNotFoundError as error:
+            raise no_client() from error
+        for target in (self._write, self._read, self._read_errors):
+            threading.Thread(target=target, name=f"{target.__name__}-{host.name}", daemon=True).start()
+
+    def say(self, **command: Any) -> None:
+        """Sends a command; a dead link never makes us wait."""
+        self._outbox.put((json.dumps(command) + "\n").encode())
+
+    def close(self) -> None:
+        """Ends the conversation, and ssh with it."""
+        self._outbox.put(None)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=0.5)
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(timeout=10)
+
+    def refusal(self) -> UserError | None:
+        """Returns why there was no conversation, where ssh or the Python there has said so."""
+        code = self.process.poll()
+        return refused(self.host, self.inventory, code, self.error, self.beside) if code else None
+
+    def _write(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                try:
+                    line = self._outbox.get(timeout=TALK_SECONDS)
+                except queue.Empty:
+                    line = b'{"here": true}\n'  # also while this console is stopped (Ctrl-S)
+                if line is None:
+                    break
+                self.process.stdin.write(line)
+                self.process.stdin.flush()
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):
+            for line in iter(self.process.stdout.readline, b""):
+                text = line.decode("utf-8", "replace")
+                if (facts := parse(text)) is not None:
+                    self.inbox.put((self, facts))
+                else:
+                    self.beside = (self.beside + text)[-ERROR_LETTERS:]
+        self.process.wait()
+        self.inbox.put((self, {"closed": self.process.returncode}))
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        with contextlib.suppress(OSError, ValueError):
+            for line in iter(self.process.stderr.readline, b""):
+                self.error = (self.error + line.decode("utf-8", "replace"))[-ERROR_LETTERS:]
+
+
+# ---- Facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +235,8 @@ class Facts:
     linux: bool
     run_there: str | None = None
     """Its folder of a run of the name that was asked for, where one was begun there."""
+    trains: bool = False
+    """Whether a launcher of that run lives there."""
     interfaces: Sequence[str] = field(default=(), compare=False)
     """Its network interfaces by name, without `lo`; empty where it was not asked."""
 
@@ -59,6 +244,25 @@ class Facts:
     def of(cls, answer: Mapping[str, Any]) -> Facts:
         """Returns a machine's answer."""
         return cls(**{item.name: answer[item.name] for item in fields(cls)})
+
+
+def facts_of(host: Host, inventory: Inventory, timeout: float, **more: Any) -> Facts:
+    """Asks one host; `mark` names a file to look for in its folders, `.` for none. Raises `HardwareError` where it cannot be asked."""
+    return Facts.of(ask(host, inventory, "facts", timeout=timeout, packages=PACKAGES, **more))
+
+
+def gather(inventory: Inventory, variables: Mapping[str, str], run: str | None = None) -> dict[str, Facts | UserError]:
+    """Asks all hosts at once, also for what they have of a run called `run`; returns host name -> its facts, or why it cannot be asked."""
+
+    def one(host: Host) -> Facts | UserError:
+        try:
+            mine = {} if is_here(host) else dict(variables)
+            return facts_of(host, inventory, SECONDS, mark=mark, variables=mine, run=run)
+        except UserError as error:
+            return error
+
+    with _mark() as mark:
+        return on_all(inventory, one)
 
 
 @contextlib.contextmanager
@@ -79,44 +283,6 @@ def _mark() -> Iterator[str]:
             path.unlink(missing_ok=True)
 
 
-def facts_of(host: Host, inventory: Inventory, timeout: float, **more: Any) -> Facts:
-    """Asks one host; `mark` names a file to look for in its folders, `.` for none. Raises `HardwareError` where it cannot be asked."""
-    return Facts.of(ask(host, inventory, "facts", timeout=timeout, packages=PACKAGES, **more))
-
-
-def gather(
-    inventory: Inventory, hosts: Sequence[Host], variables: Mapping[str, str], run: str | None = None, *, over: Event | None = None
-) -> dict[str, Facts | UserError]:  # fmt: skip
-    """Asks all hosts at once, also for what they have of a run called `run`; returns host name -> its facts, or why it cannot be asked.
-
-    Once `over` is set, those that have not answered are waited for no longer, and are not among what is returned.
-    """
-    with _mark() as mark:
-        asked = {host.name: _asked(host, inventory, mark, variables, run) for host in hosts}
-        while wait(asked.values(), timeout=OVER_SECONDS).not_done and not (over is not None and over.is_set()):
-            pass
-        return {name: answer.result() for name, answer in asked.items() if answer.done()}
-
-
-def _asked(
-    host: Host, inventory: Inventory, mark: str, variables: Mapping[str, str], run: str | None
-) -> Future[Facts | UserError]:
-    """Asks a host in a thread that nothing waits for: a pool's would hold the command's end until the last SSH has given up."""
-    answer: Future[Facts | UserError] = Future()
-
-    def work() -> None:
-        mine = {} if is_here(host) else dict(variables)
-        try:
-            answer.set_result(facts_of(host, inventory, SECONDS, mark=mark, variables=mine, run=run))
-        except UserError as error:
-            answer.set_result(error)
-        except BaseException as error:  # noqa: BLE001 - raised where the answer is read
-            answer.set_exception(error)
-
-    Thread(target=work, name=f"facts-{host.name}", daemon=True).start()
-    return answer
-
-
 def shared_variables(shared: bool) -> dict[str, str]:
     """Returns where all machines keep runs and cache when these are on a disk that all of them see."""
     if not shared:
@@ -124,7 +290,7 @@ def shared_variables(shared: bool) -> dict[str, str]:
     return {"RUNS_DIR": str(runs_folder().absolute()), "SFT_PLAY_CACHE": str(cache_folder().absolute())}
 
 
-def check(inventory: Inventory, found: Mapping[str, Facts], *, shared: bool) -> None:
+def check(inventory: Inventory, found: Mapping[str, Facts], shared: bool) -> None:
     """Raises every reason why no run can be started on these machines, each with its remedy.
 
     Only those that are `found` are judged, and without the master none is compared with it.
