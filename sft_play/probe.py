@@ -18,8 +18,8 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.train import build, end, main, settle_stamp
-from sft_play.training.arguments import import_libraries
 from sft_play.training.console import quiet_libraries
+from sft_play.training.imports import import_libraries
 from sft_play.training.memory_errors import Activity
 from sft_play.training.requests import StopRequest
 from sft_play.training.world import check_launch, check_world, launched_world

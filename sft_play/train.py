@@ -30,10 +30,10 @@ from sft_play.runs.checkpoints import clean_up
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
-from sft_play.training.arguments import import_libraries
 from sft_play.training.console import log_alone, quiet_libraries, redirect
 from sft_play.training.exit_record import describe_full_disk, lost_its_peer, ran_out_of_disk, reserve
 from sft_play.training.heartbeat import Heartbeat, beating, hang_limit
+from sft_play.training.imports import import_libraries
 from sft_play.training.memory_errors import Activity, describe, ran_out_of_memory
 from sft_play.training.requests import StopRequest, code_of
 from sft_play.training.world import (

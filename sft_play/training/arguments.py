@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +11,9 @@ from transformers import TrainingArguments, get_scheduler
 from sft_play.config.metrics import AIM, OWN, higher_is_better, trackers
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.choices import GPU_ONLY_OPTIMIZERS, loader_workers
+from sft_play.plan.choices import loader_workers
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.prepared import Prepared
 from sft_play.training.balance import turns_of
 from sft_play.training.world import uses_cpu_flag
 
@@ -130,40 +126,3 @@ def reduce_in_fp32(plugin: Any) -> None:
     """Changes the mixed-precision policy of accelerate's FSDP plugin; none, where all is fp32, stays as it is."""
     if plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
-
-
-# The heavy packages of a worker, imported without those that its run does not use.
-
-
-def import_libraries(config: Config, plan: Plan, prepared: Prepared) -> None:
-    """Imports torch, transformers, accelerate and PEFT; call before anything else does.
-
-    PEFT and accelerate import bitsandbytes and DeepSpeed only because they are installed: where the plan has no use for them, `None` in
-    `sys.modules` makes them look absent (Python's reference, 5.3.1). transformers' `Trainer` does the same with `datasets`, which user
-    code may still want, so that is hidden during this import alone. Garbage collection rests meanwhile (a fifth of the time), and never
-    again walks over what was imported.
-    """
-    gc.disable()
-    absent = {"deepspeed": not plan.strategy.startswith("zero"), "bitsandbytes": not uses_bitsandbytes(config, plan, prepared)}
-    for name in [name for name, is_absent in absent.items() if is_absent and not config.model.trust_remote_code]:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
-    hides_datasets = sys.modules.setdefault("datasets", None) is None  # type: ignore[arg-type]
-    import sft_play.training.trainer  # noqa: F401
-
-    if hides_datasets:
-        del sys.modules["datasets"]
-    gc.freeze()
-    gc.enable()
-
-
-def uses_bitsandbytes(config: Config, plan: Plan, prepared: Prepared) -> bool:
-    """Whether weights are quantised, or may be (by Unsloth, or in the base as it comes), or an optimizer's states are."""
-    from sft_play.model.quantise import quantisation_of
-
-    return (
-        config.tuning.mode == "qlora"
-        or config.tuning.backend == "unsloth"
-        or plan.optim in GPU_ONLY_OPTIMIZERS
-        or "8bit" in plan.optim
-        or quantisation_of(Path(prepared.model.path)) is not None
-    )

@@ -26,10 +26,10 @@ from sft_play.runs.space import describe as describe_problem
 from sft_play.runs.space import errno_of
 from sft_play.runs.stamp import Stamp
 from sft_play.runs.weights import model_files
+from sft_play.training.holdings import local_part
 from sft_play.training.ranks import from_rank_0
 from sft_play.training.states import States
 from sft_play.training.states.per_rank import seal_own
-from sft_play.training.world import local_part
 
 if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer

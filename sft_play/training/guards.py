@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 from sft_play.errors import DataError
 from sft_play.files import append_json_line, read_json_lines, write_json, write_text
 from sft_play.runs.space import side_file
-from sft_play.training.world import bytes_held, gradients_held, optimizer_held, parameters_held
+from sft_play.training.holdings import bytes_held, gradients_held, optimizer_held, parameters_held
 
 LEFT_OUT_LIMIT = 20
 """Updates in a row that a loss scaler may leave out: from its first scale, 65536, it comes down to 1 by halving 16 times."""

@@ -42,12 +42,12 @@ from sft_play.runs.space import (
     with_spare,
 )
 from sft_play.training.checkpoint_files import DiskCheck, Writing, gather_weights, predicted_bytes
+from sft_play.training.holdings import bytes_held
 from sft_play.training.local_steps import seen_as_average
 from sft_play.training.loss import all_sum
 from sft_play.training.metrics import MetricsFile
 from sft_play.training.ranks import gather
 from sft_play.training.states import collect
-from sft_play.training.world import bytes_held
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from sft_play.config.schema import LoraSettings
 from sft_play.model import lora
+from sft_play.model.experts import with_experts
 from sft_play.model.kernels import fuse_adapters
-from sft_play.model.quantise import with_experts
 from sft_play.plan.trace_case import Case
 from sft_play.trace.build import BASE, decoder_layers, dtype_of, model_of, settings_of, under_autocast
 from sft_play.trace.run import observe
