@@ -133,7 +133,7 @@ def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
         (("eval", "RUN=one", "DATA=none.jsonl"), 4, "none.jsonl: there is no such file"),
         (("eval", "RUN=one", "DATA=x.jsonl", "DATA_VAL_PATH=y.jsonl"), 2, "are both given"),
         (("eval", "RUN=one", "DATA_VALIDATION=0.5"), 2, "a fraction of which data?"),
-        (("eval", "RUN=one", "DATA_OVERLONG=drop"), 2, "`data.tokens` would change how the run's own rows were made"),
+        (("eval", "RUN=one", "DATA_OVERLONG=drop"), 2, "`data.overlong` would change how the run's own rows were made"),
         (("eval", "RUN=one", "EVAL_METRICS=[rougel]"), 2, "did you mean `rougeL`?"),
         (("eval", "RUN=one", "CHECKPOINT=step-000009"), 5, "last, step-000002"),
         (("eval", "RUN=one", "BENCHMARKS=none/task.yaml"), 2, "none/task.yaml: there is no such task file"),
