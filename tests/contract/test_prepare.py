@@ -230,7 +230,7 @@ def _prepare_in_child(run: str, cache: str) -> None:
 
 def test_two_processes_prepare_the_same_rows_at_once(own_cache: Path, tiny: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", pairs(300))
-    lines = [f"model.name: {tiny}", f"data.train_path: {data}", "data.validation: 0.1"]
+    lines = [f"model.name: {tiny}", f"data.train_path: {data}", "data.validation: 0.1", "model.max_seq_len: 512"]
     runs = [write_run(tmp_path / "runs" / f"r{i}", lines) for i in range(2)]
     context = multiprocessing.get_context("fork")
     children = [context.Process(target=_prepare_in_child, args=(str(run.path), str(own_cache))) for run in runs]

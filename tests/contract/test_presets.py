@@ -13,7 +13,8 @@ from sft_play.config.call import Override
 from sft_play.config.load import load_config
 from sft_play.config.schema import ModelConfig
 from sft_play.plan.fit import DoesNotFitError
-from sft_play.plan.hardware import DEVICE_KEYS, GIB, KEYS, parse_hardware
+from sft_play.plan.hardware import GIB, parse_hardware
+from sft_play.plan.hardware_file import DEVICE_KEYS, KEYS
 from sft_play.plan.make import make_plan
 from sft_play.plan.plan import Plan
 from sft_play.plan.request import LaunchRequest

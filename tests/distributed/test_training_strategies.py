@@ -211,7 +211,7 @@ def test_another_strategy_than_planned_is_refused_before_the_first_batch(
     run = make_run(tmp_path / "run", tied, Trial(strategy=planned, ranks=HALVES))
     arguments, variables = command(run, **spoil)
     if planned == "fsdp2":
-        text = run.accelerate.read_text().replace('distributed_type: "FSDP"', 'distributed_type: "MULTI_GPU"')
+        text = run.accelerate.read_text().replace("distributed_type: FSDP", "distributed_type: MULTI_GPU")
         run.accelerate.write_text(text.partition("fsdp_config:")[0])
     subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=300, check=False)
     end = ended_with(run)
