@@ -112,4 +112,4 @@ def test_every_rendering_goes_through_one_place() -> None:
         for path in Path(tokenizer_module.__file__).parents[1].rglob("*.py")
         if "apply_chat_template(" in path.read_text()
     ]
-    assert found == ["rendering.py"]
+    assert found == ["tokenizer.py"]

@@ -179,7 +179,7 @@ def test_a_stop_on_request(tmp_path: Path, number: int, code: int) -> None:
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from sft_play.launch.node import supervise
+from sft_play.launch.node import supervise, remove_left
 from sft_play.runs.folder import RunFolder
 import os
 agent = [sys.executable, sys.argv[2], sys.argv[1]]
@@ -462,7 +462,7 @@ def test_a_rank_that_never_sends_a_beat_is_not_waited_for_without_end(tmp_path: 
 
 STOPPED_CHILD = """
 import os, signal, sys, time
-from sft_play.launch.node import woken_with_parent
+from sft_play.launch.node import woken_with_parent, remove_left
 if sys.argv[1:] == ["child"]:
     woken_with_parent()
     print(os.getpid(), flush=True)
@@ -504,11 +504,8 @@ def test_a_run_whose_folder_is_gone_says_so_and_no_stub_is_left(tmp_path: Path, 
 
 def test_files_that_another_nodes_launcher_is_writing_are_left_alone(tmp_path: Path) -> None:
     """Several nodes write the run's files into one folder; what killed workers were writing goes."""
-    folder, agent = tmp_path / "run", tmp_path / "agent.py"
-    folder.mkdir()
-    agent.touch()
-    others, left = folder / ".accelerate.yaml.abcdefgh", folder / ".stamp.json.abcdefgh"
+    others, left = tmp_path / ".accelerate.yaml.abcdefgh", tmp_path / ".stamp.json.abcdefgh"
     others.touch()
     left.touch()
-    subprocess.run([sys.executable, "-c", SUPERVISOR, str(folder), str(agent)], capture_output=True, timeout=60, check=False)
+    remove_left(RunFolder(tmp_path), range(2))
     assert others.exists() and not left.exists()
