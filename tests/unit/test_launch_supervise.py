@@ -20,6 +20,7 @@ from torch import distributed
 
 from sft_play.launch import watch as module
 from sft_play.launch.beats import LIMITS, SCALE, Beat, Listener, Sender
+from sft_play.launch.node import remove_left
 from sft_play.launch.run_folder import exit_records
 from sft_play.launch.verdict import Loss, judge
 from sft_play.launch.watch import MemoryKills, Watch, is_worker
@@ -179,7 +180,7 @@ def test_a_stop_on_request(tmp_path: Path, number: int, code: int) -> None:
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from sft_play.launch.node import supervise, remove_left
+from sft_play.launch.node import supervise
 from sft_play.runs.folder import RunFolder
 import os
 agent = [sys.executable, sys.argv[2], sys.argv[1]]
@@ -462,7 +463,7 @@ def test_a_rank_that_never_sends_a_beat_is_not_waited_for_without_end(tmp_path: 
 
 STOPPED_CHILD = """
 import os, signal, sys, time
-from sft_play.launch.node import woken_with_parent, remove_left
+from sft_play.launch.node import woken_with_parent
 if sys.argv[1:] == ["child"]:
     woken_with_parent()
     print(os.getpid(), flush=True)
