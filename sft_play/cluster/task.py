@@ -33,10 +33,10 @@ from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import choose_name, find_run, has_started
 from sft_play.launch.settings import NO_DEFAULT_FILE
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
+from sft_play.runs.space import NO_ROOM
 
 FIRST_PORT, MOST_PORTS = 29500, 100
-FULL = (errno.ENOSPC, errno.EDQUOT)
-OF_A_DISK = (*FULL, errno.EROFS, errno.ESTALE)
+OF_A_DISK = (*NO_ROOM, errno.EROFS, errno.ESTALE)
 """What only a disk says, also where Python knows no name: a write to an open file."""
 OF_A_FILE = (
     *OF_A_DISK, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG, errno.ENXIO,
@@ -275,7 +275,7 @@ def disk_errors_told(path: Path) -> Iterator[None]:
 
 def _of_disk(error: OSError, path: Path) -> HardwareError:
     place = str(error.filename) if isinstance(error.filename, str | os.PathLike) else str(path)
-    hint = "`df` says what is full; RUNS_DIR, SFT_PLAY_CACHE and TMPDIR move what is written" if error.errno in FULL else None
+    hint = "`df` says what is full; RUNS_DIR, SFT_PLAY_CACHE and TMPDIR move what is written" if error.errno in NO_ROOM else None
     return HardwareError(f"cannot be used: {error.strerror or error}", place=place, hint=hint)
 
 

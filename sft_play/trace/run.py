@@ -18,8 +18,6 @@ from sft_play.trace.expandable import ExpandableAllocator
 from sft_play.trace.step import MOMENTS, StepTrace, batch_of, real_branches
 from sft_play.trace.tracker import Peak, StorageTracker
 
-Moments = dict[str, dict[str, int]]
-"""moment -> part -> bytes"""
 DEEPER = 8
 """Layers of the model whose loss between blocks is compared with that of the smallest."""
 
