@@ -29,7 +29,7 @@ override quoted = '$(subst ','\'',$(if $(findstring $(newline),$(value $1)),$(er
 override bin := $(VENV)/bin
 override program := @$(bin)/python -m sft_play
 # Two test processes; each keeps a file to itself, since the tests of a file share what they trained.
-override pytest := @$(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+override pytest := @$(bin)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # Where `make test` looks: a folder, a file or a node id.
 TESTS ?= tests
 # Steps of `make accept-gpu`, as `3,8-12`; all of them when empty.
@@ -41,7 +41,7 @@ ROWS ?= 200000
 $(foreach v,$(typed),$(eval unexport $(v)))
 
 override commands := quickstart config plan data inspect gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
-	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve runs stop logs stamp bench soak tensorboard \
+	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve runs watch report ui card push stop logs stamp bench soak tensorboard \
 	tensorboard-stop cluster-check cluster-install train-cluster cluster-status cluster-logs cluster-stop slurm kubernetes init help
 override others := install audit test check test-all test-gpu accept-gpu bench-training bench-evaluation bench-saving bench-preparation format render
 .PHONY: $(commands) $(others)
@@ -86,12 +86,15 @@ check: $(VENV)/.dev
 	@$(bin)/ruff format --check .
 	@$(bin)/mypy
 	@$(bin)/lint-imports --no-logo
+	@$(bin)/python scripts/check_tree.py
 	$(pytest) tests/unit tests/contract -m "not long and not gpu and not slow"
 
 # Fails where a package has a hole, and (`--strict`) where no advisories of it could be asked for.
 audit: $(VENV)/.audit
 	@$(bin)/python -m pip_audit --requirement constraints.txt --no-deps --disable-pip --strict
 
+# Every process is executed here, as a user starts it; `make test` forks most from one that has imported torch (tests/warm.py).
+test-all: export SFT_PLAY_TEST_COLD = 1
 test-all: $(VENV)/.bench
 	$(pytest) $(call quoted,TESTS) -m "not gpu and not quiet"
 	@$(bin)/python -m pytest $(call quoted,TESTS) -m quiet

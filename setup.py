@@ -5,7 +5,7 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithShipped(build_py):
-    """The package, and beside its modules what `config.sources.SHIPPED` names."""
+    """The package, and beside its modules what `config.layers.SHIPPED` names."""
 
     def run(self):
         super().run()

@@ -20,20 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.acceptance_steps import GIB, GOALS, STEPS, TRL_GOAL, Lab, Row, SkippedError, Step, StepError
+from benchmarks.training import introduction
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json, write_json, write_text
 from sft_play.launch.environment import visible_cards
-from sft_play.plan.catalogue import find_card
 from sft_play.plan.commands import gpu_facts
 from sft_play.plan.detect import detect
-from sft_play.plan.hardware import Hardware
+from sft_play.plan.hardware import Hardware, find_card
 from sft_play.plan.torch_check import require_usable
 from sft_play.runs.origin import git_state
 
 DEFAULTS = {"STEPS": "", "FOLDER": ".cache/acceptance", "WRITE": "docs/benchmarks-gpu.md", "COMMIT": "", "SMALL": ""}
 MOST_SECONDS = 25 * 60
 WORDS = {True: "yes", False: "**no**", None: ""}
-INTRODUCTION = Path(__file__).with_suffix(".md")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -121,7 +120,7 @@ def page(results: Mapping[str, Any]) -> str:
     """Returns `docs/benchmarks-gpu.md`; without results, what it will hold."""
     steps = results.get("steps", {})
     machine = f"{results['machine']}." if steps else "**Unverified: no card was at hand.** Nothing below is measured yet."
-    lines = [INTRODUCTION.read_text(encoding="utf-8"), machine, "", "## Goals", ""]
+    lines = [introduction("benchmarks-gpu.md"), "", machine, "", "## Goals", ""]
     lines += ["| goal | bound | measured | met |", "|---|---|---|---|"]
     lines += ["| " + " | ".join(cells) + " |" for cells in goals(results)]
     left = [f"| {n} | {step.title} | {step.seconds} |" for n, step in STEPS.items() if str(n) not in steps]

@@ -20,13 +20,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.options import options_of
-from benchmarks.training import MODEL, describe_machine
+from benchmarks.training import MODEL, describe_machine, introduction
 from sft_play.config.load import load_config, save_config
 from sft_play.files import write_json, write_text
-from sft_play.plan.commands import plan_for
 from sft_play.plan.detect import detect
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
+from sft_play.plan.plan import LaunchRequest, Plan
+from sft_play.plan.sources import plan_for
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 
@@ -104,8 +103,8 @@ def prepare(folder: Path, count: int, tokens: int) -> Setting:
     import datasets
     from transformers.utils import logging
 
+    from sft_play.evaluation.held_out import load_weights
     from sft_play.model.use import best_device
-    from sft_play.training.evaluation import load_weights
 
     logging.disable_progress_bar()
     assert prepared.train is not None, "the sources hold rows"
@@ -134,7 +133,7 @@ def measure(setting: Setting, pairs: int) -> dict[str, list[Measurement]]:
 
 def ours(setting: Setting) -> list[str]:
     """Answers and scores as `make eval` does."""
-    from sft_play.training.generation import score_by_generation
+    from sft_play.evaluation.generate import score_by_generation
 
     result = score_by_generation(
         setting.model,
@@ -217,9 +216,8 @@ def table(found: Mapping[str, Sequence[Measurement]], batch_size: int, tokens: i
 
 
 def page(text: str) -> str:
-    """Returns `docs/benchmarks-evaluation.md`."""
-    introduction = Path(__file__).with_name("evaluation.md").read_text(encoding="utf-8")
-    return f"{introduction.rstrip()}\n\n{text}\n"
+    """Return `docs/benchmarks-evaluation.md`."""
+    return f"{introduction('benchmarks-evaluation.md')}\n\n{text}\n"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.options import options_of
 from benchmarks.training import MODEL, describe_machine, run_measured
-from sft_play.data.sources import read_builtin
+from sft_play.data.datasets import read_builtin
 from sft_play.files import write_json, write_text
 from sft_play.runs.folder import RunFolder
 

@@ -29,7 +29,7 @@ import psutil
 from benchmarks.options import options_of
 from benchmarks.training import MODEL, describe_machine
 from sft_play.files import write_json, write_text
-from sft_play.plan.detect import cpu_threads
+from sft_play.plan.hardware import cpu_threads
 
 ROWS, PAIRS = 200_000, 1
 WORDS = (19, 48)
@@ -43,15 +43,14 @@ NAMES = {
 LEAST_SPEED = 0.9
 MOST_SECONDS_AGAIN = 2.0
 LOOK_SECONDS = 0.3
-INTRODUCTION = """# Preparation, beside a plain `datasets.map`
+INTRODUCTION = """# Preparation, compared with a plain `datasets.map`
 
 Written by `python -m benchmarks.preparation write=docs/benchmarks-preparation.md`; do not edit by hand. `make bench-preparation` prints
 the same table; `ROWS=20000` makes it shorter.
 
-Conversations of about 200 tokens, SmolLM2-135M-Instruct's tokenizer and template. Both are whole commands, imports included, and use as
-many processes. The plain one renders and tokenises each row; `make data` also finds the exact label mask, checks every row, removes copies,
-counts by source, writes labels and prompts beside the tokens, and a manifest. Memory is the most that all processes of a command held
-together, shared pages counted once (PSS).
+Conversations of about 200 tokens, SmolLM2-135M-Instruct's tokenizer and template. Both are complete commands with as many processes. The plain
+one renders and tokenises each row; `make data` also finds the label mask, checks every row, removes copies, counts by source and writes a
+manifest. Memory is the most that all processes held together (PSS).
 """
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.options import options_of
 from benchmarks.training import MODEL, describe_machine, run_measured
-from sft_play.data.sources import read_builtin
+from sft_play.data.datasets import read_builtin
 from sft_play.files import read_json, write_json, write_text
 from sft_play.runs.folder import RunFolder
 
@@ -147,11 +147,9 @@ of one run each.
 
 {text}
 
-- *pause*: how long training stands still for a save, from the snapshot to the checkpoint's name (in the background: for copying the
-  states and, later, for the name alone).
-- *verification*: taking the checksums of all files, and comparing the files with them. While training waits, that reads what the kernel
-  holds in memory; the disk itself is read beside the steps that follow, before anything older is removed. In the background the disk
-  is read before the name is given, which takes longer and keeps no step waiting.
+- *pause*: how long training stands still for a save.
+- *verification*: taking and comparing the checksums of all files. While training waits, that reads what the kernel holds in memory; the
+  disk is read during the next steps. In the background the disk is read first, which keeps no step waiting.
 """
 
 

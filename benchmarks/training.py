@@ -24,9 +24,9 @@ from typing import Any
 
 from benchmarks.options import options_of
 from sft_play.data.batches import GlobalBatchSampler
-from sft_play.data.sources import read_builtin
+from sft_play.data.datasets import read_builtin
 from sft_play.files import read_json, write_json, write_text
-from sft_play.plan.detect import cpu_threads
+from sft_play.plan.hardware import cpu_threads
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
@@ -229,9 +229,14 @@ def describe_machine() -> str:
 
 
 def page(text: str) -> str:
-    """Returns `docs/benchmarks.md`."""
-    introduction = Path(__file__).with_name("introduction.md").read_text(encoding="utf-8")
-    return f"{introduction.rstrip()}\n\n{text}\n"
+    """Return `docs/benchmarks.md`."""
+    return f"{introduction('benchmarks.md')}\n\n{text}\n"
+
+
+def introduction(name: str) -> str:
+    """Return the part of a page of `docs/` that is written by hand, up to and including its mark."""
+    before, mark, _ = (Path(__file__).parents[1] / "docs" / name).read_text(encoding="utf-8").partition("<!-- measured -->")
+    return before + mark
 
 
 if __name__ == "__main__":

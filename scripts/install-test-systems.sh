@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Debian packages that tests of several machines need: sshd, rsync and nft for hosts in network namespaces, a real Slurm, a false clock.
+# Debian packages that tests of several machines need: sshd, rsync and nft for hosts in network namespaces, a real Slurm, a false clock;
+# and Chromium for pages.
 # Where they cannot be had (no root, another system, no network) those tests say what they miss and are skipped.
 set -uo pipefail
-packages=(faketime iproute2 iputils-ping munge nftables openssh-client openssh-server rsync shellcheck slurm-client slurm-wlm slurmctld slurmd)
+packages=(chromium faketime iproute2 iputils-ping munge nftables openssh-client openssh-server rsync shellcheck slurm-client slurm-wlm slurmctld slurmd)
 if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
-	echo "no root or no apt-get: tests of several machines need ${packages[*]}" >&2
+	echo "no root or no apt-get: tests need ${packages[*]}" >&2
 	exit 0
 fi
 missing=()

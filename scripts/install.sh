@@ -54,7 +54,7 @@ case $group in
         install --editable .
         ;;
     dev) echo "installing the test and lint tools into $venv" && install --editable '.[dev]' ;;
-    bench) echo "installing the packages that benchmarks compare with into $venv" && install --editable '.[bench]' ;;
+    bench) echo "installing the trackers and what benchmarks compare with into $venv" && install --editable '.[bench,trackers]' ;;
     audit) echo "installing what asks for known holes into $venv" && install --editable '.[audit]' ;;
     *) echo "usage: scripts/install.sh PYTHON VENV runtime|dev|bench|audit" >&2 && exit 2 ;;
 esac

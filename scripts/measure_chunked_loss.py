@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor, nn
 
-from sft_play.model.chunked_head import chunk_head
+from sft_play.model.kernels import chunk_head
 from sft_play.training.loss import token_loss_sum
 
 HIDDEN, VOCABULARY, CHUNK = 576, 49152, 448

@@ -1,6 +1,6 @@
-"""`python -m scripts.render_models [FAMILY ...]`: writes the table of families in `docs/models.md` by taking tiny models of them the whole road.
+"""`python -m scripts.render_models [FAMILY ...]`: writes the table of families in `docs/models.md` by running tiny models of them end to end.
 
-All families take half an hour; with names, only their rows are made anew.
+All families take half an hour; with names, only theirs are made again.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Iterable
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tests.families import FAMILIES
@@ -17,21 +16,34 @@ from tests.family_runs import Road, travel
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- begin families -->\n", "\n<!-- end -->"
-HEAD = "| family | rows | LoRA `auto` adapts | `full` trains | memory by | made on |\n|---|---|---|---|---|---|"
+HEAD = "| families | rows | LoRA `auto` adapts | `full` trains |\n|---|---|---|---|"
 
 LLAMAS = "down_proj, gate_proj, up_proj, k_proj, o_proj, q_proj, v_proj"
 
 
-def row(name: str) -> str:
-    """Returns a family's row of the table."""
+def cells(name: str) -> tuple[str, ...]:
+    """Return what the table says of a family."""
     with tempfile.TemporaryDirectory() as folder:
         lora, full = (travel(name, mode, Path(folder), Path(folder) / "cache") for mode in ("lora", "full"))
         plan = lora.plan or full.plan
         rows = "" if not plan else "packed" if plan.pack_tokens else plan.layout
-        traced = plan and any("formulas do not know" in reason for reason in plan.reasons)
-        memory = "" if not plan else "trace" if traced else "formula"
-        cells = [f"`{name}`", rows, adapted_cell(lora), trained_cell(full), memory, f"{datetime.now(UTC):%Y-%m-%d}"]
-    return f"| {' | '.join(cells)} |"
+        return rows, adapted_cell(lora), trained_cell(full)
+
+
+def read_table(page: str) -> dict[str, tuple[str, ...]]:
+    """Return family -> its cells in the page."""
+    lines = page.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
+    split = [line.strip("| ").split(" | ") for line in lines]
+    return {name: tuple(rest) for first, *rest in split for name in re.findall(r"`(\w+)`", first)}
+
+
+def table(known: Mapping[str, tuple[str, ...]]) -> str:
+    """Return the table, one row for all families that are alike."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for family in FAMILIES:
+        if family in known:
+            alike.setdefault(known[family], []).append(f"`{family}`")
+    return "\n".join([HEAD, *(f"| {' | '.join([', '.join(names), *found])} |" for found, names in alike.items())])
 
 
 def adapted_cell(road: Road) -> str:
@@ -51,7 +63,7 @@ def trained_cell(road: Road) -> str:
 
 
 def _few(names: Iterable[str]) -> str:
-    parts = list(dict.fromkeys(next((part for part in ("vision", "visual", "indexer") if part in name), name) for name in names))
+    parts = sorted({next((part for part in ("vision", "visual", "indexer") if part in name), name) for name in names})
     return ", ".join(f"`{part}`" for part in parts[:3]) + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
@@ -63,13 +75,11 @@ def _stopped(road: Road) -> str:
 def main(names: list[str]) -> None:
     """Makes the rows of these families anew, each written as soon as it is known."""
     for name in names or FAMILIES:
-        made = row(name)
-        print(made, flush=True)
-        before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-        table, after = rest.split(END, 1)
-        known = {line.split("`")[1]: line for line in table.splitlines()[2:]} | {name: made}
-        lines = [HEAD, *(known[family] for family in FAMILIES if family in known)]
-        PAGE.write_text(before + BEGIN + "\n".join(lines) + END + after, encoding="utf-8")
+        page = PAGE.read_text(encoding="utf-8")
+        known = read_table(page) | {name: cells(name)}
+        print(f"{name}: {' | '.join(known[name])}", flush=True)
+        before, after = page.partition(BEGIN)[0], page.partition(END)[2]
+        PAGE.write_text(before + BEGIN + table(known) + END + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

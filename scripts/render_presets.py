@@ -14,16 +14,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from sft_play.config.call import Override  # noqa: E402
+from sft_play.config.layers import Override  # noqa: E402
 from sft_play.config.load import load_config  # noqa: E402
-from sft_play.plan.catalogue import CATALOGUE  # noqa: E402
-from sft_play.plan.commands import LAN, MADE_FOR  # noqa: E402
-from sft_play.plan.fit import DoesNotFitError  # noqa: E402
-from sft_play.plan.hardware import GIB, parse_hardware  # noqa: E402
+from sft_play.plan.architecture import shape_of  # noqa: E402
+from sft_play.plan.hardware import (  # noqa: E402
+    CATALOGUE,
+    GIB,
+    parse_hardware,
+)
 from sft_play.plan.make import make_plan  # noqa: E402
-from sft_play.plan.plan import Plan  # noqa: E402
-from sft_play.plan.request import LaunchRequest  # noqa: E402
-from sft_play.plan.shape import shape_of  # noqa: E402
+from sft_play.plan.plan import (  # noqa: E402
+    LaunchRequest,
+    Plan,
+)
+from sft_play.plan.request import (  # noqa: E402
+    DoesNotFitError,
+    Request,
+)
+from sft_play.plan.sources import LAN, MADE_FOR  # noqa: E402
 
 QUOTED = {
     "rtx4090_sli": (6, 4), "a100_pair": (8, 4), "h100_pair": (8, 4), "h200_pair": (4, 4), "h200_quad": (16, 2), "l40s_single": (8, 1),
@@ -53,7 +61,9 @@ def plan_of(preset: str, hardware: str, **train: int) -> Plan:
     loaded = load_config(ROOT / "configs" / f"{preset}.yaml", typed, {})
     found = parse_hardware(hardware)
     request = LaunchRequest(command_strategy="auto" if len(found.devices) > 1 else "single")
-    return make_plan(loaded.config, loaded.typed, found, shape_of(loaded.config.model), launch=request, prepared=None)
+    return make_plan(
+        Request(config=loaded.config, typed=loaded.typed, hardware=found, shape=shape_of(loaded.config.model), launch=request)
+    )
 
 
 def tightest(plan: Plan) -> tuple[int, int]:
@@ -149,11 +159,11 @@ def gemma() -> str:
 
 
 def catalogue() -> str:
-    """Returns the catalogue of GPUs."""
-    lines = ["| name | memory | bf16 | bandwidth | source |", "|---|---|---|---|---|"]
+    """Return the catalogue of GPUs; `*` marks unconfirmed figures."""
+    lines = ["| name | memory | bf16 | bandwidth |", "|---|---|---|---|"]
     for name, card in CATALOGUE.items():
-        source = card.source + ("" if card.confirmed else "; unconfirmed")
-        lines.append(f"| `{name}` | {card.memory_gib:g} | {card.bf16_tflops:g} | {card.bandwidth_gb_s:g} | {source} |")
+        mark = "" if card.confirmed else " *"
+        lines.append(f"| `{name}`{mark} | {card.memory_gib:g} | {card.bf16_tflops:g} | {card.bandwidth_gb_s:g} |")
     return "\n".join(lines)
 
 

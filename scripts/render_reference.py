@@ -1,7 +1,7 @@
-"""Writes what is rendered from code: the table of `TrainingArguments`, `docs/configuration.md` and `configs/schema.json`.
+"""Write what is rendered from code: the table of `TrainingArguments`, `docs/configuration.md`, `configs/schema.json` and `AGENTS.md`.
 
 `python scripts/render_reference.py` after each change of the schema or of the transformers pin. The table lets layer 1 check
-`train.*` without importing torch; `tests/contract/test_config_reference.py` notices drift.
+`train.*` without importing torch; `tests/contract/test_config_command.py` notices drift.
 """
 
 from __future__ import annotations
@@ -71,25 +71,26 @@ def render_table() -> str:
     return json.dumps({**head, **training_arguments()}, indent=1, ensure_ascii=False) + "\n"
 
 
-def with_tables(text: str) -> str:
-    """Returns docs/launching.md with fresh tables of variables."""
-    from sft_play.__main__ import COMMANDS
-    from sft_play.config.options import render_tables
+def with_table(text: str) -> str:
+    """Return docs/launching.md with a fresh table of variables."""
+    from sft_play.config.reference import render_table as variables
 
-    before, mark, rest = text.partition("<!-- variables: rendered by `make render`; edit `sft_play/config/options.py` -->\n")
-    return before + mark + render_tables(COMMANDS) + "\n" + rest[rest.index("<!-- /variables -->") :]
+    before, mark, rest = text.partition("<!-- variables: rendered by `make render`; edit `sft_play/config/names.py` -->\n")
+    return before + mark + variables() + "\n" + rest[rest.index("<!-- /variables -->") :]
 
 
 def main() -> int:
-    """Writes all three files, and the tables of variables in docs/launching.md."""
+    """Write these files, and the table of variables in docs/launching.md."""
     TABLE.write_text(render_table(), encoding="utf-8")
-    from sft_play.config.reference import render_document, render_schema
+    from sft_play.__main__ import COMMANDS
+    from sft_play.config.reference import render_agents, render_document, render_schema
 
     (ROOT / "docs" / "configuration.md").write_text(render_document(), encoding="utf-8")
     (ROOT / "configs").mkdir(exist_ok=True)
     (ROOT / "configs" / "schema.json").write_text(render_schema(), encoding="utf-8")
+    (ROOT / "AGENTS.md").write_text(render_agents(COMMANDS), encoding="utf-8")
     launching = ROOT / "docs" / "launching.md"
-    launching.write_text(with_tables(launching.read_text(encoding="utf-8")), encoding="utf-8")
+    launching.write_text(with_table(launching.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

@@ -45,7 +45,7 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "quickstart": Command("sft_play.quickstart:main", "fine-tune and score a small real model on this machine's CPU", LAUNCH),
-    "config": Command("sft_play.config.show:main", "the resolved configuration, each key with its origin", COMMON | {"RUN"}),
+    "config": Command("sft_play.config.reference:show", "the resolved configuration, each key with its origin", COMMON | {"RUN"}),
     "plan": Command(
         "sft_play.launch.rehearse:main",
         "memory, batch, steps and time before training, with reasons",
@@ -69,7 +69,7 @@ COMMANDS: dict[str, Command] = {
     "gpu-info": Command("sft_play.plan.commands:gpu_info", "the GPUs of this machine", frozenset({"JSON"}), overrides=False),
     "memory-check": Command(
         "sft_play.plan.commands:memory_check",
-        "memory in use, and what CONFIG would need beside what is free",
+        "memory in use and free, and what CONFIG would need",
         COMMON | {"RUN", "NUM_GPUS", "SOURCE"},
     ),
     "doctor": Command("sft_play.doctor:main", "findings about this environment, each with its remedy", COMMON),
@@ -91,7 +91,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "train-fsdp": Command("sft_play.launch.commands:train_fsdp", "the same under FSDP2", LAUNCH),
     "resume": Command(
-        "sft_play.launch.commands:resume", "go on from a run's newest valid checkpoint", (LAUNCH | {"RUN"}) - {"CONFIG"}
+        "sft_play.launch.commands:resume", "continue from a run's newest valid checkpoint", (LAUNCH | {"RUN"}) - {"CONFIG"}
     ),
     "eval": Command(
         "sft_play.evaluate:main",
@@ -105,7 +105,7 @@ COMMANDS: dict[str, Command] = {
         overrides=False,
     ),
     "inspect": Command(
-        "sft_play.inspection.command:main",
+        "sft_play.inspection:main",
         "samples of the prepared data with the loss mask visible; HTML=1 for a page with statistics and search",
         COMMON | {"RUN", "SPLIT", "ROWS", "SEARCH", "HTML", "OUT"},
     ),
@@ -144,13 +144,13 @@ COMMANDS: dict[str, Command] = {
     ),
     "cluster-logs": Command(
         "sft_play.cluster.status:logs",
-        "a rank's log from its machine; FOLLOW=1 goes on",
+        "a rank's log, gathered on the first machine; FOLLOW=1 follows it",
         frozenset({"CLUSTER", "RUN", "RANK", "FOLLOW", "JSON"}),
         overrides=False,
     ),
     "cluster-stop": Command(
         "sft_play.cluster.status:stop",
-        "a clean stop of RUN on all machines of CLUSTER",
+        "save and stop RUN on all machines of CLUSTER",
         frozenset({"CLUSTER", "RUN", "JSON"}),
         overrides=False,
     ),
@@ -165,16 +165,36 @@ COMMANDS: dict[str, Command] = {
         COMMON | {"HARDWARE", "NUM_GPUS", "NUM_NODES", "RUN_NAME", "OUT", "DEEPSPEED_CONFIG"},
     ),
     "runs": Command(
-        "sft_play.launch.runs:main",
-        "the list of runs: state, steps, loss, best score, age",
-        frozenset({"JSON"}),
+        "sft_play.launch.summary:main",
+        "the list of runs: state, steps, scores, speed, memory, time, cost; SORT=-tokens_per_second WHERE='method=lora' CSV=1",
+        frozenset({"JSON", "CSV", "SORT", "WHERE", "PRICE_PER_HOUR"}),
         overrides=False,
     ),
-    "stop": Command(
-        "sft_play.launch.runs:stop", "a clean stop of a RUN that is under way: saved, then left", RUN, overrides=False
+    "report": Command(
+        "sft_play.report.command:main", "one HTML file with everything that a RUN left", RUN | {"OUT"}, overrides=False
     ),
+    "card": Command("sft_play.report.card:main", "the hub's model card of a RUN", RUN | {"CHECKPOINT", "OUT"}, overrides=False),
+    "push": Command(
+        "sft_play.report.card:push",
+        "a RUN's model to the hub as REPO: shows what would go; YES=1 uploads it, PRIVATE=0 publicly",
+        RUN | {"CHECKPOINT", "REPO", "YES", "PRIVATE"},
+        overrides=False,
+    ),
+    "ui": Command(
+        "sft_play.report.server:main",
+        "all runs in a browser, live, on 127.0.0.1, or HOST= with a token",
+        frozenset({"HOST", "PORT", "JSON"}),
+        overrides=False,
+    ),
+    "watch": Command(
+        "sft_play.launch.watch:main",
+        "the live panel of a RUN until it ends; lines where there is no terminal",
+        RUN,
+        overrides=False,
+    ),
+    "stop": Command("sft_play.launch.runs:stop", "save and stop a RUN", RUN, overrides=False),
     "logs": Command(
-        "sft_play.launch.runs:logs", "the log of a rank; FOLLOW=1 goes on with it", RUN | {"RANK", "FOLLOW"}, overrides=False
+        "sft_play.launch.runs:logs", "the log of a rank; FOLLOW=1 follows it", RUN | {"RANK", "FOLLOW"}, overrides=False
     ),
     "stamp": Command(
         "sft_play.stamps:main",
@@ -189,7 +209,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "soak": Command(
         "sft_play.soak:main",
-        "kill -9 a training KILLS times at random moments, go on each time, compare with an undisturbed run",
+        "kill -9 a training KILLS times at random moments, continue each time, compare with an undisturbed run",
         COMMON | {"KILLS", "STRATEGY", "SEED", "RUN_NAME", "OUT"},
     ),
     "tensorboard": Command(
@@ -236,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # libgomp reads it when torch is loaded, here or in a worker
     if "--from-make" not in arguments:
         return _run(arguments)
-    from sft_play.launch.console import end_make
+    from sft_play.launch.process import end_make
 
     try:
         code = _run(arguments)
@@ -247,12 +267,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
-        from sft_play.config.call import parse_call
-        from sft_play.launch.console import console_may_go
-        from sft_play.launch.run_folder import ended_by_signals
-        from sft_play.runs import consent
+        from sft_play.config.command_line import parse_call
+        from sft_play.launch.process import console_may_go, ended_by_signals
+        from sft_play.runs import origin
 
-        consent.forget()
+        origin.forget_consent()
         if arguments == ["--version"]:
             print(f"sft-play {importlib.metadata.version('sft-play')}")
             return 0
@@ -262,7 +281,7 @@ def _run(arguments: list[str]) -> int:
             return show_command(arguments[0])
         call = parse_call(arguments or ["help"], COMMANDS, targets=MAKEFILE_TARGETS)
         if call.trusts_code:
-            consent.give("model")
+            origin.give_consent("model")
         module, function = COMMANDS[call.command].target.split(":")
         with contextlib.ExitStack() as stack:
             if "RUN_NAME" in COMMANDS[call.command].options:  # a training
@@ -299,7 +318,7 @@ def show_help(_: object) -> int:
 
 def show_command(name: str) -> int:
     """Prints what a command does and the variables that it takes."""
-    from sft_play.config.options import command_help
+    from sft_play.config.reference import command_help
 
     print(command_help(name, COMMANDS[name].help, COMMANDS[name]))
     return 0

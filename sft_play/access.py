@@ -6,11 +6,9 @@ import hashlib
 import hmac
 import ipaddress
 import json
-import math
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from types import NoneType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,6 +40,12 @@ def address_of(host: str | None) -> str:
 def is_loopback(address: str) -> bool:
     """Whether only this machine can reach an address."""
     return ipaddress.ip_address(address).is_loopback
+
+
+def own_url(address: str, port: int) -> str:
+    """Returns how a client on this machine calls a server that listens at `address`."""
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(address, address)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def serve_token(address: str, environ: Mapping[str, str] | None = None) -> str | None:
@@ -113,8 +117,7 @@ class Guard:
 class Checked:
     """An ASGI application that passes on what one model can answer, and nothing else of what transformers' server takes.
 
-    That server also unloads models, replaces the chat template, reads files and addresses that a request names, and breaks on
-    odd bodies without a word.
+    That server also unloads models, replaces the chat template, and reads files and addresses that a request names.
     """
 
     def __init__(self, app: App) -> None:
@@ -163,36 +166,14 @@ KEYS: Mapping[str, frozenset[str]] = {
 }
 """What each page takes; not `generation_config`, which could ask for anything."""
 TEMPLATE_KEYS = frozenset({"enable_thinking", "thinking"})
-MOST_BODY = 2**20
-MOST_MESSAGES = 1_000
-MOST_NEW_TOKENS = 32_768
-MOST_STOPS = 16
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _are_stops(value: object) -> bool:
-    texts = value if isinstance(value, list) else [value]
-    return len(texts) <= MOST_STOPS and all(isinstance(text, str) for text in texts)
-
-
-TYPES: Mapping[str, Callable[[object], bool]] = {
-    **dict.fromkeys(("temperature", "top_p", "frequency_penalty"), _is_number),
-    "seed": lambda value: isinstance(value, int),
-    "stream": lambda value: isinstance(value, bool),
-    "stop": _are_stops,
-    "prompt": lambda value: isinstance(value, str),
-    "input": lambda value: isinstance(value, (str, list)),
-    "tools": lambda value: isinstance(value, list),
-}
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 """Other parts name a picture or a sound by an address or a file, which the server would open."""
+MOST_BODY = 2**20
+MOST_NEW_TOKENS = 32_768
 
 
 def wrong_with(path: str, body: bytes) -> str | None:
-    """Returns what is wrong with the body of a request, `None` where nothing is."""
+    """Return what a request asks for that is not given, `None` for an ordinary one."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
@@ -201,33 +182,19 @@ def wrong_with(path: str, body: bytes) -> str | None:
         return "the body is not a JSON object"
     if unknown := sorted(asked.keys() - KEYS[path]):
         return f"`{unknown[0][:80]}` is not taken here; there are {', '.join(sorted(KEYS[path]))}"
-    if not isinstance(asked.get("model", ""), (str, NoneType)):
-        return "`model` is not text"
     for key in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         count = asked.get(key, 1)
         if count is not None and (not isinstance(count, int) or not 1 <= count <= MOST_NEW_TOKENS):
             return f"`{key}` must be 1 to {MOST_NEW_TOKENS}"
-    for key, is_right in TYPES.items():
-        if asked.get(key) is not None and not is_right(asked[key]):
-            return f"`{key}` has a value of the wrong kind"
     settings = asked.get("chat_template_kwargs", {})
     if not isinstance(settings, dict) or settings.keys() - TEMPLATE_KEYS:
         return f"`chat_template_kwargs` takes {', '.join(sorted(TEMPLATE_KEYS))}"
-    if path == CHAT:
-        return _wrong_messages("messages", asked.get("messages"))
-    return _wrong_messages("input", asked["input"]) if path == RESPONSES and isinstance(asked.get("input"), list) else None
-
-
-def _wrong_messages(key: str, messages: object) -> str | None:
-    if not isinstance(messages, list) or not 0 < len(messages) <= MOST_MESSAGES:
-        return f"`{key}` must be a list of 1 to {MOST_MESSAGES} messages"
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"`{key}[{index}]` must be an object with a `role`"
-        content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        if not isinstance(content, (str, list, NoneType)) or not all(
-            isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str) for part in parts
+    key = "input" if path == RESPONSES else "messages"
+    for index, message in enumerate(asked[key]) if isinstance(asked.get(key), list) else ():
+        content = message.get("content") if isinstance(message, dict) else message
+        parts = content if isinstance(content, list) else [content]
+        if not all(
+            part is None or isinstance(part, str) or (isinstance(part, dict) and part.get("type") in TEXT_PARTS) for part in parts
         ):
             return f"`{key}[{index}].content` must be text, or a list of parts of text"
     return None

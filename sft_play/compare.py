@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import UserError
-from sft_play.runs.evaluations import label_of_metric, metrics_of
-from sft_play.training.results import Side, changed_settings, common_rows, read_sides, shared_benchmarks, shared_metrics
+from sft_play.evaluation.sides import Side, changed_settings, common_rows, read_sides, shared_benchmarks, shared_metrics
+from sft_play.runs.folder import label_of_metric, metrics_of
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -81,7 +81,7 @@ def _facts(sides: Sequence[Side]) -> dict[str, list[Any]]:
 
 def _differences(sides: Sequence[Side], rows: Sequence[int], metric: str) -> list[dict[str, Any] | None]:
     """Returns each side's paired difference from the first, `None` for the first itself."""
-    from sft_play.training.scores import paired_difference
+    from sft_play.evaluation.scores import paired_difference
 
     values = [
         [float(side.answers[row]["scores"][metric]) for row in rows if metric in side.answers[row]["scores"]] for side in sides

@@ -26,6 +26,21 @@ NAMED = re.compile(
 )
 """Tokens without a beginning of their own (Weights & Biases), where the name before them says what they are: commits look alike."""
 
+SECRET = re.compile(
+    r"(.*[_.])?(token|api_?key|secret|secret_key|access_key|master_key|password|passwd|credentials?)", re.IGNORECASE
+)
+"""Names of what must never stand in a file or on a command line."""
+SECRET_VARIABLE = re.compile(
+    r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH(?!OR)|_(KEY|PASS|PWD|PW|PIN|JWT|SESSION)(?![A-Z0-9])",
+    re.IGNORECASE,
+)
+"""What is in the names of environment variables whose values are never shown, nor taken into a configuration."""
+USER_IN_URL = re.compile(r"(?<=://)\S*@")
+"""To the last `@`: a password may hold slashes and `@`, and hiding too much of an address does no harm."""
+SECRET_IN_URL = re.compile(r"([?&;#][^=&;#\s]*(?:token|key|secret|passw|auth|sig|credential)[^=&;#\s]*=)[^&;#\s]+", re.IGNORECASE)
+SECRET_VALUE = re.compile(r"-----BEGIN|eyJ[\w-]{8,}\.[\w-]+\.")
+"""How keys in PEM and JSON web tokens begin."""
+
 LONGEST_LINE = 1_000
 """Characters of one line of a message; of a longer one its beginning and its end are shown."""
 MOST_PROBLEMS = 40
@@ -37,6 +52,19 @@ HUB_LOGIN = "`.venv/bin/hf auth login` (or the `hf` of your own environment)"
 def without_tokens(text: str) -> str:
     """Returns `text` with each token that it holds cut down to its first letters."""
     return NAMED.sub(r"\1...", TOKEN.sub(lambda found: f"{next(filter(None, found.groups()))}...", text))
+
+
+def mask(name: str, value: str) -> str:
+    """Returns `value`, or its length when its name or its looks say that it is a secret; of a URL only user, password and keys go."""
+    if SECRET_VARIABLE.search(name) or TOKEN.search(value) or SECRET_VALUE.search(value):
+        return f"({len(value)} letters, not shown)"
+    return SECRET_IN_URL.sub(r"\1(not shown)", USER_IN_URL.sub("(not shown)@", value))
+
+
+def without_secret(origin: str, name: str) -> str:
+    """Returns an origin (`make NAME=value`) without the value where `name`, or the key that it stands for, is that of a secret."""
+    head, given, _ = origin.partition("=")
+    return f"{head}=..." if given and SECRET.fullmatch(name) else origin
 
 
 class UserError(Exception):

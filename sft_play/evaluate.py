@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import DataError
-from sft_play.launch.run_folder import find_run
-from sft_play.plan.plan import Plan
-from sft_play.runs.evaluations import BENCHMARKS, LEAST_ROWS, label_of_metric, metrics_of, read_benchmarks, read_scores
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.prepared import Prepared
-from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
-from sft_play.training.subject import (
+from sft_play.evaluation.subject import (
     BASE,
     Rows,
     Weights,
@@ -26,6 +20,11 @@ from sft_play.training.subject import (
     read_settings,
     settings_of,
 )
+from sft_play.launch.run_folder import find_run
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import BENCHMARKS, LEAST_ROWS, RunFolder, label_of_metric, metrics_of, read_benchmarks, read_scores
+from sft_play.runs.prepared import Prepared
+from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -69,13 +68,13 @@ def _scores(config: Config, run: RunFolder, weights: Weights, rows: Rows) -> dic
     if scores is not None:
         print("scored before: weights, data and settings are the same", file=sys.stderr)
         return scores
-    from sft_play.training.evaluation import score_run
+    from sft_play.evaluation.held_out import score_run
 
     return score_run(run, weights.folder, rows.split, folder, step=weights.step, config=config, settings=settings)
 
 
 def _benchmarks(call: Call, loaded: LoadedConfig, run: RunFolder | None, weights: Weights | None) -> int:
-    from sft_play.training.benchmarks import find_model, kept_benchmarks, parse_request, run_benchmarks
+    from sft_play.evaluation.benchmarks import find_model, kept_benchmarks, parse_request, run_benchmarks
 
     request = parse_request(call.options["BENCHMARKS"], call.integer("BENCHMARK_LIMIT", minimum=1))
     if run is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sft_play.errors import UserError
 from sft_play.launch.run_folder import find_run
-from sft_play.runs.weights import weights_folder
+from sft_play.runs.checkpoints import weights_folder
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call

@@ -1,17 +1,26 @@
-"""Writing files so that a reader never sees half of one, and hashing them. Standard library only."""
+"""Files: written so that a reader never sees half of one, hashed, locked; and disks that are full or gone. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import glob
 import hashlib
 import json
+import math
 import os
+import re
+import shutil
+import socket
 import stat
+import sys
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from sft_play.errors import HardwareError
 
 LONGEST_PATH, LONGEST_PART = 4_095, 255
 """Bytes of a path and of each of its parts, on Linux and macOS."""
@@ -73,6 +82,23 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         raise ValueError(f"`{next(key for key in found if keys.count(key) > 1)}` stands there twice")
     return found
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object of `path`; an empty one where the file is torn, missing or something else."""
+    with contextlib.suppress(OSError, ValueError):
+        found = read_json(path)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def finite(value: Any) -> Any:
+    """Returns `value` with what JSON cannot say (NaN, infinity) as `None`, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -147,6 +173,22 @@ def current_umask() -> int:
     return mask
 
 
+def lock(path: Path, *, shared: bool = False) -> int | None:
+    """Lock a file, which is made where it is missing, until the returned descriptor is closed or this process ends.
+
+    Return `None` while another process holds it. Raise `OSError` for a file that cannot be made, or a disk without locks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return descriptor
+
+
 def sync_folder(path: Path) -> None:
     """Makes renames inside `path` durable."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -154,3 +196,162 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# Disks that are full, read-only or gone.
+
+
+FULL_BYTES = 2**20
+"""A disk with less free is full: a write that failed, or a rank that left no record, is explained by it."""
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+UNWRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EFBIG})
+RUST = re.compile(r"os error (\d+)\b")
+"""How safetensors names an error of the system."""
+_unwritten: set[str] = set()
+"""What `side_file` has warned of."""
+
+
+def free_bytes(folder: Path) -> int:
+    """Returns the bytes that this user may still write on the file system of `folder`; 0 where no file can be made any more."""
+    found = os.statvfs(folder)
+    if found.f_files and not found.f_favail:
+        return 0
+    return found.f_bavail * found.f_frsize
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk of `folder` has less than `FULL_BYTES` left; not for a folder that is gone."""
+    try:
+        return shutil.disk_usage(folder).free < FULL_BYTES
+    except OSError:
+        return False
+
+
+def is_read_only(folder: Path) -> bool:
+    """Whether the file system of `folder` takes no writes any more; not for a folder that is gone."""
+    try:
+        return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False
+
+
+def is_gone(folder: Path) -> bool:
+    """Whether there is no such folder any more; not for one whose disk does not answer."""
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def errno_of(error: BaseException) -> int | None:
+    """Returns the system's error number of a failed write, also where a library has wrapped it; `None` for other errors."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, OSError) and link.errno is not None:
+            return link.errno
+        if match := RUST.search(str(link)):
+            return int(match.group(1))
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def disk_problem(error: BaseException) -> str:
+    """Returns what the user reads of a write that failed."""
+    number = errno_of(error)
+    if number in NO_ROOM:
+        return "no space is left on the disk" if number == errno.ENOSPC else "the disk quota is used up"
+    if number == errno.EROFS:
+        return "the run folder is read-only now"
+    if number in UNWRITABLE and number is not None:
+        return f"the run folder cannot be written: {os.strerror(number)}"
+    return str(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def disk_errors_told(place: Path, hint: Callable[[bool], str]) -> Iterator[None]:
+    """Turn an `OSError` of a disk that is full or cannot be written into a `HardwareError` at the file that it names, else at `place`.
+
+    `hint` is given whether the disk is full. A permission that no file is named for says nothing of a disk: such an error passes.
+    """
+    try:
+        yield
+    except OSError as error:
+        named = isinstance(error.filename, str | bytes | os.PathLike)
+        full = error.errno in NO_ROOM
+        if not full and (error.errno not in UNWRITABLE or (error.errno in (errno.EACCES, errno.EPERM) and not named)):
+            raise
+        where = os.fsdecode(error.filename) if named else str(place)
+        text = disk_problem(error) if full else f"cannot be written: {error.strerror}"
+        raise HardwareError(text, place=where, hint=hint(full)) from error
+
+
+@contextlib.contextmanager
+def side_file(path: Path, what: str) -> Iterator[None]:
+    """Lets the body write a file that the run can do without: a full or read-only disk gives one warning until `what` is written again.
+
+    Other errors are raised.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM | UNWRITABLE:
+            raise
+        if what not in _unwritten:
+            print(
+                f"warning: {path}: {what} could not be written: {disk_problem(error)}; training continues",
+                file=sys.stderr,
+                flush=True,
+            )
+        _unwritten.add(what)
+    else:
+        _unwritten.discard(what)
+
+
+# Folders in which something is made before it gets its name; those of processes that were killed are removed by the next.
+
+
+def made_once(folder: Path, mark: str, make: Callable[[Path], object]) -> Path:
+    """Returns `folder`, which `make` fills on first use: it appears complete, with the file `mark` in it, or not at all."""
+    if (folder / mark).is_file():
+        return folder
+    aside = new_folder(folder.parent, "making")
+    try:
+        make(aside / "made")
+        (aside / "made").rename(folder)
+        sync_folder(folder.parent)
+    except OSError:
+        if not (folder / mark).is_file():  # else another process was first; its folder is the same
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Returns a new folder inside `parent` whose name says which process on which machine makes it."""
+    parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(parent)
+    return Path(tempfile.mkdtemp(prefix=f".{name}.{socket.gethostname()}.{os.getpid()}.", dir=parent))
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Removes what processes of this machine that live no more have left half-written."""
+    for path in folder.glob(f".*.{socket.gethostname()}.*.*"):
+        owner = path.name.rsplit(".", 2)[1]
+        if owner.isdigit() and not _lives(int(owner)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True

@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sft_play.data.questions import Row, read_questions
+from sft_play.data.formats import Question, read_questions
 from sft_play.errors import DataError, UserError, raise_all
 from sft_play.files import write_text
 from sft_play.launch.run_folder import find_run
+from sft_play.runs.checkpoints import label_of, plain_model, weights_folder
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.weights import label_of, plain_model, weights_folder
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
     from sft_play.config.schema import Config
-    from sft_play.training.answering import Answer, AnswerSettings
+    from sft_play.evaluation.answering import Answer, AnswerSettings
 
 Messages = list[dict[str, str]]
 
@@ -110,7 +110,7 @@ def _check_overrides(call: Call, allowed: frozenset[str]) -> None:
 
 
 def _settings(config: Config, planned_batch: int) -> AnswerSettings:
-    from sft_play.training.answering import AnswerSettings
+    from sft_play.evaluation.answering import AnswerSettings
 
     return AnswerSettings(
         max_new_tokens=config.train.generation_max_new_tokens,
@@ -121,7 +121,7 @@ def _settings(config: Config, planned_batch: int) -> AnswerSettings:
 
 def _load(call: Call, run: RunFolder, folder: Path) -> Ready:
     from sft_play.config.load import read_config
-    from sft_play.model.load import load_for_use
+    from sft_play.model.use import load_for_use
     from sft_play.plan.plan import Plan
 
     settings = _settings(read_config(run.config, call.overrides).config, Plan.load(run.plan).eval_batch_size)
@@ -148,10 +148,10 @@ def _tell_loading(what: str) -> None:
 
 
 def _one(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
-    from sft_play.training.answering import answer_all
+    from sft_play.evaluation.answering import answer_all
 
     prompt = call.options["PROMPT"]
-    answer = answer_all(*ready, _prompts(ready, [Row("`PROMPT`", _question(prompt))]))[0]
+    answer = answer_all(*ready, _prompts(ready, [Question("`PROMPT`", _question(prompt))]))[0]
     if call.json:
         found = {"prompt": prompt, "answer": answer.text, "tokens": answer.tokens, "stopped": answer.stopped}
         print(json.dumps({**facts, **found}, ensure_ascii=False))
@@ -161,12 +161,12 @@ def _one(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
     return 0
 
 
-def _file(call: Call, ready: Ready, rows: Sequence[Row], output: Path) -> int:
+def _file(call: Call, ready: Ready, rows: Sequence[Question], output: Path) -> int:
     """Answers all rows, then publishes `output`: on failure an older file stays as it was."""
-    from sft_play.training.answering import answer_all
+    from sft_play.evaluation.answering import answer_all
 
     asked = [row for row in rows if row.messages]
-    answers = answer_all(*ready, _prompts(ready, asked), progress=_progress)
+    answers = answer_all(*ready, _prompts(ready, asked), progress=_progress if sys.stderr.isatty() else None)
     coming = iter(answers)
     lines = [json.dumps(_answered(row, next(coming).text if row.messages else ""), ensure_ascii=False) for row in rows]
     try:
@@ -194,7 +194,7 @@ def _tell_cut(answers: Sequence[Answer], ready: Ready) -> int:
     return cut
 
 
-def _answered(row: Row, answer: str) -> dict[str, Any]:
+def _answered(row: Question, answer: str) -> dict[str, Any]:
     """Returns a line of `OUTPUT`."""
     found: dict[str, Any] = {"prompt": row.messages[-1]["content"] if row.messages else "", "answer": answer}
     if row.reference is not None:
@@ -202,9 +202,9 @@ def _answered(row: Row, answer: str) -> dict[str, Any]:
     return found | ({"messages": row.messages} if len(row.messages) > 1 else {})
 
 
-def _prompts(ready: Ready, rows: Sequence[Row]) -> list[list[int]]:
+def _prompts(ready: Ready, rows: Sequence[Question]) -> list[list[int]]:
     """Returns the rows' tokens. Raises `DataError` for rows that the template refuses or that leave no room for an answer."""
-    from sft_play.training.answering import context_length, prompt_ids
+    from sft_play.evaluation.answering import context_length, prompt_ids
 
     room = context_length(ready.model)
     prompts: list[list[int]] = []
@@ -223,9 +223,7 @@ def _prompts(ready: Ready, rows: Sequence[Row]) -> list[list[int]]:
 
 
 def _progress(done: int, count: int) -> None:
-    live = sys.stderr.isatty()
-    start, end = ("\r", "\n" if done == count else "") if live else ("", "\n")
-    print(f"{start}answered {done} of {count}", end=end, file=sys.stderr, flush=True)
+    print(f"\ranswered {done} of {count}", end="\n" if done == count else "", file=sys.stderr, flush=True)
 
 
 class Conversation:
@@ -257,7 +255,7 @@ class Conversation:
 
     def ask(self, question: str) -> str:
         """Answers one turn, streams it to stdout and keeps it in the history."""
-        from sft_play.training.answering import answer_all
+        from sft_play.evaluation.answering import answer_all
 
         self.messages.append({"role": "user", "content": question})
         try:
@@ -279,7 +277,7 @@ class Conversation:
         import torch
         from transformers import TextStreamer
 
-        from sft_play.training.answering import context_length, generation_settings, use_our_settings
+        from sft_play.evaluation.answering import context_length, generation_settings, use_our_settings
 
         use_our_settings(self.model)
         ids = torch.tensor([list(prompt)], device=self.model.device)
@@ -292,8 +290,8 @@ class Conversation:
         return str(self.tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)).strip()
 
     def _fitting_prompt(self) -> list[int]:
-        """Returns the conversation's tokens, its oldest exchanges left out where it would not fit with an answer."""
-        from sft_play.training.answering import context_length, prompt_ids
+        """Returns the conversation's tokens, without its oldest exchanges where it would not fit with an answer."""
+        from sft_play.evaluation.answering import context_length, prompt_ids
 
         room = context_length(self.model) - self.settings.max_new_tokens
         forgotten = 0

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sft_play.config.sources import SHIPPED
+from sft_play.config.layers import SHIPPED
 from sft_play.errors import UserError
 from sft_play.files import write_text
 

@@ -1,4 +1,4 @@
-"""Finds the model and prepares the data, once, before any process group exists. Prints what it took and what it left out.
+"""Find the model and prepare the data, once, before any process group exists; print what was taken and what was skipped.
 
 `make data` does only this, on a machine without a GPU too; `python -m sft_play.prepare --run runs/NAME`, which the launcher
 starts, writes `prepared.json` into the run's folder.
@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,15 @@ from sft_play.config.metrics import LIBRARY
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json
-from sft_play.launch.console import console_may_go
-from sft_play.launch.run_folder import ended_by_signals
+from sft_play.launch.process import console_may_go, ended_by_signals
+from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.mixture import mixture_of
-from sft_play.plan.shape import check_length, positions_in
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared, ResolvedModel, remember
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prepares one run and returns the exit code."""
+    """Prepare one run and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder of the run, with config.json")
     parser.add_argument("--scored", action="store_true", help="the rows are for an evaluation, not for training")
@@ -53,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def data(call: Call) -> int:
-    """`make data`: prepares what a configuration, or the one of `RUN`, asks for; `JSON=1` prints the manifests."""
+    """`make data`: prepare what a configuration, or the one of `RUN`, asks for; `JSON=1` prints the manifests."""
     config = call.load_config().config
     with _stopped_in_order():
         prepared, manifests = prepare(config)
@@ -70,49 +69,39 @@ def data(call: Call) -> int:
 
 @contextmanager
 def _stopped_in_order() -> Iterator[None]:
-    """Signals end the preparation so that its processes end and nothing half-written stays; a disk's error is told in one line."""
-    with ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python lets nobody handle signals
-            stack.enter_context(ended_by_signals())
-        stack.enter_context(disk_errors_told())
+    """Let signals end the preparation so that its processes end and nothing half-written stays; report a disk's error in one line."""
+    here = threading.current_thread() is threading.main_thread()  # elsewhere Python lets nobody handle signals
+    with ended_by_signals() if here else nullcontext(), disk_errors_told():
         yield
 
 
 @contextmanager
 def disk_errors_told() -> Iterator[None]:
-    """Turns an `OSError` of the body that says that a disk is full or cannot be written into a `HardwareError` with its place."""
+    """Turn an `OSError` of the body that says that a disk is full or cannot be written into a `HardwareError` with its place."""
     try:
         yield
     except OSError as error:
-        refused = _disk_problem(error)
-        if refused is None:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
             raise
-        raise refused from error
-
-
-def _disk_problem(error: OSError) -> HardwareError | None:
-    """Returns what to say when a disk is full or cannot be written; `None` when the error is another one."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-        return None
-    cache, place = cache_folder(), Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
-    if place is not None and place.name == RunFolder(place.parent).prepared.name:
-        why, hint = (
-            "what was prepared cannot be written",
-            f"free some space in `{place.parent}`, or make it writable: `df` and `mount` say more",
+        cache = cache_folder()
+        place = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else cache
+        what, hint = (
+            "the model or the prepared data",
+            f"the cache is `{cache}`: free some space there, or set SFT_PLAY_CACHE to another folder",
         )
-        return HardwareError(f"{why}: {os.strerror(error.errno)}", place=str(place), hint=hint)
-    return HardwareError(
-        f"the model or the prepared data cannot be written: {os.strerror(error.errno)}",
-        place=str(place or cache),
-        hint=f"the cache is `{cache}`: free some space there, or set SFT_PLAY_CACHE to another folder",
-    )
+        if place.name == RunFolder(place.parent).prepared.name:
+            what, hint = (
+                "what was prepared",
+                f"free some space in `{place.parent}`, or make it writable: `df` and `mount` say more",
+            )
+        raise HardwareError(f"{what} cannot be written: {os.strerror(error.errno)}", place=str(place), hint=hint) from error
 
 
 def prepare_run(run: RunFolder, *, scored: bool = False) -> Prepared:
-    """Resolves the model, prepares the data, writes `prepared.json` and returns it. Raises `DataError`."""
+    """Resolve the model, prepare the data, write `prepared.json` and return it. Raise `DataError`."""
     config = read_config(run.config).config
     if any(name.startswith(LIBRARY) for name in config.eval.metrics):
-        from sft_play.training.library_metrics import check_library_metrics
+        from sft_play.evaluation.scores import check_library_metrics
 
         check_library_metrics(config.eval.metrics)  # a name that is wrong is said before anything is downloaded or trained
     prepared, _ = prepare(config, scored=scored)
@@ -121,7 +110,7 @@ def prepare_run(run: RunFolder, *, scored: bool = False) -> Prepared:
 
 
 def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[str, Mapping[str, Any]]]:
-    """Resolves the model and prepares the data; returns the facts, and the manifest of each split. Raises `DataError`.
+    """Resolve the model and prepare the data; return the facts, and the manifest of each split. Raise `DataError`.
 
     `scored` says that the configuration's sources are for an evaluation: they are called so.
 
@@ -132,7 +121,7 @@ def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[
     from sft_play.data.manifest import summary
     from sft_play.data.prepare import prepare_data
     from sft_play.data.templates import chat_format, with_chat
-    from sft_play.model.folder import refuse_untrusted_code, runs_code
+    from sft_play.model.resolve import refuse_untrusted_code, runs_code
     from sft_play.model.scratch import resolve, says
 
     model = with_chat(resolve(config), chat_format(config.data))
@@ -141,16 +130,15 @@ def prepare(config: Config, *, scored: bool = False) -> tuple[Prepared, Mapping[
     trust = config.model.trust_remote_code
     if not (trust and runs_code(Path(model.path))):
         refuse_untrusted_code(Path(model.path), config.model.name)
-    found = prepare_data(config, model, functools.cache(lambda: _tokenizer(model, trust=trust)))
-    for name, manifest in found.manifests.items():
+    prepared, manifests = prepare_data(config, model, functools.cache(lambda: _tokenizer(model, trust=trust)))
+    for name, manifest in manifests.items():
         _tell(summary(("evaluation" if scored else "training") if name == "train" else name, manifest))
-    prepared = Prepared(model=model, train=found.train, validation=found.validation)
     remember(config, prepared)
-    return prepared, found.manifests
+    return prepared, manifests
 
 
 def _tokenizer(model: ResolvedModel, *, trust: bool) -> Any:
-    """Returns the model's tokenizer; says where a named template had to be fitted to it."""
+    """Return the model's tokenizer; says where a named template had to be fitted to it."""
     from sft_play.data.templates import end_note
     from sft_play.model.tokenizer import load_tokenizer
 
@@ -162,9 +150,9 @@ def _tokenizer(model: ResolvedModel, *, trust: bool) -> Any:
 
 
 def _offline_when_unreachable(config: Config) -> None:
-    """Sets the libraries' offline mode where the hub is wanted but does not answer."""
+    """Set the libraries' offline mode where the hub is wanted but does not answer."""
     from sft_play.data.sources import is_hub
-    from sft_play.plan.hub import offline_unless_reachable
+    from sft_play.plan.architecture import offline_unless_reachable
 
     sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
     names = [name for name in (config.model.name, config.model.tokenizer) if name and name != "train"]
@@ -178,7 +166,7 @@ def _tell(text: str) -> None:
 
 
 def _quiet() -> None:
-    """Keeps libraries from talking about what this program says itself."""
+    """Keep libraries from talking about what this program says itself."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     warnings.filterwarnings("ignore")

@@ -15,14 +15,11 @@ from sft_play.config.load import read_config
 from sft_play.files import write_json
 from sft_play.plan.measured import Probed
 from sft_play.plan.plan import Plan
-from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
-from sft_play.train import build, end, main, settle_stamp
-from sft_play.training.console import quiet_libraries
-from sft_play.training.imports import import_libraries
-from sft_play.training.memory_errors import Activity
+from sft_play.train import build, main, settle_stamp
+from sft_play.training.faults import end
+from sft_play.training.process import check_launch, import_libraries, launched_world, quiet_libraries
 from sft_play.training.requests import StopRequest
-from sft_play.training.world import check_launch, check_world, launched_world
 
 
 def worst_rows(plan: Plan) -> list[dict[str, Any]]:
@@ -37,18 +34,20 @@ def worst_rows(plan: Plan) -> list[dict[str, Any]]:
 
 def _rows_of_a_pack(plan: Plan) -> int:
     """Returns how many rows each pack takes, so that a step's rows fill two micro-steps (where it has two), or nearly."""
-    slots = sum(rank.micro_batch * min(2, rank.accumulation) for rank in plan.ranks)
+    slots = sum(rank.micro_batch * min(2, rank.accumulation) for rank in plan.ranks[:: plan.sequence_parallel])
     return max(2, -(-plan.global_batch_size // slots))
 
 
-def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity, request: StopRequest) -> int:
+def work(request: StopRequest, _: Path | None, __: TextIO | None) -> int:
     """Trains two steps and writes what this rank needed."""
     quiet_libraries()
+    run = request.run
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
     import_libraries(config, plan, prepared)
     import torch
 
     from sft_play.data.store import write_rows
+    from sft_play.training.ranks import check_world
 
     check_launch(plan)
     before = held()
@@ -59,7 +58,7 @@ def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity, req
     assert prepared.train is not None
     train = replace(prepared.train, path=str(rows), rows=len(worst_rows(plan)), sources=())
     worst = replace(prepared, train=train, validation=None)
-    trainer, _stop, _holdings = build(run, config, plan, worst, stamp, None, doing, request)
+    trainer = build(request, config, plan, worst, stamp, None)
     check_world(plan, trainer.accelerator, trainer.args.n_gpu)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -71,7 +70,7 @@ def work(run: RunFolder, _: Path | None, __: TextIO | None, doing: Activity, req
 
 
 def held() -> int:
-    """Returns what everybody, the driver included, holds of this rank's GPU, bytes; 0 where NVML does not tell, as of a MIG slice."""
+    """Return the bytes in use on this rank's GPU, by all programs and the driver; 0 where NVML does not say, as for a MIG slice."""
     import pynvml
     import torch
 

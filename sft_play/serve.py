@@ -16,30 +16,30 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from logging import getLogger
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sft_play.access import TOKEN_VARIABLE, Checked, Guard, address_of, is_loopback, serve_token
+from sft_play.access import TOKEN_VARIABLE, Checked, Guard, address_of, is_loopback, own_url, serve_token
 from sft_play.config.load import read_config
 from sft_play.data.chat import template_sha256
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import file_sha256, text_sha256
-from sft_play.launch.network import port_is_free
+from sft_play.launch.environment import next_free_port
 from sft_play.launch.run_folder import find_run
-from sft_play.model.folder import check_trained
+from sft_play.model.resolve import check_trained
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
+from sft_play.runs.checkpoints import kind_of, label_of, plain_model, weights_folder
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, compare, make_stamp, refuse
-from sft_play.runs.weights import kind_of, label_of, plain_model, weights_folder
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
 
 DEFAULT_PORT = 8000
-PORTS_TRIED = 100
 SECONDS_TO_END = 5
 """After the first signal; an answer that is being made then is cut off."""
 LONGEST_ANSWER_SECONDS = 600
@@ -48,7 +48,7 @@ NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 
 
 def main(call: Call) -> int:
-    """Serves until it is told to stop. The port is looked for before the model is merged or loaded."""
+    """Serve until stopped. Find the port before the model is merged or loaded."""
     plain = plain_model(call.options, "serve")
     if call.overrides:
         raise UserError(
@@ -60,7 +60,10 @@ def main(call: Call) -> int:
     run = None if plain else find_run(call.options["RUN"])
     weights = weights_folder(run, call.options.get("CHECKPOINT")) if run else None
     check_packages()
-    port = choose_port(call.port("PORT"), address)
+    wanted = call.port("PORT") or DEFAULT_PORT
+    port = next_free_port(wanted, address, "PORT")
+    if port != wanted:
+        print(f"port {wanted} is taken; using {port}", file=sys.stderr)
     folder, name = (
         (servable(run, weights), served_name(run, label_of(run, weights))) if run and weights else _plain(call, plain or "")
     )
@@ -79,8 +82,7 @@ class Place(NamedTuple):
     @property
     def url(self) -> str:
         """As a client on this machine calls it."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.address, self.address)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
+        return f"{own_url(self.address, self.port)}/v1"
 
 
 def check_packages() -> None:
@@ -91,19 +93,6 @@ def check_packages() -> None:
             f"the server needs {', '.join(f'`{package}`' for package in missing)}, which this environment lacks",
             hint="`make install`, or `pip install 'transformers[serving]'`",
         )
-
-
-def choose_port(wanted: int | None, address: str) -> int:
-    """Returns `PORT`, or the next free one, with a notice. Raises `UserError` above 65535, `HardwareError` when none is free."""
-    first = wanted or DEFAULT_PORT
-    if first > 65535:
-        raise UserError(f"`PORT` is `{first}`; expected 1 to 65535")
-    for port in range(first, min(first + PORTS_TRIED, 65536)):
-        if port_is_free(port, address):
-            if port != first:
-                print(f"port {first} is taken; using {port}", file=sys.stderr)
-            return port
-    raise HardwareError(f"no free port from {first} on", hint="choose another PORT=, and a HOST= that this machine has")
 
 
 def servable(run: RunFolder, weights: Path) -> Path:
@@ -211,6 +200,8 @@ def _serve(name: str, place: Place, stopped: list[int], *, as_json: bool) -> int
                 limit_time(handler)
             config = self.server.config
             assert not config.loaded, "the application must not be in use yet"
+            for log in ("uvicorn.error", "uvicorn.access"):  # a line for each request, whatever `log_level` says
+                getLogger(log).setLevel("ERROR")
             config.app = Guard(Checked(config.app), token=place.token, address=place.address)
             super().start_server()
 

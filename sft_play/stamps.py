@@ -13,10 +13,10 @@ from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, UserError, printable, without_tokens
 from sft_play.files import read_json, typed_path
 from sft_play.launch.run_folder import find_run, first_launch, read_events
-from sft_play.plan.request import COMMANDS
+from sft_play.plan.plan import COMMANDS
+from sft_play.runs.checkpoints import checkpoint_folder, checkpoint_names
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import LATER, NAME, RULES, Stamp
-from sft_play.runs.weights import checkpoint_folder, checkpoint_names
 from sft_play.text import table
 
 PURPOSES = ("resume", "merge", "infer", "eval")
@@ -222,5 +222,5 @@ def _text(value: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    """A stamp may be a stranger's: nothing in it steers the terminal, makes a line of its own, or shows a token."""
+    """A stamp may be a stranger's: nothing in it controls the terminal, breaks a line, or shows a token."""
     return printable(without_tokens(text)).replace("\n", "\\n")

@@ -24,13 +24,12 @@ from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json, write_json
 from sft_play.launch import commands
-from sft_play.launch.network import port_is_free
+from sft_play.launch.environment import next_free_port, port_is_free
 from sft_play.launch.run_folder import find_run
 from sft_play.runs.folder import runs_folder
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 6006
-PORTS_TRIED = 100
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
 
@@ -88,7 +87,7 @@ def _with_tensorboard(call: Call, command: Callable[[Call], int]) -> int:
     if code:
         return code
     code = command(call)
-    print("TensorBoard goes on; `make tensorboard-stop` ends it", file=sys.stderr)
+    print("TensorBoard keeps running; `make tensorboard-stop` ends it", file=sys.stderr)
     return code
 
 
@@ -108,7 +107,7 @@ def start(call: Call) -> int:
         _end(server)
         wanted = wanted or server.port
     folder.mkdir(parents=True, exist_ok=True)
-    port = next_free_port(wanted or DEFAULT_PORT)
+    port = next_free_port(wanted or DEFAULT_PORT, HOST, "TENSORBOARD_PORT")
     server = _spawn(folder, port)
     note += f"port {wanted or DEFAULT_PORT} is taken; " if port != (wanted or DEFAULT_PORT) else ""
     return _say(call, server, f"{note}`make tensorboard-stop` ends it")
@@ -161,14 +160,6 @@ def remembered() -> Server | None:
     except (OSError, TypeError, json.JSONDecodeError):
         return None
     return server if server.process else None
-
-
-def next_free_port(wanted: int) -> int:
-    """Returns `wanted`, or the next port that is free. Raises `HardwareError` when a hundred of them are taken."""
-    for port in range(wanted, min(wanted + PORTS_TRIED, 65536)):
-        if port_is_free(port, HOST):
-            return port
-    raise HardwareError(f"ports {wanted} to {wanted + PORTS_TRIED - 1} are all taken", hint="set TENSORBOARD_PORT")
 
 
 def _spawn(folder: Path, port: int) -> Server:

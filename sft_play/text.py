@@ -1,12 +1,70 @@
-"""Text for people: tables. Standard library only."""
+"""Text for people: tables, counts, figures, sizes, times, findings. Standard library only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 
 def table(rows: Sequence[Sequence[str]], *, widest: int = 1_000) -> Iterator[str]:
-    """Yields left-aligned lines; a cell longer than `widest` pushes the rest of its line to the right rather than being cut."""
+    """Yield left-aligned lines; a cell longer than `widest` pushes the rest of its line to the right rather than being cut."""
     widths = [min(max(map(len, column)), widest) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table, the first row its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
+def plural(count: int, noun: str) -> str:
+    """Return `1 error`, `2 errors`, `2 processes`."""
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Something about a machine that a user should know or fix."""
+
+    id: str
+    """Stable name, listed in docs/doctor.md or docs/home-cluster.md."""
+    severity: Literal["error", "fail", "warning", "note"]
+    """`error`: no run can work; `fail`: the host cannot take part; `warning`: some runs fail or are slow; `note`: worth knowing."""
+    text: str
+    remedy: str
+
+
+def finding_lines(findings: Iterable[Finding], where: str = "") -> Iterator[str]:
+    """Yield two lines for each finding; `where` names the machine."""
+    for one in findings:
+        yield f"{where}{one.severity}: {one.text}  [{one.id}]"
+        yield f"    remedy: {one.remedy}"
+
+
+def figure(value: float, digits: int = 3) -> str:
+    """Returns a number with so many digits that count, never with an exponent: `4,590`, `11.8`, `0.00012`."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    rounded = float(f"{value:.{digits}g}")
+    places = digits - 1 - math.floor(math.log10(abs(rounded)))
+    return f"{rounded:.{places}f}".rstrip("0").rstrip(".") if places > 0 else f"{rounded:,.0f}"
+
+
+def gib(size: float) -> str:
+    """Returns bytes as `1.06 GiB`, of large ones `120 GiB`, of small ones `3.2 MiB`."""
+    if size < 2**30 / 100:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**30:.2f} GiB" if size < 100 * 2**30 else f"{size / 2**30:.0f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in the largest unit that leaves a readable number."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"

@@ -19,11 +19,14 @@ import pytest
 from sft_play.__main__ import main
 from sft_play.errors import HardwareError
 from sft_play.plan.detect import detect
+from tests import warm
 from tests.tiny_models import build_tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_INHERITED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "RUNS_DIR", "SFT_PLAY_CACHE", "PYTHONWARNINGS")
 SLOWEST_FIRST = ("distributed", "multinode", "numerics", "emulated", "contract")
+WARM = ("distributed", "numerics", "multinode")
+subprocess.Popen = warm.Popen  # type: ignore[misc]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share the cores: more threads would only wait for one
 
 
@@ -150,8 +153,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what needs a GPU where none can be used, with the reason."""
+    """Lets processes that load torch start warm; skips what needs a GPU where none can be used, with the reason."""
+    heavy = item.path.parent.name in WARM or item.get_closest_marker("slow") is not None
+    warm.wanted = heavy and not item.get_closest_marker("cold")
     if item.get_closest_marker("gpu") and (reason := no_gpu()):
         pytest.skip(reason)
 

@@ -15,29 +15,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from sft_play import train
 from sft_play.__main__ import COMMANDS
-from sft_play.config.call import parse_call
+from sft_play.config.command_line import parse_call
 from sft_play.config.load import save_config
 from sft_play.errors import UserError
 from sft_play.launch.attempt import write_launch_files
-from sft_play.launch.job import job_of, refuse_early
-from sft_play.launch.options import read_options
+from sft_play.launch.job import job_of, read_options, refuse_early
+from sft_play.plan import measured
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import pattern_of
 from sft_play.prepare import prepare_run
 from sft_play.runs.folder import RunFolder
+from sft_play.trace.__main__ import answers
 from tests.conftest import Done, call_program, called, environment
 from tests.families import build_family
 from tests.training_runs import copy_run, nested_yaml
 
 SETTINGS = (
     "model.max_seq_len: 64", "tuning.lora.r: 2", "train.max_steps: 2", "train.save_steps: 1", "train.global_batch_size: 4", "train.batch_size: 1",
-    "train.learning_rate: 1e-2", "train.warmup_steps: 0",
+    "train.learning_rate: 1e-2", "train.warmup_steps: 0", "train.report_to: none",
 )  # fmt: skip
 OWN = {"phimoe": {"router_jitter_noise": 0.5}}
 """Its router has a gradient only where another expert comes within this share of the best; `families.COMMON` says 0, for rows that repeat."""
@@ -92,16 +95,22 @@ def in_child(work: Callable[[], Done]) -> Done:
 
 
 def _send(work: Callable[[], Done], sender: Connection) -> None:
+    sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]  # as in workers; saving would import it
+    torch.set_num_threads(1)  # tiny models wait for threads, mostly
+    measured._running[os.getpid()] = SimpleNamespace(ask=answers, close=lambda: None)  # type: ignore[assignment]  # torch is here already
     sender.send(work())
     sender.close()
     os._exit(0)
 
 
 def preload() -> None:
-    """Imports what every step needs, once for all children."""
-    import sft_play.model.load
+    """Imports and computes what every step needs, once for all children."""
+    import sft_play.data.prepare
+    import sft_play.evaluation.answering
     import sft_play.model.merge
     import sft_play.training.trainer  # noqa: F401
+
+    get_checkpoint_conversion_mapping("llama")
 
 
 def travel(name: str, mode: str, folder: Path, cache: Path) -> Road:

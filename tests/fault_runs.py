@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from sft_play.launch.beats import MARK
+from sft_play.launch.liveness import MARK
 from tests.conftest import ROOT, metrics
 
 SECONDS = 240

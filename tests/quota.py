@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ def _controller() -> tuple[Path, int]:
 
 
 @contextlib.contextmanager
-def quota(share: float) -> Iterator[Path]:
+def quota(share: float, period: int = PERIOD) -> Iterator[Path]:
     """Yields a group whose processes get `share` of one core together; `move(pid, group)` puts one in. Skips without the right to."""
     root, version = _controller()
     group = root / f"sft-play-test-{os.getpid()}-{time.monotonic_ns()}"
@@ -38,12 +39,12 @@ def quota(share: float) -> Iterator[Path]:
     except OSError as problem:
         pytest.skip(f"no group for a CPU quota can be made: {problem}")
     try:
-        allowance = int(share * PERIOD)
+        allowance = int(share * period)
         if version == 1:
-            (group / "cpu.cfs_period_us").write_text(str(PERIOD))
+            (group / "cpu.cfs_period_us").write_text(str(period))
             (group / "cpu.cfs_quota_us").write_text(str(allowance))
         else:
-            (group / "cpu.max").write_text(f"{allowance} {PERIOD}")
+            (group / "cpu.max").write_text(f"{allowance} {period}")
         yield group
     finally:
         for process in (group / "cgroup.procs").read_text().split():
@@ -56,6 +57,30 @@ def quota(share: float) -> Iterator[Path]:
 def move(pid: int, group: Path) -> None:
     """Puts a process with all its threads into a group."""
     (group / "cgroup.procs").write_text(str(pid))
+
+
+@contextlib.contextmanager
+def slowed(pid: int, share: float) -> Iterator[None]:
+    """Gives a process `share` of a core meanwhile: by a quota, or where no group can be made by stopping and continuing it all the time."""
+    with contextlib.ExitStack() as stack:
+        try:
+            move(pid, stack.enter_context(quota(share, 50_000)))
+        except pytest.skip.Exception:
+            over = threading.Event()
+
+            def interrupt() -> None:
+                process = psutil.Process(pid)
+                with contextlib.suppress(psutil.Error):
+                    while not over.wait(share * 0.05):
+                        process.suspend()
+                        time.sleep((1 - share) * 0.05)
+                        process.resume()
+
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(over.set)
+        yield
 
 
 def worker_of(launcher: int, rank: int, *, seconds: float = 60.0) -> int:

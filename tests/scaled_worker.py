@@ -9,6 +9,7 @@ import accelerate
 import torch
 
 from sft_play import train
+from sft_play.training.faults import end
 
 
 def scale_on_cpus() -> None:
@@ -26,4 +27,4 @@ def scale_on_cpus() -> None:
 
 if __name__ == "__main__":
     scale_on_cpus()
-    train.end(train.main())
+    end(train.main())

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from sft_play.launch.network import free_port
+from sft_play.launch.environment import free_port
 from tests.conftest import environment
 from tests.programs import SLURM, need, unavailable
 

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.files import write_json, write_text
+from sft_play.launch.attempt import worker_arguments
 from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings
-from sft_play.launch.environment import Node, worker_environment
-from sft_play.launch.local import worker_arguments
-from sft_play.launch.network import free_port, loopback_interface
+from sft_play.launch.environment import Node, free_port, loopback_interface, worker_environment
 from sft_play.launch.settings import accelerate_yaml
 from sft_play.plan.plan import Plan, RankPlan
 from sft_play.runs.folder import RunFolder

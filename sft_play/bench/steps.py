@@ -11,13 +11,15 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from sft_play.config.call import Call, Override
+from sft_play.config.call import Call
+from sft_play.config.layers import Override
 from sft_play.config.load import read_config
 from sft_play.config.schema import Config
 from sft_play.data.batches import GlobalBatchSampler
@@ -25,19 +27,24 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json
 from sft_play.launch.commands import start_run
 from sft_play.launch.job import Job
-from sft_play.plan.commands import plan_for
+from sft_play.plan.architecture import label, shape_of
+from sft_play.plan.batch import Batch
+from sft_play.plan.calibration import Calibration, StepFit, fit_line, spread
 from sft_play.plan.detect import detect
-from sft_play.plan.memory import Setup
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
-from sft_play.plan.shape import ModelShape, shape_of
-from sft_play.plan.throughput import attended_pairs, batch_flops
-from sft_play.plan.trace_case import setup_of
+from sft_play.plan.hardware import Hardware
+from sft_play.plan.mixture import Data
+from sft_play.plan.network import exchange_seconds, link_of
+from sft_play.plan.packing import Division
+from sft_play.plan.plan import LaunchRequest, Plan, Setup, setup_of
+from sft_play.plan.request import Request
+from sft_play.plan.shape import ModelShape
+from sft_play.plan.sources import plan_for
+from sft_play.plan.throughput import attended_pairs, batch_flops, describe_work, flops_per_token, forecast, optimizer_seconds
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 
 if TYPE_CHECKING:
-    from sft_play.launch.options import CommandStrategy
+    from sft_play.launch.job import CommandStrategy
 
 PAIRS = range(3, 7)
 """Pairs of a full and a short step, the first pair not counted in."""
@@ -76,36 +83,18 @@ class Steps:
     peak_memory_bytes: int
     """Of rank 0."""
 
+    @property
     def tokens_per_second(self) -> float:
-        """Returns the speed of the full steps."""
+        """The speed of the full steps."""
         full = [step for step in self.steps if step.rows == self.plan.global_batch_size]
         return median(step.tokens / step.seconds for step in full)
 
 
 def settings(call: Call, command: CommandStrategy) -> tuple[Override, ...]:
-    """Returns what a short run needs beside the configuration. Raises `UserError` for what `make train` would refuse early."""
+    """Return what a short run needs in addition to the configuration. Raise `UserError` for what `make train` would refuse early."""
     typed = [override.origin for override in call.overrides if override.key in SET_HERE]
     if typed:
-        raise UserError(
-            f"`{typed[0]}`: `make bench` sets this itself", hint="leave it away; batch_size and everything else count"
-        )
-    return _overrides(call, command)
-
-
-def train_some(call: Call, command: CommandStrategy, overrides: tuple[Override, ...]) -> Steps:
-    """Trains a handful of steps with `overrides` by `settings`. Raises `UserError` as training does, `HardwareError` if it fails."""
-    bench = replace(call, overrides=call.overrides + overrides, options={**call.options, "RUN_NAME": "bench"}, json=True)
-    with tempfile.TemporaryDirectory(prefix="sft-play-bench-") as folder, _runs_in(Path(folder)), _quiet(Path(folder)) as log:
-        run, outcome = start_run(bench, command, before_launch=_few_rows)
-        if outcome.code:
-            raise HardwareError(
-                f"training ended with code {outcome.code}: {outcome.message or log.read_text(errors='replace')[-2000:]}",
-                hint="`make train` with the same CONFIG shows more",
-            )
-        return read_steps(run)
-
-
-def _overrides(call: Call, command: CommandStrategy) -> tuple[Override, ...]:
+        raise UserError(f"`{typed[0]}`: `make bench` sets this itself", hint="omit it; batch_size and everything else count")
     loaded, hardware = call.load_config(), detect()
     request = LaunchRequest(command_strategy=command, num_gpus=call.integer("NUM_GPUS", minimum=1), early=True)
     plan = plan_for(loaded, hardware, request)
@@ -117,8 +106,22 @@ def _overrides(call: Call, command: CommandStrategy) -> tuple[Override, ...]:
         "train.max_steps": str(2 + 2 * pairs), "train.global_batch_size": str(rows), "train.grad_accum": "auto",
         "train.save_strategy": "no", "train.eval_strategy": "no", "train.logging_steps": "1", "train.load_best_model_at_end": "false",
         "train.report_to": "none", "train.packing": "off", "launch.balance": "off",
+        "launch.sequence_parallel": "1",
     }  # fmt: skip
     return tuple(Override(key=key, text=text, origin="make bench") for key, text in values.items())
+
+
+def train_some(call: Call, command: CommandStrategy, overrides: tuple[Override, ...]) -> Steps:
+    """Train a handful of steps with `overrides` by `settings`. Raise `UserError` as training does, `HardwareError` if it fails."""
+    bench = replace(call, overrides=call.overrides + overrides, options={**call.options, "RUN_NAME": "bench"}, json=True)
+    with tempfile.TemporaryDirectory(prefix="sft-play-bench-") as folder, _runs_in(Path(folder)), _quiet(Path(folder)) as log:
+        run, outcome = start_run(bench, command, before_launch=_few_rows)
+        if outcome.code:
+            raise HardwareError(
+                f"training ended with code {outcome.code}: {outcome.message or log.read_text(errors='replace')[-2000:]}",
+                hint="`make train` with the same CONFIG shows more",
+            )
+        return read_steps(run)
 
 
 @contextlib.contextmanager
@@ -136,14 +139,14 @@ def _runs_in(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(folder: Path) -> Iterator[Path]:
-    """Sends what the launch says to a file; errors are raised all the same."""
+    """Send what the launch says to a file; errors are raised all the same."""
     path = folder / "bench.log"
     with path.open("w", encoding="utf-8") as stream, contextlib.redirect_stderr(stream):
         yield path
 
 
 def _few_rows(job: Job, run: RunFolder) -> None:
-    """Replaces the prepared rows by a global batch and a quarter of them, spread over all lengths."""
+    """Replace the prepared rows by a global batch and a quarter of them, spread over all lengths."""
     import datasets
 
     prepared = Prepared.load(run.prepared)
@@ -166,7 +169,7 @@ def _few_rows(job: Job, run: RunFolder) -> None:
 
 
 def read_steps(run: RunFolder) -> Steps:
-    """Returns the steps of a finished run, each with the work that its rows were."""
+    """Return the steps of a finished run, each with the work that its rows were."""
     import datasets
 
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
@@ -192,7 +195,7 @@ def read_steps(run: RunFolder) -> Steps:
 
 
 def _batches(config: Config, plan: Plan, rows: int) -> Iterator[list[list[list[int]]]]:
-    """Yields the micro-batches of each rank, step by step, as training cut them."""
+    """Yield the micro-batches of each rank, step by step, as training cut them."""
     seed = config.train.extra.get("data_seed")
     slots = [(rank.micro_batch, rank.accumulation) for rank in plan.ranks]
     samplers = [
@@ -221,5 +224,41 @@ def _flops(config: Config, shape: ModelShape, setup: Setup, rows: list[tuple[int
 
 
 def tell(text: str) -> None:
-    """Says on stderr what is going on."""
+    """Say on stderr what is going on."""
     print(text, file=sys.stderr, flush=True)
+
+
+def fit_steps(steps: Steps, hardware: Hardware, calibration: Calibration) -> StepFit:
+    """Return the line of the measured steps, without what the update and the exchange cost by their own measurements."""
+    config, shape, setup, plan = steps.config, steps.shape, steps.setup, steps.plan
+    devices = tuple(hardware.devices[index % len(hardware.devices)] for index in range(plan.world_size))
+    link = link_of(hardware, devices, 1, calibration)
+    accumulation = plan.ranks[0].accumulation
+    beside = optimizer_seconds(config, shape, setup, hardware, devices, calibration)
+    beside += exchange_seconds(config, shape, setup, plan.world_size, accumulation, link.bytes_per_second) if link else 0.0
+    points = [(step.flops / accumulation, max(step.seconds - beside, 0.1 * step.seconds) / accumulation) for step in steps.steps]
+    line = fit_line(points)
+    per_token = flops_per_token(
+        config, shape, int(steps.row_tokens), recompute=setup.gradient_checkpointing, label_share=steps.label_share
+    )  # fmt: skip
+    return StepFit(
+        work=describe_work(config, shape, setup), model=label(config.model), seconds_per_micro_step=line[0], flops_per_second=line[1],
+        threads=hardware.cpu_threads / plan.world_size if hardware.kind == "cpu" else 1.0, layers=shape.layers,
+        flops_per_token=per_token, points=len(points), spread=spread(points, line), measured=today(),
+    )  # fmt: skip
+
+
+def forecast_steps(steps: Steps, hardware: Hardware, calibration: Calibration | None) -> float | None:
+    """Return the tokens per second that the plan expects of these steps."""
+    plan, rows = steps.plan, steps.plan.global_batch_size
+    micro_batches = tuple(rank.micro_batch for rank in plan.ranks)
+    batch = Batch(micro_batches=micro_batches, accumulation=plan.ranks[0].accumulation, global_batch=rows, reasons=())
+    data = Data(row_tokens=steps.row_tokens, longest=steps.setup.row_tokens, label_share=steps.label_share)
+    launch = LaunchRequest(command_strategy="single" if plan.world_size == 1 else "auto", num_gpus=plan.world_size)
+    request = Request(config=steps.config, hardware=hardware, shape=steps.shape, launch=launch, calibration=calibration)
+    return forecast(request, Division(setup=steps.setup, batch=batch), data).tokens_per_second
+
+
+def today() -> str:
+    """Return the day as 2026-11-21."""
+    return time.strftime("%Y-%m-%d")

@@ -1,19 +1,12 @@
-"""`make cluster-check CLUSTER=`: whether all machines are ready for a run, what is not, and the remedy. Changes nothing anywhere.
-
-Order: clocks and facts, then the network while nothing else runs, then torch, whose import takes seconds, then a sum over all machines.
-`BENCH=1` trains some steps on each of them, which keeps the calibration there that `make bench` keeps.
-"""
+"""`make cluster-check CLUSTER=`: whether all machines are ready for a run, what is not, and the remedy. Changes nothing anywhere, but with
+`BENCH=1`, which trains some steps on each of them, the calibration that `make bench` keeps there."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,32 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sft_play.cluster import probe
 from sft_play.cluster.bring import project
-from sft_play.cluster.findings import (
-    ADAPTERS,
-    GIB,
-    Examined,
-    Finding,
-    Pair,
-    Seen,
-    Summed,
-    Wanted,
-    judge,
-    sum_megabytes,
-    sum_seconds,
-    verdict,
-)
-from sft_play.cluster.ssh import CONNECT_SECONDS, WITHOUT, arguments, in_folder, is_here, last_word, no_client, on_all, run_on
+from sft_play.cluster.findings import ADAPTERS, judge, verdict
+from sft_play.cluster.hosts import NoAnswer, Session, require_master_here
+from sft_play.cluster.inventory import Host, Inventory, inventory_for_call
+from sft_play.cluster.measured import Examined, Pair, Seen, Summed, Wanted, sum_megabytes, sum_seconds
+from sft_play.cluster.probe import Facts
+from sft_play.cluster.ssh import CONNECT_SECONDS, WITHOUT, arguments, in_folder, is_here, last_word, on_all, run
 from sft_play.config.call import Call
-from sft_play.config.cluster import Host, Inventory, inventory_for_call
 from sft_play.config.load import LoadedConfig, saved_form
 from sft_play.config.schema import Config
 from sft_play.errors import UserError, printable
 from sft_play.files import file_sha256
+from sft_play.plan.hardware import GIB
 from sft_play.runs.origin import SOURCES
 from sft_play.runs.prepared import lookup, sources_of
-from sft_play.text import table
+from sft_play.text import Finding, finding_lines, plural, table
 
 SECONDS = 26.0
 """For everything; what then goes on is ended, within 3 s."""
@@ -58,13 +41,10 @@ MEGABYTES = 16
 TORCH_SECONDS = 13.0
 """Kept for the import of torch, and the sum over all machines."""
 SUM_SECONDS = 15.0
-END_SECONDS = 3.0
 BENCH_SECONDS = 1200.0
 """For one machine, the download of a model that it does not have yet included."""
 ROUND_TRIPS, MOST_PAIRS, MOST_DATA = 20, 12, 2_000
 PORT, FAILED = 29500, 3
-BOOT = "import sys; exec(compile(sys.stdin.read(int(sys.stdin.readline())), 'probe', 'exec'))"
-"""Runs the program whose length and text come first on stdin; the requests follow there."""
 BENCH = (
     "import pathlib, sys, tempfile; from sft_play.__main__ import main\n"
     "with tempfile.TemporaryDirectory() as folder:\n"
@@ -75,30 +55,30 @@ BENCH = (
 
 
 def main(call: Call) -> int:
-    """Prints what was found; returns 0, or 3 where a machine cannot take part. Raises `UserError`."""
+    """Print what was found; returns 0, or 3 where a machine cannot take part. Raises `UserError`."""
     inventory = inventory_for_call(call)
+    require_master_here(inventory)
     given = call.options.get("CONFIG") or call.options.get("RUN")
-    if call.overrides and not given:
-        raise UserError(f"`{call.overrides[0].origin}` is given, but no configuration", hint="CONFIG=configs/home_lan.yaml")
-    if call.flag("BENCH") and not given:
-        raise UserError("`BENCH=1` trains some steps, and there is no configuration", hint="CONFIG=configs/home_lan.yaml")
+    if not given and (call.overrides or call.flag("BENCH")):
+        word = f"`{call.overrides[0].origin}` is given" if call.overrides else "`BENCH=1` trains some steps"
+        raise UserError(f"{word}, and there is no configuration", hint="CONFIG=configs/home_lan.yaml")
     loaded = call.load_config() if given else None
     wanted = wanted_of(loaded.config if loaded else None, call.port("MASTER_PORT") or PORT)
     examined = Examination(inventory, wanted).run()
-    findings = judge(examined, inventory, wanted, call.options["CLUSTER"], here=is_here(inventory.master))
+    findings = judge(examined, inventory, wanted)
     if not call.json:
         print(printable("\n".join(report(examined, inventory, wanted, findings))), flush=True)
     able = [name for name, some in findings.items() if verdict(some) != "fail"]
     benched = bench_hosts(inventory, loaded, able) if loaded and call.flag("BENCH") else {}
     if call.json:
-        print(json.dumps(as_json(examined, inventory, findings) | ({"bench": benched} if benched else {}), indent=2))
+        print(json.dumps(as_json(examined, inventory, findings) | ({"bench": benched} if benched else {}), indent=2, default=str))
     elif benched:
         print(printable("\n".join(("", *bench_report(benched)))))
     return FAILED if len(able) < len(findings) or any("error" in found for found in benched.values()) else 0
 
 
 def wanted_of(config: Config | None, port: int) -> Wanted:
-    """Returns what the machines shall agree with: this machine's code and, with a configuration, data and backend."""
+    """Return what the machines shall agree with: this machine's code and, with a configuration, data and backend."""
     package, here = project() / "sft_play", Path.cwd()
     files = [path for path in sorted(package.rglob("*")) if path.suffix in SOURCES and path.is_file()]
     code = {str(path.relative_to(project())): file_sha256(path) for path in files}
@@ -119,76 +99,6 @@ def _data_files(config: Config) -> Iterator[Path]:
         yield from (one for one in found if one.is_file())
 
 
-# ---- A host's probe
-
-
-class Probe:
-    """The probe on one host: its Python runs the text of `probe`, over SSH or here, and answers one request at a time."""
-
-    def __init__(self, host: Host, inventory: Inventory, *, system: bool = False) -> None:
-        """Starts; nothing is waited for. Raises `HardwareError` where there is no ssh program.
-
-        `system`: by the machine's own `python3` in the user's home, where it has no environment yet.
-        """
-        start, here = (
-            ["-u", "-B", "-c", BOOT],
-            is_here(host),
-        )  # here it is this very project and interpreter, whatever the inventory says
-        there = ["python3", *start] if system else in_folder(host, [host.python, *start])
-        words = [sys.executable, *start] if here else arguments(host, inventory, there)
-        self.errors, self.beside = tempfile.TemporaryFile(), ""  # noqa: SIM115 - closed by `close`
-        try:
-            self.process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, errors="replace", bufsize=1,
-                cwd=project() if here else None, start_new_session=True,
-            )  # fmt: skip
-        except FileNotFoundError:
-            raise no_client() from None
-        assert self.process.stdin and self.process.stdout
-        self.requests, self.answers = self.process.stdin, self.process.stdout
-        text = Path(probe.__file__).read_text(encoding="utf-8")
-        self._write(f"{len(text)}\n{text}")
-
-    def greeting(self, timeout: float) -> None:
-        """Waits for the probe's first line. Raises `TimeoutError` or `EOFError`, after which there are no answers."""
-        while (line := self._line(timeout)) != probe.MARK:
-            self.beside += line + "\n"  # of a login shell
-
-    def call(self, name: str, timeout: float, /, **request: Any) -> dict[str, Any]:
-        """Returns what the probe's function `name` returns, or `error`. Raises as `greeting`."""
-        self._write(json.dumps({"call": name, **request}) + "\n")
-        found: dict[str, Any] = json.loads(self._line(timeout))
-        return found
-
-    def close(self) -> tuple[int, str]:
-        """Ends the probe, which ends with its input; returns the exit code of it or of ssh, and what came beside the answers."""
-        with contextlib.suppress(OSError):  # it has ended
-            self.requests.close()
-        try:
-            code = self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
-        self.answers.close()
-        with self.errors:
-            self.errors.seek(0)
-            return code, (self.beside + self.errors.read().decode(errors="replace")).strip()
-
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # it has ended: the missing answer says so
-            self.requests.write(text)
-            self.requests.flush()
-
-    def _line(self, timeout: float) -> str:
-        late = threading.Timer(timeout, self.process.kill)
-        late.start()
-        line, silent = self.answers.readline(), late.finished.is_set()
-        late.cancel()
-        if not line.endswith("\n"):
-            raise TimeoutError(f"no answer within {timeout:.0f} s") if silent else EOFError("the connection ended")
-        return line.rstrip("\n")
-
-
 # ---- Asking
 
 
@@ -199,7 +109,7 @@ class Examination:
         self.inventory, self.wanted = inventory, wanted
         self.until = time.monotonic() + SECONDS
         self.found = Examined(hosts={host.name: Seen(host) for host in inventory.hosts})
-        self.probes: dict[str, Probe] = {}
+        self.sessions: dict[str, Session] = {}
 
     def run(self) -> Examined:
         try:
@@ -208,7 +118,7 @@ class Examination:
             self.each(self.software)
             self.found.all_reduce = self.sum_over_all()
         finally:
-            self.parallel(one.close for one in self.probes.values())
+            self.parallel(one.close for one in self.sessions.values())
         self.found.seconds = SECONDS - self.left()
         return self.found
 
@@ -223,52 +133,53 @@ class Examination:
                     future.result()
             except BaseException:  # Ctrl-C: whoever waits for an answer gets to know that there will be none
                 self.until = 0.0
-                for one in self.probes.values():
+                for one in self.sessions.values():
                     one.process.kill()
                 raise
 
     def each(self, call: Callable[[Seen], None]) -> None:
-        """Calls for every host that answers, all at once."""
+        """Call for every host that answers, all at once."""
         self.parallel(partial(call, seen) for seen in self.found.hosts.values() if seen.answers)
 
-    def ask(self, seen: Seen, name: str, most: float, /, **request: Any) -> dict[str, Any]:
-        """Returns an answer, which may be an `error`; empty where there is none: a host that is silent once is lost from then on."""
+    def ask(self, seen: Seen, do: str, most: float, /, **request: Any) -> dict[str, Any]:
+        """Return an answer, which may be a `problem`; empty where there is none: a host that is silent once is lost from then on."""
         if not seen.answers:
             return {}
         try:
-            return self.probes[seen.host.name].call(name, max(0.5, min(most, self.left())), **request)
-        except (TimeoutError, EOFError) as error:
-            seen.lost = f"{name}: {error}"
+            return self.sessions[seen.host.name].call(do, max(0.5, min(most, self.left())), **request)
+        except NoAnswer as error:
+            seen.lost = f"{do}: {error}"
             return {}
 
     def meet(self, seen: Seen) -> None:
-        """Waits for the host's Python, compares the clocks, asks for what costs little.
+        """Wait for the host's Python, compare the clocks, ask for what costs little.
 
         Where the environment is missing the machine's own Python answers: clock, disks, cards and ports need none.
         """
         for system in (False, True):
-            one = self.probes[seen.host.name] = Probe(seen.host, self.inventory, system=system)
+            one = self.sessions[seen.host.name] = Session(seen.host, system=system)
             try:
-                one.greeting(max(0.5, min(START_SECONDS, self.left())))
+                one.call("clock", max(0.5, min(START_SECONDS, self.left())))
                 seen.start, seen.without = None, seen.code
                 break
-            except (TimeoutError, EOFError) as error:
-                code, said = self.probes.pop(seen.host.name).close()
+            except NoAnswer as error:
+                one.close()
                 if not system:
-                    seen.start, seen.code = said or str(error), code
-                if code not in WITHOUT:
+                    seen.start, seen.code = f"{one.beside}{one.err}".strip() or str(error), one.code or 0
+                if one.code not in WITHOUT:
                     return
         self.clock(seen)
         master, others = self.inventory.master, [host for host in self.inventory.hosts if host != seen.host]
         towards = master if seen.host != master else (others or [master])[0]
-        wanted = self.wanted if not seen.without else Wanted(port=0)
+        wanted = self.wanted if not seen.without else Wanted()
         names = {"code": list(wanted.code), "data": list(wanted.data), "prepared": list(wanted.prepared)}
-        ports = [0, self.wanted.port] if seen.host == master else [0]
-        found = self.ask(seen, "facts", 10, towards=towards.address, ports=ports, **names)
-        if "error" in found:
-            seen.lost = f"facts: {found['error']}"
-        else:
-            seen.facts = found
+        found = self.ask(
+            seen, "facts", 10, towards=towards.address, ports=[0, self.wanted.port][: 1 + (seen.host == master)], **names
+        )
+        if "problem" in found:
+            seen.lost = f"facts: {found['problem']}"
+        elif found:
+            seen.facts = Facts(**found)
 
     def clock(self, seen: Seen) -> None:
         trips = []
@@ -287,14 +198,16 @@ class Examination:
 
     # ---- Network
 
+    def facts(self) -> dict[str, Facts]:
+        return {name: seen.facts for name, seen in self.found.hosts.items() if seen.answers and seen.facts}
+
     def network(self) -> None:
-        """Lets all reach all, at the master's port and a random one of each host, then measures pair by pair."""
-        hosts = {name: seen for name, seen in self.found.hosts.items() if seen.answers}
-        ports = {name: seen.facts["listens"][0]["port"] for name, seen in hosts.items()}
-        if master := hosts.get(self.inventory.master.name):
-            opened = master.facts["listens"][1]
+        """Let all reach all, at the master's port and a random one of each host, then measure pair by pair."""
+        ports = {name: facts.listens[0]["port"] for name, facts in self.facts().items()}
+        if master := self.facts().get(self.inventory.master.name):
+            opened = master.listens[1]
             self.found.port_held = opened if opened["port"] is None else None
-        self.parallel(partial(self.reach, seen, ports) for seen in hosts.values())
+        self.parallel(partial(self.reach, name, facts, ports) for name, facts in self.facts().items())
         order = list(self.found.hosts)
         self.found.pairs.sort(key=lambda pair: (order.index(pair.source), order.index(pair.target)))
         for ways in (self.found.pairs, self.found.further_ways):
@@ -303,26 +216,28 @@ class Examination:
                     self.parallel(partial(self.measure, ways, {a, b}, ports) for a, b in pairs)
 
     def addresses(self, name: str) -> list[str]:
-        """Returns the address at which a host's gloo and NCCL are reached, then those of its further interfaces that no other host has."""
-        seen, links = self.found.hosts[name], self.found.hosts[name].facts["interfaces"]
-        held = [link["address"] for one in self.found.hosts.values() for link in one.facts.get("interfaces", {}).values()]
-        usual = links.get(seen.host.interface, {}).get("address") or seen.host.address
+        """Return the address at which a host's gloo and NCCL are reached, then those of its further interfaces that no other host has."""
+        seen, facts = self.found.hosts[name], self.facts()
+        held = [link["address"] for one in facts.values() for link in one.interfaces.values()]
+        links = facts[name].interfaces
+        usual = links.get(seen.host.interface or "", {}).get("address") or seen.host.address
         further = {link["address"] for link in links.values() if link["address"] and held.count(link["address"]) == 1}
         return [usual, *sorted(further - {usual, seen.route.get("address")})]
 
-    def reach(self, seen: Seen, ports: Mapping[str, int]) -> None:
-        """Lets one host connect to the others."""
-        name, master = seen.host.name, self.inventory.master
+    def reach(self, name: str, facts: Facts, ports: Mapping[str, int]) -> None:
+        """Let one host connect to the others."""
+        master = self.inventory.master
         ways = [Pair(name, other, address=address) for other in ports if other != name for address in self.addresses(other)]
         targets = [(pair.address, ports[pair.target]) for pair in ways]
         if name != master.name and master.name in ports and not self.found.port_held:
             targets.append((master.address, self.wanted.port))
-        answers = self.ask(seen, "reach", 2 * CONNECT_LIMIT + 2, targets=targets, megabytes=0, timeout=CONNECT_LIMIT).get("ways")
+        seen, most = self.found.hosts[name], 2 * CONNECT_LIMIT + 2
+        answers = self.ask(seen, "reach", most, targets=targets, megabytes=0, timeout=CONNECT_LIMIT).get("ways")
         if answers is None:
             return
         if len(targets) > len(ways):
             self.found.master_port[name] = answers.pop().get("error")
-        links = {link["address"]: link_name for link_name, link in seen.facts["interfaces"].items()}
+        links = {link["address"]: link_name for link_name, link in facts.interfaces.items()}
         usual: dict[str, Pair] = {}
         for pair, answer in zip(ways, answers, strict=True):
             pair.error, pair.interface = answer.get("error"), links.get(answer.get("own"))
@@ -332,17 +247,16 @@ class Examination:
         self.found.pairs += usual.values()
 
     def measure(self, ways: Sequence[Pair], ends: set[str], ports: Mapping[str, int]) -> None:
-        """Measures all ways between two hosts, one after the other."""
+        """Measure all ways between two hosts, one after the other."""
         for pair in ways:
             if {pair.source, pair.target} == ends and not pair.error:
                 target, source = (pair.address, ports[pair.target]), self.found.hosts[pair.source]
-                for way in self.ask(source, "reach", 20, targets=[target], megabytes=MEGABYTES, timeout=CONNECT_LIMIT).get(
-                    "ways", ()
-                ):
+                found = self.ask(source, "reach", 20, targets=[target], megabytes=MEGABYTES, timeout=CONNECT_LIMIT)
+                for way in found.get("ways", ()):
                     pair.error, pair.rtt_ms, pair.mbit = way.get("error"), way.get("rtt_ms"), way.get("mbit")
 
     def sum_over_all(self) -> Summed | None:
-        """Lets torch sum over all machines as a training does; not where that can only hang."""
+        """Let torch sum over all machines as a training does; not where that can only hang."""
         hosts = self.found.hosts
         if len(hosts) < 2:
             return None
@@ -372,11 +286,11 @@ class Examination:
         if "seconds" in answer:
             summed.seconds = max(summed.seconds or 0.0, answer["seconds"])
         else:
-            summed.errors[seen.host.name] = answer.get("error") or seen.lost or "no answer"
+            summed.errors[seen.host.name] = answer.get("problem") or seen.lost or "no answer"
 
 
 def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
-    """Yields every pair of hosts once, in rounds in which no host stands twice (the circle method of tournaments)."""
+    """Yield every pair of hosts once, in rounds in which no host stands twice (the circle method of tournaments)."""
     ring: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
@@ -389,51 +303,46 @@ def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
 
 
 def as_json(examined: Examined, inventory: Inventory, findings: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
-    """Returns everything that was measured and found."""
+    """Return all that was measured and found."""
     found = dataclasses.asdict(examined)
     for name, host in found["hosts"].items():
-        host.update(verdict=verdict(findings[name]), findings=[dataclasses.asdict(one) for one in findings[name]])
+        host |= {"verdict": verdict(findings[name]), "findings": [dataclasses.asdict(one) for one in findings[name]]}
     return {"ok": all(verdict(some) != "fail" for some in findings.values()), "master": inventory.master.name, **found}
 
 
 def report(examined: Examined, inventory: Inventory, wanted: Wanted, findings: Mapping[str, Sequence[Finding]]) -> Iterator[str]:
-    """Yields the lines: a row for each host, the network, what is wrong with the remedy, the verdict."""
+    """Yield the lines: a row for each host, the network, what is wrong with the remedy, the verdict."""
     rows: list[Sequence[str]] = [("host", "verdict", "python", "torch", "GPUs", "free", "clock", "disk free")]
     yield from table(rows + [_row(seen, verdict(findings[name])) for name, seen in examined.hosts.items()])
     yield ""
     yield from _network(examined)
     for name, some in findings.items():
-        for one in some:
-            yield f"{name}: {one.severity}: {one.text}  [{one.id}]"
-            yield f"    remedy: {one.remedy}"
+        yield from finding_lines(some, f"{name}: ")
     if any(findings.values()):
         yield ""
     data = f", {len(wanted.data)} of the data, {len(wanted.prepared)} prepared splits" if wanted.data or wanted.prepared else ""
-    compared = f"{len(wanted.code)} files of the project{data}"
-    yield f"compared: {compared}; port {wanted.port} of `{inventory.master.name}`; {examined.seconds:.1f} s"
+    yield f"compared: {len(wanted.code)} files of the project{data}; port {wanted.port} of `{inventory.master.name}`; {examined.seconds:.1f} s"
     words = [verdict(some) for some in findings.values()]
-    noun = "machine" if len(words) == 1 else "machines"
     ok, warned, failed = (words.count(word) for word in ("ok", "warning", "fail"))
-    yield f"{len(words)} {noun}: {ok} ok, {warned} with a warning, {failed} cannot take part"
+    yield f"{plural(len(words), 'machine')}: {ok} ok, {warned} with a warning, {failed} cannot take part"
 
 
 def _row(seen: Seen, word: str) -> tuple[str, ...]:
-    if not seen.facts:
+    if not (facts := seen.facts):
         return (seen.host.name, word, *["-"] * 6)
     gpus, skew = list(seen.software.get("gpus") or ()), seen.skew_seconds
     names = [gpu["name"].removeprefix("NVIDIA ").removeprefix("GeForce ") for gpu in gpus]
     shown = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
-    free = f"{min(gpu['free_bytes'] for gpu in gpus) / GIB:.1f} GiB" if gpus else f"{seen.facts['ram_bytes'] / GIB:.0f} GiB RAM"
+    free = f"{min(gpu['free_bytes'] for gpu in gpus) / GIB:.1f} GiB" if gpus else f"{facts.ram_bytes / GIB:.0f} GiB RAM"
     clock = "-" if skew is None else f"{skew * 1e3:+.1f} ms" if abs(skew) < 1 else f"{skew:+.1f} s"
-    disk = (seen.facts["disks"]["runs"] or {}).get("free_bytes")
+    disk = (facts.disks["runs"] or {}).get("free_bytes")
     torch, room = str(seen.software.get("torch") or "-"), "-" if disk is None else f"{disk / GIB:.1f} GiB"
-    return (seen.host.name, word, seen.facts["python"], torch, shown, free, clock, room)
+    return (seen.host.name, word, facts.python, torch, shown, free, clock, room)
 
 
 def _network(examined: Examined) -> Iterator[str]:
-    """Yields the slowest pairs, what a step's gradients would take, and the sum that torch made."""
-    pairs = sorted((pair for pair in examined.pairs if pair.mbit is not None), key=lambda pair: pair.mbit or 0)
-    if pairs:
+    """Yield the slowest pairs, what a step's gradients would take, and the sum that torch made."""
+    if pairs := sorted((pair for pair in examined.pairs if pair.mbit is not None), key=lambda pair: pair.mbit or 0):
         rows = [("from", "to", "round trip", "speed")]
         rows += [(pair.source, pair.target, f"{pair.rtt_ms:.2f} ms", f"{pair.mbit:.0f} Mbit/s") for pair in pairs[:MOST_PAIRS]]
         yield from table(rows)
@@ -455,31 +364,29 @@ def _network(examined: Examined) -> Iterator[str]:
 
 
 def bench_hosts(inventory: Inventory, loaded: LoadedConfig, able: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Returns host -> the JSON of `make bench`, or `{"error": ...}`, for the hosts of `able`."""
-    text = json.dumps(saved_form(loaded))
+    """Return host -> the JSON of `make bench`, or `{"error": ...}`, for the hosts of `able`."""
+    text = json.dumps(saved_form(loaded)).encode()
 
     def call(host: Host) -> Mapping[str, Any]:
         if host.name not in able:
             return {"error": "not tried: it cannot take part"}
-        here = ["env", "-C", str(Path.cwd()), sys.executable, "-c", BENCH]
-        words = here if is_here(host) else in_folder(host, [host.python, "-c", BENCH])
-        done = run_on(host, inventory, words, input=text, timeout=BENCH_SECONDS)
-        if done.code:
-            errors = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
-            return {"error": errors[0] if errors else last_word(done.stderr, done.stdout)}
-        found: Mapping[str, Any] = json.loads(done.stdout)
+        words = [sys.executable, "-c", BENCH] if is_here(host) else in_folder(host, [host.python, "-c", BENCH])
+        code, out, said = run(arguments(host, words), text, BENCH_SECONDS)
+        if code:
+            errors = [line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")]
+            return {"error": errors[0] if errors else last_word(said, out.decode(errors="replace"))}
+        found: Mapping[str, Any] = json.loads(out)
         return found
 
-    return on_all(inventory, call)
+    return on_all(inventory.hosts, call)
 
 
 def bench_report(benched: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the lines: speed and memory of each machine beside its plan."""
+    """Yield the lines: speed and memory of each machine beside its plan."""
     rows: list[Sequence[str]] = [("alone", "tokens/s", "plan", "memory", "plan")]
     for name, found in benched.items():
-        by_unit: dict[str, Any] = {
-            row["unit"]: row for row in reversed(found.get("rows", ()))
-        }  # the plan's own before this measurement
+        # The first of each unit is that of the plan as it was before this measurement.
+        by_unit: dict[str, Any] = {row["unit"]: row for row in reversed(found.get("rows", ()))}
         if by_unit:
             speed, memory = by_unit["tokens/s"], by_unit["GiB"]
             expected = f"{speed['expected']:,.0f}" if speed["expected"] else "-"

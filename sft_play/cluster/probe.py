@@ -1,9 +1,4 @@
-"""What a machine says about itself and its network. The text of this file is sent over SSH to a host's own Python and stored nowhere.
-
-Each line of stdin is a request, `{"call": "clock", ...}`; each is answered by a line: what the function of that name returns, or `{"error": "..."}`.
-It needs the standard library only, also that of Python 3.8, and uses what the host's environment has: torch, psutil. It writes no file, and ends
-with its input, at the latest after `LONGEST_SECONDS`. Its working folder is the project's.
-"""
+"""What a machine says about itself and its network. Sent as text with that of `remote`, under the same rules; writes no file."""
 
 from __future__ import annotations
 
@@ -11,25 +6,23 @@ import contextlib
 import fcntl
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import platform
-import resource
 import shutil
-import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MARK = "sft-play probe"
-"""First line of the answers: what a login shell prints comes before it."""
-LONGEST_SECONDS = 120
 PIECE = 1 << 20
 PINGS = 30
 PING_SECONDS = 0.3
@@ -47,68 +40,119 @@ listeners: list[socket.socket] = []
 
 
 def clock() -> dict[str, float]:
-    """Returns the seconds since 1970, by this machine's clock."""
+    """Return the seconds since 1970, by this machine's clock."""
     return {"now": time.time()}
 
 
-def facts(towards: str, ports: list[int], code: list[str], data: list[str], prepared: list[str]) -> dict[str, Any]:
-    """Returns what needs no package: system, disks, limits, interfaces and the route to `towards`, versions of packages.
+def this_machine() -> str:
+    """Return an id of this machine's start and its network: several may share a disk, and on tests' machines a kernel."""
+    return f"{_text('/proc/sys/kernel/random/boot_id')}:{_known(os.readlink, '/proc/self/ns/net')}"
 
-    With the sha256 of the files of `code`, the sizes of those of `data` (bytes), the fingerprints of `prepared` splits; `None` for what is not here.
-    Listens at `ports` from then on.
+
+def runs_folder() -> Path:
+    """As `runs.folder.runs_folder`, absolute."""
+    return Path(os.environ.get("RUNS_DIR") or "runs").absolute()
+
+
+def cache_folder() -> Path:
+    """As `runs.folder.cache_folder`."""
+    return Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play").absolute()
+
+
+def hub_folder() -> Path:
+    """Return where huggingface_hub keeps models."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home).expanduser() / "hub")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One machine, as its own Python sees it. Paths are absolute, and that machine's."""
+
+    host_name: str
+    machine: str
+    """Differs between machines that run now, whatever they are called."""
+    linux: bool
+    python: str
+    packages: Mapping[str, str]
+    """Distribution -> version, of all that its Python finds."""
+    importable: bool
+    """Whether the project is."""
+    home: str
+    folder: str
+    runs: str
+    cache: str
+    hub: str
+    """Where huggingface_hub keeps models."""
+    shares_runs: bool | None
+    """Its folder of runs is this machine's: a network disk. `None` where it was not asked."""
+    shares_cache: bool | None
+    disks: Mapping[str, Mapping[str, Any] | None]
+    ram_bytes: int
+    gpu_count: int
+    """As the driver shows them to a process of its environment."""
+    rsync: bool
+    interfaces: Mapping[str, Mapping[str, Any]]
+    route: Mapping[str, Any] | None
+    """Its own address, interface and MTU on the way to the master; `None` where there is none, or it was not asked."""
+    listens: Sequence[Mapping[str, Any]]
+    code: Mapping[str, str | None]
+    data: Mapping[str, int | None]
+    prepared: Mapping[str, str | None]
+    run_there: str | None = None
+    """Its folder of a run of the name that was asked for, where one was begun there."""
+    trains: bool = False
+    """Whether a launcher of that run lives there."""
+
+
+def machine(
+    mark: str | None = None, towards: str | None = None, ports: Sequence[int] = (), code: Sequence[str] = (), data: Sequence[str] = (),
+    prepared: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Return `Facts`, which need no package: system, folders, disks, limits, GPUs, interfaces and the route to `towards`, versions of packages.
+
+    With the sha256 of the files of `code`, the sizes of those of `data` (bytes), the fingerprints of `prepared` splits; `None` for what is not
+    here. `mark` is a file that another machine has made in its folders. Listens at `ports` from then on.
     """
-    cache, runs = _folders()
+    cache, runs = cache_folder(), runs_folder()
+    for folder in (cache, runs) if mark else ():
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+    project = importlib.util.find_spec("sft_play")
+    root = Path(project.origin).parent.parent if project and project.origin else Path.cwd()
 
     def fingerprint(name: str) -> str:
-        return str(json.loads((Path(cache) / "data" / name / "manifest.json").read_text())["split"]["fingerprint"])
+        return str(json.loads((cache / "data" / name / "manifest.json").read_text())["split"]["fingerprint"])
 
-    places = {"folder": str(Path.cwd()), "cache": cache, "runs": runs, "shm": "/dev/shm"}
+    places = {"runs": runs, "cache": cache, "folder": Path.cwd(), "shm": Path("/dev/shm")}
     links = _interfaces()
-    own = sorted(link["address"] for link in links.values() if link["address"] not in (None, "127.0.0.1"))
     return {
-        "host_name": socket.gethostname(),
-        "machine": f"{_text('/proc/sys/kernel/random/boot_id')} {','.join(own)}",
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpus": os.cpu_count(),
-        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "host_name": socket.gethostname(), "machine": this_machine(),
+        "linux": sys.platform == "linux", "python": platform.python_version(), "packages": _packages(), "importable": project is not None,
+        "home": str(Path.home()), "folder": str(Path.cwd()), "runs": str(runs), "cache": str(cache), "hub": str(hub_folder()),
+        "shares_runs": (runs / mark).exists() if mark else None, "shares_cache": (cache / mark).exists() if mark else None,
         "disks": {name: _disk(place) for name, place in places.items()},
-        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "names_itself": sorted({str(entry[4][0]) for entry in _known(socket.getaddrinfo, socket.gethostname(), None) or ()}),
-        "rsync": shutil.which("rsync") is not None,
-        "interfaces": links,
-        "route": _route(towards, links),
-        "packages": _packages(),
-        "listens": [_listen(port) for port in ports],
-        "code": {path: _known(lambda path: hashlib.sha256(Path(path).read_bytes()).hexdigest(), path) for path in code},
+        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpu_count": gpu_count(), "rsync": shutil.which("rsync") is not None, "interfaces": links,
+        "route": _route(towards, links) if towards else None, "listens": [_listen(port) for port in ports],
+        "code": {path: _known(lambda path: hashlib.sha256((root / path).read_bytes()).hexdigest(), path) for path in code},
         "data": {path: _known(lambda path: Path(path).expanduser().stat().st_size, path) for path in data},
         "prepared": {name: _known(fingerprint, name) for name in prepared},
-    }
+    }  # fmt: skip
 
 
-def _folders() -> tuple[str, str]:
-    """Returns the cache and the folder of runs, by the project's own rules where it is there."""
-    try:
-        found = importlib.import_module("sft_play.runs.folder")
-        return str(Path(found.cache_folder()).absolute()), str(Path(found.runs_folder()).absolute())
-    except Exception:  # noqa: BLE001 - another version, or none: the defaults do
-        return str(Path.home() / ".cache" / "sft_play"), str(Path.cwd() / "runs")
-
-
-def _disk(place: str) -> dict[str, Any] | None:
-    """Returns the file system of `place`, or of the folder above it that is there."""
-    path = Path(place)
-    while not path.is_dir() and path != path.parent:
-        path = path.parent
+def _disk(place: Path) -> dict[str, Any] | None:
+    """Return the file system of `place`, or of the folder above it that is there."""
+    path = next((path for path in (place, *place.parents) if path.is_dir()), place)
     with contextlib.suppress(OSError):
         used = shutil.disk_usage(path)
         writable = os.access(path, os.W_OK) and not os.statvfs(path).f_flag & os.ST_RDONLY
-        return {"path": place, "free_bytes": used.free, "total_bytes": used.total, "writable": bool(writable)}
+        return {"path": str(place), "free_bytes": used.free, "total_bytes": used.total, "writable": bool(writable)}
     return None
 
 
 def _packages() -> dict[str, str]:
-    """Returns distribution -> version, by the names of the folders that pip leaves; of two on the path, the first is imported."""
+    """Return distribution -> version, by the names of the folders that pip leaves; of two on the path, the first is imported."""
     found: dict[str, str] = {}
     for path in (path for entry in sys.path for path in sorted(Path(entry).glob("*.dist-info"))):
         name, _, version = path.stem.rpartition("-")
@@ -117,7 +161,7 @@ def _packages() -> dict[str, str]:
 
 
 def _known(call: Any, *arguments: Any) -> Any:
-    """Returns what `call` returns, `None` where that cannot be found out."""
+    """Return what `call` returns, `None` where that cannot be found out."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError):
         return call(*arguments)
     return None
@@ -128,7 +172,6 @@ def _text(path: str) -> str:
 
 
 def _process(pid: Any) -> str:
-    """Returns a process as `python train.py (process 12)`."""
     words = _text(f"/proc/{pid}/cmdline") or _text(f"/proc/{pid}/comm") or "a process"
     return f"{words[:80]} (process {pid})"
 
@@ -136,8 +179,16 @@ def _process(pid: Any) -> str:
 # ---- Packages and GPUs
 
 
+def gpu_count() -> int:
+    """Return how many NVIDIA GPUs the driver shows to a process of this environment."""
+    listed = _known(lambda: subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=15, check=False))
+    count = sum(line.startswith(b"GPU ") for line in listed.stdout.splitlines()) if listed else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return count if visible is None else min(count, len([part for part in visible.split(",") if part.strip()]))
+
+
 def software() -> dict[str, Any]:
-    """Returns what torch says of itself, and the GPUs; importing torch takes seconds. Listens no longer."""
+    """Return what torch says of itself, and the GPUs; importing torch takes seconds. Listens no longer."""
     while listeners:
         server = listeners.pop()
         _known(server.shutdown, socket.SHUT_RDWR)  # wakes the thread in accept
@@ -150,26 +201,26 @@ def software() -> dict[str, Any]:
         if torch.version.cuda:
             flags = getattr(torch._C, "_cuda_getArchFlags", str)  # get_arch_list() says nothing where no GPU can be used
             found.update(architectures=(flags() or "").split(), nccl=".".join(map(str, torch.cuda.nccl.version())))
-    except Exception as error:  # noqa: BLE001 - whatever a broken package raises is what we report
+    except Exception as error:  # noqa: BLE001 - whatever a broken package raises is reported
         found["error"] = f"{type(error).__name__}: {error}"
-    return {**found, "driver": None, "gpus": [], "hidden": os.environ.get("CUDA_VISIBLE_DEVICES"), **_gpus()}
+    return {**found, "driver": None, "gpus": [], "hidden": os.environ.get("CUDA_VISIBLE_DEVICES"), **_cards()}
 
 
-def _gpus() -> dict[str, Any]:
-    """Returns the driver and every GPU with its memory in bytes, by the driver's program, which needs no package."""
+def _cards() -> dict[str, Any]:
+    """Return the driver and every GPU with its memory in bytes, by the driver's program, which needs no package."""
     fields = "driver_version,memory.total,memory.free,uuid,name"
     rows = _known(_nvidia_smi, "gpu", f"{fields},compute_cap")
     if not rows:  # drivers before 510 do not know the last field
         rows = [[*row, None] for row in _known(_nvidia_smi, "gpu", fields) or []]
     users = _known(_nvidia_smi, "compute-apps", "gpu_uuid,pid") or []
-    gpus = [
+    cards = [
         {
             "name": name, "total_bytes": int(total) * PIECE, "free_bytes": int(free) * PIECE, "capability": capability,
             "held_by": [_process(row[-1]) for row in users if row[0] == uuid],
         }
         for _, total, free, uuid, name, capability in rows if total.isdigit()
     ]  # fmt: skip
-    return {"driver": rows[0][0], "gpus": gpus} if rows else {}
+    return {"driver": rows[0][0], "gpus": cards} if rows else {}
 
 
 def _nvidia_smi(what: str, fields: str) -> list[list[str]]:
@@ -182,20 +233,20 @@ def _nvidia_smi(what: str, fields: str) -> list[list[str]]:
 
 
 def _interfaces() -> dict[str, dict[str, Any]]:
-    """Returns interface -> its IPv4 address (`None` without one) and MTU."""
+    """Return interface -> its IPv4 address (`None` without one) and MTU."""
     found: dict[str, dict[str, Any]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             found[name] = {"address": None, "mtu": None}
             asked = struct.pack("256s", name.encode())
-            with contextlib.suppress(OSError):  # without an address the first raises
+            with contextlib.suppress(OSError):  # without an address the second raises
                 found[name]["mtu"] = struct.unpack("i", fcntl.ioctl(probe.fileno(), GET_MTU, asked)[16:20])[0]
                 found[name]["address"] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), GET_ADDRESS, asked)[20:24])
     return found
 
 
 def _route(towards: str, links: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns this machine's own address, interface and its MTU on the way to an address; nothing is sent."""
+    """Return this machine's own address, interface and its MTU on the way to an address; nothing is sent."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((towards, 9))
         own = probe.getsockname()[0]
@@ -205,7 +256,7 @@ def _route(towards: str, links: dict[str, dict[str, Any]]) -> dict[str, Any] | N
 
 
 def _listen(port: int) -> dict[str, Any]:
-    """Opens a listener on every interface; port 0 is any free high one. Returns its port, or who holds the one asked for."""
+    """Open a listener on every interface; port 0 is any free high one. Return its port, or who holds the one asked for."""
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -220,7 +271,7 @@ def _listen(port: int) -> dict[str, Any]:
 
 
 def _holder(port: int) -> str | None:
-    """Returns the process that listens on `port`; `None` where nobody can tell."""
+    """Return the process that listens on `port`; `None` where nobody can tell."""
     with contextlib.suppress(Exception):  # no psutil, or a system that does not let us look
         for one in importlib.import_module("psutil").net_connections("tcp"):
             if one.status == "LISTEN" and one.laddr.port == port:
@@ -236,7 +287,7 @@ def _serve(server: socket.socket) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Echoes `p`; of `b` with a length takes so many bytes, then answers."""
+    """Echo `p`; of `b` with a length take so many bytes, then answer."""
     with connection, contextlib.suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while kind := connection.recv(1):
@@ -247,8 +298,8 @@ def _answer(connection: socket.socket) -> None:
             connection.sendall(kind)
 
 
-def reach(targets: list[tuple[str, int]], megabytes: int, timeout: float) -> dict[str, Any]:
-    """Connects to every listener at once; `ways` has for each what `_way` returns, or `error`."""
+def reach(targets: Sequence[tuple[str, int]], megabytes: int, timeout: float) -> dict[str, Any]:
+    """Connect to every listener at once; `ways` has for each what `_way` returns, or `error`."""
 
     def way(address: str, port: int) -> dict[str, Any]:
         try:
@@ -263,7 +314,7 @@ def reach(targets: list[tuple[str, int]], megabytes: int, timeout: float) -> dic
 
 
 def _way(address: str, port: int, megabytes: int, timeout: float) -> dict[str, Any]:
-    """Returns the median round trip in ms to a listener, the own address that the way begins at and, with `megabytes`, the speed in Mbit/s."""
+    """Return the median round trip in ms to a listener, the own address that the way begins at and, with `megabytes`, the speed in Mbit/s."""
     with socket.create_connection((address, port), timeout=timeout) as link:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         trips: list[float] = []
@@ -281,9 +332,9 @@ def _way(address: str, port: int, megabytes: int, timeout: float) -> dict[str, A
 
 
 def _speed(link: socket.socket, most: int, trip: float) -> float:
-    """Returns Mbit/s of a transfer that is long enough to tell, of at most `most` bytes; `trip` is a round trip's seconds.
+    """Return Mbit/s of a transfer that is long enough to tell, of at most `most` bytes; `trip` is a round trip's seconds.
 
-    Each is at most four times the one before: what a switch or a shaper takes at once, before its speed is felt, is small beside the last.
+    Each is at most four times the one before: what a switch or a shaper takes at once, before its speed is felt, is small next to the last.
     """
     count, began = min(FIRST_BYTES, most), time.perf_counter()
     while True:
@@ -295,7 +346,7 @@ def _speed(link: socket.socket, most: int, trip: float) -> float:
 
 
 def _sent(link: socket.socket, count: int) -> float:
-    """Sends `count` bytes and returns the seconds until the other side has them all."""
+    """Send `count` bytes and return the seconds until the other side has them all."""
     piece = os.urandom(min(count, PIECE))  # a tunnel that compresses must not look fast
     left, began = count, time.perf_counter()
     link.sendall(b"b" + struct.pack("<Q", count))
@@ -309,7 +360,7 @@ def _sent(link: socket.socket, count: int) -> float:
 def all_reduce(
     backend: str, address: str, port: int, rank: int, world: int, interface: str, stated: bool, megabytes: float, timeout: float
 ) -> dict[str, float]:
-    """Returns the seconds of one sum over all machines (the best of three), through torch as a training does it.
+    """Return the seconds of one sum over all machines (the best of three), through torch as a training does it.
 
     `stated`: the inventory names the interface, so it is NCCL's too, as where NCCL might take one that leads to no other machine.
     """
@@ -335,32 +386,3 @@ def all_reduce(
             raise ValueError(f"the sum over {world} machines is {total:g}")
     group.destroy_process_group()
     return {"seconds": min(times)}
-
-
-# ---- Requests
-
-CALLS: dict[str, Any] = {one.__name__: one for one in (clock, facts, software, reach, all_reduce)}
-
-
-def main() -> None:
-    """Answers requests until the input ends. What libraries print goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    signal.alarm(LONGEST_SECONDS)  # nobody may end the input of a machine whose cable was pulled
-
-    def answer(name: str, request: dict[str, Any]) -> None:
-        try:
-            found = CALLS[name](**request)
-        except Exception as error:  # noqa: BLE001 - the other side decides what it means
-            found = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(found), file=answers)
-
-    print(MARK, file=answers)
-    for line in sys.stdin:
-        request = json.loads(line)
-        threading.Thread(target=answer, args=(request.pop("call"), request), daemon=True).start()
-    os._exit(0)  # a thread that hangs in a collective must not keep this process
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,17 @@
-"""Rules about data: sources and validation, the task, a model from scratch and its tokenizer. No effects."""
+"""Rules about data: sources and validation, the task, a model from scratch and its tokenizer; and the language of `filter`."""
 
 from __future__ import annotations
 
+import ast
+import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from sft_play.config.filters import Condition
 from sft_play.config.keys import variable_name
-from sft_play.config.rule import Origins, problem
+from sft_play.config.reader import Conflict, kind_of, names_of
 from sft_play.config.schema import Config, DataSource
-from sft_play.config.yaml_files import scalar_text
-from sft_play.errors import DataError, UserError
+from sft_play.errors import DataError
 
 SHAPE_KEYS = ("vocab_size", "hidden_size", "attention_heads", "layers")
 SMALLEST_VOCABULARY = 260
@@ -19,95 +20,107 @@ CHAT = ("messages", "sharegpt", "prompt_completion", "instruction", "question_an
 """Formats of conversations; `text` is plain text, and `tokens` may be either."""
 
 
-def pretrained(config: Config, origins: Origins) -> Iterator[UserError]:
+def sources(config: Config) -> Iterator[tuple[str, int, DataSource]]:
+    """Yield (key, index, source) of training and validation."""
+    validation = config.data.validation
+    for key, found in (
+        ("data.sources", config.data.sources),
+        ("data.validation", validation if isinstance(validation, list) else []),
+    ):
+        yield from ((key, index, source) for index, source in enumerate(found))
+
+
+# ---- The model
+
+
+def pretrained(config: Config) -> Iterator[Conflict]:
     """Keys that a pretrained model would ignore."""
-    model = config.model
-    if model.init != "pretrained":
-        return
-    for key in SHAPE_KEYS:
-        if (value := getattr(model, key)) is not None:
-            yield problem(
-                origins, f"model.{key}", f"`model.{key}` is {value}, but a pretrained model has a shape of its own",
-                "leave it out, or set `model.init: random` to start from scratch",
-            )  # fmt: skip
-    if model.tokenizer == "train":
-        yield problem(
-            origins, "model.tokenizer", "`model.tokenizer` is `train`, but a pretrained model's embeddings were learnt for its own tokens",
-            "leave it out, or set `model.init: random` to start from scratch",
-        )  # fmt: skip
+    model, hint = config.model, "leave it out, or set `model.init: random` to start from scratch"
+    if model.init == "pretrained":
+        for key in SHAPE_KEYS:
+            if getattr(model, key) is not None:
+                yield Conflict(f"model.{key}", ", but a pretrained model has a shape of its own", hint)
+        if model.tokenizer == "train":
+            yield Conflict("model.tokenizer", ", but a pretrained model's embeddings were learnt for its own tokens", hint)
 
 
-def from_scratch(config: Config, origins: Origins) -> Iterator[UserError]:
+def from_scratch(config: Config) -> Iterator[Conflict]:
     """What a model with random weights needs."""
-    model = config.model
+    model, tuning = config.model, config.tuning
     if model.init != "random":
         return
-    if config.tuning.mode != "full":
-        key = "tuning.mode" if origins.get("tuning.mode", "default") != "default" else "model.init"
-        yield problem(
-            origins, key, f"`model.init` is `random`, but `tuning.mode` is `{config.tuning.mode}`: adapters over random weights learn little",
-            "set `tuning.mode: full`",
-        )  # fmt: skip
-    if config.tuning.backend == "unsloth":
-        yield problem(
-            origins, "tuning.backend", "`model.init` is `random`, but `tuning.backend: unsloth` tunes pretrained models", "leave it out"
-        )  # fmt: skip
+    if tuning.mode != "full":
+        text = f"`model.init` is `random`, but `tuning.mode` is `{tuning.mode}`: adapters over random weights learn little"
+        yield Conflict("tuning.mode", text, "set `tuning.mode: full`", or_key="model.init")
+    if tuning.backend == "unsloth":
+        text = "`model.init` is `random`, but `tuning.backend: unsloth` tunes pretrained models"
+        yield Conflict("tuning.backend", text, "leave it out")
     given = [key for key in SHAPE_KEYS if getattr(model, key) is not None]
     missing = [key for key in SHAPE_KEYS if key not in given]
     if model.name and given:
-        yield problem(
-            origins, f"model.{given[0]}", f"`model.name` and {_keys(given)} are both given: two shapes for one model",
+        yield Conflict(
+            f"model.{given[0]}", f"`model.name` and {_keys(given)} are both given: two shapes for one model",
             "keep `model.name` for its shape with random weights (`MODEL_NAME=` takes it away), or the shape keys",
         )  # fmt: skip
     elif not model.name and missing:
-        yield problem(
-            origins, "model.init", f"`model.init` is `random`, but {_keys(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-            "set " + " ".join(f"{variable_name(f'model.{key}')}=..." for key in missing) + ", or `model.name` for the shape of another model",
+        variables = " ".join(f"{variable_name(f'model.{key}')}=..." for key in missing)
+        yield Conflict(
+            "model.init", f", but {_keys(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            f"set {variables}, or `model.name` for the shape of another model",
         )  # fmt: skip
     if not model.name and model.revision is not None:
-        yield problem(
-            origins, "model.revision", "`model.revision` is given, but there is no `model.name` that it could belong to"
-        )
-    yield from _shape(config, origins)
+        yield Conflict("model.revision", "`model.revision` is given, but there is no `model.name` that it could belong to")
+    yield from _shape(config)
 
 
-def _shape(config: Config, origins: Origins) -> Iterator[UserError]:
+def _shape(config: Config) -> Iterator[Conflict]:
     """Numbers that do not go together."""
     model = config.model
     if model.hidden_size and model.attention_heads:
-        if model.hidden_size % model.attention_heads:
-            yield problem(
-                origins, "model.hidden_size",
-                f"`model.hidden_size` {model.hidden_size} cannot be divided by `model.attention_heads` {model.attention_heads}",
-                f"for example {_near(model.hidden_size, 2 * model.attention_heads)}",
-            )  # fmt: skip
-        elif model.hidden_size // model.attention_heads % 2:
-            yield problem(
-                origins, "model.hidden_size",
-                f"a head is {model.hidden_size} / {model.attention_heads} = {model.hidden_size // model.attention_heads} wide, "
-                "but rotary positions need an even number",
-                f"for example {_near(model.hidden_size, 2 * model.attention_heads)}",
-            )  # fmt: skip
+        size, heads = model.hidden_size, model.attention_heads
+        even = f"for example {max(2 * heads, round(size / (2 * heads)) * 2 * heads)}"
+        if size % heads:
+            yield Conflict(
+                "model.hidden_size", f"`model.hidden_size` {size} cannot be divided by `model.attention_heads` {heads}", even
+            )
+        elif size // heads % 2:
+            text = f"a head is {size} / {heads} = {size // heads} wide, but rotary positions need an even number"
+            yield Conflict("model.hidden_size", text, even)
     trained = model.tokenizer == "train" or (model.tokenizer is None and not model.name)
     if trained and model.vocab_size is not None and model.vocab_size < SMALLEST_VOCABULARY:
-        yield problem(
-            origins, "model.vocab_size", f"`model.vocab_size` is {model.vocab_size}, but a byte-level tokenizer has at least "
-            f"{SMALLEST_VOCABULARY} tokens: 256 bytes and 4 marks",
-        )  # fmt: skip
+        text = f", but a byte-level tokenizer has at least {SMALLEST_VOCABULARY} tokens: 256 bytes and 4 marks"
+        yield Conflict("model.vocab_size", text)
 
 
-def task(config: Config, origins: Origins) -> Iterator[UserError]:
+def _keys(names: list[str]) -> str:
+    return ", ".join(f"`model.{name}`" for name in names)
+
+
+# ---- Sources
+
+
+def both(config: Config) -> Iterator[Conflict]:
+    """A short key beside the list that it is short for, and a column for a split that is not made."""
+    data = config.data
+    held_out = data.validation if isinstance(data.validation, list) else None
+    if data.train_path and [source.path for source in data.sources] != [data.train_path]:
+        yield Conflict("data.train_path", "`data.train_path` and `data.sources` are both given", "keep one of them")
+    if data.val_path and (held_out is None or [source.path for source in held_out] != [data.val_path]):
+        yield Conflict("data.val_path", "`data.val_path` and `data.validation` are both given", "keep one of them")
+    if data.group_by is not None and (held_out is not None or not data.validation):
+        text = "`data.group_by` says which rows stay together when a fraction is held out, and `data.validation` is no fraction"
+        yield Conflict("data.group_by", text, "set `data.validation: 0.05`, or leave `data.group_by` out")
+
+
+def task(config: Config) -> Iterator[Conflict]:
     """Formats that the task does not take, where they are written; with `auto` the rows decide when they are read."""
-    data, kind = config.data, config.tuning.task
-    lists = {"data.sources": data.sources, "data.validation": data.validation if isinstance(data.validation, list) else []}
-    for key, sources in lists.items():
-        for index, source in enumerate(sources):
-            if reason := refused_format(kind, source.format):
-                yield problem(origins, key, f"`{key}[{index}].format` is `{source.format}`, but {reason[0]}", reason[1])
+    for key, index, source in sources(config):
+        if reason := refused_format(config.tuning.task, source.format):
+            yield Conflict(f"{key}[{index}].format", f", but {reason[0]}", reason[1])
 
 
 def refused_format(kind: str, form: str) -> tuple[str, str] | None:
-    """Returns why `tuning.task: kind` does not take rows of the format `form`, and what to do; `None` where it does."""
+    """Return why `tuning.task: kind` does not take rows of the format `form`, and what to do; `None` where it does."""
     if kind == "sft" and form == "text":
         return (
             "`tuning.task: sft` learns answers, and plain text has none",
@@ -121,104 +134,252 @@ def refused_format(kind: str, form: str) -> tuple[str, str] | None:
     return None
 
 
-def _keys(names: list[str]) -> str:
-    return ", ".join(f"`model.{name}`" for name in names)
-
-
-def _near(size: int, step: int) -> int:
-    return max(step, round(size / step) * step)
-
-
-TASK_RULES = (pretrained, from_scratch, task)
-
-
-# Rules of the entries of `data.sources` and `data.validation`. As those of `config.rules`: no effects.
-
-
-def entries(config: Config, origins: Origins) -> Iterator[UserError]:
-    """What no single source can mean."""
-    for key, index, source in _sources(config):
+def entries(config: Config) -> Iterator[Conflict]:
+    """What no single source can mean; each `filter` can be read."""
+    for key, index, source in sources(config):
         name = f"{key}[{index}]"
-        if source.rows is not None and source.rows < 1:
-            yield problem(
-                origins,
-                key,
-                f"`{name}.rows` is {scalar_text(source.rows)}; expected an integer >= 1",
-                "leave it out to take all rows",
-            )
         for text in ("filter", "name", "split", "config", "revision"):
             given = getattr(source, text)
             if given is not None and not given.strip():
-                yield problem(origins, key, f"`{name}.{text}` is empty", "leave it out")
-        for new, old in source.columns.items():
-            if not isinstance(new, str) or not isinstance(old, str) or not new.strip() or not old.strip():
-                yield problem(
-                    origins, key, f"`{name}.columns` has the entry `{new}: {old}`; expected the names of two columns",
-                    "`columns` is written `{question: name in the file}`",
-                )  # fmt: skip
-                break
-
-
-def filters(config: Config, origins: Origins) -> Iterator[UserError]:
-    """Each `filter` can be read; what it says of a row is seen when there are rows."""
-    for key, index, source in _sources(config):
-        if source.filter is None or not source.filter.strip():
-            continue
+                yield Conflict(key, f"`{name}.{text}` is empty", "leave it out")
+        if blank := next((pair for pair in source.columns.items() if not all(map(str.strip, pair))), None):
+            text = f"`{name}.columns` has the entry `{blank[0]}: {blank[1]}`; expected the names of two columns"
+            yield Conflict(key, text, "`columns` is written `{question: name in the file}`")
         try:
-            Condition(source.filter)
+            Condition(source.filter) if source.filter and source.filter.strip() else None
         except DataError as error:
-            told = error.message.removeprefix("`filter` ")
-            yield problem(origins, key, f"`{key}[{index}].filter` {told}", error.hint)
+            yield Conflict(key, f"`{name}.filter` {error.message.removeprefix('`filter` ')}", error.hint)
+    for key in ("data.sources", "data.validation"):  # scores and counts are told by name
+        names = Counter(source.name for of, _, source in sources(config) if of == key and source.name is not None)
+        if twice := sorted(name for name, count in names.items() if count > 1):
+            yield Conflict(key, f"`{key}` has two sources with the name `{twice[0]}`", "counts and scores are told by name")
 
 
-def names(config: Config, origins: Origins) -> Iterator[UserError]:
-    """Scores and counts are told by name, so no two sources of a split share one."""
-    for key, sources in _lists(config):
-        said = [source.name for source in sources if source.name is not None]
-        twice = sorted(name for name, count in Counter(said).items() if count > 1)
-        if twice:
-            yield problem(
-                origins, key, f"`{key}` has two sources with the name `{twice[0]}`", "counts and scores are told by name"
-            )
-
-
-def weights(config: Config, origins: Origins) -> Iterator[UserError]:
+def weights(config: Config) -> Iterator[Conflict]:
     """Weights are shares: none is negative, some are not 0, and either every training source has one or none has."""
-    for key, index, source in _sources(config):
+    for key, index, source in sources(config):
         if source.weight is not None and source.weight < 0:
-            yield problem(
-                origins, key, f"`{key}[{index}].weight` is {source.weight:g}; a share cannot be negative", "0 leaves a source out"
-            )  # fmt: skip
+            yield Conflict(f"{key}[{index}].weight", "; a share cannot be negative", "0 leaves a source out")
         elif source.weight is not None and key == "data.validation":
-            yield problem(
-                origins, key, f"`{key}[{index}].weight` is {source.weight:g}, but validation is not mixed: every row is scored",
-                "leave it out; `rows` limits a source",
-            )  # fmt: skip
+            text = ", but validation is not mixed: every row is scored"
+            yield Conflict(f"{key}[{index}].weight", text, "leave it out; `rows` limits a source")
     given = [source.weight for source in config.data.sources]
     if any(weight is not None and weight < 0 for weight in given):
         return
-    missing = [index for index, weight in enumerate(given) if weight is None]
-    if missing and len(missing) < len(given):
-        yield problem(
-            origins, "data.sources", f"`data.sources[{missing[0]}]` has no `weight`, though other sources have one",
-            "give every source a weight, or none: then each row is taken once",
-        )  # fmt: skip
-    elif given and not missing and not any(given):
-        yield problem(
-            origins, "data.sources", "all weights of `data.sources` are 0, so nothing would be trained", "leave them out"
+    if None in given and any(weight is not None for weight in given):
+        text = f"`data.sources[{given.index(None)}]` has no `weight`, though other sources have one"
+        yield Conflict("data.sources", text, "give every source a weight, or none: then each row is taken once")
+    elif given and given[0] is not None and not any(given):
+        yield Conflict("data.sources", "all weights of `data.sources` are 0, so nothing would be trained", "leave them out")
+
+
+RULES = (pretrained, from_scratch, both, task, entries, weights)
+
+
+# `filter` of a source: a condition over the columns of a row, in a small part of Python's syntax. Nothing is ever executed.
+#
+# Comparisons (`==`, `!=`, `<`, `<=`, `>`, `>=`, `in`, `not in`, `is None`), `and`, `or`, `not`, numbers, text, lists of them, columns by
+# their names, and four functions of a column: `len`, `blank` (null, or nothing but spaces), `has` (the row has it, and it is not null),
+# `number` (of text, as CSV files hold it). `column("my name")` is a column whose name is no word.
+
+
+Row = Mapping[str, Any]
+Value = Callable[[Row], Any]
+
+LONGEST = 2_000
+"""Characters of an expression: the parser's memory grows with it."""
+DEEPEST = 60
+"""Levels of an expression: each is a call for every row."""
+SYNTAX = 'conditions look like `lang == "en" and score >= 3`, `source in ["a", "b"]`, `not blank(text)`, `len(answer) < 2000`'
+COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b, ast.Is: lambda a, b: a is b, ast.IsNot: lambda a, b: a is not b,
+}  # fmt: skip
+FUNCTIONS = ("len", "blank", "has", "number", "column")
+
+
+MISSING = object()
+
+
+def looked_up(row: Row, name: str) -> Any:
+    """Return the value of a column, or `MISSING`; a dot leads into a column: `meta.lang`."""
+    if name in row:
+        return row[name]
+    head, _, rest = name.partition(".")
+    inner = row.get(head)
+    return looked_up(inner, rest) if rest and isinstance(inner, Mapping) else MISSING
+
+
+class Condition:
+    """A parsed `filter`; calling it with a row tells whether the row is kept. Raises `DataError`."""
+
+    def __init__(self, expression: str, name: str = "filter", syntax: str = SYNTAX) -> None:
+        """`name`: what messages call the expression; `syntax`: their examples."""
+        self.expression, self.name, self.syntax = expression, name, syntax
+        source = expression.strip()
+        try:
+            if len(source) > LONGEST:
+                raise DataError(f"`{name}` has {len(source)} characters; the most is {LONGEST}", hint=syntax)
+            tree = ast.parse(source, mode="eval")
+            if _depth(tree.body) > DEEPEST:
+                raise DataError(f"`{name}` is nested too deep", hint=syntax)
+            self._holds = self._truth(tree.body)
+        except SyntaxError as error:
+            raise self._problem(error.msg or "invalid syntax", max((error.offset or 1) - 1, 0)) from None
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise DataError(f"`{name}` cannot be read: {error or 'nested too deep'}", hint=syntax) from None
+
+    def __call__(self, row: Row) -> bool:
+        return bool(self._holds(row))
+
+    def _problem(self, problem: str, column: int) -> DataError:
+        source = self.expression.strip()
+        return DataError(
+            f"`{self.name}` cannot be used: {problem} at character {column + 1}: `{source[:column]}` >>> `{source[column : column + 40]}`"
+            if column
+            else f"`{self.name}` cannot be used: {problem} at character 1 of `{source[:80]}`",
+            hint=self.syntax,
         )
 
+    def _refused(self, node: ast.AST, problem: str) -> DataError:
+        offset = getattr(node, "col_offset", 0)  # in bytes of UTF-8, on the node's line
+        lines = self.expression.strip().split("\n")
+        line = getattr(node, "lineno", 1) - 1
+        before = sum(len(text) + 1 for text in lines[:line])
+        return self._problem(problem, before + len(lines[line].encode()[:offset].decode("utf-8", "ignore")))
 
-def _lists(config: Config) -> Iterator[tuple[str, list[DataSource]]]:
-    yield "data.sources", config.data.sources
-    if isinstance(config.data.validation, list):
-        yield "data.validation", config.data.validation
+    def _truth(self, node: ast.expr) -> Value:
+        """Returns what computes a condition; a column alone is none, unless it holds true or false."""
+        value = self._value(node)
+
+        def truth(row: Row) -> bool:
+            found = value(row)
+            if found is True or found is False:
+                return bool(found)
+            raise self._refused(node, f"this is {kind_of(found)}, and neither true nor false")
+
+        return value if isinstance(node, (ast.Compare, ast.BoolOp)) else truth
+
+    def _value(self, node: ast.expr) -> Value:
+        if isinstance(node, ast.BoolOp):
+            parts = [self._truth(part) for part in node.values]
+            every = isinstance(node.op, ast.And)
+            return lambda row: all(part(row) for part in parts) if every else any(part(row) for part in parts)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            negated = self._truth(node.operand)
+            return lambda row: not negated(row)
+        if isinstance(node, ast.Compare):
+            return self._comparison(node)
+        if name := _dotted(node):
+            return self._column(name)
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        constant = self._constant(node)
+        return lambda _: constant
+
+    def _constant(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, (str, int, float))):
+            return node.value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            value = self._constant(node.operand)
+            if isinstance(value, (int, float)):
+                return -value
+        if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+            return [self._constant(entry) for entry in node.elts]
+        raise self._refused(node, f"`{ast.unparse(node)[:40]}` is not part of the language")
+
+    def _comparison(self, node: ast.Compare) -> Value:
+        values = [self._value(node.left), *(self._value(part) for part in node.comparators)]
+        names = [COMPARE[type(op)] for op in node.ops]
+        for op, right in zip(node.ops, node.comparators, strict=True):
+            if isinstance(op, (ast.Is, ast.IsNot)) and not (isinstance(right, ast.Constant) and right.value is None):
+                raise self._refused(right, "`is` is for `None` alone; use `==`")
+
+        def compare(row: Row) -> bool:
+            found = [value(row) for value in values]
+            for name, left, right in zip(names, found, found[1:], strict=False):
+                try:
+                    if not name(left, right):
+                        return False
+                except TypeError:
+                    raise self._refused(node, f"{kind_of(left)} and {kind_of(right)} cannot be compared so") from None
+            return True
+
+        return compare
+
+    def _column(self, name: str) -> Value:
+        def look_up(row: Row) -> Any:
+            if (found := looked_up(row, name)) is MISSING:
+                raise DataError(
+                    f"`{self.name}: {self.expression.strip()[:200]}` names the column `{name}`, which is missing; the columns are {names_of(row)}",
+                    hint=f'text is written in quotes: `"{name}"`; `has({name})` tells whether a row has the column',
+                )  # fmt: skip
+            return found
+
+        return look_up
+
+    def _call(self, node: ast.Call) -> Value:
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        if name not in FUNCTIONS:
+            raise self._refused(node, f"`{ast.unparse(node.func)[:40]}` is not a function; there are {', '.join(FUNCTIONS)}")
+        if len(node.args) != 1 or node.keywords:
+            raise self._refused(node, f"`{name}` takes one value")
+        argument = node.args[0]
+        if name == "column":
+            if not isinstance(argument, ast.Constant) or not isinstance(argument.value, str):
+                raise self._refused(argument, "`column` takes the name of a column in quotes")
+            return self._column(argument.value)
+        if name == "has":
+            return self._has(argument)
+        value = self._value(argument)
+        function = {"len": _length, "blank": _blank, "number": _number}[name]
+
+        def call(row: Row) -> Any:
+            found = value(row)
+            try:
+                return function(found)
+            except (TypeError, ValueError):
+                raise self._refused(node, f"`{name}` of {kind_of(found)}: `{str(found)[:40]}`") from None
+
+        return call
+
+    def _has(self, argument: ast.expr) -> Value:
+        if name := _dotted(argument):
+            column = name
+        elif isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            column = argument.value
+        else:
+            raise self._refused(argument, "`has` takes a column")
+        return lambda row: looked_up(row, column) not in (None, MISSING)
 
 
-def _sources(config: Config) -> Iterator[tuple[str, int, DataSource]]:
-    for key, sources in _lists(config):
-        for index, source in enumerate(sources):
-            yield key, index, source
+def _dotted(node: ast.expr) -> str:
+    """Return the name of a column, `lang` or `meta.lang`; nothing for another expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    head = _dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{head}.{node.attr}" if isinstance(node, ast.Attribute) and head else ""
 
 
-SOURCE_RULES = (entries, filters, names, weights)
+def _depth(node: ast.AST) -> int:
+    level, depth = [node], 0
+    while level:
+        depth += 1
+        level = [child for parent in level for child in ast.iter_child_nodes(parent)]
+    return depth
+
+
+def _length(value: Any) -> int:
+    return len(value)
+
+
+def _blank(value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, str):
+        raise TypeError
+    return not value.strip()
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None or value == "" else float(value)

@@ -1,4 +1,4 @@
-"""Every key of the configuration with its type, range, default, documentation and name as a variable."""
+"""Every key of the configuration with its type, range, default, documentation and name as a variable; the keys that are refused."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, Literal, cast
 
 from sft_play.config import schema
-from sft_play.config.types import ANY_NUMBER, Range
+from sft_play.config.reader import Range, fields_of
 
 TABLE = Path(__file__).with_name("training_arguments.json")
-REQUIRED = object()
-"""The default of a key that has none."""
+RANGES: Mapping[str, Range] = {
+    "adam_beta1": Range(minimum=0, below=1), "adam_beta2": Range(minimum=0, below=1), "adam_epsilon": Range(above=0),
+    "neftune_noise_alpha": Range(minimum=0), "torch_empty_cache_steps": Range(minimum=1), "eval_delay": Range(minimum=0),
+    "dataloader_prefetch_factor": Range(minimum=1),
+}  # fmt: skip
+"""Numbers that further fields of `TrainingArguments` take; those of our own keys stand in the schema."""
 TYPES: Mapping[str, Any] = {
     "bool": bool, "int": int, "float": float, "str": str, "dict": dict, "list[str]": list[str], "null": type(None),
 }  # fmt: skip
@@ -30,9 +34,8 @@ class Key:
 
     name: str
     annotation: Any
-    limits: Range
+    """Type and range."""
     default: Any
-    """A plain value, or `REQUIRED`."""
     help: str
     extra: bool = False
     """Whether it is a field of `TrainingArguments` that the schema does not own."""
@@ -48,21 +51,16 @@ def variable_name(key: str) -> str:
     return key.replace(".", "_").upper()
 
 
-def documented(record: type) -> dict[str, str]:
-    """Returns field -> the text under it, from a dataclass's source. Needs the schema's file, not torch."""
-    return _docs_of_module().get(record.__name__, {})
-
-
 @functools.cache
-def _docs_of_module() -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if isinstance(node, ast.ClassDef):
-            texts = found.setdefault(node.name, {})
-            for field, text in zip(node.body, node.body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-                    texts[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found
+def documented(record: type) -> dict[str, str]:
+    """Return field -> the text under it, from a dataclass's source. Needs its file, not torch."""
+    (found,) = ast.parse(inspect.getsource(record)).body
+    assert isinstance(found, ast.ClassDef)
+    return {
+        field.target.id: " ".join(str(ast.literal_eval(text.value)).split())
+        for field, text in zip(found.body, found.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
+    }
 
 
 @functools.cache
@@ -72,7 +70,7 @@ def sections() -> Mapping[str, type]:
 
     def walk(record: type, name: str) -> None:
         found[name] = record
-        for field, annotation in get_type_hints(record).items():
+        for field, annotation in fields_of(record).items():
             if dataclasses.is_dataclass(annotation):
                 walk(cast(type, annotation), f"{name}.{field}" if name else field)
 
@@ -85,18 +83,13 @@ def schema_keys() -> Mapping[str, Key]:
     """Returns the keys that the schema owns, in its order. `help` is left out: it costs a parse of the source."""
     found = {}
     for section, record in sections().items():
-        hints = get_type_hints(record)
+        hints = fields_of(record)
         for field in dataclasses.fields(record):
             name = f"{section}.{field.name}" if section else field.name
             if name in sections() or name == "train.extra":
                 continue
-            default = field.default if field.default is not dataclasses.MISSING else REQUIRED
-            if field.default_factory is not dataclasses.MISSING:
-                default = field.default_factory()
-            limits = RANGES.get(name, ANY_NUMBER)
-            found[name] = Key(
-                name=name, annotation=_with_choices(name, hints[field.name]), limits=limits, default=default, help=""
-            )
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            found[name] = Key(name=name, annotation=_with_choices(name, hints[field.name]), default=default, help="")
     return found
 
 
@@ -130,8 +123,7 @@ def extra_keys() -> Mapping[str, Key]:
         parts = [TYPES[kind] for kind in row["type"]] + ([_words(row["choices"])] if "choices" in row else [])
         found[name] = Key(
             name=name,
-            annotation=functools.reduce(operator.or_, parts),
-            limits=RANGES.get(name, ANY_NUMBER),
+            annotation=Annotated[functools.reduce(operator.or_, parts), RANGES.get(field, Range())],
             default=row["default"],
             help=row["help"],
             extra=True,
@@ -151,76 +143,8 @@ def variables() -> Mapping[str, str]:
     return {variable_name(name): name for name in names}
 
 
-# Which numbers the keys take, and which fields of `TrainingArguments` are refused, with what to use in their place.
+# Fields of `TrainingArguments` that are refused, with what to use in their place.
 
-
-POSITIVE = Range(minimum=1)
-FROM_ZERO = Range(minimum=0)
-SHARE = Range(minimum=0, below=1)
-
-RANGES: Mapping[str, Range] = {
-    "model.max_seq_len": Range(minimum=8),
-    "model.vocab_size": POSITIVE,
-    "model.hidden_size": POSITIVE,
-    "model.attention_heads": POSITIVE,
-    "model.layers": POSITIVE,
-    "tuning.lora.r": POSITIVE,
-    "tuning.lora.alpha": Range(above=0),
-    "tuning.lora.dropout": SHARE,
-    "data.validation": SHARE,
-    "data.num_proc": Range(minimum=1, maximum=1024),
-    "train.batch_size": POSITIVE,
-    "train.grad_accum": POSITIVE,
-    "train.global_batch_size": POSITIVE,
-    "train.epochs": Range(above=0),
-    "train.max_steps": Range(minimum=1, also=-1),
-    "train.learning_rate": FROM_ZERO,
-    "train.warmup_ratio": Range(minimum=0, maximum=1),
-    "train.warmup_steps": FROM_ZERO,
-    "train.weight_decay": FROM_ZERO,
-    "train.max_grad_norm": FROM_ZERO,
-    "train.seed": Range(minimum=0, maximum=2**32 - 1),
-    "train.ddp_bucket_cap_mb": POSITIVE,
-    "train.dataloader_num_workers": FROM_ZERO,
-    "train.eval_steps": POSITIVE,
-    "train.generation_num_beams": POSITIVE,
-    "train.generation_max_new_tokens": POSITIVE,
-    "train.eval_accumulation_steps": POSITIVE,
-    "train.logging_steps": POSITIVE,
-    "train.save_steps": POSITIVE,
-    "train.save_total_limit": POSITIVE,
-    "train.adam_beta1": SHARE,
-    "train.adam_beta2": SHARE,
-    "train.adam_epsilon": Range(above=0),
-    "train.neftune_noise_alpha": FROM_ZERO,
-    "train.torch_empty_cache_steps": POSITIVE,
-    "train.eval_delay": FROM_ZERO,
-    "train.dataloader_prefetch_factor": POSITIVE,
-    "train.early_stopping_patience": POSITIVE,
-    "train.early_stopping_threshold": FROM_ZERO,
-    "train.spike_factor": Range(above=1),
-    "eval.max_seconds": Range(above=0),
-    "eval.samples": POSITIVE,
-    "eval.batch_size": POSITIVE,
-    "launch.timeout_seconds": POSITIVE,
-    "launch.hang_seconds": Range(above=0),
-    "launch.max_restarts": FROM_ZERO,
-    "launch.max_oom_retries": FROM_ZERO,
-    "launch.powersgd_rank": POSITIVE,
-    "launch.local_steps": POSITIVE,
-    "launch.outer_learning_rate": Range(above=0),
-    "launch.outer_momentum": SHARE,
-    "launch.join_seconds": POSITIVE,
-    "launch.silent_seconds": POSITIVE,
-    "slurm.cpus_per_gpu": POSITIVE,
-    "slurm.warning_seconds": Range(minimum=30, maximum=65_535),
-    "slurm.max_requeues": FROM_ZERO,
-    "kubernetes.cpus": POSITIVE,
-    "kubernetes.port": Range(minimum=1024, maximum=65535),
-    "kubernetes.max_restarts": FROM_ZERO,
-    "kubernetes.rdma_count": POSITIVE,
-    "kubernetes.finished_seconds": FROM_ZERO,
-}
 
 ROW_ORDER = "`train.seed` fixes the order of rows for any number of processes"
 WHOLE = "a checkpoint is always complete, so that a run can be resumed"
@@ -275,7 +199,7 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     "torch_compile_backend": ("train.kernels", COMPILES),
     "torch_compile_mode": ("train.kernels", COMPILES),
     "accelerator_config": (None, "the plan decides; `make plan` shows it"),
-    "parallelism_config": ("launch.strategy", "the plan decides; `make plan` shows it"),
+    "parallelism_config": ("launch.sequence_parallel", "the plan decides; its context parallelism attends across packed rows"),
     "dataloader_drop_last": (None, "no row is skipped; " + ROW_ORDER),
     "remove_unused_columns": (None, "rows are prepared before the run and hold only what the model takes"),
     "label_names": (None, "labels are the tokens of the answers"),

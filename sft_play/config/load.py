@@ -8,37 +8,42 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from json import JSONDecodeError
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sft_play.config import names
-from sft_play.config.keys import REQUIRED, extra_keys, find_key, schema_keys, sections, variable_name, variables
+from sft_play.config.keys import extra_keys, find_key, schema_keys, sections, variable_name, variables
+from sft_play.config.layers import (
+    TRAINING,
+    VALIDATION,
+    Override,
+    Value,
+    Values,
+    as_meant,
+    interpolate,
+    leaves,
+    read_file,
+    texts_in,
+)
 from sft_play.config.metrics import metrics_hint
+from sft_play.config.reader import INVALID, Mismatch, convert, shown
+from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config, DataSource
-from sft_play.config.sources import config_path, leaves, read_file
-from sft_play.config.types import INVALID, Mismatch, convert, shown
-from sft_play.config.values import TRAINING, Value, Values, as_meant, interpolate
-from sft_play.config.yaml_files import wrap
-from sft_play.errors import CheckpointError, UserError, raise_all
+from sft_play.config.yaml_files import is_writable, wrap
+from sft_play.errors import CheckpointError, UserError, raise_all, without_secret
 from sft_play.files import read_json, write_json
-
-if TYPE_CHECKING:
-    from sft_play.config.call import Call, Override
 
 DEFAULT = "default"
 NOT_KEYS = ("SFT_PLAY_",)
 """Variables of the program itself, such as `SFT_PLAY_CACHE`."""
-DEEPEST = 60
-"""Levels of lists and mappings that a saved configuration may have."""
 OLD_TIMEOUT = "NCCL_TIMEOUT"
 NO_EFFECT = ("train.eval_accumulation_steps", "train.eval_do_concat_batches")
-"""What transformers' evaluation does with the logits of its batches; ours keeps none (`training.held_out`)."""
+"""What transformers' evaluation does with the logits of its batches; ours keeps none (`evaluation.held_out`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +68,7 @@ def load_config(path: Path | None, overrides: Iterable[Override] = (), environ: 
     A run's `config.json` is taken as the run had it, so that `CONFIG=runs/NAME/config.json` makes the same run again.
     """
     found = Values()
-    if path is not None and _is_saved(path):
+    if path is not None and is_saved(path):
         found, path = _read_saved(path)
     elif path is not None:
         read_file(path, found)
@@ -73,45 +78,6 @@ def load_config(path: Path | None, overrides: Iterable[Override] = (), environ: 
     _note_other_data(found)
     _note_unread(environ, found)
     return _finish(found, path)
-
-
-def load_for_call(call: Call, default: str | None) -> LoadedConfig:
-    """Returns the configuration that a command is about. Raises `UserError`; prints notices to stderr."""
-    run = call.options.get("RUN")
-    if run and call.options.get("CONFIG"):
-        raise UserError(
-            "`CONFIG` and `RUN` are both given", hint="a run keeps the configuration that it was started with; give one of them"
-        )
-    if not run:
-        name = call.options.get("CONFIG") or default
-        if not name:
-            raise UserError(f"`{call.command}` needs a configuration", hint="CONFIG=my.yaml, or a preset: CONFIG=quickstart")
-        loaded = load_config(config_path(name), call.overrides)
-    else:
-        from sft_play.runs.folder import run_path, runs_folder
-
-        folder = run_path(run) or (Path(run) if Path(run).is_dir() else runs_folder() / run)
-        loaded = override_config(read_config(folder / "config.json"), call.overrides)
-    for notice in loaded.notices:
-        print(f"note: {notice}", file=sys.stderr)
-    give_consent(call, loaded)
-    return loaded
-
-
-def give_consent(call: Call, loaded: LoadedConfig) -> None:
-    """Notes what code the user lets run: by the words of this command, or in a YAML of theirs."""
-    from sft_play.runs import consent
-
-    path = config_path(call.options["CONFIG"]) if "CONFIG" in call.options else None
-    # By name and place, not by its contents, which a stranger chose.
-    saved = "RUN" in call.options or (
-        path is not None and (path.name == "config.json" or _is_saved(path) or consent.in_run(path))
-    )
-    typed = {override.key for override in call.overrides}
-    if loaded.config.model.trust_remote_code and (not saved or "model.trust_remote_code" in typed):
-        consent.give("model")
-    if not saved or "eval.metrics" in typed:
-        consent.give("metrics")
 
 
 def read_config(path: Path, overrides: Iterable[Override] = ()) -> LoadedConfig:
@@ -132,7 +98,7 @@ def _note_other_data(found: Values) -> None:
         )
 
 
-def _is_saved(path: Path) -> bool:
+def is_saved(path: Path) -> bool:
     """Whether a file is the `config.json` of a run, rather than a configuration that somebody wrote as JSON."""
     if path.suffix != ".json":
         return False
@@ -143,26 +109,14 @@ def _is_saved(path: Path) -> bool:
     return isinstance(saved, dict) and {"config", "origins"} <= saved.keys()
 
 
-def _is_deep(value: object) -> bool:
-    """Whether lists and mappings lie in each other deeper than any configuration; what reads them calls itself at each level."""
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [
-            part for one in level for part in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
-        ]
-    return bool(level)
-
-
 def _read_saved(path: Path) -> tuple[Values, Path | None]:
-    """Returns the values of a run's `config.json`, and the file that they came from. Raises `CheckpointError`."""
+    """Return the values of a run's `config.json`, and the file that they came from. Raise `CheckpointError`."""
     try:
         saved = read_json(path)
         tree, origins = dict(saved["config"]), {str(key): str(origin) for key, origin in saved["origins"].items()}
         tree["train"] = {**tree["train"], **tree["train"]["extra"]}
         del tree["train"]["extra"]
-        source = Path(saved["path"]) if saved.get("path") else None
-        if _is_deep(tree):
-            raise ValueError(f"nested deeper than {DEEPEST} levels")
+        return _values_of(tree, origins, place=str(path)), Path(saved["path"]) if saved.get("path") else None
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no run in `{path.parent}`", hint="RUN= takes the name or the folder of a run") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -171,12 +125,13 @@ def _read_saved(path: Path) -> tuple[Values, Path | None]:
             place=str(path),
             hint="if it is damaged, put it back from a backup, or from a run of another RUN_NAME that the same command starts: it has the same one",
         ) from None
-    return _values_of(tree, origins, place=str(path)), source
 
 
 def _in_words(error: Exception) -> str:
     if isinstance(error, JSONDecodeError):
         return f"it is cut short, or no JSON ({error})"
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
     return f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__} {error}"
 
 
@@ -277,16 +232,14 @@ def _read_overrides(overrides: Iterable[Override], found: Values) -> None:
 def _refused(key: str, place: str) -> UserError:
     instead, why = names.refusal(key) or (None, "there is no such key")
     hint = f"use `{variable_name(instead) if '.' in instead else instead}`" if instead else None
-    return UserError(f"`{key}` is not taken: {why}", place=names.without_secret(place, key), hint=hint)
+    return UserError(f"`{key}` is not taken: {why}", place=without_secret(place, key), hint=hint)
 
 
 # ---- Together
 
 
 def _finish(found: Values, path: Path | None) -> LoadedConfig:
-    """Interpolates, checks types, fills defaults in, applies rules."""
-    from sft_play.config.rules import check_rules
-
+    """Interpolate, check types, fill in defaults, apply rules."""
     interpolate(found)
     found.settle_batch()
     values: dict[str, Any] = {}
@@ -294,39 +247,33 @@ def _finish(found: Values, path: Path | None) -> LoadedConfig:
         known = find_key(key)
         assert known is not None
         mismatches: list[Mismatch] = []
-        converted = convert(as_meant(key, value.node), known.annotation, known.limits, key, mismatches)
+        converted = convert(as_meant(key, value.node), known.annotation, key, mismatches)
         found.problems += [_as_error(mismatch, value, path) for mismatch in mismatches]
+        if not mismatches and not all(map(is_writable, texts_in(value.node))):
+            found.problems.append(UserError(f"`{key}` holds a character that no file can hold", place=value.origin))
         if converted is not INVALID:
             values[key] = converted
-    for known in schema_keys().values():
-        if known.default is REQUIRED and known.name not in found.values:
-            found.problems.append(_missing(known.name, path))
     if "model.name" not in found.values and values.get("model.init") != "random":
-        found.problems.append(_missing("model.name", path))
+        hint = "set MODEL_NAME, or write it in the file"
+        found.problems.append(UserError("`model.name` is missing", place=str(path) if path else None, hint=hint))
     if values.get("data.train_path") and values.get("data.sources") == []:
-        raise_all([*found.problems, _both(found, "data.train_path", "data.sources")])
+        place = found.values["data.train_path"].origin
+        found.problems.append(
+            UserError("`data.train_path` and `data.sources` are both given", place=place, hint="keep one of them")
+        )
     raise_all(found.problems)
     origins = {key: found.values[key].origin if key in found.values else DEFAULT for key in schema_keys()}
     origins |= {key: value.origin for key, value in found.values.items() if key in extra_keys()}
-    for short, key in (("data.train_path", "data.sources"), ("data.val_path", "data.validation")):
-        if values.get(short) and not values.get(key):
-            origins[key] = origins[short]
-    config = _with_paths(_build(values))
+    for short, key in (TRAINING, VALIDATION):
+        if values.get(short) and values.get(key) is None:
+            values[key], origins[key] = [DataSource(path=values[short])], origins[short]
+    config = _build(values)
     raise_all(check_rules(config, origins))
     for key in NO_EFFECT:
         notice = f"{origins[key]}: `{key}` has no effect: evaluation adds up losses and keeps no logits, whatever its value"
         if key in found.values and values[key] != schema_keys()[key].default and notice not in found.notices:
             found.notices.append(notice)
     return LoadedConfig(config=config, origins=MappingProxyType(origins), path=path, notices=tuple(found.notices))
-
-
-def _both(found: Values, key: str, other: str) -> UserError:
-    return UserError(f"`{key}` and `{other}` are both given", place=found.values[key].origin, hint="keep one of them")
-
-
-def _missing(key: str, path: Path | None) -> UserError:
-    place = str(path) if path else None
-    return UserError(f"`{key}` is missing", place=place, hint=f"set {variable_name(key)}, or write it in the file")
 
 
 def _as_error(mismatch: Mismatch, value: Value, path: Path | None) -> UserError:
@@ -341,30 +288,15 @@ def _as_error(mismatch: Mismatch, value: Value, path: Path | None) -> UserError:
 
 
 def _build(values: Mapping[str, Any]) -> Config:
-    """Returns the dataclasses, filled from the inside out."""
+    """Return the dataclasses, filled from the inside out."""
     extra = {key.removeprefix("train."): value for key, value in values.items() if key in extra_keys()}
 
-    def section(name: str, record: type) -> Any:
-        arguments: dict[str, Any] = {}
-        for item in dataclasses.fields(record):
-            key = f"{name}.{item.name}" if name else item.name
-            if key in sections():
-                arguments[item.name] = section(key, sections()[key])
-            elif key == "train.extra":
-                arguments[item.name] = MappingProxyType(extra)
-            elif key in values:
-                arguments[item.name] = values[key]
-        return record(**arguments)
+    def section(name: str) -> Any:
+        record = sections()[name]
+        keys = {item.name: f"{name}.{item.name}".removeprefix(".") for item in dataclasses.fields(record)}
+        inner = {leaf: section(key) for leaf, key in keys.items() if key in sections()}
+        return record(**inner, **{leaf: known[key] for leaf, key in keys.items() if key in known})
 
-    config: Config = section("", Config)
+    known = {**values, "train.extra": MappingProxyType(extra)}
+    config: Config = section("")
     return config
-
-
-def _with_paths(config: Config) -> Config:
-    """Turns `data.train_path` and `data.val_path` into the sources that they are short for."""
-    data = config.data
-    if data.train_path and not data.sources:
-        data = replace(data, sources=[DataSource(path=data.train_path)])
-    if data.val_path and data.validation is None:
-        data = replace(data, validation=[DataSource(path=data.val_path)])
-    return replace(config, data=data)

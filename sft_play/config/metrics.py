@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
-from sft_play.config.rule import Origins, problem
+from sft_play.config.reader import Conflict, closest_word
 from sft_play.config.schema import Config
-from sft_play.config.types import closest_word
-from sft_play.errors import HardwareError, UserError
+from sft_play.errors import HardwareError
 from sft_play.files import is_file_name, typed_path
 
 LIBRARY = "evaluate:"
@@ -107,94 +106,103 @@ def higher_is_better(name: str) -> bool | None:
     return True if bare in OF_ANSWERS else None
 
 
-# Rules about scores: which are measured, which one is the best model's, when training stops early. No effects.
+# Trackers that `train.report_to` names: which there are, and what each needs.
+
+
+OWN, AIM = "tensorboard", "aim"
+"""Written by ourselves; transformers serves the others."""
+KEY = "train.report_to"
+PACKAGES: Mapping[str, tuple[str, str]] = {
+    OWN: ("tensorboard", "tensorboard"), AIM: ("aim", "aim==3.29.1"), "azure_ml": ("azureml", "azureml-sdk"), "clearml": ("clearml", "clearml"),
+    "codecarbon": ("codecarbon", "codecarbon"), "comet_ml": ("comet_ml", "comet-ml==3.58.8"), "dagshub": ("dagshub", "dagshub mlflow"),
+    "dvclive": ("dvclive", "dvclive"), "flyte": ("flytekit", "flytekit"), "kubeflow": ("", ""), "mlflow": ("mlflow", "mlflow-skinny==3.17.2"),
+    "neptune": ("neptune", "neptune"), "swanlab": ("swanlab", "swanlab"), "trackio": ("trackio", "trackio"), "wandb": ("wandb", "wandb==0.31.0"),
+}  # fmt: skip
+"""Tracker -> the module that it needs, and what pip calls it."""
+CLASHES: Mapping[str, str] = {
+    AIM: "aim 3.29.1 wants filelock < 4, and 4.2.11 is pinned here", "swanlab": "swanlab 0.9.8 wants protobuf < 7, and 7.36.2 is pinned here",
+    "trackio": "trackio 0.43.0 wants pillow < 13, and 13.0.0 is pinned here",
+}  # fmt: skip
+"""Tracker -> why pip finds no set of packages with it: `pip install --dry-run -c constraints.txt NAME==VERSION`, 2026-11-23."""
+
+
+def trackers(config: Config) -> list[str]:
+    """Returns the trackers that are named."""
+    wanted = config.train.extra.get("report_to", OWN)
+    names = [wanted] if isinstance(wanted, str) else list(wanted or [])
+    return ["comet_ml" if name == "comet" else name for name in names]
+
+
+def missing(config: Config) -> list[HardwareError]:
+    """Returns what is wrong with this environment: a tracker that is named and not installed."""
+    needed = {name: PACKAGES[name] for name in trackers(config) if name in PACKAGES}
+    return [
+        HardwareError(
+            f"`{KEY}` names `{name}`, which is not installed here" + (f": {CLASHES[name]}" if name in CLASHES else ""),
+            hint="tensorboard, wandb, mlflow and comet_ml work with the pinned packages"
+            if name in CLASHES
+            else f"{shlex.quote(sys.executable)} -m pip install -c constraints.txt {package}",
+        )
+        for name, (module, package) in needed.items()
+        if module and importlib.util.find_spec(module) is None
+    ]
+
+
+# Rules about scores: which are measured, which one is the best model's, when training stops early; and about trackers.
 
 
 BEST = "train.metric_for_best_model"
+VALIDATE = "give validation data, and `train.eval_strategy: steps` or `epoch`"
 
 
-def metric_names(config: Config, origins: Origins) -> Iterator[UserError]:
+def metric_names(config: Config) -> Iterator[Conflict]:
     """`eval.metrics` holds names that something measures, each once."""
     for index, metric in enumerate(config.eval.metrics):
         if wrong := unknown(metric):
-            yield problem(origins, "eval.metrics", f"`eval.metrics[{index}]` is `{metric}`, which {wrong[0]}", wrong[1])
+            yield Conflict(f"eval.metrics[{index}]", f", which {wrong[0]}", wrong[1])
     for name, count in Counter(short_name(metric) for metric in config.eval.metrics).items():
         if count > 1:
-            yield problem(
-                origins, "eval.metrics", f"`eval.metrics` has {count} entries that are called `{name}`", "keep one of them"
-            )
+            yield Conflict("eval.metrics", f"`eval.metrics` has {count} entries that are called `{name}`", "keep one of them")
     if not config.eval.metrics and config.train.predict_with_generate is True:
-        yield problem(
-            origins, "eval.metrics", "`eval.metrics` is empty, but `train.predict_with_generate` is `true`",
-            f"one or more of {', '.join(OF_ANSWERS)}, or set `train.predict_with_generate: false`",
-        )  # fmt: skip
+        hint = f"one or more of {', '.join(OF_ANSWERS)}, or set `train.predict_with_generate: false`"
+        yield Conflict("eval.metrics", "`eval.metrics` is empty, but `train.predict_with_generate` is `true`", hint)
 
 
-def best_model(config: Config, origins: Origins) -> Iterator[UserError]:
+def best_model(config: Config) -> Iterator[Conflict]:
     """`train.metric_for_best_model` is measured while training, and known to be better one way."""
     train = config.train
     name = train.metric_for_best_model
     bare, known = name.removeprefix("eval_"), measured(config)
     if bare not in known:
-        yield problem(origins, BEST, f"`{BEST}` is `{name}`, which nothing measures", _hint(bare, known))
+        yield Conflict(BEST, ", which nothing measures", _hint(bare, known))
         return
-    of_answers = bare.partition("/")[0] not in ("loss", "perplexity")
-    if of_answers and train.predict_with_generate is not True:
-        yield problem(
-            origins, BEST, f"`{BEST}` is `{name}`, but no answers are generated while training", "set `train.predict_with_generate: true`"
-        )  # fmt: skip
+    if bare.partition("/")[0] not in OF_LOSS and train.predict_with_generate is not True:
+        yield Conflict(BEST, ", but no answers are generated while training", "set `train.predict_with_generate: true`")
     if bare != "loss" and (why := _never_evaluated(config)):  # loss is the default, and no sign that anybody waits for it
-        yield problem(
-            origins, BEST, f"`{BEST}` is `{name}`, but nothing is evaluated while training: {why}",
-            "give validation data, and `train.eval_strategy: steps` or `epoch`",
-        )  # fmt: skip
+        yield Conflict(BEST, f", but nothing is evaluated while training: {why}", VALIDATE)
     better, said = higher_is_better(bare), train.extra.get("greater_is_better")
     if better is None and said is None:
-        yield problem(
-            origins, BEST, f"`{BEST}` is `{name}`, and whether more of it is better is not known",
-            "set `train.greater_is_better: true` or `false`",
-        )  # fmt: skip
+        yield Conflict(BEST, ", and whether more of it is better is not known", "set `train.greater_is_better: true` or `false`")
     elif better is not None and said is not None and bool(said) != better:
-        yield problem(
-            origins, "train.greater_is_better", f"`train.greater_is_better` is `{str(bool(said)).lower()}`, but `{name}` is better when "
-            f"{'higher' if better else 'lower'}", "leave it out",
-        )  # fmt: skip
+        text = f"`train.greater_is_better` is `{str(bool(said)).lower()}`, but `{name}` is better when {'higher' if better else 'lower'}"
+        yield Conflict("train.greater_is_better", text, "leave it out")
 
 
-def loading_best(config: Config, origins: Origins) -> Iterator[UserError]:
-    """What `train.load_best_model_at_end` needs."""
-    train = config.train
-    if train.load_best_model_at_end and (why := _never_evaluated(config)):
-        yield problem(
-            origins, "train.load_best_model_at_end", f"`train.load_best_model_at_end` is `true`, but nothing is evaluated while training: {why}",
-            "give validation data, and `train.eval_strategy: steps` or `epoch`",
-        )  # fmt: skip
+def needs_evaluation(config: Config) -> Iterator[Conflict]:
+    """What `train.load_best_model_at_end` and stopping early need."""
+    train, why = config.train, _never_evaluated(config)
+    for key in ("load_best_model_at_end", "early_stopping_patience"):
+        if getattr(train, key) not in (False, None) and why:
+            yield Conflict(f"train.{key}", f", but nothing is evaluated while training: {why}", VALIDATE)
     if train.load_best_model_at_end and train.save_strategy == "no":
-        yield problem(
-            origins, "train.load_best_model_at_end", "`train.load_best_model_at_end` is `true`, but `train.save_strategy` is `no`",
-            "set `train.save_strategy: steps`",
-        )  # fmt: skip
-
-
-def early_stopping(config: Config, origins: Origins) -> Iterator[UserError]:
-    """Stopping early needs evaluations, and a threshold needs stopping early."""
-    train = config.train
-    if train.early_stopping_patience is not None and (why := _never_evaluated(config)):
-        yield problem(
-            origins, "train.early_stopping_patience",
-            f"`train.early_stopping_patience` is {train.early_stopping_patience}, but nothing is evaluated while training: {why}",
-            "give validation data, and `train.eval_strategy: steps` or `epoch`",
-        )  # fmt: skip
+        yield Conflict("train.load_best_model_at_end", ", but `train.save_strategy` is `no`", "set `train.save_strategy: steps`")
     if train.early_stopping_patience is None and train.early_stopping_threshold:
-        yield problem(
-            origins, "train.early_stopping_threshold",
-            f"`train.early_stopping_threshold` is {train.early_stopping_threshold}, but `train.early_stopping_patience` is not given",
-            "TRAIN_EARLY_STOPPING_PATIENCE=3",
-        )  # fmt: skip
+        text = ", but `train.early_stopping_patience` is not given"
+        yield Conflict("train.early_stopping_threshold", text, "TRAIN_EARLY_STOPPING_PATIENCE=3")
 
 
 def _never_evaluated(config: Config) -> str:
-    """Returns why nothing is evaluated while training; empty where something is."""
+    """Return why nothing is evaluated while training; empty where something is."""
     if config.train.eval_strategy == "no":
         return "`train.eval_strategy` is `no`"
     return "there is no `data.validation`" if config.data.validation in (None, 0.0, []) else ""
@@ -207,57 +215,15 @@ def _hint(bare: str, known: tuple[str, ...]) -> str:
     return f"did you mean `eval_{close}`?" if close else f"one of {', '.join(f'eval_{one}' for one in known)}"
 
 
-METRIC_RULES = (metric_names, best_model, loading_best, early_stopping)
-
-
-# Trackers that `train.report_to` names: which there are, and what each needs.
-
-
-OWN, AIM = "tensorboard", "aim"
-"""Written by ourselves; transformers serves the others."""
-KEY = "train.report_to"
-PACKAGES: Mapping[str, tuple[str, str]] = {
-    OWN: ("tensorboard", "tensorboard"), AIM: ("aim", "aim==3.29.1"), "azure_ml": ("azureml", "azureml-sdk"), "clearml": ("clearml", "clearml"),
-    "codecarbon": ("codecarbon", "codecarbon"), "comet_ml": ("comet_ml", "comet-ml"), "dagshub": ("dagshub", "dagshub mlflow"),
-    "dvclive": ("dvclive", "dvclive"), "flyte": ("flytekit", "flytekit"), "kubeflow": ("", ""), "mlflow": ("mlflow", "mlflow"),
-    "neptune": ("neptune", "neptune"), "swanlab": ("swanlab", "swanlab"), "trackio": ("trackio", "trackio"), "wandb": ("wandb", "wandb"),
-}  # fmt: skip
-"""Tracker -> the module that it needs, and what pip calls it."""
-
-
-def trackers(config: Config) -> list[str]:
-    """Returns the trackers that are named."""
-    wanted = config.train.extra.get("report_to", OWN)
-    return [wanted] if isinstance(wanted, str) else list(wanted or [])
-
-
-def known(config: Config, origins: Origins) -> Iterator[UserError]:
-    """A name that no tracker has. As the rules of `config.rules`: no effects."""
-    place = origins.get(KEY)
+def known_trackers(config: Config) -> Iterator[Conflict]:
     for name in trackers(config):
         if name not in (*PACKAGES, "all", "none"):
             parts = [part.strip() for part in name.split(",")]
             close = f"[{', '.join(parts)}]" if len(parts) > 1 else closest_word(name, list(PACKAGES))
-            hint = (
-                f"did you mean `{close}`?"
-                if close
-                else f"one of {', '.join(PACKAGES)}, a list such as `[tensorboard, wandb]`, or `none`"
+            choices = f"one of {', '.join(PACKAGES)}, a list such as `[tensorboard, wandb]`, or `none`"
+            yield Conflict(
+                KEY, f"`{KEY}` names `{name}`, which is not a tracker", f"did you mean `{close}`?" if close else choices
             )
-            yield UserError(f"`{KEY}` names `{name}`, which is not a tracker", place=place, hint=hint)
 
 
-def missing(config: Config) -> list[HardwareError]:
-    """Returns what is wrong with this environment: a tracker that is named and not installed."""
-    needed = {name: PACKAGES[name] for name in trackers(config) if name in PACKAGES}
-    return [
-        HardwareError(
-            f"`{KEY}` names `{name}`, which is not installed here",
-            hint=f"{shlex.quote(sys.executable)} -m pip install {package}"
-            + (" (it takes older versions of filelock and python-dateutil)" if name == AIM else ""),
-        )
-        for name, (module, package) in needed.items()
-        if module and importlib.util.find_spec(module) is None
-    ]
-
-
-TRACKER_RULES = (known,)
+RULES = (metric_names, best_model, needs_evaluation, known_trackers)

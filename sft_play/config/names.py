@@ -9,45 +9,13 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from sft_play.config.keys import REFUSED, extra_keys, find_key, schema_keys, sections, variable_name, variables
-from sft_play.config.options import VARIABLES
-from sft_play.errors import HUB_LOGIN, TOKEN
+from sft_play.config.reader import shown
+from sft_play.config.yaml_files import Node
+from sft_play.errors import HUB_LOGIN, SECRET, UserError
 
-SECRET = re.compile(
-    r"(.*[_.])?(token|api_?key|secret|secret_key|access_key|master_key|password|passwd|credentials?)", re.IGNORECASE
-)
-"""Names of what must never stand in a file or on a command line."""
-SECRET_VARIABLE = re.compile(
-    r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH(?!OR)|_(KEY|PASS|PWD|PW|PIN|JWT|SESSION)(?![A-Z0-9])",
-    re.IGNORECASE,
-)
-"""What is in the names of environment variables whose values are never shown, nor taken into a configuration."""
-PLAIN_VARIABLE = re.compile(
-    r"PWD|TMPDIR|SCRATCH|WORK|USER|LOGNAME|(SFT|SLURM|CUDA)_\w+"
-    r"|(\w+_)?(HOME|DIR|FOLDER|PATH|ROOT|FILE|NAME|HOSTNAME|ID|DATA|MODEL|SEED|LENGTH|SIZE|STEPS|EPOCHS|RATE|COUNT|RANK)"
-)
-"""Environment variables that `${oc.env:NAME}` takes into a configuration, which is shown and kept in the run folder."""
-USER_IN_URL = re.compile(r"(?<=://)\S*@")
-"""To the last `@`: a password may hold slashes and `@`, and hiding too much of an address does no harm."""
-SECRET_IN_URL = re.compile(r"([?&;#][^=&;#\s]*(?:token|key|secret|passw|auth|sig|credential)[^=&;#\s]*=)[^&;#\s]+", re.IGNORECASE)
-SECRET_VALUE = re.compile(r"-----BEGIN|eyJ[\w-]{8,}\.[\w-]+\.")
-"""How keys in PEM and JSON web tokens begin."""
 SECRETS_HINT = (
     f"tokens and passwords come from the environment (`HF_TOKEN` for the hub) or from {HUB_LOGIN}, and are never written down"
 )
-
-
-def mask(name: str, value: str) -> str:
-    """Returns `value`, or its length when its name or its looks say that it is a secret; of a URL only user, password and keys go."""
-    if SECRET_VARIABLE.search(name) or TOKEN.search(value) or SECRET_VALUE.search(value):
-        return f"({len(value)} letters, not shown)"
-    return SECRET_IN_URL.sub(r"\1(not shown)", USER_IN_URL.sub("(not shown)@", value))
-
-
-def without_secret(origin: str, name: str) -> str:
-    """Returns an origin (`make NAME=value`) without the value where `name`, or the key that it stands for, is that of a secret."""
-    head, given, _ = origin.partition("=")
-    return f"{head}=..." if given and SECRET.fullmatch(name) else origin
-
 
 ALIASES: Mapping[str, str] = {
     # transformers, TRL, PEFT
@@ -96,6 +64,8 @@ ALIASES: Mapping[str, str] = {
     "cutoff_len": "model.max_seq_len", "lora_target": "tuning.lora.target_modules", "flash_attn": "model.attn_implementation",
     "val_size": "data.validation", "max_samples": "eval.samples",
     # launchers
+    "sequence_parallel_size": "launch.sequence_parallel", "context_parallel_size": "launch.sequence_parallel", "sp_size":
+    "launch.sequence_parallel", "cp_size": "launch.sequence_parallel", "ulysses_size": "launch.sequence_parallel",
     "strategy": "launch.strategy", "distributed_backend": "launch.backend", "ddp_timeout": "launch.timeout_seconds",
     "timeout": "launch.timeout_seconds", "nccl_timeout": "launch.timeout_seconds", "num_gpu": "NUM_GPUS", "gpus": "NUM_GPUS",
     "n_gpus": "NUM_GPUS", "ngpus": "NUM_GPUS", "gpu_count": "NUM_GPUS", "world_size": "NUM_GPUS", "num_processes": "NUM_GPUS",
@@ -140,10 +110,11 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 ENDPOINT = re.compile(r"(?P<host>[^:]+|\[[^]]+\])(:(?P<port>\d+))?")
 GRES = re.compile(r"(gres/)?gpu(:[\w.-]+)??(:(?P<count>\d+))?", re.IGNORECASE)
 SPLIT = "no layer is split between GPUs here; `train-fsdp`, or `launch.strategy: fsdp2`, shares out the weights"
+SLICES = "`LAUNCH_SEQUENCE_PARALLEL=2` lets two GPUs hold slices of each line"
 OF_DEEPSPEED, OF_FSDP = (f"the command says so: `{command}`" for command in ("train-deepspeed", "train-fsdp"))
 OF_CPU = "the CPU is used where no GPU is seen; `export CUDA_VISIBLE_DEVICES=` hides GPUs"
 INSTEAD: dict[str, str] = {
-    "tensor_parallel": SPLIT, "tensor_parallel_size": SPLIT, "sequence_parallel": SPLIT, "sequence_parallel_size": SPLIT,
+    "tensor_parallel": SPLIT, "tensor_parallel_size": SPLIT,
     "pipeline": SPLIT, "pipeline_parallel": SPLIT, "pipeline_parallel_size": SPLIT,
     "rdzv_backend": "machines meet at `MASTER_ADDR`: leave it out", "standalone": "one machine is the default: leave it out",
     "multi_gpu": "the command says so: `train-distributed` starts a process on each GPU", "use_deepspeed": OF_DEEPSPEED,
@@ -154,7 +125,7 @@ INSTEAD: dict[str, str] = {
 }  # fmt: skip
 """Names elsewhere that nothing here stands for -> what there is."""
 OF_ZERO = "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`"
-VALUES: Mapping[str, str] = INSTEAD | {"deepspeed": OF_ZERO, "zero": OF_ZERO, "tp": SPLIT, "pp": SPLIT, "sp": SPLIT}
+VALUES: Mapping[str, str] = INSTEAD | {"deepspeed": OF_ZERO, "zero": OF_ZERO, "tp": SPLIT, "pp": SPLIT, "sp": SLICES}
 """Values elsewhere that nothing here stands for -> what there is."""
 OF_ENVIRONMENT: Mapping[str, str] = {"output_dir": "RUNS_DIR", "runs_dir": "RUNS_DIR", "sft_play_cache": "SFT_PLAY_CACHE"}
 """Names of what only the environment says -> its name there."""
@@ -167,6 +138,62 @@ OF_CONTAINERS: tuple[str, ...] = (
 """What training images take from a pod's environment, beside names that are ours without `SFT_`."""
 OF_LAUNCHES = ("slurm.", "kubernetes.")
 """Sections whose variables (`KUBERNETES_PORT`) a scheduler itself sets."""
+
+
+VARIABLES: Mapping[str, str] = {
+    "CONFIG": "a YAML file or a preset's name",
+    "RUN": "a run's name or folder",
+    "CLUSTER": "an inventory of machines; `CLUSTER_HOSTS=...` and the like change it for one call, see [home cluster](home-cluster.md)",
+    "RUN_NAME": "name of a new run: letters, digits, `_ . + = -`",
+    "MODEL": "a hub model or a folder instead of a run, see [evaluation](evaluation.md)",
+    "CHECKPOINT": "`best`, `last` or `step-000040` (`step-40`, `40`) instead of the final model; for `eval` also `base`",
+    "DATA": "other rows to score, see [evaluation](evaluation.md)",
+    "NUM_GPUS": "processes on this machine",
+    "NUM_NODES": "number of machines, see [several machines](#several-machines-by-hand)",
+    "NODE_RANK": "rank of this machine, from 0",
+    "MASTER_ADDR": "address of node 0",
+    "MASTER_PORT": "its port (29500); on one machine a free port is chosen",
+    "ACCELERATE_CONFIG": "a file of accelerate, see [below](#an-accelerate-config-of-your-own)",
+    "DEEPSPEED_CONFIG": "a DeepSpeed JSON, see [below](#a-deepspeed-json-of-your-own)",
+    "HARDWARE": "hardware to plan for, see [planning](planning.md)",
+    "SOURCE": "source of the memory figures: `formula`, `trace` or `probe`, see [planning](planning.md)",
+    "SCALE": "figures by number of devices, such as `1..4,8`, see [forecast](forecast.md)",
+    "PRICE_PER_HOUR": "price of one machine, for the cost of the run, see [forecast](forecast.md)",
+    "WHY": "`1` shows the plan's reasons and the launch's variables; `plan` shows reasons unless it is `0`",
+    "TENSORBOARD_PORT": "instead of 6006; the next free port if taken",
+    "MIXED_PRECISION": "answer for `setup-accelerate`: `no`, `bf16` or `fp16`",
+    "STRATEGY": "answer for `setup-accelerate`; strategy of `soak`",
+    "RANK": "rank whose log is shown (0)",
+    "FOLLOW": "`1` follows the log until the run ends",
+    "BENCH": "`1` also trains some steps on each machine, see [cluster](cluster.md)",
+    "KILLS": "number of kills of `soak`, see [reliability](reliability.md)",
+    "SEED": "seed of `soak`",
+    "PROMPT": "one question, see [use](use.md)",
+    "INPUT": "a file of questions",
+    "OUTPUT": "the file for the answers",
+    "OUT": "what is written: a folder for `merge` and `kubernetes`, else a file",
+    "HOST": "address to listen on (127.0.0.1); with another one `serve` and `ui` need a token, see [security](security.md)",
+    "PORT": "port of `serve` (8000) or `ui` (8600); the next free port if taken",
+    "A": "a run, checkpoint or model (`NAME`, `NAME@step-000040`, `NAME@model`, a folder) whose stamp is compared",
+    "B": "with this one's",
+    "BENCHMARKS": "tasks of lm-evaluation-harness",
+    "BENCHMARK_LIMIT": "samples per task",
+    "SPLIT": "rows that `inspect` shows: `train` or `validation`",
+    "SEARCH": "only rows with these words",
+    "HTML": "`1` writes a page, see [data](data.md)",
+    "SUBMIT": "`1` submits the script with `sbatch`, see [Slurm](slurm.md)",
+    "REPO": "a hub repository, `owner/name`",
+    "YES": "`1`: `push` uploads",
+    "PRIVATE": "`0`: `push` makes a public repository",
+    "RUNS": "runs to compare",
+    "METRIC": "the score to compare by",
+    "ROWS": "number of answers or rows shown",
+    "SORT": "a column of `runs`; `-` before it: largest first",
+    "WHERE": "a condition over columns of `runs`, see [watching](watching.md)",
+    "CSV": "`1`: CSV on stdout",
+    "JSON": "`1` prints JSON instead of text",
+}
+"""Name -> meaning, as docs/launching.md has it."""
 
 
 def suggest(name: str, section: str = "", options: Iterable[str] = VARIABLES) -> str | None:
@@ -294,3 +321,35 @@ def closest_file(path: Path, folder: Path) -> str | None:
         return None
     found = known[close[0]]
     return f"configs/{found.name}" if found in shipped else str(found)
+
+
+def unknown_key(key: str, place: str, node: Node) -> UserError:
+    if not key:
+        return UserError("a key is empty; expected a name", place=place)
+    if key in sections():
+        first = {"data": "train_path", "model": "name", "tuning": "mode"}.get(key)
+        hint = f"did you mean `{key}.{first}: {shown(node)}`?" if first and isinstance(node.value, str) else None
+        return UserError(f"`{key}` is `{shown(node)}`; expected a mapping of its keys", place=place, hint=hint)
+    if refused := refusal(key):
+        instead, why = refused
+        return UserError(f"`{key}` is not taken: {why}", place=place, hint=f"use `{instead}`" if instead else None)
+    section, _, leaf = key.rpartition(".")
+    if leaf == "<<":
+        return UserError("YAML 1.2 has no merge key `<<`", place=place, hint="`extends:` takes the keys of another file")
+    if SECRET.fullmatch(leaf):
+        return UserError(f"unknown key `{key}`", place=place, hint=SECRETS_HINT)
+    word = plain_word(leaf)
+    if hint := INSTEAD.get(word) or environment_hint(word, shown(node)):
+        return UserError(f"unknown key `{key}`", place=place, hint=hint)
+    if meant := settings(leaf, node.text if node.text is not None else str(node.value)):
+        return UserError(f"unknown key `{key}`", place=place, hint=f"here that is {_listed(meant)}")
+    inner = next((one for one in sections() if not section and one.endswith(f".{leaf.removesuffix('_config')}")), None)
+    better = inner or (None if section or leaf.lower() in ALIASES else closest_section(leaf)) or suggest(leaf, section)
+    if better == "data.train_path" and isinstance(node.value, list):
+        better = "data.sources"
+    hint = f"did you mean `{better}`?" if better else "docs/configuration.md lists every key"
+    return UserError(f"unknown key `{key}`", place=place, hint=hint)
+
+
+def _listed(meant: Mapping[str, str]) -> str:
+    return " and ".join(f"`{key}={value}`, typed" if key.isupper() else f"`{key}: {value}`" for key, value in meant.items())

@@ -4,36 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from sft_play.config.keys import REFUSED, REQUIRED, Key, documented, extra_keys, schema_keys, sections
+from sft_play.config.call import Call, CommandRow
+from sft_play.config.keys import REFUSED, Key, documented, extra_keys, schema_keys, sections
+from sft_play.config.layers import ALSO_TAKEN
+from sft_play.config.load import LoadedConfig
+from sft_play.config.names import VARIABLES
+from sft_play.config.reader import describe, fields_of, limits_of, options
 from sft_play.config.schema import DataSource
-from sft_play.config.types import describe, options
-from sft_play.config.values import ALSO_TAKEN
 from sft_play.config.yaml_files import scalar_text
 
 RENDERED = "<!-- Rendered by `make render`; edit `sft_play/config/schema.py`. -->"
 INTRODUCTION = """# Configuration
 
-One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). An unknown key, a wrong type
-or a value out of range stops the command with its place; all problems are shown at once.
+One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). Unknown keys, wrong types and values out of
+range are errors with their place, all reported at once.
 
 ```bash
 make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4
 ```
 
-prints every key with where its value came from.
+prints every key with the origin of its value.
 
-- **Overrides**: `SECTION_KEY=value` sets `section.key`: `TRAIN_BATCH_SIZE=1`, `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`. Values are
-  taken letter for letter; `null` or nothing is null where a key takes it.
-- **Order**, the later wins: defaults, `extends:` parents, the file, `SFT_SECTION_KEY` in the environment, the command line. `DATA_SOURCES=` also
-  replaces a file's `data.train_path`; both in one file are refused.
-- **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml` or of a file next to yours; `CONFIG=run_bnb` uses it as it is.
-  Your training data also replace a preset's validation data.
+- **Overrides**: `SECTION_KEY=value` sets `section.key`: `TRAIN_BATCH_SIZE=1`, `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`. `null` or
+  nothing is null where a key takes it.
+- **Order**, later wins: defaults, `extends:` parents, the file, `SFT_SECTION_KEY` in the environment, the command line.
+- **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml` or of a file next to yours; `CONFIG=run_bnb` uses it directly. Your
+  training data also replace a preset's validation data.
 - **YAML 1.2**: only `true` and `false` are booleans, `2e-4` is a number. `${section.key}` is another key's value.
 - **Editors**: begin a file with `# yaml-language-server: $schema=configs/schema.json`.
-- `auto` means that the plan decides and says why: `make plan CONFIG=file.yaml`.
+- `auto`: the plan decides and gives the reason.
 """
 
 
@@ -59,7 +62,7 @@ def render_document() -> str:
 def _sources() -> list[str]:
     lines = ["### Entries of `data.sources` and `data.validation`", "", "| key | value | meaning |", "|---|---|---|"]
     texts = documented(DataSource)
-    for name, annotation in get_type_hints(DataSource).items():
+    for name, annotation in fields_of(DataSource).items():
         lines.append(f"| `{name}` | {_cell(describe(annotation))} | {_cell(texts.get(name, ''))} |")
     return [*lines, ""]
 
@@ -71,22 +74,18 @@ def _extras() -> list[str]:
 
 
 def _refused() -> list[str]:
-    lines = ["## Fields of `TrainingArguments` that are refused", "", "| field | use instead | why |", "|---|---|---|"]
-    fields: dict[tuple[str | None, str], list[str]] = {}
-    for name, reason in REFUSED.items():
-        fields.setdefault(reason, []).append(f"`{name}`")
-    return lines + [
-        f"| {', '.join(names)} | {f'`{instead}`' if instead else ''} | {_cell(why)} |" for (instead, why), names in fields.items()
-    ]
+    fields = [f"`{name}`" + (f" (`{instead}`)" if instead else "") for name, (instead, _) in REFUSED.items()]
+    about = "The error says why. In brackets: what to use instead."
+    return ["## Fields of `TrainingArguments` that are refused", "", about, ", ".join(fields) + "."]
 
 
 def _expected(key: Key) -> str:
     words = [word for part in options(key.annotation) if get_origin(part) is Literal for word in get_args(part)]
-    return f"one of {len(words)} words, such as `{words[0]}`" if len(words) > 12 else describe(key.annotation, key.limits)
+    return f"one of {len(words)} words, such as `{words[0]}`" if len(words) > 12 else describe(key.annotation)
 
 
 def _default(key: Key) -> str:
-    return "required" if key.default is REQUIRED else f"`{scalar_text(key.default)}`"
+    return f"`{scalar_text(key.default)}`"
 
 
 def _cell(text: str) -> str:
@@ -129,8 +128,7 @@ def _json_type(key: Key) -> dict[str, Any]:
     for part in options(key.annotation):
         choices.append(_json_part(part, key))
     choices += [{"type": ALSO_TAKEN[key.name]}] if key.name in ALSO_TAKEN else []
-    schema: dict[str, Any] = {"anyOf": choices}
-    return schema if key.default is REQUIRED else schema | {"default": _json_default(key.default)}
+    return {"anyOf": choices, "default": list(key.default) if isinstance(key.default, (list, tuple)) else key.default}
 
 
 def _json_entry(entry: Any) -> dict[str, Any]:
@@ -146,14 +144,14 @@ def _json_part(part: Any, key: Key) -> dict[str, Any]:
         (entry,) = get_args(part)
         return {"type": "array", "items": _json_entry(entry)}
     names = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
-    name = names.get(get_origin(part) or part, "object")
+    name, limits = names.get(get_origin(part) or part, "object"), limits_of(key.annotation)
     schema: dict[str, Any] = {"type": name}
-    if name in ("integer", "number") and key.limits.also is None:
+    if name in ("integer", "number") and limits.also is None:
         pairs = (
-            ("minimum", key.limits.minimum),
-            ("maximum", key.limits.maximum),
-            ("exclusiveMinimum", key.limits.above),
-            ("exclusiveMaximum", key.limits.below),
+            ("minimum", limits.minimum),
+            ("maximum", limits.maximum),
+            ("exclusiveMinimum", limits.above),
+            ("exclusiveMaximum", limits.below),
         )
         schema |= {word: limit for word, limit in pairs if limit is not None}
     return schema
@@ -161,7 +159,7 @@ def _json_part(part: Any, key: Key) -> dict[str, Any]:
 
 def _json_source() -> dict[str, Any]:
     properties: dict[str, Any] = {}
-    for name, annotation in get_type_hints(DataSource).items():
+    for name, annotation in fields_of(DataSource).items():
         words = [word for part in options(annotation) if get_origin(part) is Literal for word in get_args(part)]
         properties[name] = ({"enum": words} if words else {"type": ["string", "null"]}) | {
             "description": documented(DataSource).get(name, "")
@@ -169,5 +167,136 @@ def _json_source() -> dict[str, Any]:
     return {"type": "object", "required": ["path"], "additionalProperties": False, "properties": properties}
 
 
-def _json_default(value: Any) -> Any:
-    return list(value) if isinstance(value, (list, tuple)) else value
+# `make config`: the resolved configuration as YAML, each key with where its value came from.
+
+
+COLUMN = 44
+"""Where origins begin, when the value leaves room."""
+
+
+def show(call: Call) -> int:
+    """Prints the configuration and returns 0."""
+    loaded = call.load_config()
+    flat = flatten(loaded)
+    if call.json:
+        print(json.dumps({key: {"value": value, "origin": loaded.origins[key]} for key, value in flat.items()}, indent=2))
+    else:
+        print(as_yaml(flat, loaded.origins))
+    return 0
+
+
+def flatten(loaded: LoadedConfig) -> dict[str, Any]:
+    """Returns dotted key -> plain value, in the schema's order; further `TrainingArguments` stand behind the schema's own."""
+    flat: dict[str, Any] = {}
+
+    def walk(value: Any, name: str) -> None:
+        for item in dataclasses.fields(value):
+            key, inner = f"{name}.{item.name}" if name else item.name, getattr(value, item.name)
+            if key == "train.extra":
+                flat.update({f"train.{field}": _plain(part) for field, part in inner.items()})
+            elif dataclasses.is_dataclass(inner):
+                walk(inner, key)
+            else:
+                flat[key] = _plain(inner)
+
+    walk(loaded.config, "")
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {k: v for k, v in dataclasses.asdict(value).items() if v is not None}
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def as_yaml(flat: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    """Returns block YAML that can be saved and used again; origins are comments."""
+    lines: list[str] = []
+    open_sections: list[str] = []
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        shared = 0
+        while shared < min(len(sections), len(open_sections)) and sections[shared] == open_sections[shared]:
+            shared += 1
+        for depth in range(shared, len(sections)):
+            lines.append("  " * depth + f"{sections[depth]}:")
+        open_sections = sections
+        text = "  " * len(sections) + f"{name}: {scalar_text(value)}"
+        lines.append(f"{text:<{COLUMN}}  # {_comment(origins[key])}")
+    return "\n".join(lines)
+
+
+def _comment(origin: str) -> str:
+    """A comment ends at the line's end, whatever was typed."""
+    return origin if origin.isprintable() else origin.encode("unicode_escape").decode("ascii")
+
+
+# `sft-play COMMAND --help`, and the table of variables in docs/launching.md.
+
+
+LINK = re.compile(r"\[[^]]*\]\((#?)([^)]*)\)")
+
+
+def command_help(name: str, about: str, row: CommandRow) -> str:
+    """Returns what `sft-play NAME --help` prints."""
+    taken = [option for option in VARIABLES if option in row.options]
+    lines = [f"sft-play {name} NAME=value ...", "", f"  {about}", ""]
+    width = max(map(len, [*taken, "SECTION_KEY"])) + 2
+    lines += [f"  {option:<{width}}{LINK.sub(_place, VARIABLES[option])}" for option in taken]
+    if row.overrides:
+        lines.append(f"  {'SECTION_KEY':<{width}}any key of docs/configuration.md: `TRAIN_BATCH_SIZE=1` is `train.batch_size: 1`")
+    return "\n".join(lines if taken or row.overrides else [*lines, "  it takes no variables"])
+
+
+def _place(link: re.Match[str]) -> str:
+    return f"docs/{'launching.md#' if link[1] else ''}{link[2]}"
+
+
+def render_table() -> str:
+    """Return the table of variables in docs/launching.md."""
+    return "\n".join(["| name | meaning |", "|---|---|", *(f"| `{name}` | {meaning} |" for name, meaning in VARIABLES.items())])
+
+
+# AGENTS.md, for agents that write code here.
+
+
+AGENTS = """<!-- Rendered by `make render`; edit `sft_play/config/reference.py`. -->
+# For coding agents
+
+SFT-Play fine-tunes language models: one YAML file, one `make` command, any hardware. [docs/development.md](docs/development.md) shows the tree and
+the call path of a training run, [CONTRIBUTING.md](CONTRIBUTING.md) where new things go and how messages are written.
+
+```bash
+make check
+make test TESTS=tests/unit/test_config.py
+.venv/bin/python -m pytest -x -q tests/unit/test_config.py -k name
+make render
+```
+
+Run `make render` after a change of keys, commands, presets or launch files.
+
+- Imports point down only (`pyproject.toml`); `config`, `runs`, `plan`, `launch` do not import torch. Decide in pure functions, act in others.
+- A user's mistake is a `UserError` (`sft_play/errors.py`), without a traceback. Report all problems at once. Our own bugs get a traceback.
+- Nothing that a user typed is ignored. Defaults are in `sft_play/config/schema.py` and nowhere else. A fallback is a reason in the plan.
+- Names carry units (`memory_bytes`, `timeout_seconds`). Comments say why. Docstrings are one imperative sentence.
+- A bug fix starts with the failing test. Tests do not mock our own code.
+- Code, test, documents and a line in `CHANGELOG.md` come in one commit. No secrets in files.
+
+## Commands
+
+`make help` describes them, `.venv/bin/python -m sft_play NAME --help` lists the variables of one.
+
+| code | commands |
+|---|---|
+"""
+
+
+def render_agents(commands: Mapping[str, CommandRow]) -> str:
+    """Return the text of AGENTS.md."""
+    modules: dict[str, list[str]] = {}
+    for name, row in commands.items():
+        modules.setdefault(row.target.partition(":")[0], []).append(f"`{name}`")
+    lines = [f"| `{module}` | {', '.join(names)} |" for module, names in modules.items()]
+    return AGENTS + "\n".join(lines) + "\n"

@@ -2,16 +2,22 @@
 
 People write YAML; `config.load` turns it into a `Config`. The text under each field is its documentation:
 `config.reference` renders it into `docs/configuration.md` and `configs/schema.json`. `auto` means that the plan decides,
-and that `plan.json` keeps the reason. One module, however long: a key is looked up here.
+and that `plan.json` keeps the reason. The sections `slurm` and `kubernetes` stand in `config.schedulers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from sft_play.config.reader import FromZero, Positive, Range
+from sft_play.config.schedulers import KubernetesConfig, SlurmConfig
 
 Auto = Literal["auto"]
+AboveZero = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range(minimum=0)]
+Share = Annotated[float, Range(minimum=0, below=1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +29,7 @@ class ModelConfig:
     shape."""
     revision: str | None = None
     """Hub branch, tag or commit."""
-    max_seq_len: int = 2048
+    max_seq_len: Annotated[int, Range(minimum=8)] = 2048
     """Longest row in tokens."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights; `auto` follows hardware and mode."""
@@ -37,13 +43,13 @@ class ModelConfig:
     tokenizer: str | None = None
     """Folder or hub id of another tokenizer. From scratch, `train` makes a byte-level BPE from the training data; the default
     without `model.name`."""
-    vocab_size: int | None = None
+    vocab_size: Positive | None = None
     """From scratch: tokens of the vocabulary."""
-    hidden_size: int | None = None
+    hidden_size: Positive | None = None
     """From scratch: width, a multiple of `model.attention_heads`."""
-    attention_heads: int | None = None
+    attention_heads: Positive | None = None
     """From scratch: attention heads per layer."""
-    layers: int | None = None
+    layers: Positive | None = None
     """From scratch: transformer layers."""
 
 
@@ -51,11 +57,11 @@ class ModelConfig:
 class LoraSettings:
     """The shape of the adapters (`tuning.mode: lora` or `qlora`)."""
 
-    r: int = 16
+    r: Positive = 16
     """Rank."""
-    alpha: float = 32.0
+    alpha: AboveZero = 32.0
     """The adapter's output is multiplied by alpha / r."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Dropout before the adapter."""
     target_modules: Auto | list[str] = "auto"
     """Linear layers that get an adapter, a list or `q_proj,v_proj`. `auto` (or `all-linear`): all of the text model but the head,
@@ -97,7 +103,7 @@ class DataSource:
     """Condition for keeping a row: `lang == "en" and score >= 3`."""
     weight: float | None = None
     """Share relative to the other sources, in `data.mix_by`."""
-    rows: int | None = None
+    rows: Positive | None = None
     """Take at most this many rows, chosen by `train.seed`."""
     split: str | None = None
     """Hub dataset: split (`train`, `test[:500]`)."""
@@ -129,7 +135,7 @@ class DataConfig:
 
     sources: list[DataSource] = field(default_factory=list)
     """Training data, in order."""
-    validation: float | list[DataSource] | None = None
+    validation: Share | list[DataSource] | None = None
     """Held-out data: sources, or a fraction of the training rows chosen by a hash of the row."""
     train_path: str | None = None
     """Short for one entry of `data.sources`."""
@@ -155,7 +161,7 @@ class DataConfig:
     """System turn for conversations without one, everywhere."""
     style: StyleConfig = field(default_factory=StyleConfig)
     """Text around every turn."""
-    num_proc: int | Auto = "auto"
+    num_proc: Annotated[int, Range(minimum=1, maximum=1024)] | Auto = "auto"
     """Processes that prepare data; `auto`: one per core, one for small data."""
     sync: Literal["rsync", "shared"] = "rsync"
     """In a cluster: `rsync` copies data, base model and checkpoints; `shared` expects run folder and cache on a shared disk."""
@@ -165,11 +171,11 @@ class DataConfig:
 class TrainConfig:
     """The optimisation. Every other field of the pinned `transformers.TrainingArguments` is accepted here too."""
 
-    batch_size: int | Auto = "auto"
+    batch_size: Positive | Auto = "auto"
     """Rows (with packing: packs) per device and micro-step; `auto`: the most that fit."""
-    grad_accum: int | Auto = "auto"
+    grad_accum: Positive | Auto = "auto"
     """Micro-steps per optimizer step; `auto`: what reaches the global batch."""
-    global_batch_size: int | Auto = "auto"
+    global_batch_size: Positive | Auto = "auto"
     """Rows per optimizer step over all devices. `auto`: the product of the two above where both are given, else 32, or more where
     the given batch needs it."""
     packing: Literal["auto", "off", "on"] = "auto"
@@ -177,27 +183,27 @@ class TrainConfig:
     over 10 % of micro-steps. `true` and `false` are `on` and `off`."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Trained tokens: every assistant turn, the last one, or all."""
-    epochs: float = 3.0
+    epochs: AboveZero = 3.0
     """Passes over the training rows."""
-    max_steps: int = -1
+    max_steps: Annotated[int, Range(minimum=1, also=-1)] = -1
     """Optimizer steps; -1: by `train.epochs`."""
-    learning_rate: float | Auto = "auto"
+    learning_rate: NotNegative | Auto = "auto"
     """Peak; `auto`: 2e-4 for adapters, 2e-5 for `full`, 6e-4 from scratch."""
     learning_rate_scaling: Literal["none", "sqrt", "linear"] = "none"
     """Multiply the learning rate by sqrt(G / 32) or G / 32 for a global batch of G rows."""
     lr_scheduler_type: str = "cosine"
     """Schedule of transformers."""
-    warmup_ratio: float = 0.03
+    warmup_ratio: Annotated[float, Range(minimum=0, maximum=1)] = 0.03
     """Share of steps with a rising rate."""
-    warmup_steps: int | None = None
+    warmup_steps: FromZero | None = None
     """The same in steps; replaces `train.warmup_ratio`."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """Decoupled weight decay."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NotNegative = 1.0
     """Gradient clipping; 0: off."""
     optim: str = "auto"
     """Optimizer of transformers (`adamw_torch_fused`, `paged_adamw_8bit`, ...); `auto` goes by mode and hardware."""
-    seed: int = 42
+    seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 42
     """Initialisation, order, dropout."""
     bf16: bool | Auto = "auto"
     """Compute in bfloat16; `true` is an error where unsupported."""
@@ -209,49 +215,49 @@ class TrainConfig:
     """DDP looks for parameters without gradient."""
     ddp_broadcast_buffers: bool = False
     """DDP sends rank 0's buffers before each forward."""
-    ddp_bucket_cap_mb: int | None = None
+    ddp_bucket_cap_mb: Positive | None = None
     """DDP's gradient buckets, MiB."""
     kernels: Literal["auto", "off", "liger"] = "auto"
     """Triton kernels (norms, rotary, SwiGLU); `auto`: Liger where installed and supported."""
-    dataloader_num_workers: int | Auto = "auto"
+    dataloader_num_workers: FromZero | Auto = "auto"
     """Loading processes per rank; `auto`: 2 with a GPU, else 0."""
     dataloader_pin_memory: bool | Auto = "auto"
     """Pinned memory; `auto`: with a GPU."""
     eval_strategy: Literal["auto", "no", "steps", "epoch"] = "auto"
     """When to evaluate; `auto`: `epoch` with validation rows."""
-    eval_steps: int | None = None
+    eval_steps: Positive | None = None
     """Steps between evaluations (`eval_strategy: steps`)."""
     predict_with_generate: bool | Auto = "auto"
     """Score generated answers; `auto`: only in `make eval`."""
-    generation_num_beams: int = 1
+    generation_num_beams: Positive = 1
     """Beams; 1: greedy."""
-    generation_max_new_tokens: int = 128
+    generation_max_new_tokens: Positive = 128
     """Longest answer in tokens."""
-    eval_accumulation_steps: int | None = None
+    eval_accumulation_steps: Positive | None = None
     """Accepted, no effect: no logits are kept."""
     eval_do_concat_batches: bool = True
     """Accepted, no effect."""
-    logging_steps: int = 1
+    logging_steps: Positive = 1
     """Steps between rows of `metrics.jsonl`."""
     save_strategy: Literal["no", "steps", "epoch"] = "steps"
     """When to save; unless `no`, also at the end."""
-    save_steps: int = 50
+    save_steps: Positive = 50
     """Steps between checkpoints (`save_strategy: steps`)."""
-    save_total_limit: int | None = 3
+    save_total_limit: Positive | None = 3
     """Checkpoints kept besides the best."""
     load_best_model_at_end: bool = False
     """`model/` gets the best checkpoint, not the last."""
     metric_for_best_model: str = "eval_loss"
     """`eval_loss` (lower is better), `eval_rougeL` (higher), ..."""
-    early_stopping_patience: int | None = None
+    early_stopping_patience: Positive | None = None
     """Stop after this many evaluations without improvement."""
-    early_stopping_threshold: float = 0.0
+    early_stopping_threshold: NotNegative = 0.0
     """Smallest improvement that counts."""
     async_save: bool = False
     """Save in the background where memory holds a copy of the states."""
     spike_guard: Literal["off", "report", "skip"] = "off"
     """When the gradient norm jumps: record the step (`report`), or also skip the update."""
-    spike_factor: float = 10.0
+    spike_factor: Annotated[float, Range(above=1)] = 10.0
     """Jump: this many times the median of the last 50 steps."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further `TrainingArguments`, written directly under `train.`."""
@@ -264,11 +270,11 @@ class EvalConfig:
     metrics: list[str] = field(default_factory=lambda: ["rouge1", "rouge2", "rougeL"])
     """Scores of answers: `rouge1`, `rouge2`, `rougeL`, `bleu`, `chrf`, `exact_match`, `f1`, or `evaluate:NAME` of the `evaluate`
     library."""
-    max_seconds: float | None = None
+    max_seconds: AboveZero | None = None
     """Time limit for generating answers at one evaluation; the output names how many were scored."""
-    samples: int = 200
+    samples: Positive = 200
     """Validation rows that are answered, chosen by seed; the loss uses all rows."""
-    batch_size: int | Auto = "auto"
+    batch_size: Positive | Auto = "auto"
     """Prompts answered together per device."""
 
 
@@ -278,14 +284,16 @@ class LaunchConfig:
 
     strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "auto"
     """Parallelism; `auto` goes by the command and what fits."""
+    sequence_parallel: Positive = 1
+    """Ranks that share each line of tokens between them, for rows too long for one card (Ulysses)."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     """`nccl` for GPUs, `gloo` for CPUs; `mpi` is refused (not in torch's wheels)."""
-    timeout_seconds: int = 1800
+    timeout_seconds: Positive = 1800
     """Longest wait of a collective for a rank."""
-    hang_seconds: float | Auto = "auto"
+    hang_seconds: AboveZero | Auto = "auto"
     """Longest time without a step before the run ends with all ranks' stacks; `auto`: 600 s or ten times the longest step; other
     limits while loading, saving, evaluating."""
-    max_restarts: int = 0
+    max_restarts: FromZero = 0
     """Restarts from the last checkpoint after a lost rank."""
     auto_resume: bool = False
     """Continue the run `RUN_NAME` if it exists."""
@@ -293,121 +301,26 @@ class LaunchConfig:
     """Unlike devices: shares by memory and measured speed; `off`: equal."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Gradients in 16 bits or low rank (DDP only)."""
-    powersgd_rank: int = 4
+    powersgd_rank: Positive = 4
     """Rank for `compression: powersgd`."""
-    local_steps: int = 1
+    local_steps: Positive = 1
     """Steps per rank between two averages of the weights (DDP only, DiLoCo); 1: ordinary training."""
-    outer_learning_rate: float = 1.0
+    outer_learning_rate: AboveZero = 1.0
     """`launch.local_steps`: step size of the outer Nesterov optimizer; 1 with momentum 0 is plain averaging."""
-    outer_momentum: float = 0.0
+    outer_momentum: Share = 0.0
     """`launch.local_steps`: its momentum. DiLoCo: 0.9 with step size 0.7, for long runs."""
     network: str | None = None
     """Speed between machines (`1Gbit`), for the plan; an inventory can state it too."""
     slow_network: Literal["refuse", "allow"] = "refuse"
     """ZeRO-3 and FSDP2 where sending weights would take most of the time."""
-    join_seconds: int = 600
+    join_seconds: Positive = 600
     """How long a node waits for the others."""
-    silent_seconds: int = 20
+    silent_seconds: Positive = 20
     """Silence after which a machine counts as lost."""
     elastic: str | None = None
     """`MIN:MAX` machines (`2:4`): continue with those left, and take back one that returns."""
-    max_oom_retries: int = 3
+    max_oom_retries: FromZero = 3
     """Retries after out of memory, each with half the micro-batch and twice the accumulation."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmConfig:
-    """What `make slurm` asks the scheduler for. Nodes and GPUs come from the plan."""
-
-    partition: str | None = None
-    """Default: the cluster's."""
-    account: str | None = None
-    """Account to charge."""
-    qos: str | None = None
-    """Quality of service."""
-    time: str = "24:00:00"
-    """Time limit (`days-hours:minutes:seconds`)."""
-    gpu_type: str | None = None
-    """GPU type (`--gpus-per-node=TYPE:COUNT`)."""
-    cpus_per_gpu: int = 8
-    """Cores per GPU; without GPUs per process."""
-    memory: str | None = None
-    """Memory per node (`200G`); default: the partition's."""
-    constraint: str | None = None
-    """Feature the nodes must have."""
-    warning_seconds: int = 120
-    """Time before the limit at which the run saves and stops."""
-    max_requeues: int = 20
-    """Requeues after preemption, the time limit or a lost peer."""
-    array: str | None = None
-    """Job array (`0-3`, `1-10%1`): each task is a run `RUN_NAME-INDEX`."""
-    setup: list[str] = field(default_factory=list)
-    """Shell lines before the launch (`module load cuda`)."""
-    options: list[str] = field(default_factory=list)
-    """Further sbatch options (`--exclusive`)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KubernetesConfig:
-    """What `make kubernetes` renders. Pods and GPUs come from the plan."""
-
-    kind: Literal["pytorchjob", "trainjob", "job", "skypilot"] = "pytorchjob"
-    """`pytorchjob` (Training Operator v1), `trainjob` (Trainer v2), `job` (indexed Job, no operator), `skypilot` (a task for
-    clouds)."""
-    image: str = "sft-play:latest"
-    """Image made by this project's `Dockerfile`; SkyPilot installs this folder unless it is given."""
-    namespace: str | None = None
-    """Default: the current context's."""
-    models_claim: str | None = "models"
-    """PersistentVolumeClaim for models and prepared data. SkyPilot: only a typed name, of a volume."""
-    runs_claim: str | None = "runs"
-    """PersistentVolumeClaim for run folders; SkyPilot as above."""
-    tracking_claim: str | None = None
-    """PersistentVolumeClaim for a tracker (Aim), at `/tracking`."""
-    create_claims: bool = False
-    """Render the claims; needs `kubernetes.storage_class`."""
-    storage_class: str | None = None
-    """Storage class of rendered claims."""
-    access_mode: Literal["auto", "ReadWriteMany", "ReadWriteOnce"] = "auto"
-    """Of rendered claims; `auto`: `ReadWriteMany` for several pods, else `ReadWriteOnce`."""
-    storage_size: str = "200Gi"
-    """Size of each rendered claim."""
-    token_secret: str | None = None
-    """Secret with the hub's token as key `HF_TOKEN`."""
-    pull_secret: str | None = None
-    """Secret for pulling the image."""
-    gpu_resource: str = "nvidia.com/gpu"
-    """Resource name of GPUs."""
-    cpus: int = 8
-    """Cores per pod."""
-    memory: str = "64Gi"
-    """Memory per pod, with `/dev/shm`."""
-    shm: str = "16Gi"
-    """Size of `/dev/shm`."""
-    port: int = 29500
-    """Port where ranks meet."""
-    node_selector: Mapping[str, str] = field(default_factory=dict)
-    """Labels the nodes must have."""
-    replica_selectors: list[Mapping[str, str]] = field(default_factory=list)
-    """Labels for each pod's node, by rank; PyTorchJob: Master and Workers may differ."""
-    tolerations: list[Mapping[str, str]] = field(default_factory=list)
-    """Taints that pods tolerate: `[{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]`."""
-    infiniband: bool = False
-    """Request the rdma resource and unlimited locked memory."""
-    rdma_resource: str = "rdma/ib"
-    """Resource name of InfiniBand devices."""
-    rdma_count: int = 1
-    """InfiniBand devices per pod."""
-    hca: str | None = None
-    """`NCCL_IB_HCA`, such as `mlx5`."""
-    max_restarts: int = 10
-    """Restarts in a row without a newer checkpoint after a lost peer or a kill."""
-    finished_seconds: int = 604800
-    """Seconds until a finished PyTorchJob or Job is removed; a TrainJob stays."""
-    queue: str | None = None
-    """Kueue queue."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables, stronger than ours; no secrets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

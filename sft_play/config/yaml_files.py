@@ -16,7 +16,7 @@ from sft_play.errors import UserError, printable
 
 BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 NULLS = frozenset({"", "~", "null", "Null", "NULL"})
-INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+INTEGER = re.compile(r"[-+]?[0-9]{1,400}|0o[0-7]{1,300}|0x[0-9a-fA-F]{1,300}")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 STANDARD_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq"))
@@ -56,6 +56,11 @@ class Node:
         return f"{path}:{line}" if line else str(path)
 
 
+def is_writable(text: str) -> bool:
+    """Whether files and paths can hold a text: no null character, no half of a surrogate pair."""
+    return not any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def wrap(value: Any, line: int | None = None) -> Node:
     """Returns ordinary Python as a `Node`, every part at `line`."""
     if isinstance(value, Mapping):
@@ -72,10 +77,7 @@ def resolve_scalar(text: str) -> Any:
     if text in BOOLEANS:
         return BOOLEANS[text]
     if INTEGER.fullmatch(text):
-        try:
-            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-        except ValueError:  # Python refuses thousands of digits
-            return math.inf
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
     if FLOAT.fullmatch(text):
         return float(text)
     if SPECIAL.fullmatch(text):
@@ -204,10 +206,6 @@ UNPRINTABLE = re.compile(
 OLD_BOOLEANS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 
 
-LONGEST_DECIMAL = 2_000
-"""Bits of an integer that is still written in decimals."""
-
-
 def scalar_text(value: Any) -> str:
     """Returns a scalar, list or mapping as YAML on one line, which YAML 1.1 readers understand in the same way."""
     if value is None:
@@ -222,8 +220,6 @@ def scalar_text(value: Any) -> str:
         return "{" + ", ".join(f"{_string_text(str(k))}: {scalar_text(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(scalar_text(part) for part in value) + "]"
-    if isinstance(value, int) and value.bit_length() > LONGEST_DECIMAL:
-        return hex(value)  # Python writes no longer one in decimals
     return str(value)
 
 

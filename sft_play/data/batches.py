@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from sft_play.plan.balance import Slots
-from sft_play.plan.layouts import BY_LENGTHS
+from sft_play.plan.batch import Slots
 from sft_play.plan.mixture import permutation
 from sft_play.plan.packing import best_fit
+from sft_play.plan.shape import BY_LENGTHS
 
 Item = TypeVar("Item")
 Shares = tuple[Slots, ...]
@@ -75,7 +75,7 @@ class GlobalBatchSampler:
         return self.changes[-1][1]
 
     def shares_at(self, step: int) -> Shares:
-        """Returns the shares of an optimizer step of the run."""
+        """Return the shares of an optimizer step of the run."""
         return next(shares for start, shares in reversed(self.changes) if start <= step)
 
     def holds(self, shares: Sequence[Slots]) -> bool:
@@ -92,14 +92,14 @@ class GlobalBatchSampler:
         self.changes = [(start, kept) for start, kept in self.changes if start < step] + [(step, tuple(shares))]
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the permutation; called by accelerate's loader at the start of each epoch."""
+        """Choose the permutation; called by accelerate's loader at the start of each epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return self.steps * self.turns
 
     def order(self) -> list[int]:
-        """Returns this epoch's row indices."""
+        """Return this epoch's row indices."""
         return self._order(self.epoch) if self._order else permutation(self.rows, self.seed, self.epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -109,7 +109,7 @@ class GlobalBatchSampler:
             yield from self.share(order[start : start + self.global_batch], self.shares_at(first + index))
 
     def share(self, batch: Sequence[int], shares: Shares | None = None) -> list[list[int]]:
-        """Returns this rank's micro-batches of one global batch, `turns` of them."""
+        """Return this rank's micro-batches of one global batch, `turns` of them."""
         shares = shares or self.ranks
         if self.pack_tokens:
             found = self._share_packs(batch, shares)
@@ -133,7 +133,7 @@ class GlobalBatchSampler:
 
 
 def _by_turns(packs: Sequence[Item], shares: Shares, rank: int) -> list[list[Item]]:
-    """Returns a rank's packs of each micro-step, for ranks that make as many: all share out the packs of each."""
+    """Return a rank's packs of each micro-step, for ranks that make as many: all share out the packs of each."""
     micros, steps = [micro for micro, _ in shares], shares[0][1]
     turns = -(-len(packs) // sum(micros))
     if turns > steps:
@@ -142,7 +142,7 @@ def _by_turns(packs: Sequence[Item], shares: Shares, rank: int) -> list[list[Ite
 
 
 def _dealt(weights: Sequence[int], shares: Shares, turns: int) -> list[list[int]]:
-    """Returns which packs each rank gets, given their tokens, the most first: each goes where tokens per slot are then the fewest."""
+    """Return which packs each rank gets, given their tokens, the most first: each goes where tokens per slot are then the fewest."""
     slots = [micro * steps for micro, steps in shares]
     found: list[list[int]] = [[] for _ in shares]
     loads = [0] * len(shares)
@@ -194,21 +194,31 @@ class Collator:
 
     An empty micro-batch gives one dummy line with one ignored target: its loss is 0 and its gradients are 0, but every
     collective operation of a step still happens. `rows` keeps the rows' ids and `tokens` counts theirs; neither reaches the model.
+
+    `part` (i, N): of a flattened line, made longer by a row of padding where N does not divide it, only slice i of N equal ones, its
+    targets and tokens; the lengths stay those of the whole line (`model.sequence_parallel`).
     """
 
-    def __init__(self, layout: str, pad_token_id: int, attention: str = "sdpa", device: str = "cpu") -> None:
+    def __init__(
+        self, layout: str, pad_token_id: int, attention: str = "sdpa", device: str = "cpu", part: tuple[int, int] = (0, 1)
+    ) -> None:
         if layout not in ("flattened", "padded", "unmasked"):
             raise ValueError(f"unknown layout `{layout}`")
+        if part[1] > 1 and (layout != "flattened" or attention not in BY_LENGTHS):
+            raise ValueError(f"lines of the layout `{layout}` under `{attention}` cannot be cut into slices")
         self.layout = layout
         self.pad_token_id = pad_token_id
         self.by_lengths = attention in BY_LENGTHS
         self.device = device
+        self.part = part
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         parts = [(list(row["input_ids"]), list(row["labels"])) for row in rows]
         batch = self._flattened(parts) if self.layout == "flattened" else self._padded(parts)
         batch["rows"] = [int(row.get("row", -1)) for row in rows]
-        batch["tokens"] = sum(len(tokens) for tokens, _ in parts)
+        whole, (which, number) = sum(len(tokens) for tokens, _ in parts), self.part
+        width = batch["input_ids"].shape[1]
+        batch["tokens"] = whole if number == 1 else len(range(whole)[which * width : (which + 1) * width])
         return batch
 
     def _flattened(self, parts: Sequence[tuple[list[int], list[int]]]) -> Batch:
@@ -226,13 +236,20 @@ class Collator:
                 if labels[index] != IGNORED:
                     keep.append(start + index - 1)
                     targets.append(labels[index])
-        if not keep:
-            keep, targets = [0], [IGNORED]
+        which, number = self.part
+        width = -(-len(ids) // number)
+        if padding := width * number - len(ids):
+            ids += [self.pad_token_id] * padding
+            positions += range(padding)
+            ends.append(len(ids))
+        mine = slice(which * width, (which + 1) * width)
+        kept = [(at - mine.start, target) for at, target in zip(keep, targets, strict=True) if mine.start <= at < mine.stop]
+        kept = kept or [(0, IGNORED)]
         return {
-            "input_ids": torch.tensor([ids]),
-            "position_ids": torch.tensor([positions]),
-            "logits_to_keep": torch.tensor(keep),
-            "targets": torch.tensor(targets),
+            "input_ids": torch.tensor([ids[mine]]),
+            "position_ids": torch.tensor([positions[mine]]),
+            "logits_to_keep": torch.tensor([at for at, _ in kept]),
+            "targets": torch.tensor([target for _, target in kept]),
             **(lengths_of(ends, max(positions) + 1, self.device) if self.by_lengths else {}),
         }
 
@@ -256,7 +273,7 @@ class Collator:
 
 
 def lengths_of(ends: Sequence[int], longest: int, device: str) -> Batch:
-    """Returns where rows end, [R + 1] from 0: as numbers for `model.varlen`; for a GPU's flash attention too, int32, with the longest."""
+    """Return where rows end, [R + 1] from 0: as numbers for `model.kernels`; for a GPU's flash attention too, int32, with the longest."""
     if device == "cpu":
         return {"row_ends": tuple(ends)}
     places = torch.tensor(ends, dtype=torch.int32)

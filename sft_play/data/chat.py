@@ -76,10 +76,10 @@ class Renderer:
         self._compiled = self._compile()
 
     def rows(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, loss_on: str = "assistant") -> list[RowText]:
-        """Returns the rows of a conversation that ends with an answer. Raises `DataError` where a mask cannot be exact."""
+        """Return the rows of a conversation that ends with an answer. Raise `DataError` where a mask cannot be exact."""
         if has_tools(messages, tools):
             last = max((index for index, turn in enumerate(messages) if turn["role"] == "assistant"), default=-1)
-            check_written(messages[: last + 1], tools, self._render_as)
+            check_written(messages[: last + 1], tools, self.render)
         if loss_on == "all":
             return [self._everything(messages, tools)]
         wanted = learnt(messages, loss_on)
@@ -96,7 +96,7 @@ class Renderer:
         return [*alone, RowText(prompt, answer, messages[wanted[-1]]["content"], tuple(earlier))]
 
     def answer(self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None = None) -> tuple[str, str]:
-        """Returns the prompt of message `index` and what the model writes then, with the end of its turn. Raises `DataError`."""
+        """Return the prompt of message `index` and what the model writes then, with the end of its turn. Raise `DataError`."""
         prompt, said = self._answer(messages, index, tools)
         for stop in self.stops:
             if 0 <= said.find(stop) < len(said) - len(stop):
@@ -122,13 +122,13 @@ class Renderer:
     def _located(
         self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None, prompt: str, full: str
     ) -> tuple[str, str]:
-        """Returns what `answer` does, for an answer whose place is found by putting a marker there."""
+        """Return what `answer` does, for an answer whose place is found by putting a marker there."""
         message, number = messages[index], index + 1
         if message.get("tool_calls"):
             if not full.startswith(prompt):
                 raise DataError(f"the chat template does not write turn {number} after its prompt, {_NOT_EXACT}", hint=_BY_ANSWER)
             said = full[len(prompt) : len(prompt) + self._end(full[len(prompt) :], blank=False)]
-            check_answer(messages, index, prompt, said, tools, self._render_as, lambda text: self._end(text, blank=False))
+            check_answer(messages, index, prompt, said, tools, self.render, lambda text: self._end(text, blank=False))
             return prompt, said
         marked = self.render([*messages[:index], {**message, "content": MARKER}], tools)
         head, found, tail = marked.partition(MARKER)
@@ -149,7 +149,7 @@ class Renderer:
         return prompt, body + tail[:end]
 
     def _end(self, text: str, *, blank: bool) -> int:
-        """Returns where in `text` the first end of a turn ends; `blank`: only white space may stand before it."""
+        """Return where in `text` the first end of a turn ends; `blank`: only white space may stand before it."""
         places = [(text.find(stop), stop) for stop in self.stops if stop in text]
         first, stop = min(places, default=(-1, ""))
         if first < 0 or (blank and text[:first].strip()):
@@ -160,7 +160,7 @@ class Renderer:
         return first + len(stop)
 
     def _check_change(self, messages: Sequence[Message], index: int, last: int) -> None:
-        """Raises `DataError` where the last prompt shows an earlier answer otherwise than by leaving out thoughts or moving tools."""
+        """Raise `DataError` where the last prompt shows an earlier answer otherwise than by leaving out thoughts or moving tools."""
         prompt = self.render(messages[:last], prompt=True)
         before, said = self.answer(messages, index)
         if not _said_in(prompt).startswith(_said_in(before + said)):
@@ -170,7 +170,7 @@ class Renderer:
             )
 
     def _everything(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> RowText:
-        """Returns the row of `train.loss_on: all`: every token but those of turns with `train: false`."""
+        """Return the row of `train.loss_on: all`: every token but those of turns with `train: false`."""
         if all(message.get("train") is False for message in messages):
             raise DataError("every turn has `train: false`, so there is nothing to learn")
         last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
@@ -195,15 +195,15 @@ class Renderer:
     def _words(
         self, messages: Sequence[Message], index: int, last: int, tools: Sequence[Any] | None, prompt: str
     ) -> tuple[int, int]:
-        """Returns where in the prompt of message `last` the words of another message stand."""
+        """Return where in the prompt of message `last` the words of another message stand."""
         marked = [{**message, "content": MARKER} if at == index else message for at, message in enumerate(messages[:last])]
         head, found, tail = self.render(marked, tools, prompt=True).partition(MARKER)
         if not found or MARKER in tail or not (prompt.startswith(head) and prompt.endswith(tail)):
             raise DataError(f"the chat template does not write turn {index + 1} in one place, {_NOT_EXACT}")
         return len(head), len(prompt) - len(tail)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = False) -> str:
-        """Returns the text of a conversation, with the generation prompt if `prompt`. Raises `DataError`."""
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, prompt: bool = False) -> str:
+        """Return the text of a conversation, with the generation prompt if `prompt`. Raise `DataError`."""
         import jinja2
 
         try:
@@ -227,16 +227,13 @@ class Renderer:
                 hint="`data.chat_template` chooses another template",
             ) from error
 
-    def _render_as(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool) -> str:
-        return self.render(messages, tools, prompt=prompt)
-
     def _render_slowly(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool) -> str:
         turns = [{key: value for key, value in message.items() if key != "train"} for message in messages]
         options: dict[str, Any] = {"tools": list(tools)} if tools else {}
         return write_chat(self.tokenizer, turns, add_generation_prompt=prompt, **options)
 
     def _compile(self) -> Any:
-        """Returns the compiled template where it writes a plain conversation as `apply_chat_template` does; else `None`.
+        """Return the compiled template where it writes a plain conversation as `apply_chat_template` does; else `None`.
 
         That function copies and checks each conversation first, which takes longer than the rendering.
         """
@@ -255,7 +252,7 @@ class Renderer:
 
 
 def learnt(messages: Sequence[Message], loss_on: str) -> list[int]:
-    """Returns the indices of the answers that are learnt (`train.loss_on: assistant` or `last`). Raises `DataError` for none."""
+    """Return the indices of the answers that are learnt (`train.loss_on: assistant` or `last`). Raise `DataError` for none."""
     for index, message in enumerate(messages):
         if message.get("train") is True and message["role"] != "assistant":
             raise DataError(
@@ -271,12 +268,12 @@ def learnt(messages: Sequence[Message], loss_on: str) -> list[int]:
 
 
 def _said_in(text: str) -> str:
-    """Returns a text without thoughts and white space."""
+    """Return a text without thoughts and white space."""
     return "".join(_THOUGHT.sub("", text).split())
 
 
 def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:
-    """Returns where the answer begins in `full`, where the template writes something else there than the generation prompt.
+    """Return where the answer begins in `full`, where the template writes something else there than the generation prompt.
 
     A generation prompt may say more than the finished turn (a closed, empty thought): then the words follow the prompt.
     """
@@ -314,7 +311,7 @@ DAY = "01 Jan 2026"
 
 
 def template_sha256(tokenizer: Any) -> str | None:
-    """Returns a sha256 over a sample conversation as the tokenizer's template writes it, with and without the prompt for an answer.
+    """Return a sha256 over a sample conversation as the tokenizer's template writes it, with and without the prompt for an answer.
 
     Templates that write today's date get a fixed one. Returns `None` where there is no template, or one that cannot write the sample
     even without its system turn.
@@ -343,7 +340,7 @@ _EMPTY = re.compile(rf"\s*{OPEN}\s*{CLOSE}")
 
 
 def thought_of(message: Message) -> str:
-    """Returns what an assistant turn thinks, in `reasoning_content` or before `</think>`; nothing where it does not."""
+    """Return what an assistant turn thinks, in `reasoning_content` or before `</think>`; nothing where it does not."""
     given = message.get("reasoning_content")
     if given:
         return given.strip()
@@ -352,7 +349,7 @@ def thought_of(message: Message) -> str:
 
 
 def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on: str) -> int:
-    """Returns how many thoughts of turns that are learnt stand in no learnt part of the conversation's rows.
+    """Return how many thoughts of turns that are learnt stand in no learnt part of the conversation's rows.
 
     Qwen3 leaves thoughts out of earlier turns: such turns have a row of their own, with the thought, so none is lost; only with
     `train.loss_on: all`, which is one row, they are. A template that knows no thoughts (ChatML) loses all in `reasoning_content`.
@@ -367,7 +364,7 @@ def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on:
 
 
 def empty_thoughts(rows: Sequence[RowText]) -> int:
-    """Returns how many answers that are learnt begin with a thought without words, as Qwen3's template writes it."""
+    """Return how many answers that are learnt begin with a thought without words, as Qwen3's template writes it."""
     return sum(bool(_EMPTY.match(row.answer)) + sum(bool(_EMPTY.match(row.prompt, s.start)) for s in row.earlier) for row in rows)
 
 

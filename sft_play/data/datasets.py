@@ -1,124 +1,32 @@
-"""Rows of what `datasets` knows: parquet and Arrow files, folders of `save_to_disk`, datasets of the hub."""
+"""Rows of what `datasets` knows (folders of `save_to_disk`, datasets of the hub), and of what Python itself brings."""
 
 from __future__ import annotations
 
+import ast
+import functools
+import hashlib
+import importlib.util
 import json
+import random
 import re
+import sys
+import sysconfig
+import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from sft_play.config.schema import DataSource
 from sft_play.data.example import LeftOut
-from sft_play.data.unpack import open_bytes, seekable
+from sft_play.data.readers import Placed, without_nulls
 from sft_play.errors import DataError, first_line
-from sft_play.plan.hub import hub_reachable
+from sft_play.plan.architecture import hub_reachable
 from sft_play.runs.folder import require_inside
-
-BATCH_ROWS = 1024
-"""Rows that are in memory at once."""
-FILE_MARK = b"ARROW1"
-"""How an Arrow file begins; a stream has no mark."""
-
-Placed = tuple[str, Mapping[str, Any] | DataError]
-
-
-def read_parquet(path: Path) -> Iterator[Placed]:
-    """Yields the rows of a parquet file. Raises `DataError`."""
-    import pyarrow
-    from pyarrow import parquet
-
-    with seekable(path) as stream:
-        try:
-            yield from _rows(parquet.ParquetFile(stream).iter_batches(batch_size=BATCH_ROWS), path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise _broken("a parquet file", path, error) from None
-
-
-def read_arrow(path: Path) -> Iterator[Placed]:
-    """Yields the rows of an Arrow file, or of an Arrow stream, as `datasets` keeps them. Raises `DataError`."""
-    import pyarrow
-
-    with open_bytes(path) as stream:
-        mark = stream.read(len(FILE_MARK))
-    if not mark:
-        return
-    with seekable(path) as stream:
-        try:
-            yield from _rows(_arrow_batches(stream, mark == FILE_MARK), path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise _broken("an Arrow file", path, error) from None
-
-
-def _broken(what: str, path: Path, error: Exception) -> DataError:
-    said = first_line(error)
-    return DataError(f"is not {what}, or is damaged: {said}", place=str(path))
-
-
-def _arrow_batches(stream: IO[bytes], is_file: bool) -> Iterator[Any]:
-    from pyarrow import ipc
-
-    if is_file:
-        file = ipc.open_file(stream)
-        for index in range(file.num_record_batches):
-            yield from _pieces(file.get_batch(index))
-    else:
-        for batch in ipc.open_stream(stream):
-            yield from _pieces(batch)
-
-
-def _pieces(batch: Any) -> Iterator[Any]:
-    """Yields a batch in parts: writers may put a whole table into one."""
-    for start in range(0, batch.num_rows, BATCH_ROWS):
-        yield batch.slice(start, BATCH_ROWS)
-
-
-def _rows(batches: Iterator[Any], path: Path) -> Iterator[Placed]:
-    number = 0
-    for batch in batches:
-        nested = [field.name for field in batch.schema if has_struct(field.type)]
-        try:
-            rows: list[Mapping[str, Any] | DataError] = batch.to_pylist()
-        except UnicodeDecodeError:
-            rows = [_row(batch.slice(index, 1)) for index in range(batch.num_rows)]
-        for row in rows:
-            number += 1
-            place = f"{path}, row {number}"
-            if isinstance(row, DataError):
-                row.place = place
-                yield place, row
-            else:
-                yield place, {**row, **{name: without_nulls(row[name]) for name in nested}} if nested else row
-
-
-def _row(batch: Any) -> Mapping[str, Any] | DataError:
-    try:
-        row: Mapping[str, Any] = batch.to_pylist()[0]
-        return row
-    except UnicodeDecodeError as error:
-        return DataError(f"the row holds text that is not UTF-8: byte {error.start + 1} of the text")
-
-
-def has_struct(kind: Any) -> bool:
-    """Whether values of an Arrow type are, or hold, mappings."""
-    from pyarrow import types
-
-    if types.is_struct(kind):
-        return True
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)) and has_struct(
-        kind.value_type
-    )
-
-
-def without_nulls(value: Any) -> Any:
-    """Returns nested mappings without their null entries: Arrow gives every mapping of a column the keys of all others."""
-    if isinstance(value, dict):
-        return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
-    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def saved_files(folder: Path, split: str | None) -> list[Path] | None:
-    """Returns the Arrow files of a folder that `save_to_disk` wrote, in order; `None` for another folder. Raises `DataError`."""
+    """Return the Arrow files of a folder that `save_to_disk` wrote, in order; `None` for another folder. Raises `DataError`."""
     root, splits = folder, folder / "dataset_dict.json"
     if splits.is_file():
         names = _strings(splits, "splits")
@@ -142,14 +50,14 @@ def saved_files(folder: Path, split: str | None) -> list[Path] | None:
 
 
 def _inside(name: str, where: Path) -> str:
-    """Returns the name of a file in the folder itself; a path could lead out of it. Raises `DataError`."""
+    """Return the name of a file in the folder itself; a path could lead out of it. Raises `DataError`."""
     if Path(name).name != name or name in ("", ".", ".."):
         raise DataError(f"names `{name}`, which is not in the folder", place=str(where))
     return name
 
 
 def _strings(path: Path, key: str) -> list[str]:
-    """Returns the texts that a file of `save_to_disk` lists under `key`. Raises `DataError`."""
+    """Return the texts that a file of `save_to_disk` lists under `key`. Raises `DataError`."""
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))[key]
         names = [entry["filename"] if isinstance(entry, dict) else entry for entry in listed]
@@ -170,7 +78,7 @@ SECONDS = 30
 
 
 def read_hub(source: DataSource, hint: str, left: LeftOut) -> Iterator[Placed]:
-    """Yields the rows of a hub dataset, whose commit `left` keeps. Raises `DataError`; `hint` says how paths of files are meant."""
+    """Yield the rows of a hub dataset, whose commit `left` keeps. Raises `DataError`; `hint` says how paths of files are meant."""
     import datasets
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError
@@ -190,7 +98,7 @@ def read_hub(source: DataSource, hint: str, left: LeftOut) -> Iterator[Placed]:
 
 
 def _commit(source: DataSource) -> str | None:
-    """Returns the commit that the revision stands for. Raises what `huggingface_hub` raises where there is none.
+    """Return the commit that the revision stands for. Raises what `huggingface_hub` raises where there is none.
 
     The library itself takes whatever it has cached of the dataset when a revision is not found, and only logs that.
     """
@@ -215,3 +123,129 @@ def _problem(source: DataSource, error: Exception, rows: int, hint: str) -> Data
         hint="streaming takes whole splits: `rows` limits them" if source.streaming and "[" in (source.split or "")
         else "check the name, `config`, `split`, `revision` and the network; a private dataset needs HF_TOKEN",
     )  # fmt: skip
+
+
+# Data that Python itself brings: `builtin:docstrings`, functions and the first sentence of their docstrings, as conversations, and
+# `builtin:code`, the modules of the standard library and of transformers, as documents.
+#
+# Nothing is downloaded: the text stands in the interpreter that runs this (PSF licence), and in a package that this project needs
+# (Apache-2.0). Modules, never rows, are split into training and validation, so that near-copies within a module stay on one side.
+
+
+PROMPT = "Say in one sentence what this Python function does.\n\n{code}"
+TESTS = frozenset({"test", "tests", "site-packages", "__pycache__"})
+"""Not every Python has its own tests."""
+LEFT_OUT = TESTS | {"idlelib", "lib2to3", "pydoc_data", "turtledemo"}
+SENTENCE_CHARACTERS = (20, 160)
+CODE_CHARACTERS = (60, 600)
+PER_MODULE = {"train": 60, "validation": 12}
+VALIDATION_ROWS = 80
+"""Enough for a ROUGE interval of about 0.05, few enough that two cores score them in a minute."""
+VALIDATION_SHARE = 10
+"""One module in this many is held out."""
+
+
+def read_builtin(name: str, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the rows of a built-in set, each with its place. Raises `DataError` for unknown names and splits."""
+    readers = {"docstrings": _docstrings, "code": _code}
+    if name not in readers:
+        raise DataError(
+            f"there is no built-in set `{name}`", hint=f"there are {', '.join(f'`builtin:{known}`' for known in readers)}"
+        )
+    if split not in PER_MODULE:
+        raise DataError(f"`builtin:{name}` has no split `{split}`", hint="its splits are `train` and `validation`")
+    yield from readers[name](split)
+
+
+def _code(split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield modules as documents with `text` and `path`, those of the library first, each in the order of their names."""
+    found = list(_modules(Path(sysconfig.get_paths()["stdlib"]), TESTS))
+    package = importlib.util.find_spec("transformers")
+    for root in (package.submodule_search_locations or [])[:1] if package else []:
+        found += [(f"transformers/{name}", text) for name, text in _modules(Path(root), TESTS) if not _repeats(name)]
+    for module, text in found:
+        if text.strip() and _held_out(module) == (split == "validation"):
+            yield module, {"text": text, "path": module}
+
+
+def _repeats(module: str) -> bool:
+    """Whether a module of transformers is mostly what stands in others too: the code of its several hundred models."""
+    kept = ("configuration_", "tokenization_")
+    return module.startswith("models/") and not module.rpartition("/")[2].startswith(kept)
+
+
+def _docstrings(split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield rows with `messages`, shuffled by a fixed seed."""
+    counts: Counter[str] = Counter()
+    limit = VALIDATION_ROWS if split == "validation" else sys.maxsize
+    pairs = list(_pairs_of(Path(sysconfig.get_paths()["stdlib"])))
+    random.Random(0).shuffle(pairs)
+    for module, function, code, sentence in pairs:
+        if _held_out(module) != (split == "validation") or counts[module] == PER_MODULE[split]:
+            continue
+        if counts.total() == limit:
+            return
+        counts[module] += 1
+        yield (
+            f"{module} {function}",
+            {
+                "messages": [
+                    {"role": "user", "content": PROMPT.format(code=code)},
+                    {"role": "assistant", "content": sentence},
+                ]
+            },
+        )
+
+
+def _held_out(module: str) -> bool:
+    return int(hashlib.sha256(module.encode()).hexdigest(), 16) % VALIDATION_SHARE == 0
+
+
+@functools.cache
+def _pairs_of(root: Path) -> tuple[tuple[str, str, str, str], ...]:
+    """Return `_pairs`, read once for both splits: parsing the library takes seconds."""
+    return tuple(_pairs(root))
+
+
+def _modules(root: Path, left_out: frozenset[str] = LEFT_OUT) -> Iterator[tuple[str, str]]:
+    """Yield (module file, its text), without the folders `left_out`."""
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if any(part in left_out or part.startswith("test_") for part in relative.parts):
+            continue
+        try:
+            yield relative.as_posix(), path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):  # the library keeps a few broken files for its own tests
+            continue
+
+
+def _pairs(root: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (module file, function, source without its docstring, docstring's first paragraph), each sentence once."""
+    seen: set[str] = set()
+    for module, text in _modules(root):
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            continue
+        lines = text.splitlines()
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                pair = _pair(node, lines)
+                if pair and pair[1] not in seen:
+                    seen.add(pair[1])
+                    yield module, node.name, *pair
+
+
+def _pair(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> tuple[str, str] | None:
+    documentation = ast.get_docstring(node)
+    if not documentation or len(node.body) < 2:
+        return None
+    sentence = " ".join(documentation.split("\n\n")[0].split())
+    low, high = SENTENCE_CHARACTERS
+    if not (low <= len(sentence) <= high and sentence.endswith(".")):
+        return None
+    docstring = node.body[0]
+    kept = lines[node.lineno - 1 : docstring.lineno - 1] + lines[docstring.end_lineno or docstring.lineno : node.end_lineno]
+    code = textwrap.dedent("\n".join(kept))
+    low, high = CODE_CHARACTERS
+    return (code, sentence) if low <= len(code) <= high else None

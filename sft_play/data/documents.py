@@ -8,19 +8,13 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.data.example import EMPTY, SCANNED
-from sft_play.data.unpack import CONVERT, refuse_wide
 from sft_play.errors import DataError, first_line
 from sft_play.model.tokenizer import in_time
 
-PLAIN = (".txt", ".text", ".md", ".markdown", ".rst")
-HTML = (".html", ".htm", ".xhtml")
-DOCUMENTS = (*PLAIN, *HTML, ".docx", ".pdf")
-"""Endings of the files that are read as one document each."""
 OLE = b"\xd0\xcf\x11\xe0"
 """How Office files begin that are encrypted, or of the kind before 2007."""
 
@@ -32,55 +26,30 @@ _BLANK_LINES = re.compile(r"\n{3,}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """One document as clean text."""
+    """What a file holds."""
 
     text: str
-    path: str
-    """The file it came from."""
     title: str | None = None
     """What html and docx name as their title."""
+    pictures: bool = False
+    """Whether it has some."""
     note: str | None = None
     """What was left out: `2 of 9 pages are pictures without text`."""
 
-    def row(self) -> Mapping[str, Any]:
-        """Returns the columns that readers, filters and formats see."""
-        return {"text": self.text, "path": self.path, "title": self.title}
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Skipped:
-    """A file, or a row, that is whole but gives nothing to learn: said and counted."""
-
-    reason: str
-    place: str
-
-
-def read_document(path: Path, data: bytes | None = None) -> Document | Skipped:
-    """Returns the text of a file. Raises `DataError` where it cannot be read, `OSError` where it cannot be opened.
-
-    `data` is the file's content where it was unpacked already; the kind goes by the ending of `path` in any case.
-    """
-    suffix, place = path.suffix.lower(), str(path)
-    content = path.read_bytes() if data is None else data
+def read_document(content: bytes, ending: str, place: str) -> Document | str:
+    """Return a file's content as clean text, or why it gives nothing to learn. Raise `DataError` where it cannot be read."""
     if not content.strip():
-        return Skipped(reason=EMPTY, place=place)
-    reader: Callable[[bytes, str], _Read] = _plain
-    if suffix in HTML:
-        reader = _html
-    elif suffix == ".docx":
-        reader = _docx
-    elif suffix == ".pdf":
-        reader = _pdf
-    read = reader(content, place)
-    text = clean(read.text)
+        return EMPTY
+    found = DOCUMENTS[ending](content, place)
+    text = clean(found.text)
     if not text:
-        return Skipped(reason=SCANNED if read.pictures else EMPTY, place=place)
-    title = " ".join(clean(read.title or "").split()) or None
-    return Document(text=text, path=place, title=title, note=read.note)
+        return SCANNED if found.pictures else EMPTY
+    return replace(found, text=text, title=" ".join(clean(found.title or "").split()) or None)
 
 
 def clean(text: str) -> str:
-    """Returns text in Unicode's composed form with plain spaces and line ends, without control characters.
+    """Return text in Unicode's composed form with plain spaces and line ends, without control characters.
 
     Indentation stays, since code and lists mean something by it; spaces at line ends and more than one blank line go.
     """
@@ -92,32 +61,17 @@ def clean(text: str) -> str:
     return _BLANK_LINES.sub("\n\n", lines).strip("\n").rstrip()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Read:
-    text: str
-    title: str | None = None
-    pictures: bool = False
-    note: str | None = None
-
-
-def _plain(data: bytes, place: str) -> _Read:
+def _plain(data: bytes, place: str) -> Document:
     refuse_wide(data[:4], place)
     try:
-        return _Read(text=data.decode("utf-8-sig"))
+        return Document(text=data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        before = data[: error.start]
-        line, byte = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
-        raise DataError(
-            f"is not UTF-8 text: byte {byte} of the line",
-            place=f"{place}:{line}",
-            hint=CONVERT,
-        ) from None
+        number = data.count(b"\n", 0, error.start)
+        return Document(text=utf8(data.split(b"\n")[number], f"{place}:{number + 1}"))  # raises, with the byte of the line
 
 
-def _html(data: bytes, place: str) -> _Read:
-    """Returns the main content of a page without navigation; all its text where no main content is found."""
-    import logging
-
+def _html(data: bytes, place: str) -> Document:
+    """Return the main content of a page without navigation; all its text where no main content is found."""
     import trafilatura
     from lxml import html
     from lxml.etree import LxmlError
@@ -134,11 +88,11 @@ def _html(data: bytes, place: str) -> _Read:
         for hidden in tree.xpath("//head | //script | //style | //noscript | //template"):
             hidden.drop_tree()
         text = tree.text_content()
-    return _Read(text=text, title=title, pictures=pictures)
+    return Document(text=text, title=title, pictures=pictures)
 
 
-def _docx(data: bytes, place: str) -> _Read:
-    """Returns paragraphs and tables in order; cells of a table's row are separated by ` | `."""
+def _docx(data: bytes, place: str) -> Document:
+    """Return paragraphs and tables in order; cells of a table's row are separated by ` | `."""
     import zipfile
 
     import docx
@@ -151,14 +105,14 @@ def _docx(data: bytes, place: str) -> _Read:
         document = docx.Document(io.BytesIO(data))
         text = "\n".join(_block(block) for block in document.iter_inner_content())
         pictures = any("image" in rel.reltype for rel in document.part.rels.values())
-        return _Read(text=text, title=document.core_properties.title, pictures=pictures)
+        return Document(text=text, title=document.core_properties.title, pictures=pictures)
     except (OpcError, LxmlError, zipfile.BadZipFile, KeyError, ValueError, EOFError, OSError, AttributeError) as error:
-        first = first_line(error)
-        raise DataError(f"is not a docx file that can be read: {first}", place=place, hint="open and save it again") from None
+        problem = f"is not a docx file that can be read: {first_line(error)}"
+        raise DataError(problem, place=place, hint="open and save it again") from None
 
 
 def _block(block: Any) -> str:
-    """Returns a paragraph's or a table's text, a blank line after it."""
+    """Return a paragraph's or a table's text, a blank line after it."""
     from docx.table import Table
 
     if not isinstance(block, Table):
@@ -175,12 +129,6 @@ def _block(block: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _pdf(data: bytes, place: str) -> _Read:
-    text, pages, pictures = pdf_text(data, place)
-    note = f"{pictures} of {pages} pages are pictures without text" if pictures else None
-    return _Read(text=text, pictures=pictures > 0, note=note)
-
-
 # The text of a PDF: pages joined, what repeats on every page left out, hyphens at line ends undone.
 
 
@@ -195,8 +143,7 @@ _INLINE_PICTURE = re.compile(rb"(?<!\S)BI\s[^>]{0,500}?\sID\s", re.DOTALL)
 _SENTENCE_END = re.compile(r"[.!?:;\"'”’)\]]\s*$")
 
 
-def pdf_text(data: bytes, place: str) -> tuple[str, int, int]:
-    """Returns the text, the number of pages, and how many of them are pictures without text. Raises `DataError`."""
+def _pdf(data: bytes, place: str) -> Document:
     import pypdf
     from pypdf.errors import DependencyError, FileNotDecryptedError, PyPdfError
 
@@ -220,9 +167,11 @@ def pdf_text(data: bytes, place: str) -> tuple[str, int, int]:
     # font, are divided by; a filter or a method of encryption that pypdf does not know is "not implemented".
     except (PyPdfError, ValueError, TypeError, KeyError, IndexError, AttributeError, OSError, RecursionError, AssertionError,
             ZeroDivisionError, NotImplementedError) as error:  # fmt: skip
-        first = first_line(error)
-        raise DataError(f"is not a PDF that can be read: {first}", place=place, hint="fetch or save it again") from None
-    return join_pages(pages), len(pages), pictures
+        raise DataError(
+            f"is not a PDF that can be read: {first_line(error)}", place=place, hint="fetch or save it again"
+        ) from None
+    note = f"{pictures} of {len(pages)} pages are pictures without text" if pictures else None
+    return Document(text=join_pages(pages), pictures=pictures > 0, note=note)
 
 
 def _has_picture(page: Any) -> bool:
@@ -237,7 +186,7 @@ def _has_picture(page: Any) -> bool:
 
 
 def join_pages(pages: Sequence[str]) -> str:
-    """Returns the pages as one text: a paragraph that goes on over the page's end is not broken by a blank line."""
+    """Return the pages as one text: a paragraph that goes on over the page's end is not broken by a blank line."""
     text = ""
     for page in without_running_lines(pages):
         if text and page:
@@ -247,25 +196,19 @@ def join_pages(pages: Sequence[str]) -> str:
 
 
 def without_running_lines(pages: Sequence[str]) -> list[str]:
-    """Leaves out headers, footers and page numbers: first or last lines that more than half of the pages share, digits aside."""
+    """Leave out headers, footers and page numbers: first or last lines that more than half of the pages share, digits aside."""
     split = [page.strip().split("\n") for page in pages]
-    if len(pages) < REPEATED_PAGES:
-        return ["\n".join(lines) for lines in split]
-    for at in (0, -1):
-        counts = Counter(_shape(lines[at]) for lines in split if lines)
-        running = {shape for shape, count in counts.items() if shape and count > len(pages) / 2}
-        for lines in split:
-            if lines and _shape(lines[at]) in running:
+    for at in (0, -1) if len(pages) >= REPEATED_PAGES else ():
+        shapes = [re.sub(r"\d+", "0", lines[at].strip()) if lines else "" for lines in split]
+        counts = Counter(shapes)
+        for lines, shape in zip(split, shapes, strict=True):
+            if shape and counts[shape] > len(pages) / 2:
                 del lines[at]
     return ["\n".join(lines).strip("\n") for lines in split]
 
 
-def _shape(line: str) -> str:
-    return re.sub(r"\d+", "0", line.strip())
-
-
 def without_hyphens(text: str) -> str:
-    """Joins words that a line's end broke, careful with real hyphens.
+    """Join words that a line's end broke, careful with real hyphens.
 
     `docu-⏎ment` becomes `document`. Where the text writes the word with its hyphen elsewhere (`well-known`), or what follows begins
     with a capital (`Franco-⏎Prussian`), the hyphen stays and the word moves up.
@@ -278,3 +221,40 @@ def without_hyphens(text: str) -> str:
         return hyphenated if after[0].isupper() or hyphenated in written else before + after
 
     return _HYPHEN.sub(joined, text)
+
+
+# Files that are not UTF-8: which encoding they look like, and how they are converted.
+
+
+CONVERT = "convert it: `iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW`, with the encoding it was written in"
+BYTE_ORDER_MARKS = (
+    (b"\xff\xfe\x00\x00", "UTF-32"), (b"\x00\x00\xfe\xff", "UTF-32"), (b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"),
+)  # fmt: skip
+"""Byte order marks, the longer first."""
+
+
+def refuse_wide(start: bytes, place: str) -> None:
+    """Raise `DataError` for a text in UTF-16 or UTF-32, by its first four bytes; decoded as UTF-8 each line would be an error."""
+    name = next((name for mark, name in BYTE_ORDER_MARKS if start.startswith(mark)), None)
+    if name is None and len(start) >= 4:  # without a mark: every second byte of plain letters is 0
+        zeros = [byte == 0 for byte in start[:4]]
+        name = "UTF-16LE" if zeros == [False, True] * 2 else "UTF-16BE" if zeros == [True, False] * 2 else None
+    if name:
+        raise DataError(
+            f"is {name}, and not UTF-8 text", place=place, hint=f"convert it: `iconv -f {name} -t UTF-8 {place} > NEW`"
+        )
+
+
+def utf8(line: bytes, place: str) -> str:
+    """Return the text of a line. Raise `DataError` with the first byte, from 1, that is not UTF-8."""
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"is not UTF-8 text: byte {error.start + 1} of the line", place=place, hint=CONVERT) from None
+
+
+DOCUMENTS: Mapping[str, Callable[[bytes, str], Document]] = {
+    **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst"), _plain),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), _html), ".docx": _docx, ".pdf": _pdf,
+}  # fmt: skip
+"""Ending of a file that is one document -> what reads it."""

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from sft_play.config.types import kind_of, names_of
-from sft_play.data.example import Example, Message, answer_of, shown, system_of, text_of
-from sft_play.data.turns import ROLES, chat_turns, finished, sharegpt_turns, tools_of
-from sft_play.errors import DataError
+from sft_play.config.data_rules import MISSING, looked_up
+from sft_play.config.reader import kind_of, names_of
+from sft_play.data.example import (
+    Example,
+    Faults,
+    Message,
+    answer_of,
+    chat_turns,
+    finished,
+    sharegpt_turns,
+    shown,
+    system_of,
+    text_of,
+    tools_of,
+)
+from sft_play.data.readers import TABLES, Placed, kind, open_bytes, read_file
+from sft_play.data.sources import rename
+from sft_play.errors import DataError, raise_all
 
 Row = Mapping[str, Any]
 Parts = dict[str, Any]
 """Fields of an `Example`."""
-
-__all__ = ["FORMATS", "ROLES", "Message", "Row", "recognise", "to_example", "understand"]
 
 
 def _messages(row: Row) -> Parts:
@@ -48,10 +63,6 @@ def _prompt(row: Row) -> Parts:
     return {"messages": finished([*system_of(row), *context, *answer])}
 
 
-def _question(row: Row) -> Parts:
-    return _turns(row, text_of(row["question"], "question"), "answer")
-
-
 def _instruction(row: Row) -> Parts:
     """Alpaca: the input is added to the instruction and never replaces it."""
     instruction = text_of(row["instruction"], "instruction")
@@ -66,7 +77,7 @@ def _turns(row: Row, question: str, answer: str) -> Parts:
 
 
 def _history(found: Any) -> list[Message]:
-    """Returns the earlier turns of an Alpaca row: a list of question and answer pairs."""
+    """Return the earlier turns of an Alpaca row: a list of question and answer pairs."""
     if not found:
         return []
     if not isinstance(found, Sequence) or isinstance(found, (str, bytes)):
@@ -122,7 +133,7 @@ def _integers(found: Any, name: str, minimum: int) -> list[int]:
 
 
 def _unpadded(mask: list[int]) -> tuple[int, int]:
-    """Returns where the row begins and ends without its padding: `attention_mask` is 1 in between. Raises `DataError`."""
+    """Return where the row begins and ends without its padding: `attention_mask` is 1 in between. Raises `DataError`."""
     if 1 not in mask:
         return 0, 0
     start, end = mask.index(1), len(mask) - mask[::-1].index(1)
@@ -136,7 +147,10 @@ FORMATS: dict[str, tuple[frozenset[str], Callable[[Row], Parts]]] = {
     "sharegpt": (frozenset({"conversations"}), _sharegpt),
     "prompt_completion": (frozenset({"prompt", "completion"}), _prompt),
     "instruction": (frozenset({"instruction", "output"}), _instruction),
-    "question_answer": (frozenset({"question", "answer"}), _question),
+    "question_answer": (
+        frozenset({"question", "answer"}),
+        lambda row: _turns(row, text_of(row["question"], "question"), "answer"),
+    ),
     "text": (frozenset({"text"}), _text),
     "tokens": (frozenset({"input_ids"}), _tokens),
 }
@@ -150,10 +164,11 @@ ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
     "instruction": _QUESTIONS, "input": ("context",),
 }  # fmt: skip
 """Column of a format -> what data sets call it, for hints."""
+SHOWN_INNER = 6
 
 
 def recognise(row: Row) -> str:
-    """Returns the format whose columns `row` has. Raises `DataError` when none or more than one fits."""
+    """Return the format whose columns `row` has. Raises `DataError` when none or more than one fits."""
     fitting = [name for name, (columns, _) in FORMATS.items() if all(row.get(column) is not None for column in columns)]
     if len(fitting) == 1:
         return fitting[0]
@@ -171,34 +186,38 @@ def recognise(row: Row) -> str:
     near = [name for name, (columns, _) in FORMATS.items() if any(row.get(column) is not None for column in columns)]
     if len(near) == 1:
         _require(row, near[0])
-    within = [
-        (f"{name}.{key}", value) for name, inner in row.items() if isinstance(inner, Mapping) for key, value in inner.items()
+    turns = [
+        (name, value[0])
+        for name, value in {**row, **_inner(row)}.items()
+        if isinstance(value, list) and value and isinstance(value[0], Mapping)
     ]
-    turns, first = next(
-        (
-            (name, value[0])
-            for name, value in [*row.items(), *within]
-            if isinstance(value, list) and value and isinstance(value[0], Mapping)
-        ),
-        (None, {}),
-    )
-    if turns is not None:
-        keys = [f"`{key}`" for key in first]
-        names = f"columns: {{messages: {turns}, messages.role: NAME, messages.content: NAME, messages.role.user: VALUE}}"
-        raise DataError(
-            f"no format fits the columns {names_of(row)}",
-            hint=f"a conversation may have other names: `{names}`; a turn in `{turns}` has {', '.join(keys)}; the row is {shown(row)}",
+    alike = [form for form in FORMATS if all(column in _found(row, form) for column in FORMATS[form][0])]
+    if turns:
+        name, turn = turns[0]
+        names = f"columns: {{messages: {name}, messages.role: NAME, messages.content: NAME, messages.role.user: VALUE}}"
+        hint = f"a conversation may have other names: `{names}`; a turn in `{name}` has {names_of(turn)}"
+    elif alike:
+        hint = _renamed(row, max(alike, key=lambda form: sum(new == old.lower() for new, old in _found(row, form).items())))
+    else:
+        leaves = (f"`{name}`" for name, value in _inner(row).items() if not isinstance(value, Mapping))
+        inner = ", ".join(islice(leaves, SHOWN_INNER))
+        known = "; ".join(f"{name}: {', '.join(sorted(columns))}" for name, (columns, _) in FORMATS.items())
+        hint = (
+            "rename them: `sources: [{path: FILE, columns: {question: NAME, answer: NAME}}]` instead of `train_path`; "
+            + (f"a dot leads into a column: {inner}; " if inner else "")
+            + f"formats and their columns are {known}"
         )
-    known = "; ".join(f"{name}: {', '.join(sorted(columns))}" for name, (columns, _) in FORMATS.items())
-    raise DataError(
-        f"no format fits the columns {names_of(row)}",
-        hint="rename them: `sources: [{path: FILE, columns: {question: NAME, answer: NAME}}]` instead of `train_path`; formats and their "
-        f"columns are {known}; the row is {shown(row)}",
-    )
+    raise DataError(f"no format fits the columns {names_of(row)}", hint=f"{hint}; the row is {shown(row)}")
+
+
+def _inner(row: Row) -> dict[str, Any]:
+    """Return what stands within columns, by names with dots."""
+    inner = {f"{name}.{key}": value for name, found in row.items() if isinstance(found, Mapping) for key, value in found.items()}
+    return {**inner, **_inner(inner)} if inner else inner
 
 
 def to_example(row: Row, form: str, *, place: str, source: int, group: str | None = None) -> Example:
-    """Returns the training example that `row` is in the named format. Raises `DataError` without its place."""
+    """Return the training example that `row` is in the named format. Raises `DataError` without its place."""
     columns, convert = FORMATS[form]
     for column in columns:
         if row.get(column) is None:
@@ -209,7 +228,7 @@ def to_example(row: Row, form: str, *, place: str, source: int, group: str | Non
 
 
 def understand(placed: tuple[str, Row | DataError], source: int, form: str | None, *, group_by: str | None = None) -> Example:
-    """Returns the example of a row that a reader gave; `form` is `None` where the row itself must tell.
+    """Return the example of a row that a reader gave; `form` is `None` where the row itself must tell.
 
     `source` is the index of the row's source in its split, `group_by` is `data.group_by`. Raises `DataError` with the row's place.
     """
@@ -225,7 +244,7 @@ def understand(placed: tuple[str, Row | DataError], source: int, form: str | Non
 
 
 def group_of(row: Row, column: str) -> str:
-    """Returns the value of `data.group_by`. Raises `DataError` where a row has none."""
+    """Return the value of `data.group_by`. Raises `DataError` where a row has none."""
     value = row.get(column)
     if value is None:
         said = "is empty" if column in row else "is missing"
@@ -239,7 +258,7 @@ def group_of(row: Row, column: str) -> str:
 
 
 def _require(row: Row, form: str) -> None:
-    """Raises `DataError` with the columns of the format that `row` lacks, or has as null."""
+    """Raise `DataError` with the columns of the format that `row` lacks, or has as null."""
     columns = FORMATS[form][0]
     missing = sorted(column for column in columns if row.get(column) is None)
     if not missing:
@@ -249,13 +268,131 @@ def _require(row: Row, form: str) -> None:
         f"format `{form}` needs {', '.join(f'`{m}`' for m in missing)}; the columns are {names_of(row)}",
         hint=f"this row looks like {' or '.join(others)}, but a source has one format: give each format a source of its own"
         if others
-        else _renamed(row, form, missing),
+        else _renamed(row, form),
     )
 
 
-def _renamed(row: Row, form: str, missing: list[str]) -> str:
-    """Returns the `columns` that would give `row` what a format lacks: by the names that data sets have for it, else left open."""
-    wanted = [*missing, *(["input"] if form == "instruction" and "input" not in row else [])]
-    names = {new: next((name for name in ALSO_CALLED[new] if name in row), None) for new in wanted if new in ALSO_CALLED}
-    columns = ", ".join(f"{new}: {old or 'NAME'}" for new, old in names.items() if old or new in missing)
-    return f"`sources: [{{path: FILE, columns: {{{columns}}}}}]` instead of `train_path`"
+def _found(row: Row, form: str) -> dict[str, str]:
+    """Return the columns of a format -> what `row` calls them: in other capitals, or by another name that data sets have."""
+    wanted = [*sorted(FORMATS[form][0]), *(["input"] if form == "instruction" else [])]
+    found: dict[str, str] = {}
+    for new in wanted:
+        names = (name for alias in (new, *ALSO_CALLED.get(new, ())) for name in row if name.lower() == alias)
+        if old := next((name for name in names if name not in found.values()), None):
+            found[new] = old
+    return found
+
+
+def _renamed(row: Row, form: str) -> str:
+    """Return the `columns` that would give `row` what a format lacks; what it has no name for is left open."""
+    found = _found(row, form)
+    columns = {**dict.fromkeys(sorted(FORMATS[form][0] - found.keys()), "NAME"), **found}
+    listed = ", ".join(f"{new}: {old}" for new, old in columns.items() if new != old)
+    return f"`sources: [{{path: FILE, columns: {{{listed}}}}}]` instead of `train_path`"
+
+
+# What `make infer` is asked: the rows of a data file without their last answer, or a text file with one prompt a line.
+
+
+TO_COME = "\N{HORIZONTAL ELLIPSIS}"
+"""Stands for the answer while a row is read as its format, which needs one."""
+FORMS: Mapping[str, tuple[str, str]] = {
+    "messages": ("messages", ""),
+    "conversations": ("sharegpt", ""),
+    "prompt": ("prompt_completion", "completion"),
+    "question": ("question_answer", "answer"),
+    "instruction": ("instruction", "output"),
+}
+"""Column that asks -> format, and its column with the answer; the first one that a row has counts."""
+
+
+class Question(NamedTuple):
+    """One line or row of `INPUT`."""
+
+    place: str
+    """`file:line`."""
+    messages: list[Message]
+    """The conversation up to the turn that is to be answered; none where the line is empty."""
+    tools: list[Any] | None = None
+    reference: str | None = None
+    """The answer that the row has already."""
+
+
+def read_questions(path: Path, columns: Sequence[Mapping[str, str]] = ()) -> list[Question]:
+    """Return as many rows as the file has, in order. `columns`: new names of columns (`data.sources[].columns`), the first that apply.
+
+    Raises `DataError` with the places of all bad rows, and for a file without prompts.
+    """
+    if not path.is_file():
+        raise DataError("`INPUT` cannot be read: there is no such file", place=str(path))
+    try:
+        if kind(path) in TABLES:
+            rows = _rows_of_table(path, columns)
+        else:
+            with open_bytes(path) as stream:
+                lines = stream.read().decode("utf-8-sig").removesuffix("\n").split("\n")
+            asked = ([{"role": "user", "content": text_of(text, "the line")}] if (text := line.strip()) else [] for line in lines)
+            rows = [Question(f"{path}:{number}", messages) for number, messages in enumerate(asked, 1)]
+    except OSError as error:
+        raise DataError(f"`INPUT` cannot be read: {error.strerror}", place=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise DataError("`INPUT` is not UTF-8 text", place=str(path)) from error
+    if not any(row.messages for row in rows):
+        raise DataError("`INPUT` holds no prompts", place=str(path))
+    return rows
+
+
+def _rows_of_table(path: Path, columns: Sequence[Mapping[str, str]]) -> list[Question]:
+    rows: list[Question] = []
+    faults = Faults()
+    for placed in read_file(path):
+        try:
+            rows.append(_row(placed, columns))
+        except DataError as error:
+            faults.add(DataError(error.message, place=error.place or placed[0], hint=error.hint))
+    raise_all(faults.told())
+    if kind(path) in (".jsonl", ".ndjson"):
+        with open_bytes(path) as stream:
+            blank = [number for number, line in enumerate(stream, 1) if not line.strip()]
+        for number in blank:
+            rows.insert(number - 1, Question(f"{path}:{number}", []))
+    return rows
+
+
+def _row(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
+    place, row = placed
+    if isinstance(row, DataError):
+        raise row
+    for names in columns:
+        there = {new: old for new, old in names.items() if "." not in new and looked_up(row, old) is not MISSING}
+        of_turns = {new: old for new, old in names.items() if "." in new and new.partition(".")[0] in {*row, *there}}
+        if there or of_turns:
+            row = rename(row, {**there, **of_turns})
+            break
+    asks = next((column for column in FORMS if row.get(column) is not None), None)
+    if asks is None:
+        raise DataError(f"no column asks: expected {', '.join(f'`{c}`' for c in FORMS)}; the columns are {names_of(row)}")
+    if isinstance(row[asks], str) and not row[asks].strip():
+        return Question(place, [])
+    form, answer = FORMS[asks]
+    example = to_example(_answered(row, asks, answer), form, place=place, source=0)
+    *asked, last = example.messages or []
+    if not any(turn["role"] == "user" for turn in asked):
+        raise DataError(f"`{asks}` holds no turn that could be answered")
+    reference = last["content"] or json.dumps(last.get("tool_calls", []), ensure_ascii=False)
+    messages = [{key: value for key, value in turn.items() if key != "train"} for turn in asked]
+    return Question(place, messages, example.tools, None if reference == TO_COME else reference)
+
+
+def _answered(row: Mapping[str, Any], asks: str, answer: str) -> Mapping[str, Any]:
+    """Return a row that ends with an answer: its own, or `TO_COME`."""
+    said = row[asks]
+    if not answer:
+        name, words = ("role", "content") if asks == "messages" else ("from", "value")
+        last = said[-1] if isinstance(said, Sequence) and not isinstance(said, str) and said else None
+        ended = isinstance(last, Mapping) and last.get(name, last.get("role")) in ("assistant", "gpt", "model", "function_call")
+        return row if ended else {**row, asks: [*said, {name: "assistant", words: TO_COME}] if last else said}
+    found = row.get(answer)
+    if found is not None and not (isinstance(found, str) and not found.strip()):
+        return row
+    return {**row, answer: TO_COME if isinstance(said, str) or asks != "prompt" else [{"role": "assistant", "content": TO_COME}]}

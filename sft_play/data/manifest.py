@@ -13,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from sft_play.config.schema import DataSource
-from sft_play.data.example import EMPTY, SCANNED, SHOWN_PLACES
-from sft_play.errors import DataError
+from sft_play.data.encode import Outcome
+from sft_play.data.example import EMPTY, OTHER_FILE, SCANNED, SHOWN_PLACES, Faults
+from sft_play.data.processes import Refusal
+from sft_play.errors import DataError, raise_all
 from sft_play.files import file_sha256, read_json, text_sha256, write_json
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.manifest import ALGORITHM, damage
@@ -61,17 +63,25 @@ class SourceTally:
     left_out: list[dict[str, str]] = field(default_factory=list)
     """`reason` and `place` of the first that were left out."""
 
-    def leave_out(self, reason: str, place: str) -> None:
-        """Counts a row that is left out; the first ones are kept by their place, where that is known."""
-        self.dropped[reason] += 1
-        if place and self.dropped[reason] <= SHOWN_PLACES:
-            self.left_out.append({"reason": reason, "place": place})
+    def add(self, outcome: Outcome) -> None:
+        """Count what became of an example that was skipped, cut or lost something."""
+        if outcome.dropped:
+            self.dropped[outcome.dropped] += 1
+            if self.dropped[outcome.dropped] <= SHOWN_PLACES:
+                self.left_out.append({"reason": outcome.dropped, "place": outcome.place})
+        self.cut += bool(outcome.lost)
+        self.lost.update(outcome.lost)
+        self.answers_cut += outcome.answers_cut
+        self.thoughts += outcome.thoughts
+        self.empty_thoughts += outcome.empty_thoughts
+        self.overlong += bool(outcome.overlong)
+        self.overlong_tokens += outcome.overlong
 
 
 def source_manifest(
     source: DataSource, tally: SourceTally, lengths: Sequence[int], trained: int, content: str | None
 ) -> dict[str, Any]:
-    """Returns what is said of one source. `lengths`: tokens of its prepared rows; `content`: a hash of its files."""
+    """Return what is said of one source. `lengths`: tokens of its prepared rows; `content`: a hash of its files."""
     return {
         "name": source.name or source.path,
         "path": source.path,
@@ -109,7 +119,7 @@ def split_manifest(
     contents: Sequence[str | None],
     fingerprint: str,
 ) -> dict[str, Any]:
-    """Returns the manifest of a split. `lengths`, `of_source` (index of the source) and `trained` (tokens) are by prepared row."""
+    """Return the manifest of a split. `lengths`, `of_source` (index of the source) and `trained` (tokens) are by prepared row."""
     described = []
     for index, (source, tally, content) in enumerate(zip(sources, tallies, contents, strict=True)):
         chosen = [number == index for number in of_source] if len(sources) > 1 else [True] * len(lengths)
@@ -147,13 +157,13 @@ def split_manifest(
 
 
 def quantiles(lengths: Sequence[int]) -> dict[str, int]:
-    """Returns lengths in tokens that the given shares of rows do not exceed; empty for no row."""
+    """Return lengths in tokens that the given shares of rows do not exceed; empty for no row."""
     found = sorted(lengths)
     return {f"{share:.0%}": found[min(len(found) - 1, int(share * len(found)))] for share in QUANTILES if found}
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Returns the manifest of a split that is there as it was written; removes what is damaged and returns `None`.
+    """Return the manifest of a split that is there as it was written; removes what is damaged and returns `None`.
 
     Every file is read, once in a launch: neither its size nor its time tells of bits that a disk lost. Training reads them anyway.
     """
@@ -170,7 +180,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def summary(name: str, manifest: Mapping[str, Any]) -> str:
-    """Returns what is printed about a split: one line, and with several sources one more for each."""
+    """Return what is printed about a split: one line, and with several sources one more for each."""
     split = manifest["split"]
     share = split["label_tokens"] / split["tokens"]
     first = (
@@ -209,7 +219,7 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
 
 
 def _never_trained(sources: Sequence[Mapping[str, Any]]) -> str:
-    """Returns what is said of sources that stand in the counts of the training data, but not in any epoch."""
+    """Return what is said of sources that stand in the counts of the training data, but not in any epoch."""
     rows = sum(source["rows"] for source in sources if source["weight"] == 0)
     tokens = sum(source["tokens"] for source in sources if source["weight"] == 0)
     have = "has weight 0 and is" if rows == 1 else "have weight 0 and are"
@@ -236,19 +246,19 @@ def _source_line(source: Mapping[str, Any], name: str) -> str:
 
 
 def counted_as(name: str) -> str:
-    """Returns what is done with the answers of a split: only those of the training data are trained."""
+    """Return what is done with the answers of a split: only those of the training data are trained."""
     return "trained" if name in ("training", "train") else "scored"
 
 
 def rows_cut(source: Mapping[str, Any]) -> str:
-    """Returns how many rows of a source were cut, and how many of them lost what."""
+    """Return how many rows of a source were cut, and how many of them lost what."""
     lost = ", ".join(f"{rows:,} lost {what}" for what, rows in source["lost"].items())
     return f"{source['cut']:,} cut to model.max_seq_len ({lost})"
 
 
 def _files(source: Mapping[str, Any], reason: str) -> str:
-    """Returns the names of documents that hold no text; rows that were left out for another reason are not named."""
-    if reason not in (EMPTY, SCANNED):
+    """Return the names of files without rows; rows that were left out for another reason are not named."""
+    if reason not in (EMPTY, OTHER_FILE, SCANNED):
         return ""
     places = [found["place"] for found in source["left_out"] if found["reason"] == reason]
     more = ", ..." if len(places) > NAMED_FILES else ""
@@ -264,7 +274,7 @@ Facts = list[str | int]
 
 
 def files_sha256(paths: Sequence[Path]) -> str:
-    """Returns a sha256 over names and contents of `paths`, in order. Raises `DataError` for a file that cannot be read.
+    """Return a sha256 over names and contents of `paths`, in order. Raises `DataError` for a file that cannot be read.
 
     The checksum of each file is kept in `cache/digests/` with its size, times and inode, and taken from there until one of them
     changes: one record for all of them, since a folder may hold a hundred thousand small files.
@@ -304,3 +314,47 @@ def _facts(path: Path) -> Facts:
     """What changes with a file. The change time, too: a copy may keep the modification time, but not that."""
     found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+# What is wrong with rows, gathered: up to five different problems are shown, each once with its number of rows; one file holds all.
+
+
+class RowProblems:
+    """Gathers bad rows: to raise them together, or with `drop` to say what was skipped (`data.bad_rows`)."""
+
+    def __init__(self, file: Path, *, drop: bool = False) -> None:
+        """`file`: gets a line for each row, `place: reason`; it is made with the first one."""
+        self.file, self.drop = file, drop
+        self._stream: IO[str] | None = None
+        self._faults = Faults()
+        self.good = 0
+        """Rows that nothing is wrong with, so far."""
+        self._ended: list[DataError] = []
+
+    @property
+    def stops(self) -> bool:
+        """Whether something was found that ends the preparation, so that nothing needs to be written."""
+        return bool(self._ended) or (not self.drop and self._faults.rows > 0)
+
+    def add(self, refusal: Refusal) -> None:
+        if self._stream is None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self._stream = self.file.open("w", encoding="utf-8", errors="backslashreplace")
+        self._stream.write(" ".join(f"{refusal.place}: {refusal.message}".split()) + "\n")
+        self._faults.add(DataError(refusal.message, place=refusal.place, hint=refusal.hint))
+
+    def add_error(self, error: DataError, place: str) -> None:
+        """Keep what ended the reading of a source, which is never skipped."""
+        self._ended.append(DataError(error.message, place=error.place or place, hint=error.hint))
+
+    def end(self) -> None:
+        """Raise `DataError` for what cannot be skipped; say which rows were, and where all of them are named."""
+        if self._stream is not None:
+            self._stream.close()
+            what = "; left out" if self.drop else "; DATA_BAD_ROWS=drop leaves them out" if self.good else ""
+            print(f"bad rows: {self._faults.rows:,}, each with its reason in {self.file}{what}", file=sys.stderr, flush=True)
+        found = self._faults.told()
+        if self.drop:
+            for error in found:
+                print(f"left out: {error.place}: {error.message}", file=sys.stderr, flush=True)
+        raise_all([*([] if self.drop else found), *self._ended])

@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -18,18 +18,17 @@ import numpy as np
 
 from sft_play.config.schema import Config, DataSource
 from sft_play.data.chat import template_sha256
-from sft_play.data.example import BAD, EMPTY, SCANNED
+from sft_play.data.example import BAD, EMPTY, SCANNED, LeftOut
 from sft_play.data.formats import recognise
-from sft_play.data.manifest import DUPLICATE, SourceTally, files_sha256, read_manifest, split_manifest
-from sft_play.data.problems import RowProblems
-from sft_play.data.processes import CHUNK_CHARACTERS, CHUNK_ROWS, Chunk, Engine, Work, size_of
-from sft_play.data.select import Seen, overlap
-from sft_play.data.sources import BUILTIN, LeftOut, Placed, files_of, read_source
+from sft_play.data.manifest import DUPLICATE, RowProblems, SourceTally, files_sha256, read_manifest, split_manifest
+from sft_play.data.processes import CHUNK_CHARACTERS, CHUNK_ROWS, KEY_BYTES, Chunk, Engine, Work, size_of
+from sft_play.data.readers import Placed
+from sft_play.data.sources import BUILTIN, files_of, read_source
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
-from sft_play.launch.run_folder import raise_what_was_heard
+from sft_play.launch.process import raise_what_was_heard
 from sft_play.runs.folder import cache_folder
-from sft_play.runs.prepared import HUB, PreparedSplit, ResolvedModel, preparation_code, settings_that_matter
+from sft_play.runs.prepared import HUB, Prepared, PreparedSplit, ResolvedModel, preparation_code, settings_that_matter
 
 if TYPE_CHECKING:
     from sft_play.data.store import SplitWriter
@@ -50,50 +49,37 @@ class Part:
     """Where it is published, by the content of everything that matters."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreparedData:
-    """Both splits, with what their manifests say."""
-
-    train: PreparedSplit
-    validation: PreparedSplit | None
-    manifests: Mapping[str, Mapping[str, Any]]
-    """By split."""
-
-
-def prepare_data(config: Config, model: ResolvedModel, tokenizer: Callable[[], Any]) -> PreparedData:
-    """Returns the prepared splits, from the cache when nothing that matters has changed. Raises `DataError`.
+def prepare_data(
+    config: Config, model: ResolvedModel, tokenizer: Callable[[], Any]
+) -> tuple[Prepared, dict[str, dict[str, Any]]]:
+    """Return the prepared splits, from the cache when nothing that matters has changed, and their manifests. Raise `DataError`.
 
     `tokenizer` is called only when something must be prepared: loading one means importing transformers, for seconds.
     """
     if not config.data.sources:
         raise DataError("no training data was given", hint="set `data.train_path`, or `data.sources`")
-    parts = parts_of(config, model)
+    parts = _parts(config, model)
     manifests = {part.name: read_manifest(part.folder) for part in parts}
     if None in manifests.values():
-        make_parts(config, tokenizer(), [part for part in parts if manifests[part.name] is None], parts[0])
+        _make(config, tokenizer(), [part for part in parts if manifests[part.name] is None], parts[0])
         manifests = {part.name: read_manifest(part.folder) for part in parts}
     named = {part.name: _named(manifests[part.name], part) for part in parts}
-    splits = [PreparedSplit.from_json(named[part.name]["split"]) for part in parts]
-    return PreparedData(train=splits[0], validation=splits[1] if len(splits) > 1 else None, manifests=named)
+    train, validation = [*(PreparedSplit.from_json(manifest["split"]) for manifest in named.values()), None][:2]
+    return Prepared(model=model, train=train, validation=validation), named
 
 
-def parts_of(config: Config, model: ResolvedModel) -> list[Part]:
-    """Returns the splits that a configuration asks for, training first."""
+def _parts(config: Config, model: ResolvedModel) -> list[Part]:
+    """Return the splits that a configuration asks for, training first."""
     sources, validation = config.data.sources, config.data.validation
     fraction = 0.0 if isinstance(validation, list) else float(validation or 0.0)
-    train = _part("train", sources, fraction, [*_common(config, model)])
+    # What the rows of both splits depend on, next to their sources.
+    versions = [version(package) for package in ("transformers", "tokenizers")]
+    common = [settings_that_matter(config), model.tokenizer_fingerprint, preparation_code(), *versions]
+    train = _part("train", sources, fraction, common)
     if isinstance(validation, list):
         # The training rows are in the key, since the manifest says how many rows of the validation data are among them.
-        return [train, _part("validation", validation, 0.0, [*_common(config, model), train.folder.name])]
-    if fraction:
-        return [train, _part("validation", sources, fraction, [*_common(config, model)])]
-    return [train]
-
-
-def _common(config: Config, model: ResolvedModel) -> list[Any]:
-    """What the rows of both splits depend on, beside their sources."""
-    versions = [version(package) for package in ("transformers", "tokenizers")]
-    return [settings_that_matter(config), model.tokenizer_fingerprint, preparation_code(), *versions]
+        return [train, _part("validation", validation, 0.0, [*common, train.folder.name])]
+    return [train, _part("validation", sources, fraction, common)] if fraction else [train]
 
 
 def _part(name: str, sources: Sequence[DataSource], fraction: float, common: list[Any]) -> Part:
@@ -112,7 +98,7 @@ def _part(name: str, sources: Sequence[DataSource], fraction: float, common: lis
 
 
 def _named(manifest: dict[str, Any] | None, part: Part) -> dict[str, Any]:
-    """Returns a manifest with this configuration's names and weights, which the cache does not go by."""
+    """Return a manifest with this configuration's names and weights, which the cache does not go by."""
     assert manifest is not None, f"{part.folder} was published a moment ago"
     names = [{"name": source.name or source.path} for source in part.sources]
     commits = [source.get("hub_commit") for source in manifest["sources"]]
@@ -141,57 +127,44 @@ class Gatherer:
         self.overlong = 0
         self.longest = ("", 0)
         """Place and tokens of the longest of them."""
-        self._seen = Seen()
-        self._examples = 0
+        self._seen: set[bytes] = set()
+        self.examples = 0
+        """Rows of this split, also those that were skipped because of their length or as copies."""
 
     def take(self, chunk: Chunk) -> None:
-        """Adds what belongs to this split."""
+        """Add what belongs to this split."""
         mine = chunk.held_out == (self.part.name == "validation") if self.part.fraction else np.ones(chunk.examples, np.bool_)
-        numbers = self._examples + np.cumsum(mine) - 1
+        numbers = self.examples + np.cumsum(mine) - 1
         count = int(mine.sum())
-        self._examples += count
+        self.examples += count
         tally = self.tallies[chunk.source]
         tally.rows_read += count
         for form in chunk.forms if count else ():  # a source has one
             tally.formats[form] += count
         kept = self._without_copies(chunk, mine, tally)
-        for example, reason in chunk.dropped.items():
+        for example, told in chunk.told.items():
             if kept[example]:
-                tally.leave_out(reason, chunk.overlong.get(example, ("", 0))[0])
-        for example, (place, tokens) in chunk.overlong.items():
-            if kept[example]:
-                self.overlong += 1
-                tally.overlong += 1
-                tally.overlong_tokens += tokens
-                self.longest = max(self.longest, (place, tokens), key=lambda item: item[1])
-        for example, lost in chunk.lost.items():
-            if kept[example]:
-                tally.cut += 1
-                tally.lost.update(lost)
-        tally.answers_cut += sum(count for example, count in chunk.answers_cut.items() if kept[example])
-        tally.thoughts += sum(count for example, count in chunk.thoughts.items() if kept[example])
-        tally.empty_thoughts += sum(count for example, count in chunk.empty_thoughts.items() if kept[example])
+                tally.add(told)
+                if told.overlong:
+                    self.overlong += 1
+                    self.longest = max(self.longest, (told.place, told.overlong), key=lambda item: item[1])
         tally.split += int((chunk.rows_of[kept] > 1).sum())
         tally.kept += int((chunk.rows_of[kept] > 0).sum())
         self.writer.append(chunk, kept, numbers)
-
-    @property
-    def examples(self) -> int:
-        """Rows of this split, also those that were left out because of their length or as copies."""
-        return self._examples
 
     def _without_copies(self, chunk: Chunk, mine: Any, tally: SourceTally) -> Any:
         if self.config.data.duplicates == "keep":
             return mine
         kept = mine.copy()
         for example in np.flatnonzero(mine):
-            if self._seen.is_copy(chunk.key(int(example))):
+            if (key := chunk.key(int(example))) in self._seen:
                 kept[example] = False
                 tally.dropped[DUPLICATE] += 1
+            self._seen.add(key)
         return kept
 
     def take_left_out(self, left: Sequence[LeftOut]) -> None:
-        """Counts what readers left out; where a fraction is validation it belongs to no side, and is counted once, with training."""
+        """Count what readers left out; where a fraction is validation it belongs to no side, and is counted once, with training."""
         for tally, out in zip(self.tallies, left, strict=True):
             tally.commit = out.commit
         if self.part.fraction and self.part.name == "validation":
@@ -203,19 +176,19 @@ class Gatherer:
             tally.there = out.there
 
     def refuse_what_cannot_be_trained(self, of_both: int) -> None:
-        """Raises `DataError` for rows that are too long, and for a split without any row. `of_both`: rows of both splits."""
+        """Raise `DataError` for rows that are too long, and for a split without any row. `of_both`: rows of both splits."""
         part, limit = self.part, self.config.model.max_seq_len
         kind = "" if part.name == "train" else f"{part.name} "
         place, tokens = self.longest
         if self.overlong and self.config.data.overlong == "error":
             raise DataError(
-                f"{self.overlong:,} of {self._examples:,} {kind}rows are longer than `model.max_seq_len` {limit}; "
+                f"{self.overlong:,} of {self.examples:,} {kind}rows are longer than `model.max_seq_len` {limit}; "
                 f"the longest has {tokens} tokens",
                 place=place,
                 hint=f"raise MODEL_MAX_SEQ_LEN to {tokens}, or set DATA_OVERLONG=drop to leave them out, truncate to cut them, "
                 "or split to make several rows of each",
             )
-        if not self._examples:
+        if not self.examples:
             share = part.fraction if part.name == "validation" else 1 - part.fraction
             grouped = ", and whole groups" if self.config.data.group_by else ""
             message = (
@@ -227,7 +200,7 @@ class Gatherer:
             reasons = sum((tally.dropped for tally in self.tallies), Counter[str]())
             told = ", ".join(f"{count:,} left out ({reason})" for reason, count in sorted(reasons.items()))
             hint = f"raise MODEL_MAX_SEQ_LEN; the longest row has {tokens} tokens" if self.overlong else None
-            raise DataError(f"no {kind}row is left of {self._examples:,}: {told}", place=place or None, hint=hint)
+            raise DataError(f"no {kind}row is left of {self.examples:,}: {told}", place=place or None, hint=hint)
 
     def manifest(self) -> dict[str, Any]:
         writer = self.writer
@@ -237,10 +210,10 @@ class Gatherer:
         )  # fmt: skip
 
 
-def make_parts(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part) -> None:
-    """Makes and publishes `parts`, those of one fraction in one pass over their rows; `train` is published already or among them.
+def _make(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part) -> None:
+    """Make and publish `parts`, those of one fraction in one pass over their rows; `train` is published already or among them.
 
-    Raises `DataError` with all problems of rows together, and `HardwareError` when a process was killed.
+    Raise `DataError` with all problems of rows together, and `HardwareError` when a process was killed.
     """
     together = [list(parts)] if all(part.fraction for part in parts) else [[part] for part in parts]
     template = template_sha256(tokenizer)
@@ -254,20 +227,19 @@ def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part, te
 
     drop = config.data.bad_rows == "drop"
     problems = RowProblems(cache_folder() / "bad_rows" / f"{parts[0].folder.name}.txt", drop=drop)
-    progress = _Progress(" and ".join(part.name for part in parts))
     left = [LeftOut() for _ in parts[0].sources]
     with ExitStack() as stack:
         gatherers = [Gatherer(config, part, stack.enter_context(SplitWriter(part.folder))) for part in parts]
-        for chunk in engine.run(works_of(parts[0].sources, problems, config.train.seed, left), fraction=parts[0].fraction):
+        chunks = engine.run(works_of(parts[0].sources, problems, config.train.seed, left), fraction=parts[0].fraction)
+        for chunk in _progress(chunks, " and ".join(part.name for part in parts)):
             problems.good += chunk.examples - sum(not refusal.reading for refusal in chunk.refused)
             for refusal in chunk.refused:
                 problems.add(refusal)
                 if drop and refusal.reading:  # what is wrong with its tokens was counted as a row, and is left out of the chunk
                     left[chunk.source].add(BAD, refusal.place)
-            if not problems.unreadable:
+            if not problems.stops:
                 for gatherer in gatherers:
                     gatherer.take(chunk)
-            progress.count(chunk.examples)
             raise_what_was_heard()
         problems.end()
         if not any(gatherer.examples for gatherer in gatherers):
@@ -279,14 +251,19 @@ def _pass(config: Config, engine: Engine, parts: Sequence[Part], train: Part, te
             manifest = gatherer.manifest()
             manifest["split"]["template"] = template
             if gatherer.part.name == "validation":
-                keys = (train.folder / KEYS).read_bytes()
-                shared = overlap(keys, bytes(gatherer.writer.keys))
+                trained = set(_keys((train.folder / KEYS).read_bytes()))
+                shared = sum(key in trained for key in _keys(bytes(gatherer.writer.keys)))
                 manifest["overlap"] = {"with": "train", "rows": shared}
             gatherer.writer.publish(manifest)
 
 
+def _keys(content: bytes) -> Iterator[bytes]:
+    """Yield the keys that stand one after another in a prepared split's `keys.bin`."""
+    yield from (content[start : start + KEY_BYTES] for start in range(0, len(content), KEY_BYTES))
+
+
 def refuse_nothing(sources: Sequence[DataSource], left: Sequence[LeftOut]) -> None:
-    """Raises `DataError` for sources without any row, with what was `left` out of them and why."""
+    """Raise `DataError` for sources without any row, with what was `left` out of them and why."""
     reasons = sum((out.counts for out in left), Counter[str]())
     told = ", ".join(f"{count:,} left out ({reason})" for reason, count in reasons.items())
     first = next((place for out in left for places in out.places.values() for place in places), None)
@@ -298,7 +275,7 @@ def refuse_nothing(sources: Sequence[DataSource], left: Sequence[LeftOut]) -> No
 
 
 def works_of(sources: Sequence[DataSource], problems: RowProblems, seed: int, left: Sequence[LeftOut]) -> Iterator[Work]:
-    """Yields the rows of all sources by the chunk; what ends the reading of a source goes to `problems`.
+    """Yield the rows of all sources by the chunk; what ends the reading of a source goes to `problems`.
 
     `seed` chooses where a source takes only some `rows`; what readers leave out is counted in `left`, by source.
     """
@@ -307,7 +284,7 @@ def works_of(sources: Sequence[DataSource], problems: RowProblems, seed: int, le
         try:
             for rows in _chunks(read_source(source, seed=seed, left=left[index])):
                 form = form or _first_form(rows)  # `auto` goes by the first row; another format later is an error of that row
-                yield Work(source=index, form=form, rows=rows, encode=not problems.unreadable)
+                yield Work(source=index, form=form, rows=rows)
         except DataError as error:
             problems.add_error(error, source.path)
 
@@ -340,17 +317,13 @@ def _first_form(rows: Sequence[Placed]) -> str | None:
     return None
 
 
-class _Progress:
-    """Says how far it is every ten seconds, so that millions of rows do not look like a hang."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.rows, self.shown = name, 0, time.monotonic()
-        self.began = self.shown
-
-    def count(self, rows: int) -> None:
-        self.rows += rows
-        now = time.monotonic()
-        if now - self.shown >= PROGRESS_SECONDS:
-            self.shown = now
-            speed = self.rows / (now - self.began)
-            print(f"preparing {self.name}: {self.rows:,} rows, {speed:,.0f} a second", file=sys.stderr, flush=True)
+def _progress(chunks: Iterator[Chunk], name: str) -> Iterator[Chunk]:
+    """Say every ten seconds how far it is, so that millions of rows do not look like a hang."""
+    rows, began = 0, time.monotonic()
+    shown = began
+    for chunk in chunks:
+        yield chunk
+        rows += chunk.examples
+        if (now := time.monotonic()) - shown >= PROGRESS_SECONDS:
+            shown = now
+            print(f"preparing {name}: {rows:,} rows, {rows / (now - began):,.0f} a second", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from types import TracebackType
 from typing import Any
@@ -26,10 +26,10 @@ from sft_play.data.chat import IGNORED
 from sft_play.data.encode import Encoder, Outcome
 from sft_play.data.example import BAD, Example
 from sft_play.data.formats import understand
-from sft_play.data.select import KEY_BYTES, is_held_out
-from sft_play.data.sources import Placed
+from sft_play.data.readers import Placed
 from sft_play.errors import DataError, HardwareError
-from sft_play.plan.detect import cpu_threads
+from sft_play.files import text_sha256
+from sft_play.plan.hardware import cpu_threads
 
 SMALL_ROWS = 2_000
 """With `data.num_proc: auto`, fewer rows than this are prepared in this process: starting others would take longer."""
@@ -55,7 +55,7 @@ class Engine:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def run(self, works: Iterable[Work], *, fraction: float) -> Iterator[Chunk]:
-        """Yields the chunk of each work, in order. Raises `DataError`, and `HardwareError` when a process was killed.
+        """Yield the chunk of each work, in order. Raises `DataError`, and `HardwareError` when a process was killed.
 
         `works` is read as chunks are taken: at most `WAITING` for each process are in memory.
         """
@@ -68,7 +68,7 @@ class Engine:
             yield from self._elsewhere(works, fraction, processes)
 
     def _first(self, works: Iterator[Work]) -> tuple[list[Work], int]:
-        """Returns the first works, and how many processes the whole deserves."""
+        """Return the first works, and how many processes the whole deserves."""
         typed = self._setup[0].data.num_proc
         if isinstance(typed, int):
             return [], typed
@@ -110,7 +110,7 @@ class Engine:
 
 
 def _start(processes: int, setup: tuple[Config, Any]) -> ProcessPoolExecutor:
-    """Starts the processes.
+    """Start the processes.
 
     On Linux they are forked: that takes milliseconds where importing transformers takes seconds. It is safe because the tokenizer has
     not run here yet, so none of its threads exists, and in the processes it starts none. Elsewhere they are spawned.
@@ -168,8 +168,6 @@ class Work:
     form: str | None
     """The source's format; `None` where it is not known yet."""
     rows: Sequence[Placed]
-    encode: bool = True
-    """False once a row was found that cannot be read: the rest is only checked, so that all problems are told at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,9 +180,9 @@ class Refusal:
     reading: bool
     """Whether the row itself is wrong; else its tokens are."""
 
-    @property
-    def error(self) -> DataError:
-        return DataError(self.message, place=self.place, hint=self.hint)
+    @staticmethod
+    def of(error: DataError, place: str, *, reading: bool) -> Refusal:
+        return Refusal(place=error.place or place, message=error.message, hint=error.hint, reading=reading)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,18 +198,8 @@ class Chunk:
     """By example."""
     rows_of: Integers
     """Rows that each example gave."""
-    dropped: Mapping[int, str]
-    """Why an example gave none."""
-    overlong: Mapping[int, tuple[str, int]]
-    """Place and tokens of the examples that are longer than `model.max_seq_len`, whatever became of them."""
-    lost: Mapping[int, frozenset[str]]
-    """What the examples that were cut have lost, in words."""
-    answers_cut: Mapping[int, int]
-    """Answers that lost their end, by the examples that have any."""
-    thoughts: Mapping[int, int]
-    """Thoughts that the chat template left out, by the examples that have any."""
-    empty_thoughts: Mapping[int, int]
-    """Learnt answers that the chat template begins with an empty thought, by the examples that have any."""
+    told: Mapping[int, Outcome]
+    """Of the examples that were skipped, cut or lost something: what there is to say, without rows."""
     lengths: Integers
     """By row."""
     trained: Integers
@@ -232,67 +220,36 @@ class Chunk:
         return self.keys[example * KEY_BYTES : (example + 1) * KEY_BYTES]
 
 
-@dataclass(kw_only=True, slots=True)
-class _Read:
-    examples: list[Example] = field(default_factory=list)
-    refused: list[Refusal] = field(default_factory=list)
-
-
-def make_chunk(work: Work, encoder: Any, *, group_by: str | None, fraction: float) -> Chunk:
-    """Understands and encodes the rows of `work`. `encoder` is an `encode.Encoder`; what is wrong with a row is in `refused`."""
-    read = _read(work, group_by)
-    examples = read.examples
-    outcomes: Sequence[Outcome] = encoder.encode(examples) if work.encode and examples else ()
-    refused = [*read.refused]
-    for example, outcome in zip(examples, outcomes, strict=False):
-        if _is_bad(outcome):
-            assert outcome.error is not None
-            refused.append(_refusal(outcome.error, example.place, reading=False))
-    return _chunk(work.source, examples, outcomes, refused, fraction)
-
-
-def _read(work: Work, group_by: str | None) -> _Read:
-    read = _Read()
+def make_chunk(work: Work, encoder: Encoder, *, group_by: str | None, fraction: float) -> Chunk:
+    """Understand and encode the rows of `work`; what is wrong with a row is in `refused`."""
+    examples: list[Example] = []
+    refused: list[Refusal] = []
     for placed in work.rows:
         try:
-            read.examples.append(understand(placed, work.source, work.form, group_by=group_by))
+            examples.append(understand(placed, work.source, work.form, group_by=group_by))
         except DataError as error:
-            read.refused.append(_refusal(error, placed[0], reading=True))
-    return read
-
-
-def _is_bad(outcome: Outcome) -> bool:
-    """Whether a row is wrong; what is too long is counted and told once."""
-    return outcome.error is not None and not outcome.overlong
-
-
-def _refusal(error: DataError, place: str, *, reading: bool) -> Refusal:
-    return Refusal(place=error.place or place, message=error.message, hint=error.hint, reading=reading)
-
-
-def _chunk(
-    source: int, examples: Sequence[Example], outcomes: Sequence[Outcome], refused: Sequence[Refusal], fraction: float
-) -> Chunk:
+            refused.append(Refusal.of(error, placed[0], reading=True))
+    outcomes = encoder.encode(examples)
+    told: dict[int, Outcome] = {}
+    for index, outcome in enumerate(outcomes):
+        if outcome.error:
+            refused.append(Refusal.of(outcome.error, outcome.place, reading=False))
+        about = replace(outcome, rows=(), error=None, dropped=BAD if outcome.error else outcome.dropped)
+        if about != Outcome(place=outcome.place):
+            told[index] = about
     rows = [row for outcome in outcomes for row in outcome.rows]
     lengths = _integers(len(row.input_ids) for row in rows)
     labels = _joined(row.labels for row in rows)
     keys = [example.key for example in examples]
+    sides = (bool(fraction) and is_held_out(key, one.group, fraction) for key, one in zip(keys, examples, strict=True))
     return Chunk(
-        source=source,
+        source=work.source,
         forms=Counter(example.form for example in examples),
         refused=refused,
         keys=b"".join(bytes.fromhex(key[: 2 * KEY_BYTES]) for key in keys),
-        held_out=np.fromiter(
-            (bool(fraction) and is_held_out(key, example.group, fraction) for key, example in zip(keys, examples, strict=True)),
-            np.bool_, len(keys),
-        ),
-        rows_of=_integers(len(outcome.rows) for outcome in outcomes) if outcomes else np.zeros(len(examples), np.int32),
-        dropped={i: why for i, o in enumerate(outcomes) if (why := BAD if _is_bad(o) else o.dropped) is not None},
-        overlong={i: (examples[i].place, outcome.overlong) for i, outcome in enumerate(outcomes) if outcome.overlong},
-        lost={index: outcome.lost for index, outcome in enumerate(outcomes) if outcome.lost},
-        answers_cut={index: outcome.answers_cut for index, outcome in enumerate(outcomes) if outcome.answers_cut},
-        thoughts={index: outcome.thoughts for index, outcome in enumerate(outcomes) if outcome.thoughts},
-        empty_thoughts={index: outcome.empty_thoughts for index, outcome in enumerate(outcomes) if outcome.empty_thoughts},
+        held_out=np.fromiter(sides, np.bool_, len(keys)),
+        rows_of=_integers(len(outcome.rows) for outcome in outcomes),
+        told=told,
         lengths=lengths,
         trained=trained_tokens(lengths, labels),
         prompt_lengths=_integers(len(row.prompt_ids) for row in rows),
@@ -300,11 +257,11 @@ def _chunk(
         labels=labels,
         prompt_ids=_joined(row.prompt_ids for row in rows),
         references=[row.reference for row in rows],
-    )  # fmt: skip
+    )
 
 
 def trained_tokens(lengths: Integers, labels: Integers) -> Integers:
-    """Returns the trained tokens of each row, after the shift by one. `labels` holds the rows one after another; none is empty."""
+    """Return the trained tokens of each row, after the shift by one. `labels` holds the rows one after another; none is empty."""
     if not len(lengths):
         return lengths
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
@@ -323,7 +280,7 @@ def _joined(parts: Iterable[Sequence[int]]) -> Integers:
 
 
 def size_of(row: Mapping[str, Any] | DataError) -> int:
-    """Returns about how many characters a row holds: its texts, one level deep."""
+    """Return about how many characters a row holds: its texts, one level deep."""
     if isinstance(row, DataError):
         return len(row.message)
     size = 0
@@ -336,8 +293,27 @@ def size_of(row: Mapping[str, Any] | DataError) -> int:
 
 
 def _turn_size(turn: Mapping[str, Any]) -> int:
-    """Returns the characters of a turn that nobody has checked yet: its text may be a number, or a list of parts."""
+    """Return the characters of a turn that nobody has checked yet: its text may be a number, or a list of parts."""
     content = turn.get("content") or turn.get("value")
     if isinstance(content, str):
         return len(content)
     return sum(len(str(part)) for part in content) if isinstance(content, list) else 8
+
+
+# Which side of a split a row falls on, which rows are copies, and what training and validation share. Standard library only.
+
+
+KEY_BYTES = 16
+"""Of a row's content hash, what is kept to find copies: a chance meeting among 10 million rows has a probability of 1e-25."""
+POSITION_DIGITS = 12
+"""Hexadecimal digits of a hash that tell a row's place between 0 and 1."""
+
+
+def is_held_out(key: str, group: str | None, fraction: float) -> bool:
+    """Whether a row belongs to validation: decided by its group where it has one, else by its content, and by nothing else.
+
+    So a row keeps its side when rows are added, removed or moved, and a larger `fraction` only adds rows to validation. `key` is
+    `Example.key`; `group` is the value of `data.group_by`; `fraction` is in [0, 1).
+    """
+    digest = text_sha256(f"row {key}" if group is None else f"group {group}")
+    return int(digest[:POSITION_DIGITS], 16) / 16**POSITION_DIGITS < fraction

@@ -9,6 +9,7 @@ import shutil
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,9 +20,8 @@ from numpy.typing import NDArray
 
 from sft_play.data.manifest import MANIFEST
 from sft_play.data.processes import Chunk, Integers
-from sft_play.files import sync_folder, write_bytes, write_json
+from sft_play.files import new_folder, sync_folder, write_bytes, write_json
 from sft_play.runs.manifest import checksum
-from sft_play.runs.space import new_folder
 
 ARROW = "data-00000-of-00001.arrow"
 LENGTHS, SOURCES, LABELS, KEYS = "lengths.i32", "sources.i32", "labels.i32", "keys.bin"
@@ -37,7 +37,7 @@ SCHEMA = pa.schema(
 
 
 class SplitWriter:
-    """Writes one split into a folder aside. A context manager: what was not published is gone when it is left."""
+    """Write one split into a folder aside. A context manager: what was not published is gone when it is left."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` is where the split is published; its neighbours that a killed process left half-written are removed."""
@@ -62,33 +62,30 @@ class SplitWriter:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def append(self, chunk: Chunk, examples: NDArray[np.bool_], numbers: NDArray[np.int64]) -> None:
-        """Adds the rows of those examples of `chunk` that `examples` chooses; `numbers` is each example's `row`."""
-        if not examples.all():
-            chunk_rows = np.repeat(examples, chunk.rows_of)
-            columns = _chosen(chunk, chunk_rows)
-        else:
-            chunk_rows = None
-            columns = (chunk.lengths, chunk.input_ids, chunk.labels, chunk.prompt_lengths, chunk.prompt_ids, chunk.trained)
-        lengths, ids, labels, prompt_lengths, prompts, trained = columns
+        """Add the rows of those examples of `chunk` that `examples` chooses; `numbers` is each example's `row`."""
+        rows = np.repeat(examples, chunk.rows_of)
+        lengths, prompt_lengths = chunk.lengths[rows], chunk.prompt_lengths[rows]
         if not len(lengths):
             return
-        references = chunk.references if chunk_rows is None else [chunk.references[int(i)] for i in np.flatnonzero(chunk_rows)]
+        tokens = np.repeat(rows, chunk.lengths)
+        ids, labels = chunk.input_ids[tokens], chunk.labels[tokens]
+        prompts = chunk.prompt_ids[np.repeat(rows, chunk.prompt_lengths)]
         for digest, part in zip(self._digests, (lengths, ids, labels), strict=True):
             digest.update(part.tobytes())
         self.lengths.frombytes(lengths.tobytes())
-        self.trained.frombytes(trained.tobytes())
+        self.trained.frombytes(chunk.trained[rows].tobytes())
         self.sources.extend([chunk.source] * len(lengths))
         numbers_of_rows = np.repeat(numbers[examples], chunk.rows_of[examples])
         source = np.full(len(lengths), chunk.source, np.int32)
         self._wait(
             [_lists(lengths, ids), _lists(lengths, labels), pa.array(numbers_of_rows), pa.array(source),
-             _lists(prompt_lengths, prompts), pa.array(references, pa.string())]
+             _lists(prompt_lengths, prompts), pa.array(compress(chunk.references, rows), pa.string())]
         )  # fmt: skip
         for example in np.flatnonzero(examples & (chunk.rows_of > 0)):
             self.keys += chunk.key(int(example))
 
     def _wait(self, columns: list[Any]) -> None:
-        """Gathers small batches into a large one, which a reader finds its rows in faster."""
+        """Gather small batches into a large one, which a reader finds its rows in faster."""
         self._batches.append(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
         self._rows_waiting += len(columns[0])
         self._tokens_waiting += len(columns[0].values)
@@ -101,15 +98,16 @@ class SplitWriter:
         self._batches, self._rows_waiting, self._tokens_waiting = [], 0, 0
 
     def fingerprint(self) -> str:
-        """Returns a sha256 over lengths, tokens and labels of all rows, in order."""
+        """Return a sha256 over lengths, tokens and labels of all rows, in order."""
         return hashlib.sha256("".join(digest.hexdigest() for digest in self._digests).encode()).hexdigest()
 
     def publish(self, manifest: Mapping[str, Any]) -> None:
-        """Writes what is left and makes the folder visible; of two processes that race, one publishes."""
+        """Write what is left and makes the folder visible; of two processes that race, one publishes."""
         self._flush()
         self._writer.close()
         self._stream.close()
-        _sync(self._scratch / ARROW)
+        with (self._scratch / ARROW).open("rb") as stream:
+            os.fsync(stream.fileno())
         for name, content in ((LENGTHS, self.lengths), (SOURCES, self.sources), (LABELS, self.trained)):
             write_bytes(self._scratch / name, _little_endian(content))
         write_bytes(self._scratch / KEYS, bytes(self.keys))
@@ -133,17 +131,8 @@ class SplitWriter:
         sync_folder(self.folder.parent)
 
 
-def _chosen(chunk: Chunk, rows: NDArray[np.bool_]) -> tuple[Integers, ...]:
-    """Returns the chunk's columns without the rows that are not chosen."""
-    tokens, prompts = np.repeat(rows, chunk.lengths), np.repeat(rows, chunk.prompt_lengths)
-    return (
-        chunk.lengths[rows], chunk.input_ids[tokens], chunk.labels[tokens],
-        chunk.prompt_lengths[rows], chunk.prompt_ids[prompts], chunk.trained[rows],
-    )  # fmt: skip
-
-
 def _lists(lengths: Integers, values: Integers) -> Any:
-    """Returns a `pyarrow.ListArray` of int32 whose lists stand one after another in `values`."""
+    """Return a `pyarrow.ListArray` of int32 whose lists stand one after another in `values`."""
     ends = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=ends[1:])
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(values))
@@ -151,11 +140,6 @@ def _lists(lengths: Integers, values: Integers) -> Any:
 
 def _little_endian(values: array[int]) -> bytes:
     return np.asarray(values, np.int32).astype("<i4").tobytes()
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 # Prepared rows, read without `datasets`: that package imports pandas, a second of processor time for every rank.
@@ -168,7 +152,7 @@ class Rows:
     """
 
     def __init__(self, folder: str | Path, columns: Sequence[str] = ()) -> None:
-        """Raises `FileNotFoundError` when there are no rows."""
+        """Raise `FileNotFoundError` when there are no rows."""
         files = sorted(Path(folder).glob("*.arrow"))
         if not files:
             raise FileNotFoundError(2, "no rows here", str(folder))
@@ -192,7 +176,7 @@ class Rows:
         return {name: batch.column(name)[key - self._starts[place]].as_py() for name in self.column_names}
 
     def __getitems__(self, keys: Sequence[int]) -> list[dict[str, Any]]:
-        """Returns the rows of a micro-batch, none for an empty one; `DataLoader` asks for this."""
+        """Return the rows of a micro-batch, none for an empty one; `DataLoader` asks for this."""
         return [self[key] for key in keys]
 
     def _column(self, name: str) -> Iterator[Any]:
@@ -201,7 +185,7 @@ class Rows:
 
 
 def write_rows(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Writes rows where `Rows` finds them."""
+    """Write rows where `Rows` finds them."""
     folder.mkdir(parents=True, exist_ok=True)
     table = pa.Table.from_pylist(rows)
     with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as stream:

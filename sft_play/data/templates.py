@@ -21,12 +21,12 @@ SUFFIXES = (".jinja", ".jinja2", ".j2")
 
 
 def template_names() -> list[str]:
-    """Returns the names that `data.chat_template` takes."""
+    """Return the names that `data.chat_template` takes."""
     return sorted(path.stem for path in FOLDER.glob("*.jinja"))
 
 
 def chat_format(data: DataConfig) -> ChatFormat | None:
-    """Returns what the configuration says about writing conversations; `None` where it leaves it to the tokenizer.
+    """Return what the configuration says about writing conversations; `None` where it leaves it to the tokenizer.
 
     Raises `DataError` for an unknown name, a file that is missing or no text, and a template with a syntax error.
     """
@@ -40,7 +40,7 @@ def chat_format(data: DataConfig) -> ChatFormat | None:
 
 
 def _chosen(value: str) -> tuple[str | None, str]:
-    """Returns the name (`None` for a file) and the text of `data.chat_template`."""
+    """Return the name (`None` for a file) and the text of `data.chat_template`."""
     if value in template_names():
         return value, (FOLDER / f"{value}.jinja").read_text(encoding="utf-8")
     path = Path(value).expanduser()
@@ -65,7 +65,7 @@ def _chosen(value: str) -> tuple[str | None, str]:
 
 
 def check_syntax(text: str, place: str) -> None:
-    """Raises `DataError` with the line of a template that is not Jinja."""
+    """Raise `DataError` with the line of a template that is not Jinja."""
     import jinja2
     import jinja2.ext
 
@@ -93,7 +93,7 @@ def check_syntax(text: str, place: str) -> None:
 
 
 def fitted(text: str, name: str, tokenizer: Any) -> str:
-    """Returns a named template for a tokenizer: with its end-of-turn token, and BOS where the tokenizer puts one before a text.
+    """Return a named template for a tokenizer: with its end-of-turn token, and BOS where the tokenizer puts one before a text.
 
     The first comment of a template says which tokens it needs and which one ends a turn. Raises `DataError` where the vocabulary
     lacks them.
@@ -120,7 +120,7 @@ def fitted(text: str, name: str, tokenizer: Any) -> str:
 
 
 def end_note(name: str, tokenizer: Any) -> str | None:
-    """Returns what to tell a user whose named template ends turns with another token than usual; else `None`."""
+    """Return what to tell a user whose named template ends turns with another token than usual; else `None`."""
     _, end, or_eos = _header((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))
     if end is None or not or_eos or end in tokenizer.get_vocab():
         return None
@@ -140,7 +140,7 @@ def _lacking(name: str, vocabulary: Mapping[str, int], eos: str | None) -> bool:
 
 
 def _header(text: str) -> tuple[list[str], str | None, bool]:
-    """Returns the tokens that a named template needs, the one that ends a turn (`None`: eos), and whether eos can stand in."""
+    """Return the tokens that a named template needs, the one that ends a turn (`None`: eos), and whether eos can stand in."""
     needs = re.search(r"^ *needs: (.+)$", text, re.MULTILINE)
     end = re.search(r"^ *end: (\S+)( or eos)?$", text, re.MULTILINE)
     token = end.group(1) if end else "eos"
@@ -148,7 +148,7 @@ def _header(text: str) -> tuple[list[str], str | None, bool]:
 
 
 def styled(template: str, chat: ChatFormat) -> str:
-    """Returns a template that first gives every conversation `data.system` and `data.style`."""
+    """Return a template that first gives every conversation `data.system` and `data.style`."""
     if chat.system is None and not chat.style:
         return template
     around = {role: (chat.style.get(f"{role}_prefix", ""), chat.style.get(f"{role}_suffix", "")) for role in ("system", "user")}
@@ -174,13 +174,13 @@ def styled(template: str, chat: ChatFormat) -> str:
 
 
 def quoted(text: str) -> str:
-    """Returns `text` as a literal of Jinja, which reads Python's escapes."""
+    """Return `text` as a literal of Jinja, which reads Python's escapes."""
     escaped = text.encode("unicode_escape").decode("ascii").replace("'", "\\'").replace("{", "\\x7b").replace("}", "\\x7d")
     return f"'{escaped.replace('%', chr(92) + 'x25').replace('#', chr(92) + 'x23')}'"
 
 
 def with_chat(model: ResolvedModel, chat: ChatFormat | None) -> ResolvedModel:
-    """Returns a model that writes conversations as `chat` says; its tokenizer's fingerprint tells."""
+    """Return a model that writes conversations as `chat` says; its tokenizer's fingerprint tells."""
     if chat is None:
         return model
     said = json.dumps(asdict(chat), sort_keys=True)
@@ -218,7 +218,7 @@ class _Marks:
         return mark
 
     def value(self, value: Any, turn: str) -> Any:
-        """Returns an argument with a mark for each text and number in it."""
+        """Return an argument with a mark for each text and number in it."""
         if isinstance(value, Mapping):
             return {key: self.value(inner, turn) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
@@ -231,7 +231,7 @@ class _Marks:
         return self.text(meaning)
 
     def missing(self, text: str) -> str | None:
-        """Returns what the first mark that `text` lacks stands for."""
+        """Return what the first mark that `text` lacks stands for."""
         return next((meaning for mark, meaning in self.meaning.items() if mark not in text), None)
 
 
@@ -241,7 +241,7 @@ def has_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
 
 
 def check_written(messages: Sequence[Message], tools: Sequence[Any] | None, render: Render) -> None:
-    """Raises `DataError` where the text of a conversation that ends with an answer lacks its tools, or a call, or a result."""
+    """Raise `DataError` where the text of a conversation that ends with an answer lacks its tools, or a call, or a result."""
     marks = _Marks()
     turns = [_marked_turn(turn, index + 1, marks) for index, turn in enumerate(messages)]
     described = _marked_tools(tools or [], marks)
@@ -262,7 +262,7 @@ def check_answer(
     render: Render,
     end: Callable[[str], int],
 ) -> None:
-    """Raises `DataError` unless `said`, what is learnt of message `index`, holds its calls and its words. `end`: of a turn in a text."""
+    """Raise `DataError` unless `said`, what is learnt of message `index`, holds its calls and its words. `end`: of a turn in a text."""
     message, number = messages[index], index + 1
     marks = _Marks()
     text = render([*messages[:index], _marked_turn({**message, "content": ""}, number, marks)], tools, False)
@@ -280,7 +280,7 @@ def check_answer(
 
 
 def _marked_turn(turn: Message, number: int, marks: _Marks) -> Message:
-    """Returns a turn with marks for the names and arguments of its calls, or for the result that it is."""
+    """Return a turn with marks for the names and arguments of its calls, or for the result that it is."""
     if turn["role"] == "tool" and turn["content"].strip():
         return {**turn, "content": marks.text(f"the result of turn {number}")}
     if not turn.get("tool_calls"):

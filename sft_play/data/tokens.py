@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,76 +25,47 @@ class RowTokens:
         self._backend.no_truncation()  # a folder may say otherwise; a row is never cut or padded here
         self._backend.no_padding()
         self._direct = all(self._fast([text])[0] == self._slow([text])[0] for text in PROBES)
-        self._sharp = self._ends_are_sharp()
-        self._plain = self._sharp and self._continues_plainly()
+        self._plain = self._continues_plainly()
 
     def batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the tokens of each text, without any that the tokenizer would add: the template writes its own."""
+        """Return the tokens of each text, without any that the tokenizer would add: the template writes its own."""
         return self._fast(texts) if self._direct else self._slow(texts)
 
     def rows(self, groups: Sequence[Sequence[RowText]]) -> list[list[Encoded] | DataError]:
-        """Returns the rows of each group in tokens, tokenised together; an error for a group that cannot be exact."""
-        if not self._plain:
-            return [self._group(group) for group in groups]
-        quick = [[not row.untrained for row in group] for group in groups]
-        texts = [
-            text
-            for group, fits in zip(groups, quick, strict=True)
-            for r, fit in zip(group, fits, strict=True)
-            if fit
-            for text in _pieces(r)
-        ]
+        """Return the rows of each group in tokens, tokenised together; an error for a group that cannot be exact."""
+        texts = [text for group in groups for row in group if self._is_quick(row) for text in _pieces(row)]
         tokens = iter(self.batch(texts))
-        return [self._quick_group(group, fits, tokens) for group, fits in zip(groups, quick, strict=True)]
+        return [self._group(group, tokens) for group in groups]
 
-    def _quick_group(
-        self, group: Sequence[RowText], fits: Sequence[bool], tokens: Iterator[list[int]]
-    ) -> list[Encoded] | DataError:
+    def _is_quick(self, row: RowText) -> bool:
+        return self._plain and not row.untrained
+
+    def _group(self, group: Sequence[RowText], tokens: Iterator[list[int]]) -> list[Encoded] | DataError:
         found: list[Encoded] = []
         problem: DataError | None = None
-        for row, fit in zip(group, fits, strict=True):
+        for row in group:
             try:
-                found += (
-                    [self._quick(row, tokens)]
-                    if fit and not row.earlier
-                    else self._with_earlier(row, tokens)
-                    if fit
-                    else self._slow_row(row)
-                )
+                found += self._quick(row, tokens) if self._is_quick(row) else self._slow_row(row)
             except DataError as error:
                 problem = problem or error
         return problem or found
 
-    def _quick(self, row: RowText, tokens: Iterator[list[int]]) -> Encoded:
+    def _quick(self, row: RowText, tokens: Iterator[list[int]]) -> list[Encoded]:
+        """Return a row of pieces that were tokenised alone, where those of earlier answers are the tokens of the complete prompt."""
         prompt, answer = next(tokens), next(tokens)
-        ids = prompt + answer
-        self._check_bos(ids)
-        return Encoded(ids, ids if row.everything else [IGNORED] * len(prompt) + answer, prompt, row.reference)
-
-    def _with_earlier(self, row: RowText, tokens: Iterator[list[int]]) -> list[Encoded]:
-        """Returns a row whose prompt holds learnt answers: its pieces must be the tokens of the whole prompt."""
-        prompt, answer = next(tokens), next(tokens)
-        pieces = [next(tokens) for _ in range(2 * len(row.earlier))]
+        earlier = [(next(tokens), next(tokens)) for _ in row.earlier]
         labels: list[int] = []
-        same = True
-        for between, said in zip(pieces[::2], pieces[1::2], strict=True):
-            start = len(labels) + len(between)
-            same = same and prompt[len(labels) : start] == between and prompt[start : start + len(said)] == said
+        for between, said in earlier:
+            if prompt[len(labels) : len(labels) + len(between) + len(said)] != between + said:
+                return self._slow_row(row)
             labels += [IGNORED] * len(between) + said
-        if not same:
-            return self._slow_row(row)
         ids = prompt + answer
         self._check_bos(ids)
-        return [Encoded(ids, labels + [IGNORED] * (len(prompt) - len(labels)) + answer, prompt, row.reference)]
-
-    def _group(self, group: Sequence[RowText]) -> list[Encoded] | DataError:
-        try:
-            return list(itertools.chain.from_iterable(self._slow_row(row) for row in group))
-        except DataError as error:
-            return error
+        labels = ids if row.everything else labels + [IGNORED] * (len(prompt) - len(labels)) + answer
+        return [Encoded(ids, labels, prompt, row.reference)]
 
     def _slow_row(self, row: RowText) -> list[Encoded]:
-        """Returns a row, after rows of their own for earlier answers whose tokens the whole row would change."""
+        """Return a row, after rows of their own for earlier answers whose tokens the complete row would change."""
         prompt = self.batch([row.prompt])[0]
         answer = self._continued(row.prompt, prompt, row.answer)
         ids = prompt + answer
@@ -115,7 +85,7 @@ class RowTokens:
         return [*alone, Encoded(ids, labels, prompt, row.reference)]
 
     def _continued(self, prompt: str, prompt_ids: list[int], answer: str) -> list[int]:
-        """Returns the tokens that a model writes after `prompt_ids` to have written `answer`.
+        """Return the tokens that a model writes after `prompt_ids` to have written `answer`.
 
         Tokenizers that mark the beginning of a text (`\u2581`) would mark that of an answer, which is none.
         """
@@ -132,7 +102,7 @@ class RowTokens:
         )
 
     def _without(self, row: RowText, ids: list[int], prompt: int) -> list[int]:
-        """Returns the labels of a row of which everything is learnt but some parts; `prompt` is its number of prompt tokens."""
+        """Return the labels of a row of which everything is learnt but some parts; `prompt` is its number of prompt tokens."""
         labels = list(ids)
         offsets = self.tokenizer(row.prompt, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         for span in row.untrained:
@@ -153,8 +123,7 @@ class RowTokens:
             )
 
     def _fast(self, texts: Sequence[str]) -> list[list[int]]:
-        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _slow(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
@@ -162,15 +131,13 @@ class RowTokens:
         found = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         return [list(ids) for ids in found]
 
-    def _ends_are_sharp(self) -> bool:
-        """Whether the end of a turn splits the text before anything else does, so that what follows never changes what precedes."""
-        added = self.tokenizer.added_tokens_decoder
-        return all(
-            index in added and not (added[index].lstrip or added[index].rstrip or added[index].normalized) for index in self.stops
-        )
-
     def _continues_plainly(self) -> bool:
-        """Whether a text has the same tokens at the beginning as after a special token, and nothing is added to it."""
+        """Whether the end of a turn splits the text before anything else does, and a text has the same tokens after it as alone."""
+        added = self.tokenizer.added_tokens_decoder
+        if not all(
+            index in added and not (added[index].lstrip or added[index].rstrip or added[index].normalized) for index in self.stops
+        ):
+            return False
         stop = next(iter(self.stops))
         mark = str(self.tokenizer.convert_ids_to_tokens(stop))
         if str(self.tokenizer.convert_ids_to_tokens(self.batch(["a"])[0][0])) != "a":
@@ -179,7 +146,7 @@ class RowTokens:
 
 
 def _pieces(row: RowText) -> Iterator[str]:
-    """Yields the texts that are tokenised for a row: prompt, answer, then what stands before each earlier answer, and that answer."""
+    """Yield the texts that are tokenised for a row: prompt, answer, then what stands before each earlier answer, and that answer."""
     yield row.prompt
     yield row.answer
     reached = 0
@@ -215,7 +182,7 @@ class Cut:
     """Answers that lost their end."""
 
     def lost(self, messages: Sequence[Message]) -> frozenset[str]:
-        """Returns what the conversation lost, in words: kinds of turns, and the beginning or end of one."""
+        """Return what the conversation lost, in words: kinds of turns, and the beginning or end of one."""
         before, after = {id(turn) for turn in messages}, {id(turn) for turn in self.turns}
         shortened = Counter(str(turn["role"]) for turn in self.turns if id(turn) not in before)
         gone = Counter(str(turn["role"]) for turn in messages if id(turn) not in after) - shortened
@@ -224,9 +191,9 @@ class Cut:
 
 
 def truncated(messages: Sequence[Message], limit: int, encode: Encode, count: Count, *, answers: bool = False) -> Cut | None:
-    """Returns the longest end of a conversation that fits; `None` where its last answer does not, unless `answers` may be cut.
+    """Return the longest end of a conversation that fits; `None` where its last answer does not, unless `answers` may be cut.
 
-    Raises `DataError` as `encode` does.
+    Raise `DataError` as `encode` does.
     """
     system, exchanges = exchanges_of(messages)
     for first in range(len(exchanges)):
@@ -240,17 +207,21 @@ def truncated(messages: Sequence[Message], limit: int, encode: Encode, count: Co
 
 
 def split(messages: Sequence[Message], limit: int, encode: Encode, count: Count) -> Cut:
-    """Returns rows that hold all exchanges but those whose answers do not fit."""
+    """Return rows that hold all exchanges but those whose answers do not fit."""
+
+    def rows_of(turns: Sequence[Message]) -> list[Encoded]:
+        return encode(turns) if _learns(turns) else []
+
     system, exchanges = exchanges_of(messages)
     rows: list[Encoded] = []
     turns: list[Message] = []
     held: list[Message] = []
     fitting: list[Encoded] = []
     for exchange in exchanges:
-        more = _encoded_if_learnt([*system, *held, *exchange], encode)
+        more = rows_of([*system, *held, *exchange])
         if not _fits(more, limit):
             rows, turns = rows + fitting, turns + held
-            held, more = [], _encoded_if_learnt([*system, *exchange], encode)
+            held, more = [], rows_of([*system, *exchange])
         if _fits(more, limit):
             held, fitting = [*held, *exchange], more
             continue
@@ -262,7 +233,7 @@ def split(messages: Sequence[Message], limit: int, encode: Encode, count: Count)
 
 
 def exchanges_of(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
-    """Returns the system turns at the beginning, and the exchanges: each a question with all that follows until the next one."""
+    """Return the system turns at the beginning, and the exchanges: each a question with all that follows until the next one."""
     start = next((index for index, turn in enumerate(messages) if turn["role"] != "system"), len(messages))
     exchanges: list[list[Message]] = []
     for turn in messages[start:]:
@@ -273,7 +244,7 @@ def exchanges_of(messages: Sequence[Message]) -> tuple[list[Message], list[list[
 
 
 def cut_tokens(row: Encoded, limit: int) -> Encoded:
-    """Returns a row of at most `limit` tokens that keeps its last answer, or what is learnt of tokens that have none.
+    """Return a row of at most `limit` tokens that keeps its last answer, or what is learnt of tokens that have none.
 
     The beginning goes first; the end only where half a row of what is read before would not be left.
     """
@@ -289,13 +260,13 @@ def loses_end(row: Encoded, limit: int) -> bool:
 
 
 def _kept_from(row: Encoded, limit: int) -> int:
-    """Returns the first token that `cut_tokens` keeps."""
+    """Return the first token that `cut_tokens` keeps."""
     first = len(row.prompt_ids) or next((index for index, label in enumerate(row.labels) if label != IGNORED), 0)
     return first - max(min(first, limit // 2), min(first, limit - (len(row.labels) - first)))
 
 
 def chunks(row: Encoded, limit: int) -> list[Encoded]:
-    """Returns a long row in pieces that share one token, so that each label is learnt once; pieces without any are left out."""
+    """Return a long row in pieces that share one token, so that each label is learnt once; pieces without any are left out."""
     found = []
     for start in range(0, len(row.input_ids) - 1, limit - 1):
         ids, labels = row.input_ids[start : start + limit], row.labels[start : start + limit]
@@ -305,7 +276,7 @@ def chunks(row: Encoded, limit: int) -> list[Encoded]:
 
 
 def _shortened(messages: Sequence[Message], limit: int, encode: Encode, count: Count, *, answers: bool = False) -> Cut | None:
-    """Returns one exchange whose longest read turns lost their beginning, but never all of it; `None` where it does not fit even so.
+    """Return one exchange whose longest read turns lost their beginning, but never all of it; `None` where it does not fit even so.
 
     `messages` end with an answer. `answers` lets an answer that is longer than half a row lose its end: half a row of prompt stays.
     """
@@ -342,7 +313,7 @@ def _shortened(messages: Sequence[Message], limit: int, encode: Encode, count: C
 
 
 def _without_beginning(text: str, excess: int, tokens: int) -> str:
-    """Returns `text`, which has so many `tokens`, without about `excess` tokens' worth of its first characters."""
+    """Return `text`, which has so many `tokens`, without about `excess` tokens' worth of its first characters."""
     left = max(1, len(text) - 1 - -(-len(text) * excess // tokens))
     return text[-left:]
 
@@ -353,10 +324,6 @@ def _last_learnt(exchanges: Sequence[list[Message]]) -> list[Message]:
 
 def _learns(messages: Sequence[Message]) -> bool:
     return any(turn["role"] == "assistant" and turn.get("train") is not False for turn in messages)
-
-
-def _encoded_if_learnt(messages: Sequence[Message], encode: Encode) -> list[Encoded]:
-    return encode(messages) if _learns(messages) else []
 
 
 def _fits(rows: Sequence[Encoded], limit: int) -> bool:

@@ -2,8 +2,7 @@
 
 import sys
 
-from sft_play.doctor import examine, report
-from sft_play.doctor.checks import Context
+from sft_play.doctor import report
 
 if __name__ == "__main__":
-    sys.exit(report(examine(Context(model_name=None)), as_json="JSON=1" in sys.argv[1:]))
+    sys.exit(report(as_json="JSON=1" in sys.argv[1:]))

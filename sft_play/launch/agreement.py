@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from sft_play.config.load import LoadedConfig
-from sft_play.config.show import flatten
+from sft_play.config.reader import record_of
+from sft_play.config.reference import flatten
 from sft_play.errors import TOKEN, CheckpointError, DataError, HardwareError, Problems, RetryableError, UserError
 from sft_play.files import text_sha256
-from sft_play.plan.calibration import Calibration, calibration_of, same_name
+from sft_play.plan.calibration import Calibration
 from sft_play.plan.hardware import Device
 from sft_play.runs.manifest import SHARDED
 from sft_play.runs.origin import code_sha256, torch_cuda, versions
@@ -66,57 +67,16 @@ class NodeFacts:
 
     @staticmethod
     def from_json(value: Any) -> NodeFacts:
-        """Returns the facts that another node sent. Raises `ValueError` for anything else."""
-        if not isinstance(value, dict) or set(value) != {item.name for item in fields(NodeFacts)}:
-            raise ValueError("not a node's facts")
-        whole, text = ("rank", "num_nodes"), ("host", "run", "kind")
-        if not all(type(value[name]) is int and 0 <= value[name] < 2**16 for name in whole):
-            raise ValueError("a number of nodes that is none")
-        if not all(isinstance(value[name], str) and len(value[name]) <= 255 for name in text):
-            raise ValueError("a name that is none")
-        if type(value["resumed"]) is not bool or not isinstance(value["checkpoint"], str | None):
-            raise ValueError("a checkpoint that is none")
-        tables = [value[name] for name in ("command", "config", "versions")]
-        if not all(isinstance(table, dict) and all(isinstance(v, str) for v in table.values()) for table in tables):
-            raise ValueError("a table that is none")
-        devices = _devices(value["devices"])
-        return NodeFacts(**{**value, "devices": devices, "measured": _measured(value["measured"], value["kind"], devices)})
-
-
-def _measured(value: Any, kind: str, devices: Sequence[Device]) -> tuple[Calibration, ...]:
-    names = {same_name(device.name) for device in devices}
-    if not isinstance(value, list) or len(value) > len(names):
-        raise ValueError("no list of what was measured")
-    found = tuple(replace(calibration_of(one), links={}) for one in value)
-    told = [same_name(one.device) for one in found]
-    if not set(told) <= names or len(set(told)) < len(told) or any(one.kind != kind for one in found):
-        raise ValueError("what was measured is of other devices")
-    return found
-
-
-def _devices(value: Any) -> tuple[Device, ...]:
-    if not isinstance(value, list) or not 1 <= len(value) <= 4096:
-        raise ValueError("no list of devices")
-    known = {item.name for item in fields(Device)}
-    found = []
-    for one in value:
-        if not isinstance(one, dict) or not set(one) <= known or not isinstance(one.get("name"), str):
-            raise ValueError("not a device")
-        numbers = [one.get("memory_bytes"), one.get("free_bytes")]
-        if not all(type(number) is int and 0 <= number < 2**60 for number in numbers):
-            raise ValueError("a device without memory")
-        if not all(
-            type(one.get(name, 0)) in (int, float, type(None)) for name in ("peak_flops", "bandwidth", "power_watts", "number")
-        ):
-            raise ValueError("a device's speed that is none")
-        capability = one.get("compute_capability")
-        if capability is not None and not (isinstance(capability, list) and [type(part) for part in capability] == [int, int]):
-            raise ValueError("a compute capability that is none")
+        """Returns the facts that another node sent. Raises `ValueError` for those of another version."""
         try:
-            found.append(Device(**{**one, "compute_capability": tuple(capability) if capability else None}))
-        except TypeError as error:
-            raise ValueError(f"not a device: {error}") from None
-    return tuple(found)
+            devices = tuple(
+                Device(**{**one, "compute_capability": tuple(one["compute_capability"]) if one["compute_capability"] else None})
+                for one in value["devices"]
+            )
+            measured = tuple(replace(record_of(one, Calibration), links={}) for one in value["measured"])
+            return NodeFacts(**{**value, "devices": devices, "measured": measured})
+        except (TypeError, LookupError, AttributeError) as error:
+            raise ValueError(f"not a node's facts: {error}") from None
 
 
 def versions_here(kind: str) -> dict[str, str]:
@@ -220,16 +180,9 @@ def _told(nodes: Sequence[NodeFacts], word: Callable[[NodeFacts], str]) -> str:
 
 def data_apart(nodes: Sequence[NodeFacts], prepared: Sequence[Mapping[str, Any]]) -> list[UserError]:
     """Returns the error for nodes whose model or prepared data are not the same: name -> what it is, with its hash last."""
-    lines = []
-    for node, theirs in zip(nodes[1:], prepared[1:], strict=True):
-        for name in [*prepared[0], *(name for name in theirs if name not in prepared[0])]:
-            mine, other = prepared[0].get(name, "none"), theirs.get(name, "none")
-            if mine != other:
-                lines.append(f"the {name}: {mine} on {nodes[0].name}, {other} on {node.name}")
-    if not lines:
-        return []
+    tables = {node.rank: table for node, table in zip(nodes, prepared, strict=True)}
     hint = "bring the same files to every node (`data.sync` does it for `make train-cluster`), or let all read one shared folder"
-    return [DataError(f"the nodes did not prepare the same: {'; '.join(lines)}", hint=hint)]
+    return _apart(nodes, lambda node: tables[node.rank], "nodes prepared different data", DataError, hint)
 
 
 def folders_apart(apart: Sequence[NodeFacts], *, strategy: str, save_strategy: str) -> list[UserError]:

@@ -1,28 +1,73 @@
-"""One attempt of a launch: the run's files are written, and the workers run to their end."""
+"""One attempt of a launch: the preparation, probes of the plan, the run's files, and the workers from start to end."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from sft_play.config.load import save_config
-from sft_play.files import write_json, write_text
+from sft_play.errors import DataError, HardwareError, RetryableError, UserError
+from sft_play.files import read_json, write_json, write_text
 from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings, resolve
-from sft_play.launch.environment import dump_variables
+from sft_play.launch.environment import DROPPED, Node, WorkerEnvironment, dump_variables, ranks_of
 from sft_play.launch.job import Job
-from sft_play.launch.local import show_launch, worker_arguments
+from sft_play.launch.liveness import LIMITS
 from sft_play.launch.machines import elsewhere_of
-from sft_play.launch.node import remove_abandoned_locks, supervise
+from sft_play.launch.node import supervise
+from sft_play.launch.process import bound_to_parent, raise_what_was_heard, say
 from sft_play.launch.resume import launch_facts
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.settings import accelerate_yaml
-from sft_play.launch.verdict import Outcome
+from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
+from sft_play.launch.watch import is_terminal, shown_live
+from sft_play.plan.detect import detect
+from sft_play.plan.hardware import GIB, Hardware
+from sft_play.plan.measured import Probed, load, save
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
+from sft_play.plan.sources import memory_of
 from sft_play.runs.folder import OWN, RunFolder
+from sft_play.runs.prepared import Prepared
+from sft_play.runs.progress import PANEL
 from sft_play.runs.stamp import divided
+
+
+def worker_arguments(
+    run: RunFolder, node: Node, *, checkpoint: Path | None = None, module: str = "sft_play.train", plan: Plan | None = None
+) -> list[str]:
+    """Returns argv: `accelerate launch` by this Python (so that it is this environment's) with the run's own config file.
+
+    `plan` is needed where nodes have unequal numbers of ranks.
+    """
+    arguments = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
+    if node.count > 1:
+        # Every node has the same accelerate.yaml, perhaps on one network disk; only its own rank differs.
+        arguments += ["--machine_rank", str(node.rank if node.place is None else node.place)]
+    if plan and len(set(plan.node_ranks)) > 1:
+        # accelerate starts num_processes // num_machines processes here, and knows no other way to say how many; the world is the sum
+        # over all nodes, which the agents of torchrun tell each other. The environment is that of a launch with equal numbers.
+        arguments += ["--num_processes", str(len(ranks_of(plan, node)) * node.count)]
+    arguments += ["--monitor_interval", "0.5", "--max_restarts", "0", "-m", module, "--run", str(run.path)]
+    return arguments + (["--resume", str(checkpoint)] if checkpoint else [])
+
+
+def show_launch(arguments: Sequence[str], environment: WorkerEnvironment) -> str:
+    """Returns the block that says what is started, with which variables, in a form that can be typed by hand."""
+    lines = ["launch", f"  {shlex.join(['accelerate', 'launch', *arguments[3:]])}"]
+    lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(environment.set_here.items())]
+    lines += [f"  {name}={value}  (yours)" for name, value in environment.inherited.items()]
+    lines += [f"  because of {note}" for note in environment.notes]
+    return "\n".join(lines)
 
 
 def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpoint: Path | None) -> Outcome:
@@ -45,17 +90,22 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
         for notice in (*job.options.notices, *notices, *environment.notices):
             print(f"note: {notice}", file=console)
         print(
-            f"run {run.path}" + ("" if why else f"; WHY=1 shows the reasons, {run.plan.name} keeps them") + "\n",
+            f"run {run.path}; make watch RUN={run.name} shows it, Ctrl-C or make stop RUN={run.name} saves and stops it"
+            + ("" if why else f"; WHY=1 shows the reasons, {run.plan.name} keeps them")
+            + "\n",
             file=console,
             flush=True,
         )
         record_event(run, event, node_rank=job.node.rank, world_size=plan.world_size, strategy=plan.strategy,
                      steps=plan.steps, batches=divided(plan.ranks),
                      checkpoint=checkpoint.name if checkpoint else None, launch=launch_facts(job.options))  # fmt: skip
-    outcome = supervise(
-        arguments, environment.variables, run, job.ranks_here(plan), console=console.fileno(), shown=f"{launched}\n",
-        elsewhere=elsewhere_of(job, run), **({"share": job.rendezvous.share_standings} if job.rendezvous else {}),
-    )  # fmt: skip
+    ranks, variables = job.ranks_here(plan), environment.variables
+    live = ranks.start == 0 and is_terminal(console) and not job.loaded.config.train.extra.get("disable_tqdm")
+    with shown_live(run, console, wanted=live) as rank0:
+        outcome = supervise(
+            arguments, {**variables, PANEL: "1"} if live else variables, run, ranks, console=rank0, shown=f"{launched}\n",
+            elsewhere=elsewhere_of(job, run), **({"share": job.rendezvous.share_standings} if job.rendezvous else {}),
+        )  # fmt: skip
     return job.rendezvous.settle(outcome) if job.rendezvous else outcome
 
 
@@ -84,3 +134,195 @@ def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
     plan.save(run.plan)
     write_text(run.accelerate, accelerate_yaml(plan, job.node, deepspeed_file=deepspeed, fsdp=job.options.fsdp))
     return notices
+
+
+END_SECONDS = 6.0
+"""Three times this, and everything has ended within the 25 s of a stop on request."""
+
+
+def run_preparation(words: Sequence[str]) -> None:
+    """Runs a command to its end; raises `SystemExit` with its code where that is not 0, `RetryableError` where a signal killed it.
+
+    Whatever stops us stops it too: it ends the processes that it started and removes what is half-written, for which it has a while. When we are
+    killed, the kernel stops it.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in DROPPED}
+    bound = bound_to_parent(signal.SIGTERM)
+    with subprocess.Popen(words, env=environment, stdout=sys.stderr, preexec_fn=bound) as process:  # noqa: PLW1509 - its thread only writes to sockets
+        try:
+            code = process.wait()
+        except BaseException as error:
+            _stop(process, told=isinstance(error, KeyboardInterrupt))
+            raise
+    if code < 0:
+        raise RetryableError(
+            f"the preparation was killed by {_name(-code)}, by nothing that this program does",
+            hint="`dmesg` says whether memory ran out; the same command begins again, and what was ready is kept",
+        )
+    if code:
+        raise SystemExit(code)
+
+
+def _name(number: int) -> str:
+    """Returns a signal's name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _stop(process: subprocess.Popen[bytes], *, told: bool) -> None:
+    """Ends the preparation. `told`: Ctrl-C reached it too, and a second signal would only disturb its clearing up."""
+    for ask in (*(() if told else (process.terminate,)), process.poll, process.terminate, process.kill):
+        ask()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+            return
+
+
+DELIVERED = "SFT_PLAY_PREPARED"
+"""Variable that names a file: model and data were prepared on another machine and brought to this one (`cluster`)."""
+
+FETCH = "SFT_PLAY_FETCH"
+"""Variable of a launcher whose run folder is not node 0's: what started it over SSH brings checkpoints when it is asked."""
+WISH_SECONDS = 0.2
+
+
+def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
+    """Waits until this machine has the checkpoint from which node 0 continues, where that has to be brought (`cluster.remote`)."""
+    if os.environ.get(FETCH):
+        wish = run.path / f".fetch-node{node_rank}"
+        wish.touch()
+        while wish.exists():
+            time.sleep(WISH_SECONDS)
+            raise_what_was_heard()
+
+
+def delivered(run: RunFolder) -> Prepared | None:
+    """Returns what another machine has prepared for this run, with where it stands here; `None` where nothing was brought.
+
+    Raises `UserError` where the variable is not meant for this run, `DataError` where what it names is not there.
+    """
+    if not (name := os.environ.get(DELIVERED)):
+        return None
+    try:
+        found = read_json(Path(name))
+        prepared, meant = Prepared.from_json(found["prepared"]), str(found["run"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"`{DELIVERED}` does not name what a cluster's master brought: {error}", place=name) from error
+    if meant != run.name:
+        raise UserError(
+            f"`{DELIVERED}` is meant for the run `{meant}`, not for `{run.name}`", place=name, hint=f"unset {DELIVERED}"
+        )
+    folders = [prepared.model.path, *(split.path for split in (prepared.train, prepared.validation) if split)]
+    if missing := [folder for folder in folders if not Path(folder).is_dir()]:
+        raise DataError(f"`{missing[0]}`, which the master should have brought, is not on this machine", place=name)
+    return prepared
+
+
+def prepare(run: RunFolder, *words: str) -> None:
+    """Resolves the model and prepares the data in a process of its own, since that needs torch. Its error becomes ours.
+
+    Where another machine has done so for this one, what it brought is taken.
+    """
+    if not words and (prepared := delivered(run)):
+        prepared.save(run.prepared)
+        return
+    run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *words])
+
+
+MOST_PROBES = 4
+STEPS = 2
+
+
+def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
+    """Probes this job's plan in a folder inside the run's, and plans again with what was found, until the plan is one that was probed.
+
+    Raises `HardwareError` for workers that fail for another reason than memory.
+    """
+    folder = RunFolder(run.path / "probe")
+    folder.path.mkdir(exist_ok=True)
+    prepared.save(folder.prepared)
+    config = job.loaded.config
+    train = replace(config.train, eval_strategy="no", save_strategy="no", load_best_model_at_end=False)
+    train = replace(train, extra={**train.extra, "report_to": "none"})
+    quiet = replace(job, loaded=replace(job.loaded, config=replace(config, train=train)))
+    for _ in range(MOST_PROBES):
+        plan = job.plan(prepared)
+        path = memory_of(config, prepared).probe_path(plan)
+        if load(path):
+            return
+        micro = max(rank.micro_batch for rank in plan.ranks)
+        print(f"probe: {STEPS} steps with the longest rows, micro-batch {micro} ...", file=sys.stderr, flush=True)
+        short = replace(plan, steps=STEPS, steps_per_epoch=STEPS, warmup_steps=0)
+        write_launch_files(quiet, short, folder)
+        variables = job.environment(short).variables
+        arguments = worker_arguments(folder, job.node, module="sft_play.probe")
+        with Path(os.devnull).open("wb") as nowhere:
+            outcome = supervise(arguments, variables, folder, job.ranks_here(plan), console=nowhere.fileno())
+        save(path, _measure(outcome, plan, folder))
+
+
+def _measure(outcome: Outcome, plan: Plan, run: RunFolder) -> list[Probed]:
+    """Returns what each rank wrote; after a shortage of memory the rank that ran short is marked, and all others with it."""
+    if outcome.code == 0:
+        return [Probed(**read_json(run.logs / f"probe-rank{rank.rank}.json")) for rank in plan.ranks]
+    if outcome.code in (130, 143):
+        raise SystemExit(outcome.code)
+    if outcome.cause != OUT_OF_MEMORY:
+        raise HardwareError(f"the probe failed: {outcome.message}", hint="SOURCE=trace plans without one")
+    print("probe: memory ran out; trying less", file=sys.stderr)
+    return [
+        Probed(
+            rank=rank.rank, micro_batch=rank.micro_batch, allocated_bytes=0, reserved_bytes=0, device_bytes=0, seconds_per_step=0.0,
+            failed=outcome.rank is None or rank.rank == outcome.rank or rank.micro_batch >= plan.ranks[outcome.rank].micro_batch,
+        )
+        for rank in plan.ranks
+    ]  # fmt: skip
+
+
+def remove_abandoned_locks(variables: Mapping[str, str]) -> None:
+    """Removes locks of torch's extension builder that a killed process left: whoever loads that extension (DeepSpeed's) would wait forever.
+
+    Who has such a lock keeps its file open (`torch.utils.file_baton`), so one that no process has open is abandoned.
+    """
+    cache = variables.get("XDG_CACHE_HOME") or Path(variables.get("HOME") or Path.home()) / ".cache"
+    folder = Path(variables.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions").resolve()
+    locks = {str(path) for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}lock")}
+    for process in psutil.process_iter() if locks else ():
+        with contextlib.suppress(psutil.Error):
+            locks -= {file.path for file in process.open_files()}
+    for path in locks:
+        Path(path).unlink(missing_ok=True)
+
+
+MEMORY_SLACK = 0.02
+"""Share of a card's memory that may be missing: other programs (a display) come and go."""
+
+
+def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
+    """Returns when as much is free on these devices as `before` the run, or after `LIMITS.free_memory`, and says what it waits for.
+
+    Raises `HardwareError` where a card does not answer any more.
+    """
+    deadline, told = time.monotonic() + LIMITS.free_memory, False
+    while held := _held(before, detect(), devices):
+        words = ", ".join(f"{size / GIB:.1f} GiB on cuda:{index}" for index, size in held.items())
+        if time.monotonic() > deadline:
+            say(
+                f"warning: {words} still held after {LIMITS.free_memory:.0f} s; going on\n\nhint: `nvidia-smi` shows the programs that hold it"
+            )
+            return
+        if not told:
+            say(f"waiting until the memory of the processes that have ended is free: {words}")
+        told = True
+        time.sleep(LIMITS.look)
+
+
+def _held(before: Hardware, now: Hardware, devices: Collection[int]) -> dict[int, int]:
+    """Returns index -> bytes that were free before and are not now; nothing where the driver has gone meanwhile."""
+    if now.kind != before.kind:
+        return {}
+    pairs = enumerate(zip(before.devices, now.devices, strict=False))
+    missing = {index: then.free_bytes - card.free_bytes for index, (then, card) in pairs if index in devices}
+    return {index: size for index, size in missing.items() if size > MEMORY_SLACK * before.devices[index].memory_bytes}

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,12 @@ from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
 from sft_play.files import remove_half_written
 from sft_play.launch import recovery
-from sft_play.launch.attempt import run_attempt
+from sft_play.launch.attempt import FETCH, fetch_checkpoint, prepare, probe, run_attempt, wait_until_free
 from sft_play.launch.environment import indices_of
-from sft_play.launch.job import Job, job_of, refuse_early
+from sft_play.launch.job import CommandStrategy, Job, job_of, read_options, refuse_early, without_batch_numbers
 from sft_play.launch.machines import agreed, joined, meet, own_part
-from sft_play.launch.node import remove_left, wait_until_free
-from sft_play.launch.options import CommandStrategy, read_options
-from sft_play.launch.preparation import FETCH, fetch_checkpoint, prepare, probe
+from sft_play.launch.node import remove_left
+from sft_play.launch.process import ended_by_signals
 from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import (
     as_long,
@@ -46,7 +45,6 @@ from sft_play.launch.resume import (
 from sft_play.launch.run_folder import (
     choose_name,
     disk_refusals_told,
-    ended_by_signals,
     find_run,
     held,
     is_finished,
@@ -62,6 +60,8 @@ from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.prepared import Prepared
 
+Newest = Callable[[], tuple[Path | None, list[str]]]
+"""What `newest_told` returns."""
 MOST_PORTS = 3
 """How often another port is tried where each was taken before it could be used."""
 
@@ -160,7 +160,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         job, checkpoint = together, together.checkpoint
         if checkpoint:
             loaded, note = with_its_batch(loaded, call, before, job.world_size(before))
-            options = recovery.without_batch_numbers(job.options) if note else job.options
+            options = without_batch_numbers(job.options) if note else job.options
             job = replace(job, loaded=loaded, options=options)
             if note:
                 print(note, file=sys.stderr)
@@ -187,7 +187,7 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     if job.node.rank == 0:  # all are here, and none has begun to write
         remove_left(run, range(plan.world_size))
     job, plan = agreed(job, plan, prepared, run)
-    lost = Restarts(limit=recovery.limit_of(job.loaded.config), step=step_of(checkpoint) if checkpoint else 0)
+    lost = Restarts(limit=job.loaded.config.launch.max_restarts, step=step_of(checkpoint) if checkpoint else 0)
     with disk_refusals_told(run):
         outcome = run_attempt(job, plan, run, event=event, checkpoint=checkpoint)
     try:
@@ -199,6 +199,8 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
     with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
         record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None,
                      **({"cause": outcome.cause} if outcome.cause else {}), **outcome.stop)  # fmt: skip
+    if job.node.rank == 0:  # several machines may share the folder
+        _write_report(run)
     return outcome
 
 
@@ -208,8 +210,8 @@ def _go_on(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Ou
     Of several machines node 0 decides, and all do the same.
     """
     while _may_follow(job, outcome):
-        checkpoint, damaged = newest_told(run)
-        step, alone = _followed(job, partial(_decide, job, run, prepared, plan, outcome, lost, checkpoint, damaged))
+        newest = cache(partial(newest_told, run))  # every byte is read, which a run that only ends does not wait for
+        step, alone = _followed(job, partial(_decide, job, prepared, plan, outcome, lost, run, newest))
         if not step.again:
             return step.outcome or outcome
         print(f"\n{step.said}", file=sys.stderr, flush=True)
@@ -222,8 +224,9 @@ def _go_on(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Ou
         if job.rendezvous or step.less:
             recoveries = (*plan.recoveries, step.recovered) if step.recovered else plan.recoveries
             job, plan = _meet_again(job, run, prepared, recoveries, alone=alone)
-        _wait_until_free(job, plan)
-        outcome = run_attempt(job, plan, run, event=None, checkpoint=job.checkpoint if job.rendezvous else checkpoint)
+        if plan.device == "cuda":
+            wait_until_free(job.hardware, indices_of(plan, job.node))
+        outcome = run_attempt(job, plan, run, event=None, checkpoint=job.checkpoint if job.rendezvous else newest()[0])
     return outcome
 
 
@@ -248,14 +251,16 @@ def _may_follow(job: Job, outcome: Outcome) -> bool:
 
 
 def _decide(
-    job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Outcome, lost: Restarts, checkpoint: Path | None, damaged: list[str]
-) -> Following:  # fmt: skip
+    job: Job, prepared: Prepared, plan: Plan, outcome: Outcome, lost: Restarts, run: RunFolder, newest: Newest
+) -> Following:
     """Returns what follows the end of an attempt."""
     if job.rendezvous and job.rendezvous.grown_because:
         return Following(again=True, said=job.rendezvous.grown_because)
     lost.note(outcome, machines=job.rendezvous.node.count if job.rendezvous and job.rendezvous.least else 0)
-    ended = without_checkpoints(run, outcome, checkpoint, damaged)
-    if ended and (outcome.cause in (OUT_OF_MEMORY, "port") or lost.limit):
+    if outcome.cause not in (OUT_OF_MEMORY, "port") and not lost.limit:
+        return Following()
+    checkpoint, damaged = newest()
+    if ended := without_checkpoints(run, outcome, checkpoint, damaged):
         return Following(outcome=ended)
     if outcome.cause == OUT_OF_MEMORY:
         return _with_less(job, prepared, plan, outcome, checkpoint, lost)
@@ -269,11 +274,6 @@ def _decide(
         facts = recovery.restart_facts(outcome, checkpoint)
         return Following(again=True, said=said, event=recovery.RESTARTED, facts=facts, pause=lost.pause())
     return Following(outcome=lost.refused(outcome))
-
-
-def _wait_until_free(job: Job, plan: Plan) -> None:
-    if plan.device == "cuda":
-        wait_until_free(job.hardware, indices_of(plan, job.node))
 
 
 def _meet_again(
@@ -300,8 +300,8 @@ def _with_less(
     """Returns what follows when memory ran out."""
     config, request = job.loaded.config, job.options.request
     found = recovery.remedy(config, job.shape, before, request, outcome, lost.retries)
-    if isinstance(found, recovery.Refusal):
-        return Following(outcome=recovery.refused(outcome, found))
+    if isinstance(found, str):
+        return Following(outcome=replace(outcome, message=f"{outcome.message}\n\n{found}"))
     lost.retries += 1
     job = job.again(found)
     plan = job.plan(prepared)
@@ -320,12 +320,27 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
         print(f"\n{describe_stop(outcome.stop)}", file=sys.stderr)
     if outcome.code in (75, 130, 143) and not recovery.is_controlled():
         print(f"hint: go on with: make resume RUN={run.name}", file=sys.stderr)
+    report = run.report if run.report.is_file() else None
     if call.json:
         result = {"run": str(run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None}
+        result |= {"report": str(report) if report else None}
         print(json.dumps(result | {"model": str(run.model) if run.model.is_dir() else None}))
     elif outcome.code == 0:
-        print(f"\ndone: {run.path}\n{_what_is_there(call, run)}")
+        print(f"\ndone: {run.path}\n{_what_is_there(call, run)}" + (f"\n  report   {report}" if report else ""))
+    elif report:
+        print(f"report: {report}", file=sys.stderr)
     return outcome.code
+
+
+def _write_report(run: RunFolder) -> None:
+    """Writes the page of a run that has made a step. A page that cannot be made is no failure of the run."""
+    if run.metrics.is_file() and run.stamp.is_file():
+        from sft_play.report.command import write_report
+
+        try:
+            write_report(run)
+        except Exception as error:  # noqa: BLE001 a week of training does not fail for a page
+            print(f"no report was written: {error}", file=sys.stderr)
 
 
 def _what_is_there(call: Call, run: RunFolder) -> str:

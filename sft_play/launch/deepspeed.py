@@ -36,11 +36,19 @@ NOT_OURS: Mapping[str, str] = {
     "gradient_allreduce_op": "the loss is already scaled for a mean",
     "hybrid_engine": "it is for reinforcement learning",
     "pipeline": "this release shards by ZeRO only",
-    "sequence_parallel_size": "this release shards by ZeRO only",
+    "sequence_parallel_size": "`launch.sequence_parallel` cuts lines into slices, with rows kept apart",
     "tensor_parallel": "this release shards by ZeRO only",
     "weight_quantization": "`tuning.mode: qlora` quantises the base",
 }
 """Keys that DeepSpeed knows and that would change what the run computes behind the plan's back."""
+
+OLD: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
+    "bfloat16": ("bf16", None),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": ("stage3_gather_16bit_weights_on_model_save", None),
+    "zero_optimization.cpu_offload": ("offload_optimizer", {"device": "cpu"}),
+    "zero_optimization.cpu_offload_param": ("offload_param", {"device": "cpu"}),
+}
+"""Old spellings -> today's, and the value where it is another one."""
 
 
 def _is_number(value: Any) -> bool:
@@ -60,9 +68,9 @@ BATCH_KEYS: Mapping[str, str] = {
 }  # fmt: skip
 """Key of `train.` -> key of DeepSpeed."""
 AGREED: Mapping[str, str] = {
-    "train_micro_batch_size_per_gpu": "the plan's rows per device; set `train.batch_size`",
-    "gradient_accumulation_steps": "the plan's micro-steps; set `train.grad_accum`",
-    "train_batch_size": "the plan's micro-batch x accumulation x world size; set `train.global_batch_size`",
+    "train_micro_batch_size_per_gpu": "rows per device; set `train.batch_size`",
+    "gradient_accumulation_steps": "micro-steps; set `train.grad_accum`",
+    "train_batch_size": "rows of an optimizer step; set `train.global_batch_size`",
     "gradient_clipping": "set `train.max_grad_norm`",
 }
 """Top-level numbers that the plan or the configuration decides, each with where."""
@@ -103,7 +111,7 @@ class UserDeepSpeed:
     source: Node
     """As written, with lines."""
     settings: Mapping[str, Any]
-    """With old spellings translated; `auto` still inside."""
+    """In today's spelling; `auto` is still inside."""
     notices: tuple[str, ...] = ()
     problems: tuple[UserError, ...] = ()
     """What is wrong in the file and leaves a plan possible: `resolve` raises it together with what contradicts the plan."""
@@ -285,26 +293,19 @@ NO_SUCH_KEY = "DeepSpeed 0.19 has no such key; take it out"
 
 def _translate(settings: dict[str, Any], source: Node, path: Path, problems: list[UserError]) -> list[str]:
     """Puts old spellings into today's words; returns a notice for each."""
-    notices = []
-    zero = settings.get("zero_optimization")
-    zero = zero if isinstance(zero, dict) else {}
-    gather = "stage3_gather_{}_weights_on_model_save"
-    for part, old, new in (
-        (settings, "bfloat16", "bf16"),
-        (zero, gather.format("fp16"), gather.format("16bit")),
-    ):
-        if old in part:
-            part.setdefault(new, part.pop(old))
-            dotted = old if part is settings else f"zero_optimization.{old}"
-            notices.append(f"{source.place(path, dotted)}: `{old}` is now `{new}`")
-    pin = zero.pop("cpu_offload_use_pin_memory", None)
-    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-        place, asked = source.place(path, f"zero_optimization.{old}"), zero.pop(old, False)
-        if asked and new in zero:
+    notices, zero = [], settings.get("zero_optimization")
+    pin = zero.pop("cpu_offload_use_pin_memory", None) if isinstance(zero, dict) else None
+    for dotted, (new, value) in OLD.items():
+        section, _, old = dotted.rpartition(".")
+        part = _at(settings, section)
+        if not isinstance(part, dict) or (given := part.pop(old, False)) is False:
+            continue
+        place = source.place(path, dotted)
+        if new in part:
             problems.append(UserError(f"`{old}` and `{new}` are both given; keep `{new}`", place=place))
-        elif asked is True:
-            zero[new] = {"device": "cpu"} | ({"pin_memory": pin} if isinstance(pin, bool) else {})
-            notices.append(f'{place}: `{old}: true` is the old spelling of `"{new}": {{"device": "cpu"}}`, and is read as that')
+            continue
+        part[new] = given if value is None else {**value, **({"pin_memory": pin} if isinstance(pin, bool) else {})}
+        notices.append(f"{place}: `{old}` is the old spelling of `{new}`, and is read as `{_json(part[new])}`")
     return notices
 
 
@@ -324,17 +325,15 @@ def checked_plan(user: UserDeepSpeed | None, config: Config, shape: ModelShape, 
     except UserError as error:
         raise_all([*user.problems, error])
         raise
-    resolve(user, plan, config, hidden_size=shape.hidden_size, early=plan.steps_per_epoch is None)
+    resolve(user, plan, config, hidden_size=shape.hidden_size)
     return plan
 
 
-def resolve(
-    user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int, early: bool = False
-) -> tuple[dict[str, Any], list[str]]:
+def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
     """Returns the JSON for the run, in which no `auto` is left, and what the user should know.
 
-    Raises `UserError` with all that is wrong in the file and each contradiction, with both values. An `early` plan does not know the
-    data: only what the configuration itself says of the batch is compared with it.
+    Raises `UserError` with all that is wrong in the file and each contradiction, with both values. Its batch is compared with what is
+    asked of the plan and with the rows of a step, which are known before the data are: slots may hold packs, and more than the rows.
     """
     settings, notices, problems = deepcopy(dict(user.settings)), list(user.notices), list(user.problems)
     ours = deepspeed_settings(
@@ -350,20 +349,22 @@ def resolve(
     def refuse(key: str, text: str, hint: str) -> None:
         problems.append(UserError(text, place=user.place(key), hint=hint))
 
-    open_ones = {name for key, name in BATCH_KEYS.items() if early and not _decided(config, key)}
+    asked: dict[str, Any] = {name: getattr(config.train, key) for key, name in BATCH_KEYS.items()}
+    asked["train_batch_size"] = plan.global_batch_size
     precision = f"the plan's precision is {plan.precision}"
     for dotted, because in {**AGREED, "bf16.enabled": precision, "fp16.enabled": precision}.items():
         section, _, key = dotted.rpartition(".")
         part = settings.setdefault(section, {}) if section else settings
         wanted, theirs = _at(ours, dotted), part.get(key, "auto")
         part[key] = wanted
-        if theirs not in ("auto", wanted) and dotted not in open_ones:
+        wanted = wanted if asked.get(key, "auto") == "auto" else asked[key]
+        if theirs not in ("auto", wanted):
             text = f"`{dotted}` is `{_json(theirs)}`, but the run uses `{_json(wanted)}` ({because})"
             refuse(dotted, text, f'write "{key}": "auto", or make the two agree')
-    for name, compare in (("optimizer", _compare_optimizer), ("scheduler", _compare_scheduler)):
+    for name in ("optimizer", "scheduler"):
         before = len(problems)
         if (section_of := settings.pop(name, None)) is not None:
-            agrees = compare(section_of, plan, config, refuse)
+            agrees = _compare(name, section_of, plan, config, refuse)
             if len(problems) == before:
                 notices.append(f"{user.place(name)}: `{name}` agrees with {agrees}, which runs")
     settings = {key: ours[key] for key in OURS_UNLESS_TYPED if key in ours} | settings
@@ -376,54 +377,38 @@ def resolve(
 Refuse = Callable[[str, str, str], None]
 
 
-def _decided(config: Config, key: str) -> bool:
-    train = config.train
-    both = train.batch_size != "auto" and train.grad_accum != "auto"
-    return both or (key != "global_batch_size" and getattr(train, key) != "auto")
-
-
-def _compare_optimizer(section: Mapping[str, Any], plan: Plan, config: Config, refuse: Refuse) -> str:
-    """One optimizer for every strategy, so that all give one loss curve: a user's must be the plan's."""
+def _compare(name: str, section: Mapping[str, Any], plan: Plan, config: Config, refuse: Refuse) -> str:
+    """One optimizer and one schedule for every strategy, so that all give one loss curve: a user's must be the run's. Returns what runs."""
     kind, train = str(section.get("type", "")), config.train
-    if kind.lower() not in {"adam", "adamw"} or "adam" not in plan.optim:
-        text = f"`optimizer.type` is `{kind}`, but the run uses `{plan.optim}`"
-        refuse("optimizer.type", text, "set `train.optim` and take `optimizer` out")
-        return plan.optim
-    betas = [train.extra.get("adam_beta1", 0.9), train.extra.get("adam_beta2", 0.999)]
-    ours: dict[str, tuple[Any, str]] = {
-        "lr": (plan.learning_rate, "train.learning_rate"),
-        "betas": (betas, "train.adam_beta1 and train.adam_beta2"),
-        "eps": (train.extra.get("adam_epsilon", 1e-8), "train.adam_epsilon"),
-        "weight_decay": (train.weight_decay, "train.weight_decay"),
-        "adam_w_mode": (True, "train.optim"),
-    }
-    for key, value in (section.get("params") or {}).items():
-        dotted = f"optimizer.params.{key}"
-        if key == "torch_adam":  # which of two implementations of one formula runs
-            continue
-        if key not in ours:
-            refuse(dotted, f"`{dotted}` has no counterpart here", "take `optimizer` out and set `train.optim`")
-        elif value not in ("auto", ours[key][0]):
-            text = f"`{dotted}` is `{_json(value)}`, but the run uses `{_json(ours[key][0])}`"
-            refuse(dotted, text, f"set `{ours[key][1]}`")
-    return f"the plan's `{plan.optim}`"
-
-
-def _compare_scheduler(section: Mapping[str, Any], _plan: Plan, config: Config, refuse: Refuse) -> str:
-    """One schedule for every strategy, for the same reason."""
-    kind, ours = str(section.get("type", "")), config.train.lr_scheduler_type
-    name = SCHEDULES.get(kind.lower())
-    if name != ours:
-        wanted = f"set `train.lr_scheduler_type: {name}`" if name else "set `train.lr_scheduler_type`"
-        text = f"`scheduler.type` is `{kind}`, but the run's schedule is `{ours}`"
-        refuse("scheduler.type", text, f"{wanted}, or take `scheduler` out")
-        return ours
-    for key, value in (section.get("params") or {}).items():
-        if value != "auto":
-            dotted = f"scheduler.params.{key}"
-            hint = 'write "auto", and set `train.warmup_steps`, `train.max_steps` or `train.learning_rate`'
-            refuse(dotted, f"`{dotted}` is `{_json(value)}`, which the plan decides", hint)
-    return f"`train.lr_scheduler_type: {name}`"
+    ours: dict[str, tuple[Any, str]] = {}
+    if name == "optimizer":
+        runs, key, agrees = plan.optim, "optim", kind.lower() in {"adam", "adamw"} and "adam" in plan.optim
+        betas = [train.extra.get("adam_beta1", 0.9), train.extra.get("adam_beta2", 0.999)]
+        ours = {
+            "lr": (plan.learning_rate, "train.learning_rate"), "betas": (betas, "train.adam_beta1` and `train.adam_beta2"),
+            "eps": (train.extra.get("adam_epsilon", 1e-8), "train.adam_epsilon"), "weight_decay": (train.weight_decay, "train.weight_decay"),
+            "adam_w_mode": (True, "train.optim"), "torch_adam": (section.get("params", {}).get("torch_adam"), ""),
+        }  # fmt: skip
+    else:
+        runs, key, agrees = (
+            str(train.lr_scheduler_type),
+            "lr_scheduler_type",
+            SCHEDULES.get(kind.lower()) == train.lr_scheduler_type,
+        )
+    if not agrees:
+        refuse(
+            f"{name}.type", f"`{name}.type` is `{kind}`, but the run uses `{runs}`", f"set `train.{key}`, or take `{name}` out"
+        )
+        return runs
+    for param, value in (section.get("params") or {}).items():
+        wanted, where = ours.get(param, (None, ""))
+        if value not in ("auto", wanted) or (param not in ours and value != "auto"):
+            dotted = f"{name}.params.{param}"
+            text = f"but the run uses `{_json(wanted)}`" if param in ours else "which the plan decides"
+            refuse(
+                dotted, f"`{dotted}` is `{_json(value)}`, {text}", f"set `{where}`" if where else 'write "auto", or take it out'
+            )
+    return f"`train.{key}: {runs}`"
 
 
 def _fill_automatic(part: dict[str, Any], ours: Mapping[str, Any], prefix: str, refuse: Refuse) -> None:

@@ -1,8 +1,18 @@
-"""The environment of the workers: what we set and why, what we take out, and what of the user's reaches every rank."""
+"""What workers get from this machine: their variables, a port, an interface, and the key of a run over several machines.
+
+The key keeps strangers out. `train-cluster` makes one for each start and sends it over SSH, a Slurm script makes one for its job, pods take it from a
+Secret; manually it is `MASTER_KEY` in the environment of every node. It is in no file and on no command line, and is never sent: an HMAC-SHA256
+over random words shows that a peer knows it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hmac
+import json
+import os
 import re
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +20,118 @@ from pathlib import Path
 
 import psutil
 
-from sft_play.config.names import mask
-from sft_play.plan.catalogue import NO_PEER_TO_PEER
-from sft_play.plan.choices import visible_names
-from sft_play.plan.hardware import Device
+from sft_play.errors import HardwareError, UserError, mask
+from sft_play.plan.hardware import NO_PEER_TO_PEER, Device
+from sft_play.plan.nodes import visible_names
 from sft_play.plan.plan import Plan
+
+VARIABLE = "MASTER_KEY"
+LEAST = 16
+"""Characters that a key must have: a shorter one is guessed."""
+MAKE_ONE = f"export {VARIABLE}=$(openssl rand -hex 32), and the same value on every node"
+
+
+def new_word() -> str:
+    """Returns a random word: a key, or what the other side must prove its key with."""
+    return secrets.token_hex(32)
+
+
+def key_here(environ: Mapping[str, str] | None = None) -> str | None:
+    """Returns the key of the environment, `None` when there is none. Raises `UserError` for a weak one."""
+    key = (os.environ if environ is None else environ).get(VARIABLE, "").strip()
+    if key and len(key) < LEAST:
+        raise UserError(f"`{VARIABLE}` has {len(key)} characters; expected at least {LEAST}", place="environment", hint=MAKE_ONE)
+    return key or None
+
+
+def proof(key: str, *said: object) -> str:
+    """Returns the HMAC-SHA256 of what both sides know, in hexadecimal digits."""
+    return hmac.new(key.encode(errors="surrogateescape"), json.dumps(said).encode(), "sha256").hexdigest()
+
+
+def proves(key: str, given: object, *said: object) -> bool:
+    """Whether a peer's proof was made with the key."""
+    return isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), proof(key, *said).encode())
+
+
+def free_port() -> int:
+    """Returns a TCP port on 127.0.0.1 that nothing listens on now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def port_is_free(port: int, address: str = "") -> bool:
+    """Whether a listener could be opened on `port`; the default address is every interface."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True
+
+
+def next_free_port(wanted: int, address: str, variable: str) -> int:
+    """Returns `wanted`, or the next port that is free at `address`. Raises `HardwareError`, which names the `variable` to set."""
+    for port in range(wanted, min(wanted + 100, 65536)):
+        if port_is_free(port, address):
+            return port
+    raise HardwareError(f"no port from {wanted} on is free at {address}", hint=f"set {variable}, or a HOST that this machine has")
+
+
+def require_free_port(port: int, *, hint: str) -> None:
+    """Raises `HardwareError` when another process has the port."""
+    if not port_is_free(port):
+        raise HardwareError(f"port {port} is taken by another process on this machine{holder_of(port)}", hint=hint)
+
+
+NAME_LOOKUPS = "timeout:1 attempts:1"
+"""`RES_OPTIONS` of a run on several machines, where the user has set none. torch asks for the name of each peer when it connects and when it accepts,
+in the thread that serves a store: where no name server answers, each question would stop all machines for 10 s."""
+
+
+def shorten_name_lookups() -> None:
+    """Makes this process's questions to DNS end after a second; call it before the first of them. `os.environ` stays as it is."""
+    if "RES_OPTIONS" not in os.environ:
+        os.putenv("RES_OPTIONS", NAME_LOOKUPS)
+
+
+def interface_of(address: str) -> str | None:
+    """Returns the name of the interface that carries `address` (`eth0`, `lo`), or `None`."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.family in INTERNET and entry.address == address for entry in entries):
+            return name
+    return None
+
+
+def loopback_interface() -> str:
+    """Returns the loopback interface's name (`lo` on Linux, `lo0` on macOS)."""
+    return interface_of("127.0.0.1") or "lo"
+
+
+def holder_of(port: int) -> str:
+    """Returns `: NAME (process N) has it` for what listens on `port` here; empty where that cannot be seen."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port:
+                if one.pid is None:
+                    return ": a process of another user has it"
+                return f": `{' '.join(psutil.Process(one.pid).cmdline())[:100]}` (process {one.pid}) has it"
+    return ""
+
+
+def is_of_this_machine(host: str) -> bool:
+    """Whether `MASTER_ADDR`, a name or an address, is this machine's own. Raises `UserError` where it cannot be resolved."""
+    try:
+        found = {str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except socket.gaierror as error:
+        raise UserError(
+            f"`MASTER_ADDR` is `{host}`, which cannot be resolved: {error.strerror}", hint="give the IP address of node 0"
+        ) from error
+    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family in INTERNET}
+    return any(address in own or address.startswith("127.") for address in found)
+
 
 SCRUBBED = re.compile(
     r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK|TORCHELASTIC_\w+|ACCELERATE_\w+|FSDP_\w+"
@@ -70,6 +187,12 @@ class Node:
     key: str | None = field(default=None, repr=False)
     """What the nodes of this run know and nobody else; `None` where the network is trusted."""
 
+    @property
+    def master(self) -> str:
+        """Where the launchers' store is, in messages."""
+        host = self.master_address
+        return f"[{host}]:{self.master_port}" if ":" in host else f"{host}:{self.master_port}"
+
 
 def ranks_of(plan: Plan, node: Node) -> range:
     """Returns the ranks that a node runs."""
@@ -99,6 +222,8 @@ def worker_environment(
         if without := without_peer_to_peer([rank.device_name for rank in plan.ranks]):
             chosen |= without
             notes.append("NCCL_P2P_DISABLE=1: GeForce RTX 40 and 50 cards have no peer-to-peer transfers")
+    if node.count > 1:
+        chosen["RES_OPTIONS"] = NAME_LOOKUPS
     if plan.world_size > 1 and node.interface:
         chosen["GLOO_SOCKET_IFNAME"] = node.interface
         if plan.device == "cuda" and node.count > 1 and (why := nccl_might_take(node.interface)):
@@ -141,7 +266,7 @@ def dump_variables(plan: Plan, logs: Path, ambient: Mapping[str, str]) -> dict[s
 
 USER_DECIDES = frozenset({
     "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
-    "TOKENIZERS_PARALLELISM", "PET_SHUTDOWN_TIMEOUT", "MALLOC_MMAP_THRESHOLD_",
+    "TOKENIZERS_PARALLELISM", "PET_SHUTDOWN_TIMEOUT", "MALLOC_MMAP_THRESHOLD_", "RES_OPTIONS",
 })  # fmt: skip
 """Our values for these are only defaults: the user's own win."""
 

@@ -1,36 +1,219 @@
-"""What one launch is: configuration, options, hardware, model and this machine's place, known before a run folder is touched."""
+"""What one launch is: what the user asked for, joined and checked, and what this machine has. Known before a run folder is touched."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
 from sft_play.config.metrics import missing
 from sft_play.errors import HardwareError, UserError, raise_all
-from sft_play.launch import recovery
 from sft_play.launch.agreement import NodeFacts
-from sft_play.launch.deepspeed import checked_plan
-from sft_play.launch.environment import Node, WorkerEnvironment, indices_of, ranks_of, worker_environment
-from sft_play.launch.key import key_here
-from sft_play.launch.network import address_towards, free_port, loopback_interface, require_free_port
-from sft_play.launch.options import LaunchOptions
+from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, checked_plan, examine_user_json
+from sft_play.launch.environment import (
+    Node,
+    WorkerEnvironment,
+    free_port,
+    indices_of,
+    is_of_this_machine,
+    key_here,
+    loopback_interface,
+    ranks_of,
+    require_free_port,
+    shorten_name_lookups,
+    worker_environment,
+)
 from sft_play.launch.rendezvous import Rendezvous
+from sft_play.launch.settings import (
+    NO_DEFAULT_FILE,
+    NO_FILE,
+    AccelerateChoices,
+    machines_and_strategy,
+    read_accelerate_config,
+)
+from sft_play.plan.architecture import shape_of
 from sft_play.plan.calibration import load_calibration, of_all_nodes
-from sft_play.plan.commands import explained
 from sft_play.plan.detect import detect
-from sft_play.plan.fit import Memory
 from sft_play.plan.hardware import Hardware
-from sft_play.plan.make import make_plan
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
-from sft_play.plan.shape import ModelShape, shape_of
-from sft_play.plan.sources import parse_source, planned
+from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan
+from sft_play.plan.request import Request
+from sft_play.plan.shape import ModelShape
+from sft_play.plan.sources import explained, parse_source, planned
 from sft_play.plan.torch_check import require_usable
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, accelerate_default
 from sft_play.runs.prepared import Prepared
+
+CommandStrategy = Literal["single", "ddp", "zero", "fsdp2", "auto"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchOptions:
+    """The launch as asked for; the plan decides what is left open."""
+
+    request: LaunchRequest
+    master_address: str | None = None
+    master_port: int | None = None
+    run_name: str | None = None
+    deepspeed: UserDeepSpeed | None = None
+    fsdp: Mapping[str, Any] = field(default_factory=dict)
+    """FSDP settings of a user's accelerate config that differ from ours."""
+    accelerate_config: Path | None = None
+    """The accelerate config that was read."""
+    notices: tuple[str, ...] = ()
+
+
+def read_options(
+    call: Call, loaded: LoadedConfig, command: CommandStrategy, *, rehearsal: bool = False
+) -> tuple[LaunchOptions, LoadedConfig]:
+    """Returns the options, and the configuration with what an accelerate config adds to it. Raises `UserError`.
+
+    A `rehearsal` starts nothing, so several nodes need neither address nor rank nor name.
+    """
+    path = _accelerate_config(call, loaded, command)
+    choices = read_accelerate_config(path) if path else AccelerateChoices()
+    loaded = _with_choices(loaded, choices)
+    deepspeed = _deepspeed(call, choices, loaded, command)
+    if deepspeed:
+        loaded = _with_batch(loaded, deepspeed)
+    strategy: CommandStrategy = command
+    if choices.strategy and command not in ("auto", choices.strategy):
+        raise UserError(
+            f"`ACCELERATE_CONFIG` `{choices.path}` asks for `{choices.strategy}`, but `make {call.command}` is for `{command}`",
+            hint=f"use `make {COMMANDS[choices.strategy]}`",
+        )
+    if command == "auto" and deepspeed:
+        strategy = "zero"
+    elif command == "auto" and choices.strategy:
+        strategy = choices.strategy
+    num_nodes = _one("NUM_NODES", call.integer("NUM_NODES", minimum=1), choices.num_nodes, choices) or 1
+    node_rank = _one("NODE_RANK", call.integer("NODE_RANK", minimum=0), choices.node_rank, choices)
+    options = LaunchOptions(
+        request=LaunchRequest(
+            command_strategy=strategy,
+            num_gpus=_one("NUM_GPUS", call.integer("NUM_GPUS", minimum=1), choices.num_gpus, choices),
+            num_nodes=num_nodes,
+            node_rank=node_rank or 0,
+            **(deepspeed.request if deepspeed else {}),
+        ),
+        master_address=call.options.get("MASTER_ADDR") or choices.master_address,
+        master_port=_one("MASTER_PORT", call.port("MASTER_PORT"), choices.master_port, choices),
+        run_name=call.options.get("RUN_NAME"),
+        deepspeed=deepspeed,
+        fsdp=choices.fsdp,
+        accelerate_config=path,
+        notices=(*choices.notices, *(f"{one.message}: {one.hint}" for one in missing(loaded.config) if rehearsal)),
+    )
+    if not rehearsal:
+        _check(options, command, node_rank_given=node_rank is not None)
+    return options, loaded
+
+
+WITHOUT_DEFAULT = frozenset({"slurm", "kubernetes", "quickstart"})
+"""Commands that do not look at accelerate's default file: it is of this machine, and none of theirs."""
+
+
+def _accelerate_config(call: Call, loaded: LoadedConfig, command: CommandStrategy) -> Path | None:
+    """Returns the accelerate config to read: the one that was named, else accelerate's default file where it asks for what nothing typed
+    contradicts, several machines or a strategy (contract C4). Says what becomes of that one, before anything is refused because of it.
+    """
+    if named := call.options.get("ACCELERATE_CONFIG"):
+        return None if named == NO_FILE else Path(named)
+    path = accelerate_default()
+    if path is None or call.command in WITHOUT_DEFAULT or {"HARDWARE", "RUN"} & call.options.keys():
+        return None
+    machines, strategy = machines_and_strategy(path)
+    asks = [f"{machines} machines"] if machines > 1 and "NUM_NODES" not in call.options else []
+    if strategy and command == "auto" and "DEEPSPEED_CONFIG" not in call.options and not loaded.typed("launch.strategy"):
+        asks.append(f"`{strategy}`")
+    if not asks or command == "single":
+        print(f"note: accelerate's default file is not read; to use it: ACCELERATE_CONFIG={path}", file=sys.stderr)
+        return None
+    left_out = f"{NO_DEFAULT_FILE} leaves it out"
+    print(f"note: accelerate's default file `{path}` asks for {' and '.join(asks)}, so it is read; {left_out}", file=sys.stderr)
+    return path
+
+
+def _one(name: str, typed: int | None, from_file: int | None, choices: AccelerateChoices) -> int | None:
+    if typed is not None and from_file is not None and typed != from_file:
+        raise UserError(f"`{name}` is {typed}, but `{choices.path}` says {from_file}", hint="give it in one place only")
+    return from_file if typed is None else typed
+
+
+def _deepspeed(call: Call, choices: AccelerateChoices, loaded: LoadedConfig, command: str) -> UserDeepSpeed | None:
+    path = call.options.get("DEEPSPEED_CONFIG")
+    if path and choices.deepspeed:
+        raise UserError(
+            f"`DEEPSPEED_CONFIG` and the DeepSpeed settings of `{choices.path}` are both given", hint="give one of them"
+        )
+    user = examine_user_json(Path(path)) if path else choices.deepspeed
+    if user and command in ("zero", "auto") and loaded.typed("launch.strategy"):
+        wanted = loaded.config.launch.strategy
+        if wanted not in ("auto", f"zero{user.stage}"):
+            raise UserError(
+                f"`launch.strategy` is `{wanted}`, but the DeepSpeed JSON has stage {user.stage}",
+                place=user.place("zero_optimization.stage"),
+                hint="make the two agree, or leave one of them out",
+            )
+    return user
+
+
+def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedConfig:
+    """Puts precision and recomputation of an accelerate config into the configuration; a typed value that differs is an error."""
+    config, origins = loaded.config, dict(loaded.origins)
+    for key, value in choices.train.items():
+        current = getattr(config.train, key)
+        if loaded.typed(f"train.{key}") and current not in ("auto", value):
+            raise UserError(
+                f"`train.{key}` is `{str(current).lower()}`, but `{choices.path}` asks for `{str(value).lower()}`",
+                place=origins[f"train.{key}"],
+                hint="make the two agree, or leave one of them out",
+            )
+        config = replace(config, train=replace(config.train, **{key: value}))
+        origins[f"train.{key}"] = str(choices.path)
+    return replace(loaded, config=config, origins=origins) if choices.train else loaded
+
+
+def _with_batch(loaded: LoadedConfig, user: UserDeepSpeed) -> LoadedConfig:
+    """Puts the batch of a DeepSpeed JSON into the configuration where nobody typed it there; `resolve` compares what both give."""
+    asked: dict[str, Any] = {key: value for key, value in user.batch.items() if not loaded.typed(f"train.{key}")}
+    places = {f"train.{key}": user.place(BATCH_KEYS[key]) for key in asked}
+    config = replace(loaded.config, train=replace(loaded.config.train, **asked))
+    return replace(loaded, config=config, origins={**loaded.origins, **places})
+
+
+def _check(options: LaunchOptions, command: CommandStrategy, *, node_rank_given: bool) -> None:
+    request = options.request
+    if request.num_nodes == 1:
+        if request.node_rank or options.master_address:
+            given = "NODE_RANK" if request.node_rank else "MASTER_ADDR"
+            raise UserError(f"`{given}` is given, but `NUM_NODES` is 1", hint="set NUM_NODES to the number of machines")
+        return
+    if command == "single":
+        raise UserError("`make train` runs one process; `NUM_NODES` needs several", hint="use `make train-distributed`")
+    missing = [] if node_rank_given else ["NODE_RANK"]
+    missing += [] if options.master_address else ["MASTER_ADDR"]
+    missing += [] if options.run_name else ["RUN_NAME"]
+    if missing:
+        raise UserError(
+            f"`NUM_NODES` is {request.num_nodes}, so every node needs {', '.join(f'`{name}`' for name in missing)} too",
+            hint="the same command on each machine, NODE_RANK from 0 on, MASTER_ADDR the address of node 0, one RUN_NAME for all",
+        )
+    if request.node_rank >= request.num_nodes:
+        raise UserError(f"`NODE_RANK` is {request.node_rank}; expected 0 to {request.num_nodes - 1}")
+
+
+def without_batch_numbers(options: LaunchOptions) -> LaunchOptions:
+    """Returns the options with the batch numbers of a user's DeepSpeed JSON left to the plan, which no longer keeps them."""
+    user = options.deepspeed
+    if user is None:
+        return options
+    settings = {key: "auto" if key in BATCH_KEYS.values() else value for key, value in user.settings.items()}
+    return replace(options, deepspeed=replace(user, settings=settings))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,20 +244,16 @@ class Job:
 
     def plan(self, prepared: Prepared | None) -> Plan:
         """The plan, early (`prepared` unknown) or final."""
-        config, typed = self.loaded.config, self.loaded.typed
-        calibration = of_all_nodes(load_calibration(self.hardware), [node.measured for node in self.nodes])
-        request = replace(self.options.request, early=prepared is None)
-
-        def make(memory: Memory) -> Plan:
-            return make_plan(
-                config, typed, self.hardware, self.shape, launch=request, prepared=prepared, calibration=calibration, memory=memory
-            )  # fmt: skip
-
+        request = Request(
+            config=self.loaded.config, hardware=self.hardware, shape=self.shape, typed=self.loaded.typed, prepared=prepared,
+            launch=replace(self.options.request, early=prepared is None),
+            calibration=of_all_nodes(load_calibration(self.hardware), [node.measured for node in self.nodes]),
+        )  # fmt: skip
         source = parse_source(self.call.options.get("SOURCE"), "auto")
         if not prepared and not (self.shape.counted and source == "auto"):
             source = "formula"
         try:
-            return planned(make, config, self.shape, prepared, source)
+            return planned(request, source)
         except HardwareError as error:
             raise explained(self.loaded, self.hardware, error) from None
 
@@ -94,7 +273,7 @@ class Job:
 
     def again(self, request: LaunchRequest) -> Job:
         """Returns the job of another attempt on the same hardware."""
-        return replace(self, options=recovery.without_batch_numbers(replace(self.options, request=request))).elsewhere()
+        return replace(self, options=without_batch_numbers(replace(self.options, request=request))).elsewhere()
 
     def elsewhere(self) -> Job:
         """Returns the same job with another port, where it is ours to choose: the old one may not be free again yet."""
@@ -104,9 +283,8 @@ class Job:
 
 def job_of(call: Call, loaded: LoadedConfig, options: LaunchOptions) -> Job:
     """Returns what a call asks for, on this machine."""
-    return Job(
-        call=call, loaded=loaded, options=options, hardware=detect(), shape=shape_of(loaded.config.model), node=_node(options)
-    )
+    node = _node(options)  # before a name is looked up for the model
+    return Job(call=call, loaded=loaded, options=options, hardware=detect(), shape=shape_of(loaded.config.model), node=node)
 
 
 def refuse_early(job: Job) -> None:
@@ -134,12 +312,13 @@ def _node(options: LaunchOptions) -> Node:
         return Node(master_port=port or free_port(), interface=loopback_interface())
     assert options.master_address is not None, "read_options requires MASTER_ADDR for several nodes"
     port = port or 29500
-    if ":" in options.master_address:
-        raise UserError(
-            f"`MASTER_ADDR` is `{options.master_address}`; nodes meet over IPv4 only", hint="give the IPv4 address of node 0"
-        )
+    shorten_name_lookups()
     if request.node_rank == 0:
-        address_towards(options.master_address, port)  # a name that node 0 itself does not know would be told much later
+        if not is_of_this_machine(options.master_address):
+            print(
+                f"note: `MASTER_ADDR` `{options.master_address}` is no address of this machine; the others look for node 0 there",
+                file=sys.stderr,
+            )
         require_free_port(port, hint="choose another MASTER_PORT, the same on every node")
     # The interface is the one that carries the meeting: what MASTER_ADDR resolves to may be 127.0.1.1 on node 0.
     return Node(

@@ -16,18 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.rules import elastic_bounds
-from sft_play.errors import HardwareError, UserError, first_line
+from sft_play.errors import HardwareError, UserError
 from sft_play.launch.agreement import NodeFacts, config_here, data_apart, disagreements, folders_apart, versions_here
+from sft_play.launch.environment import MAKE_ONE, VARIABLE, interface_of
 from sft_play.launch.job import Job
-from sft_play.launch.key import MAKE_ONE, VARIABLE
-from sft_play.launch.network import interface_of, is_of_this_machine
+from sft_play.launch.meeting import Given
 from sft_play.launch.node import Elsewhere
-from sft_play.launch.rendezvous import Given, Rendezvous, say
+from sft_play.launch.rendezvous import Rendezvous
 from sft_play.launch.run_folder import has_started
+from sft_play.launch.store import say
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.calibration import Calibration, read_calibration, same_name
-from sft_play.plan.choices import devices_for
 from sft_play.plan.hardware import Device
+from sft_play.plan.nodes import devices_for
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import published, step_of
 from sft_play.runs.folder import RunFolder
@@ -113,32 +114,25 @@ def agreed(job: Job, plan: Plan, prepared: Prepared, run: RunFolder) -> tuple[Jo
     saving = job.loaded.config.train.save_strategy
     found = ours.share("prepared", given, lambda all_of_them: judge_prepared(job.nodes, all_of_them, saving))
     _remove_marks(job, run)
-    try:
-        plan, port = Plan.from_json(found[0]["plan"]), int(found[0]["port"])
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise HardwareError(
-            f"node 0's plan cannot be read: {first_line(error)}", hint="install the same SFT-Play on every node"
-        ) from error
+    plan = Plan.from_json(found[0]["plan"])
     ours.ranks_by_node = plan.ranks_by_node
-    return replace(job, node=replace(job.node, workers_port=port)), plan
+    return replace(job, node=replace(job.node, workers_port=int(found[0]["port"]))), plan
 
 
 def opened(job: Job, run: RunFolder) -> Rendezvous:
     """Returns this machine's end of the run's store, open. Raises as `Rendezvous.open` does."""
     node, launch = job.rendezvous.node if job.rendezvous else job.node, job.loaded.config.launch
     bounds = elastic_bounds(launch.elastic)
-    host, where = socket.gethostname()[:255], f"{node.master_address}:{node.master_port}"
+    host = socket.gethostname()[:255]
     if node.key is None:
         say(
             f"WARNING: there is no `{VARIABLE}`, so whoever reaches port {node.master_port} can join this run: the network is trusted"
         )
         say(f"hint: {MAKE_ONE}")
     if node.rank > 0:
-        say(f"node {node.rank} ({host}): meeting the other nodes at {where}")
+        say(f"node {node.rank} ({host}): meeting the other nodes at {node.master}")
     else:
         say(f"node 0 ({host}): waiting for {node.count - 1} more at port {node.master_port}, up to {launch.join_seconds} s")
-        if not is_of_this_machine(node.master_address):
-            say(f"note: `MASTER_ADDR` `{node.master_address}` is no address of this machine; the others look for node 0 there")
     ours = Rendezvous(
         node, host=host, run=run.name, patience=float(launch.join_seconds), silent_seconds=float(launch.silent_seconds),
         least=min(bounds[0], node.count) if bounds else None, absent=[int(word) for word in os.environ.get(ABSENT, "").split()],
@@ -161,7 +155,7 @@ def elsewhere_of(job: Job, run: RunFolder) -> Elsewhere | None:
         nonlocal looked, since
         if job.node.rank == 0 and ours.least is not None and not stopping and time.monotonic() - looked > LOOK_SECONDS:
             looked = time.monotonic()
-            names = ", ".join(ours.names(ours.look_for_wants(lambda facts: judge_want(job, facts))))
+            names = ours.names(ours.look_for_wants(lambda facts: judge_want(job, facts)))
             step = max(map(step_of, published(run)), default=0) if names else 0
             if names and since is None:
                 since = step
@@ -296,9 +290,6 @@ def _content(prepared: Prepared) -> dict[str, str]:
 
 def judge_prepared(nodes: Sequence[NodeFacts], given: Sequence[Given], save_strategy: str) -> list[UserError]:
     """Returns why nodes cannot train together with what each has prepared and plans for; none where they can."""
-    content = [one.get("prepared") for one in given]
-    if not all(isinstance(one, dict) and all(isinstance(v, str) for v in one.values()) for one in content):
-        return [HardwareError("a node sent what is not understood", hint="install the same SFT-Play on every node")]
     ranks = sum(len(node.devices) for node in nodes)
     planned = {one.get("world_size") for one in given}
     if planned != {ranks}:
@@ -306,15 +297,9 @@ def judge_prepared(nodes: Sequence[NodeFacts], given: Sequence[Given], save_stra
         text = f"the nodes have {ranks} processes in all, but {told}"
         return [HardwareError(text, place="NUM_GPUS", hint="give NUM_GPUS on every node")]
     return [
-        *data_apart(nodes, [one for one in content if isinstance(one, dict)]),
+        *data_apart(nodes, [one["prepared"] for one in given]),
         *folders_apart(
-            [node for node, one in zip(nodes, given, strict=True) if one.get("apart") is True],
-            strategy=_strategy(given), save_strategy=save_strategy,
+            [node for node, one in zip(nodes, given, strict=True) if one.get("apart")],
+            strategy=given[0]["plan"]["strategy"], save_strategy=save_strategy,
         ),
     ]  # fmt: skip
-
-
-def _strategy(given: Sequence[Given]) -> str:
-    """Returns the strategy of node 0's plan; a plan that cannot be read says so elsewhere."""
-    plan = given[0].get("plan")
-    return str(plan.get("strategy")) if isinstance(plan, dict) else ""

@@ -1,30 +1,201 @@
-"""What one machine does for its ranks: starts them, passes signals on, waits, ends them, and leaves no process behind."""
+"""What one machine does for its ranks: starts them, watches them, passes signals on, ends them, and leaves no process behind."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import signal
+import socket
 import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from itertools import pairwise
 from types import FrameType
+from typing import Any
 
 import psutil
 
 from sft_play.files import remove_half_written
-from sft_play.launch.beats import LIMITS, MARK, Listener
-from sft_play.launch.run_folder import STOPS, signals_to_hear
-from sft_play.launch.verdict import Outcome, judge, launcher_log, tail
-from sft_play.launch.watch import MemoryKills, Standings, Watch, is_alive, remove_empty
-from sft_play.plan.detect import detect
-from sft_play.plan.hardware import GIB, Hardware
+from sft_play.launch.liveness import LIMITS, MARK, Listener, MemoryKills, keep_stacks, remove_empty
+from sft_play.launch.process import STOPS, adopt_orphans, bound_to_parent, is_alive, kill_descendants, say, signals_to_hear
+from sft_play.launch.run_folder import exit_records
+from sft_play.launch.verdict import Loss, Outcome, hang, judge, launcher_log, standing, tail
 from sft_play.runs.folder import RunFolder
+
+LONGEST_LOOK = 1.0
+"""Seconds that count at most between two looks: a launcher that was itself suspended must not blame its workers."""
+WORKER_MODULES = frozenset({"sft_play.train", "sft_play.probe"})
+AGENT_MODULE = "accelerate.commands.launch"
+BUSY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_TRACING_STOP})
+"""States in which a silent process is not dead: it computes, or a debugger holds it."""
+FRESH_SECONDS = 5.0
+"""A worker that has said for longer than this that it saves may be frozen."""
+
+
+SILENT = (LIMITS.dead, "no beat and no processor time", "")
+FROZEN = {
+    psutil.STATUS_STOPPED: (LIMITS.dead, "stopped by a signal", ""),
+    psutil.STATUS_DISK_SLEEP: (
+        LIMITS.in_kernel,
+        "waiting in the kernel, nothing read or written,",
+        "a disk (NFS) or a GPU does not answer; `dmesg` may say which",
+    ),
+}
+"""State -> seconds after which a process in it is frozen, how that is said, and a hint."""
+
+
+Standings = Mapping[str, Mapping[str, Any]]
+"""Rank -> what `standing` returns."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Signs:
+    """What a worker showed of life."""
+
+    spent: tuple[float, ...] = ()
+    """Processor time, and bytes that it has read and written."""
+    silent_seconds: float = 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Watch:
+    """Sees which worker ends first without having done its work; torchrun tells only when all others have ended too."""
+
+    agent: int
+    run: RunFolder
+    ranks: range
+    kills: MemoryKills
+    beats: Listener
+    workers: dict[psutil.Process, int] = field(default_factory=dict)
+    """Every worker that was ever seen, with its rank."""
+    signs: dict[psutil.Process, Signs] = field(default_factory=dict)
+    loss: Loss | None = None
+    """What was seen first."""
+    lost_at: float | None = None
+    looked_at: float = field(default_factory=time.monotonic)
+    share: Callable[[Standings | None], Standings | None] = lambda mine: mine
+    """On several machines: takes where this machine's ranks stand, all quiet for too long (`None`: they are not), and returns where the ranks
+    of all machines stand once that is so on each of them."""
+    standing: Standings | None = None
+    watched_seconds: float = 0.0
+    """Since the start of this attempt; time in which the launcher itself was suspended does not count."""
+
+    def look(self) -> None:
+        """Takes note of new workers, and of the first that has gone with an error, without a record, or has stopped living."""
+        heard, now = self.beats.receive(), time.monotonic()
+        passed, self.looked_at = min(now - self.looked_at, LONGEST_LOOK), now
+        self.watched_seconds += passed
+        self._find_workers()
+        for worker in self.workers:
+            self.kills.follow(worker.pid)
+        frozen = self._frozen(heard, passed)
+        if self.loss is None:
+            found = self._gone() or frozen or self._hanging()
+            if found:
+                self.loss, self.lost_at = found, now
+
+    def is_over(self, *, stopping: bool) -> bool:
+        """Whether everything is to be ended: at once for what the launcher saw itself, else when the others have had their time.
+
+        `stopping`: the ranks were asked to save and leave. Then one that has left is no loss, and the others have all the time.
+        """
+        if self.loss is None or self.lost_at is None:
+            return False
+        saving = any(is_alive(worker) and self.saves(rank) for worker, rank in self.workers.items())
+        grace = LIMITS.saving if saving else LIMITS.grace
+        return bool(self.loss.text) or (not stopping and time.monotonic() - self.lost_at > grace)
+
+    def saves(self, rank: int) -> bool:
+        """Whether a rank said just now that it writes a checkpoint."""
+        beat = self.beats.latest.get(rank)
+        return beat is not None and beat.phase == "saving" and time.monotonic() - self.beats.heard[rank] < FRESH_SECONDS
+
+    def agent_was_killed(self, number: int) -> None:
+        """Takes note that the workers' parent was killed; they leave with it, so no rank is to blame."""
+        name = signal.Signals(number).name
+        text = f"the process that had started the workers (`accelerate launch`) was killed by {name}; all ranks were stopped"
+        self.loss = Loss(cause="agent", rank=None, text=text)
+
+    def _find_workers(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.agent).children():
+                with contextlib.suppress(psutil.Error):
+                    if child not in self.workers and is_worker(child.cmdline()):
+                        rank = child.environ().get("RANK") or (str(self.ranks.start) if len(self.ranks) == 1 else "")
+                        if rank.isdigit() and int(rank) in self.ranks:  # else it is looked at again
+                            self.workers[child] = int(rank)
+
+    def _gone(self) -> Loss | None:
+        gone = [rank for worker, rank in self.workers.items() if not is_alive(worker)]
+        records = {rank: exit_records(self.run, range(rank, rank + 1)).get(rank) for rank in gone}
+        # Of several that went at once, one without a record went first: the others could still say that their peer had gone.
+        for rank, record in sorted(records.items(), key=lambda item: item[1] is not None):
+            if record is None or record["code"] != 0:
+                return Loss(cause="failed" if record else "killed", rank=rank)
+        return None
+
+    def _frozen(self, heard: set[int], passed: float) -> Loss | None:
+        """The workers' parent, which keeps their store and would never say that they have ended, or a worker without any sign of life.
+
+        A thread that holds Python's lock in a long call silences the beats, but uses the processor, or reads and writes; a process that was
+        stopped does neither, nor one whose disk or device does not answer.
+        """
+        with contextlib.suppress(psutil.Error):
+            if found := self._stuck(psutil.Process(self.agent), passed):
+                text = f"the process that had started the workers (`accelerate launch`) is frozen: {found[0]}"
+                return Loss(cause="agent", rank=None, text=text, hint=found[1])
+        for worker, rank in self.workers.items():
+            beating = rank in self.beats.heard or self.watched_seconds > LIMITS.first_beat
+            with contextlib.suppress(psutil.Error):
+                found = self._stuck(worker, passed, heard=rank in heard, silent=beating)
+                if found and not self.run.rank_exit(rank).exists():
+                    where = f" {self.beats.latest[rank].where()}" if rank in self.beats.latest else ""
+                    text = f"rank {rank} ({socket.gethostname()}) is frozen{where}: {found[0]}"
+                    return Loss(cause="frozen", rank=rank, text=text, hint=found[1])
+        return None
+
+    def _stuck(
+        self, process: psutil.Process, passed: float, *, heard: bool = False, silent: bool = False
+    ) -> tuple[str, str] | None:
+        """Returns how a process is frozen, and a hint. `silent`: one that sends beats, so that no beat (`heard`) is a sign too."""
+        signs, state = self.signs.setdefault(process, Signs()), process.status()
+        spent = (*process.cpu_times()[:2], *(process.io_counters() if state == psutil.STATUS_DISK_SLEEP else ()))
+        if heard or state in BUSY or spent != signs.spent or (state not in FROZEN and not silent):
+            signs.spent, signs.silent_seconds = spent, 0.0
+            return None
+        signs.silent_seconds += passed
+        seconds, how, hint = FROZEN.get(state, SILENT)
+        return (f"{how} for {seconds:.0f} s; all ranks were stopped", hint) if signs.silent_seconds > seconds else None
+
+    def _hanging(self) -> Loss | None:
+        """All ranks quiet beyond what their phase allows: those that wait for one that saves or evaluates have its patience."""
+        beats = self.beats.latest
+        if not set(self.ranks) <= beats.keys() or not all(self.beats.quiet(rank) > beat.limit for rank, beat in beats.items()):
+            self.standing = None
+        elif self.standing is None:
+            alive = {rank: worker for worker, rank in self.workers.items() if is_alive(worker)}
+            in_kernel = {rank for rank, worker in alive.items() if _in_kernel(worker)}
+            stacks = keep_stacks(self.run, alive)
+            self.standing = {
+                str(rank): standing(beat, self.beats.quiet(rank), stacks.get(rank, ""), in_kernel=rank in in_kernel)
+                for rank, beat in beats.items()
+            }
+        everyone = self.share(self.standing)
+        return hang({int(rank): facts for rank, facts in everyone.items()}, self.run) if everyone else None
+
+
+def _in_kernel(worker: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(worker.status() == psutil.STATUS_DISK_SLEEP)
+    return False
+
+
+def is_worker(arguments: Sequence[str]) -> bool:
+    """Whether a command line is a worker's: one that was forked and has not begun its program yet still bears its parent's."""
+    modules = {after for before, after in pairwise(arguments) if before == "-m"}
+    return AGENT_MODULE not in modules and not WORKER_MODULES.isdisjoint(modules)
+
 
 POLL_SECONDS = 0.1
 Elsewhere = Callable[[bool], Outcome | int | None]
@@ -48,7 +219,7 @@ def supervise(
         run.rank_exit(rank).unlink(missing_ok=True)
         remove_half_written(run.rank_exit(rank))
     log_starts = {rank: path.stat().st_size for rank in ranks if (path := run.rank_log(rank)).is_file()}
-    _adopt_orphans()
+    adopt_orphans()
     stop, mark, kills, others = Stop(), uuid.uuid4().hex, MemoryKills.begin(), set(psutil.Process().children())
     beats, log = Listener(mark), launcher_log(run, ranks.start)
     with log.open("wb") as agent_log, signals_noted(stop):
@@ -68,7 +239,7 @@ def supervise(
         try:
             ended = _wait(process, stop, watch, others, elsewhere)
         finally:
-            _kill_descendants(process, others)
+            kill_descendants(process, others, LIMITS.kill)
             memory_kill, driver = kills.evidence(), kills.driver_errors()
             kills.close()
             beats.close()
@@ -86,21 +257,6 @@ def remove_left(run: RunFolder, ranks: range) -> None:
     first = (run.stamp, run.training_metrics) if ranks.start == 0 else ()
     for path in (*map(run.rank_exit, ranks), *first):
         remove_half_written(path)
-
-
-def remove_abandoned_locks(variables: Mapping[str, str]) -> None:
-    """Removes locks of torch's extension builder that a killed process left: whoever loads that extension (DeepSpeed's) would wait forever.
-
-    Who has such a lock keeps its file open (`torch.utils.file_baton`), so one that no process has open is abandoned.
-    """
-    cache = variables.get("XDG_CACHE_HOME") or Path(variables.get("HOME") or Path.home()) / ".cache"
-    folder = Path(variables.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions").resolve()
-    locks = {str(path) for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}lock")}
-    for process in psutil.process_iter() if locks else ():
-        with contextlib.suppress(psutil.Error):
-            locks -= {file.path for file in process.open_files()}
-    for path in locks:
-        Path(path).unlink(missing_ok=True)
 
 
 def _wait(
@@ -128,11 +284,12 @@ def _wait(
             stop.note(found)
         elif found and not stop.wanted and not watch.loss:
             ended = found
-        if not killed and (
-            ended or late or stop.at_once or (stop.wanted and stop.is_done(watch)) or watch.is_over(stopping=stop.wanted)
-        ):
+        over = watch.is_over(stopping=stop.wanted)
+        if not killed and (ended or late or stop.at_once or (stop.wanted and stop.is_done(watch)) or over):
             killed = True
-            _kill_descendants(process, others)
+            if why := ended.first_line if ended else watch.loss.text.partition("\n")[0] if over and watch.loss else "":
+                say(f"stopping all ranks: {why.removesuffix('; all ranks were stopped')}")
+            kill_descendants(process, others, LIMITS.kill)
         time.sleep(POLL_SECONDS)
     if process.returncode < 0 and not killed and not stop.wanted:
         watch.agent_was_killed(-process.returncode)
@@ -144,48 +301,6 @@ def _orphans_may_save(process: subprocess.Popen[bytes], stop: Stop, watch: Watch
     if process.returncode is not None and -process.returncode in STOPS:
         stop.note(-process.returncode)
     return stop.wanted and any(is_alive(worker) for worker in watch.workers)
-
-
-def _kill_descendants(process: subprocess.Popen[bytes], others: Set[psutil.Process]) -> None:
-    """Kills the agent and everything that it started; each worker has a session of its own, so one group is not enough."""
-    for _ in range(3):  # a process may be forking while its parent is killed
-        family = _descendants(others)
-        for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-        psutil.wait_procs(family, timeout=LIMITS.kill)
-        left = _descendants(others)
-        if not left:
-            break
-    else:
-        names = ", ".join(_described(member) for member in left)
-        say(
-            f"warning: SIGKILL has not ended {names}\n\nhint: the kernel waits for a device or a disk; their memory may stay taken"
-        )
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=10)
-
-
-def _described(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        return f"process {process.pid} ({process.name()}, {process.status()})"
-    return f"process {process.pid}"
-
-
-def _descendants(others: Set[psutil.Process]) -> list[psutil.Process]:
-    """Everything below this process, orphans that the kernel gave to us too, but what it had started before (`others`: TensorBoard)."""
-    found = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += [] if child in others else [child, *child.children(recursive=True)]
-    return [p for p in found if is_alive(p)]
-
-
-def _adopt_orphans() -> None:
-    """Makes the kernel hand us the workers when their agent is killed (Linux), so that they can be found and ended."""
-    if sys.platform == "linux":
-        set_child_subreaper = 36
-        ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1, 0, 0, 0)
 
 
 SAME_SECONDS = 0.5
@@ -256,69 +371,3 @@ def signals_noted(stop: Stop) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def say(text: str) -> None:
-    """Tells the user, on stderr."""
-    print(f"\n{text}", file=sys.stderr, flush=True)
-
-
-SET_PARENT_DEATH_SIGNAL = 1
-"""`PR_SET_PDEATHSIG` of prctl(2)."""
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def bound_to_parent(number: signal.Signals) -> Callable[[], None] | None:
-    """Returns a `preexec_fn` for `subprocess.Popen`: the child gets the signal `number` when this process has gone.
-
-    Call it in the main thread: the kernel goes by the thread that made the child. `None` where there is no such thing.
-    """
-    if _libc is None:
-        return None
-    libc, parent = _libc, os.getpid()
-
-    def bind() -> None:
-        libc.prctl(SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0)
-        if os.getppid() != parent:  # it was killed in between
-            os._exit(128 + int(number))
-
-    return bind
-
-
-def woken_with_parent() -> None:
-    """Makes the kernel continue this process (SIGCONT) when its parent has gone: one that was stopped could not notice it, and would
-    stay. Harmless to one that runs, and to one whose parent leaves in order while it still saves."""
-    if _libc is not None:
-        _libc.prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGCONT), 0, 0, 0)
-
-
-MEMORY_SLACK = 0.02
-"""Share of a card's memory that may be missing: other programs (a display) come and go."""
-
-
-def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
-    """Returns when as much is free on these devices as `before` the run, or after `LIMITS.free_memory`, and says what it waits for.
-
-    Raises `HardwareError` where a card does not answer any more.
-    """
-    deadline, told = time.monotonic() + LIMITS.free_memory, False
-    while held := _held(before, detect(), devices):
-        words = ", ".join(f"{size / GIB:.1f} GiB on cuda:{index}" for index, size in held.items())
-        if time.monotonic() > deadline:
-            say(
-                f"warning: {words} still held after {LIMITS.free_memory:.0f} s; going on\n\nhint: `nvidia-smi` shows the programs that hold it"
-            )
-            return
-        if not told:
-            say(f"waiting until the memory of the processes that have ended is free: {words}")
-        told = True
-        time.sleep(LIMITS.look)
-
-
-def _held(before: Hardware, now: Hardware, devices: Collection[int]) -> dict[int, int]:
-    """Returns index -> bytes that were free before and are not now; nothing where the driver has gone meanwhile."""
-    if now.kind != before.kind:
-        return {}
-    pairs = enumerate(zip(before.devices, now.devices, strict=False))
-    missing = {index: then.free_bytes - card.free_bytes for index, (then, card) in pairs if index in devices}
-    return {index: size for index, size in missing.items() if size > MEMORY_SLACK * before.devices[index].memory_bytes}

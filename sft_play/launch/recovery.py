@@ -15,14 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError
-from sft_play.launch.deepspeed import BATCH_KEYS
-from sft_play.launch.options import LaunchOptions
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome
 from sft_play.plan.make import ways_out
-from sft_play.plan.plan import Plan, RankPlan
-from sft_play.plan.request import LaunchRequest
+from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
 from sft_play.plan.shape import ModelShape
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder
@@ -65,42 +61,30 @@ class Following:
         return Following(**{**value, "outcome": Outcome(**value["outcome"]) if value.get("outcome") else None})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
-    """Why a run does not go on by itself, and what to choose from."""
-
-    why: str
-    hint: str
-
-
 def remedy(
     config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, outcome: Outcome, retries: int
-) -> LaunchRequest | Refusal:
-    """Returns the launch to try next after `retries` of them, or why there is none."""
+) -> LaunchRequest | str:
+    """Returns the launch to try next after `retries` of them, or why there is none, with what to choose from."""
     assert outcome.cause == OUT_OF_MEMORY
-    micro = rows_of(plan, outcome)
-    if retries >= config.launch.max_oom_retries:
-        times = f"{retries} of {config.launch.max_oom_retries} retries are used up (`launch.max_oom_retries`)"
-        never = "`launch.max_oom_retries` is 0"
-        return Refusal(why=times if retries else never, hint=_ways_out(config, shape, plan, request, outcome))
-    if outcome.doing.get("phase") == "loading":
-        return Refusal(
-            why="the model alone does not fit: a smaller batch would not help",
-            hint=_ways_out(config, shape, plan, request, outcome),
-        )
-    if has_grown(plan, outcome):
+    most, phase = config.launch.max_oom_retries, outcome.doing.get("phase")
+    if retries >= most:
+        used_up = f"{retries} of {most} retries are used up (`launch.max_oom_retries`)"
+        why = used_up if retries else "`launch.max_oom_retries` is 0"
+    elif phase == "loading":
+        why = "the model alone does not fit: a smaller batch would not help"
+    elif has_grown(plan, outcome):
         return request  # a plan with a recovery keeps its own shares
-    if micro > 1:
+    elif rows_of(plan, outcome) > 1:
         return replace(request, halvings=request.halvings + 1)
-    if plan.pack_tokens and config.train.packing == "auto" and outcome.doing.get("phase") != "evaluating":
+    elif plan.pack_tokens and config.train.packing == "auto" and phase != "evaluating":
         return replace(request, unpack=True)
-    if config.train.gradient_checkpointing == "auto" and not plan.gradient_checkpointing:
+    elif config.train.gradient_checkpointing == "auto" and not plan.gradient_checkpointing:
         return replace(request, force_checkpointing=True)
-    state = "on already" if plan.gradient_checkpointing else "off as configured"
-    return Refusal(
-        why=f"the micro-batch is 1 already and gradient checkpointing is {state}",
-        hint=_ways_out(config, shape, plan, request, outcome),
-    )
+    else:
+        state = "on already" if plan.gradient_checkpointing else "off as configured"
+        why = f"the micro-batch is 1 already and gradient checkpointing is {state}"
+    found = ways_out(config, shape, plan, request, plan.ranks[outcome.rank or 0])
+    return f"{why}\n\nhint: " + ("choose one: " + "; ".join(map(str, found)) if found else "use a smaller model, or more memory")
 
 
 def rows_of(plan: Plan, outcome: Outcome) -> int:
@@ -122,12 +106,6 @@ def has_grown(plan: Plan, outcome: Outcome) -> bool:
 
 def _failed(plan: Plan, outcome: Outcome) -> RankPlan | None:
     return plan.ranks[outcome.rank] if outcome.rank is not None and outcome.rank < len(plan.ranks) else None
-
-
-def _ways_out(config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, outcome: Outcome) -> str:
-    rank = plan.ranks[outcome.rank or 0]
-    found = ways_out(config, shape, plan, request, rank)
-    return "choose one: " + "; ".join(map(str, found)) if found else "use a smaller model, or more memory"
 
 
 def division(plan: Plan) -> dict[str, Any]:
@@ -157,8 +135,7 @@ def facts(before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None) 
 
 def announcement(config: Config, before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None, retry: int) -> str:
     """Returns the one line that says what happened, what changes and where it goes on."""
-    what = outcome.message.strip().splitlines()[0].removeprefix("error: ").removesuffix("; all other ranks were stopped")
-    what = re.sub(r" \(\w*Error: .*$", "", what)  # the allocator's own words stand in the rank's log
+    what = re.sub(r" \(\w*Error: .*$", "", outcome.first_line)  # the allocator's own words stand in the rank's log
     host = f" ({outcome.host})" if outcome.host else ""
     where = f"rank {outcome.rank}{host}: " if outcome.rank is not None and not what.startswith("rank ") else ""
     changes = []
@@ -199,11 +176,6 @@ def _although_typed(config: Config) -> str:
     return f" (although {' and '.join(typed)} {'was' if len(typed) == 1 else 'were'} given)" if typed else ""
 
 
-def refused(outcome: Outcome, refusal: Refusal) -> Outcome:
-    """Returns the outcome with the reason why the run ends, and the hint."""
-    return replace(outcome, message=f"{outcome.message}\n\n{refusal.why}\n\nhint: {refusal.hint}")
-
-
 def recoveries(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
     """Returns what was changed in a run because memory ran out, oldest first, from its events."""
     events = [event for event in read_events(run) if event.get("event") == EVENT and event.get("node", 0) == 0]
@@ -216,15 +188,6 @@ def remedies_so_far(run: RunFolder) -> tuple[int, bool, bool]:
     for event in read_events(run):
         last = event.get("launch") or last
     return int(last.get("halvings", 0)), bool(last.get("force_checkpointing", False)), bool(last.get("unpack", False))
-
-
-def without_batch_numbers(options: LaunchOptions) -> LaunchOptions:
-    """Returns the options with the batch numbers of a user's DeepSpeed JSON left to the plan, which no longer keeps them."""
-    user = options.deepspeed
-    if user is None:
-        return options
-    settings = {key: "auto" if key in BATCH_KEYS.values() else value for key, value in user.settings.items()}
-    return replace(options, deepspeed=replace(user, settings=settings))
 
 
 # ---- Restarts
@@ -274,11 +237,6 @@ class Restarts:
         return replace(outcome, message=f"{outcome.message}\n\n{why}")
 
 
-def limit_of(config: Config) -> int:
-    """Returns how often in a row this launcher may start again by itself."""
-    return config.launch.max_restarts
-
-
 def is_controlled() -> bool:
     """Whether `train-cluster` has started this launcher."""
     return bool(os.environ.get(CONTROLLED))
@@ -289,7 +247,7 @@ def restart_facts(outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:
     return {
         "rank": outcome.rank,
         "cause": outcome.cause,
-        "error": first_line(outcome),
+        "error": outcome.first_line,
         "checkpoint": checkpoint.name if checkpoint else None,
     }
 
@@ -297,34 +255,9 @@ def restart_facts(outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:
 def restart_announcement(outcome: Outcome, checkpoint: Path | None, state: Restarts) -> str:
     """Returns the one line that says what happened and where it goes on."""
     source = checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"
-    return f"restarting: {first_line(outcome)}; going on from {source} in {state.pause():g} s (restart {state.used} of {state.limit})"
-
-
-def nothing_to_go_on_from(run: RunFolder, outcome: Outcome, *, gone: int | None = None) -> Outcome:
-    """Returns the end of a launch whose checkpoints are all damaged: beginning at step 0 would write over what may be rescued.
-
-    `gone`: the last step that the run had saved, where none of its checkpoints is there any more.
-    """
-    text, hint = (
-        f"error: `{run.name}` has no valid checkpoint to go on from; the reasons stand above",
-        "start again under another RUN_NAME",
+    return (
+        f"restarting: {outcome.first_line}; going on from {source} in {state.pause():g} s (restart {state.used} of {state.limit})"
     )
-    if gone:
-        text = (
-            f"error: {run.checkpoints}: `{run.name}` had saved checkpoints (the last at step {gone}), and none is left; it would train"
-            " again from its start"
-        )
-        hint = f"put them back, then: make resume RUN={run.name}; or {hint}"
-    message = f"{text}\n\nhint: {hint}\n\nwhy it had ended: {first_line(outcome)}"
-    return Outcome(code=CheckpointError.exit_code, rank=outcome.rank, message=message)
-
-
-def first_line(outcome: Outcome) -> str:
-    """Returns what happened, without what follows from it."""
-    line = outcome.message.strip().partition("\n")[0].removeprefix("error: ")
-    if outcome.cause == "peer":
-        return f"rank {outcome.rank} lost its connection to another rank ({line[:100]})"
-    return line.removesuffix("; all other ranks were stopped").removesuffix("; all ranks were stopped")
 
 
 def restarts(run: RunFolder) -> list[Mapping[str, Any]]:

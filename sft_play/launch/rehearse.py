@@ -15,21 +15,19 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
+from sft_play.launch.attempt import prepare, probe
 from sft_play.launch.deepspeed import checked_plan
-from sft_play.launch.job import job_of, refuse_early
-from sft_play.launch.options import LaunchOptions, read_options
-from sft_play.launch.preparation import prepare, probe
-from sft_play.launch.run_folder import ended_by_signals, find_run
-from sft_play.plan.commands import hardware_of, needs_several, plan_for
-from sft_play.plan.fit import DoesNotFitError
+from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_early
+from sft_play.launch.process import ended_by_signals
+from sft_play.launch.run_folder import find_run
+from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.nodes import devices_of, with_network
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest, command_of
+from sft_play.plan.plan import LaunchRequest, Plan, command_of
+from sft_play.plan.request import DoesNotFitError
 from sft_play.plan.scaling import parse_price, parse_scale, scale_json, scale_table, show_scale, with_cost
-from sft_play.plan.shape import shape_of
 from sft_play.plan.show import misfit_json, show_misfit, show_plan
-from sft_play.plan.sources import parse_source
+from sft_play.plan.sources import hardware_of, needs_several, parse_source, plan_for
 from sft_play.plan.torch_check import unasked
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared

@@ -11,27 +11,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.call import Call, Override
+from sft_play.config.call import Call
+from sft_play.config.layers import Override
 from sft_play.config.load import DEFAULT, LoadedConfig, override_config, read_config
+from sft_play.config.reference import flatten
 from sft_play.config.schema import Config
-from sft_play.config.show import flatten
 from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed import UserDeepSpeed
-from sft_play.launch.options import LaunchOptions
-from sft_play.launch.recovery import nothing_to_go_on_from, remedies_so_far, without_batch_numbers
+from sft_play.launch.job import LaunchOptions, without_batch_numbers
+from sft_play.launch.recovery import remedies_so_far
 from sft_play.launch.run_folder import NEEDED, first_launch, has_started, last_launch, last_plan, read_events, without_config
 from sft_play.launch.verdict import Outcome
-from sft_play.plan.batch import count, global_rows, rows_each
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import COMMANDS, LaunchRequest
-from sft_play.plan.scratch import label
+from sft_play.plan.architecture import label
+from sft_play.plan.batch import rows_each
+from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan
+from sft_play.plan.request import global_rows
 from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import clean_up, newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.manifest import check_states, read_facts
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import CHANGEABLE, STAMPED, Stamp, compare, kept_settings, make_stamp, refuse
+from sft_play.text import plural
 
 
 def launch_facts(options: LaunchOptions) -> dict[str, Any]:
@@ -117,13 +119,8 @@ def choose_checkpoint(run: RunFolder) -> Path | None:
 
 def _refuse_without_checkpoint(run: RunFolder, *, damaged: bool) -> None:
     """Raises `CheckpointError` where a run without a checkpoint had some, or has its model: training from the start would write over it."""
-    if damaged:
-        text = f"`{run.name}` has no valid checkpoint"
-        raise CheckpointError(text, hint="the reasons stand above; start again under another RUN_NAME")
-    if lost := saved_once(run):
-        text = f"`{run.name}` had saved checkpoints (the last at step {lost}), and none is left in `{run.checkpoints.name}/`"
-        hint = "put them back, or start again under a new RUN_NAME"
-        raise CheckpointError(f"{text}; it would train again from its start", place=str(run.checkpoints), hint=hint)
+    if error := _lost_checkpoints(run, damaged=damaged):
+        raise error
     if run.model.is_dir():
         made = "a model"
         with contextlib.suppress(CheckpointError):
@@ -133,6 +130,18 @@ def _refuse_without_checkpoint(run: RunFolder, *, damaged: bool) -> None:
             place=str(run.model),
             hint=f"use it as it is (make infer RUN={run.name}), start again under a new RUN_NAME, or move `{run.model.name}/` away first",
         )
+
+
+def _lost_checkpoints(run: RunFolder, *, damaged: bool) -> CheckpointError | None:
+    """Returns the error for a run whose checkpoints are all damaged, or gone: to begin at step 0 would write over what may be rescued."""
+    if damaged:
+        text = f"`{run.name}` has no valid checkpoint to go on from; the reasons stand above"
+        return CheckpointError(text, hint="start again under a new RUN_NAME")
+    if (lost := saved_once(run)) is None:
+        return None
+    text = f"`{run.name}` had saved checkpoints (the last at step {lost}), and none is left; it would train again from its start"
+    hint = f"put them back, then: make resume RUN={run.name}; or start again under a new RUN_NAME"
+    return CheckpointError(text, place=str(run.checkpoints), hint=hint)
 
 
 def newest_told(run: RunFolder) -> tuple[Path | None, list[str]]:
@@ -145,10 +154,10 @@ def newest_told(run: RunFolder) -> tuple[Path | None, list[str]]:
 
 def without_checkpoints(run: RunFolder, outcome: Outcome, checkpoint: Path | None, damaged: Sequence[str]) -> Outcome | None:
     """Returns how a launch ends whose checkpoints (`newest_told`) are all damaged, or gone; `None` where it may go on, if from its start."""
-    if checkpoint is not None:
+    error = None if checkpoint else _lost_checkpoints(run, damaged=bool(damaged))
+    if error is None:
         return None
-    gone = None if damaged else saved_once(run)
-    return nothing_to_go_on_from(run, outcome, gone=gone) if damaged or gone else None
+    return Outcome(code=error.exit_code, rank=outcome.rank, message=f"{error.render()}\n\nwhy it had ended: {outcome.first_line}")
 
 
 def saved_once(run: RunFolder) -> int | None:
@@ -231,7 +240,7 @@ def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -
         rows = f"{global_rows(train, world)}"
     if too_large or both:
         note = (
-            f"note: the run's global batch stays {wanted} rows; {product} x {count(world, 'process')} would be {rows}, so"
+            f"note: the run's global batch stays {wanted} rows; {product} x {plural(world, 'process')} would be {rows}, so"
             f" `train.{free}` is computed anew"
         )
     config = replace(loaded.config, train=replace(train, **changes))

@@ -8,22 +8,21 @@ import fcntl
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator, Set
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, UserError
-from sft_play.files import append_json_line, read_json, read_json_lines
+from sft_play.files import append_json_line, disk_errors_told, read_json, read_json_lines
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, run_path, runs_folder
-from sft_play.runs.space import NO_ROOM, UNWRITABLE, describe
+from sft_play.runs.manifest import SHARDED
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 """Letters, digits, `_ . + = -`; starts with a letter or digit, so that it is a visible folder and never an option."""
@@ -146,65 +145,6 @@ def _lock(descriptor: int) -> None:
             return
         time.sleep(0.02)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that ask a command to stop: Ctrl-C, a scheduler's or `kill`'s, Slurm's early warning, a terminal that is closed."""
-REPEATED_SECONDS = 2.0
-"""A signal that comes again within this time is the same request, sent to us and to all our processes."""
-_heard: list[int] = []
-"""Signals that came inside `ended_by_signals` and have not ended it yet."""
-
-
-def signals_to_hear() -> list[signal.Signals]:
-    """Returns `STOPS`, without SIGHUP where `nohup` has it ignored."""
-    return [number for number in STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-
-
-def stop_code(number: int) -> int:
-    """Returns the exit code of a stop that this signal asked for."""
-    return 130 if number == signal.SIGINT else 143
-
-
-class StoppedBySignal(SystemExit):
-    """Ends this command with the exit code of a stop; whoever ends it says by what."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(stop_code(number))
-        self.signal = signal.Signals(number).name
-
-
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Turns SIGTERM, SIGUSR1 and SIGHUP into an orderly end with code 143, so that children are stopped and nothing half-made is left.
-
-    Python drops an exception that a handler raises inside a callback (around a fork, in a finaliser): long loops ask
-    `raise_what_was_heard`, so that no signal is lost, Ctrl-C included.
-    """
-
-    first = 0.0
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        nonlocal first
-        again = bool(_heard) and time.monotonic() - first < REPEATED_SECONDS
-        if not again:  # a second exception would only disturb the clearing up
-            _heard.append(number)
-            first = time.monotonic()
-            raise_what_was_heard()
-
-    previous = {number: signal.signal(number, end) for number in signals_to_hear()}
-    try:
-        yield
-    finally:
-        _heard.clear()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def raise_what_was_heard() -> None:
-    """Raises `KeyboardInterrupt` or `StoppedBySignal` when a signal came; called again, it raises again."""
-    if _heard:
-        raise KeyboardInterrupt if _heard[0] == signal.SIGINT else StoppedBySignal(_heard[0])
 
 
 def read_events(run: RunFolder) -> list[dict[str, Any]]:
@@ -338,16 +278,12 @@ SPARE_BYTES = 64 * 2**20
 
 def checkpoint_bytes(plan: Plan) -> int:
     """Returns the size of one checkpoint: what is trained and its optimizer states (for `full`, the whole model)."""
-    parts = [rank.memory_bytes for rank in plan.ranks]
-    sharded = plan.strategy in {"zero1", "zero2", "zero3", "fsdp2"}
-
-    def total(name: str, *, shards: bool) -> int:
-        values = [int(part.get(name, 0)) for part in parts]
-        return sum(values) if shards else max(values, default=0)
-
     shards_weights = plan.strategy in {"zero3", "fsdp2"}
-    weights = total("adapters", shards=shards_weights) + total("trained", shards=shards_weights)
-    return weights + total("optimizer", shards=sharded)
+    sizes = 0
+    for name, shards in (("adapters", shards_weights), ("trained", shards_weights), ("optimizer", plan.strategy in SHARDED)):
+        values = [int(rank.memory_bytes.get(name, 0)) for rank in plan.ranks]
+        sizes += sum(values) if shards else max(values, default=0)
+    return sizes
 
 
 def needed_bytes(plan: Plan, config: Config, run: RunFolder) -> int:
@@ -384,23 +320,11 @@ def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:
         )
 
 
-@contextlib.contextmanager
-def disk_refusals_told(run: RunFolder) -> Iterator[None]:
-    """Turns an `OSError` of the body that says that a disk takes no more, or no writes, into a `HardwareError` with its place.
+def disk_refusals_told(run: RunFolder) -> AbstractContextManager[None]:
+    """Turns an `OSError` of the body that says that a disk takes no more, or no writes, into a `HardwareError` with its place."""
 
-    Any other error is raised as it is: a permission that lacks outside of the run's folder says nothing of a disk.
-    """
-    try:
-        yield
-    except OSError as error:
-        inside = isinstance(error.filename, str | os.PathLike) and run.path.absolute() in Path(error.filename).absolute().parents
-        full = error.errno in NO_ROOM
-        if not full and (error.errno not in UNWRITABLE or (error.errno in (errno.EACCES, errno.EPERM) and not inside)):
-            raise
-        place = error.filename if isinstance(error.filename, str | os.PathLike) and not inside else run.path
+    def hint(full: bool) -> str:
         then = f"make resume RUN={run.name}" if has_started(run) else "the same command again"
-        raise HardwareError(
-            describe(error) if full else f"cannot be written: {error.strerror}",
-            place=str(place),
-            hint=f"{'free some space' if full else '`mount` and `dmesg` may say why'}, then: {then}",
-        ) from error
+        return f"{'free some space' if full else '`mount` and `dmesg` may say why'}, then: {then}"
+
+    return disk_errors_told(run.path, hint)

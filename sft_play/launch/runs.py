@@ -1,4 +1,4 @@
-"""`make stop`, `make logs` and `make runs`, and which launcher trains a run, by the lock that it holds."""
+"""`make stop` and `make logs`, and which launcher trains a run, by the lock that it holds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,10 @@ import psutil
 
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError
-from sft_play.files import read_json, read_json_lines
+from sft_play.launch.process import is_alive
 from sft_play.launch.run_folder import FINAL_EVENTS, find_run, read_events
 from sft_play.launch.verdict import CAUSE_VARIABLE, describe_stop
-from sft_play.launch.watch import is_alive
-from sft_play.runs.folder import RunFolder, runs_folder
-from sft_play.text import table
+from sft_play.runs.folder import RunFolder
 
 LOCK = re.compile(r"\.launcher-node(\d+)\.lock")
 LONGEST_SECONDS = 3600.0
@@ -91,20 +89,23 @@ def stop(call: Call) -> int:
             " for good"
         )
         print(f"hint: Slurm job {job} trains `{run.name}`: {goes_on}", file=sys.stderr, flush=True)
+    node = next(holder.node_rank for holder in known if holder.process is mine[0])
+    return ask_to_leave(call, run, mine, node, goes_on)
+
+
+def ask_to_leave(call: Call, run: RunFolder, launchers: Sequence[psutil.Process], node_rank: int, goes_on: str) -> int:
+    """Ask processes that train a run to save and leave, wait for it and say how node `node_rank` ended; return the exit code."""
     asked = begun = time.time()
-    with contextlib.suppress(
-        psutil.Error
-    ):  # somewhat early: the kernel counts from the machine's start, in hundredths of a second
-        begun = mine[0].create_time() - 0.5
-    for launcher in mine:
+    with contextlib.suppress(psutil.Error):
+        begun = launchers[0].create_time() - 0.5  # the kernel counts from the machine's start, in hundredths of a second
+    for launcher in launchers:
         _ask(launcher, run)
     deadline = time.monotonic() + LONGEST_SECONDS
-    while left := [launcher.pid for launcher in mine if is_alive(launcher)]:  # a zombie has left
+    while left := [launcher.pid for launcher in launchers if is_alive(launcher)]:  # a zombie has left
         if time.monotonic() > deadline:
             raise HardwareError(f"process {left[0]} has not left within {LONGEST_SECONDS:.0f} s", hint=f"kill -KILL {left[0]}")
         time.sleep(0.1)
-    node = next(holder.node_rank for holder in known if holder.process is mine[0])
-    return _told(call, run, ending(run, node, begun=begun, asked=asked), goes_on)
+    return _told(call, run, ending(run, node_rank, begun=begun, asked=asked), goes_on)
 
 
 def _slurm_job(launcher: psutil.Process) -> str | None:
@@ -185,94 +186,3 @@ def logs(call: Call) -> int:
             if not going:
                 return 0
             time.sleep(0.5)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One run."""
-
-    name: str
-    state: str
-    """`preparing`, `running`, `finished`, `stopped`, `failed`, `killed` (its launcher has gone without a word), `never started`."""
-    code: int | None
-    """Exit code of its last launch, where that has ended."""
-    step: int
-    steps: int | None
-    loss: float | None
-    """Of the last step in `metrics.jsonl`, nats."""
-    best: float | None
-    """Best value of `train.metric_for_best_model` among its evaluations."""
-    metric: str | None
-    age_seconds: float
-    """Since something last happened to it."""
-
-
-def main(call: Call) -> int:
-    """Prints the runs, the newest first."""
-    folders = [path.parent for path in runs_folder().glob("*/config.json")]
-    rows = sorted((row_of(RunFolder(path)) for path in folders), key=lambda row: (row.age_seconds, row.name))
-    if call.json:
-        print(json.dumps([asdict(row) for row in rows]))
-    elif not rows:
-        print(f"no runs in `{runs_folder()}`")
-    else:
-        print(*table([("run", "state", "step", "loss", "best", "age"), *map(_cells, rows)]), sep="\n")
-    return 0
-
-
-def row_of(run: RunFolder) -> Row:
-    """Returns what is known of a run, from its files alone; a file that is torn or missing leaves its cells empty."""
-    events = [event for event in read_events(run) if event.get("node", 0) == 0]
-    last = str(events[-1]["event"]) if events else ""
-    over = last in FINAL_EVENTS
-    state = (
-        ("running" if last and not over else "preparing")
-        if holders(run)
-        else last
-        if over
-        else "killed"
-        if last
-        else "never started"
-    )
-    metrics: list[dict[str, Any]] = []
-    with contextlib.suppress(OSError):
-        metrics = [row for row in read_json_lines(run.metrics) if isinstance(row.get("step"), int)]
-    train = [row for row in metrics if row.get("kind") == "train"]
-    wanted = _read(run.config).get("config", {}).get("train", {}).get("metric_for_best_model")
-    metric = str(wanted or "loss").removeprefix("eval_")
-    scores = [row[f"eval_{metric}"] for row in metrics if row.get("kind") == "eval" and row.get(f"eval_{metric}") is not None]
-    best = min if metric.partition("/")[0] in ("loss", "perplexity") else max
-    touched = [path.stat().st_mtime for path in (run.config, run.events, run.metrics) if path.is_file()]
-    return Row(
-        name=run.name,
-        state=state,
-        code=events[-1].get("code") if over else None,
-        step=int(train[-1]["step"]) if train else 0,
-        steps=_read(run.plan).get("steps"),
-        loss=train[-1].get("loss") if train else None,
-        best=best(scores) if scores else None,
-        metric=metric if scores else None,
-        age_seconds=max(0.0, time.time() - max(touched, default=time.time())),
-    )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        found = read_json(path)
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    state = f"{row.state} ({row.code})" if row.code and row.state == "failed" else row.state
-    step = f"{row.step}/{row.steps}" if row.steps else str(row.step)
-    best = f"{row.best:.4f} {row.metric}" if row.best is not None else "-"
-    return row.name, state, step, f"{row.loss:.4f}" if row.loss is not None else "-", best, age(row.age_seconds)
-
-
-def age(seconds: float) -> str:
-    """Returns a time span in its largest unit: `3 h`."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -16,8 +16,7 @@ from sft_play.launch.deepspeed import UserDeepSpeed, examine_settings, examine_u
 from sft_play.launch.environment import Node
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import Hardware
-from sft_play.plan.plan import Plan, Precision, Strategy
-from sft_play.plan.request import command_of
+from sft_play.plan.plan import Plan, Precision, Strategy, command_of
 
 NO_FILE = "none"
 """`ACCELERATE_CONFIG=none`: not even accelerate's default file is read."""
@@ -55,7 +54,7 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "dynamo_backend": (("NO", "no", None), "torch.compile is not supported"),
     "fp8_config": (NOTHING, "fp8 is not supported"),
     "megatron_lm_config": (NOTHING, "Megatron-LM is not supported"),
-    "parallelism_config": (NOTHING, "only data parallelism (DDP, ZeRO, FSDP2) is supported"),
+    "parallelism_config": (NOTHING, "the plan decides; `launch.sequence_parallel` cuts lines into slices"),
     "mpirun_config": (NOTHING, "mpirun is not used; torch's wheels lack MPI"),
     **dict.fromkeys(("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone"), (NOTHING, NO_TPU)),
 }

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.files import write_text
-from sft_play.launch.beats import Beat
-from sft_play.launch.run_folder import exit_records, record_event, stop_code
+from sft_play.files import is_full, is_gone, is_read_only, write_text
+from sft_play.launch.liveness import Beat
+from sft_play.launch.process import stop_code
+from sft_play.launch.run_folder import exit_records, record_event
 from sft_play.runs.checkpoints import newest_valid
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.space import folder_gone, is_full, is_gone, is_read_only
+from sft_play.runs.folder import RunFolder, folder_gone
 
 LOST = 75
 SUMMARY = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
@@ -70,6 +70,14 @@ class Outcome:
     """What the rank was at: `phase`, `step`, `micro_step`, `rows`; empty where it could not say."""
     stop: Mapping[str, Any] = field(default_factory=dict)
     """Of a run that was stopped on request: `signal`, `step`, `phase`, `saved`, `note`."""
+
+    @property
+    def first_line(self) -> str:
+        """What happened, without what follows from it."""
+        line = self.message.strip().partition("\n")[0].removeprefix("error: ")
+        if self.cause == PEER:
+            return f"rank {self.rank} lost its connection to another rank ({line[:100]})"
+        return line.removesuffix("; all other ranks were stopped").removesuffix("; all ranks were stopped")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,9 +140,7 @@ def judge(
     if abrupt := _ended_abruptly(run, ranks, words, alone, agent_log, loss, memory_kill):
         return abrupt
     asked = bool(failed) and int(failed[0][1]["code"]) in (130, 143) and not (loss and loss.rank in silent)
-    if asked and (
-        seen_first is not None or not peers
-    ):  # one worker, or their parent, was asked; a rank without a word would be the cause
+    if asked and (seen_first is not None or not peers):  # one worker, or their parent; a rank without a word would be the cause
         return Outcome(code=int(failed[0][1]["code"]), stop=stop_facts(run, (), [facts for _, facts in failed]))
     if permanent:
         return _recorded(run, permanent[0])
@@ -254,14 +260,10 @@ def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) 
         return Outcome(code=LOST, message=f"{text}\n\nhint: {hint}", cause="not_joined")
     if PORT_TAKEN.search(agent_log):
         text = "error: the port on which the workers meet was taken by another process after it had been found free"
-        return Outcome(
-            code=LOST,
-            message=f"{text}\n\nhint: type the same command again; a MASTER_PORT of your own may need to be another",
-            cause="port",
-        )
+        hint = "type the same command again; a MASTER_PORT of your own may need to be another"
+        return Outcome(code=LOST, message=f"{text}\n\nhint: {hint}", cause="port")
     words = "\n".join(deque(agent_log.splitlines(), maxlen=15))
-    log = launcher_log(run, ranks.start)
-    text = f"error: the workers did not start (accelerate launch returned {agent_code}); {log} ends with\n{words}"
+    text = f"error: the workers did not start (accelerate launch returned {agent_code}); {launcher_log(run, ranks.start)} ends with\n{words}"
     return Outcome(code=1, message=text)
 
 

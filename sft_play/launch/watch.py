@@ -1,348 +1,221 @@
-"""What a launcher sees of its workers: one that has gone, one that is frozen, all of them making no step, one that the kernel killed."""
+"""The live panel of a run: above it the lines of rank 0, in it what the run's files say. `make watch RUN=` shows it of any run."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import re
-import signal
-import socket
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-import psutil
+from sft_play.config.call import Call
+from sft_play.errors import UserError
+from sft_play.files import read_json_lines, read_object
+from sft_play.launch.run_folder import find_run
+from sft_play.launch.summary import age_of, state_of
+from sft_play.runs.folder import WHOLE_BYTES, RunFolder, metric_rows
+from sft_play.runs.progress import clock, evaluation_line, findings, line_of, seconds_left
+from sft_play.text import figure
 
-from sft_play.launch.beats import LIMITS, Listener
-from sft_play.launch.run_folder import exit_records
-from sft_play.launch.verdict import Loss, hang, standing
-from sft_play.runs.folder import RunFolder
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
-LONGEST_LOOK = 1.0
-"""Seconds that count at most between two looks: a launcher that was itself suspended must not blame its workers."""
-WORKER_MODULES = frozenset({"sft_play.train", "sft_play.probe"})
-AGENT_MODULE = "accelerate.commands.launch"
-BUSY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_TRACING_STOP})
-"""States in which a silent process is not dead: it computes, or a debugger holds it."""
-FRESH_SECONDS = 5.0
-"""A worker that has said for longer than this that it saves may be frozen."""
-
-
-SILENT = (LIMITS.dead, "no beat and no processor time", "")
-FROZEN = {
-    psutil.STATUS_STOPPED: (LIMITS.dead, "stopped by a signal", ""),
-    psutil.STATUS_DISK_SLEEP: (
-        LIMITS.in_kernel,
-        "waiting in the kernel, nothing read or written,",
-        "a disk (NFS) or a GPU does not answer; `dmesg` may say which",
-    ),
-}
-"""State -> seconds after which a process in it is frozen, how that is said, and a hint."""
+SECONDS, SECONDS_BETWEEN_LINES = 1.0, 10.0
+ALIVE_SECONDS = 120.0
+"""A run whose launcher is on another machine counts as under way while its files change this often."""
+MOST_RANKS, LAST_BYTES = 8, 2**20
+UNDER_WAY = ("preparing", "running")
 
 
-Standings = Mapping[str, Mapping[str, Any]]
-"""Rank -> what `standing` returns."""
+class Follower:
+    """The rows of a metrics file that grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.rows, self._read = path, list[dict[str, Any]](), 0
+
+    def look(self) -> list[dict[str, Any]]:
+        """Returns all rows so far, of a long file those of `metric_rows`; a file that has become shorter is read again."""
+        with contextlib.suppress(OSError), self.path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            if size < self._read:
+                self.rows, self._read = [], 0
+            if not self._read and size > WHOLE_BYTES:
+                self.rows, self._read = metric_rows(self.path), size - LAST_BYTES
+                stream.seek(self._read)
+                self._read += stream.read().rfind(b"\n") + 1
+            stream.seek(self._read)
+            more = stream.read()
+            whole = more.rfind(b"\n") + 1
+            self._read += whole
+            for line in more[:whole].splitlines():
+                with contextlib.suppress(ValueError):
+                    row = json.loads(line)
+                    self.rows += [row] if isinstance(row, dict) and isinstance(row.get("step"), int) else []
+        return self.rows
 
 
-@dataclass(kw_only=True, slots=True)
-class Signs:
-    """What a worker showed of life."""
+def panel(run: RunFolder, rows: list[dict[str, Any]], state: str) -> RenderableType:
+    """Returns what is known of a run as a panel."""
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
 
-    spent: tuple[float, ...] = ()
-    """Processor time, and bytes that it has read and written."""
-    silent_seconds: float = 0.0
-
-
-@dataclass(kw_only=True, slots=True)
-class Watch:
-    """Sees which worker ends first without having done its work; torchrun tells only when all others have ended too."""
-
-    agent: int
-    run: RunFolder
-    ranks: range
-    kills: MemoryKills
-    beats: Listener
-    workers: dict[psutil.Process, int] = field(default_factory=dict)
-    """Every worker that was ever seen, with its rank."""
-    signs: dict[psutil.Process, Signs] = field(default_factory=dict)
-    loss: Loss | None = None
-    """What was seen first."""
-    lost_at: float | None = None
-    looked_at: float = field(default_factory=time.monotonic)
-    share: Callable[[Standings | None], Standings | None] = lambda mine: mine
-    """On several machines: takes where this machine's ranks stand, all quiet for too long (`None`: they are not), and returns where the ranks
-    of all machines stand once that is so on each of them."""
-    standing: Standings | None = None
-    watched_seconds: float = 0.0
-    """Since the start of this attempt; time in which the launcher itself was suspended does not count."""
-
-    def look(self) -> None:
-        """Takes note of new workers, and of the first that has gone with an error, without a record, or has stopped living."""
-        heard, now = self.beats.receive(), time.monotonic()
-        passed, self.looked_at = min(now - self.looked_at, LONGEST_LOOK), now
-        self.watched_seconds += passed
-        self._find_workers()
-        for worker in self.workers:
-            self.kills.follow(worker.pid)
-        frozen = self._frozen(heard, passed)
-        if self.loss is None:
-            found = self._gone() or frozen or self._hanging()
-            if found:
-                self.loss, self.lost_at = found, now
-
-    def is_over(self, *, stopping: bool) -> bool:
-        """Whether everything is to be ended: at once for what the launcher saw itself, else when the others have had their time.
-
-        `stopping`: the ranks were asked to save and leave. Then one that has left is no loss, and the others have all the time.
-        """
-        if self.loss is None or self.lost_at is None:
-            return False
-        saving = any(is_alive(worker) and self.saves(rank) for worker, rank in self.workers.items())
-        grace = LIMITS.saving if saving else LIMITS.grace
-        return bool(self.loss.text) or (not stopping and time.monotonic() - self.lost_at > grace)
-
-    def saves(self, rank: int) -> bool:
-        """Whether a rank said just now that it writes a checkpoint."""
-        beat = self.beats.latest.get(rank)
-        return beat is not None and beat.phase == "saving" and time.monotonic() - self.beats.heard[rank] < FRESH_SECONDS
-
-    def agent_was_killed(self, number: int) -> None:
-        """Takes note that the workers' parent was killed; they leave with it, so no rank is to blame."""
-        name = signal.Signals(number).name
-        text = f"the process that had started the workers (`accelerate launch`) was killed by {name}; all ranks were stopped"
-        self.loss = Loss(cause="agent", rank=None, text=text)
-
-    def _find_workers(self) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.agent).children():
-                with contextlib.suppress(psutil.Error):
-                    if child not in self.workers and is_worker(child.cmdline()):
-                        rank = child.environ().get("RANK") or (str(self.ranks.start) if len(self.ranks) == 1 else "")
-                        if rank.isdigit() and int(rank) in self.ranks:  # else it is looked at again
-                            self.workers[child] = int(rank)
-
-    def _gone(self) -> Loss | None:
-        gone = [rank for worker, rank in self.workers.items() if not is_alive(worker)]
-        records = {rank: exit_records(self.run, range(rank, rank + 1)).get(rank) for rank in gone}
-        # Of several that went at once, one without a record went first: the others could still say that their peer had gone.
-        for rank, record in sorted(records.items(), key=lambda item: item[1] is not None):
-            if record is None or record["code"] != 0:
-                return Loss(cause="failed" if record else "killed", rank=rank)
-        return None
-
-    def _frozen(self, heard: set[int], passed: float) -> Loss | None:
-        """The workers' parent, which keeps their store and would never say that they have ended, or a worker without any sign of life.
-
-        A thread that holds Python's lock in a long call silences the beats, but uses the processor, or reads and writes; a process that was
-        stopped does neither, nor one whose disk or device does not answer.
-        """
-        with contextlib.suppress(psutil.Error):
-            if found := self._stuck(psutil.Process(self.agent), passed):
-                text = f"the process that had started the workers (`accelerate launch`) is frozen: {found[0]}"
-                return Loss(cause="agent", rank=None, text=text, hint=found[1])
-        for worker, rank in self.workers.items():
-            beating = rank in self.beats.heard or self.watched_seconds > LIMITS.first_beat
-            with contextlib.suppress(psutil.Error):
-                found = self._stuck(worker, passed, heard=rank in heard, silent=beating)
-                if found and not self.run.rank_exit(rank).exists():
-                    where = f" {self.beats.latest[rank].where()}" if rank in self.beats.latest else ""
-                    text = f"rank {rank} ({socket.gethostname()}) is frozen{where}: {found[0]}"
-                    return Loss(cause="frozen", rank=rank, text=text, hint=found[1])
-        return None
-
-    def _stuck(
-        self, process: psutil.Process, passed: float, *, heard: bool = False, silent: bool = False
-    ) -> tuple[str, str] | None:
-        """Returns how a process is frozen, and a hint. `silent`: one that sends beats, so that no beat (`heard`) is a sign too."""
-        signs, state = self.signs.setdefault(process, Signs()), process.status()
-        spent = (*process.cpu_times()[:2], *(process.io_counters() if state == psutil.STATUS_DISK_SLEEP else ()))
-        if heard or state in BUSY or spent != signs.spent or (state not in FROZEN and not silent):
-            signs.spent, signs.silent_seconds = spent, 0.0
-            return None
-        signs.silent_seconds += passed
-        seconds, how, hint = FROZEN.get(state, SILENT)
-        return (f"{how} for {seconds:.0f} s; all ranks were stopped", hint) if signs.silent_seconds > seconds else None
-
-    def _hanging(self) -> Loss | None:
-        """All ranks quiet beyond what their phase allows: those that wait for one that saves or evaluates have its patience."""
-        beats = self.beats.latest
-        if not set(self.ranks) <= beats.keys() or not all(self.beats.quiet(rank) > beat.limit for rank, beat in beats.items()):
-            self.standing = None
-        elif self.standing is None:
-            alive = {rank: worker for worker, rank in self.workers.items() if is_alive(worker)}
-            in_kernel = {rank for rank, worker in alive.items() if _in_kernel(worker)}
-            stacks = keep_stacks(self.run, alive)
-            self.standing = {
-                str(rank): standing(beat, self.beats.quiet(rank), stacks.get(rank, ""), in_kernel=rank in in_kernel)
-                for rank, beat in beats.items()
-            }
-        everyone = self.share(self.standing)
-        return hang({int(rank): facts for rank, facts in everyone.items()}, self.run) if everyone else None
+    plan = read_object(run.plan)
+    train, evaluations = ([row for row in rows if row.get("kind") == kind] for kind in ("train", "eval"))
+    last, steps = train[-1] if train else {}, plan.get("steps")
+    phase = read_object(run.phase).get("phase", "loading") if state == "running" else state
+    left = seconds_left(rows, steps)
+    top = Table.grid(expand=True, padding=(0, 1))
+    top.add_column(ratio=1)
+    top.add_column(justify="right")
+    top.add_row(ProgressBar(total=steps or 1, completed=last.get("step", 0)),
+                f"{last.get('step', 0)}/{steps or '?'}" + (f"  {clock(left)} left" if left is not None and state in UNDER_WAY else ""))  # fmt: skip
+    facts = Table.grid(padding=(0, 2))
+    for label, text in _facts(run, train, evaluations):
+        facts.add_row(Text(label, style="dim"), text)
+    memory = Table.grid(padding=(0, 2))
+    used, limits = (last.get(f"rank_memory_{name}") or [] for name in ("gib", "limit_gib"))
+    for rank, (size, limit) in enumerate(list(zip(used, limits, strict=False))[:MOST_RANKS]):
+        bar = ProgressBar(total=limit or 1, completed=size or 0, width=24)
+        readings = [(last.get(name) or [None] * len(used), unit) for name, unit in READINGS]
+        device = " ".join(f"{values[rank]:.0f}{unit}" for values, unit in readings if values[rank] is not None)
+        memory.add_row(Text(f"rank {rank}", style="dim"), bar, f"{size or 0:.2f} of {limit:.1f} GiB", device)
+    more = [Text(f"and {len(used) - MOST_RANKS} more ranks", style="dim")] if len(used) > MOST_RANKS else []
+    words = [Text(f"! {one.text}", style="yellow") for one in findings(rows, _spikes(run))]
+    return Panel(Group(top, facts, memory, *more, *words), title=f"{run.name}: {phase}", title_align="left", border_style="cyan")
 
 
-def _in_kernel(worker: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(worker.status() == psutil.STATUS_DISK_SLEEP)
-    return False
+READINGS = (("rank_utilisation", "%"), ("rank_temperature", "°C"), ("rank_power_watts", " W"))
 
 
-def is_worker(arguments: Sequence[str]) -> bool:
-    """Whether a command line is a worker's: one that was forked and has not begun its program yet still bears its parent's."""
-    modules = {after for before, after in pairwise(arguments) if before == "-m"}
-    return AGENT_MODULE not in modules and not WORKER_MODULES.isdisjoint(modules)
+def _facts(run: RunFolder, train: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    losses = [row["loss"] for row in train[-40:] if row.get("loss") is not None]
+    if losses:
+        half = len(losses) // 2
+        before, after = (sum(part) / len(part) if part else 0.0 for part in (losses[:half], losses[half:]))
+        trend = "" if half < 3 else ", falling" if after < 0.995 * before else ", rising" if after > 1.005 * before else ", level"
+        yield "loss", f"{losses[-1]:.4f}{trend}"
+    if evaluations:
+        best = min(
+            (row for row in evaluations if row.get("eval_loss") is not None),
+            key=lambda row: float(row["eval_loss"]),
+            default=None,
+        )
+        yield "evaluation", f"{evaluation_line(evaluations[-1])} (step {evaluations[-1]['step']})"
+        if best and best is not evaluations[-1]:
+            yield "best", f"held-out loss {best['eval_loss']:.4f} (step {best['step']})"
+    if train and train[-1].get("tokens_per_second"):
+        row = train[-1]
+        pace = f", {figure(row['step_seconds'])} s a step" if row.get("step_seconds") else ""
+        yield "speed", f"{row['tokens_per_second']:,.0f} tokens/s{pace}" + (f", MFU {row['mfu']:.1%}" if row.get("mfu") else "")
+    if saved := sorted(path.parent.name for path in run.checkpoints.glob("step-*/manifest.json")):
+        yield "checkpoint", saved[-1]
 
 
-def is_alive(process: psutil.Process) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def _spikes(run: RunFolder) -> list[dict[str, Any]]:
+    with contextlib.suppress(OSError):
+        return read_json_lines(run.logs / "spikes.jsonl")
+    return []
 
 
-STACKS_SIGNAL = signal.SIGUSR2
-"""Answered by faulthandler in C, so that a rank whose Python stands still answers too."""
-STACKS_SECONDS = 3.0
+def is_terminal(console: TextIO) -> bool:
+    """Whether a panel can be shown there."""
+    return console.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def keep_stacks(run: RunFolder, workers: Mapping[int, psutil.Process]) -> dict[int, str]:
-    """Asks every worker for the stacks of all its threads; returns rank -> what it wrote to `logs/stack-rank{N}.txt` now."""
-    before = {rank: _size(run, rank) for rank in workers}
-    for worker in workers.values():
-        with contextlib.suppress(psutil.Error):
-            worker.send_signal(STACKS_SIGNAL)
-    until = time.monotonic() + STACKS_SECONDS
-    while time.monotonic() < until and any(_size(run, rank) == size for rank, size in before.items()):
-        time.sleep(0.1)
-    time.sleep(0.2)  # the last one may still be writing
-    return {rank: _from(run, rank, size) for rank, size in before.items()}
+@contextlib.contextmanager
+def shown_live(run: RunFolder, console: TextIO, *, wanted: bool = True) -> Iterator[int]:
+    """Yields the descriptor that rank 0 prints to: on a terminal a pipe, whose lines come above a live panel, else the console's own."""
+    if not wanted or not is_terminal(console):
+        yield console.fileno()
+        return
+    from rich.text import Text
+
+    out, into = os.pipe()
+    with _live(console, run, lambda: "running") as live:
+
+        def relay() -> None:
+            with os.fdopen(out, encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    live.console.print(Text.from_ansi(line.rstrip("\n")), highlight=False)
+
+        thread = threading.Thread(target=relay, name="relay", daemon=True)
+        thread.start()
+        try:
+            yield into
+        finally:
+            os.close(into)
+            thread.join(2 * SECONDS)
 
 
-def remove_empty(run: RunFolder, ranks: range) -> None:
-    """Removes the files of ranks that were never asked."""
-    for rank in ranks:
-        with contextlib.suppress(OSError):
-            if _size(run, rank) == 0:
-                run.rank_stack(rank).unlink()
+@contextlib.contextmanager
+def _live(console: TextIO, run: RunFolder, state: Callable[[], str]) -> Iterator[Any]:
+    """Shows the panel and keeps it up to date in a thread."""
+    from rich.console import Console
+    from rich.live import Live
+
+    rows, over = Follower(run.metrics), threading.Event()
+
+    def show(live: Live) -> None:
+        while not over.wait(SECONDS):
+            live.update(panel(run, rows.look(), state()), refresh=True)
+
+    with Live(panel(run, rows.look(), state()), console=Console(file=console), auto_refresh=False) as live:
+        thread = threading.Thread(target=show, args=[live], name="panel", daemon=True)
+        thread.start()
+        try:
+            yield live
+        finally:
+            over.set()
+            thread.join(2 * SECONDS)
+            live.update(panel(run, rows.look(), state()), refresh=True)
 
 
-def _size(run: RunFolder, rank: int) -> int:
-    try:
-        return run.rank_stack(rank).stat().st_size
-    except OSError:
-        return 0
+def main(call: Call) -> int:
+    """`make watch RUN=`: the panel of a run until it ends; on no terminal its lines of progress, with `JSON=1` its rows."""
+    if not call.options.get("RUN"):
+        raise UserError("`make watch` needs `RUN=name-or-folder`", hint="make watch RUN=NAME")
+    run = find_run(call.options["RUN"])
+    if not call.json and is_terminal(sys.stdout):
+        with _live(sys.stdout, run, lambda: _state_seen(run)):
+            while _state_seen(run) in UNDER_WAY:
+                time.sleep(SECONDS)
+    else:
+        _print_lines(call, run)
+    return 0
 
 
-def _from(run: RunFolder, rank: int, start: int) -> str:
-    try:
-        return run.rank_stack(rank).read_bytes()[start:].decode(errors="replace")
-    except OSError:
-        return ""
+def _state_seen(run: RunFolder) -> str:
+    """Returns the state of a run; one whose launcher is not to be seen from here runs while its files change."""
+    state = state_of(run)
+    return "running" if state == "killed" and age_of(run) < ALIVE_SECONDS else state
 
 
-# ---- What the kernel says
-#
-# A process that the kernel kills can say nothing. SIGKILL alone proves nothing either: a person may have sent it. cgroup v2 counts such kills in
-# `memory.events`, v1 in `memory.oom_control`, both as `oom_kill N` (Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
-# The kernel log names the process, and holds what NVIDIA's driver says.
-
-COUNTED = re.compile(r"^oom_kill (\d+)$", re.M)
-KERNEL_LOG = Path("/dev/kmsg")
-XID = re.compile(r"NVRM: Xid .*")
-
-
-@dataclass(kw_only=True, slots=True)
-class MemoryKills:
-    """Counters of this process's cgroups and their parents, and of those of every process that is followed, from now on."""
-
-    before: dict[Path, int] = field(default_factory=dict)
-    """Counter file -> kills when it was first looked at."""
-    pids: set[int] = field(default_factory=set)
-    log: int | None = None
-    """Descriptor of the kernel log, at its end when this began; `None` where it may not be read."""
-    said: str = ""
-    """What the kernel log has said since."""
-
-    @staticmethod
-    def begin() -> MemoryKills:
-        """Takes note of the counters as they are now."""
-        kills = MemoryKills()
-        with contextlib.suppress(OSError):
-            kills.log = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
-            os.lseek(kills.log, 0, os.SEEK_END)
-        kills.follow(os.getpid(), ours=False)
-        return kills
-
-    def follow(self, pid: int, *, ours: bool = True) -> None:
-        """Takes note of the cgroups of a process, which may have been moved; its own name in the kernel log counts from now on."""
-        if ours:
-            self.pids.add(pid)
-        for file in counters_of(pid):
-            if file not in self.before and (count := read_counter(file)) is not None:
-                self.before[file] = count
-
-    def evidence(self) -> str | None:
-        """Returns in words what shows that a process was killed for memory since, `None` when nothing does."""
-        for file, count in self.before.items():
-            now = read_counter(file)
-            if now is not None and now > count:
-                return f"`{file}` counts {now - count} kill{'s' if now - count > 1 else ''} for memory"
-        self._read_kernel_log()
-        for pid in map(int, re.findall(r"[Oo]ut of memory: Killed process (\d+)", self.said)):  # ids of the first pid namespace
-            if pid in self.pids:
-                return f"the kernel log says that process {pid} was killed for memory"
-        return None
-
-    def driver_errors(self) -> str | None:
-        """Returns what NVIDIA's driver said of a GPU since (its Xid errors: one off the bus, one whose kernel never ends)."""
-        self._read_kernel_log()
-        found = XID.findall(self.said)
-        return f"the GPU's driver said: `{found[0].strip()}`" if found else None
-
-    def close(self) -> None:
-        """Closes the kernel log."""
-        if self.log is not None:
-            os.close(self.log)
-            self.log = None
-
-    def _read_kernel_log(self) -> None:
-        while self.log is not None:
-            try:
-                record = os.read(self.log, 8192).decode("utf-8", errors="replace")
-            except BrokenPipeError:  # records were overwritten before they were read; the next read goes on with the oldest
-                continue
-            except OSError:  # no more records
-                break
-            if not record:
-                break
-            self.said += record
-
-
-def read_counter(file: Path) -> int | None:
-    """Returns the kills that a cgroup's file counts; `None` where there is no such file or line."""
-    try:
-        match = COUNTED.search(file.read_text(encoding="ascii"))
-    except OSError:
-        return None
-    return int(match[1]) if match else None
-
-
-def counters_of(pid: int, proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """Returns the counter files of a process's memory cgroup and of all its parents, v2 and v1, those that exist."""
-    try:
-        groups = (proc / str(pid) / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:  # it has gone, or this is no Linux
-        return []
-    found: list[Path] = []
-    for controllers, path in (line.split(":", 2)[1:] for line in groups):
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, name = (mounted / "memory", "memory.oom_control") if controllers else (mounted, "memory.events")
-        parts = Path(path).parts[1:]
-        seen = (top.joinpath(*parts[skipped:]) for skipped in range(len(parts)))  # a container sees the tree below its own cgroup
-        inner = next((folder for folder in seen if folder.is_dir()), top)
-        found += [folder / name for folder in (inner, *inner.parents) if folder.is_relative_to(top) and (folder / name).is_file()]
-    return found
+def _print_lines(call: Call, run: RunFolder) -> None:
+    rows, shown, told = Follower(run.metrics), 0, 0.0
+    while True:
+        state = _state_seen(run)  # before the rows, so that the last ones are not missed
+        found = rows.look()
+        shown = min(shown, len(found))
+        for place in range(shown, len(found)):
+            row, last = found[place], place == len(found) - 1 and state not in UNDER_WAY
+            due = row.get("kind") == "eval" or (
+                row.get("kind") == "train" and (last or time.monotonic() - told > SECONDS_BETWEEN_LINES)
+            )
+            if call.json:
+                print(json.dumps(row), flush=True)
+            elif due:
+                told = time.monotonic()
+                print(line_of(found[: place + 1], read_object(run.plan).get("steps")), flush=True)
+        shown = len(found)
+        if state not in UNDER_WAY:
+            break
+        time.sleep(SECONDS)
+    if not call.json:
+        print(*(f"warning: {one.text}" for one in findings(found, _spikes(run))), f"`{run.name}`: {state}", sep="\n")

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sft_play.errors import DataError
-from sft_play.files import file_sha256, sync_folder, write_json
+from sft_play.files import file_sha256, made_once, write_json
 from sft_play.runs.folder import cache_folder
-from sft_play.runs.space import made_aside
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LABEL = "SmolLM2-135M-Instruct (dequantised Q4_1)"
@@ -44,20 +43,7 @@ def is_embedded(name: str) -> bool:
 def embedded_folder() -> Path:
     """Returns the model's folder in the cache, made on first use. Raises `DataError` when the package cannot be had."""
     target = cache_folder() / "models" / f"smollm2-135m-instruct-q4_1-{GGUF_SHA256[:12]}-{FORMAT}"
-    if not (target / "config.json").is_file():
-        with made_aside(target.parent, "embedded") as scratch:
-            made = convert(_gguf(scratch), scratch / "model")
-            _publish(made, target)
-    return target
-
-
-def _publish(made: Path, target: Path) -> None:
-    try:
-        made.rename(target)
-    except OSError:  # another process was first; its folder is the same
-        if not (target / "config.json").is_file():
-            raise
-    sync_folder(target.parent)
+    return made_once(target, "config.json", lambda folder: convert(_gguf(folder.parent), folder))
 
 
 def _gguf(scratch: Path) -> Path:

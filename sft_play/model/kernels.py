@@ -1,109 +1,330 @@
-"""Faster kernels for the same numbers: Liger's (`train.kernels`), and a linear layer together with its adapter."""
+"""Two computations of our own: layers that know where each row of a line ends, and head and cross-entropy in chunks of label positions."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import Linear as LoraLinear
-from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface
 
-SILU = ("silu", "swish")
+from sft_play.data.batches import IGNORED
+from sft_play.plan.shape import VARLEN
 
 
-def use_kernels(model: Any) -> None:
-    """Replaces what Liger has kernels for, the loss apart: ours runs in chunks (`model.chunked_head`). Call it before adapters are added.
+def register() -> None:
+    """Makes `attn_implementation="varlen"` known to transformers. Its mask interface is not told, so that no mask is ever built."""
+    AttentionInterface.register(VARLEN, varlen_attention)
 
-    Parameters and names stay. Rotary embeddings are replaced in the family's module, for all models of this process.
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    row_ends: tuple[int, ...] | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Returns [1, T, H, V] for `query` [1, H, T, D], `key` [1, K, T, D] and `value` [1, K, T, V], row i from `row_ends[i]` to `[i + 1]`.
+
+    A token sees those before it in its row, `sliding_window` of them at most, itself included; and its head's sink `s_aux` [H], a
+    score without a value. `data.batches.Collator` makes the lengths. The plan keeps to `sdpa` or `eager` what this kernel does not
+    have: soft caps, dropout, a cache of keys.
     """
-    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+    assert row_ends is not None and attention_mask is None, "this batch lacks the lengths of its rows"
+    assert not dropout and softcap is None, f"`varlen` does not compute {type(module).__name__}"
+    width = value.shape[-1]
+    if query.shape[-1] > width:  # latent attention: kernels want heads of one size
+        value = functional.pad(value, (0, query.shape[-1] - width))
+    if cu_seq_lens_q is None or s_aux is not None:
+        return _row_by_row((query, key, value), row_ends, scaling, sliding_window, s_aux)[..., :width], None
+    from torch.nn.attention import varlen  # imports torch's compiler: for runs that use it
 
-    _apply_liger_kernel_to_instance(
-        model,
-        rope=True,
-        rms_norm=True,
-        swiglu=model.config.hidden_act in SILU,  # Liger takes it for granted
-        cross_entropy=False,
-        fused_linear_cross_entropy=False,
-    )
-
-
-# A linear layer with its adapter, the same numbers with fewer passes over memory.
-#
-# PEFT computes `base(x) + B(A(x)) * scale` as five operations and keeps two results as wide as the layer; over a 4-bit base it also
-# copies the result. Here the scale goes to the r-wide side and the sum happens inside the matrix product. Over a plain frozen layer
-# one autograd function does all of it, so that both gradients of x meet inside a matrix product too.
-
-
-QUANTISED = "peft.tuners.lora.bnb"
-"""PEFT's module of layers over bitsandbytes' ones; importing it would import bitsandbytes."""
+    computed = attention_dtype(query, value)
+    query_THD, key_TKD, value_TKD = (states[0].transpose(0, 1).to(computed) for states in (query, key, value))
+    found: Any = varlen.varlen_attn(
+        query_THD, key_TKD, value_TKD, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, enable_gqa=True,
+        window_size=(sliding_window - 1 if sliding_window else -1, 0),
+    )  # fmt: skip
+    return found[None, ..., :width], None
 
 
-def fuse_adapters(model: nn.Module) -> int:
-    """Replaces the forward pass of the model's linear layers with one adapter each; returns how many.
+def attention_dtype(query: Tensor, value: Tensor) -> torch.dtype:
+    """Returns the type to compute in, as autocast casts for sdpa: norms of queries and keys with fp32 weights return fp32."""
+    device = query.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
 
-    The modules, their parameters and what is saved stay as they are.
+
+def _row_by_row(
+    states: tuple[Tensor, Tensor, Tensor], ends: tuple[int, ...], scaling: float | None, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """Returns [1, T, H, D]. Only a row that is longer than the window has a mask, of its own size."""
+    found = []
+    scale = states[0].shape[-1] ** -0.5 if scaling is None else scaling
+    first = 0 if sinks is None else 1
+    for row in zip(*(state.split([end - start for start, end in pairwise(ends)], 2) for state in states), strict=True):
+        queries, keys, values = row if sinks is None else _after_a_sink(row, sinks / scale)
+        tokens, mask = queries.shape[2], None
+        if window and tokens - first > window:
+            mask = torch.ones(tokens, tokens, dtype=torch.bool, device=queries.device).tril().triu(1 - window)
+            mask[:, :first] = True
+        part = functional.scaled_dot_product_attention(
+            queries, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+        found.append(part[:, :, first:].transpose(1, 2))
+    return torch.cat(found, 1)
+
+
+def _after_a_sink(row: tuple[Tensor, ...], sinks: Tensor) -> tuple[Tensor, ...]:
+    """Returns a row's states with one token more in front, whose value is 0, and whose score, through 8 dimensions more, is the head's sink."""
+    query, key, value = (functional.pad(state, (0, 8, 1, 0)) for state in row)
+    query[..., -1] = sinks[:, None]
+    key[..., 0, -1] = 1
+    return query, key, value
+
+
+def keep_rows_apart(model: nn.Module) -> None:
+    """Lets layers that carry a state along the line (state spaces, gated delta rules, convolutions) begin every row without one.
+
+    Those of transformers know the ends of rows only where packages with kernels for it are installed, and fail elsewhere. Here rows of about
+    one length (the longest at most 1.42 times the shortest) are computed side by side, padded behind, where no token of theirs looks.
     """
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer) and _fusible(module)]
-    for layer in layers:
-        layer.forward = MethodType(_forward, layer)
-    return len(layers)
+    for module in model.modules():
+        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            module.forward = MethodType(_forward_by_rows, module)
 
 
-def _fusible(layer: Any) -> bool:
-    """Whether a layer is what `_forward` computes: one adapter over a matrix product, without bias or variant."""
-    if type(layer) is not LoraLinear and type(layer).__module__ != QUANTISED:
-        return False
-    if len(layer.lora_A) != 1 or layer.lora_variant or layer.fan_in_fan_out:
-        return False
-    (name,) = layer.lora_A
-    return layer.lora_A[name].bias is None and layer.lora_B[name].bias is None
+def _forward_by_rows(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    ends: tuple[int, ...] | None = kwargs.pop("row_ends", None)
+    forward = partial(type(module).forward, module)
+    if ends is None:
+        return forward(*args, **kwargs)
+    kwargs.pop("cu_seq_lens_q", None)
+    line, *others = args or (kwargs.pop("hidden_states"),)
+    rows = line[0].split([end - start for start, end in pairwise(ends)])
+    alike: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        alike.setdefault(round(2 * math.log2(len(row))), []).append(index)
+    found = list(rows)
+    for indices in alike.values():
+        computed = forward(pad_sequence([rows[index] for index in indices], batch_first=True), *others, **kwargs)
+        for index, result in zip(indices, computed, strict=True):
+            found[index] = result[: len(rows[index])]
+    return torch.cat(found)[None]
 
 
-def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    names, base, device = self.active_adapters, self.base_layer, x.device.type
-    autocast = torch.is_autocast_enabled(device)
-    computed = torch.get_autocast_dtype(device) if autocast else x.dtype
-    plain = type(base) is nn.Linear and not base.weight.requires_grad and (base.bias is None or not base.bias.requires_grad)
-    if self.disable_adapters or self.merged or args or kwargs or len(names) != 1:
-        return type(self).forward(self, x, *args, **kwargs)
-    (name,) = names
-    a, b, dropout = self.lora_A[name].weight, self.lora_B[name].weight, self.lora_dropout[name]
-    if not autocast and any(weight.dtype != x.dtype for weight in (a, b, *([base.weight] if plain else []))):
-        return type(self).forward(self, x, *args, **kwargs)
-    a, b, scale = a.to(computed), b.to(computed), self.scaling[name]
-    if plain and isinstance(dropout, nn.Identity):
-        bias = None if base.bias is None else base.bias.to(computed)
-        y_TO = _Fused.apply(x.to(computed).reshape(-1, x.shape[-1]), base.weight.to(computed), bias, a, b, scale)
-        return y_TO.view(
-            *x.shape[:-1], b.shape[0]
-        )  # a view that the function itself returned could not be added to in place (Llama 4)
-    y = base(x)
-    h_TR = functional.linear(dropout(x).to(computed), a).reshape(-1, a.shape[0])
-    y_TO = torch.addmm(y.to(computed).reshape(-1, b.shape[0]), h_TR, b.t(), alpha=scale)
-    return y_TO.view(y.shape).to(y.dtype)
+FP16_FACTOR = 32.0
+"""Gradients in fp16 are computed so much larger, and divided again in fp32: about what loss scaling leaves after the division by
+a step's tokens. Else the smallest would be lost, since the scaler's factor comes only later."""
 
 
-class _Fused(torch.autograd.Function):
-    """y = x W^T + bias + scale (x A^T) B^T, with gradients for x, A and B; all of one type."""
+@dataclass(kw_only=True, slots=True, eq=False)
+class Labels:
+    """What a chunked head is to compute a loss for, and what it found."""
+
+    targets: Tensor
+    """Next tokens [B, P] or [K], `IGNORED` where there is none."""
+    total: Tensor | None = None
+    """Summed cross-entropy (nats, fp32, a scalar without a graph), once the head ran; `None` when no head is chunked."""
+    upstream: Tensor | None = None
+    """Gradient of the sum, once the backward pass began."""
+
+
+_LABELS: ContextVar[Labels | None] = ContextVar("labels", default=None)
+
+
+@contextlib.contextmanager
+def labels_for_head(targets: Tensor) -> Iterator[Labels]:
+    """Lets a chunked head that runs inside compute the loss of these targets in place of logits."""
+    labels = Labels(targets=targets)
+    token = _LABELS.set(labels)
+    try:
+        yield labels
+    finally:
+        _LABELS.reset(token)
+
+
+def total_of(labels: Labels, output: Tensor) -> Tensor:
+    """Returns the summed loss with its graph. `output` is what the model returned as logits: it only carries the graph."""
+    total: Tensor = _Total.apply(output, labels)
+    return total
+
+
+def chunk_head(model: Any, chunk: int) -> None:
+    """Makes the model's head compute the loss `chunk` positions at a time, wherever `labels_for_head` says for which targets.
+
+    Without targets it returns logits as before. `model` may have adapters, on the head too.
+    """
+    head = model.get_output_embeddings()
+    forward, change = head.forward, _change_of(model)
+
+    def chunked(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        labels = _LABELS.get()
+        if labels is None:
+            logits: Tensor = forward(hidden, *args, **kwargs)
+            return logits
+        weights = [weight for weight in head.parameters() if weight.requires_grad]
+        carrier, labels.total = _ChunkedLoss.apply(hidden, labels, forward, change, chunk, *weights)
+        return carrier
+
+    head.forward = chunked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Change:
+    """What a model does to the logits that its head returns."""
+
+    factor: float = 1.0
+    cap: float | None = None
+
+    def apply(self, logits: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Returns the changed logits, changed in place if they may be, and the derivative of the change."""
+        if self.factor != 1.0:
+            logits = logits.mul_(self.factor)
+        if self.cap is None:
+            return logits, self.factor
+        bent = logits.div_(self.cap).tanh_()
+        slope = torch.mul(bent, bent).mul_(-self.factor).add_(self.factor)
+        return bent.mul_(self.cap), slope
+
+
+def _change_of(model: Any) -> _Change:
+    """The families that change logits after the head; `plan.shape.CHUNKED_HEAD_MODEL_TYPES` has all that may be chunked."""
+    config = model.config.get_text_config()
+    match model.config.model_type:
+        case "gemma2" | "gemma3_text" | "gemma3n_text" | "gemma4" | "gemma4_text" | "nanochat":
+            return _Change(cap=config.final_logit_softcapping)
+        case "granite" | "granitemoe" | "granitemoeshared" | "granitemoehybrid":
+            return _Change(factor=1 / config.logits_scaling)
+        case "cohere" | "cohere2":
+            return _Change(factor=config.logit_scale)
+        case "falcon_h1":
+            return _Change(factor=config.lm_head_multiplier)
+    return _Change()
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """(a zero that carries the graph, the summed loss): gradients are computed in the forward pass, while a chunk's logits exist.
+
+    The model may still bend, scale or round the zero, so that its gradient means nothing: `labels.upstream` is used instead.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        h_TR = x_TI @ a.t()
-        y_TO = x_TI @ weight.t() if bias is None else torch.addmm(bias, x_TI, weight.t())
-        y_TO.addmm_(h_TR, b.t(), alpha=scale)
-        ctx.save_for_backward(x_TI, h_TR, weight, a, b)
-        ctx.scale = scale
-        return y_TO
+    def forward(
+        ctx: Any, hidden: Tensor, labels: Labels, head: Callable[[Tensor], Tensor], change: _Change, chunk: int, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        hidden_KH, targets_K = hidden.reshape(-1, hidden.shape[-1]), labels.targets.reshape(-1)
+        wanted = any(ctx.needs_input_grad)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad_KH = torch.empty_like(hidden_KH) if ctx.needs_input_grad[0] else None
+        grads = _Sums(weights)
+        unscaled = _fp16_factor(hidden, weights)
+        for start in range(0, hidden_KH.shape[0], chunk):
+            part = slice(start, start + chunk)
+            with torch.set_grad_enabled(wanted):
+                part_CH = hidden_KH[part].detach().requires_grad_(grad_KH is not None)
+                logits_CV = head(part_CH)
+            losses, slope_CV = _losses_and_slope(logits_CV, targets_K[part], change, unscaled if wanted else None)
+            total += losses
+            if slope_CV is None:
+                continue
+            inputs = [part_CH, *weights] if grad_KH is not None else list(weights)
+            found = list(torch.autograd.grad(logits_CV, inputs, slope_CV))
+            if grad_KH is not None:
+                grad_KH[part] = found.pop(0)
+            grads.add(found)
+        ctx.gradients = (None if grad_KH is None else grad_KH.view_as(hidden), *grads.sums) if wanted else ()
+        ctx.labels, ctx.unscaled = labels, unscaled
+        ctx.mark_non_differentiable(total)
+        return torch.zeros_like(total), total
 
     @staticmethod
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
-        x_TI, h_TR, weight, a, b = ctx.saved_tensors
-        grad_TR = (grad_TO @ b).mul_(ctx.scale)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad_TO @ weight).addmm_(grad_TR, a)
-        return grad_x, None, None, grad_TR.t() @ x_TI, (grad_TO.t() @ h_TR).mul_(ctx.scale), None
+    def backward(ctx: Any, _carrier: Tensor, _total: Tensor) -> tuple[Any, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("the chunked loss can be differentiated once only: its gradients are scaled in place")
+        (hidden, *weights), ctx.gradients = ctx.gradients, None
+        factor = ctx.labels.upstream / ctx.unscaled
+        scaled = [None if grad is None else grad.mul_(factor) for grad in (hidden, *weights)]
+        return scaled[0], None, None, None, None, *scaled[1:]
+
+
+class _Total(torch.autograd.Function):
+    """The sum that the head left in `labels`; its gradient goes to the head the same way, whatever becomes of the carrier's."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, labels: Labels) -> Tensor:
+        assert labels.total is not None, "the head has run"
+        ctx.labels, ctx.like = labels, (carrier.dtype, carrier.device)
+        return labels.total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.labels.upstream = gradient
+        dtype, device = ctx.like
+        return torch.ones((), dtype=dtype, device=device), None
+
+
+class _Sums:
+    """Gradients of the head's weights, added up over chunks, in fp32 where there is more than one."""
+
+    def __init__(self, weights: tuple[Tensor, ...]) -> None:
+        self._weights = weights
+        self._sums: list[Tensor] = []
+
+    def add(self, found: list[Tensor]) -> None:
+        if not self._sums:
+            self._sums = found
+            return
+        self._sums = [total.float().add_(more) for total, more in zip(self._sums, found, strict=True)]
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """The sums in the types of the weights."""
+        return [total.to(weight.dtype) for total, weight in zip(self._sums, self._weights, strict=True)]
+
+
+def _losses_and_slope(
+    logits_CV: Tensor, targets_C: Tensor, change: _Change, unscaled: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the chunk's summed cross-entropy and, times `unscaled` where that is given, its gradient for the head's logits.
+
+    Everything that can happen in place does: one fp32 buffer, and the logits themselves where they are narrower.
+    """
+    with torch.no_grad():
+        changed, slope = change.apply(logits_CV.detach().float())
+        logs = functional.log_softmax(changed, dim=-1)
+        counted = targets_C != IGNORED
+        index = targets_C.clamp(min=0)[:, None]
+        total = -(logs.gather(-1, index)[:, 0] * counted).sum()
+        if unscaled is None:
+            return total, None
+        del changed
+        grad = logs.exp_().scatter_add_(-1, index, torch.full_like(index, -1, dtype=logs.dtype))
+        grad = grad.mul_((counted * unscaled)[:, None])
+        grad = grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
+        return total, grad.to(logits_CV.dtype)
+
+
+def _fp16_factor(hidden: Tensor, weights: tuple[Tensor, ...]) -> float:
+    """Returns by how much gradients are scaled up. The sums of a trained head's are large enough, and could overflow."""
+    device = hidden.device.type
+    narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    return FP16_FACTOR if narrow == torch.float16 and not weights else 1.0

@@ -1,27 +1,38 @@
-"""The model and its tokenizer, ready to train (`load_for_training`) or to answer (`load_for_use`)."""
+"""Reads the base model from a folder and makes it ready to train, by our own means or by Unsloth's kernels."""
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import os
+import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import set_seed
+import transformers
+from safetensors import SafetensorError
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    set_seed,
+)  # fmt: skip
+from transformers.utils import logging
 
-from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError
-from sft_play.model import lora, quantise
-from sft_play.model.chunked_head import chunk_head
-from sft_play.model.kernels import fuse_adapters, use_kernels
-from sft_play.model.read import read_model, tell
+from sft_play.config.schema import Config, ModelConfig
+from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
+from sft_play.model import kernels, lora, quantise
+from sft_play.model.resolve import code_not_trusted, is_about_trust, refuse_embedded_adapter, runs_code
 from sft_play.model.tokenizer import load_tokenizer
-from sft_play.model.use import load_for_use
-from sft_play.plan.backends import fuses_adapters
 from sft_play.plan.plan import Plan
+from sft_play.plan.shape import WITHOUT_SDPA, fuses_adapters
+from sft_play.plan.strategies import NO_UNSLOTH, UNSLOTH_HINT
 from sft_play.runs.prepared import Prepared
-
-__all__ = ["load_base", "load_for_training", "load_for_use", "read_model"]
 
 
 def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[Any, Any]:
@@ -33,9 +44,7 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
     """
     tokenizer = load_tokenizer(prepared.model.path, prepared.model.chat, trust=config.model.trust_remote_code)
     if config.tuning.backend == "unsloth":
-        from sft_play.model import unsloth
-
-        return unsloth.load(config, plan, prepared), tokenizer
+        return _load_unsloth(config, plan, prepared), tokenizer
     set_seed(config.train.seed)
     model = load_base(config, plan, prepared)
     check_vocabulary(model, tokenizer, prepared.model.name)
@@ -52,10 +61,10 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
         if plan.precision != "fp32" and not plan.strategy.startswith("zero"):
             lora.leave_casts_to_autocast(model)
         if fuses_adapters(plan.strategy):
-            fuse_adapters(model)
+            lora.fuse_adapters(model)
         tell(*notes)
     if plan.loss_chunk:
-        chunk_head(model, plan.loss_chunk)
+        kernels.chunk_head(model, plan.loss_chunk)
     if plan.gradient_checkpointing and config.tuning.mode != "full":
         model.enable_input_require_grads()
     return model, tokenizer
@@ -128,3 +137,261 @@ def _placement(plan: Plan) -> str | None:
     if plan.device != "cuda" or plan.strategy in ("zero3", "fsdp2"):
         return None
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+
+
+def settings_of(architecture: dict[str, Any]) -> Any:
+    """Returns the whole model's configuration. Raises `DataError` for a family that transformers does not know."""
+    values = copy.deepcopy(architecture)
+    family = values.pop("model_type", None)
+    if family not in CONFIG_MAPPING:
+        if values.get("auto_map"):
+            raise code_not_trusted("model", "config.json")
+        raise DataError(
+            f"transformers {transformers.__version__} knows no `model_type: {family}`", hint="a newer transformers may"
+        )
+    for own in ("quantization_config", "auto_map", "architectures", "torch_dtype", "dtype"):
+        values.pop(own, None)
+    return CONFIG_MAPPING[family].from_dict(PreTrainedConfig._decode_special_floats(values))
+
+
+TEXT_WITHIN = frozenset({
+    "aya_vision", "cohere2_vision", "exaone4_5", "glm4v", "glm4v_moe", "internvl", "kimi_k25", "lfm2_vl", "llava", "mistral3", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+})  # fmt: skip
+"""Image and text models whose text part trains like a language model (`tests/numerics/test_image_text.py`)."""
+
+
+def model_class(settings: Any) -> Any:
+    """Returns transformers' class for a model whose text part is trained. Raises `DataError` for a family that has none."""
+    if type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING or not type(settings).__module__.startswith("transformers."):
+        return AutoModelForCausalLM
+    if settings.model_type in TEXT_WITHIN:
+        return AutoModelForImageTextToText
+    raise DataError(
+        f"`{settings.model_type}` is not a language model of transformers, nor one of the image and text models whose text part is "
+        f"trained here ({', '.join(sorted(TEXT_WITHIN))})",
+        hint="take the text model of the same family, where there is one",
+    )
+
+
+def read_model(
+    folder: Path,
+    settings: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    attention: str | None = None,
+    quantization_config: Any = None,
+    device: str | None = None,
+) -> Any:
+    """Reads a causal language model from a local folder, without network.
+
+    Raises `CheckpointError` when weights are missing, of another shape, or unreadable; `DataError` for one that needs code of its
+    own that is not trusted; `UserError` for an architecture that transformers does not know.
+    """
+    refuse_embedded_adapter(folder, str(folder))
+    if not sys.stderr.isatty():  # a bar in a file is a line for each of its steps
+        logging.disable_progress_bar()
+    kernels.register()
+    arguments: dict[str, Any] = {"device_map": {"": device}} if device else {}
+    if quantization_config is not None:
+        arguments["quantization_config"] = quantization_config
+    trust = settings.trust_remote_code and runs_code(folder)
+    trusted = {"trust_remote_code": trust, "local_files_only": True}
+    try:
+        # Read first: `_attn_implementation` in a `config.json` would overrule the argument below, which it does not overrule here.
+        config = AutoConfig.from_pretrained(str(folder), **trusted)
+        model, info = model_class(config).from_pretrained(
+            str(folder),
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention or ("eager" if config.model_type in WITHOUT_SDPA else "sdpa"),
+            output_loading_info=True,
+            **trusted,
+            **arguments,
+        )
+    except pickle.UnpicklingError as error:  # torch's `weights_only`: nothing of the file has run
+        raise CheckpointError(
+            f"the weights of `{settings.name}` are a pickle that holds more than tensors, and is not loaded", place=str(folder),
+            hint="do not trust this model; take one with safetensors",
+        ) from error  # fmt: skip
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        if not trust and is_about_trust(error):
+            raise code_not_trusted("model", str(folder)) from error
+        raise CheckpointError(f"the model `{settings.name}` cannot be loaded: {first_lines(error)}", place=str(folder)) from error
+    except ImportError as error:
+        hint = "install what the message names, or use another version of the model"
+        raise HardwareError(f"the model `{settings.name}` needs a package: {first_lines(error)}", hint=hint) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        shown = ", ".join(f"`{name}`" for name in missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise CheckpointError(
+            f"the weights of `{settings.name}` lack {shown}; random values in their place would spoil the model",
+            place=str(folder),
+            hint="the files are incomplete or of another architecture than `config.json` says: fetch the model again",
+        )
+    keep_quantised_weights(model)
+    if quantization_config is not None and device in (None, "cpu"):
+        _let_go_of_files(model)
+    kernels.keep_rows_apart(model)
+    return model
+
+
+def _let_go_of_files(model: Any) -> None:
+    """Copies what was not quantised. On a CPU it lies in the mapped files, whose pages, all read to quantise the rest, would stay too."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.clone()
+
+
+def keep_quantised_weights(model: Any) -> None:
+    """Makes bitsandbytes 0.50 leave nf4 weights as they are.
+
+    On CPUs with AVX512-BF16 it repacks them the first time they run in evaluation mode, which rounds their scales for good to
+    bf16: training would go on over another base, and scores would depend on the machine.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def first_lines(error: BaseException) -> str:
+    """Returns the part of a library's error that is worth showing."""
+    return " ".join(str(error).strip().splitlines()[:3])
+
+
+def tell(*notes: str) -> None:
+    """Prints notes once, from the first process."""
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(note, file=sys.stderr, flush=True)
+
+
+# What Unsloth has fused kernels for; other names work too, through plain PEFT layers.
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def _check_unsloth() -> None:
+    """Raises `HardwareError` that names what is missing: the package, the GPU, or both."""
+    lacking = []
+    if importlib.util.find_spec("unsloth") is None:
+        lacking.append(NO_UNSLOTH)
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        lacking.append("an NVIDIA GPU (none is seen here)")
+    if lacking:
+        raise HardwareError(f"`tuning.backend: unsloth` needs {' and '.join(lacking)}", hint=UNSLOTH_HINT)
+
+
+def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
+    """Returns the model to train, as `load_for_training` does: adapters require gradients, or all for `full`.
+
+    The tokenizer stays ours: Unsloth's would be changed on the way. Raises `HardwareError` when Unsloth or the GPU is missing
+    and `UserError` for what Unsloth does not do.
+    """
+    _check_unsloth()
+    folder = Path(prepared.model.path)
+    existing = quantise.quantisation_of(folder)
+    if existing is not None:
+        quantise.check_existing(existing, config.tuning, plan.strategy)
+    four_bit = config.tuning.mode == "qlora" if existing is None else quantise.describe(existing).startswith("bitsandbytes nf4")
+    model = _read_unsloth(config, plan, folder, four_bit=four_bit)
+    if config.tuning.mode != "full":
+        model = _add_unsloth_adapters(model, config, plan)
+    model.config.get_text_config().use_cache = False
+    return _select_positions(model)
+
+
+def _read_unsloth(config: Config, plan: Plan, folder: Path, *, four_bit: bool) -> Any:
+    if config.tuning.mode == "qlora" and config.tuning.quantization == "int8":
+        raise UserError(
+            "`tuning.backend: unsloth` quantises to nf4, not int8",
+            hint="use `tuning.quantization: nf4`, or `tuning.backend: bnb`",
+        )
+    return _from_pretrained(
+        folder,
+        max_seq_len=config.model.max_seq_len,
+        four_bit=four_bit,
+        full=config.tuning.mode == "full",
+        dtype=plan.weights_dtype,
+        checkpointing=plan.gradient_checkpointing,
+        trust=config.model.trust_remote_code and runs_code(folder),
+    )
+
+
+def _from_pretrained(
+    folder: Path, *, max_seq_len: int, four_bit: bool, full: bool, dtype: str, checkpointing: bool, trust: bool
+) -> Any:
+    # Unsloth patches transformers while it is imported, so this import is the switch, and it must not happen elsewhere.
+    from unsloth import FastLanguageModel
+
+    model, _ = FastLanguageModel.from_pretrained(
+        model_name=str(folder),
+        max_seq_length=max_seq_len,
+        dtype=getattr(torch, dtype),
+        load_in_4bit=four_bit,
+        load_in_16bit=not four_bit and not full,
+        full_finetuning=full,
+        device_map={"": int(os.environ.get("LOCAL_RANK", "0"))},
+        use_gradient_checkpointing="unsloth" if checkpointing else False,
+        trust_remote_code=trust,
+        # Our folder and nothing else: else Unsloth takes its own quantised upload of a model with a known name.
+        use_exact_model_name=True,
+        local_files_only=True,
+    )
+    return model
+
+
+def _add_unsloth_adapters(model: Any, config: Config, plan: Plan) -> Any:
+    from unsloth import FastLanguageModel
+
+    settings = config.tuning.lora
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=settings.r,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=TARGETS if settings.target_modules == "auto" else list(settings.target_modules),
+        bias="none",
+        use_gradient_checkpointing="unsloth" if plan.gradient_checkpointing else False,
+        random_state=config.train.seed,
+        max_seq_length=config.model.max_seq_len,
+    )
+
+
+def _select_positions(model: Any) -> Any:
+    """Makes `logits_to_keep` accept a tensor of positions, as transformers' models do; Unsloth's forward ignores one.
+
+    The head then runs on every position and the wanted logits are picked out: right, though without the saving.
+    """
+    inner = model.forward
+
+    def forward(*arguments: Any, logits_to_keep: Any = 0, **named: Any) -> Any:
+        if not isinstance(logits_to_keep, torch.Tensor):
+            return inner(*arguments, logits_to_keep=logits_to_keep, **named)
+        output = inner(*arguments, **named)
+        output["logits"] = output["logits"][:, logits_to_keep]
+        return output
+
+    model.forward = forward
+    return model
+
+
+SILU = ("silu", "swish")
+
+
+def use_kernels(model: Any) -> None:
+    """Replaces what Liger has kernels for, the loss apart: ours runs in chunks (`model.kernels.chunk_head`). Call it before adapters are added.
+
+    Parameters and names stay. Rotary embeddings are replaced in the family's module, for all models of this process.
+    """
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(
+        model,
+        rope=True,
+        rms_norm=True,
+        swiglu=model.config.hidden_act in SILU,  # Liger takes it for granted
+        cross_entropy=False,
+        fused_linear_cross_entropy=False,
+    )

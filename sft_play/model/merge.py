@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +19,15 @@ from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, UserError
 from sft_play.files import current_umask, file_sha256, read_json, sync_folder, write_json
 from sft_play.model import quantise
-from sft_play.model.read import read_model
+from sft_play.model.load import read_model
+from sft_play.model.resolve import stored_numbers
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer, write_chat
 from sft_play.model.use import add_trained_adapter, checked_base, has_tokenizer, read_base, stored_dtype
 from sft_play.plan.plan import Plan
+from sft_play.runs.checkpoints import kind_of, label_of, model_files
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import Prepared
-from sft_play.runs.weights import kind_of, label_of, model_files
 
 Say = Callable[[str], None]
 
@@ -107,7 +109,7 @@ def _copy_full(run: RunFolder, weights: Path, partial: Path) -> dict[str, Any]:
     write_json(settings, (read_json(settings) if settings.is_file() else {}) | _ends(tokenizer))
     return {
         "dtype": stored_dtype(weights),
-        "parameters": _stored_parameters(weights),
+        "parameters": stored_numbers(weights),
         "size_bytes": _size(partial),
         "difference": None,
         "saved_difference": None,
@@ -156,7 +158,7 @@ def _merge_adapter(run: RunFolder, weights: Path, partial: Path, say: Say) -> di
 def _full_precision_base(config: Config, folder: Path, partial: Path, say: Say) -> Any:
     """Returns the base in float32: its own weights, or what its quantised ones stand for where there are no others."""
     existing = quantise.quantisation_of(folder)
-    parameters = _stored_parameters(folder)
+    parameters = stored_numbers(folder, four_bit=bool(existing and existing.get("load_in_4bit")))
     _require_memory(4 * parameters)
     _require_disk(partial, parameters * (4 if existing else getattr(torch, stored_dtype(folder)).itemsize))
     if existing is None:
@@ -191,9 +193,10 @@ def _save(model: Any, tokenizer: Any, base: Path, partial: Path, dtype: str) -> 
         if hasattr(model.config, name):
             delattr(model.config, name)
     model.generation_config.update(**_ends(tokenizer))
-    # `save_pretrained` imports DeepSpeed where it is installed, which guesses the accelerator aloud unless it is told.
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    hides = sys.modules.setdefault("deepspeed", None) is None  # type: ignore[arg-type]  # else it is imported, for seconds
     model.save_pretrained(partial)
+    if hides:
+        del sys.modules["deepspeed"]
     tokenizer.save_pretrained(partial)
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
         if (base / name).is_file() and not (partial / name).exists():
@@ -233,23 +236,6 @@ def _compare(found: list[Any], wanted: list[Any], allowed: float, what: str) -> 
             f"{allowed * scale:.3g} ({allowed:g} of the largest, {scale:.3g}) is allowed; nothing was published"
         )
     return scale, difference
-
-
-def _stored_parameters(folder: Path) -> int:
-    """Returns how many numbers a folder's safetensors files hold, by their headers; a packed 4-bit byte counts as two."""
-    from safetensors import safe_open
-
-    four_bit = (quantise.quantisation_of(folder) or {}).get("load_in_4bit")
-    count = 0
-    for path in (path for path in folder.glob("*.safetensors") if not is_state_file(path.name)):
-        with safe_open(path, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                part = tensors.get_slice(name)
-                size = 1
-                for extent in part.get_shape():
-                    size *= extent
-                count += size * (2 if four_bit and part.get_dtype() == "U8" else 1)
-    return count
 
 
 def _require_disk(place: Path, needed: int) -> None:

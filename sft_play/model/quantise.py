@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from sft_play.config.schema import TuningConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json
-from sft_play.plan.backends import conflict_for
 from sft_play.plan.plan import Plan
+from sft_play.plan.strategies import conflict_for
 
 COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -103,6 +105,60 @@ def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
     )
     if not plan.nf4_experts:
         return settings
-    from sft_play.model.experts import with_experts
-
     return with_experts(settings)
+
+
+WITH_EXPERTS = "bitsandbytes_with_experts"
+"""Our method among those of transformers."""
+
+
+def with_experts(settings: Any) -> Any:
+    """Makes transformers quantise fused experts too, while they are loaded; nf4 in blocks of 64 with quantised scales, as for linear layers.
+
+    Each layer's are expanded when they compute (bitsandbytes' parametrisation).
+    """
+    _register_quantizer()
+    settings.quant_method = WITH_EXPERTS
+    return settings
+
+
+@cache
+def _register_quantizer() -> None:
+    """Tells transformers how; here, since it imports bitsandbytes."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    from transformers.quantizers.auto import register_quantizer
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+    from transformers.quantizers.quantizers_utils import get_module_from_name
+
+    from sft_play.model.lora import is_expert
+
+    class Quantise(Bnb4bitQuantize):
+        def convert(
+            self, input_dict: dict[str, Any], model: Any = None, missing_keys: Any = None, **others: Any
+        ) -> dict[str, Any]:
+            layers = {}
+            for name, value in input_dict.items():
+                module, leaf = get_module_from_name(model, name)
+                if not is_expert(name, module._parameters[leaf]):
+                    layers[name] = value
+                    continue
+                weight, dtype = value[0] if isinstance(value, list) else value, module._parameters[leaf].dtype
+                setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
+                replace_parameter_4bit(module, leaf, compress_statistics=True, quant_type="nf4")
+                module.parametrizations[leaf][0].quant_state.dtype = dtype  # else that of the file
+                module._is_hf_initialized = True
+                missing_keys.discard(name)
+            return dict(super().convert(layers, model=model, missing_keys=missing_keys, **others))
+
+    @register_quantizer(WITH_EXPERTS)
+    class Quantizer(Bnb4BitHfQuantizer):
+        def param_needs_quantization(self, model: Any, param_name: str, **others: Any) -> bool:
+            module, leaf = get_module_from_name(model, param_name)
+            own = module._parameters.get(leaf)
+            return super().param_needs_quantization(model, param_name, **others) or (
+                own is not None and is_expert(param_name, own)
+            )
+
+        def get_quantize_ops(self) -> Quantise:
+            return Quantise(self)

@@ -1,80 +1,62 @@
-"""Finds the base model: a folder, a hub snapshot, or the embedded model when no hub answers. Says what it took."""
+"""Finds the base model (a folder, a hub snapshot, or the embedded model when no hub answers), and says whether it is complete and trusted."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.schema import ModelConfig
-from sft_play.errors import DataError, first_line
-from sft_play.files import file_sha256, text_sha256
+from sft_play.errors import CheckpointError, DataError, first_line
+from sft_play.files import file_sha256, read_json, text_sha256, write_json
 from sft_play.model.embedded import LABEL, embedded_folder, is_embedded
-from sft_play.model.folder import check_folder, weight_files, weights_sha256
-from sft_play.plan.hub import hub_reachable
+from sft_play.plan.architecture import hub_reachable
+from sft_play.runs.folder import cache_folder, require_plain
+from sft_play.runs.manifest import is_state_file
+from sft_play.runs.origin import may_run
 from sft_play.runs.prepared import ResolvedModel
 
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """Files of a hub repository that are fetched; `.bin` weights only where there are no safetensors."""
-SMALL = [
-    "config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.*",
-    "vocab.json",
-    "merges.txt",
-]
-"""Files that tell a model's shape and tokenizer."""
-UNWANTED = ["original/*", "consolidated*", "onnx/*", "gguf/*"]
-"""Copies of the same weights for other programs."""
+UNWANTED = ["original/*", "consolidated*", "onnx/*", "gguf/*"]  # copies of the same weights for other programs
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-)
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.json",
+    "chat_template.jinja", "vocab.json", "merges.txt",
+)  # fmt: skip
 
 
 def resolve_model(model: ModelConfig) -> ResolvedModel:
     """Returns where the model is, downloading it when it must. Raises `DataError` with what to do."""
-    folder = Path(model.name).expanduser()
-    if folder.is_dir():
-        return describe(model.name, _checked(folder, model.name), "folder", None)
-    if folder.suffix == ".gguf":
-        hint = "take the model that the file was made from, by its hub id or as a folder"
-        raise DataError("GGUF files cannot be trained", place=model.name, hint=hint)
-    if folder.is_file():
-        raise DataError("is a file; a model is a folder or a hub id", place=model.name, hint=f"perhaps `{folder.parent}`")
-    if model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
-        hint = "paths count from the folder in which you typed make"
-        raise DataError("there is no such model folder", place=model.name, hint=hint)
-    cached = _cached(model)
-    if cached is None and is_embedded(model.name) and not hub_reachable():
+    folder = _folder(model.name)
+    if folder is not None:
+        check_folder(folder, model.name)
+        return describe(model.name, folder, "folder", None)
+    snapshot = _cached(model)
+    with contextlib.suppress(DataError):  # an interrupted download: the rest is fetched
+        if snapshot is not None:
+            check_folder(snapshot, model.name)
+            return describe(model.name, snapshot, "hub", snapshot.name)
+    if is_embedded(model.name) and not hub_reachable():
         return describe(model.name, embedded_folder(), "embedded", None)
-    path = cached or _download(model)
-    return describe(model.name, _checked(path, model.name), "hub", path.name)
+    snapshot = _download(model)
+    check_folder(snapshot, model.name)
+    return describe(model.name, snapshot, "hub", snapshot.name)
 
 
 def small_files(name: str, revision: str | None) -> Path:
     """Returns a folder with the config and tokenizer of a folder or hub id; no weights are fetched. Raises `DataError`."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.is_file():
-        raise DataError("there is no such folder", place=name, hint="paths count from the folder in which you typed make")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, FileNotFoundError, HFValidationError, ValueError):
-        if is_embedded(name) and not hub_reachable():
-            return embedded_folder()
-    return _download(ModelConfig(name=name, revision=revision), SMALL)
+    model = ModelConfig(name=name, revision=revision)
+    found = _folder(name) or _cached(model)
+    if found is None and is_embedded(name) and not hub_reachable():
+        return embedded_folder()
+    return found or _download(model, ["config.json", *TOKENIZER_FILES])
 
 
 def says(model: ResolvedModel) -> str:
@@ -85,93 +67,69 @@ def says(model: ResolvedModel) -> str:
     return f"model: {model.name}, {origin}"
 
 
+def _folder(name: str) -> Path | None:
+    """Returns the folder that a name means, `None` for a hub id. Raises `DataError`."""
+    path, hint = Path(name).expanduser(), "paths count from the folder in which you typed make"
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf":
+        hint = "take the model that the file was made from, by its hub id or as a folder"
+        raise DataError("GGUF files cannot be trained", place=name, hint=hint)
+    if path.is_file():
+        raise DataError("is a file; a model is a folder or a hub id", place=name, hint=f"perhaps `{path.parent}`")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise DataError("there is no such model folder", place=name, hint=hint)
+    return None
+
+
 def _cached(model: ModelConfig) -> Path | None:
-    """Returns the snapshot that earlier runs fetched, if it is whole enough to load."""
+    """Returns the snapshot that earlier runs fetched."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        path = Path(snapshot_download(model.name, revision=model.revision, local_files_only=True))
-    except (LocalEntryNotFoundError, FileNotFoundError, HFValidationError, ValueError):
+        return Path(snapshot_download(model.name, revision=model.revision, local_files_only=True))
+    except (FileNotFoundError, ValueError):  # of the hub: not there, not a name of a repository
         return None
-    try:
-        check_folder(path, model.name)
-    except DataError:  # an interrupted download: the rest is fetched
-        return None
-    return path
 
 
 def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
     """Fetches a model, or `only` the files of these patterns. Raises `DataError`."""
-    from huggingface_hub import HfApi, get_token, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )  # fmt: skip
+    from huggingface_hub import HfApi, snapshot_download
 
     if not hub_reachable():
-        raise _offline(model.name)
+        raise _refusal(model)
     try:
         info = HfApi().model_info(model.name, revision=model.revision, timeout=20)
         names = {item.rfilename for item in info.siblings or []}
         patterns = only or (WANTED if any(name.endswith(".safetensors") for name in names) else [*WANTED, "*.bin"])
         # By the branch's name, not the commit's: only then does the cache remember which commit the branch is, for offline use.
         return Path(snapshot_download(model.name, revision=model.revision, allow_patterns=patterns, ignore_patterns=UNWANTED))
-    except GatedRepoError as error:
-        raise _gated(model.name) from error
-    except RevisionNotFoundError as error:
-        raise DataError(f"the model has no revision `{model.revision}`", place=model.name) from error
-    except RepositoryNotFoundError as error:
-        status = getattr(error.response, "status_code", None)
-        if status in (401, 403) and get_token():
-            raise _gated(model.name) from error
-        raise DataError(
-            "the hub has no such model, or it is private",
-            place=model.name,
-            hint=f"check the name at {_page(model.name)}; for a private or gated model set HF_TOKEN (huggingface.co/settings/tokens)",
-        ) from error
-    except HFValidationError as error:
-        raise DataError(f"is neither a folder nor a hub id: {error}", place=model.name) from error
-    except HfHubHTTPError as error:
-        if getattr(error.response, "status_code", None) in (401, 403):
-            raise _gated(model.name) from error
-        raise DataError(f"the hub answered: {first_line(error)}", place=model.name, hint="try again later") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise _offline(model.name) from error
+    except (ValueError, OSError) as error:
+        raise _refusal(model, error) from error
 
 
-def _page(name: str) -> str:
-    return f"https://huggingface.co/{name}"
+def _refusal(model: ModelConfig, error: Exception | None = None) -> DataError:
+    """Returns why the hub gave no model; without an error it cannot be reached."""
+    from huggingface_hub import errors, get_token
 
-
-def _gated(name: str) -> DataError:
-    from huggingface_hub import get_token
-
-    token = "the token that is set has no access to it" if get_token() else "no token is set"
-    return DataError(
-        f"the model is gated, and {token}",
-        place=name,
-        hint=f"accept its licence at {_page(name)}, then set HF_TOKEN to a token from https://huggingface.co/settings/tokens",
-    )
-
-
-def _offline(name: str) -> DataError:
-    return DataError(
-        "no such folder, and the hub cannot be reached",
-        place=name,
-        hint="check the network; or set `model.name` to a folder, or HF_HOME to a cache that holds the model",
-    )
-
-
-def _checked(folder: Path, place: str) -> Path:
-    """Returns `folder`. Raises `DataError` where it holds no whole model."""
-    check_folder(folder, place)
-    return folder
+    page = f"https://huggingface.co/{model.name}"
+    denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
+    unknown = isinstance(error, errors.RepositoryNotFoundError)  # without a token the hub denies what does not exist, too
+    if isinstance(error, errors.GatedRepoError) or (denied and (get_token() or not unknown)):
+        token = "the token that is set has no access to it" if get_token() else "no token is set"
+        hint = f"accept its licence at {page}, then set HF_TOKEN to a token from https://huggingface.co/settings/tokens"
+        return DataError(f"the model is gated, and {token}", place=model.name, hint=hint)
+    if unknown:
+        hint = f"check the name at {page}; for a private or gated model set HF_TOKEN (huggingface.co/settings/tokens)"
+        return DataError("the hub has no such model, or it is private", place=model.name, hint=hint)
+    if isinstance(error, errors.RevisionNotFoundError):
+        return DataError(f"the model has no revision `{model.revision}`", place=model.name)
+    if isinstance(error, errors.HFValidationError):
+        return DataError(f"is neither a folder nor a hub id: {error}", place=model.name)
+    if isinstance(error, errors.HfHubHTTPError):
+        return DataError(f"the hub answered: {first_line(error)}", place=model.name, hint="try again later")
+    hint = "check the network; or set `model.name` to a folder, or HF_HOME to a cache that holds the model"
+    return DataError("no such folder, and the hub cannot be reached", place=model.name, hint=hint)
 
 
 def describe(name: str, folder: Path, source: str, revision: str | None) -> ResolvedModel:
@@ -180,12 +138,263 @@ def describe(name: str, folder: Path, source: str, revision: str | None) -> Reso
     sizes = "\n".join(f"{path.name} {path.stat().st_size}" for path in weights)
     described = [file_sha256(path) for path in (folder / "config.json", *sorted(folder.glob("*.index.json"))) if path.is_file()]
     described += weights_sha256(weights)  # sizes alone would not tell two tunings of one model apart
-    tokenizer = "\n".join(f"{n} {file_sha256(folder / n)}" for n in TOKENIZER_FILES if (folder / n).is_file())
     return ResolvedModel(
         name=name,
         path=str(folder.resolve()),
         source=source,
         revision=revision,
         fingerprint=text_sha256("\n".join([revision or "", sizes, *described])),
-        tokenizer_fingerprint=text_sha256(tokenizer),
+        tokenizer_fingerprint=text_sha256("\n".join(tokenizer_sha256(folder))),
     )
+
+
+def tokenizer_sha256(folder: Path) -> list[str]:
+    """Returns names and checksums of a tokenizer's files."""
+    return [f"{name} {file_sha256(folder / name)}" for name in TOKENIZER_FILES if (folder / name).is_file()]
+
+
+# Whether a folder holds a complete model: config, every weight file to its last byte, and a tokenizer.
+
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+"""transformers reads them all, and ends in a traceback where one is not JSON."""
+LFS_POINTER = b"version https://git-lfs"
+HEADER_LIMIT = 100 * 2**20
+"""The safetensors format allows no longer header."""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the weight files in a fixed order: safetensors where there are any, else pickles."""
+    found = (sorted(path for path in folder.glob(pattern) if not is_state_file(path.name)) for pattern in WEIGHTS)
+    return next((files for files in found if files), [])
+
+
+def check_folder(folder: Path, place: str) -> None:
+    """Raises `DataError` (its place is `place`: the folder, or the hub id) when the model cannot be loaded from `folder`."""
+    require_plain(folder)
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise DataError("this is an adapter, not a model", place=place, hint="set `model.name` to the base model")
+        hint = "a model folder holds config.json, weights and a tokenizer"
+        raise DataError("the model has no `config.json`", place=place, hint=hint)
+    refuse_embedded_adapter(folder, place)
+    for path in (folder / name for name in SETTINGS if (folder / name).is_file()):
+        try:
+            settings = read_json(path)
+        except ValueError as error:
+            raise DataError(f"is not JSON: {error}", place=str(path)) from None
+        if path.name == "config.json" and not (isinstance(settings, dict) and "model_type" in settings):
+            raise DataError("names no `model_type`, so transformers cannot load it", place=str(path))
+    _check_weights(folder, place)
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise DataError("the model has no tokenizer", place=place, hint="it needs `tokenizer.json`")
+
+
+def check_trained(folder: Path) -> None:
+    """Raises `CheckpointError` for a weight file of a run's model or adapter that is cut short or not a safetensors file, for an
+    index that names files elsewhere, and for what is not a plain file of this folder."""
+    try:
+        require_plain(folder)
+        _indexed_files(folder)
+        _check_files(weight_files(folder))
+    except DataError as error:
+        hint = "CHECKPOINT=last takes the last checkpoint instead"
+        raise CheckpointError(error.message, place=error.place, hint=hint) from None
+
+
+def refuse_embedded_adapter(folder: Path, place: str) -> None:
+    """Raises `DataError` for a model folder with an adapter in it: transformers would load both, and not say which weights are missing."""
+    if (folder / "adapter_config.json").is_file():
+        raise DataError(
+            "this model folder holds an adapter too (`adapter_config.json`)", place=place,
+            hint="merge the adapter into the model first, or move `adapter_config.json` and its weights away",
+        )  # fmt: skip
+
+
+def _check_weights(folder: Path, place: str) -> None:
+    files, indexed = weight_files(folder), _indexed_files(folder)
+    if not files:
+        gguf = next(folder.glob("*.gguf"), None)
+        if gguf:
+            message = f"the model has no weights that can be trained: `{gguf.name}` is a GGUF file"
+            raise DataError(message, place=place, hint="take the model that the GGUF file was made from")
+        raise DataError("the model has no weights", place=place, hint="it needs `model.safetensors` (or shards with an index)")
+    wanted = {name for name in indexed if name.endswith(files[0].suffix)}
+    missing = sorted(name for name in wanted if not (folder / name).is_file())
+    if missing:
+        shown = ", ".join(f"`{name}`" for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise DataError(f"{len(missing)} of {len(wanted)} weight files are missing: {shown}", place=place)
+    _check_files(files)
+
+
+def _indexed_files(folder: Path) -> set[str]:
+    """Returns the weight files that the folder's indexes name. Raises `DataError` for what is not an index, or leads out of the folder."""
+    found: set[str] = set()
+    for index in sorted(folder.glob("*.index.json")):
+        try:
+            names = set(read_json(index)["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            names = {None}
+        for name in names:
+            if not isinstance(name, str):
+                raise DataError("is not an index of weight files", place=str(index), hint="fetch it again")
+            if Path(name).name != name or name in ("", "..") or "\\" in name:
+                raise DataError(f"names `{name}`, which is not in the folder", place=str(index))
+        found |= names
+    return found
+
+
+def _check_files(paths: Sequence[Path]) -> None:
+    """Raises `DataError` for a weight file that is not one, or is cut short: a safetensors header tells the file's size exactly."""
+    for path in paths:
+        size, again = path.stat().st_size, "fetch it again"
+        with path.open("rb") as stream:
+            start = stream.read(len(LFS_POINTER))
+        if start == LFS_POINTER:
+            raise DataError("is a Git LFS pointer, not the weights", place=str(path), hint="run `git lfs pull` in that folder")
+        if path.suffix != ".safetensors":
+            continue
+        length = int.from_bytes(start[:8], "little")
+        if size < 8 or length > min(size - 8, HEADER_LIMIT):
+            raise DataError("is not a safetensors file, or only the beginning of one", place=str(path), hint=again)
+        try:
+            wanted = 8 + length + max((entry["data_offsets"][1] for entry in _tensors(path)), default=0)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+            raise DataError("is not a safetensors file", place=str(path), hint=again) from None
+        if size < wanted:
+            raise DataError(f"is cut short: {size:,} of {wanted:,} bytes", place=str(path), hint=again)
+
+
+def stored_numbers(folder: Path, *, four_bit: bool = False) -> int:
+    """Returns how many numbers a folder's safetensors files hold; with `four_bit` a packed byte holds two."""
+    tensors = (entry for path in weight_files(folder) if path.suffix == ".safetensors" for entry in _tensors(path))
+    return sum(math.prod(entry["shape"]) * (2 if four_bit and entry["dtype"] == "U8" else 1) for entry in tensors)
+
+
+def _tensors(path: Path) -> list[dict[str, Any]]:
+    """Returns `dtype`, `shape` and `data_offsets` of each tensor, from a safetensors file's header."""
+    with path.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return [entry for name, entry in header.items() if name != "__metadata__"]
+
+
+# Code that a model brings.
+
+
+def is_about_trust(error: BaseException) -> bool:
+    """Whether transformers refuses because a folder's code would have to run."""
+    return "trust_remote_code" in str(error)
+
+
+def code_not_trusted(what: str, place: str) -> DataError:
+    """Returns the refusal of a model or tokenizer (`what`) that needs code of its own."""
+    return DataError(
+        f"the {what} comes with Python code of its own (`auto_map`), without which it cannot be loaded, and which is not run unasked",
+        place=place,
+        hint="read that code; to let it run, set `model.trust_remote_code: true`, and for a model of the hub `model.revision` to the full"
+        " commit that you have read; where a run's configuration has set it, type MODEL_TRUST_REMOTE_CODE=true with the command;"
+        " code in a run's folder is never run: copy it elsewhere first",
+    )
+
+
+def refuse_untrusted_code(folder: Path, place: str) -> None:
+    """Raises `DataError` for a model that only code of its own folder can load (`auto_map`, and no class of transformers).
+
+    Asked where `model.trust_remote_code` is false, before anything is launched. `load_tokenizer` refuses the tokenizer's code.
+    """
+    mapped = set(_auto_map(folder / "config.json"))
+    if not mapped & {"AutoConfig", "AutoModelForCausalLM"}:
+        return
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = str(read_json(folder / "config.json").get("model_type"))
+    known = kind in CONFIG_MAPPING
+    if not known or ("AutoModelForCausalLM" in mapped and CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING):
+        raise code_not_trusted("model", place)
+
+
+def runs_code(folder: Path) -> bool:
+    """Whether the code of a model's folder is run where `model.trust_remote_code` is true: it has some, and the user consented to that.
+
+    Raises `DataError` for code of another repository.
+    """
+    if not any(folder.rglob("*.py")) or not may_run(folder, "model"):
+        return False
+    refuse_foreign_code(folder)
+    return True
+
+
+def refuse_foreign_code(folder: Path) -> None:
+    """Raises `DataError` for a model whose `auto_map` names code of another repository, which `model.revision` does not pin.
+
+    Asked only where `model.trust_remote_code` is true; elsewhere no code of a model is run.
+    """
+    for path in (folder / "config.json", folder / "tokenizer_config.json"):
+        for entry in _auto_map(path).values():
+            for name in entry if isinstance(entry, (list, tuple)) else [entry]:
+                if isinstance(name, str) and "--" in name:
+                    raise DataError(
+                        f"`auto_map` names code of another repository, `{name}`, which no commit pins", place=str(path),
+                        hint="copy the model into a folder with that code in it, read it, and set `model.name` to the folder",
+                    )  # fmt: skip
+
+
+def _auto_map(path: Path) -> dict[str, Any]:
+    """Returns which classes of its own code a file names; empty where it cannot be read (`check_folder` says so)."""
+    try:
+        named = read_json(path).get("auto_map") or {}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return named if isinstance(named, dict) else {"": named}
+
+
+# Checksums of weight files, complete but read once: a file that has not changed since costs one `stat`.
+
+
+BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""What the hub's cache calls a file: the sha256 of its content, or git's sha1 of a small one."""
+WORTH_SAYING_BYTES = 4 * 2**30
+
+
+def weights_sha256(paths: Sequence[Path]) -> list[str]:
+    """Returns a checksum over all bytes of each file: from the hub's cache its blob's name, else the sha256 of its content.
+
+    A sha256 is kept in `cache/digests/`, by the file's place, size, times and inode. Raises `OSError` for a file that cannot be read; a
+    cache that cannot be written only costs the time again.
+    """
+    unread = sum(path.stat().st_size for path in paths if _known_sha256(path) is None)
+    if unread > WORTH_SAYING_BYTES and os.environ.get("RANK", "0") == "0":
+        print(f"reading {unread / 2**30:.0f} GiB of weights for their checksums, this once", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(8) as pool:  # hashing leaves Python's lock
+        return list(pool.map(_sha256, paths))
+
+
+def _sha256(path: Path) -> str:
+    known = _known_sha256(path)
+    if known is not None:
+        return known
+    record, digest = _record(path), file_sha256(path)
+    if _record(path) == record:  # else somebody writes to it right now, and the next start looks again
+        with contextlib.suppress(OSError):
+            write_json(record, digest)
+    return digest
+
+
+def _known_sha256(path: Path) -> str | None:
+    """Returns the checksum that the hub's cache has for a file, whose snapshots are links into `blobs/`, or that was found earlier."""
+    target = path.resolve()
+    if path.is_symlink() and target.parent.name == "blobs" and BLOB.fullmatch(target.name):
+        return target.name
+    with contextlib.suppress(OSError, ValueError):
+        found = read_json(_record(path))
+        return found if isinstance(found, str) else None
+    return None
+
+
+def _record(path: Path) -> Path:
+    """Returns where the checksum of a file is kept, by what changes with it; its change time too, which copies do not keep."""
+    found = path.stat()
+    facts = [str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    return cache_folder() / "digests" / f"{text_sha256(json.dumps(facts))}.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import shutil
 import sys
@@ -17,15 +16,13 @@ from sft_play.config.schema import Config, DataSource
 from sft_play.data.formats import recognise, to_example
 from sft_play.data.sources import BUILTIN, files_of, read_source
 from sft_play.errors import DataError
-from sft_play.files import file_sha256, read_json, sync_folder, text_sha256, write_json
-from sft_play.model.folder import weight_files
-from sft_play.model.resolve import TOKENIZER_FILES, describe, resolve_model, small_files
+from sft_play.files import file_sha256, made_once, read_json, text_sha256, write_json
+from sft_play.model.resolve import TOKENIZER_FILES, describe, resolve_model, small_files, stored_numbers, tokenizer_sha256
 from sft_play.model.resolve import says as says_where
 from sft_play.model.tokenizer import load_tokenizer
-from sft_play.plan.scratch import is_scratch, label, scratch_architecture, trains_tokenizer
+from sft_play.plan.architecture import is_scratch, label, scratch_architecture, trains_tokenizer
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import ResolvedModel
-from sft_play.runs.space import made_aside
 
 FORMAT = "1"
 """Raised when the same settings would give another folder."""
@@ -43,91 +40,62 @@ def says(config: Config, model: ResolvedModel) -> str:
     """Returns one line for the user: which model, from where; of random weights their number, seed and tokenizer."""
     if model.source != "scratch":
         return says_where(model)
-    weights = sum(map(_numbers, weight_files(Path(model.path))))
-    if trains_tokenizer(config.model):
-        tokenizer = "a tokenizer trained on the training data"
-    else:
-        tokenizer = f"the tokenizer of {config.model.tokenizer or config.model.name}"
+    weights = stored_numbers(Path(model.path))
+    named = f"the tokenizer of {config.model.tokenizer or config.model.name}"
+    tokenizer = "a tokenizer trained on the training data" if trains_tokenizer(config.model) else named
     return f"model: {model.name}, {weights:,} random weights from train.seed {config.train.seed}, {tokenizer}"
-
-
-def _numbers(path: Path) -> int:
-    """Returns how many numbers a safetensors file of one type holds, from its header."""
-    with path.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
 def _random(config: Config) -> ResolvedModel:
     """Returns a folder with random weights, made on first use."""
     settings = config.model
-    architecture = scratch_architecture(settings) if is_scratch(settings) else _architecture_of_name(config)
-    rows = int((architecture.get("text_config") or architecture)["vocab_size"])
-    source = (
-        trained_tokenizer(config.data.sources, rows, config.train.seed)
-        if trains_tokenizer(settings)
-        else _tokenizer_folder(config)
-    )
-    parts = [FORMAT, architecture, config.train.seed, _content(source), *(version(name) for name in ("torch", "transformers"))]
+    own = settings.tokenizer or settings.name
+    if is_scratch(settings):
+        architecture = scratch_architecture(settings)
+    else:
+        architecture = dict(read_json(small_files(settings.name, settings.revision) / "config.json"))
+    rows = _vocabulary(architecture)
+    if trains_tokenizer(settings):
+        source = trained_tokenizer(config.data.sources, rows, config.train.seed)
+    else:
+        source = small_files(own, None if settings.tokenizer else settings.revision)
 
     def make(folder: Path) -> None:
         tokenizer = load_tokenizer(source)
-        _check_room(config, len(tokenizer), rows)
+        if len(tokenizer) > rows:
+            key = "`model.vocab_size`" if settings.vocab_size else f"the vocabulary of `{settings.name}`"
+            hint = f"MODEL_VOCAB_SIZE={len(tokenizer)} or more" if settings.vocab_size else "take a tokenizer that fits"
+            raise DataError(f"{key} is {rows}, but the tokenizer has {len(tokenizer)} tokens", place=str(own), hint=hint)
         print(f"making the random weights of {label(settings)}, this once", file=sys.stderr, flush=True)
         tokenizer.save_pretrained(str(folder))
         _write_weights(folder, architecture, tokenizer, config.train.seed)
 
+    parts = [architecture, config.train.seed, tokenizer_sha256(source), *(version(name) for name in ("torch", "transformers"))]
     return describe(label(settings), _made("scratch", parts, make), "scratch", None)
 
 
-def _check_room(config: Config, tokens: int, rows: int) -> None:
-    """Raises `DataError` for a tokenizer with more tokens than the embedding has rows."""
-    settings = config.model
-    if tokens > rows:
-        key = "`model.vocab_size`" if settings.vocab_size else f"the vocabulary of `{settings.name}`"
-        raise DataError(
-            f"{key} is {rows}, but the tokenizer has {tokens} tokens",
-            place=str(settings.tokenizer or settings.name),
-            hint=f"MODEL_VOCAB_SIZE={tokens} or more" if settings.vocab_size else "take a tokenizer that fits",
-        )
+def _vocabulary(architecture: dict[str, Any]) -> int:
+    """Returns the rows of a model's embedding."""
+    return int((architecture.get("text_config") or architecture)["vocab_size"])
 
 
 def _write_weights(folder: Path, architecture: dict[str, Any], tokenizer: Any, seed: int) -> None:
     """Writes config and float32 weights as transformers initialises them on a CPU after `torch.manual_seed(seed)`."""
     import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from sft_play.model.load import settings_of
+
     logging.disable_progress_bar()
-    values = dict(architecture)
-    family = values.pop("model_type")
-    for own in ("quantization_config", "auto_map", "torch_dtype", "dtype"):
-        values.pop(own, None)
-    if family not in CONFIG_MAPPING:
-        raise DataError(
-            f"transformers knows no `model_type: {family}`", hint="random weights need an architecture of transformers"
-        )
-    settings = CONFIG_MAPPING[family].from_dict(values)
-    text = settings.get_text_config()
-    for each in {id(settings): settings, id(text): text}.values():
-        each.bos_token_id, each.eos_token_id, each.pad_token_id = (
-            tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id,
-        )  # fmt: skip
+    settings = settings_of(architecture)
+    for each in (settings, settings.get_text_config()):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(each, name, getattr(tokenizer, name))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
     model.save_pretrained(str(folder))
-
-
-def _architecture_of_name(config: Config) -> dict[str, Any]:
-    """Returns the `config.json` of `model.name`, whose shape random weights take."""
-    return dict(read_json(small_files(config.model.name, config.model.revision) / "config.json"))
-
-
-def _tokenizer_folder(config: Config) -> Path:
-    """Returns the folder of the tokenizer that was named, or of the model's own."""
-    name = config.model.tokenizer
-    return small_files(name, None) if name else small_files(config.model.name, config.model.revision)
 
 
 def _with_tokenizer(config: Config, model: ResolvedModel) -> ResolvedModel:
@@ -150,52 +118,37 @@ def _with_tokenizer(config: Config, model: ResolvedModel) -> ResolvedModel:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
 
-    folder = _made("tokenizer", [FORMAT, model.path, model.fingerprint, _content(source)], make)
+    folder = _made("tokenizer", [model.path, model.fingerprint, tokenizer_sha256(source)], make)
     return describe(model.name, folder, model.source, model.revision)
 
 
 def _check_fit(config: Config, folder: Path, own: dict[str, int], other: dict[str, int]) -> None:
-    architecture = read_json(folder / "config.json")
-    rows = int((architecture.get("text_config") or architecture)["vocab_size"])
+    rows = _vocabulary(read_json(folder / "config.json"))
     taken = {index: token for token, index in own.items()}
     beyond = sum(index >= rows for index in other.values())
     moved = sum(taken.get(index, token) != token for token, index in other.items())
-    hint = "leave `model.tokenizer` out for the model's own; a new vocabulary needs `model.init: random`"
+    name = f"`{config.model.name}`"
     if beyond:
-        raise DataError(
-            f"{beyond} of the tokenizer's {len(other)} tokens have no row in the embedding of `{config.model.name}`, which has {rows}",
-            place=config.model.tokenizer, hint=hint,
-        )  # fmt: skip
-    if moved:
-        raise DataError(
-            f"{moved} of the tokenizer's {len(other)} tokens have the number of another token of `{config.model.name}`, whose embedding "
-            "was learnt for that one",
-            place=config.model.tokenizer, hint=hint,
-        )  # fmt: skip
-
-
-def _content(folder: Path) -> list[str]:
-    """Returns the checksums of a tokenizer's files."""
-    return [f"{name} {file_sha256(folder / name)}" for name in TOKENIZER_FILES if (folder / name).is_file()]
+        problem = f"{beyond} of the tokenizer's {len(other)} tokens have no row in the embedding of {name}, which has {rows}"
+    elif moved:
+        theirs = f"have the number of another token of {name}, whose embedding was learnt for that one"
+        problem = f"{moved} of the tokenizer's {len(other)} tokens {theirs}"
+    else:
+        return
+    hint = "leave `model.tokenizer` out for the model's own; a new vocabulary needs `model.init: random`"
+    raise DataError(problem, place=config.model.tokenizer, hint=hint)
 
 
 def _made(kind: str, parts: list[Any], make: Callable[[Path], None]) -> Path:
-    """Returns the folder in the cache that `make` fills, which appears complete or not at all."""
+    """Returns the folder in the cache that `make` fills, by what it is made from."""
+    parts = [FORMAT, *parts]
+
+    def marked(folder: Path) -> None:
+        make(folder)
+        write_json(folder / "made.json", {"from": parts})
+
     key = text_sha256(json.dumps(parts, ensure_ascii=False, sort_keys=True))[:24]
-    target = cache_folder() / "models" / f"{kind}-{key}"
-    if (target / "made.json").is_file():
-        return target
-    with made_aside(target.parent, "making") as aside:
-        made = aside / "model"
-        make(made)
-        write_json(made / "made.json", {"from": parts})
-        try:
-            made.rename(target)
-        except OSError:  # another process was first; its folder is the same
-            if not (target / "made.json").is_file():
-                raise
-        sync_folder(target.parent)
-    return target
+    return made_once(cache_folder() / "models" / f"{kind}-{key}", "made.json", marked)
 
 
 # `model.tokenizer: train`: a byte-level BPE from the training data, made once and kept by the content that it came from.
@@ -211,7 +164,6 @@ END, PAD, TURN, TURN_END = MARKS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", 
 LEAST_OCCURRENCES = 2
 MOST_CHARACTERS = 10**9
 """More text does not change a vocabulary much, and would take hours and much memory: what comes later is left out."""
-READY = "tokenizer.json"
 
 
 def trained_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 0) -> Path:
@@ -220,19 +172,12 @@ def trained_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int 
     `seed` chooses the rows of a source that has `rows`, as it does when the data are prepared. Raises `DataError` for data that
     cannot be read, or that are too little for `vocab_size` tokens.
     """
-    folder = cache_folder() / "tokenizers" / _content_key(sources, vocab_size, seed)
-    if not (folder / READY).is_file():
+
+    def train(folder: Path) -> None:
         print(f"training a tokenizer of {vocab_size:,} tokens on the training data, this once", file=sys.stderr, flush=True)
-        with made_aside(folder.parent, "tokenizer") as scratch:
-            made = scratch / "tokenizer"
-            _train(sources, vocab_size, seed, made)
-            try:
-                made.rename(folder)
-            except OSError:  # another process was first; its folder is the same
-                if not (folder / READY).is_file():
-                    raise
-            sync_folder(folder.parent)
-    return folder
+        _train(sources, vocab_size, seed, folder)
+
+    return made_once(cache_folder() / "tokenizers" / _content_key(sources, vocab_size, seed), "tokenizer.json", train)
 
 
 def _content_key(sources: Sequence[DataSource], vocab_size: int, seed: int) -> str:

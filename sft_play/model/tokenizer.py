@@ -12,7 +12,7 @@ from typing import Any
 
 from sft_play.data.templates import adds_bos, fitted, quoted, styled
 from sft_play.errors import DataError, UserError, first_line
-from sft_play.model.folder import code_not_trusted, is_about_trust, runs_code
+from sft_play.model.resolve import code_not_trusted, is_about_trust, runs_code
 from sft_play.runs.prepared import ChatFormat
 
 MARKER = "\u2402answer\u2403"
@@ -143,7 +143,11 @@ def in_time(seconds: float, message: str, *, place: str, hint: str) -> Iterator[
     Works in a process's main thread, where all our rendering and reading is done; another thread has no limit.
     """
 
+    passed = False
+
     def stop(_: int, __: FrameType | None) -> None:
+        nonlocal passed
+        passed = True
         raise _OutOfTime
 
     if threading.current_thread() is not threading.main_thread():
@@ -153,6 +157,8 @@ def in_time(seconds: float, message: str, *, place: str, hint: str) -> Iterator[
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds, AGAIN_SECONDS)
         yield
+        if passed:  # raised inside a callback of the garbage collector, where Python drops an exception
+            raise _OutOfTime
     except _OutOfTime:
         raise EndlessError(message, place=place, hint=hint) from None
     finally:

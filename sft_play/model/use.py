@@ -18,19 +18,18 @@ from sft_play.errors import CheckpointError
 from sft_play.files import read_json
 from sft_play.launch.environment import visible_cards
 from sft_play.model import quantise
-from sft_play.model.folder import check_trained
-from sft_play.model.read import first_lines, read_model, tell
+from sft_play.model.load import first_lines, read_model, tell
+from sft_play.model.resolve import check_trained
 from sft_play.model.tokenizer import load_tokenizer
-from sft_play.plan.choices import devices_for
 from sft_play.plan.detect import detect
-from sft_play.plan.layouts import VARLEN
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
+from sft_play.plan.nodes import devices_for
+from sft_play.plan.plan import LaunchRequest, Plan
+from sft_play.plan.shape import VARLEN
 from sft_play.plan.torch_check import unasked
+from sft_play.runs.checkpoints import kind_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, ResolvedModel
 from sft_play.runs.stamp import Purpose, Stamp, compare, make_stamp, refuse
-from sft_play.runs.weights import kind_of
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -82,14 +81,14 @@ def load_for_use(
 
 def find_plain(call: Call, name: str) -> tuple[Config, ResolvedModel]:
     """Returns the configuration and the place of a model that no run made, downloaded when it must. Raises `UserError`, `DataError`."""
-    from sft_play.config.call import Override
-    from sft_play.config.load import give_consent, load_config
-    from sft_play.model.folder import refuse_untrusted_code, runs_code
-    from sft_play.model.resolve import resolve_model
-    from sft_play.plan.hub import offline_unless_reachable
+    from sft_play.config.call import note_consent
+    from sft_play.config.layers import Override
+    from sft_play.config.load import load_config
+    from sft_play.model.resolve import refuse_untrusted_code, resolve_model, runs_code
+    from sft_play.plan.architecture import offline_unless_reachable
 
     loaded = load_config(None, [Override(key="model.name", text=name, origin=f"MODEL={name}"), *call.overrides])
-    give_consent(call, loaded)
+    note_consent(call, loaded)
     if not Path(name).expanduser().is_dir():
         offline_unless_reachable()
     settings = loaded.config.model

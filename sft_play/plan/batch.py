@@ -1,15 +1,218 @@
-"""Micro-batch and accumulation from the global batch (contract B1, B2). Pure arithmetic, with the sentence that explains it."""
+"""How a step's rows are divided: micro-batch and accumulation from the global batch, and shares of unequal ranks. Pure.
+
+Shares make the slowest rank finish as early as possible. A rank's step of n rows costs T(n) = min over b of floor(n/b) t(b) + t(n mod b),
+with t(b) = fixed + b x row seconds for a micro-batch of b rows, at most as many as its memory holds. With such a line the fewest micro-steps
+are best: T(n) = ceil(n/most) fixed + n row.
+
+Under DDP ranks meet once a step, so each has micro-steps of its own: the least time T* in which all rows are done is found by
+bisection over the times that any rank can have, and what is too much is taken back from the slowest. Under ZeRO and FSDP they meet in
+every micro-step: for each number k of micro-steps rows are poured in where they take least time, and k max t(b) is made least.
+
+Ranks take contiguous spans of a step's rows in proportion to their slots (`spans`), as `data/batches.py` cuts them. Everything is a
+function of its arguments alone, so all ranks come to the same shares from the same costs.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sft_play.config.schema import TrainConfig
 from sft_play.errors import UserError
-from sft_play.plan.balance import Slots
+from sft_play.plan.request import DEFAULT_GLOBAL_BATCH, global_rows
+from sft_play.text import plural
 
-DEFAULT_GLOBAL_BATCH = 32
+Slots = tuple[int, int]
+"""Rows (with packing: packs) per micro-step, micro-steps per optimizer step. A rank that gets nothing has (0, 1)."""
+NOTHING: Slots = (0, 1)
+MOST_TRIED = 64
+"""Numbers of micro-steps beyond the least that are tried where all ranks must have the same."""
+ROUNDS = 8
+"""How often shares are looked over for what cutting in proportion to slots loses."""
+MOST_SETTLED = 48
+"""Ranks beyond which that is left out: it takes time in the square of their number, and a row of so many shares is little."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What rows cost one rank."""
+
+    fixed_seconds: float
+    """Of a micro-step, however few its rows; 0 or more."""
+    row_seconds: float
+    """Of each row (with packing: pack); above 0."""
+    most_rows: int
+    """Of a micro-batch that its memory holds; 0 for a rank that can take none."""
+
+    def micro_step(self, rows: int) -> float:
+        """Return the seconds of one micro-step; nothing for an empty one."""
+        return self.fixed_seconds + rows * self.row_seconds if rows else 0.0
+
+    def step(self, rows: int) -> float:
+        """Return T(rows): the seconds of a step in the fewest micro-steps."""
+        return -(-rows // self.most_rows) * self.fixed_seconds + rows * self.row_seconds if rows else 0.0
+
+
+def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool, most_steps: int = 0) -> tuple[Slots, ...]:
+    """Return the slots of each rank for a step of `rows`, never slower by `step_seconds` than `equal_shares`.
+
+    `same_steps`: all ranks must run equally many micro-steps (ZeRO, FSDP); else (DDP) each has a number of its own. Slots hold at
+    least `rows` in all, each rank's micro-batch at most its `most_rows`. `most_steps` (0: any number) bounds micro-steps that are the same
+    on all ranks, where memory lets it. Raises `ValueError` where no rank can take a row.
+    """
+    _check(rows, costs)
+    if len(set(costs)) == 1:
+        return equal_shares(rows, costs, same_steps=same_steps)
+    found = _same_steps(rows, costs, most_steps or rows) if same_steps else tuple(map(_slots, costs, _counts(rows, costs)))
+    if len(costs) <= MOST_SETTLED:
+        found = _settled(rows, costs, found, same_steps)
+    if all(cost.most_rows for cost in costs):
+        equal = equal_shares(rows, costs, same_steps=same_steps)
+        if step_seconds(equal, costs, rows=rows) <= step_seconds(found, costs, rows=rows):
+            return equal
+    return found
+
+
+def equal_shares(rows: int, costs: Sequence[Cost], *, same_steps: bool) -> tuple[Slots, ...]:
+    """Return the slots of ranks that all get the same number of rows, the first ones one more where that leaves a rest.
+
+    Under DDP each takes them in micro-batches of its own size, else in those of the smallest. Raise `ValueError`.
+    """
+    _check(rows, costs)
+    ranks, most = len(costs), min(cost.most_rows for cost in costs)
+    if not most:
+        raise ValueError("a rank can take no row, so shares cannot be equal")
+    if same_steps:
+        steps = -(-rows // (ranks * most))
+        return ((-(-rows // (ranks * steps)), steps),) * ranks
+    each, rest = divmod(rows, ranks)
+    return tuple(_slots(cost, each + (index < rest)) for index, cost in enumerate(costs))
+
+
+def step_seconds(shares: Sequence[Slots], costs: Sequence[Cost], *, rows: int | None = None) -> float:
+    """Return the seconds of computing until the slowest rank is done with a step of `rows` (default: of full slots)."""
+    return max(rank_seconds(shares, costs, rows=rows), default=0.0)
+
+
+def rank_seconds(shares: Sequence[Slots], costs: Sequence[Cost], *, rows: int | None = None) -> tuple[float, ...]:
+    """Return the seconds that each rank computes in a step of `rows` (default: of full slots); empty micro-steps cost nothing."""
+    counts = [micro * steps for micro, steps in shares] if rows is None else spans(rows, shares)
+    return tuple(
+        min(steps, count) * cost.fixed_seconds + count * cost.row_seconds
+        for (_, steps), count, cost in zip(shares, counts, costs, strict=True)
+    )
+
+
+def spans(rows: int, shares: Sequence[Slots]) -> tuple[int, ...]:
+    """Return the rows that each rank gets of a step: the cuts are at floor(rows x slots so far / all slots)."""
+    total = sum(micro * steps for micro, steps in shares)
+    reached, start, found = 0, 0, []
+    for micro, steps in shares:
+        reached += micro * steps
+        end = rows * reached // total
+        found.append(end - start)
+        start = end
+    return tuple(found)
+
+
+def rank_rows(rows: int, micro_batches: Sequence[int]) -> list[int]:
+    """Return the most rows that each rank gets of a step where all make equally many micro-steps: its share, rounded up."""
+    slots = sum(micro_batches)
+    return [-(-rows * micro // slots) for micro in micro_batches]
+
+
+def _check(rows: int, costs: Sequence[Cost]) -> None:
+    if rows < 1 or not any(cost.most_rows for cost in costs):
+        raise ValueError(f"no rank of {len(costs)} can take any of {rows} rows")
+    if any(cost.fixed_seconds < 0 or cost.row_seconds <= 0 or cost.most_rows < 0 for cost in costs):
+        raise ValueError("a rank's cost is not one: fixed seconds and rows of 0 or more, seconds of a row above 0")
+
+
+def _slots(cost: Cost, rows: int) -> Slots:
+    """Return the fewest micro-steps for `rows`, with no larger micro-batch than those need."""
+    if not rows:
+        return NOTHING
+    steps = -(-rows // cost.most_rows)
+    return -(-rows // steps), steps
+
+
+def _counts(rows: int, costs: Sequence[Cost]) -> list[int]:
+    """Return the rows of each rank that make the slowest one's T(n) least, for ranks with micro-steps of their own."""
+    within = range(rows + 1)
+
+    def reached(limit: float) -> list[int]:
+        return [bisect_right(within, limit, key=cost.step) - 1 if cost.most_rows else 0 for cost in costs]
+
+    low, high = 0.0, min(cost.step(rows) for cost in costs if cost.most_rows)
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (low, middle) if sum(reached(middle)) >= rows else (middle, high)
+    counts = reached(high)
+    slowest = [(-cost.step(count), -rank) for rank, (cost, count) in enumerate(zip(costs, counts, strict=True)) if count]
+    heapq.heapify(slowest)
+    for _ in range(sum(counts) - rows):  # of equals the last one gives back first
+        rank = -heapq.heappop(slowest)[1]
+        counts[rank] -= 1
+        if counts[rank]:
+            heapq.heappush(slowest, (-costs[rank].step(counts[rank]), -rank))
+    return counts
+
+
+def _same_steps(rows: int, costs: Sequence[Cost], most_steps: int) -> tuple[Slots, ...]:
+    """Return slots with one number of micro-steps for all ranks that make k max t(b) least."""
+    least = -(-rows // sum(cost.most_rows for cost in costs))
+    best: tuple[float, list[int], int] | None = None
+    for steps in range(least, max(least, min(rows, most_steps, least + MOST_TRIED)) + 1):
+        micros = _poured(-(-rows // steps), costs)
+        seconds = steps * max(cost.micro_step(micro) for cost, micro in zip(costs, micros, strict=True))
+        if best is None or seconds < best[0]:
+            best = seconds, micros, steps
+    assert best is not None, (rows, costs)
+    return tuple((micro, best[2]) for micro in best[1])
+
+
+def _poured(rows: int, costs: Sequence[Cost]) -> list[int]:
+    """Return micro-batches of `rows` in all: each row goes where the micro-step is then the shortest."""
+    micros = [0] * len(costs)
+    queue = [(cost.micro_step(1), rank) for rank, cost in enumerate(costs) if cost.most_rows]
+    heapq.heapify(queue)
+    for _ in range(rows):
+        _, rank = heapq.heappop(queue)
+        micros[rank] += 1
+        if micros[rank] < costs[rank].most_rows:
+            heapq.heappush(queue, (costs[rank].micro_step(micros[rank] + 1), rank))
+    return micros
+
+
+def _settled(rows: int, costs: Sequence[Cost], shares: tuple[Slots, ...], same_steps: bool) -> tuple[Slots, ...]:
+    """Return shares of which no single rank's small change makes a step shorter: cutting in proportion moves a row here or there."""
+    best = step_seconds(shares, costs, rows=rows), shares
+    for _ in range(ROUNDS):
+        before = best
+        for rank, cost in enumerate(costs):
+            for changed in _near(best[1][rank], cost, same_steps):
+                tried = (*best[1][:rank], changed, *best[1][rank + 1 :])
+                if sum(micro * steps for micro, steps in tried) >= rows:
+                    best = min(best, (step_seconds(tried, costs, rows=rows), tried), key=lambda found: found[0])
+        if best is before:
+            break
+    return best[1]
+
+
+def _near(slots: Slots, cost: Cost, same_steps: bool) -> list[Slots]:
+    """Return slots a little larger and smaller."""
+    micro, steps = slots
+    if not micro:
+        return []
+    near = [(micro + 1, steps), (micro - 1, steps)]
+    if not same_steps:
+        near += [(micro, steps + 1), (micro, steps - 1), (micro - 1, steps + 1), (micro + 1, steps - 1)]
+    return [(m, s) for m, s in near if 1 <= m <= cost.most_rows and s >= 1]
+
+
+# Micro-batch and accumulation of like ranks, with the sentence that explains them.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +236,12 @@ class Batch:
 
 
 def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: str = "device") -> Batch:
-    """Returns the batch for ranks whose memory holds `fitting` rows each. Raises `UserError` with the arithmetic.
+    """Return the batch for ranks whose memory holds `fitting` rows each. Raise `UserError` with the arithmetic.
 
     `most` is the largest micro-batch that gains speed; only an explicit wish goes beyond it. The global batch depends on the number of
     ranks only where it is not given, and a micro-batch is: together with an accumulation, or with more rows at once than the default.
     """
-    units = count(len(fitting), unit)
+    units = plural(len(fitting), unit)
     given, accumulation = train.batch_size, train.grad_accum
     if given != "auto" and accumulation != "auto":
         return _both(train, given, accumulation, len(fitting), unit)
@@ -62,7 +265,9 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
     else:
         room = tuple(min(most, rows) for rows in fitting)
         micros = _auto(wanted, room)
-        held = f"up to {count(min(fitting), 'row')}" if min(fitting) == max(fitting) else f"{min(fitting)} to {max(fitting)} rows"
+        held = (
+            f"up to {plural(min(fitting), 'row')}" if min(fitting) == max(fitting) else f"{min(fitting)} to {max(fitting)} rows"
+        )
         fits = "fits" if held == "up to 1 row" else "fit"
         why = f"{held} {fits}, but more than {most} gain nothing" if min(fitting) > most else f"{held} {fits}"
         reasons.append(f"micro-batch {_words(micros)} per {unit}: {why}; the work is divided evenly")
@@ -73,53 +278,44 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
     return Batch(micro_batches=micros, accumulation=steps, global_batch=wanted, reasons=tuple(reasons))
 
 
-def global_rows(train: TrainConfig, world: int) -> int:
-    """Returns the rows of an optimizer step, as `choose_batch` settles them."""
-    if train.batch_size != "auto" and train.grad_accum != "auto":
-        return train.batch_size * train.grad_accum * world
-    if train.global_batch_size != "auto":
-        return train.global_batch_size
-    return DEFAULT_GLOBAL_BATCH if train.batch_size == "auto" else max(DEFAULT_GLOBAL_BATCH, train.batch_size * world)
-
-
 def rows_each(wanted: int, world: int) -> int:
-    """Returns the largest micro-batch of which `world` ranks need no smaller one for a step of `wanted` rows."""
+    """Return the largest micro-batch of which `world` ranks need no smaller one for a step of `wanted` rows."""
     return math.ceil(wanted / world)
 
 
 def said_aloud(train: TrainConfig, world: int, unit: str = "device") -> str:
-    """Returns how many rows a typed micro-batch makes of a global batch that nobody gave; empty where it stays the default."""
+    """Return how many rows a typed micro-batch makes of a global batch that nobody gave; empty where it stays the default."""
     rows = global_rows(train, world)
     if train.batch_size == "auto" or train.global_batch_size != "auto":
         return ""
     if train.grad_accum != "auto":
         product = (
-            f"global batch {rows} = {train.batch_size} per {unit} x {train.grad_accum} accumulation x {count(world, unit)}: "
+            f"global batch {rows} = {train.batch_size} per {unit} x {train.grad_accum} accumulation x {plural(world, unit)}: "
         )
-        return product + f"batch and accumulation are both given, so it differs with the number of {plural(unit)}"
+        return product + f"batch and accumulation are both given, so it differs with the number of {_units(unit)}"
     if rows == DEFAULT_GLOBAL_BATCH:
         return ""
-    return f"global batch {rows} = {train.batch_size} per {unit} x {count(world, unit)}: more at once than the default of {DEFAULT_GLOBAL_BATCH}"
+    return f"global batch {rows} = {train.batch_size} per {unit} x {plural(world, unit)}: more at once than the default of {DEFAULT_GLOBAL_BATCH}"
 
 
 def _whole(train: TrainConfig, wanted: int, world: int, unit: str) -> str:
-    """Returns where the rows of a step come from. Raises `UserError` for a micro-batch of which a smaller one makes the same step."""
+    """Return where the rows of a step come from. Raise `UserError` for a micro-batch of which a smaller one makes the same step."""
     if raised := said_aloud(train, world, unit):
         return raised
     if train.global_batch_size == "auto":
-        return f"global batch {wanted} rows per optimizer step (the default), on any number of {plural(unit)}"
+        return f"global batch {wanted} rows per optimizer step (the default), on any number of {_units(unit)}"
     if train.batch_size != "auto" and train.batch_size > rows_each(wanted, world):
         at_once = train.batch_size * world
         raise UserError(
-            f"{train.batch_size} per {unit} x {count(world, unit)} = {at_once} rows at once, but `train.global_batch_size` is {wanted}: "
+            f"{train.batch_size} per {unit} x {plural(world, unit)} = {at_once} rows at once, but `train.global_batch_size` is {wanted}: "
             f"{at_once - wanted} of them would stay empty",
             hint=f"TRAIN_BATCH_SIZE={rows_each(wanted, world)} at most, or TRAIN_GLOBAL_BATCH_SIZE={at_once}",
         )
-    return f"global batch {wanted} rows per optimizer step (as configured), on any number of {plural(unit)}"
+    return f"global batch {wanted} rows per optimizer step (as configured), on any number of {_units(unit)}"
 
 
 def halved(batch: Batch, halvings: int, unit: str = "device") -> Batch:
-    """Returns the batch with half the micro-batch (rounded up) and twice the accumulation, `halvings` times over (contract B10).
+    """Return the batch with half the micro-batch (rounded up) and twice the accumulation, `halvings` times over (contract B10).
 
     The global batch stays, and with it the rows of each step; even a micro-batch that was typed is halved. No rank goes below one
     row, and where all have one already nothing changes.
@@ -140,28 +336,18 @@ def halved(batch: Batch, halvings: int, unit: str = "device") -> Batch:
 
 
 def halve(rows: int, times: int) -> int:
-    """Returns `rows` halved and rounded up, `times` times over; 1 at least."""
+    """Return `rows` halved and rounded up, `times` times over; 1 at least."""
     return (rows + (1 << times) - 1) >> times
 
 
-def plural(unit: str) -> str:
-    """Returns `devices` or `processes`."""
-    return unit + ("es" if unit.endswith("s") else "s")
-
-
-def count(number: int, unit: str) -> str:
-    """Returns `1 device` or `2 devices`."""
-    return f"{number} {unit if number == 1 else plural(unit)}"
-
-
 def _around(wanted: int, accumulation: int, fitting: tuple[int, ...], unit: str) -> int:
-    """Returns the micro-batch that a given accumulation leaves. Raises `UserError` when it does not fit."""
+    """Return the micro-batch that a given accumulation leaves. Raise `UserError` when it does not fit."""
     micro = math.ceil(wanted / (accumulation * len(fitting)))
     if micro > min(fitting):
         least = math.ceil(wanted / (min(fitting) * len(fitting)))
         raise UserError(
             f"`train.grad_accum` {accumulation} needs {micro} rows per {unit} = {wanted} global / "
-            f"({accumulation} x {count(len(fitting), unit)}), but only {min(fitting)} fit",
+            f"({accumulation} x {plural(len(fitting), unit)}), but only {min(fitting)} fit",
             hint=f"set TRAIN_GRAD_ACCUM to {least} or more, or leave it to `auto`",
         )
     return micro
@@ -169,7 +355,7 @@ def _around(wanted: int, accumulation: int, fitting: tuple[int, ...], unit: str)
 
 def _both(train: TrainConfig, micro: int, accumulation: int, world: int, unit: str) -> Batch:
     product = micro * accumulation * world
-    arithmetic = f"{micro} per {unit} x {accumulation} accumulation x {count(world, unit)} = {product}"
+    arithmetic = f"{micro} per {unit} x {accumulation} accumulation x {plural(world, unit)} = {product}"
     if train.global_batch_size not in ("auto", product):
         raise UserError(
             f"{arithmetic} rows per optimizer step, but `train.global_batch_size` is {train.global_batch_size}",
@@ -180,7 +366,7 @@ def _both(train: TrainConfig, micro: int, accumulation: int, world: int, unit: s
 
 
 def _auto(wanted: int, room: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns micro-batches with as few micro-steps as fit, shared out so that none is larger than it must be."""
+    """Return micro-batches with as few micro-steps as fit, shared out so that none is larger than it must be."""
     steps = math.ceil(wanted / sum(room))
     if len(set(room)) == 1:
         # The smallest micro-batch that needs no more steps: 32 over room for 12 gives 3 steps of 11, not 12, 12 and 8.
@@ -201,5 +387,10 @@ def _idle(wanted: int, world: int, unit: str) -> list[str]:
     if world <= wanted:
         return []
     return [
-        f"{world - wanted} of {count(world, unit)} have nothing to do: a step has {wanted} rows; raise TRAIN_GLOBAL_BATCH_SIZE"
+        f"{world - wanted} of {plural(world, unit)} have nothing to do: a step has {wanted} rows; raise TRAIN_GLOBAL_BATCH_SIZE"
     ]
+
+
+def _units(unit: str) -> str:
+    """Return `devices` or `processes`."""
+    return plural(2, unit).removeprefix("2 ")

@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from sft_play.config.reader import Positive, Range, record_of
 from sft_play.files import read_json, write_json
 from sft_play.plan.hardware import Hardware
 from sft_play.runs.folder import cache_folder
 
 FORMAT = 1
 """Raised when the meaning of a field changes; a file of another format is as good as none."""
-LONGEST_NAME = 255
-"""Letters of a device's or a model's name."""
-LARGEST = 1e30
-"""Below it is whatever a device can do in a second."""
+Speed = Annotated[float, Range(above=0, maximum=1e30)]
+"""What is divided by, or is a share of the time: never zero."""
+Seconds = Annotated[float, Range(minimum=0, maximum=1e30)]
 SAME_WORK = ("mode", "precision", "gradient_checkpointing", "layout", "attention")
 """Parts of a step's description that a fit of another model must share to be of any use here, the most telling first."""
 
@@ -28,9 +28,9 @@ SAME_WORK = ("mode", "precision", "gradient_checkpointing", "layout", "attention
 class Link:
     """An all-reduce as a straight line: `latency + 2 (N-1)/N * bytes / bandwidth`."""
 
-    ranks: int
-    latency_seconds: float
-    bytes_per_second: float
+    ranks: Positive
+    latency_seconds: Seconds
+    bytes_per_second: Speed
     """Bus bandwidth: what each rank sends in a ring, whatever their number."""
 
 
@@ -38,20 +38,20 @@ class Link:
 class StepFit:
     """Real optimizer steps of one model as a straight line: `micro-steps * seconds_per_micro_step + FLOPs / flops_per_second`."""
 
-    work: Mapping[str, Any]
+    work: dict[str, Any]
     """What was trained and how (`throughput.describe_work`): the fit holds for the same work only, and is a guess for other."""
     model: str
-    seconds_per_micro_step: float
+    seconds_per_micro_step: Seconds
     """What a micro-step costs however few tokens it has: the launch of every operation, reading every weight."""
-    flops_per_second: float
+    flops_per_second: Speed
     """Of one rank."""
-    threads: float
+    threads: Speed
     """Processor threads of one rank (1 on a GPU)."""
-    layers: int
-    flops_per_token: float
-    points: int
+    layers: Positive
+    flops_per_token: Speed
+    points: Positive
     """Steps that the line was fitted to."""
-    spread: float
+    spread: Seconds
     """Median of their relative distances from the line."""
     measured: str
     """Day, as 2026-11-21."""
@@ -62,16 +62,15 @@ class Calibration:
     """Everything that was measured on one kind of device."""
 
     device: str
-    kind: str
-    """`cpu` or `cuda`."""
-    threads: int
+    kind: Literal["cpu", "cuda"]
+    threads: Positive
     """Processor threads of the machine."""
     measured: str
     """Day of the last measurement."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    matmul_flops: Mapping[str, float] = field(default_factory=dict)
+    matmul_flops: Mapping[str, Speed] = field(default_factory=dict)
     """Width of square matrices (as text) -> operations per second, fp32 on a CPU and bf16 on a GPU."""
-    bandwidth: float | None = None
+    bandwidth: Speed | None = None
     """Bytes per second read and written by a copy."""
     links: Mapping[str, Link] = field(default_factory=dict)
     """`gloo` or `nccl` -> the all-reduce between processes of this machine."""
@@ -80,7 +79,7 @@ class Calibration:
     """Where devices of several names are planned for: `same_name` of each -> what was measured on it. Never kept in a file."""
 
     def of(self, device: str) -> Calibration:
-        """Returns what was measured on the device of this name."""
+        """Return what was measured on the device of this name."""
         return self.others.get(same_name(device), self)
 
     @property
@@ -89,7 +88,7 @@ class Calibration:
         return max(self.matmul_flops.values(), default=None)
 
     def fit_for(self, work: Mapping[str, Any], *, flops_per_token: float, threads: float) -> tuple[StepFit, bool] | None:
-        """Returns the fit for `work` and whether it is of the very same work; else the nearest one; `None` without any.
+        """Return the fit for `work` and whether it is of the very same work; else the nearest one; `None` without any.
 
         Among fits of other work the one wins that shares most of `SAME_WORK` and then is nearest in size and threads.
         """
@@ -106,12 +105,12 @@ class Calibration:
         return min(self.steps, key=distance), False
 
     def with_fit(self, fit: StepFit) -> Calibration:
-        """Returns the calibration with `fit` in the place of an older one of the same work and threads."""
+        """Return the calibration with `fit` in the place of an older one of the same work and threads."""
         kept = [one for one in self.steps if (dict(one.work), one.threads) != (dict(fit.work), fit.threads)]
         return replace(self, steps=(*kept, fit), measured=fit.measured)
 
     def joined(self, newer: Calibration) -> Calibration:
-        """Returns `newer` with what only this one has measured."""
+        """Return `newer` with what only this one has measured."""
         old = tuple(
             one
             for one in self.steps
@@ -126,7 +125,7 @@ class Calibration:
         )
 
     def save(self) -> Path:
-        """Writes the file of this device and returns its path. Raises `OSError`."""
+        """Write the file of this device and returns its path. Raise `OSError`."""
         path = calibration_path(self.device)
         kept = {name: value for name, value in asdict(self).items() if name != "others"}
         write_json(path, {"format": FORMAT, **kept})
@@ -134,18 +133,18 @@ class Calibration:
 
 
 def calibration_path(device: str) -> Path:
-    """Returns where the calibration of a device is kept."""
+    """Return where the calibration of a device is kept."""
     return cache_folder() / "calibration" / f"{same_name(device)}.json"
 
 
 def same_name(device: str) -> str:
-    """Returns what is alike in the names of one device: `NVIDIA H200` by its driver, `H200` in the catalogue."""
+    """Return what is alike in the names of one device: `NVIDIA H200` by its driver, `H200` in the catalogue."""
     plain = re.sub(r"nvidia|geforce|\((r|tm)\)", "", device.lower())
     return re.sub(r"[^a-z0-9]+", "-", plain).strip("-").replace("rtx-", "rtx") or "device"
 
 
 def load_calibration(hardware: Hardware) -> Calibration | None:
-    """Returns what was measured on the devices of `hardware`, `None` when something was not: priors and measurements do not compare.
+    """Return what was measured on the devices of `hardware`, `None` when something was not: priors and measurements do not compare.
 
     Described hardware gets it only where its devices have the very name of those that were measured.
     """
@@ -157,7 +156,7 @@ def load_calibration(hardware: Hardware) -> Calibration | None:
 
 
 def of_all_nodes(here: Calibration | None, nodes: Sequence[Sequence[Calibration]]) -> Calibration | None:
-    """Returns what was measured on the devices of all nodes: each device by its own node's measure, `here` first.
+    """Return what was measured on the devices of all nodes: each device by its own node's measure, `here` first.
 
     Where several nodes measured a device of one name, the first of them counts. The links between processes of a machine are `here`'s.
     """
@@ -170,7 +169,7 @@ def of_all_nodes(here: Calibration | None, nodes: Sequence[Sequence[Calibration]
 
 
 def _of_several(known: Mapping[str, Calibration]) -> Calibration:
-    """Returns what was measured on devices of several names, by `same_name`."""
+    """Return what was measured on devices of several names, by `same_name`."""
     return Calibration(
         device=" + ".join(one.device for one in known.values()), kind=next(iter(known.values())).kind,
         threads=next(iter(known.values())).threads, measured=min(one.measured for one in known.values()), others=known,
@@ -178,73 +177,19 @@ def _of_several(known: Mapping[str, Calibration]) -> Calibration:
 
 
 def read_calibration(device: str) -> Calibration | None:
-    """Returns the calibration of a device's name, or `None`; a file that cannot be understood counts as none."""
+    """Return the calibration of a device's name, or `None`; a file that cannot be understood counts as none."""
     try:
         value = read_json(calibration_path(device))
         if value.pop("format") != FORMAT:
             return None
-        found = calibration_of(value)
+        found = record_of(value, Calibration)
     except (OSError, AttributeError, KeyError, TypeError, ValueError):  # never measured, or by another version
         return None
     return found if same_name(found.device) == same_name(device) else None
 
 
-def calibration_of(value: Any) -> Calibration:
-    """Returns the calibration that `value` tells as JSON does, without others. Raises `ValueError` for anything else."""
-    if not isinstance(value, dict) or value.get("kind") not in ("cpu", "cuda"):
-        raise ValueError("not what was measured on a device")
-    tables = {name: value.get(name, {}) for name in ("versions", "matmul_flops", "links")}
-    steps = value.get("steps", [])
-    if value.get("others") or not isinstance(steps, list) or not all(isinstance(table, dict) for table in tables.values()):
-        raise ValueError("no table of what was measured")
-    _need_words(value, "device", "measured")
-    _need_speeds({"threads": value.get("threads"), **tables["matmul_flops"]})
-    if value.get("bandwidth") is not None:
-        _need_speeds({"bandwidth": value["bandwidth"]})
-    if not all(isinstance(version, str) for version in tables["versions"].values()):
-        raise ValueError("a version that is none")
-    links = {name: _link_of(link) for name, link in tables["links"].items()}
-    try:
-        return Calibration(**{**value, "links": links, "steps": tuple(map(_fit_of, steps)), "others": {}})
-    except TypeError as error:
-        raise ValueError(f"not what was measured on a device: {error}") from None
-
-
-def _link_of(value: Any) -> Link:
-    if not isinstance(value, dict) or set(value) != {item.name for item in fields(Link)}:
-        raise ValueError("not a link between processes")
-    _need_speeds(value, from_zero=("latency_seconds",))
-    return Link(**value)
-
-
-def _fit_of(value: Any) -> StepFit:
-    if (
-        not isinstance(value, dict)
-        or set(value) != {item.name for item in fields(StepFit)}
-        or not isinstance(value["work"], dict)
-    ):
-        raise ValueError("not a line through measured steps")
-    _need_words(value, "model", "measured")
-    numbers = {name: number for name, number in value.items() if name not in ("work", "model", "measured")}
-    _need_speeds(numbers, from_zero=("seconds_per_micro_step", "spread"))
-    return StepFit(**value)
-
-
-def _need_words(value: Mapping[str, Any], *names: str) -> None:
-    for name in names:
-        if not isinstance(value.get(name), str) or len(value[name]) > LONGEST_NAME:
-            raise ValueError(f"`{name}` of what was measured is no text")
-
-
-def _need_speeds(value: Mapping[str, Any], *, from_zero: Sequence[str] = ()) -> None:
-    """Raises `ValueError` for what is no number of use: a speed of zero would be divided by."""
-    for name, number in value.items():
-        if type(number) not in (int, float) or not 0 <= number < LARGEST or (number == 0 and name not in from_zero):
-            raise ValueError(f"`{name}` of what was measured is no number of use")
-
-
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns (seconds at no work, work per second) of points (work, seconds).
+    """Return (seconds at no work, work per second) of points (work, seconds).
 
     The slope is the median over all pairs (Theil and Sen), so that a step that something else slowed down does not count. A line
     that would start below zero, or not rise, is one through the origin.
@@ -265,5 +210,5 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def spread(points: Sequence[tuple[float, float]], line: tuple[float, float]) -> float:
-    """Returns the median relative distance of `points` from `line` (as `fit_line` returns it)."""
+    """Return the median relative distance of `points` from `line` (as `fit_line` returns it)."""
     return median(abs(line[0] + work / line[1] - seconds) / seconds for work, seconds in points)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.backends import layout_for
-from sft_play.plan.batch import DEFAULT_GLOBAL_BATCH
-from sft_play.plan.hardware import COMPUTE_MODE_REMEDY, FULL, GIB, Device, Hardware
-from sft_play.plan.layouts import (
+from sft_play.plan.hardware import GIB, Device
+from sft_play.plan.memory import ADAM_MOMENTS, LOGIT_BYTES, logit_bytes, trainable_parameters, trained_bytes
+from sft_play.plan.plan import Layout, Precision, Setup, Strategy
+from sft_play.plan.request import DEFAULT_GLOBAL_BATCH, Request
+from sft_play.plan.sequence_parallel import for_slices
+from sft_play.plan.shape import (
     BY_LENGTHS,
+    CHUNKED_HEAD_MODEL_TYPES,
     FLATTENED_MODEL_TYPES,
     FLATTENED_TOKENS,
     LIGER_MODEL_TYPES,
@@ -23,13 +27,10 @@ from sft_play.plan.layouts import (
     VARLEN_MODEL_TYPES,
     WITHOUT_FLASH_ATTENTION,
     WITHOUT_SDPA,
+    ModelShape,
 )
-from sft_play.plan.memory import ADAM_MOMENTS, Setup, trainable_parameters, trained_bytes
-from sft_play.plan.plan import Layout, Precision, Strategy
-from sft_play.plan.request import LaunchRequest
-from sft_play.plan.shape import ROUTER, ROUTES, ModelShape
+from sft_play.text import gib
 
-MOST_CPU_PROCESSES = 64
 GPU_ONLY_OPTIMIZERS = {
     "paged_adamw_8bit": "adamw_torch", "paged_adamw_32bit": "adamw_torch", "paged_adamw": "adamw_torch", "adamw_8bit": "adamw_torch",
     "adamw_bnb_8bit": "adamw_torch", "adamw_apex_fused": "adamw_torch", "paged_lion_8bit": "adamw_torch", "paged_lion_32bit": "adamw_torch",
@@ -45,131 +46,57 @@ ADAPTER_RATE, FULL_RATE, SCRATCH_RATE = 2e-4, 2e-5, 6e-4
 Reasons = list[str]
 
 
-def devices_for(hardware: Hardware, request: LaunchRequest, wants_one: bool) -> tuple[tuple[int, ...], tuple[Device, ...]]:
-    """Returns the index and the device of each of this machine's ranks.
-
-    Raises `HardwareError` when there are not enough, or when other programs fill one that would be used.
-    """
-    asked = request.num_gpus
-    if wants_one and (asked or 1) > 1:
-        raise UserError(f"`NUM_GPUS` is {asked}, but `make train` runs one process", hint="use make train-distributed")
-    if hardware.kind == "cpu":
-        count = 1 if wants_one else asked or min(2, hardware.cpu_threads)
-        if count > MOST_CPU_PROCESSES:
-            raise HardwareError(
-                f"`NUM_GPUS` is {count}, but there is no GPU, and {MOST_CPU_PROCESSES} processes on a CPU are the most",
-                hint=f"this machine has {hardware.cpu_threads} CPU threads: NUM_GPUS={min(2, hardware.cpu_threads)}",
-            )
-        return (0,) * count, hardware.devices * count
-    if asked and asked > len(hardware.devices):
-        names = ", ".join(device.name for device in hardware.devices)
-        raise HardwareError(
-            f"`NUM_GPUS` is {asked}, but there {'is' if len(hardware.devices) == 1 else 'are'} {len(hardware.devices)} ({names})",
-            hint=f"NUM_GPUS={len(hardware.devices)}, or look at `make gpu-info` and CUDA_VISIBLE_DEVICES",
-        )
-    if wants_one:
-        best = max(range(len(hardware.devices)), key=lambda index: _worth(hardware.devices[index]))
-        _refuse_full(hardware, (hardware.devices[best],))
-        return (best,), (hardware.devices[best],)
-    chosen = hardware.devices[: asked or len(hardware.devices)]
-    _refuse_full(hardware, chosen)
-    return tuple(range(len(chosen))), chosen
-
-
-def _worth(device: Device) -> tuple[bool, int, float]:
-    """The best device for one process may be used and has the most free memory, in steps of a GiB; among equals, the fastest."""
-    return not device.blocked, device.free_bytes // GIB, device.peak_flops or 0.0
-
-
-def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
-    """Raises `HardwareError` for a GPU that other programs fill, with the way to leave it out."""
-    for device in chosen:
-        if device.blocked:
-            raise HardwareError(device.cannot_be_used, hint=COMPUTE_MODE_REMEDY)
-    full = [index for index, device in enumerate(chosen) if device.full]
-    if not full:
-        return
-    first = chosen[full[0]]
-    share = first.free_bytes / max(1, first.memory_bytes)
-    usable = [(index, device) for index, device in enumerate(hardware.devices) if not device.full]
-    if hardware.described:
-        hint = "leave it out of `HARDWARE`, or give it more `free_gb`"
-    elif not usable:
-        hint = "`make memory-check` says who holds them; wait, or end those programs"
-    else:
-        free = sum(device.free_bytes for _, device in usable) / GIB
-        hint = f"{showing(hardware, [index for index, _ in usable])} leaves out what is full: {free:.1f} GiB free on "
-        hint += f"{len(usable)} of {len(hardware.devices)} GPUs; `make memory-check` says who holds the rest"
-    raise HardwareError(
-        f"GPU {hardware.devices.index(first)} ({first.name}) is full: {first.free_bytes / GIB:.1f} of {first.memory_bytes / GIB:.1f} GiB free "
-        f"= {share:.1%}, less than the {FULL:.0%} that CUDA and the first layers take",
-        hint=hint,
-    )
-
-
-def showing(hardware: Hardware, indices: list[int]) -> str:
-    """Returns the `CUDA_VISIBLE_DEVICES` that shows these of the devices, by the driver's numbers."""
-    return "CUDA_VISIBLE_DEVICES=" + ",".join(visible_names(hardware.devices, indices))
-
-
-def visible_names(devices: Sequence[Device], indices: Sequence[int]) -> list[str]:
-    """Returns how `CUDA_VISIBLE_DEVICES` names these of the devices: slices by UUID, cards by number, unknown ones by place."""
-    chosen = [(index, devices[index]) for index in indices]
-    return [device.mig_uuid or str(index if device.number is None else device.number) for index, device in chosen]
-
-
 def choose_backend(config: Config, kind: str, ranks: int, reasons: Reasons) -> str:
-    """Returns `none`, `gloo` or `nccl`. Raises `UserError`."""
+    """Return `none`, `gloo` or `nccl`. Raise `UserError`."""
     wanted = config.launch.backend
-    if wanted == "mpi":
-        raise UserError("`launch.backend` is `mpi`, which torch's published builds lack", hint="leave it to `auto`: nccl or gloo")
     if wanted == "nccl" and kind == "cpu":
         raise UserError("`launch.backend` is `nccl`, which needs GPUs", hint="leave it to `auto`: gloo between CPUs")
     if ranks == 1:
         return "none"
-    chosen = wanted if wanted != "auto" else ("nccl" if kind == "cuda" else "gloo")
-    reasons.append(
-        f"backend {chosen}: "
-        + ("as configured" if wanted != "auto" else "between GPUs" if kind == "cuda" else "between CPU processes")
-    )
+    if wanted != "auto":
+        reasons.append(f"backend {wanted}: as configured")
+        return wanted
+    chosen, between = ("nccl", "GPUs") if kind == "cuda" else ("gloo", "CPU processes")
+    reasons.append(f"backend {chosen}: between {between}")
     return chosen
 
 
-def choose_precision(
-    config: Config, hardware: Hardware, devices: tuple[Device, ...], strategy: Strategy, reasons: Reasons
-) -> Precision:
-    """Returns what is computed in. A typed `true` that the hardware lacks is an error, with the key as its place."""
-    train = config.train
-    if train.bf16 is True and hardware.kind == "cpu" and strategy not in ("single", "ddp"):
+def choose_precision(request: Request, strategy: Strategy, reasons: Reasons) -> Precision:
+    """Return what is computed in. A typed `true` that the hardware lacks is an error, with the key as its place."""
+    train, cpu = request.config.train, request.hardware.kind == "cpu"
+    without = next((device for device in request.ranks.devices if not device.bf16), None)
+    if train.bf16 is True and cpu and strategy not in ("single", "ddp"):
         message = f"`train.bf16` is `true`, but {strategy} on a CPU computes in fp32 only"
         raise HardwareError(message, place="train.bf16", hint="leave it to `auto`")
-    without = next((device for device in devices if not device.bf16), None)
     if train.bf16 is True and without is not None:
-        raise HardwareError(
-            f"`train.bf16` is `true`, but {'this CPU' if hardware.kind == 'cpu' else without.name} does not compute in bfloat16"
-            + (" any faster than in fp32" if hardware.kind == "cpu" else ""),
-            place="train.bf16",
-            hint="leave `train.bf16` to `auto`" + ("" if hardware.kind == "cpu" else ", or set TRAIN_FP16=true"),
+        who = (
+            "this CPU does not compute in bfloat16 any faster than in fp32"
+            if cpu
+            else f"{without.name} does not compute in bfloat16"
         )
+        hint = "leave `train.bf16` to `auto`" + ("" if cpu else ", or set TRAIN_FP16=true")
+        raise HardwareError(f"`train.bf16` is `true`, but {who}", place="train.bf16", hint=hint)
+    if train.fp16 and cpu:
+        message = "`train.fp16` is `true`, but fp16 with loss scaling needs a GPU"
+        raise HardwareError(message, place="train.fp16", hint="omit it: fp32 is used")
+    found: tuple[Precision, str]
     if train.fp16:
-        if hardware.kind == "cpu":
-            message = "`train.fp16` is `true`, but fp16 with loss scaling needs a GPU"
-            raise HardwareError(message, place="train.fp16", hint="leave it away: fp32 is used")
-        reasons.append("precision fp16: as configured")
-        return "fp16"
-    if train.bf16 is True or (train.bf16 == "auto" and hardware.kind == "cuda" and without is None):
-        reasons.append("precision bf16: " + ("as configured" if train.bf16 is True else "every GPU here computes in it"))
-        return "bf16"
-    if train.bf16 == "auto" and hardware.kind == "cuda":
-        reasons.append(f"precision fp16: {without.name if without else 'a GPU'} has no bfloat16")
-        return "fp16"
-    units = "exact; TRAIN_BF16=true would use this CPU's bfloat16 units" if without is None else "this CPU has no bfloat16 units"
-    reasons.append("precision fp32: " + ("as configured" if train.bf16 is False else units))
-    return "fp32"
+        found = "fp16", "as configured"
+    elif train.bf16 is True:
+        found = "bf16", "as configured"
+    elif train.bf16 is False:
+        found = "fp32", "as configured"
+    elif not cpu:
+        found = ("fp16", f"{without.name} has no bfloat16") if without else ("bf16", "every GPU here computes in it")
+    else:
+        units = "exact; TRAIN_BF16=true would use this CPU's bfloat16 units"
+        found = "fp32", "this CPU has no bfloat16 units" if without else units
+    reasons.append(f"precision {found[0]}: {found[1]}")
+    return found[0]
 
 
 def choose_weights_dtype(config: Config, kind: str, precision: Precision, reasons: Reasons) -> str:
-    """Returns the type of the base's weights. Raises `UserError` for trained weights in float16."""
+    """Return the type of the base's weights. Raise `UserError` for trained weights in float16."""
     if config.model.dtype == "float16" and config.tuning.mode == "full":
         raise UserError(
             "`model.dtype` is `float16`, but every weight is trained: small updates vanish in it, and loss scaling refuses it",
@@ -191,13 +118,15 @@ def choose_weights_dtype(config: Config, kind: str, precision: Precision, reason
     return chosen
 
 
-def choose_attention(
-    config: Config, shape: ModelShape, kind: str, devices: tuple[Device, ...], precision: Precision, reasons: Reasons
-) -> str:
-    """Returns the attention implementation. Raises for one that these devices, this precision or this family does not have."""
+def choose_attention(request: Request, precision: Precision, reasons: Reasons) -> str:
+    """Return the attention implementation. Raise for one that these devices, this precision or this family does not have."""
+    config, shape, kind = request.config, request.shape, request.hardware.kind
     wanted, family = config.model.attn_implementation, shape.model_type
-    no_flash = _without_flash(kind, devices, precision)
+    no_flash = _without_flash(kind, request.ranks.devices, precision)
     by_rows = kind == "cpu" or family in SINK_MODEL_TYPES  # `varlen` without a kernel of its own
+    if config.launch.sequence_parallel > 1:
+        reasons.append("attention varlen: on a share of the heads and all tokens of a line, by `launch.sequence_parallel`")
+        return for_slices(request, (not by_rows and no_flash) or _without_varlen(config, shape, by_rows))
     lacks = {"sdpa": WITHOUT_SDPA, "flash_attention_2": WITHOUT_FLASH_ATTENTION}
     if wanted != "auto":
         if wanted in BY_LENGTHS and no_flash and not (wanted == VARLEN and by_rows):
@@ -228,7 +157,7 @@ def choose_attention(
 
 
 def _without_flash(kind: str, devices: tuple[Device, ...], precision: Precision) -> str | None:
-    """Returns why no flash attention, the package's or torch's own, computes rows by their lengths here."""
+    """Return why no flash attention, the package's or torch's own, computes rows by their lengths here."""
     if kind == "cpu":
         return "flash attention needs a GPU"
     if old := next((device for device in devices if not device.bf16), None):
@@ -238,7 +167,7 @@ def _without_flash(kind: str, devices: tuple[Device, ...], precision: Precision)
 
 
 def _without_varlen(config: Config, shape: ModelShape, by_rows: bool) -> str | None:
-    """Returns why `varlen` cannot be this model's attention; the head sizes are those that the GPU's kernel was compiled for."""
+    """Return why `varlen` cannot be this model's attention; the head sizes are those that the GPU's kernel was compiled for."""
     if config.tuning.backend == "unsloth":
         return "unsloth has its own attention"
     if shape.model_type not in VARLEN_MODEL_TYPES:
@@ -250,108 +179,58 @@ def _without_varlen(config: Config, shape: ModelShape, by_rows: bool) -> str | N
     return None
 
 
-def check_targets(config: Config, shape: ModelShape) -> None:
-    """Raises `UserError` for typed LoRA targets that mean nothing in this model, or what no adapter can be on."""
-    lora = config.tuning.lora
-    if config.tuning.mode == "full" or isinstance(lora.target_modules, str):
-        return
-    missing = {name: "" for name in lora.target_modules if not shape.adapted([name])}
-    for name in missing:
-        why = next((one.refused for one in shape.matrices if one.refused and one.is_called(name)), "")
-        if not why and shape.expert_parameters and ROUTER.search(name):  # many a router is no linear layer
-            why = ROUTES
-        missing[name] = f" ({why})" if why else ""
-    if missing:
-        quoted = ", ".join(f"`{name}`{why}" for name, why in missing.items())
-        known = dict.fromkeys(one.typed for one in shape.matrices if one.kind in ("experts", "ends") or one.auto)
-        raise UserError(
-            f"`tuning.lora.target_modules` names {quoted}, where a `{shape.model_type}` model takes no adapter",
-            hint=f"it takes them on {', '.join(known)}; or `auto` for every linear layer but the head",
-        )
-    if shape.tied and any(one.kind == "ends" for one in shape.adapted(lora.target_modules)):
-        raise UserError(
-            "`tuning.lora.target_modules` names the head or the input embeddings, which share one weight in this model: an adapter on one could not "
-            "be merged without changing the other",
-            hint="leave it out",
-        )
-    if lora.dropout and any(one.kind == "experts" for one in shape.adapted(lora.target_modules)):
-        raise UserError(
-            f"`tuning.lora.dropout` is {lora.dropout:g}, and adapters on fused experts have no dropout",
-            hint="set `tuning.lora.dropout: 0`, or leave the experts out of `tuning.lora.target_modules`",
-        )
+def choose_layout(request: Request, setup: Setup, rows: int, row_tokens: int, reasons: Reasons) -> Layout:
+    """Return how the rows of a micro-batch (the largest one) become tensors: flattened wherever that is exact and not slower."""
+    family, backend, attention = request.shape.model_type, request.config.tuning.backend, setup.attention
+    if backend == "unsloth":
+        why = "unsloth tells rows apart by an attention mask only"
+    elif family not in (VARLEN_MODEL_TYPES if attention == VARLEN else FLATTENED_MODEL_TYPES):
+        why = f"`{family}` is not among the families proven to keep flattened rows apart"
+    elif attention == "eager" and rows > 1:
+        why = "eager attention would keep scores between all flattened rows"
+    elif setup.device == "cuda" and attention == "sdpa" and rows > 1 and rows * row_tokens > FLATTENED_TOKENS:
+        why = f"{rows * row_tokens} flattened tokens would need a quadratic mask; padded ones need none"
+    else:
+        reasons.append("rows flattened: no time and memory for padding")
+        return "flattened"
+    reasons.append(f"rows padded: {why}")
+    return padded_layout(request)
 
 
-def adapted(config: Config, shape: ModelShape) -> list[str]:
-    """Returns the reason that names what is adapted, with the parameters of its adapters."""
-    lora = config.tuning.lora
-    if config.tuning.mode == "full":
-        return []
-    found = shape.adapted(lora.target_modules)
-    names = ", ".join(dict.fromkeys(one.typed for one in found))
-    frozen = dict.fromkeys(one.typed for one in shape.matrices if one.kind == "experts" and one not in found)
-    return [
-        f"adapters of rank {lora.r} on {names}: {shape.adapter_parameters(lora.r, lora.target_modules):,} parameters"
-        + (f"; {', '.join(frozen)} stay frozen" if frozen else "")
-    ]
+def padded_layout(request: Request) -> Layout:
+    """Return how rows are padded: without an attention mask where a test proves that it changes nothing; unsloth's kernels need one."""
+    masked = request.config.tuning.backend == "unsloth" or request.shape.model_type not in UNMASKED_MODEL_TYPES
+    return "padded" if masked else "unmasked"
 
 
-def choose_layout(
-    config: Config, shape: ModelShape, kind: str, attention: str, rows: int, row_tokens: int, reasons: Reasons
-) -> Layout:
-    """Returns how the rows of a micro-batch (the largest one) become tensors: flattened wherever that is exact and not slower."""
-    alone = padded_layout(config, shape)
-    if layout_for(config.tuning.backend):
-        reasons.append(f"rows padded: {config.tuning.backend} tells rows apart by an attention mask only")
-        return alone
-    if shape.model_type not in (VARLEN_MODEL_TYPES if attention == VARLEN else FLATTENED_MODEL_TYPES):
-        reasons.append(f"rows padded: `{shape.model_type}` is not among the families proven to keep flattened rows apart")
-        return alone
-    if attention == "eager" and rows > 1:
-        reasons.append("rows padded: eager attention would keep scores between all flattened rows")
-        return alone
-    if kind == "cuda" and attention == "sdpa" and rows > 1 and rows * row_tokens > FLATTENED_TOKENS:
-        reasons.append(f"rows padded: {rows * row_tokens} flattened tokens would need a quadratic mask; padded ones need none")
-        return alone
-    reasons.append("rows flattened: no time and memory for padding")
-    return "flattened"
-
-
-def padded_layout(config: Config, shape: ModelShape) -> Layout:
-    """Returns how rows are padded: without an attention mask where a test proves that it changes nothing."""
-    return "padded" if layout_for(config.tuning.backend) or shape.model_type not in UNMASKED_MODEL_TYPES else "unmasked"
-
-
-def choose_optimizer(config: Config, shape: ModelShape, setup: Setup, memory_bytes: int, reasons: Reasons) -> str:
-    """Returns the optimizer that runs on cards of `memory_bytes`; one that needs a GPU becomes the nearest one elsewhere."""
-    wanted, kind, strategy = config.train.optim, setup.device, setup.strategy
+def choose_optimizer(request: Request, setup: Setup, reasons: Reasons) -> str:
+    """Return the optimizer that runs; one that needs a GPU becomes the nearest one elsewhere."""
+    config, strategy = request.config, setup.strategy
+    wanted, replicas = config.train.optim, strategy in ("single", "ddp")
     # The fused kernel needs no copies of the weights. It takes a loss scaler's tensors beside shards of others only without FSDP2.
-    fused = strategy in ("single", "ddp") or (strategy == "fsdp2" and setup.precision != "fp16")
-    chosen = "adamw_torch_fused" if fused else "adamw_torch"
-    if wanted == "auto":
-        states = ADAM_MOMENTS * trained_bytes(config, setup) * trainable_parameters(config, shape)
-        if (
-            kind == "cuda"
-            and config.tuning.mode == "qlora"
-            and strategy in ("single", "ddp")
-            and states > LARGE_STATES * memory_bytes
-        ):
-            share = f"AdamW's states of these adapters are {states / GIB:.1f} GiB, more than {LARGE_STATES:.0%} of the memory"
-            reasons.append(f"optimizer paged_adamw_8bit: {share}")
-            return "paged_adamw_8bit"
-        reasons.append(f"optimizer {chosen}: AdamW")
-        return chosen
-    if kind == "cpu" and wanted in GPU_ONLY_OPTIMIZERS:
-        nearest = GPU_ONLY_OPTIMIZERS[wanted]
-        reasons.append(f"optimizer {nearest} instead of {wanted}, which needs a GPU")
-        return nearest
-    if strategy not in ("single", "ddp") and wanted in GPU_ONLY_OPTIMIZERS:
+    fused = replicas or (strategy == "fsdp2" and setup.precision != "fp16")
+    chosen, why = "adamw_torch_fused" if fused else "adamw_torch", "AdamW"
+    if wanted != "auto" and wanted not in GPU_ONLY_OPTIMIZERS:
+        return wanted
+    if wanted != "auto" and setup.device == "cpu":
+        reasons.append(f"optimizer {GPU_ONLY_OPTIMIZERS[wanted]} instead of {wanted}, which needs a GPU")
+        return GPU_ONLY_OPTIMIZERS[wanted]
+    if wanted != "auto" and replicas:
+        return wanted
+    if wanted != "auto":
         reasons.append(f"optimizer {chosen} instead of {wanted}: its states cannot be sharded by {strategy}")
         return chosen
-    return wanted
+    states = ADAM_MOMENTS * trained_bytes(config, setup) * trainable_parameters(config, request.shape)
+    large = states > LARGE_STATES * min(device.memory_bytes for device in request.ranks.devices)
+    if setup.device == "cuda" and config.tuning.mode == "qlora" and replicas and large:
+        chosen = "paged_adamw_8bit"
+        why = f"AdamW's states of these adapters are {states / GIB:.1f} GiB, more than {LARGE_STATES:.0%} of the memory"
+    reasons.append(f"optimizer {chosen}: {why}")
+    return chosen
 
 
 def choose_learning_rate(config: Config, reasons: Reasons) -> float:
-    """Returns the peak learning rate."""
+    """Return the peak learning rate."""
     if config.train.learning_rate != "auto":
         return config.train.learning_rate
     if config.model.init == "random":
@@ -364,7 +243,7 @@ def choose_learning_rate(config: Config, reasons: Reasons) -> float:
 
 
 def scale_learning_rate(config: Config, rate: float, global_batch: int, reasons: Reasons) -> float:
-    """Returns the learning rate for a global batch other than the default, for which rates are quoted, with its arithmetic.
+    """Return the learning rate for a global batch other than the default, for which rates are quoted, with its arithmetic.
 
     `sqrt` keeps the noise of Adam's updates (Malladi et al. 2022, arXiv 2205.10287), `linear` that of SGD's (Goyal et al. 2017,
     arXiv 1706.02677).
@@ -391,20 +270,19 @@ def scale_learning_rate(config: Config, rate: float, global_batch: int, reasons:
 
 
 def warmup(config: Config, steps: int | None) -> int | None:
-    """Returns the steps over which the learning rate rises."""
+    """Return the steps over which the learning rate rises."""
     if config.train.warmup_steps is not None:
         return config.train.warmup_steps
     return None if steps is None else math.ceil(config.train.warmup_ratio * steps)
 
 
-def choose_kernels(
-    config: Config, shape: ModelShape, devices: tuple[Device, ...], kind: str, reasons: Reasons
-) -> Literal["off", "liger"]:
-    """Returns whose kernels compute norms, rotary embeddings and SwiGLU. Raises `HardwareError` where typed ones cannot run."""
+def choose_kernels(request: Request, reasons: Reasons) -> Literal["off", "liger"]:
+    """Return whose kernels compute norms, rotary embeddings and SwiGLU. Raise `HardwareError` where typed ones cannot run."""
+    config, shape, kind = request.config, request.shape, request.hardware.kind
     wanted = config.train.kernels
     if wanted == "off":
         return "off"
-    without = next((device for device in devices if not device.bf16), None)
+    without = next((device for device in request.ranks.devices if not device.bf16), None)
     if kind == "cpu":
         why = "Triton's kernels need an NVIDIA GPU"
     elif without is not None:
@@ -431,6 +309,63 @@ def choose_kernels(
 
 
 def loader_workers(config: Config, kind: str) -> int:
-    """Returns the processes per rank that load batches: on a GPU two, so that it does not wait while a step's batches are made."""
+    """Return the processes per rank that load batches: on a GPU two, so that it does not wait while a step's batches are made."""
     wanted = config.train.dataloader_num_workers
     return (2 if kind == "cuda" else 0) if wanted == "auto" else wanted
+
+
+CHUNK_BYTES = {"cuda": (768 * 2**20, 256 * 2**20), "cpu": (256 * 2**20,)}
+"""What the logits of a chunk may take, the first of which there is room for. Each chunk reads the whole head three times: on a GPU
+512 positions of 128,256 words are 512 operations a byte, where an RTX 4090 needs 164 and an H200 206 to be bound by computing; 128 are not
+enough (by arithmetic, unverified). A 4-bit 8B model in 7.5 GiB has no room for 1,024."""
+LEAST_POSITIONS = 128
+"""A chunk reads the whole head: with fewer positions that costs more than the arithmetic."""
+ALIGNED = 64
+HEADS = frozenset({"lm_head", "embed_out"})
+
+
+def with_chunks(config: Config, shape: ModelShape, setup: Setup) -> Setup:
+    """Return the setup with head and loss in chunks, where they can be."""
+    least = CHUNK_BYTES[setup.device][-1]
+    return setup if _whole_because(config, shape, setup) else replace(setup, loss_chunk=_positions(config, shape, least))
+
+
+def settle_chunks(
+    config: Config, shape: ModelShape, setup: Setup, micro_batch: int, fits: Callable[[Setup], bool], reasons: list[str]
+) -> Setup:
+    """Return the setup with chunks only where they save memory: where most tokens of the worst micro-batch have labels.
+
+    They are as large as `fits`, the least size apart, which was planned with.
+    """
+    *larger, least = [replace(setup, loss_chunk=_positions(config, shape, size)) for size in CHUNK_BYTES[setup.device]]
+    whole, chunked = replace(setup, loss_chunk=0), next((one for one in larger if fits(one)), least)
+    labels = micro_batch * setup.row_tokens / setup.sequence_parallel * setup.slice_label_share
+    before, after = (logit_bytes(config, shape, case, labels) for case in (whole, chunked))
+    if after >= before:
+        return whole
+    if why := _whole_because(config, shape, setup):
+        reasons.append(f"head and loss at all {labels:.0f} label positions at once, {gib(before)}: {why}")
+        return whole
+    sizes = f"{gib(after)} instead of {gib(before)} of logits"
+    reasons.append(f"head and loss in chunks of {chunked.loss_chunk} label positions: {sizes}")
+    return chunked
+
+
+def _positions(config: Config, shape: ModelShape, size: int) -> int:
+    """Return the label positions of a chunk whose logits take `size` bytes."""
+    chunk = max(LEAST_POSITIONS, size // (LOGIT_BYTES * shape.vocab_size))
+    if config.tuning.mode == "full":
+        # Each chunk adds a gradient as large as the head: with h/4 positions its logits are half of that, and it is read seldom.
+        chunk = max(chunk, shape.hidden_size // 4)
+    return chunk // ALIGNED * ALIGNED
+
+
+def _whole_because(config: Config, shape: ModelShape, setup: Setup) -> str | None:
+    """Return why head and loss cannot be chunked, or `None` when they can."""
+    if config.tuning.backend == "unsloth":
+        return "unsloth has a loss of its own"
+    if shape.model_type not in CHUNKED_HEAD_MODEL_TYPES:
+        return f"what `{shape.model_type}` does to its logits was not tried in chunks"
+    targets = config.tuning.lora.target_modules
+    on_head = config.tuning.mode != "full" and not isinstance(targets, str) and any(t.split(".")[-1] in HEADS for t in targets)
+    return "ZeRO-3 gathers the head's adapters one by one" if on_head and setup.strategy == "zero3" else None

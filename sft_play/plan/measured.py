@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+import select
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.files import read_json, text_sha256, write_json
-from sft_play.plan.memory import WORKSPACE_BYTES, Setup, rank_memory
-from sft_play.plan.plan import Plan
-from sft_play.plan.shape import ModelShape
-from sft_play.plan.trace_case import TRACED_OPTIMIZERS, Case, case_of, setup_of
-from sft_play.plan.tracer import Tracer, versions
+from sft_play.plan.memory import WORKSPACE_BYTES, rank_memory, trained_bytes
+from sft_play.plan.plan import Plan, Setup, setup_of
+from sft_play.plan.shape import ModelShape, fuses_adapters, quantises_experts
 
 STATES = ("frozen", "quant_state", "trained", "adapters", "gradients", "optimizer")
 MOVING = ("activations", "recompute", "logits", "casts", "dequantised", "workspace")
@@ -45,7 +50,7 @@ class TracedMemory:
     """Why the architecture could not be traced."""
 
     def __call__(self, config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
-        """Returns the bytes of every part."""
+        """Return the bytes of every part."""
         if config is self.config and (exact := self.found.get((setup, micro_batch))):
             return dict(exact.parts)
         parts = rank_memory(config, shape, setup, micro_batch)
@@ -56,13 +61,13 @@ class TracedMemory:
         return _scaled(parts, rank_memory(config, shape, other, rows), observed.parts)
 
     def probe_path(self, plan: Plan) -> Path:
-        """Returns where a probe of this plan keeps what it measured."""
+        """Return where a probe of this plan keeps what it measured."""
         setup = setup_of(plan)
         cases = [case_of(self.config, self.architecture, setup, rank.worst_rows) for rank in plan.ranks]
         return probe_path(self.cache_folder.parent / "probes", cases, plan, versions())
 
     def correct(self, shape: ModelShape, plan: Plan, probes: Sequence[Probed]) -> None:
-        """Takes over what a probe of this plan measured."""
+        """Take over what a probe of this plan measured."""
         setup = setup_of(plan)
         for rank, probe in zip(plan.ranks, probes, strict=True):
             key = setup, rank.worst_rows
@@ -73,25 +78,20 @@ class TracedMemory:
             self.found[key] = Observation(parts=fixed, moment=moment, operation=operation)
 
     def _nearest(self, setup: Setup, micro_batch: int) -> tuple[tuple[Setup, int], Observation] | None:
-        """Returns the observation with the same setup but for its rows, with most nearly as many tokens."""
+        """Return the observation with the same setup but for its rows, with most nearly as many tokens."""
         tokens = micro_batch * setup.row_tokens
 
         def alike(other: Setup) -> bool:
-            same: dict[str, Any] = {
-                "row_tokens": 0,
-                "layout": "",
-                "accumulates": True,
-                "label_share": 0.0,
-                "loss_chunk": 0,
-                "packed": False,
-            }
+            same: dict[str, Any] = dict.fromkeys(
+                ("row_tokens", "layout", "accumulates", "label_share", "loss_chunk", "packed"), 0
+            )
             return replace(other, **same) == replace(setup, **same)
 
         candidates = [(key, value) for key, value in self.found.items() if alike(key[0])]
         return min(candidates, key=lambda item: abs(item[0][1] * item[0][0].row_tokens - tokens), default=None)
 
     def observe(self, shape: ModelShape, setup: Setup, micro_batches: Sequence[int]) -> bool:
-        """Traces what is not known yet of these micro-batches; returns whether anything new came of it."""
+        """Trace what is not known yet of these micro-batches; returns whether anything new came of it."""
         missing = [rows for rows in dict.fromkeys(micro_batches) if (setup, rows) not in self.found]
         if not missing or self.error:
             return False
@@ -109,7 +109,7 @@ class TracedMemory:
 
 
 def _scaled(parts: Mapping[str, int], formula: Mapping[str, int], observed: Mapping[str, int]) -> dict[str, int]:
-    """Returns what was observed, scaled as the formula grew; what moves as a whole, since the formula's peak may be another moment."""
+    """Return what was observed, scaled as the formula grew; what moves as a whole, since the formula's peak may be another moment."""
     found = {
         name: int(size * observed.get(name, 0) / formula[name]) if formula.get(name) else size for name, size in parts.items()
     }
@@ -123,7 +123,7 @@ def _scaled(parts: Mapping[str, int], formula: Mapping[str, int], observed: Mapp
 
 
 def assemble(config: Config, shape: ModelShape, setup: Setup, micro_batch: int, result: Mapping[str, Any]) -> Observation:
-    """Returns a rank's parts at its worst moment: what moves as traced; states as traced, or as the strategy shards them."""
+    """Return a rank's parts at its worst moment: what moves as traced; states as traced, or as the strategy shards them."""
     formula = rank_memory(config, shape, setup, micro_batch)
     sharded = setup.strategy not in ("single", "ddp")
     best: Observation | None = None
@@ -142,19 +142,19 @@ def assemble(config: Config, shape: ModelShape, setup: Setup, micro_batch: int, 
     lost = formula["fragmentation"]
     if setup.device == "cuda":
         share = lost / max(1, sum(formula.get(name, 0) for name in MOVING))
-        lost = int(result.get(_allocator(setup), share * sum(best.parts.get(name, 0) for name in MOVING)))
+        by_formula = int(share * sum(best.parts.get(name, 0) for name in MOVING))
+        lost = int(result.get("lost_bytes", by_formula)) if _grows_segments(setup) else by_formula
     return replace(best, parts={**best.parts, "fragmentation": lost})
 
 
-def _allocator(setup: Setup) -> str:
-    """Returns which allocator's loss counts: workers grow segments in place where they can, unless the user's own setting says otherwise."""
+def _grows_segments(setup: Setup) -> bool:
+    """Whether workers run the allocator that a trace replays, `expandable_segments`: where they can, and unless the user chose otherwise."""
     own = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    grows = setup.expandable_segments if own is None else "expandable_segments:true" in own.lower()
-    return "lost_bytes" if grows else "lost_bytes_native"
+    return setup.expandable_segments if own is None else "expandable_segments:true" in own.lower()
 
 
 def traced(cases: Sequence[Case], folder: Path, tracer: Tracer | None) -> list[dict[str, Any] | None]:
-    """Returns each case's result, from the cache or from the tracer, and `None` for what is in neither."""
+    """Return each case's result, from the cache or from the tracer, and `None` for what is in neither."""
     paths = [folder / f"{case.key(versions())}.json" for case in cases]
     results: list[dict[str, Any] | None] = [read_json(path) if path.is_file() else None for path in paths]
     missing = [index for index, result in enumerate(results) if result is None]
@@ -165,9 +165,6 @@ def traced(cases: Sequence[Case], folder: Path, tracer: Tracer | None) -> list[d
             if "error" not in result:
                 write_json(paths[index], result)
     return results
-
-
-# What two real steps at the worst batch needed on the very devices, kept in the cache, and how it corrects a plan's parts.
 
 
 NOT_ALLOCATED = ("context", "fragmentation")
@@ -191,24 +188,24 @@ class Probed:
 
 
 def probe_path(folder: Path, cases: Sequence[Case], plan: Plan, versions: str) -> Path:
-    """Returns where the measurement of a plan is kept: by what runs, on which devices, under which strategy."""
+    """Return where the measurement of a plan is kept: by what runs, on which devices, under which strategy."""
     facts = [[case.key(versions) for case in cases], plan.strategy, plan.world_size, [rank.device_name for rank in plan.ranks]]
     return folder / f"{text_sha256(json.dumps(facts))[:32]}.json"
 
 
 def save(path: Path, found: Sequence[Probed]) -> None:
-    """Keeps a measurement of all ranks."""
+    """Keep a measurement of all ranks."""
     write_json(path, [asdict(one) for one in found])
 
 
 def load(path: Path) -> list[Probed]:
-    """Returns a measurement of all ranks, empty where none was made."""
+    """Return a measurement of all ranks, empty where none was made."""
     rows: list[dict[str, Any]] = read_json(path) if path.is_file() else []
     return [Probed(**row) for row in rows]
 
 
 def corrected(parts: Mapping[str, int], found: Probed, capacity: int) -> dict[str, int]:
-    """Returns the parts so that they add up to what was measured.
+    """Return the parts so that they add up to what was measured.
 
     On a GPU the context is what the process held beyond torch's reserve, fragmentation what was reserved and not allocated, and
     what is left goes to the activations. On a CPU only the resident size is known: the heap's gaps take the difference. Where
@@ -227,3 +224,177 @@ def corrected(parts: Mapping[str, int], found: Probed, capacity: int) -> dict[st
         "context": max(0, found.device_bytes - found.reserved_bytes),
         "fragmentation": max(0, found.reserved_bytes - found.allocated_bytes),
     }
+
+
+TRACE_SECONDS = 300
+"""A trace takes seconds; one that takes minutes hangs."""
+PACKAGES = ("torch", "transformers", "peft", "accelerate")
+
+
+_running: dict[int, Tracer] = {}
+"""By process, since a forked one must not use its parent's."""
+
+
+def running_tracer() -> Tracer:
+    """Returns the tracer that counts a model and then traces it, so that torch is imported once; it ends with `end_tracer`, or with us."""
+    if os.getpid() not in _running:
+        _running[os.getpid()] = Tracer()
+    return _running[os.getpid()]
+
+
+def end_tracer() -> None:
+    """Ends this process's tracer."""
+    if os.getpid() in _running:
+        _running.pop(os.getpid()).close()
+
+
+class Tracer:
+    """One `python -m sft_play.trace`, started when it is first asked and ended by `close`."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`, as the process is
+
+    def ask(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the result of each request (a case, or `{"count": architecture}`), `{"error": "..."}` where there is none."""
+        if self._process is None:
+            environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sft_play.trace"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
+                env=environment,
+            )  # fmt: skip
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(requests).encode() + b"\n")
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], TRACE_SECONDS)
+            line = process.stdout.readline() if ready else b""
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            return [{"error": f"the trace {self._failure(process)}"}] * len(requests)
+        found: list[dict[str, Any]] = json.loads(line)
+        return found
+
+    def _failure(self, process: subprocess.Popen[bytes]) -> str:
+        """Return how the process failed, with the last line that it or a library wrote to stderr."""
+        try:
+            code = process.wait(timeout=5)  # its output closes a moment before it ends
+        except subprocess.TimeoutExpired:
+            return f"took longer than {TRACE_SECONDS} s"
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        return f"ended with code {code}" + (f": {lines[-1].strip()[:300]}" if lines else "")
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
+            self._process = None
+        self._said.close()
+
+
+@cache
+def versions() -> str:
+    """Return the versions of the packages that decide what a step allocates."""
+    from importlib.metadata import version
+
+    return " ".join(f"{name}=={version(name)}" for name in PACKAGES)
+
+
+TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
+"""Optimizers whose step is traced; the states of others are counted by formula."""
+TRACE_VERSION = 7
+"""Raised when the trace itself changes, so that older results are not taken for new ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One micro-batch of one rank."""
+
+    architecture: dict[str, Any]
+    """The model's `config.json`."""
+    device: str
+    """`cpu` or `cuda`: what is planned for."""
+    mode: str
+    quantization: str
+    """`nf4`, `int8`, or `none`."""
+    lora_r: int
+    lora_dropout: float
+    target_modules: str | list[str]
+    weights_dtype: str
+    adapter_dtype: str
+    precision: str
+    autocast: bool
+    gradient_checkpointing: bool
+    layout: str
+    attention: str
+    optim: str
+    """torch's name of an AdamW, or `none` where its states are counted by formula."""
+    fused_adapters: bool
+    loss_chunk: int
+    rows: int
+    row_tokens: int
+    labels: int
+    """Label positions of the whole micro-batch."""
+    accumulates: bool
+    """Whether gradients of an earlier micro-step are held while this one runs."""
+    clips: bool
+    """Whether gradients are clipped by their norm."""
+    packed: bool = False
+    """Whether each of the `rows` is a pack of several, told apart by a mask."""
+    nf4_experts: bool = False
+    """Whether fused experts are quantised too."""
+
+    def key(self, versions: str) -> str:
+        """Return a name for the case's result, by everything that it depends on."""
+        return text_sha256(json.dumps([TRACE_VERSION, versions, asdict(self)], sort_keys=True))[:32]
+
+
+def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_batch: int) -> Case:
+    """Return the case of a rank's worst micro-batch.
+
+    Under ZeRO and FSDP2 a whole replica is traced in the type that is computed in, without an optimizer: shards, states and what is
+    gathered are arithmetic (`plan.measured`).
+    """
+    tuning, lora = config.tuning, config.tuning.lora
+    sharding = setup.zero or setup.strategy == "fsdp2"
+    computed = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[setup.precision]
+    base = computed if sharding else setup.weights_dtype
+    adapter = {2: "bfloat16", 4: "float32"}[trained_bytes(config, setup)] if tuning.mode != "full" else "float32"
+    quantized = bool(architecture.get("quantization_config"))
+    row_tokens = -(
+        -setup.row_tokens // setup.sequence_parallel
+    )  # a rank's slice; all tokens of few heads are as much as few of all
+    return Case(
+        architecture=architecture,
+        device=setup.device,
+        mode=tuning.mode,
+        quantization=tuning.quantization if tuning.mode == "qlora" or quantized else "none",
+        nf4_experts=not quantized and quantises_experts(tuning, setup.strategy),
+        lora_r=lora.r,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        weights_dtype=base,
+        adapter_dtype=computed if sharding else adapter,
+        precision=setup.precision,
+        autocast=setup.precision != "fp32" and not sharding,
+        gradient_checkpointing=setup.gradient_checkpointing,
+        layout=setup.layout,
+        attention=setup.attention,
+        optim=setup.optim if setup.optim in TRACED_OPTIMIZERS and not sharding else "none",
+        fused_adapters=fuses_adapters(setup.strategy),
+        loss_chunk=setup.loss_chunk,
+        rows=micro_batch,
+        row_tokens=row_tokens,
+        labels=max(1, math.ceil(micro_batch * row_tokens * setup.slice_label_share)),
+        accumulates=setup.accumulates,
+        clips=config.train.max_grad_norm > 0 and not sharding,
+        packed=setup.packed,
+    )

@@ -2,19 +2,17 @@
 
 Sources: saved activations per token and layer of Llama-style models under SDPA, checked against a trace of the real models to
 0.1 % (docs/planning.md has the table); nf4 from bitsandbytes' own layout; ZeRO and FSDP2 shards (Rajbhandari et al. 2019,
-arXiv 1910.02054, and the sources of the pinned DeepSpeed); logits in `plan.losses`.
+arXiv 1910.02054, and the sources of the pinned DeepSpeed).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
 
 from sft_play.config.schema import Config
-from sft_play.plan.backends import fuses_adapters, quantises_experts
-from sft_play.plan.layouts import BY_LENGTHS
-from sft_play.plan.losses import LOGIT_BYTES, logit_bytes
-from sft_play.plan.replicas import slow_network_bytes
-from sft_play.plan.shape import ModelShape
+from sft_play.plan.plan import Setup
+from sft_play.plan.shape import BY_LENGTHS, ModelShape, fuses_adapters, quantises_experts
 
 MIB = 2**20
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -24,7 +22,7 @@ CONTEXT_BYTES = {"cuda": 700 * MIB, "cpu": 600 * MIB}
 """CUDA context and kernels (0.47 to 0.92 GiB were seen elsewhere; unverified here); Python and libraries on a CPU (475 MiB after
 the imports, measured)."""
 NCCL_BYTES = 300 * MIB
-"""Its buffers on each GPU of several (0.1 to 0.5 GiB were seen elsewhere; unverified here); behind a switch more (`make.SWITCHED_BYTES`)."""
+"""Its buffers on each GPU of several (0.1 to 0.5 GiB were seen elsewhere; unverified here); behind a switch more (`request.SWITCHED_BYTES`)."""
 WORKSPACE_BYTES = {"cuda": 2 * 32 * MIB, "cpu": 0}
 """cuBLAS takes 32 MiB since Hopper, 8 MiB before, in each of two threads: the backward pass has its own."""
 FRAGMENTATION = {"cuda": 0.06, "native": 0.12, "cpu": 0.42, "by row": 0.22}
@@ -33,7 +31,6 @@ FRAGMENTATION = {"cuda": 0.06, "native": 0.12, "cpu": 0.42, "by row": 0.22}
 0.117 beside 0.074 with them in a trace of the quickstart (`SOURCE=trace HARDWARE=RTX4090 TRAIN_BATCH_SIZE=8`)."""
 MAPPED_FRAGMENTATION = 0.05
 """With recomputation on a CPU the heap would lose several times what is in use (docs/planning.md), so tensors are mapped one by one."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_BYTES = {
     "adamw_bnb_8bit": 2.03, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03, "ademamix_8bit": 3.05, "paged_ademamix_8bit": 3.05,
     "lion_8bit": 1.02, "paged_lion_8bit": 1.02, "lion_32bit": 4.0, "paged_lion_32bit": 4.0, "adafactor": 0.1, "sgd": 0.0,
@@ -48,72 +45,21 @@ FIRST_RETURNING = 2 / 3
 """Of the gradients that a layer's backward pass holds at a time, those that exist before it lets go of what it saved (traced)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setup:
-    """What the memory of a rank depends on, beside configuration and shape."""
-
-    device: str
-    strategy: str
-    world_size: int
-    precision: str
-    weights_dtype: str
-    optim: str
-    gradient_checkpointing: bool
-    layout: str
-    attention: str
-    label_share: float
-    """Share of tokens that a loss is computed for: logits exist only there."""
-    row_tokens: int
-    """Tokens of a row: the longest one of the data, or `model.max_seq_len`."""
-    accumulates: bool = True
-    """Whether gradients of an earlier micro-step are held while a later one runs."""
-    loss_chunk: int = 0
-    """Label positions for which head and loss are computed at a time; 0 for all at once."""
-    offload_optimizer: bool = False
-    """Whether DeepSpeed keeps optimizer states and gradients in the machine's memory."""
-    offload_parameters: bool = False
-    """Whether ZeRO-3 keeps the weights there too."""
-    packed: bool = False
-    """Whether what is counted as a row of `row_tokens` is a pack of several, told apart by a mask."""
-    expandable_segments: bool = True
-    """Whether torch's allocator grows its blocks in place (GPUs only)."""
-
-    @property
-    def autocast(self) -> bool:
-        """Whether fp32 weights are multiplied in a narrower type. DeepSpeed casts the weights, FSDP2 what it gathers of them."""
-        return self.precision != "fp32" and self.weights_dtype == "float32" and not self.zero and self.strategy != "fsdp2"
-
-    @property
-    def zero(self) -> bool:
-        """Whether DeepSpeed holds weights, gradients and optimizer."""
-        return self.strategy.startswith("zero")
-
-    @property
-    def width(self) -> int:
-        """Bytes of what a matrix multiplication reads."""
-        return 4 if self.precision == "fp32" and self.weights_dtype == "float32" else 2
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of a weight of the base."""
-        return 2 if self.zero and self.precision != "fp32" else DTYPE_BYTES[self.weights_dtype]
-
-
 def trainable_parameters(config: Config, shape: ModelShape) -> int:
-    """Returns how many weights are trained."""
+    """Return how many weights are trained."""
     if config.tuning.mode == "full":
         return shape.parameters - shape.vision_parameters
     return shape.adapter_parameters(config.tuning.lora.r, config.tuning.lora.target_modules)
 
 
 def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
-    """Returns the bytes of every part on one rank at the worst moment of a step."""
+    """Return the bytes of every part on one rank at the worst moment of a step."""
     return max(rank_moments(config, shape, setup, micro_batch).values(), key=lambda parts: sum(parts.values()))
 
 
 def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, dict[str, int]]:
-    """Returns the bytes of every part on one rank at each moment where a peak can stand (named as in `plan.words`)."""
-    states, tokens = _states(config, shape, setup), micro_batch * setup.row_tokens
+    """Return the bytes of every part on one rank at each moment where a peak can stand (`plan.remedies.MOMENTS`)."""
+    states, tokens = _states(config, shape, setup), -(-micro_batch * setup.row_tokens // setup.sequence_parallel)
     moving = _moving(config, shape, setup, tokens)
     if _quantises(config, shape):
         expanded = _expanded_bytes(config, shape, setup)
@@ -135,10 +81,11 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
 
 
 def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dict[str, dict[str, float]]:
-    """Returns what comes and goes within a micro-step, at each moment where it can be most."""
+    """Return what comes and goes within a micro-step, at each moment where it can be most."""
     saved = _saved_bytes_per_token(config, shape, setup, tokens) * tokens
     returning = _returning_bytes(config, shape, setup) * tokens
-    logits = logit_bytes(config, shape, setup, tokens * setup.label_share)
+    labels = tokens * setup.slice_label_share
+    logits = logit_bytes(config, shape, setup, labels)
     # Weights cast for a multiplication are kept until the backward pass has read them.
     head = 2.0 * shape.vocab_size * shape.hidden_size if setup.autocast else 0.0
     layer = 2.0 * shape.layer_linear_parameters if setup.autocast else 0.0
@@ -157,7 +104,7 @@ def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dic
         # The logits are gone when the first layer is computed again; its gradients come beside what it saved.
         "backward last": held | {"recompute": saved + returning},
     }
-    if logits < tokens * setup.label_share * shape.vocab_size * LOGIT_BYTES:
+    if logits < labels * shape.vocab_size * LOGIT_BYTES:
         # In chunks the loss is computed inside the forward pass, beside what the last norm keeps.
         normed = 3 * residual * shape.hidden_size * tokens if config.tuning.mode == "full" else 0
         ends = {"activations": held["activations"] + normed, "logits": logits, "casts": head + casts}
@@ -201,7 +148,7 @@ def _states(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]
 
 
 def host_bytes(config: Config, shape: ModelShape, setup: Setup) -> int:
-    """Returns what DeepSpeed keeps in the machine's memory for one rank instead of on its GPU."""
+    """Return what DeepSpeed keeps in the machine's memory for one rank instead of on its GPU."""
     if not (setup.offload_optimizer or setup.offload_parameters) or not setup.zero or setup.device != "cuda":
         return 0
     whole = _states(config, shape, replace(setup, offload_optimizer=False, offload_parameters=False))
@@ -210,7 +157,7 @@ def host_bytes(config: Config, shape: ModelShape, setup: Setup) -> int:
 
 
 def loading_host_bytes(config: Config, shape: ModelShape, setup: Setup, processes: int) -> int:
-    """Returns the bytes of a machine's memory that its processes take while they load, beside files that are mapped.
+    """Return the bytes of a machine's memory that its processes take while they load, beside files that are mapped.
 
     Under FSDP2 each process makes what trains fp32 there, or quantises a base there, before it is shared out. Frozen weights in the type
     of their file stay in the file's pages (2 of 237 MiB, measured with /proc/self/smaps_rollup); other strategies read onto the card.
@@ -223,7 +170,7 @@ def loading_host_bytes(config: Config, shape: ModelShape, setup: Setup, processe
 
 
 def trained_bytes(config: Config, setup: Setup) -> int:
-    """Returns the bytes of a trained weight.
+    """Return the bytes of a trained weight.
 
     Adapters are fp32, but bf16 over a base quantised into bf16 (see `model/load.py`). DeepSpeed casts what trains to the
     computation's type, and accelerate's FSDP2 makes it fp32.
@@ -236,7 +183,7 @@ def trained_bytes(config: Config, setup: Setup) -> int:
 
 
 def gradient_bytes(config: Config, setup: Setup) -> int:
-    """Returns the bytes of a trained weight's gradient as ranks reduce it and micro-steps add it up (`launch/deepspeed.py`)."""
+    """Return the bytes of a trained weight's gradient as ranks reduce it and micro-steps add it up (`launch/deepspeed.py`)."""
     return 4 if setup.zero and setup.precision == "bf16" else trained_bytes(config, setup)
 
 
@@ -257,12 +204,12 @@ def _buffers(shape: ModelShape, setup: Setup, trained: int, full: bool, weights:
 
 
 def gathered_share(setup: Setup) -> float:
-    """Returns the bytes that FSDP2 gathers of a byte it holds: fp32 weights travel in the computation's type."""
+    """Return the bytes that FSDP2 gathers of a byte it holds: fp32 weights travel in the computation's type."""
     return setup.width / setup.weight_bytes if setup.strategy == "fsdp2" and setup.weights_dtype == "float32" else 1.0
 
 
 def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Returns the bytes of all weights as ZeRO-3 and FSDP2 gather them for one pass."""
+    """Return the bytes of all weights as ZeRO-3 and FSDP2 gather them for one pass."""
     whole = _states(config, shape, replace(setup, world_size=1, offload_optimizer=False, offload_parameters=False))
     return sum(whole.get(part, 0) for part in ("frozen", "quant_state", "trained")) * gathered_share(setup)
 
@@ -273,12 +220,12 @@ def nf4_experts(config: Config, shape: ModelShape, strategy: str) -> bool:
 
 
 def quantised_parameters(config: Config, shape: ModelShape, strategy: str) -> int:
-    """Returns how many weights QLoRA quantises."""
+    """Return how many weights QLoRA quantises."""
     return shape.quantised_parameters + (shape.expert_parameters if nf4_experts(config, shape, strategy) else 0)
 
 
 def _expanded_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Returns the bytes of quantised weights in the computation's type that exist at a time, with fp32 scales of one.
+    """Return the bytes of quantised weights in the computation's type that exist at a time, with fp32 scales of one.
 
     Both passes expand one linear weight at a time; experts a layer's, which autograd keeps for the backward pass.
     """
@@ -294,7 +241,7 @@ def _expanded_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 
 def _frozen(config: Config, shape: ModelShape, setup: Setup) -> tuple[float, float]:
-    """Returns bytes of the frozen base and of its quantisation state."""
+    """Return bytes of the frozen base and of its quantisation state."""
     bits, weight = _bits(config, shape) if _quantises(config, shape) else 0, setup.weight_bytes
     if not bits:
         return float(shape.parameters * weight), 0.0
@@ -307,7 +254,7 @@ def _frozen(config: Config, shape: ModelShape, setup: Setup) -> tuple[float, flo
 
 
 def _bits(config: Config, shape: ModelShape) -> int:
-    """Returns the bits of a quantised weight."""
+    """Return the bits of a quantised weight."""
     return shape.quantized_bits or {"nf4": 4, "int8": 8}[config.tuning.quantization]
 
 
@@ -316,19 +263,19 @@ def _quantises(config: Config, shape: ModelShape) -> bool:
 
 
 def _by_row(setup: Setup) -> bool:
-    """Whether attention is computed one row at a time (`model.varlen` on a CPU)."""
+    """Whether attention is computed one row at a time (`model.kernels` on a CPU)."""
     return setup.device == "cpu" and setup.attention in BY_LENGTHS
 
 
 def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> float:
-    """Returns the bytes that one layer keeps per token for its backward pass.
+    """Return the bytes that one layer keeps per token for its backward pass.
 
     Norms compute in fp32 and keep their input so; attention keeps q, k, v, its output and fp32 sums; the feed-forward part gate,
     activation and up. A linear layer's input is kept only for a weight that trains.
     """
     h, w = shape.hidden_size, setup.width
     ffn = shape.ffn_size * max(1, shape.experts_per_token)
-    attention, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention, kv = shape.heads * shape.head_dim, math.lcm(shape.kv_heads, setup.sequence_parallel) * shape.head_dim
     inputs: float
     norms = shape.norms_per_layer * 4 * h + (4 * (attention + kv) if shape.qk_norm else 0)
     heads = (
@@ -344,7 +291,7 @@ def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, toke
 
 
 def _returning_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Returns the bytes per token of the gradients that a layer's backward pass holds at a time.
+    """Return the bytes per token of the gradients that a layer's backward pass holds at a time.
 
     The most are three as wide as the feed-forward part; two where layer and adapter are one function, and two in fp32 where PEFT
     casts (traced).
@@ -374,7 +321,7 @@ def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 
 def _int8_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Returns the bytes per token and layer of what bitsandbytes' int8 layers read and recomputation cannot let go of.
+    """Return the bytes per token and layer of what bitsandbytes' int8 layers read and recomputation cannot let go of.
 
     Its autograd function keeps the input as an attribute, which checkpointing's hooks do not see (bitsandbytes 0.50, traced).
     """
@@ -386,7 +333,7 @@ def _int8_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 
 def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
-    """Returns what telling rows apart keeps, per token and layer.
+    """Return what telling rows apart keeps, per token and layer.
 
     Eager attention keeps scores. SDPA keeps the mask in the computation's type, and with a mask transformers repeats grouped keys
     and values for every head: for rows in one line, under padding, or in windows. Attention by lengths needs neither.
@@ -410,3 +357,39 @@ def _optimizer_step_bytes(config: Config, shape: ModelShape, setup: Setup) -> fl
         return 0.0
     shards = setup.world_size if setup.strategy not in ("single", "ddp") else 1
     return trainable_parameters(config, shape) * 4 / shards
+
+
+AVERAGED_AT_A_TIME = 2**24
+"""Numbers that local steps average by one message, at most, where a parameter is not larger: 64 MiB."""
+
+
+def slow_network_bytes(config: Config, setup: Setup, trained: int, width: int) -> float:
+    """Return the bytes on one rank with `trained` weights that train, of `width` bytes each."""
+    launch = config.launch
+    if setup.strategy != "ddp" or setup.world_size == 1:
+        return 0.0
+    if launch.local_steps > 1:
+        return 8.0 * trained + 8.0 * min(trained, AVERAGED_AT_A_TIME)  # anchor and momentum in fp32; differences on their way
+    if launch.compression == "powersgd":
+        return 8.0 * trained  # what was not sent yet, and gradients with it
+    return 2.0 * trained if launch.compression != "none" and width > 2 else 0.0
+
+
+LOGIT_BYTES = 12
+"""Of a label position and word at the worst moment of the backward pass: fp32 log-softmax, its gradient and that of the logits."""
+
+
+def logit_bytes(config: Config, shape: ModelShape, setup: Setup, labels: float) -> float:
+    """Return the bytes of the logits of `labels` positions, with what chunks need beside, at the worst moment.
+
+    In chunks (`model/chunked_head.py`) only the logits of one chunk exist; for that, the gradient of all positions' hidden states is held
+    from the forward pass on, and a trained head's gradient is summed in a buffer. Where that needs more than the whole, the whole counts.
+    """
+    whole = labels * shape.vocab_size * LOGIT_BYTES
+    if not setup.loss_chunk or labels <= setup.loss_chunk:
+        return whole
+    hidden = 4 if setup.autocast else setup.width
+    each = 8 if setup.width == 4 else 10  # the logit, its logarithm and, where that is narrower, an fp32 copy
+    logits = setup.loss_chunk * shape.vocab_size * each
+    head = shape.vocab_size * shape.hidden_size * (4 + hidden) if config.tuning.mode == "full" else 0
+    return min(whole, logits + labels * shape.hidden_size * hidden + head)

@@ -13,19 +13,21 @@ the next row comes from the source that has given least for its weight, so every
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from sft_play.config.schema import DataConfig
+from sft_play.config.schema import Config, DataConfig
 from sft_play.errors import DataError
-from sft_play.runs.prepared import PreparedSplit, SourceFacts, row_integers
+from sft_play.plan.plan import Setup
+from sft_play.runs.prepared import Prepared, PreparedSplit, SourceFacts, row_integers
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:
-    """Returns an epoch's order of all rows."""
+    """Return an epoch's order of all rows."""
     order = list(range(rows))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
@@ -62,7 +64,7 @@ class Mixture:
         return tuple(found)
 
     def order(self, source_of_row: Sequence[int], lengths: Sequence[int], seed: int, epoch: int) -> list[int]:
-        """Returns the row indices of an epoch."""
+        """Return the row indices of an epoch."""
         members: list[list[int]] = [[] for _ in self.rows]
         for row, source in enumerate(source_of_row):
             members[source].append(row)
@@ -80,7 +82,7 @@ class Mixture:
         return order
 
     def _stream(self, members: list[int], count: int, seed: int, epoch: int, source: int) -> Iterator[int]:
-        """Yields the rows that epoch `epoch` takes of a source's endless sequence of permutations."""
+        """Yield the rows that epoch `epoch` takes of a source's endless sequence of permutations."""
         at, end = epoch * count, (epoch + 1) * count
         while at < end:
             turn, start = divmod(at, len(members))
@@ -96,7 +98,7 @@ class Mixture:
         return tuple(rows / max(1, whole) for rows, whole in zip(self.epoch_rows, self.rows, strict=True))
 
     def describe(self) -> list[str]:
-        """Returns an epoch of each source in words."""
+        """Return an epoch of each source in words."""
         given = [rows * size / max(1, whole) for rows, size, whole in zip(self.epoch_rows, self.tokens, self.rows, strict=True)]
         found = []
         for name, rows, whole, tokens in zip(self.names, self.epoch_rows, self.rows, given, strict=True):
@@ -115,7 +117,7 @@ class Mixture:
 
 
 def mixture_of(data: DataConfig, sources: Sequence[SourceFacts]) -> Mixture | None:
-    """Returns how the sources are mixed, `None` where they have no weights. Raises `DataError` for an empty source with a weight."""
+    """Return how the sources are mixed, `None` where they have no weights. Raise `DataError` for an empty source with a weight."""
     weights = [source.weight for source in sources]
     if not weights or any(weight is None for weight in weights):
         return None
@@ -148,14 +150,14 @@ class RowOrder:
     lengths: Sequence[int] = ()
 
     def __call__(self, epoch: int) -> list[int]:
-        """Returns row indices."""
+        """Return row indices."""
         if self.mixture is None:
             return permutation(self.rows, self.seed, epoch)
         return self.mixture.order(self.source_of_row, self.lengths, self.seed, epoch)
 
 
 def row_order(data: DataConfig, split: PreparedSplit, seed: int) -> RowOrder:
-    """Returns the order of a prepared split. Raises `DataError` for a mixture whose rows do not say where they are from."""
+    """Return the order of a prepared split. Raise `DataError` for a mixture whose rows do not say where they are from."""
     mixture = mixture_of(data, split.sources)
     if mixture is None:
         return RowOrder(rows=split.rows, seed=seed)
@@ -166,3 +168,67 @@ def row_order(data: DataConfig, split: PreparedSplit, seed: int) -> RowOrder:
             place=split.path, hint="remove this folder, so that they are prepared again",
         )  # fmt: skip
     return RowOrder(rows=sum(mixture.epoch_rows), seed=seed, mixture=mixture, source_of_row=sources, lengths=lengths)
+
+
+def label_share(prepared: Prepared | None) -> float:
+    """Return labels beside tokens of a micro-batch that is worse than any: its rows are the longest, and have most labels."""
+    split = prepared.train if prepared else None
+    if split is None or not split.longest:
+        return 1.0
+    return min(1.0, (split.most_labels or split.longest) / split.longest)
+
+
+def rows_data(config: Config, prepared: Prepared | None, setup: Setup) -> Data:
+    """Return what the average row is like; memory is planned for the worst instead."""
+    split = prepared.train if prepared else None
+    if not split or not split.rows or not split.tokens:
+        return Data(row_tokens=setup.row_tokens, longest=setup.row_tokens, label_share=1.0)
+    rows, tokens, labels = float(split.rows), float(split.tokens), float(split.label_tokens)
+    if mixture := mixture_of(config.data, split.sources):
+        taken = [(count / source.rows, source) for count, source in zip(mixture.epoch_rows, split.sources, strict=True) if count]
+        rows = float(sum(mixture.epoch_rows))
+        tokens = sum(times * source.tokens for times, source in taken)
+        labels = sum(times * source.label_tokens for times, source in taken)
+    return Data(row_tokens=tokens / rows, longest=split.longest, label_share=labels / tokens)
+
+
+def row_tokens(config: Config, prepared: Prepared | None) -> int:
+    """Return the tokens of the longest row."""
+    split = prepared.train if prepared else None
+    return min(config.model.max_seq_len, split.longest) if split else config.model.max_seq_len
+
+
+def step_count(config: Config, prepared: Prepared | None, global_batch: int, reasons: list[str]) -> tuple[int | None, int | None]:
+    """Return optimizer steps in all and of an epoch, `None` where they are not known yet."""
+    split = prepared.train if prepared else None
+    mixture = mixture_of(config.data, split.sources) if split else None
+    rows = (sum(mixture.epoch_rows) if mixture else split.rows) if split else None
+    reasons += [f"mixture: {line}" for line in (mixture.describe() if mixture else [])]
+    per_epoch = math.ceil(rows / global_batch) if rows else None
+    if config.train.max_steps > 0:
+        reasons.append(
+            f"steps {config.train.max_steps}: as configured"
+            + (f", {config.train.max_steps / per_epoch:.2f} epochs" if per_epoch else "")
+        )
+        return config.train.max_steps, per_epoch
+    if per_epoch is None:
+        reasons.append("steps: known when the data are prepared")
+        return None, None
+    steps = max(1, math.ceil(config.train.epochs * per_epoch))
+    reasons.append(
+        f"steps {steps} = {config.train.epochs:g} epochs x {per_epoch} ({rows} rows / {global_batch} global, rounded up)"
+    )
+    return steps, per_epoch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """The rows of a step, as far as they are known."""
+
+    row_tokens: float
+    """Tokens of an average row."""
+    longest: float
+    label_share: float
+    """Share of tokens that a loss is computed for."""
+    inside: float = 0.0
+    """With packing, where the above are of packs: tokens of the row that the average token is in."""

@@ -1,4 +1,4 @@
-"""The machines of a run: whose devices its ranks are, how fast the network between them is, what it takes to leave one out. Pure.
+"""The machines of a run: whose devices its ranks are, and what is known of the network between them. Pure.
 
 Nodes that have met (`launch/rendezvous.py`) plan from the same list of all their devices, and all train by node 0's plan; without it each
 takes the others to be like itself.
@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sft_play.config.schema import Config
-from sft_play.errors import HardwareError
-from sft_play.plan import choices
+from sft_play.errors import HardwareError, UserError
 from sft_play.plan.calibration import Calibration, same_name
-from sft_play.plan.catalogue import find_card
-from sft_play.plan.exchange import exchange_seconds, latency_seconds, link_of
-from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware, device_of, network_speed
-from sft_play.plan.memory import Setup
-from sft_play.plan.plan import Plan, RankPlan
-from sft_play.plan.request import LaunchRequest
-from sft_play.plan.shape import ModelShape
-from sft_play.plan.throughput import optimizer_seconds
-from sft_play.plan.unequal import Machines
-from sft_play.plan.words import rate_in_words
+from sft_play.plan.hardware import (
+    COMPUTE_MODE_REMEDY,
+    FULL,
+    GIB,
+    HEADROOM,
+    Device,
+    Hardware,
+    device_of,
+    find_card,
+    network_speed,
+    rate_in_words,
+)
+from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +52,17 @@ class Ranks:
         return self.nodes if len(set(self.nodes)) > 1 else ()
 
     def ranks_of(self, node: int) -> tuple[int, ...]:
-        """Returns the ranks of a machine."""
+        """Return the ranks of a machine."""
         start = sum(self.nodes[:node])
         return tuple(range(start, start + self.nodes[node]))
 
+    def name_of(self, node: int) -> str:
+        """Return the devices of a machine in words."""
+        names = [self.devices[rank].name for rank in self.ranks_of(node)]
+        return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}" if len(set(names)) == 1 else " + ".join(names)
+
     def on_node_of(self, rank: int) -> int:
-        """Returns how many ranks the machine of `rank` has."""
+        """Return how many ranks the machine of `rank` has."""
         return self.nodes[bisect.bisect_right(list(itertools.accumulate(self.nodes)), rank)]
 
 
@@ -72,14 +79,14 @@ def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
 
 
 def met(hardware: Hardware, launch: LaunchRequest) -> LaunchRequest:
-    """Returns the launch with the devices of every machine where a description names them."""
+    """Return the launch with the devices of every machine where a description names them."""
     if launch.num_nodes == 1 or not one_each(hardware, launch):
         return launch
     return replace(launch, node_devices=tuple((device,) for device in hardware.devices))
 
 
 def devices_of(plan: Plan) -> tuple[tuple[Device, ...], ...]:
-    """Returns the devices of each node's ranks as a plan had them, with the memory that was free then.
+    """Return the devices of each node's ranks as a plan had them, with the memory that was free then.
 
     What is known of a card by its name is there too; processes on a CPU share its memory.
     """
@@ -101,7 +108,7 @@ def _as_planned(rank: RankPlan, plan: Plan, share: int) -> Device:
 
 
 def with_network(config: Config, hardware: Hardware, launch: LaunchRequest) -> Hardware:
-    """Returns the hardware with `launch.network` between several machines, unless `HARDWARE` says otherwise. Raises `HardwareError`."""
+    """Return the hardware with `launch.network` between several machines, unless `HARDWARE` says otherwise. Raise `HardwareError`."""
     text = config.launch.network
     if text is None or launch.num_nodes == 1 or hardware.network_bytes_per_second:
         return hardware
@@ -109,7 +116,7 @@ def with_network(config: Config, hardware: Hardware, launch: LaunchRequest) -> H
 
 
 def unheard_network(config: Config, typed: Callable[[str], bool], hardware: Hardware) -> list[str]:
-    """Returns that a written `launch.network` does not count, where `HARDWARE` names another one."""
+    """Return that a written `launch.network` does not count, where `HARDWARE` names another one."""
     text, speed = config.launch.network, hardware.network_bytes_per_second
     if text is None or speed is None or not typed("launch.network"):
         return []
@@ -119,7 +126,7 @@ def unheard_network(config: Config, typed: Callable[[str], bool], hardware: Hard
 
 
 def measured_on_all(launch: LaunchRequest, calibration: Calibration | None) -> Calibration | None:
-    """Returns what was measured on the nodes that have met where it holds for the devices of each: measures and guesses do not compare."""
+    """Return what was measured on the nodes that have met where it holds for the devices of each: measures and guesses do not compare."""
     others = {same_name(device.name) for devices in launch.node_devices for device in devices}
     if calibration is None or all(name in calibration.others or name == same_name(calibration.device) for name in others):
         return calibration
@@ -127,23 +134,23 @@ def measured_on_all(launch: LaunchRequest, calibration: Calibration | None) -> C
 
 
 def ranks_of(hardware: Hardware, launch: LaunchRequest) -> Ranks:
-    """Returns the ranks of all machines. Raises `HardwareError` for devices that are not there, or full."""
+    """Return the ranks of all machines. Raise `HardwareError` for devices that are not there, or full."""
     single = launch.command_strategy == "single"
     if not launch.node_devices or single:
-        places, local = choices.devices_for(hardware, launch, single)
+        places, local = devices_for(hardware, launch, single)
         nodes = launch.num_nodes
         return Ranks(
             devices=local * nodes, places=places * nodes, nodes=(len(local),) * nodes, own=min(launch.node_rank, nodes - 1)
         )
     assert len(launch.node_devices) == launch.num_nodes, (len(launch.node_devices), launch.num_nodes)
     for node, devices in enumerate(launch.node_devices):
-        _refuse_full(node, devices)
+        _refuse_full_node(node, devices)
     places = tuple(index for devices in launch.node_devices for index in range(len(devices)))
     devices = tuple(device for devices in launch.node_devices for device in devices)
     return Ranks(devices=devices, places=places, nodes=tuple(map(len, launch.node_devices)), own=launch.node_rank)
 
 
-def _refuse_full(node: int, devices: tuple[Device, ...]) -> None:
+def _refuse_full_node(node: int, devices: tuple[Device, ...]) -> None:
     full = next(((index, device) for index, device in enumerate(devices) if device.full), None)
     if full is not None:
         index, device = full
@@ -155,17 +162,17 @@ def _refuse_full(node: int, devices: tuple[Device, ...]) -> None:
 
 
 def in_words(hardware: Hardware, launch: LaunchRequest, ranks: Ranks) -> list[str]:
-    """Returns what is known of the other machines, and where several cards that a description lists are those of each of them."""
+    """Return what is known of the other machines, and where several cards that a description lists are those of each of them."""
     if launch.num_nodes == 1:
         return []
     if not launch.node_devices:
         return [f"{launch.num_nodes} nodes, each with the devices of this one", *_multiplied(hardware, launch, ranks)]
-    found = ", ".join(f"{node}: {_named(ranks, node)}" for node in range(min(launch.num_nodes, 8)))
+    found = ", ".join(f"{node}: {ranks.name_of(node)}" for node in range(min(launch.num_nodes, 8)))
     return [f"{launch.num_nodes} nodes with {len(ranks.devices)} ranks in all ({found}{', ...' if launch.num_nodes > 8 else ''})"]
 
 
 def _multiplied(hardware: Hardware, launch: LaunchRequest, ranks: Ranks) -> list[str]:
-    """Says that each node has all of `12GB+8GB+8GB@1Gbit`, which may as well have been meant as one card of each machine."""
+    """Say that each node has all of `12GB+8GB+8GB@1Gbit`, which may as well have been meant as one card of each machine."""
     cards = len(hardware.devices)
     if hardware.listed < 2 or hardware.network_bytes_per_second is None or cards == launch.num_nodes:
         return []
@@ -175,43 +182,75 @@ def _multiplied(hardware: Hardware, launch: LaunchRequest, ranks: Ranks) -> list
     return [f"each of the {launch.num_nodes} nodes has {each}; with NUM_NODES={cards} each would have one of them"]
 
 
-def _named(ranks: Ranks, node: int) -> str:
-    names = [ranks.devices[rank].name for rank in ranks.ranks_of(node)]
-    return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}" if len(set(names)) == 1 else " + ".join(names)
+MOST_CPU_PROCESSES = 64
 
 
-def machines_of(hardware: Hardware, ranks: Ranks) -> Machines | None:
-    """Returns what could be left out of a run; `None` for one machine with like devices, where nothing could gain."""
-    if len(ranks.nodes) > 1:
-        nodes = range(len(ranks.nodes))
-        return Machines(
-            ranks=tuple(map(ranks.ranks_of, nodes)), names=tuple(f"node {node} ({_named(ranks, node)})" for node in nodes)
+def devices_for(hardware: Hardware, request: LaunchRequest, wants_one: bool) -> tuple[tuple[int, ...], tuple[Device, ...]]:
+    """Return the index and the device of each of this machine's ranks.
+
+    Raises `HardwareError` when there are not enough, or when other programs fill one that would be used.
+    """
+    asked = request.num_gpus
+    if wants_one and (asked or 1) > 1:
+        raise UserError(f"`NUM_GPUS` is {asked}, but `make train` runs one process", hint="use make train-distributed")
+    if hardware.kind == "cpu":
+        count = 1 if wants_one else asked or min(2, hardware.cpu_threads)
+        if count > MOST_CPU_PROCESSES:
+            raise HardwareError(
+                f"`NUM_GPUS` is {count}, but there is no GPU, and {MOST_CPU_PROCESSES} processes on a CPU are the most",
+                hint=f"this machine has {hardware.cpu_threads} CPU threads: NUM_GPUS={min(2, hardware.cpu_threads)}",
+            )
+        return (0,) * count, hardware.devices * count
+    if asked and asked > len(hardware.devices):
+        names = ", ".join(device.name for device in hardware.devices)
+        raise HardwareError(
+            f"`NUM_GPUS` is {asked}, but there {'is' if len(hardware.devices) == 1 else 'are'} {len(hardware.devices)} ({names})",
+            hint=f"NUM_GPUS={len(hardware.devices)}, or look at `make gpu-info` and CUDA_VISIBLE_DEVICES",
         )
-    if hardware.network_bytes_per_second is None and len(set(ranks.devices)) == 1:
-        return None
-    names = tuple(f"rank {rank} ({device.name})" for rank, device in enumerate(ranks.devices))
-    return Machines(ranks=tuple((rank,) for rank in range(len(ranks.devices))), names=names)
+    if wants_one:
+        best = max(range(len(hardware.devices)), key=lambda index: _worth(hardware.devices[index]))
+        _refuse_full(hardware, (hardware.devices[best],))
+        return (best,), (hardware.devices[best],)
+    chosen = hardware.devices[: asked or len(hardware.devices)]
+    _refuse_full(hardware, chosen)
+    return tuple(range(len(chosen))), chosen
 
 
-def beside_computing(
-    config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, ranks: Ranks, accumulation: int, calibration: Calibration | None
-) -> Callable[[tuple[int, ...]], float] | None:  # fmt: skip
-    """Returns the seconds of a step's exchange and update as a function of which ranks take part; `None` for an unknown network."""
-    if link_of(hardware, ranks.devices, len(ranks.nodes), calibration) is None:
-        return None
+def _worth(device: Device) -> tuple[bool, int, float]:
+    """The best device for one process may be used and has the most free memory, in steps of a GiB; among equals, the fastest."""
+    return not device.blocked, device.free_bytes // GIB, device.peak_flops or 0.0
 
-    node_of = [node for node, count in enumerate(ranks.nodes) for _ in range(count)]
 
-    def seconds(taking_part: tuple[int, ...]) -> float:
-        devices = tuple(ranks.devices[rank] for rank in taking_part)
-        nodes = len({node_of[rank] for rank in taking_part})
-        alone = nodes == 1 and len(ranks.nodes) > 1
-        around = replace(hardware, network_bytes_per_second=None) if alone else hardware
-        link = link_of(around, devices, nodes, calibration)
-        assert link is not None, "a link that several machines have"
-        case = replace(setup, world_size=len(devices))
-        found = exchange_seconds(config, shape, case, len(devices), accumulation, link.bytes_per_second)
-        found += latency_seconds(config, shape, case, link, len(devices), accumulation)
-        return found + optimizer_seconds(config, shape, case, around, devices, calibration)
+def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
+    """Raise `HardwareError` for a GPU that other programs fill, with the way to leave it out."""
+    for device in chosen:
+        if device.blocked:
+            raise HardwareError(device.cannot_be_used, hint=COMPUTE_MODE_REMEDY)
+    full = [index for index, device in enumerate(chosen) if device.full]
+    if not full:
+        return
+    first = chosen[full[0]]
+    share = first.free_bytes / max(1, first.memory_bytes)
+    usable = [(index, device) for index, device in enumerate(hardware.devices) if not device.full]
+    if not usable:
+        hint = "`make memory-check` says who holds them; wait, or end those programs"
+    else:
+        free = sum(device.free_bytes for _, device in usable) / GIB
+        hint = f"{showing(hardware, [index for index, _ in usable])} leaves out what is full: {free:.1f} GiB free on "
+        hint += f"{len(usable)} of {len(hardware.devices)} GPUs; `make memory-check` says who holds the rest"
+    raise HardwareError(
+        f"GPU {hardware.devices.index(first)} ({first.name}) is full: {first.free_bytes / GIB:.1f} of {first.memory_bytes / GIB:.1f} GiB free "
+        f"= {share:.1%}, less than the {FULL:.0%} that CUDA and the first layers take",
+        hint=hint,
+    )
 
-    return seconds
+
+def showing(hardware: Hardware, indices: list[int]) -> str:
+    """Return the `CUDA_VISIBLE_DEVICES` that shows these of the devices, by the driver's numbers."""
+    return "CUDA_VISIBLE_DEVICES=" + ",".join(visible_names(hardware.devices, indices))
+
+
+def visible_names(devices: Sequence[Device], indices: Sequence[int]) -> list[str]:
+    """Return how `CUDA_VISIBLE_DEVICES` names these of the devices: slices by UUID, cards by number, unknown ones by place."""
+    chosen = [(index, devices[index]) for index in indices]
+    return [device.mig_uuid or str(index if device.number is None else device.number) for index, device in chosen]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from sft_play.errors import CheckpointError, first_line
 from sft_play.files import read_json, write_json
+from sft_play.plan.hardware import Device
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -81,6 +82,8 @@ class Plan:
     epoch_seconds: float | None = None
     communication_seconds: float | None = None
     """Of a step, unless computation hides it."""
+    sequence_parallel: int = 1
+    """Neighbouring ranks that hold slices of the same lines, and so have one micro-batch between them."""
     mfu: float | None = None
     """Forecast share of the devices' peak that goes into what every token must cost (recomputation left out)."""
     speed_basis: str | None = None
@@ -141,7 +144,7 @@ class Plan:
 
     @staticmethod
     def load(path: Path) -> Plan:
-        """Reads a run's plan. Raises `CheckpointError` for a file that is none."""
+        """Read a run's plan. Raise `CheckpointError` for a file that is none."""
         try:
             return Plan.from_json(read_json(path))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -168,3 +171,120 @@ class Plan:
 
 def _rank(value: dict[str, Any]) -> RankPlan:
     return RankPlan(**{**value, "cost": tuple(value.get("cost", ()))})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchRequest:
+    """The launch as the user typed it; what is `None` is for the plan to decide."""
+
+    command_strategy: Literal["single", "ddp", "zero", "fsdp2", "auto"] = "single"
+    """What the command stands for: `make train` is `single`, `make train-distributed` is `auto`."""
+    num_gpus: int | None = None
+    """Processes on this machine."""
+    num_nodes: int = 1
+    node_rank: int = 0
+    node_devices: tuple[tuple[Device, ...], ...] = ()
+    """The devices of every node's ranks, in the order of the nodes; empty when nodes have not met: then each has those of this one."""
+    zero_stage: int | None = None
+    """Stage of a user's own DeepSpeed JSON."""
+    offload_optimizer: bool = False
+    """Whether that JSON keeps optimizer states and gradients in the machine's memory."""
+    offload_parameters: bool = False
+    """Whether that JSON keeps the weights there too (stage 3)."""
+    early: bool = False
+    """Whether the data are still to be prepared: then only what no data could change is refused for lack of memory."""
+    halvings: int = 0
+    """How often the micro-batch was halved because memory ran out."""
+    force_checkpointing: bool = False
+    """Whether activations are recomputed because memory ran out at a micro-batch of 1; a typed `false` still counts."""
+    unpack: bool = False
+    """Whether rows stay unpacked because memory ran out with one pack; a typed `on` still counts."""
+
+
+COMMANDS: Mapping[str, str] = {
+    "single": "train", "ddp": "train-distributed", "auto": "train-distributed", "fsdp2": "train-fsdp", "zero": "train-deepspeed",
+}  # fmt: skip
+"""What a command stands for -> its name."""
+
+
+def command_of(strategy: str) -> str:
+    """Return the command that trains by a strategy, such as `train-distributed`."""
+    return COMMANDS.get("zero" if strategy.startswith("zero") else strategy, "train")
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What the memory of a rank depends on, beside configuration and shape."""
+
+    device: str
+    strategy: str
+    world_size: int
+    precision: str
+    weights_dtype: str
+    optim: str
+    gradient_checkpointing: bool
+    layout: str
+    attention: str
+    label_share: float
+    """Share of tokens that a loss is computed for: logits exist only there."""
+    row_tokens: int
+    """Tokens of a row: the longest one of the data, or `model.max_seq_len`."""
+    accumulates: bool = True
+    """Whether gradients of an earlier micro-step are held while a later one runs."""
+    loss_chunk: int = 0
+    """Label positions for which head and loss are computed at a time; 0 for all at once."""
+    offload_optimizer: bool = False
+    """Whether DeepSpeed keeps optimizer states and gradients in the machine's memory."""
+    offload_parameters: bool = False
+    """Whether ZeRO-3 keeps the weights there too."""
+    packed: bool = False
+    """Whether what is counted as a row of `row_tokens` is a pack of several, told apart by a mask."""
+    expandable_segments: bool = True
+    """Whether torch's allocator grows its blocks in place (GPUs only)."""
+    sequence_parallel: int = 1
+    """Ranks that hold slices of the same lines."""
+
+    @property
+    def data_world(self) -> int:
+        """Groups of ranks that have rows of their own."""
+        return self.world_size // self.sequence_parallel
+
+    @property
+    def slice_label_share(self) -> float:
+        """Share of the tokens of a slice that a loss is computed for, at most: all labels of a line may lie in one."""
+        return min(1.0, self.label_share * self.sequence_parallel)
+
+    @property
+    def autocast(self) -> bool:
+        """Whether fp32 weights are multiplied in a narrower type. DeepSpeed casts the weights, FSDP2 what it gathers of them."""
+        return self.precision != "fp32" and self.weights_dtype == "float32" and not self.zero and self.strategy != "fsdp2"
+
+    @property
+    def zero(self) -> bool:
+        """Whether DeepSpeed holds weights, gradients and optimizer."""
+        return self.strategy.startswith("zero")
+
+    @property
+    def width(self) -> int:
+        """Bytes of what a matrix multiplication reads."""
+        return 4 if self.precision == "fp32" and self.weights_dtype == "float32" else 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight of the base."""
+        return 2 if self.zero and self.precision != "fp32" else DTYPE_BYTES[self.weights_dtype]
+
+
+def setup_of(plan: Plan) -> Setup:
+    """Return what the memory of a plan's ranks depends on."""
+    return Setup(
+        device=plan.device, strategy=plan.strategy, world_size=plan.world_size, precision=plan.precision, weights_dtype=plan.weights_dtype,
+        optim=plan.optim, gradient_checkpointing=plan.gradient_checkpointing, layout=plan.layout, attention=plan.attn_implementation,
+        label_share=plan.label_share, row_tokens=plan.row_tokens, loss_chunk=plan.loss_chunk,
+        accumulates=any(rank.accumulation > 1 for rank in plan.ranks), offload_optimizer=plan.offload_optimizer,
+        offload_parameters=plan.offload_parameters, packed=plan.pack_tokens > 0, expandable_segments=plan.expandable_segments,
+        sequence_parallel=plan.sequence_parallel,
+    )  # fmt: skip

@@ -11,10 +11,8 @@ from typing import Any
 from sft_play.errors import UserError
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.nodes import one_each
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
-from sft_play.plan.show import duration
-from sft_play.plan.words import figure
+from sft_play.plan.plan import LaunchRequest, Plan
+from sft_play.text import duration, figure
 
 MOST_DEVICES = 4096
 MOST_ROWS = 100
@@ -40,7 +38,7 @@ class Scale:
 
 
 def parse_scale(text: str) -> tuple[int, ...]:
-    """Returns the numbers that `SCALE=1..10`, `1,2,4,8` or a mixture names, rising. Raises `UserError`."""
+    """Return the numbers that `SCALE=1..10`, `1,2,4,8` or a mixture names, rising. Raise `UserError`."""
     found: set[int] = set()
     for part in text.split(","):
         match = PART.fullmatch(part.strip())
@@ -61,7 +59,7 @@ def _bad_scale(text: str) -> UserError:
 
 
 def parse_price(text: str) -> float:
-    """Returns the price of a machine's hour. Raises `UserError` for anything but a number of 0 or more."""
+    """Return the price of a machine's hour. Raise `UserError` for anything but a number of 0 or more."""
     try:
         price = float(text)
     except ValueError:
@@ -74,13 +72,13 @@ def parse_price(text: str) -> float:
 
 
 def machines(plan: Plan, hardware: Hardware) -> int:
-    """Returns how many machines are paid for: each device is one where only a stated network joins those of one node."""
+    """Return how many machines are paid for: each device is one where only a stated network joins those of one node."""
     apart = hardware.network_bytes_per_second is not None and plan.num_nodes == 1 and hardware.nodes == 1
     return plan.world_size if apart else plan.num_nodes
 
 
 def with_cost(plan: Plan, hardware: Hardware, price: float | None) -> Plan:
-    """Returns the plan with what all its steps cost at `price` a machine and hour."""
+    """Return the plan with what all its steps cost at `price` a machine and hour."""
     if price is None or plan.total_seconds is None:
         return plan
     return replace(plan, cost=price * machines(plan, hardware) * plan.total_seconds / 3600)
@@ -92,7 +90,7 @@ def counts_nodes(hardware: Hardware, request: LaunchRequest) -> bool:
 
 
 def scaled(hardware: Hardware, request: LaunchRequest, count: int) -> tuple[Hardware, LaunchRequest]:
-    """Returns hardware and launch with `count` devices (the first ones, and then more of the last), processes or machines."""
+    """Return hardware and launch with `count` devices (the first ones, and then more of the last), processes or machines."""
     request = replace(request, command_strategy="auto" if request.command_strategy == "single" else request.command_strategy)
     if request.num_nodes > 1 and one_each(hardware, request):  # each more is a machine like the last one
         devices = (*hardware.devices, *[hardware.devices[-1]] * count)[:count]
@@ -109,7 +107,7 @@ def scaled(hardware: Hardware, request: LaunchRequest, count: int) -> tuple[Hard
 def scale_table(
     plan_with: Callable[[Hardware, LaunchRequest], Plan], hardware: Hardware, request: LaunchRequest, counts: Sequence[int], price: float | None
 ) -> tuple[Scale, ...]:  # fmt: skip
-    """Returns a row for each of `counts`, each from a plan of its own."""
+    """Return a row for each of `counts`, each from a plan of its own."""
     rows: list[Scale] = []
     base: tuple[int, float] | None = None
     for count in counts:
@@ -134,12 +132,12 @@ def scale_table(
 
 
 def scale_json(rows: Sequence[Scale]) -> list[dict[str, Any]]:
-    """Returns the rows as plain data."""
+    """Return the rows as plain data."""
     return [asdict(row) for row in rows]
 
 
 def show_scale(rows: Sequence[Scale], hardware: Hardware, request: LaunchRequest, basis: str | None) -> str:
-    """Returns the table with what its columns mean."""
+    """Return the table with what its columns mean."""
     unit = "machines" if counts_nodes(hardware, request) else "processes" if hardware.kind == "cpu" else "GPUs"
     priced, timed = any(row.cost is not None for row in rows), any(row.total_seconds is not None for row in rows)
     head = f"  {unit:>9}{'tokens/s':>12}{'efficiency':>12}{'communication':>15}{'s a step':>10}"

@@ -1,42 +1,26 @@
-"""The numbers of a model's architecture: from its `config.json`, a table of the presets' models, or the hub's cache."""
+"""A model in numbers, what adapters can be on, and what its family can do: layouts without a mask, attention kernels. Pure.
+
+What families can do are facts of the pinned transformers, so that the plan knows them without importing it. `tests/numerics/test_layouts.py`
+compares them with what a tiny model of every family computes, both ways: a wrong name fails, and so does a missing one.
+"""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.schema import ModelConfig
-from sft_play.errors import DataError, UserError
-from sft_play.files import read_json, text_sha256, write_json
-from sft_play.plan.hub import hub_reachable
-from sft_play.plan.scratch import is_scratch, label, scratch_architecture
-from sft_play.plan.tracer import Tracer, versions
-from sft_play.runs.folder import cache_folder
+from sft_play.config.schema import Config, TuningConfig
+from sft_play.errors import UserError
 
-TABLE = Path(__file__).with_name("shapes.json")
-FORMULA_MODEL_TYPES = frozenset({
-    "arcee", "ernie4_5", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral3", "mistral", "qwen2", "qwen3", "smollm3",
-})  # fmt: skip
-"""Families whose every parameter and adapter the formulas count (`tests/numerics/test_shapes.py`); the model itself is asked for others."""
-BIASES = ("attention_bias", "mlp_bias", "use_bias")
-"""Keys of `config.json` for weights that the formulas leave out."""
 ROUTER = re.compile(r"(?:^|\.)(?:router|gate|wg|classifier|\w*expert_gate)(?:\.|$)")
 """Layers that decide which experts a token passes, or how much of the shared one."""
 ROUTES = "it routes tokens to experts"
-TIED_BY_DEFAULT = frozenset({"ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3"})
-"""Families whose `config.json` may leave out that head and embedding are one: releases of transformers before 5 left it out."""
-COUNT_VERSION = 2
-"""Raised when the count itself changes, so that older results are not taken for new ones."""
 
 
 def pattern_of(name: str) -> str:
-    """Returns a module's name with `*` for the numbers of layers."""
+    """Return a module's name with `*` for the numbers of layers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -80,7 +64,7 @@ class Matrices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counted:
-    """What was counted on the model itself (`sft_play.trace.count`)."""
+    """What was counted on the model itself (`sft_play.trace.run`)."""
 
     parameters: int
     largest_layer: int
@@ -118,12 +102,14 @@ class ModelShape:
     """Share of attention's weights that training drops."""
     sliding_window: int = 0
     """Tokens that a token sees in most layers, itself included; 0 for all before it."""
+    moving_rope: bool = False
+    """Whether rotary angles depend on the longest position of a line (dynamic NTK, LongRoPE)."""
     counted: Counted | None = None
     """What the model itself says where the formulas do not know the family."""
 
     @staticmethod
     def read(row: Mapping[str, Any]) -> ModelShape:
-        """Returns the shape of a row of JSON."""
+        """Return the shape of a row of JSON."""
         counted = row.get("counted")
         if not counted:
             return ModelShape(**row)
@@ -192,11 +178,11 @@ class ModelShape:
         return self.layers * self.largest_layer_parameters + ends + self.vision_parameters
 
     def linear_maps(self) -> dict[str, tuple[int, int]]:
-        """Returns (inputs, outputs) of each linear map of a layer that `auto` adapts, by the last part of its name."""
+        """Return (inputs, outputs) of each linear map of a layer that `auto` adapts, by the last part of its name."""
         return {one.typed: (one.inputs, one.outputs) for one in self.matrices if one.auto}
 
     def adapted(self, targets: str | Sequence[str]) -> list[Matrices]:
-        """Returns what `tuning.lora.target_modules` means."""
+        """Return what `tuning.lora.target_modules` means."""
         if isinstance(targets, str):
             return [one for one in self.matrices if one.auto]
         found = []
@@ -208,179 +194,145 @@ class ModelShape:
         return found
 
     def adapter_parameters(self, r: int, targets: str | Sequence[str]) -> int:
-        """Returns the parameters of LoRA adapters of rank `r`."""
+        """Return the parameters of LoRA adapters of rank `r`."""
         return r * sum(one.count * (one.inputs + one.outputs) for one in self.adapted(targets))
 
 
-def shape_of(model: ModelConfig) -> ModelShape:
-    """Returns the shape of the configured model. Raises `DataError` where its numbers cannot be had."""
-    if is_scratch(model):
-        return shape_from_config(scratch_architecture(model))
-    found, row = config_file(model), known_models().get(model.name)
-    if found is None and row:
-        return shape_of_config(row["config"], model.name) if "config" in row else ModelShape.read(row)
-    if found is None and (model.name.startswith((".", "/", "~")) or model.name.count("/") > 1):
-        raise DataError("there is no such model folder", place=model.name)
-    return shape_from_file(found or _fetched_config(model), trusts_code=model.trust_remote_code)
+UNMASKED_MODEL_TYPES = frozenset({
+    "afmoe", "apertus", "arcee", "bamba", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1",
+    "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "gemma", "gemma2", "gemma3",
+    "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode",
+    "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "hy_v3", "jais2", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba", "mamba2",
+    "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "ministral", "ministral3", "mistral", "mistral3", "mixtral", "mpt", "nanochat",
+    "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "seed_oss", "smollm3", "solar_open",
+    "stablelm", "starcoder2",
+})  # fmt: skip
+"""No token of theirs sees the padding behind its row. Others were not tried."""
+
+FLATTENED_MODEL_TYPES = UNMASKED_MODEL_TYPES - {
+    "afmoe", "bamba", "bloom", "deepseek_v4", "falcon", "falcon_h1", "falcon_mamba", "gpt_oss", "granitemoehybrid", "jamba", "kimi_linear",
+    "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "mpt", "nemotron_h", "olmo_hybrid", "opt", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+}  # fmt: skip
+"""Rows of these in one line need position ids only. Others carry a state from token to token, count positions themselves (bloom, mpt), or
+make their masks without position ids (afmoe, gpt_oss, opt)."""
+
+CHUNKED_HEAD_MODEL_TYPES = UNMASKED_MODEL_TYPES
+"""Families whose loss in chunks equals the whole one, changes to logits after the head included (Gemma 2 bends them, Granite and
+Cohere scale them); `tests/numerics/test_chunked_loss.py` proves each."""
+
+VARLEN = "varlen"
+"""Our name for attention over rows of unlike length (`model.kernels`): torch's own flash attention, on a CPU one call per row."""
+
+BY_LENGTHS = frozenset({VARLEN, "flash_attention_2"})
+"""Attention that tells the rows of a line apart by their lengths, without a mask."""
+
+VARLEN_MODEL_TYPES = UNMASKED_MODEL_TYPES - {
+    "bloom", "deepseek_v32", "deepseek_v4", "falcon", "falcon_mamba", "gemma2", "glm_moe_dsa", "gptj", "jamba", "llama4_text", "mamba",
+    "mamba2", "minimax", "mpt", "nemotron", "phimoe", "qwen2_moe", "stablelm",
+}  # fmt: skip
+"""Families that `varlen` computes. Others bend their scores (gemma2), add a mask of their own (bloom, mpt, llama4_text, the sparse
+attention of deepseek_v32), do not pass the lengths on (nemotron, stablelm, jamba, mamba), or not their window (qwen2_moe, phimoe)."""
+
+SLICED_MODEL_TYPES = VARLEN_MODEL_TYPES - {
+    "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+}  # fmt: skip
+"""Families whose tokens meet in `varlen` attention alone, so that ranks can hold slices of a line. Others carry a state along it."""
+
+SINK_MODEL_TYPES = frozenset({"gpt_oss", "mimo_v2_flash"})
+"""Families of `VARLEN_MODEL_TYPES` whose heads have sinks: one call per row on GPUs too, of any type."""
+
+LIGER_MODEL_TYPES = frozenset({"granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"})
+"""Dense families with SwiGLU in which Liger replaces every norm and feed-forward part (`tests/numerics/test_kernels.py`)."""
+
+FLATTENED_TOKENS = 4096
+"""Longest flattened micro-batch of several rows on a GPU where attention is not by lengths: the block mask is quadratic in it."""
+
+WITHOUT_SDPA = frozenset({
+    "big_bird", "bigbird_pegasus", "blip", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "flint", "gemma2", "git",
+    "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "inkling2", "inkling2_text",
+    "mamba", "mamba2", "megatron-bert", "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "pp_chart2table", "prophetnet", "reformer", "rembert",
+    "roformer", "rwkv", "trocr", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
+})  # fmt: skip
+"""Families that refuse `attn_implementation="sdpa"`: soft-capped or sink logits, or no attention at all."""
+
+WITHOUT_FLASH_ATTENTION = frozenset({
+    "axk2", "big_bird", "bigbird_pegasus", "blip", "blip-2", "bloom", "blt", "codegen", "cpmant", "deepseek_ocr2", "deepseek_v32",
+    "deepseek_v4", "doge", "dots3_note", "dots3_note_text", "evolla", "falcon_mamba", "flint", "git", "glm5_next", "glm_moe_dsa",
+    "got_ocr2", "gpt_neox_japanese", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "idefics", "inkling2", "inkling2_text",
+    "inkling_mm_model", "inkling_text", "kosmos-2", "llama4", "llama4_text", "mamba", "mamba2", "megatron-bert", "mimo_v2_flash",
+    "minimax_m3_vl", "minimax_m3_vl_text", "mistral_large4", "mllama", "mpt", "mvp", "openai-gpt", "pix2struct", "pp_chart2table",
+    "pp_formulanet", "prophetnet", "qwen4_exp", "qwen4_exp_text", "reformer", "rembert", "roformer", "rwkv", "step3p7", "t5gemma2", "trocr",
+    "udop", "unlimited_ocr", "xglm", "xlm", "xlnet", "xlstm",
+})  # fmt: skip
+"""Families that refuse `attn_implementation="flash_attention_2"`, or would fetch another kernel in its place."""
 
 
-def check_length(model: ModelConfig, positions: int) -> None:
-    """Raises `UserError` where rows may be longer than the `positions` that the model knows."""
-    if model.max_seq_len > positions:
+def check_targets(config: Config, shape: ModelShape) -> None:
+    """Raise `UserError` for typed LoRA targets that mean nothing in this model, or what no adapter can be on."""
+    lora = config.tuning.lora
+    if config.tuning.mode == "full" or isinstance(lora.target_modules, str):
+        return
+    missing = {name: "" for name in lora.target_modules if not shape.adapted([name])}
+    for name in missing:
+        why = next((one.refused for one in shape.matrices if one.refused and one.is_called(name)), "")
+        if not why and shape.expert_parameters and ROUTER.search(name):  # many a router is no linear layer
+            why = ROUTES
+        missing[name] = f" ({why})" if why else ""
+    if missing:
+        quoted = ", ".join(f"`{name}`{why}" for name, why in missing.items())
+        known = dict.fromkeys(one.typed for one in shape.matrices if one.kind in ("experts", "ends") or one.auto)
         raise UserError(
-            f"`model.max_seq_len` is {model.max_seq_len}, but `{label(model)}` knows {positions} positions",
-            hint=f"MODEL_MAX_SEQ_LEN={positions} at most",
+            f"`tuning.lora.target_modules` names {quoted}, where a `{shape.model_type}` model takes no adapter",
+            hint=f"it takes them on {', '.join(known)}; or `auto` for every linear layer but the head",
+        )
+    if shape.tied and any(one.kind == "ends" for one in shape.adapted(lora.target_modules)):
+        raise UserError(
+            "`tuning.lora.target_modules` names the head or the input embeddings, which share one weight in this model: an adapter on one could not "
+            "be merged without changing the other",
+            hint="leave it out",
+        )
+    if lora.dropout and any(one.kind == "experts" for one in shape.adapted(lora.target_modules)):
+        raise UserError(
+            f"`tuning.lora.dropout` is {lora.dropout:g}, and adapters on fused experts have no dropout",
+            hint="set `tuning.lora.dropout: 0`, or leave the experts out of `tuning.lora.target_modules`",
         )
 
 
-def positions_in(config: Mapping[str, Any]) -> int:
-    """Returns the positions of a parsed `config.json`, of its text part where it has parts; a huge number where it names none."""
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
-    return int(text.get("max_position_embeddings") or text.get("n_positions") or 2**31)
+def adapted(config: Config, shape: ModelShape) -> list[str]:
+    """Return the reason that names what is adapted, with the parameters of its adapters."""
+    lora = config.tuning.lora
+    if config.tuning.mode == "full":
+        return []
+    found = shape.adapted(lora.target_modules)
+    names = ", ".join(dict.fromkeys(one.typed for one in found))
+    frozen = dict.fromkeys(one.typed for one in shape.matrices if one.kind == "experts" and one not in found)
+    return [
+        f"adapters of rank {lora.r} on {names}: {shape.adapter_parameters(lora.r, lora.target_modules):,} parameters"
+        + (f"; {', '.join(frozen)} stay frozen" if frozen else "")
+    ]
 
 
-def config_file(model: ModelConfig) -> Path | None:
-    """Returns where the model's `config.json` is on this machine (or must be, in a folder), `None` for one to be fetched."""
-    folder = Path(model.name).expanduser()
-    return folder / "config.json" if folder.is_dir() else _cached_config(model)
+def quantises_experts(tuning: TuningConfig, strategy: str) -> bool:
+    """Whether fused experts are held in nf4 like linear layers.
 
-
-def shape_from_file(path: Path, *, trusts_code: bool = False) -> ModelShape:
-    """Returns the shape that a `config.json` describes. Raises `DataError`."""
-    try:
-        config = read_json(path)
-        if not isinstance(config, dict):
-            raise ValueError("it holds no JSON object")
-        return shape_of_config(config, str(path), trusts_code=trusts_code)
-    except FileNotFoundError:
-        raise DataError(
-            "the folder has no `config.json`",
-            place=str(path.parent),
-            hint="a model folder holds config.json, weights and a tokenizer",
-        ) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"cannot be read: {error}", place=str(path)) from None
-
-
-def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = False) -> ModelShape:
-    """Returns the shape of a parsed `config.json`, by formula or counted on the model itself. Raises `DataError`.
-
-    Of a family that only code of its own knows, which the plan does not run, the shape is read as a Llama's where that code is trusted.
+    int8 has no form for them, FSDP2 and ZeRO-3 would have to shard their packed bytes, and PEFT 0.21 puts no adapters over such a weight.
     """
-    if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
-        raise DataError(
-            "the weights are in MXFP4, which is not trained here",
-            place=place,
-            hint="take the same model in bfloat16 (`unsloth/gpt-oss-20b-BF16`), with `tuning.mode: qlora` to make it small",
-        )
-    try:
-        if config.get("model_type") in FORMULA_MODEL_TYPES and not any(config.get(key) for key in BIASES):
-            return shape_from_config(config)
-        try:
-            return _counted(config, place)
-        except DataError:
-            if not (trusts_code and config.get("auto_map")):
-                raise
-            return shape_from_config(config)
-    except KeyError as error:
-        raise DataError(f"lacks {error}, so its memory cannot be planned", place=place) from None
-
-
-def _counted(config: dict[str, Any], place: str) -> ModelShape:
-    """Returns the shape counted on the model itself, without weights (acts: runs `python -m sft_play.trace`, keeps the result in the cache).
-
-    Raises `DataError` for a model that transformers does not know, or that is not trained here.
-    """
-    key = text_sha256(json.dumps([COUNT_VERSION, versions(), config], sort_keys=True))[:32]
-    path = cache_folder() / "shapes" / f"{key}.json"
-    if path.is_file():
-        return ModelShape.read(read_json(path))
-    tracer = Tracer()
-    try:
-        row = tracer.ask([{"count": config}])[0]
-    finally:
-        tracer.close()
-    if "error" in row:
-        raise DataError(row["error"], place=place, hint=row.get("hint"))
-    write_json(path, row)
-    return ModelShape.read(row)
-
-
-def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
-    """Returns the shape of a parsed `config.json` of a family like Llama. Raises `KeyError`."""
-    kind = str(config.get("model_type", "unknown"))
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    return ModelShape(
-        model_type=kind,
-        hidden_size=hidden,
-        layers=int(config["num_hidden_layers"]),
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
-        ffn_size=int(config.get("intermediate_size") or 4 * hidden),
-        vocab_size=int(config["vocab_size"]),
-        tied=bool(config.get("tie_word_embeddings", kind in TIED_BY_DEFAULT)),
-        max_positions=positions_in(config),
-        qkv_bias=kind == "qwen2",
-        norms_per_layer=4 if kind in ("gemma2", "gemma3_text") else 2,
-        qk_norm=kind in ("gemma3_text", "qwen3"),
-        gated=kind != "arcee",
-        quantized_bits=quantized_bits(config.get("quantization_config")),
-        attention_dropout=float(config.get("attention_dropout") or 0.0),
-        sliding_window=int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0,
+    typed = tuning.lora.target_modules
+    adapted = not isinstance(typed, str) and any("experts." in name for name in typed)
+    return (
+        (tuning.mode, tuning.backend, tuning.quantization) == ("qlora", "bnb", "nf4")
+        and strategy not in ("fsdp2", "zero3")
+        and not adapted
     )
 
 
-def quantized_bits(settings: Mapping[str, Any] | None) -> int:
-    """Returns the bits of a linear weight by a `quantization_config`, 0 without one."""
-    if not settings:
-        return 0
-    if settings.get("load_in_8bit") or settings.get("quant_method") == "fp8":
-        return 8
-    return int(settings.get("bits") or 4)
+def fuses_adapters(strategy: str) -> bool:
+    """Whether a linear layer and its adapter run as one function (`model.kernels`).
 
-
-@cache
-def known_models() -> dict[str, dict[str, Any]]:
-    """Returns the models that are planned without their files: a row of `ModelShape` each, or its `config.json` under `config`."""
-    rows: dict[str, dict[str, Any]] = read_json(TABLE)
-    return rows
-
-
-def _cached_config(model: ModelConfig) -> Path | None:
-    """Returns the `config.json` of an earlier download, found without the hub's library."""
-    home = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
-    folder = Path(home) / f"models--{model.name.replace('/', '--')}"
-    revision = model.revision or "main"
-    try:
-        commit = (folder / "refs" / revision).read_text().strip()
-    except OSError:
-        commit = revision
-    path = folder / "snapshots" / commit / "config.json"
-    return path if path.is_file() else None
-
-
-def _fetched_config(model: ModelConfig) -> Path:
-    """Fetches only `config.json` from the hub. Raises `DataError`."""
-    unreachable = DataError(
-        "no such folder, and the hub cannot be reached",
-        place=model.name,
-        hint="check the network; or set `model.name` to a folder, or HF_HOME to a cache that holds the model",
-    )
-    if not hub_reachable():
-        raise unreachable
-    from huggingface_hub import hf_hub_download
-
-    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "4")
-    try:
-        return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
-    except Exception as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status in (401, 403):
-            raise DataError(
-                "the model is gated or private",
-                place=model.name,
-                hint=f"accept its licence at https://huggingface.co/{model.name}, then set HF_TOKEN",
-            ) from error
-        raise unreachable from error
+    That needs weights that are whole outside their own forward pass: ZeRO-3 and FSDP2 gather them in hooks.
+    """
+    return strategy in ("single", "ddp", "zero1", "zero2")

@@ -10,14 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 from sft_play.files import read_json
-from sft_play.plan.balance import Cost, rank_seconds, spans
-from sft_play.plan.batch import count
-from sft_play.plan.fit import DoesNotFitError
+from sft_play.plan.batch import Cost, rank_seconds, spans
 from sft_play.plan.hardware import GIB
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan
-from sft_play.plan.words import figure, gib
+from sft_play.plan.request import DoesNotFitError
 from sft_play.runs.folder import RunFolder
+from sft_play.text import duration, figure, gib, plural
 
 ORDER = (
     "frozen", "quant_state", "trained", "adapters", "gradients", "optimizer", "buffers", "activations", "recompute", "logits",
@@ -30,7 +29,7 @@ MOST_GROUPS = 8
 
 
 def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
-    """Returns a summary in five lines; with `why` its reasons, with `details` the memory of every kind of rank as bars."""
+    """Return a summary in five lines; with `why` its reasons, with `details` the memory of every kind of rank as bars."""
     first = plan.ranks[0]
     names = Counter(rank.device_name for rank in plan.ranks)
     where = " + ".join(f"{number} x {name}" if number > 1 else name for name, number in names.items())
@@ -61,26 +60,28 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
 
 
 def _batch(plan: Plan, micro: str) -> str:
-    """Returns how the rows of a step are divided; packs by the most micro-steps there can be."""
+    """Return how the rows of a step are divided; packs by the most micro-steps there can be."""
     accumulation = max(rank.accumulation for rank in plan.ranks)
+    groups, unit = plan.world_size // plan.sequence_parallel, "rank" if plan.sequence_parallel == 1 else "group"
     if plan.pack_tokens:
-        where = f" on each of {plan.world_size} ranks" if plan.world_size > 1 else ""
+        where = f" on each of {plural(groups, unit)}" if groups > 1 else ""
         packs = f"{micro} {'pack' if micro == '1' else 'packs'} of up to {plan.row_tokens:,} tokens"
-        return f"{plan.global_batch_size} rows a step, in at most {count(accumulation, 'micro-step')} of {packs}{where}"
-    empty = sum(rank.micro_batch * rank.accumulation for rank in plan.ranks) > plan.global_batch_size
+        return f"{plan.global_batch_size} rows a step, in at most {plural(accumulation, 'micro-step')} of {packs}{where}"
+    empty = sum(rank.micro_batch * rank.accumulation for rank in plan.ranks[:: plan.sequence_parallel]) > plan.global_batch_size
     steps = _span(rank.accumulation for rank in plan.ranks)
-    whole = f"{plan.global_batch_size} rows a step = micro-batch {micro} x accumulation {steps} x {plan.world_size}"
+    whole = f"{plan.global_batch_size} rows a step = micro-batch {micro} x accumulation {steps} x {groups}"
+    whole += f" {'groups' if groups > 1 else 'group'} of {plan.sequence_parallel}" if plan.sequence_parallel > 1 else ""
     return whole + (" (some slots empty)" if empty else "")
 
 
 def _span(values: Iterable[int]) -> str:
-    """Returns `4`, or `2 to 4` for values that differ."""
+    """Return `4`, or `2 to 4` for values that differ."""
     found = sorted(set(values))
     return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def _ranks(plan: Plan) -> list[str]:
-    """Returns a table of what each rank gets of a step, where they do not all get the same."""
+    """Return a table of what each rank gets of a step, where they do not all get the same."""
     if len({(rank.micro_batch, rank.accumulation, rank.device_name) for rank in plan.ranks}) == 1:
         return []
     unit = "packs" if plan.pack_tokens else "rows"
@@ -102,7 +103,7 @@ def _ranks(plan: Plan) -> list[str]:
 
 
 def _rank_seconds(plan: Plan) -> tuple[float, ...]:
-    """Returns what each rank computes in a step; nothing where that is not known."""
+    """Return what each rank computes in a step; nothing where that is not known."""
     costs = [
         Cost(fixed_seconds=rank.cost[0], row_seconds=rank.cost[1], most_rows=rank.most_rows) for rank in plan.ranks if rank.cost
     ]
@@ -115,22 +116,19 @@ def _steps(plan: Plan) -> str:
     if plan.steps is None:
         return "known when the data are prepared"
     epoch = f", {plan.steps_per_epoch} an epoch" if plan.steps_per_epoch else ""
-    return f"{plan.steps}{epoch}, learning rate {plan.learning_rate:g} after {count(plan.warmup_steps or 0, 'warm-up step')}"
+    return f"{plan.steps}{epoch}, learning rate {plan.learning_rate:g} after {plural(plan.warmup_steps or 0, 'warm-up step')}"
 
 
 def _room(plan: Plan) -> str:
-    """Returns the largest batch and the longest rows that would fit, and where in a step the peak stands."""
-    first = plan.ranks[0]
-    if plan.pack_tokens:
-        return f"for packs of up to {plan.longest_row:,} tokens" + _peak(plan)
-    text = f"up to {count(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {first.micro_batch} of {plan.longest_row:,}, would fit"
-    return text + _peak(plan)
-
-
-def _peak(plan: Plan) -> str:
-    if not plan.peak_at:
-        return ""
-    return f"; the peak stands {plan.peak_at}" + (f" ({plan.peak_remedy})" if plan.peak_remedy else "")
+    """Return the largest batch and the longest rows that would fit, and where in a step the peak stands."""
+    text, micro = f"for packs of up to {plan.longest_row:,} tokens", plan.ranks[0].micro_batch
+    if not plan.pack_tokens:
+        text = (
+            f"up to {plural(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {micro} of {plan.longest_row:,}, would fit"
+        )
+    if plan.peak_at:
+        text += f"; the peak stands {plan.peak_at}" + (f" ({plan.peak_remedy})" if plan.peak_remedy else "")
+    return text
 
 
 def _parts(rank: RankPlan) -> str:
@@ -139,22 +137,20 @@ def _parts(rank: RankPlan) -> str:
 
 
 def _bars(plan: Plan) -> list[str]:
-    """Returns one block of bars for each kind of rank."""
+    """Return one block of bars for each kind of rank."""
     lines: list[str] = []
-    seen: dict[tuple[str, int, int], list[int]] = {}
+    kinds: dict[tuple[str, int, int], list[RankPlan]] = {}
     for rank in plan.ranks:
-        seen.setdefault((rank.device_name, rank.micro_batch, rank.peak_bytes), []).append(rank.rank)
-    for members in seen.values():
-        rank = plan.ranks[members[0]]
-        lines.append(
-            f"  {_who(members)}: {rank.device_name}, micro-batch {rank.micro_batch}, {gib(rank.peak_bytes)} of {gib(rank.capacity_bytes)}"
-        )
-        lines += _part_bars(rank.memory_bytes, max(rank.capacity_bytes, rank.peak_bytes, 1))
+        kinds.setdefault((rank.device_name, rank.micro_batch, rank.peak_bytes), []).append(rank)
+    for (name, micro, peak), members in kinds.items():
+        capacity, who = members[0].capacity_bytes, _who([rank.rank for rank in members])
+        lines.append(f"  {who}: {name}, micro-batch {micro}, {gib(peak)} of {gib(capacity)}")
+        lines += _part_bars(members[0].memory_bytes, max(capacity, peak, 1))
     return lines
 
 
 def _who(members: Sequence[int]) -> str:
-    """Returns `rank 0`, `ranks 0 to 3`, or `ranks 0, 2, 4 to 6` for rising ranks; of many groups the first, and how many ranks follow."""
+    """Return `rank 0`, `ranks 0 to 3`, or `ranks 0, 2, 4 to 6` for rising ranks; of many groups the first, and how many ranks follow."""
     groups: list[list[int]] = []
     for rank in members:
         if groups and rank == groups[-1][-1] + 1:
@@ -167,7 +163,7 @@ def _who(members: Sequence[int]) -> str:
 
 
 def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:
-    """Returns a bar for each part, `scale` bytes as long as the line allows."""
+    """Return a bar for each part, `scale` bytes as long as the line allows."""
     return [
         f"    {name:<14}{gib(parts[name]):>10}  {'#' * max(1, round(BAR * parts[name] / scale))}"
         for name in (*ORDER, "free")
@@ -176,7 +172,7 @@ def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:
 
 
 def show_misfit(error: DoesNotFitError) -> str:
-    """Returns what a rank would need, part by part, and each way to need less, with its saving and its price in speed."""
+    """Return what a rank would need, part by part, and each way to need less, with its saving and its price in speed."""
     need = sum(error.parts.values())
     lines = [f"needs {gib(need)}, may use {gib(error.capacity_bytes)}", *_part_bars(error.parts, need), ""]
     lines.append("to make it fit" if any(remedy.fits for remedy in error.remedies) else "nothing by itself makes it fit")
@@ -184,7 +180,7 @@ def show_misfit(error: DoesNotFitError) -> str:
 
 
 def misfit_json(error: DoesNotFitError) -> dict[str, Any]:
-    """Returns the same as plain data."""
+    """Return the same as plain data."""
     return {
         "fits": False, "error": error.message, "memory_bytes": error.parts, "peak_bytes": sum(error.parts.values()),
         "capacity_bytes": error.capacity_bytes, "micro_batch": error.micro_batch, "remedies": [asdict(r) for r in error.remedies],
@@ -195,23 +191,31 @@ def misfit_json(error: DoesNotFitError) -> dict[str, Any]:
 
 
 CARDS = "unknown for these devices until they have trained (`make bench` measures them)"
-NAME_CARDS = "to forecast it, name the cards (HARDWARE=2xRTX4090), or give `bf16_tflops` and `bandwidth_gb_s` in a hardware file"
 
 
 def show_speed(plan: Plan) -> list[str]:
-    """Returns what a run is expected to take, the most asked first; one line where nothing is known."""
+    """Return what a run is expected to take, the most asked first; where nothing is known, how to tell it."""
+    seconds = plan.communication_seconds
+    communication = []
+    if seconds is not None and plan.communication_share != 0:
+        share = plan.communication_share
+        of_it = "" if share is None else f" ({share:.0%})" if share >= 0.01 else " (under 1 %)"
+        communication = [f"{figure(seconds, 2)} s of each step{of_it} go into communication, unless computation hides it"]
     if plan.tokens_per_second is None or plan.seconds_per_step is None:
-        return [*_missing(plan), *_exchange(plan)]
-    first = f"about {plan.tokens_per_second:,.0f} tokens/s ({plan.speed_basis or 'a prior, not measured here'})"
-    first += f", {figure(plan.seconds_per_step)} s a step"
-    if plan.mfu is not None:
-        first += f", MFU {plan.mfu:.0%}"
-    return [first, *_times(plan), *_communication(plan), *_price(plan)]
+        return [*_unknown(plan), *communication]
+    lines = [f"about {plan.tokens_per_second:,.0f} tokens/s ({plan.speed_basis or 'a prior, not measured here'})"]
+    lines[0] += f", {figure(plan.seconds_per_step)} s a step" + (f", MFU {plan.mfu:.0%}" if plan.mfu is not None else "")
+    times = [f"{duration(plan.total_seconds)} in all"] if plan.total_seconds is not None else []
+    times += [f"{duration(plan.epoch_seconds)} an epoch"] if plan.epoch_seconds is not None else []
+    lines += [", ".join(times) + ", without loading, evaluation and saving"] if times else []
+    price = [f"at most {figure(plan.energy_kwh)} kWh by the GPUs at their power limits"] if plan.energy_kwh is not None else []
+    price += [f"costs {plan.cost:.2f} at PRICE_PER_HOUR"] if plan.cost is not None else []
+    return [*lines, *communication, *(["; ".join(price)] if price else [])]
 
 
-def _missing(plan: Plan) -> list[str]:
-    """Returns which of the two is not known, the devices' speed or the network's, and how to tell it."""
-    lines = [] if all(rank.cost for rank in plan.ranks) else [CARDS, NAME_CARDS]
+def _unknown(plan: Plan) -> list[str]:
+    """Return which of the two is not known, the devices' speed or the network's, and how to tell it."""
+    lines = [] if all(rank.cost for rank in plan.ranks) else [CARDS, "to forecast it, name the cards (HARDWARE=2xRTX4090)"]
     if plan.num_nodes > 1 and plan.communication_seconds is None:
         speed = "100Gbit" if plan.device == "cuda" else "1Gbit"
         lines.append("unknown for the network between the nodes")
@@ -219,52 +223,12 @@ def _missing(plan: Plan) -> list[str]:
     return lines or [CARDS]
 
 
-def _exchange(plan: Plan) -> list[str]:
-    """Returns what a stated network costs where the devices' speed is not known."""
-    if plan.communication_seconds is None:
-        return []
-    return [f"{figure(plan.communication_seconds, 2)} s of each step go into communication, unless computation hides it"]
-
-
-def _times(plan: Plan) -> list[str]:
-    found = []
-    if plan.total_seconds is not None:
-        found.append(f"{duration(plan.total_seconds)} in all")
-    if plan.epoch_seconds is not None:
-        found.append(f"{duration(plan.epoch_seconds)} an epoch")
-    return [", ".join(found) + ", without loading, evaluation and saving"] if found else []
-
-
-def _communication(plan: Plan) -> list[str]:
-    if not plan.communication_share or plan.communication_seconds is None:
-        return []
-    share = f"{plan.communication_share:.0%}" if plan.communication_share >= 0.01 else "under 1 %"
-    return [f"{share} of it communication: {figure(plan.communication_seconds, 2)} s of each step, unless computation hides it"]
-
-
-def _price(plan: Plan) -> list[str]:
-    found = []
-    if plan.energy_kwh is not None:
-        found.append(f"at most {figure(plan.energy_kwh)} kWh by the GPUs at their power limits")
-    if plan.cost is not None:
-        found.append(f"costs {plan.cost:.2f} at PRICE_PER_HOUR")
-    return ["; ".join(found)] if found else []
-
-
-def duration(seconds: float) -> str:
-    """Returns a time in the largest unit that leaves a readable number."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
-
-
 MOST_CHANGE = 3.0
 """A share beyond which two figures speak for themselves."""
 
 
 def beside_forecast(run: RunFolder) -> str:
-    """Returns lines with speed, time and memory of a finished run beside what its plan had said; none where nothing was kept."""
+    """Return lines with speed, time and memory of a finished run beside what its plan had said; none where nothing was kept."""
     try:
         measured = read_json(run.training_metrics)
         forecast = measured["forecast"]
@@ -291,13 +255,13 @@ UNEXPLAINED, SHORT_SECONDS = 0.5, 60
 
 
 def _cause(seconds: float | None, basis: str | None) -> str:
-    """Returns what may have made the speed another than the forecast's, by what is known when the run has ended."""
+    """Return what may have made the speed another than the forecast's, by what is known when the run has ended."""
     found = [] if basis and not basis.startswith("a prior") else ["this machine's speed was a guess (`make bench` measures it)"]
     if seconds and seconds < SHORT_SECONDS:
         found.append("start-up counts in so short a run")
     if os.getloadavg()[0] > (os.cpu_count() or 1) + 1:
         found.append("other processes use these cores")
-    return "unlike the forecast: " + (", and ".join(found) or "`make bench` measures this machine anew")
+    return "unlike the forecast: " + (", and ".join(found) or "`make bench` measures this machine again")
 
 
 def _pair(measured: float, forecast: float | None, write: Any) -> str:

@@ -16,15 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.config.schema import Config
-from sft_play.plan.balance import spans
+from sft_play.plan.batch import rank_rows, spans
 from sft_play.plan.calibration import Calibration, StepFit
-from sft_play.plan.catalogue import fp32_share
-from sft_play.plan.exchange import exchange_seconds, latency_seconds, link_of
-from sft_play.plan.hardware import Device, Hardware
-from sft_play.plan.layouts import BY_LENGTHS
-from sft_play.plan.memory import NF4_BYTES, Setup, quantised_parameters, trainable_parameters
-from sft_play.plan.shape import ModelShape
-from sft_play.plan.words import figure
+from sft_play.plan.hardware import Device, Hardware, fp32_share
+from sft_play.plan.memory import NF4_BYTES, quantised_parameters, trainable_parameters
+from sft_play.plan.mixture import Data, rows_data
+from sft_play.plan.network import exchange_seconds, latency_seconds, link_of
+from sft_play.plan.packing import Division
+from sft_play.plan.plan import Setup
+from sft_play.plan.request import Request
+from sft_play.plan.sequence_parallel import slices_seconds
+from sft_play.plan.shape import BY_LENGTHS, ModelShape
+from sft_play.text import figure
 
 GPU_EFFICIENCY = 0.35
 """Share of the peak that eager bf16 training reached in published runs of 7B models (0.35 to 0.45)."""
@@ -46,19 +49,6 @@ UNEQUAL = 1.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Data:
-    """The rows of a step, as far as they are known."""
-
-    row_tokens: float
-    """Tokens of an average row."""
-    longest: float
-    label_share: float
-    """Share of tokens that a loss is computed for."""
-    inside: float = 0.0
-    """With packing, where the above are of packs: tokens of the row that the average token is in."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
     """What is expected; `None` where a device's speed is unknown."""
 
@@ -75,11 +65,18 @@ class Forecast:
     basis: str | None = None
     """What the figure rests on, in words."""
 
+    @property
+    def computing_seconds(self) -> float | None:
+        """Of a step, without its exchange."""
+        if self.seconds_per_step is None or self.communication_seconds is None:
+            return None
+        return self.seconds_per_step - self.communication_seconds
+
 
 def batch_flops(
     config: Config, shape: ModelShape, *, tokens: float, labels: float, pairs: float, recompute: bool
 ) -> float:  # fmt: skip
-    """Returns floating-point operations of a micro-batch: `labels` of its tokens pass the head; `pairs` of tokens attend."""
+    """Return floating-point operations of a micro-batch: `labels` of its tokens pass the head; `pairs` of tokens attend."""
     passes = (6 if config.tuning.mode == "full" else 4) + (2 if recompute else 0)
     head = shape.vocab_size * shape.hidden_size
     linear = passes * ((shape.active_parameters - head) * tokens + head * labels)
@@ -89,7 +86,7 @@ def batch_flops(
 
 
 def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool | None = None, inside: float = 0.0) -> float:
-    """Returns the pairs of tokens whose scores are computed for a micro-batch of rows of these lengths.
+    """Return the pairs of tokens whose scores are computed for a micro-batch of rows of these lengths.
 
     Kernels skip the half above the diagonal when no mask is given: always where attention goes by lengths, else for a single row,
     for unmasked ones and for padded ones of one length (unless `ragged` says that real ones differ). Rows in one line under a mask
@@ -108,12 +105,12 @@ def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool | Non
 def flops_per_token(
     config: Config, shape: ModelShape, tokens: int, *, recompute: bool, label_share: float = 1.0
 ) -> float:  # fmt: skip
-    """Returns floating-point operations for one trained token in rows of `tokens`, each attending to those before it."""
+    """Return floating-point operations for one trained token in rows of `tokens`, each attending to those before it."""
     return batch_flops(config, shape, tokens=1, labels=label_share, pairs=tokens / 2, recompute=recompute)
 
 
 def describe_work(config: Config, shape: ModelShape, setup: Setup) -> dict[str, Any]:
-    """Returns what the speed of a step depends on beside the device and the rows, as plain data that JSON keeps."""
+    """Return what the speed of a step depends on beside the device and the rows, as plain data that JSON keeps."""
     lora = config.tuning.lora
     targets = sorted({one.typed for one in shape.adapted(lora.target_modules)})
     adapters = {} if config.tuning.mode == "full" else {"r": lora.r, "targets": targets, "dropout": lora.dropout}
@@ -140,14 +137,14 @@ class Pace:
     """Whether the fit is of the very same work."""
 
     def seconds(self, flops: float, micro_steps: int) -> float:
-        """Returns the time of `micro_steps` with `flops` in all."""
+        """Return the time of `micro_steps` with `flops` in all."""
         return max(self.seconds_per_micro_step * micro_steps + flops / self.flops_per_second, self.least_seconds * micro_steps)
 
 
-def pace(
+def _pace(
     config: Config, shape: ModelShape, setup: Setup, device: Device, *, threads: float, per_token: float, calibration: Calibration | None
 ) -> Pace | None:  # fmt: skip
-    """Returns the pace of one rank, `None` where the device's speed is unknown. A fit of other work is scaled by layers."""
+    """Return the pace of one rank, `None` where the device's speed is unknown. A fit of other work is scaled by layers."""
     work = describe_work(config, shape, setup)
     found = calibration.fit_for(work, flops_per_token=per_token, threads=threads) if calibration else None
     if found:
@@ -168,7 +165,7 @@ def pace(
 
 
 def _reached(peak_flops: float, device: Device, setup: Setup) -> float:
-    """Returns the operations per second that training reaches on a GPU of this peak; in fp32 tensor cores do nothing."""
+    """Return the operations per second that training reaches on a GPU of this peak; in fp32 tensor cores do nothing."""
     slower = fp32_share(device.name, device.compute_capability) if setup.precision == "fp32" else 1.0
     return peak_flops * slower * GPU_EFFICIENCY
 
@@ -182,7 +179,7 @@ def _expansion_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 
 def token_cost(config: Config, shape: ModelShape, setup: Setup, rows: int, device: Device) -> float:
-    """Returns what a token of a micro-batch of `rows` costs, in floating-point operations: its own, and writing out quantised weights.
+    """Return what a token of a micro-batch of `rows` costs, in floating-point operations: its own, and writing out quantised weights.
 
     Speeds of one device compare by it even where they are not known.
     """
@@ -195,83 +192,60 @@ def token_cost(config: Config, shape: ModelShape, setup: Setup, rows: int, devic
     return flops + _expansion_bytes(config, shape, setup) * balance / (rows * setup.row_tokens)
 
 
-def forecast(
-    config: Config,
-    shape: ModelShape,
-    setup: Setup,
-    hardware: Hardware,
-    devices: tuple[Device, ...],
-    *,
-    rows: int,
-    micro_batches: tuple[int, ...],
-    accumulation: int,
-    data: Data,
-    nodes: int = 1,
-    calibration: Calibration | None = None,
-    own_steps: tuple[int, ...] = (),
-) -> Forecast:
-    """Returns the expected speed of optimizer steps of `rows` rows, of which rank i takes `micro_batches[i]` a micro-step.
-
-    `own_steps` are the micro-steps of each rank where they differ; `accumulation` is then the most of them.
-    """
-    ranks = len(devices)
-    link = link_of(hardware, devices, nodes, calibration)
-    paces = paces_of(config, shape, setup, hardware, devices, data, nodes, calibration)
+def forecast(request: Request, division: Division, data: Data | None = None) -> Forecast:
+    """Return the expected speed of optimizer steps that are divided so; `data`: what the average row is like, if not as prepared."""
+    config, shape, setup, hardware, calibration = (
+        request.config,
+        request.shape,
+        division.setup,
+        request.hardware,
+        request.calibration,
+    )
+    devices, ranks, micro_steps = request.ranks.devices, len(request.ranks.devices), division.micro_steps
+    data = data or division.data(rows_data(config, request.prepared, setup))
+    link = link_of(hardware, devices, request.launch.num_nodes, calibration)
+    paces = paces_of(request, setup, data)
     if None in paces.values() or link is None:
         stated = hardware.network_bytes_per_second
-        waits = exchange_seconds(config, shape, setup, ranks, accumulation, stated) if stated and ranks > 1 else None
+        waits = exchange_seconds(config, shape, setup, ranks, micro_steps, stated) if stated and ranks > 1 else None
         return Forecast(communication_seconds=waits)
-    counts = spans(rows, tuple(zip(micro_batches, own_steps, strict=True))) if own_steps else rank_rows(rows, micro_batches)
-    each = tuple(zip(devices, counts, own_steps or (accumulation,) * ranks, strict=True))
-    spent = {one: _computing(config, shape, setup, paces[one[0]], one[1], one[2], data) for one in set(each)}
-    seconds_of = [spent[one] for one in each]
-    computing = max(seconds_of)
-    computing += optimizer_seconds(config, shape, setup, hardware, devices, calibration)
-    exchange = exchange_seconds(config, shape, setup, ranks, accumulation, link.bytes_per_second) + latency_seconds(
-        config, shape, setup, link, ranks, accumulation
-    )
-    seconds, tokens = computing + exchange, rows * data.row_tokens
+    spent: dict[tuple[Device, int, int], float] = {}
+    micros, own_steps = division.batch.micro_batches, division.own_steps
+    counts = spans(division.rows, tuple(zip(micros, own_steps, strict=True))) if own_steps else rank_rows(division.rows, micros)
+    each = tuple(zip(request.data_devices, counts, own_steps or (micro_steps,) * len(counts), strict=True))
+    for device, rows, steps in set(each):
+        pace = paces[device]
+        computes = pace.seconds(step_flops(config, shape, setup, rows, steps, data), steps) if pace and rows else 0.0
+        spent[device, rows, steps] = computes
+    exchange = exchange_seconds(config, shape, setup, ranks, micro_steps, link.bytes_per_second)
+    exchange += latency_seconds(config, shape, setup, link, ranks, micro_steps)
+    exchange += slices_seconds(request, setup, max(counts) * data.row_tokens, micro_steps)
+    seconds = max(spent.values()) + optimizer_seconds(config, shape, setup, hardware, devices, calibration) + exchange
+    speed = division.rows * data.row_tokens / seconds
     return Forecast(
-        tokens_per_second=tokens / seconds,
-        communication_share=exchange / seconds,
-        communication_seconds=exchange,
-        seconds_per_step=seconds,
-        rank_seconds=tuple(seconds_of),
-        mfu=utilisation(config, shape, tokens / seconds, devices, nodes, calibration),
-        basis=basis_of(paces[devices[0]]),
-    )
+        tokens_per_second=speed, communication_share=exchange / seconds, communication_seconds=exchange, seconds_per_step=seconds,
+        rank_seconds=tuple(spent[one] for one in each), mfu=_utilisation(request, speed), basis=_basis(paces[devices[0]]),
+    )  # fmt: skip
 
 
-def paces_of(
-    config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, devices: tuple[Device, ...], data: Data, nodes: int,
-    calibration: Calibration | None,
-) -> dict[Device, Pace | None]:  # fmt: skip
-    """Returns the pace of a rank on each of `devices`, `None` where its speed is unknown."""
-    share = nodes / len(devices)
+def paces_of(request: Request, setup: Setup, data: Data) -> dict[Device, Pace | None]:
+    """Return the pace of a rank on each device, `None` where its speed is unknown."""
+    config, shape, calibration, devices = request.config, request.shape, request.calibration, request.ranks.devices
+    share = request.launch.num_nodes / len(devices)
     per_token = flops_per_token(
         config, shape, int(data.row_tokens), recompute=setup.gradient_checkpointing, label_share=data.label_share
     )
-
-    def paced(device: Device) -> Pace | None:
+    found = {}
+    for device in dict.fromkeys(devices):
         known = calibration.of(device.name) if calibration else None
-        there = (
-            known.threads if calibration and known and calibration.others else hardware.cpu_threads
-        )  # another machine's processor
-        threads = there * share if hardware.kind == "cpu" else 1.0
-        return pace(config, shape, setup, device, threads=threads, per_token=per_token, calibration=known)
-
-    return {device: paced(device) for device in dict.fromkeys(devices)}
-
-
-def _computing(config: Config, shape: ModelShape, setup: Setup, one: Pace | None, rows: int, steps: int, data: Data) -> float:
-    """Returns what a rank computes in a step of `rows` rows in `steps` micro-steps; nothing without rows."""
-    if one is None or not rows:
-        return 0.0
-    return one.seconds(step_flops(config, shape, setup, rows, steps, data), steps)
+        elsewhere = known.threads if calibration and known and calibration.others else request.hardware.cpu_threads
+        threads = elsewhere * share if request.hardware.kind == "cpu" else 1.0
+        found[device] = _pace(config, shape, setup, device, threads=threads, per_token=per_token, calibration=known)
+    return found
 
 
 def unequal(seconds: Sequence[float], rows: Sequence[int], names: Sequence[str]) -> list[str]:
-    """Returns a warning where some ranks wait for a slower one, with what sharing out the `rows` by speed would save."""
+    """Return a warning where some ranks wait for a slower one, with what sharing out the `rows` by speed would save."""
     working = [(spent, share, name) for spent, share, name in zip(seconds, rows, names, strict=False) if share]
     if not working or max(working)[0] <= UNEQUAL * min(working)[0]:
         return []
@@ -283,14 +257,8 @@ def unequal(seconds: Sequence[float], rows: Sequence[int], names: Sequence[str])
     ]
 
 
-def rank_rows(rows: int, micro_batches: tuple[int, ...]) -> list[int]:
-    """Returns the most rows that each rank gets of a step: its share, rounded up (`data/batches.py` cuts so)."""
-    slots = sum(micro_batches)
-    return [-(-rows * micro // slots) for micro in micro_batches]
-
-
 def padded_tokens(data: Data, micro: float) -> float:
-    """Returns the tokens of each of `micro` rows, padded to the longest of them.
+    """Return the tokens of each of `micro` rows, padded to the longest of them.
 
     The longest of m rows that are spread evenly around the mean is (m - 1) / (m + 1) of the way to the longest of all.
     """
@@ -298,7 +266,7 @@ def padded_tokens(data: Data, micro: float) -> float:
 
 
 def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accumulation: int, data: Data) -> float:
-    """Returns the operations of one rank in an optimizer step of `rows` average rows in `accumulation` micro-steps."""
+    """Return the operations of one rank in an optimizer step of its group's `rows` average rows in `accumulation` micro-steps."""
     micro = rows / accumulation
     length = data.row_tokens if setup.layout == "flattened" else padded_tokens(data, micro)
     whole = int(micro)
@@ -308,13 +276,13 @@ def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accum
         pairs=attended_pairs(setup, lengths, ragged=data.longest > data.row_tokens, inside=data.inside),
         recompute=setup.gradient_checkpointing,
     )  # fmt: skip
-    return flops * accumulation
+    return flops * accumulation / setup.sequence_parallel
 
 
 def optimizer_seconds(
     config: Config, shape: ModelShape, setup: Setup, hardware: Hardware, devices: tuple[Device, ...], calibration: Calibration | None
 ) -> float:  # fmt: skip
-    """Returns the time of clipping and the update: they do almost no arithmetic and read and write every trained weight."""
+    """Return the time of clipping and the update: they do almost no arithmetic and read and write every trained weight."""
     shards = len(devices) if setup.strategy not in ("single", "ddp") else 1
     measured = calibration.bandwidth if calibration else None
     if hardware.kind == "cpu":
@@ -324,10 +292,9 @@ def optimizer_seconds(
     return OPTIMIZER_TRAFFIC * trainable_parameters(config, shape) / shards / bandwidth
 
 
-def utilisation(
-    config: Config, shape: ModelShape, tokens_per_second: float, devices: tuple[Device, ...], nodes: int, calibration: Calibration | None
-) -> float | None:  # fmt: skip
-    """Returns MFU as training reports it (`training/metrics.py`): 4 or 6 a weight, attention's own products left out."""
+def _utilisation(request: Request, tokens_per_second: float) -> float | None:
+    """Return MFU as training reports it (`training/metrics.py`): 4 or 6 a weight, attention's own products left out."""
+    config, shape, devices, calibration = request.config, request.shape, request.ranks.devices, request.calibration
     adapters = 0 if config.tuning.mode == "full" else 6 * trainable_parameters(config, shape)
     per_token = (6 if config.tuning.mode == "full" else 4) * shape.active_parameters + adapters
     measured = calibration.peak_flops if calibration else None
@@ -336,12 +303,12 @@ def utilisation(
     if not all(peaks) or not total:
         return None
     # Processes of one CPU share its peak.
-    total = total * nodes / len(devices) if calibration and calibration.kind == "cpu" else total
-    return per_token * tokens_per_second / total
+    shared = request.launch.num_nodes / len(devices) if calibration and calibration.kind == "cpu" else 1
+    return per_token * tokens_per_second / (total * shared)
 
 
-def basis_of(one: Pace | None) -> str:
-    """Returns what a pace rests on, in words."""
+def _basis(one: Pace | None) -> str:
+    """Return what a pace rests on, in words."""
     if one is None or one.fit is None:
         return "a prior, not measured here"
     if one.exact:

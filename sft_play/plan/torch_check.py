@@ -57,12 +57,12 @@ class Gpu(NamedTuple):
 
 
 def gpus_here(count: int) -> str:
-    """Returns how many GPUs a machine has, in words."""
+    """Return how many GPUs a machine has, in words."""
     return f"this machine has {count} GPU{'' if count == 1 else 's'}"
 
 
 def problems(facts: Mapping[str, Any] | str, gpus: Sequence[Gpu], driver: str, driver_cuda: str | None) -> list[Problem]:
-    """Returns why torch cannot use some of `gpus`; `facts` are what `TORCH_FACTS` prints, or the error of importing torch.
+    """Return why torch cannot use some of `gpus`; `facts` are what `TORCH_FACTS` prints, or the error of importing torch.
 
     Without `failures` torch was not asked, and versions alone are compared.
     """
@@ -101,7 +101,7 @@ def problems(facts: Mapping[str, Any] | str, gpus: Sequence[Gpu], driver: str, d
 
 
 def torch_facts(count: int, environment: Mapping[str, str]) -> dict[str, Any] | str:
-    """Asks the installed torch, once, about the first `count` GPUs; returns what `TORCH_FACTS` prints, or the error of importing it."""
+    """Ask the installed torch, once, about the first `count` GPUs; returns what `TORCH_FACTS` prints, or the error of importing it."""
     return _asked(count, tuple(sorted(environment.items())))
 
 
@@ -121,7 +121,7 @@ def _asked(count: int, environment: tuple[tuple[str, str], ...]) -> dict[str, An
 
 
 def unasked(hardware: Hardware) -> list[Problem]:
-    """Returns what versions alone tell, without a process: of what is installed here and the driver."""
+    """Return what versions alone tell, without a process: of what is installed here and the driver."""
     found = torch_version()
     if found is None or hardware.driver is None:
         return []
@@ -130,13 +130,13 @@ def unasked(hardware: Hardware) -> list[Problem]:
 
 
 def unusable(hardware: Hardware, indices: Sequence[int], environment: Mapping[str, str]) -> list[Problem]:
-    """Asks torch, under the workers' environment, for these GPUs; returns all that is wrong."""
+    """Ask torch, under the workers' environment, for these GPUs; returns all that is wrong."""
     gpus = _gpus(hardware, indices)
     return problems(torch_facts(len(gpus), environment), gpus, hardware.driver or "", hardware.driver_cuda)
 
 
 def require_usable(hardware: Hardware, indices: Sequence[int], environment: Mapping[str, str]) -> None:
-    """Raises `HardwareError` with all that is wrong with the GPUs that a plan uses."""
+    """Raise `HardwareError` with all that is wrong with the GPUs that a plan uses."""
     raise_all([HardwareError(one.text, hint=one.remedy) for one in unusable(hardware, indices, environment)])
 
 
@@ -153,7 +153,7 @@ def _lacks(facts: Mapping[str, Any], capability: str) -> bool:
 
 
 def number(version: str) -> tuple[int, ...]:
-    """Returns a version as numbers that compare."""
+    """Return a version as numbers that compare."""
     return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
@@ -172,6 +172,6 @@ def supports(architectures: Sequence[str], capability: str) -> bool:
 
 
 def lacking(torch: str, architectures: Sequence[str], names: str, capability: str) -> str:
-    """Returns the words for cards that a torch has no code for."""
+    """Return the words for cards that a torch has no code for."""
     text = f"torch {torch} has no code for {names} (compute capability {capability})"
     return f"{text}; it has {', '.join(architectures)}" if architectures else text

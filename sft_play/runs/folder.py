@@ -1,16 +1,26 @@
-"""The layout of a run's folder, `runs/NAME/`: every path has its name here; a folder from elsewhere gives only plain files inside it."""
+"""A run's folder, `runs/NAME/`: the name of every path, which files in a folder from elsewhere are taken, what an evaluation left."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import mmap
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sft_play.errors import DataError
+from sft_play.errors import DataError, HardwareError
+from sft_play.files import read_json, read_json_lines
 
 OWN = "SFT_PLAY_OWN_FOLDER"
 """Variable that names, to the workers of a node, its own folder inside the run's (`RunFolder.of_node`)."""
+
+
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
+"""What sets the offline mode of the hub's libraries; the first one is the user's to set too."""
 
 
 def runs_folder() -> Path:
@@ -22,6 +32,11 @@ def run_path(name: str) -> Path | None:
     """Returns the folder of the run called `name` or standing in the folder `name`; `None` where there is no such run."""
     candidates = [runs_folder() / name] if "/" not in name else []
     return next((path for path in [*candidates, Path(name)] if (path / "config.json").is_file()), None)
+
+
+def is_offline() -> bool:
+    """Whether `HF_HUB_OFFLINE` says that only what is on this machine is used."""
+    return os.environ.get(OFFLINE[0], "").lower() in ("1", "true", "yes", "on")
 
 
 def accelerate_default() -> Path | None:
@@ -84,7 +99,7 @@ class RunFolder:
 
     @property
     def tries(self) -> Path:
-        """What `launch.tries` counts, beside the folder: a launch that ends before its workers start takes the folder away."""
+        """What `schedulers.tries` counts, beside the folder: a launch that ends before its workers start takes the folder away."""
         return self.path.with_name(f".{self.name}.tries.json")
 
     @property
@@ -98,6 +113,11 @@ class RunFolder:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def phase(self) -> Path:
+        """What rank 0 is doing, for those who watch: `{"phase": ...}`."""
+        return self.logs / "phase.json"
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.log"
@@ -144,6 +164,11 @@ class RunFolder:
     @property
     def last(self) -> Path:
         return self.checkpoints / "last"
+
+    @property
+    def report(self) -> Path:
+        """The page that `make report` and the end of a run write."""
+        return self.path / "report.html"
 
     @property
     def model(self) -> Path:
@@ -206,3 +231,109 @@ def _in_hub_cache(base: Path, target: Path) -> bool:
     return any(
         folder.name == "snapshots" and target.parent == folder.parent / "blobs" for folder in (base, *base.parents)
     )  # fmt: skip
+
+
+def folder_gone(run: RunFolder) -> HardwareError:
+    """Returns the error of a run whose folder was there when it started."""
+    return HardwareError(
+        "the run's folder is gone: was it moved or deleted while it trained?",
+        place=str(run.path),
+        hint=f"where it was moved, put it back, then: make resume RUN={run.name} (or, as it is now: make resume RUN=FOLDER)",
+    )
+
+
+# What an evaluation left in its folder: scores, answers, benchmarks. Whoever shows or compares them reads it here.
+
+
+SCORES = "scores.json"
+PREDICTIONS = "predictions.jsonl"
+BENCHMARKS = "benchmarks.json"
+LABELS = {
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "exact_match": "exact match",
+    "f1": "token F1",
+}
+"""Metric -> what the user reads; one that is not here is called by its own name."""
+WHOLE_BYTES = 4 * 2**20
+SPACED_ROWS = 6_000
+TRAINING, EVALUATION = b'"kind": "train"', b'"kind": "eval"'
+INTERVAL = frozenset({"mean", "low", "high", "n"})
+LEAST_ROWS = 20
+"""Of fewer rows a percentile bootstrap's interval is too narrow to decide by: by 9 % at 20, by 47 % at 4 (sqrt((n-1)/n) z/t, Hesterberg 2015,
+"What Teachers Should Know About the Bootstrap")."""
+
+
+def label_of_metric(name: str) -> str:
+    """Returns what the user reads for a metric."""
+    return LABELS.get(name, name)
+
+
+def metrics_of(scores: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the scores of answers: metric -> `mean`, `low`, `high`, `n`, in the order of the file."""
+    return {name: value for name, value in scores.items() if isinstance(value, dict) and value.keys() >= INTERVAL}
+
+
+def read_scores(folder: Path) -> dict[str, Any] | None:
+    """Returns an evaluation's scores; `None` where none was finished, or its answers are gone."""
+    try:
+        scores: dict[str, Any] = read_json(folder / SCORES)
+    except (OSError, ValueError):
+        return None
+    return scores if not scores.get("answers") or (folder / PREDICTIONS).is_file() else None
+
+
+def read_benchmarks(folder: Path) -> dict[str, Any] | None:
+    """Returns what standard benchmarks found for these weights; `None` where none was run."""
+    try:
+        found: dict[str, Any] = read_json(folder / BENCHMARKS)
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def read_predictions(folder: Path) -> list[dict[str, Any]]:
+    """Returns the answers of an evaluation, in the order of the file; none where it was loss only."""
+    path = folder / PREDICTIONS
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def metric_rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of `metrics.jsonl`; of a file above `WHOLE_BYTES` every evaluation and `SPACED_ROWS` other rows, the last among them."""
+    with contextlib.suppress(OSError):
+        rows = read_json_lines(path) if path.stat().st_size <= WHOLE_BYTES else _spaced_rows(path)
+        return [row for row in rows if isinstance(row.get("step"), int)]
+    return []
+
+
+def _spaced_rows(path: Path) -> list[dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        whole = content.rfind(b"\n") + 1  # the last line may be torn
+
+        def add(inside: int) -> int:
+            start, end = content.rfind(b"\n", 0, inside) + 1, content.find(b"\n", inside)
+            with contextlib.suppress(ValueError):
+                row = json.loads(content[start:end])
+                if isinstance(row, dict):
+                    found[start] = row
+            return end
+
+        for part in range(1, SPACED_ROWS + 1):
+            add(part * whole // SPACED_ROWS - 2)
+        add(max(0, content.rfind(TRAINING, 0, whole)))
+        at = content.find(EVALUATION, 0, whole)
+        while at >= 0:
+            at = content.find(EVALUATION, add(at), whole)
+    return [found[start] for start in sorted(found)]
+
+
+def data_name(path: str, fingerprint: str) -> str:
+    """Returns a short name for other data than a run's own: of the file, and of its rows, so that no two share a folder."""
+    stem = re.sub(r"[^\w.+=-]+", "-", Path(path.partition(":")[2] or path).name.partition(".")[0]).strip("-._") or "data"
+    return f"{stem[:40]}-{fingerprint[:8]}"

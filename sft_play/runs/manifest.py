@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: the manifest with sizes and checksums, and `states.json`. No torch."""
+"""What a checkpoint says of itself: the manifest with sizes and checksums, `states.json`; and the space that one needs. No torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 
 from sft_play.errors import CheckpointError
 from sft_play.files import read_json, sync_folder, write_json
+from sft_play.text import gib
 
 NAME = "manifest.json"
 PART = re.compile(r"\.manifest-rank(\d+)\.json")
@@ -230,7 +231,7 @@ class StatesFacts:
     optimizer: str
     """Name of its class."""
     reshardable: bool
-    """Whether its states can be cut anew: one number for each element of a parameter, updated without a look at the others."""
+    """Whether its states can be resharded: one number for each element of a parameter, updated without a look at the others."""
     files: int
     """Ranks that wrote pieces: all where states are sharded, else one."""
     groups: list[dict[str, Any]]
@@ -275,16 +276,80 @@ SHARDED = frozenset({"zero1", "zero2", "zero3", "fsdp2"})
 def check_states(checkpoint: Path, *, strategy: str, world_size: int) -> None:
     """Raises `CheckpointError` when a checkpoint's states do not fit another strategy or number of processes.
 
-    Only an optimizer whose states cannot be cut anew is refused: one that looks at a parameter as a whole, where parameters are sharded.
+    Only an optimizer whose states cannot be resharded is refused: one that looks at a parameter as a whole, where parameters are sharded.
     """
     facts = read_facts(checkpoint)
     same = facts.strategy == strategy and (facts.world_size == world_size or strategy not in SHARDED)
     if facts.reshardable or same or not {facts.strategy, strategy} & SHARDED:
         return
     raise CheckpointError(
-        f"the states of the optimizer `{facts.optimizer}` cannot be cut anew: they were written by {facts.world_size} processes under"
-        f" {facts.strategy}, and {world_size} under {strategy} would go on",
+        f"the states of the optimizer `{facts.optimizer}` cannot be resharded: they were written by {facts.world_size} processes under"
+        f" {facts.strategy}, and {world_size} under {strategy} would continue",
         place=str(checkpoint),
         hint=f"resume with NUM_GPUS={facts.world_size} and the command that started the run, or start a new run with `train.optim:"
         " adamw_torch`, whose states fit any number of processes",
     )
+
+
+# Space for a checkpoint on the disk and in memory.
+
+
+SPARE_BYTES = 2**20
+"""Small files of a checkpoint that nothing foresees: JSON, the tokenizer's settings, folders."""
+SPARE_SHARE = 0.02
+"""What a file system takes beside the content: blocks, indirect blocks, journals."""
+SPARE_MEMORY_BYTES = 512 * 2**20
+"""Host memory that stays free when states are copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a checkpoint would need beside what there is, in bytes."""
+
+    needed: int
+    free: int
+
+    @property
+    def enough(self) -> bool:
+        return self.free >= self.needed
+
+    def __str__(self) -> str:
+        return f"it needs {gib(self.needed)} and {gib(self.free)} are free"
+
+
+def with_spare(predicted: int) -> int:
+    """Returns the bytes that must be free for files of `predicted` bytes."""
+    return predicted + int(predicted * SPARE_SHARE) + SPARE_BYTES
+
+
+def free_memory_bytes() -> int | None:
+    """Returns the host memory that may still be used, a limit of this process's cgroup (v2) kept; `None` where unknown."""
+    free: int | None = None
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    for group in _cgroups():
+        with contextlib.suppress(OSError, ValueError):  # `max` is no limit
+            left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()) + _reclaimable(group)
+            free = left if free is None else min(free, left)
+    return None if free is None else max(0, free)
+
+
+def _cgroups() -> list[Path]:
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                own = root / line[3:].strip().lstrip("/")
+                return [path for path in (own, *own.parents) if path.is_relative_to(root)]
+    return [root]
+
+
+def _reclaimable(group: Path) -> int:
+    """Returns the file pages that the kernel drops before it runs out."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (group / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "inactive_file":
+                return int(value)
+    return 0

@@ -49,7 +49,7 @@ class ResolvedModel:
     revision: str | None
     """The hub's commit; `None` for a folder."""
     fingerprint: str
-    """sha256 over the hub's commit, the contents of config and weight index, and every weight file's checksum (`model.folder`)."""
+    """sha256 over the hub's commit, the contents of config and weight index, and every weight file's checksum (`model.resolve`)."""
     tokenizer_fingerprint: str
     """sha256 over the tokenizer's files, the chat template and what `data.system` and `data.style` add to it."""
     chat: ChatFormat | None = None
@@ -189,7 +189,7 @@ def settings_that_matter(config: Config) -> dict[str, Any]:
 def preparation_code() -> str:
     """Returns a sha256 over the source of all that makes rows: another version of it is another cache entry."""
     package = Path(__file__).resolve().parent.parent
-    files = [*sorted((package / "data").glob("*.py")), package / "model" / "tokenizer.py", package / "config" / "filters.py"]
+    files = [*sorted((package / "data").glob("*.py")), package / "model" / "tokenizer.py", package / "config" / "data_rules.py"]
     return text_sha256("\n".join(file_sha256(path) for path in files))
 
 

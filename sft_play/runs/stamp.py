@@ -103,6 +103,13 @@ class Stamp:
     step: int = 0
     """Optimizer steps behind these weights; never compared."""
 
+    @property
+    def public_base(self) -> tuple[str, bool]:
+        """The base model's name without this machine's folders, and whether it is the hub's."""
+        name = self.base_model
+        on_hub = name.count("/") == 1 and name[0] not in "./~" and not Path(name).exists()
+        return name if on_hub else Path(name).name, on_hub
+
     def save(self, folder: Path) -> None:
         """Writes `stamp.json` into `folder`."""
         write_json(folder / NAME, asdict(self))
@@ -341,6 +348,7 @@ CHANGEABLE = frozenset({
     "train.async_save", "train.kernels", "train.spike_guard", "train.spike_factor",
     "launch.timeout_seconds", "launch.max_oom_retries", "launch.hang_seconds", "launch.max_restarts", "launch.auto_resume",
     "launch.balance", "launch.elastic", "launch.join_seconds", "launch.network", "launch.silent_seconds", "launch.slow_network",
+    "launch.sequence_parallel",
 })  # fmt: skip
 """Keys that a resumed run may change: none of them changes an update that has been made."""
 STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size", "launch.strategy")

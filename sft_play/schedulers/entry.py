@@ -4,7 +4,7 @@ Schedulers tell a container its place in their own variables (`PET_*`, `JOB_COMP
 `NUM_NODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` of the command that people type by hand, with `LAUNCH_AUTO_RESUME=true`, so that
 the same container starts a run and continues it. Signals are passed on, and exit code 75 becomes 175: a PyTorchJob with restart
 policy `ExitCode` tries again only from 128 on (contract section 7). Where `SFT_PLAY_MAX_RESTARTS` says how often that may fail,
-node 0 counts (`launch.tries`) and ends for good with 3.
+node 0 counts (`schedulers.tries`) and ends for good with 3.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from types import FrameType
 
 from sft_play.errors import HardwareError, RetryableError, UserError
-from sft_play.launch import tries
-from sft_play.launch.run_folder import ended_by_signals
+from sft_play.launch.process import ended_by_signals
 from sft_play.launch.settings import NO_FILE
+from sft_play.schedulers import tries
 
 TRAINING = frozenset({
     "quickstart", "train", "train-tb", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb", "train-fsdp",

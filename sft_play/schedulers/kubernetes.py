@@ -14,19 +14,17 @@ from pathlib import Path
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, saved_form
 from sft_play.config.metrics import OWN, PACKAGES, trackers
-from sft_play.config.scheduler_rules import LABEL, quantity
-from sft_play.config.schema import KubernetesConfig
+from sft_play.config.schedulers import LABEL, KubernetesConfig, quantity
 from sft_play.config.yaml_files import dump_documents
 from sft_play.errors import TOKEN, HardwareError, UserError
 from sft_play.files import is_file_name, typed_path, write_text
-from sft_play.launch.key import VARIABLE as KEY
+from sft_play.launch.environment import VARIABLE as KEY
 from sft_play.launch.rehearse import Ahead, planned_ahead
 from sft_play.launch.run_folder import NAME_PATTERN
-from sft_play.plan.catalogue import find_card
-from sft_play.plan.hardware import GIB
-from sft_play.plan.memory import Setup, host_bytes
-from sft_play.plan.plan import Plan
-from sft_play.plan.shape import shape_of
+from sft_play.plan.architecture import shape_of
+from sft_play.plan.hardware import GIB, find_card
+from sft_play.plan.memory import host_bytes
+from sft_play.plan.plan import Plan, Setup
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import runs_folder
 from sft_play.schedulers import manifests
@@ -329,10 +327,6 @@ def _of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
             "InfiniBand needs IPC_LOCK, which PodSecurity `restricted` refuses, and nodes whose container runtime allows unlimited locked "
             "memory (LimitMEMLOCK=infinity): a capability that is added does not reach a user who is not root"
         )
-    if settings.kind == "pytorchjob" and several:
-        yield "the operator gives Workers an init container that waits for the Master's name (alpine:3.10 unless it is set otherwise)"
-    if settings.kind == "trainjob":
-        yield f"a finished TrainJob stays until it is deleted: kubectl delete{space} -f trainjob.yaml"
 
 
 def _of_skypilot(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:

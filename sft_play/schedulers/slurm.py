@@ -28,17 +28,16 @@ from pathlib import Path
 
 from sft_play.config.call import FALSE, TRUE, Call
 from sft_play.config.load import DEFAULT, save_config
-from sft_play.config.names import mask
-from sft_play.config.schema import SlurmConfig
-from sft_play.errors import HUB_LOGIN, HardwareError, RetryableError, UserError
+from sft_play.config.schedulers import SlurmConfig
+from sft_play.errors import HUB_LOGIN, HardwareError, RetryableError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
 from sft_play.launch.rehearse import Ahead, planned_ahead
 from sft_play.launch.resume import OF_REPLICAS
 from sft_play.launch.run_folder import choose_name, first_launch, has_started
 from sft_play.launch.settings import NO_DEFAULT_FILE
-from sft_play.plan.batch import count
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
+from sft_play.text import plural
 
 HEADER = "# Rendered by `make slurm`: docs/slurm.md says what it does."
 TEMPLATE = Path(__file__).with_name("slurm.sh")
@@ -358,8 +357,8 @@ def _notes(call: Call, ahead: Ahead, name: str, withheld: list[str]) -> list[str
 
 
 def _show(job: BatchJob, script: Path) -> str:
-    ranks = f"{job.processes} GPU{'s' if job.processes > 1 else ''}" if job.gpus else count(job.processes, "process")
-    nodes = f"{count(job.nodes, 'node')}, {ranks} each, {count(job.cpus, 'core')} each, {job.slurm.time}"
+    ranks = f"{job.processes} GPU{'s' if job.processes > 1 else ''}" if job.gpus else plural(job.processes, "process")
+    nodes = f"{plural(job.nodes, 'node')}, {ranks} each, {plural(job.cpus, 'core')} each, {job.slurm.time}"
     tasks = f", tasks {job.slurm.array}: runs {job.run_name}-INDEX" if job.slurm.array else ""
     return f"slurm: {nodes}{tasks}\n  script   {script}\n  config   {_beside(script, 'config')} (frozen: later edits elsewhere change nothing)"
 

@@ -15,9 +15,10 @@ from sft_play.errors import UserError
 from sft_play.files import read_json, write_json, write_text
 from sft_play.runs.checkpoints import newest_valid, published
 from sft_play.runs.folder import RunFolder
-from sft_play.soak.processes import AGENT, LAUNCHER, PHASES, PREPARATION
+from sft_play.soak.launches import AGENT, EVERYTHING, LAUNCHER, PHASES, PREPARATION
+from sft_play.text import markdown_table
 
-LAST_TARGETS = (AGENT, LAUNCHER, PREPARATION, "everything")
+LAST_TARGETS = (AGENT, LAUNCHER, PREPARATION, EVERYTHING)
 
 
 def as_json(state: State) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def as_text(state: State) -> str:
             )
     result = as_json(state)
     over = result["over_seconds"]
-    lines = [*_table(rows), ""]
+    lines = [*markdown_table(rows), ""]
     lines.append(
         f"{_how(state.settings)}: {len(state.kills)} kills, {result['inside_a_save']} of them inside a save; {state.launches} launches in "
         f"{state.seconds / 60:.0f} min; all processes gone after {over['mean']:.1f} s (at most {over['max']:.1f} s)."
@@ -81,12 +82,6 @@ def _lost(kills: Sequence[Kill]) -> str:
 def _how(settings: Mapping[str, Any]) -> str:
     extra = "".join(f" {word}" for word in settings["overrides"])
     return f"`{settings['strategy']}`, seed {settings['seed']}{extra}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
-    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
 def write_table(path: Path, state: State) -> None:
@@ -121,7 +116,7 @@ def marks(state: State) -> tuple[str, str]:
 TIMES = re.compile(r"seconds|per_second|memory|mfu|percent|mb_s")
 """Names of figures that a clock or the machine decides."""
 SHOWN = 3
-"""How many differences of one kind are told."""
+"""How many differences of one kind are listed."""
 
 
 def compare_runs(reference: RunFolder, run: RunFolder) -> tuple[int, list[str]]:
@@ -132,7 +127,9 @@ def compare_runs(reference: RunFolder, run: RunFolder) -> tuple[int, list[str]]:
 
 
 def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
-    """Returns the rows of `metrics.jsonl`. Raises `ValueError` for a line that is no JSON."""
+    """Return the rows of `metrics.jsonl`; none before there is one. Raise `ValueError` for a line that is no JSON."""
+    if not run.metrics.is_file():
+        return []
     return [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
 
 
@@ -259,7 +256,7 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """A disturbed run that was completed, beside the undisturbed one."""
+    """A disturbed run that was completed, compared with the undisturbed one."""
 
     run: int
     kills: int

@@ -10,16 +10,17 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from sft_play.errors import UserError
 
 UNUSED = ("bitsandbytes", "deepspeed", "datasets")
-"""Imported by libraries only because they are installed, as in `training.arguments`; `trace.quantised` needs no bitsandbytes."""
+"""Imported by libraries only because they are installed, as in `training.arguments`; `trace.build` needs no bitsandbytes."""
 
 
 def main() -> int:
-    """Answers every request; one that cannot be answered gives `{"error": "..."}`, with a `hint` where the user can do something."""
+    """Answers every line."""
     warnings.filterwarnings("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     output = os.fdopen(os.dup(1), "w")
@@ -27,26 +28,31 @@ def main() -> int:
     for name in UNUSED:
         sys.modules[name] = None  # type: ignore[assignment]
     gc.disable()
-    from sft_play.plan.trace_case import Case
-    from sft_play.trace.count import count
-    from sft_play.trace.run import trace
+    import sft_play.trace.run  # noqa: F401
 
     gc.freeze()
     gc.enable()
-
     for line in sys.stdin:
-        results: list[dict[str, Any]] = []
-        for request in json.loads(line):
-            try:
-                results.append(count(request["count"]) if "count" in request else trace(Case(**request)))
-            except UserError as error:
-                results.append({"error": error.message, "hint": error.hint})
-            except Exception as error:  # noqa: BLE001 - any architecture may fail in its own way; the plan says so and goes on
-                said = str(error).strip().splitlines() or [""]
-                results.append({"error": f"{type(error).__name__}: {said[0]}"})
-        output.write(json.dumps(results) + "\n")
+        output.write(json.dumps(answers(json.loads(line))) + "\n")
         output.flush()
     return 0
+
+
+def answers(requests: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns what is found for each request; `{"error": "..."}` where nothing is, with a `hint` where the user can do something."""
+    from sft_play.plan.measured import Case
+    from sft_play.trace.run import count, trace
+
+    results: list[dict[str, Any]] = []
+    for request in requests:
+        try:
+            results.append(count(request["count"]) if "count" in request else trace(Case(**request)))
+        except UserError as error:
+            results.append({"error": error.message, "hint": error.hint})
+        except Exception as error:  # noqa: BLE001 - any architecture may fail in its own way; the plan says so and goes on
+            said = str(error).strip().splitlines() or [""]
+            results.append({"error": f"{type(error).__name__}: {said[0]}"})
+    return results
 
 
 if __name__ == "__main__":

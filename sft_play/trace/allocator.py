@@ -1,20 +1,23 @@
-"""A model of CUDA's caching allocator: what it must reserve for a sequence of allocations, more than their sum.
+"""A model of CUDA's caching allocator as workers run it, with `expandable_segments:True`: what it must map for a sequence of allocations.
 
-After torch's `CUDACachingAllocator`: blocks up to 1 MiB live in segments of 2 MiB, those below 10 MiB in segments of 20 MiB, larger
-ones in multiples of 2 MiB; best fit, splitting, merging, and at the limit whole free segments are returned. Streams,
-`roundup_power2_divisions` and `max_split_size` are left out.
+After torch's `CUDACachingAllocator`: small blocks (up to 1 MiB) and large ones have one range of addresses each, in which pages of 2 and
+of 20 MiB are mapped when they are needed. Best fit among free mapped blocks, else the lowest addresses where unmapped ones make room;
+any rest of 512 B is split off. At the limit whole free pages are given back, wherever they are: gaps cost little, but no block moves.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-KIB, MIB = 2**10, 2**20
-SMALL, SMALL_SEGMENT, LARGE_SEGMENT, LEAST_OWN_SEGMENT = MIB, 2 * MIB, 20 * MIB, 10 * MIB
+MIB = 2**20
+SMALL = MIB
+PAGE = {True: 2 * MIB, False: 20 * MIB}
+"""Bytes that are mapped at a time, for small blocks and for large ones."""
+LEAST_REST = 512
 TOLERANCE = 16 * MIB
+ENDLESS = 2**60
 
 Event = tuple[int, int, int]
 """+1 or -1, block number, bytes"""
@@ -25,130 +28,189 @@ class DoesNotFitError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class Block:
+    """Addresses that are in use, free, or not mapped."""
+
     start: int
-    """Address; those of later segments are higher."""
     size: int
-    small: bool
-    free: bool = False
-    before: _Block | None = None
-    after: _Block | None = None
+    mapped: bool = False
+    used: bool = False
+    before: Block | None = None
+    after: Block | None = None
+
+    @property
+    def reach(self) -> int:
+        """Bytes up to which a free block can grow in place."""
+        after = self.after
+        return self.size + (after.size if after is not None and not after.mapped else 0)
+
+    def cut(self, size: int) -> Block:
+        """Shortens the block to `size` bytes and returns the rest."""
+        rest = Block(self.start + size, self.size - size, mapped=self.mapped, before=self, after=self.after)
+        if self.after is not None:
+            self.after.before = rest
+        self.after, self.size = rest, size
+        return rest
+
+    def take_next(self) -> None:
+        """Grows over the block after this one."""
+        assert self.after is not None
+        self.size += self.after.size
+        self.after = self.after.after
+        if self.after is not None:
+            self.after.before = self
+
+
+class Range:
+    """The addresses of one kind of blocks."""
+
+    def __init__(self, page: int) -> None:
+        self.page = page
+        self.first = Block(0, ENDLESS)
+        self.free: list[tuple[int, int, Block]] = []
+        """Free mapped blocks by size."""
+
+    def blocks(self) -> Iterator[Block]:
+        """Yields all blocks by address."""
+        block: Block | None = self.first
+        while block is not None:
+            yield block
+            block = block.after
+
+    def best(self, size: int) -> Block | None:
+        """Returns the free mapped block that fits best, the one that can grow least where several do."""
+        index = bisect.bisect_left(self.free, (size, -1))
+        if index == len(self.free):
+            return None
+        while index + 1 < len(self.free) and self.free[index + 1][2].reach < self.free[index][2].reach:
+            index += 1
+        return self.free.pop(index)[2]
+
+    def room(self, size: int) -> tuple[Block, int]:
+        """Returns where unmapped addresses make room for `size`, and the bytes to be mapped for it."""
+        for unmapped in self.blocks():
+            if unmapped.mapped:
+                continue
+            start = unmapped.before if unmapped.before is not None and not unmapped.before.used else unmapped
+            found, block, more = 0, start, 0
+            while found < size and block is not None and not block.used:
+                if not block.mapped:
+                    more += -(-min(block.size, size - found) // self.page) * self.page
+                found += block.size
+                block = block.after  # type: ignore[assignment]
+            if found >= size:
+                return start, more
+        raise AssertionError("addresses have an end")
+
+    def map(self, block: Block, size: int) -> Block:
+        """Maps free addresses from `block` on until `size` bytes are, and returns them as one block that is not listed."""
+        self._map_some(block, size)
+        while block.size < size:
+            assert block.after is not None
+            self._map_some(block.after, size - block.size)
+            block.take_next()
+        return self._join(block)
+
+    def _map_some(self, block: Block, size: int) -> None:
+        """Takes a free block off the list, or maps the first whole pages of an unmapped one."""
+        if block.mapped:
+            self._unlist(block)
+            return
+        length = -(-size // self.page) * self.page
+        if length < block.size:
+            block.cut(length)
+        block.mapped = True
+
+    def split(self, block: Block, size: int) -> None:
+        """Lists what a block has beyond `size` as free."""
+        if block.size - size >= LEAST_REST:
+            self._list(block.cut(size))
+
+    def release(self, block: Block) -> None:
+        """Lists a block as free, joined with free mapped neighbours."""
+        block.used = False
+        self._list(self._join(block))
+
+    def give_back(self) -> int:
+        """Unmaps every whole page that is free; returns their bytes."""
+        total = 0
+        for size, start, block in list(self.free):
+            low, high = -(-start // self.page) * self.page, (start + size) // self.page * self.page
+            if high <= low:
+                continue
+            self._unlist(block)
+            self.split(block, high - start)
+            if low > start:
+                pages = block.cut(low - start)
+                self._list(block)
+                block = pages  # noqa: PLW2901
+            block.mapped = False
+            self._join(block)
+            total += high - low
+        return total
+
+    def _join(self, block: Block) -> Block:
+        """Returns a block that is not in use, joined with neighbours that are mapped as it is."""
+        for first in (block, block.before):
+            second = first.after if first is not None else None
+            if first is None or second is None or first.used or second.used or first.mapped != second.mapped:
+                continue
+            if first.mapped:
+                self._unlist(second if first is block else first)
+            first.take_next()
+            block = first
+        return block
+
+    def _list(self, block: Block) -> None:
+        bisect.insort(self.free, (block.size, block.start, block))
+
+    def _unlist(self, block: Block) -> None:
+        self.free.pop(bisect.bisect_left(self.free, (block.size, block.start)))
 
 
 @dataclass(slots=True)
 class CachingAllocator:
-    """Replays allocations under a limit of reserved bytes (none: `None`)."""
+    """Replays allocations under a limit of mapped bytes (none: `None`)."""
 
     limit: int | None = None
     reserved: int = 0
     most: int = 0
-    _free: dict[bool, list[tuple[int, int, _Block]]] = field(default_factory=lambda: {True: [], False: []})
-    _live: dict[int, _Block] = field(default_factory=dict)
-    _top: int = 0
+    ranges: dict[bool, Range] = field(default_factory=lambda: {small: Range(page) for small, page in PAGE.items()})
+    live: dict[int, tuple[Range, Block]] = field(default_factory=dict)
 
     def allocate(self, number: int, size: int) -> None:
         """Raises `DoesNotFitError`."""
-        small = size <= SMALL
-        block = self._best(size, small) or self._segment(size, small)
-        rest = block.size - size
-        if rest >= 512 if small else rest > SMALL:
-            other = _Block(block.start + size, rest, small, before=block, after=block.after)
-            if block.after:
-                block.after.before = other
-            block.after, block.size = other, size
-            self._insert(other)
-        self._live[number] = block
+        where = self.ranges[size <= SMALL]
+        block = where.best(size)
+        if block is None:
+            start, more = where.room(size)
+            if self.limit is not None and self.reserved + more > self.limit:
+                self.reserved -= sum(each.give_back() for each in self.ranges.values())
+                start, more = where.room(size)
+                if self.reserved + more > self.limit:
+                    raise DoesNotFitError
+            self.reserved += more
+            block = where.map(start, size)
+        block.used = True
+        where.split(block, size)
+        self.live[number] = where, block
         self.most = max(self.most, self.reserved)
 
     def release(self, number: int) -> None:
-        """Gives a block back and joins it with free neighbours."""
-        block = self._live.pop(number)
-        for neighbour in (block.before, block.after):
-            if neighbour is None or not neighbour.free:
-                continue
-            self._remove(neighbour)
-            block.size += neighbour.size
-            if neighbour is block.before:
-                block.start, block.before = neighbour.start, neighbour.before
-                if block.before:
-                    block.before.after = block
-            else:
-                block.after = neighbour.after
-                if block.after:
-                    block.after.before = block
-        self._insert(block)
-
-    def _best(self, size: int, small: bool) -> _Block | None:
-        row = self._free[small]
-        index = bisect.bisect_left(row, (size, -1))
-        if index == len(row):
-            return None
-        block = row.pop(index)[2]
-        block.free = False
-        return block
-
-    def _segment(self, size: int, small: bool) -> _Block:
-        own = -(-size // (2 * MIB)) * 2 * MIB
-        whole = SMALL_SEGMENT if small else LARGE_SEGMENT if size < LEAST_OWN_SEGMENT else own
-        if self.limit is not None and self.reserved + whole > self.limit:
-            self._return_segments()
-            if self.reserved + whole > self.limit:
-                raise DoesNotFitError
-        self.reserved += whole
-        self._top += whole
-        return _Block(self._top - whole, whole, small)
-
-    def _return_segments(self) -> None:
-        for row in self._free.values():
-            for entry in [e for e in row if e[2].before is None and e[2].after is None]:
-                row.remove(entry)
-                self.reserved -= entry[0]
-
-    def _insert(self, block: _Block) -> None:
-        block.free = True
-        bisect.insort(self._free[block.small], (block.size, block.start, block))
-
-    def _remove(self, block: _Block) -> None:
-        row = self._free[block.small]
-        row.pop(bisect.bisect_left(row, (block.size, block.start)))
-        block.free = False
+        """Gives a block back."""
+        where, block = self.live.pop(number)
+        where.release(block)
 
 
-class Allocator(Protocol):
-    """What replays allocations under a limit."""
-
-    most: int
-
-    def allocate(self, number: int, size: int) -> None: ...
-    def release(self, number: int) -> None: ...
-
-
-Make = Callable[[int | None], Allocator]
-"""Returns an allocator under a limit of bytes that it may reserve."""
-
-
-def replay(events: Sequence[Event], limit: int | None = None, make: Make = CachingAllocator) -> int:
-    """Returns the most bytes that are reserved. Raises `DoesNotFitError`."""
-    pool = make(limit)
+def replay(events: Sequence[Event], limit: int | None = None) -> int:
+    """Returns the most bytes that are mapped. Raises `DoesNotFitError`."""
+    pool = CachingAllocator(limit)
     for sign, number, size in events:
         if size and sign > 0:
             pool.allocate(number, size)
         elif size:
             pool.release(number)
     return pool.most
-
-
-def least_capacity(events: Sequence[Event], make: Make = CachingAllocator) -> int:
-    """Returns the smallest limit that the sequence survives, to 16 MiB."""
-    low, high = most_allocated(events), replay(events, make=make)
-    while high - low > TOLERANCE:
-        middle = (low + high) // 2
-        try:
-            replay(events, middle, make)
-            high = middle
-        except DoesNotFitError:
-            low = middle
-    return high
 
 
 def most_allocated(events: Sequence[Event]) -> int:
@@ -160,6 +222,15 @@ def most_allocated(events: Sequence[Event]) -> int:
     return most
 
 
-def lost_bytes(events: Sequence[Event], make: Make = CachingAllocator) -> int:
-    """Returns what is lost between blocks, at the smallest capacity that suffices."""
-    return max(0, least_capacity(events, make) - most_allocated(events)) if events else 0
+def lost_bytes(events: Sequence[Event]) -> int:
+    """Returns what is lost between blocks, to 16 MiB, at the smallest limit that the sequence survives."""
+    in_use = low = most_allocated(events)
+    high = replay(events)
+    while high - low > TOLERANCE:
+        middle = (low + high) // 2
+        try:
+            replay(events, middle)
+            high = middle
+        except DoesNotFitError:
+            low = middle
+    return max(0, high - in_use)

@@ -9,27 +9,24 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import transformers
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from torch.nn import functional
+from torch.nn.utils import parametrize
+from transformers.pytorch_utils import Conv1D
 
 from sft_play.config.schema import LoraSettings
-from sft_play.errors import DataError
 from sft_play.files import text_sha256
-from sft_play.model import lora, varlen
-from sft_play.model.chunked_head import chunk_head
-from sft_play.model.folder import code_not_trusted
-from sft_play.model.kernels import fuse_adapters
-from sft_play.model.read import model_class
-from sft_play.plan.trace_case import Case
+from sft_play.model import kernels, lora
+from sft_play.model.load import model_class, settings_of
+from sft_play.plan.measured import Case
 from sft_play.runs.prepared import ResolvedModel
-from sft_play.trace.quantised import Int8Linear, NF4Experts, NF4Linear, quantise, quantise_experts
+from sft_play.trace.step import named
 
 BASE = ResolvedModel(name="", path="", source="folder", revision=None, fingerprint="", tokenizer_fingerprint="")
 
 MOST_KINDS = 6
-"""Kinds of layers that are told apart by their settings too."""
+"""Kinds of layers that also differ by their settings."""
 NUMBERING = re.compile(r"id$|idx|index|number")
 """Settings that say only which layer it is."""
 
@@ -40,27 +37,12 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def settings_of(architecture: dict[str, Any]) -> Any:
-    """Returns the whole model's configuration. Raises `DataError` for a family that transformers does not know."""
-    values = copy.deepcopy(architecture)
-    family = values.pop("model_type", None)
-    if family not in CONFIG_MAPPING:
-        if values.get("auto_map"):
-            raise code_not_trusted("model", "config.json")
-        raise DataError(
-            f"transformers {transformers.__version__} knows no `model_type: {family}`", hint="a newer transformers may"
-        )
-    for own in ("quantization_config", "auto_map", "architectures", "torch_dtype", "dtype"):
-        values.pop(own, None)
-    return CONFIG_MAPPING[family].from_dict(PreTrainedConfig._decode_special_floats(values))
-
-
 def on_meta(settings: Any, dtype: torch.dtype = torch.bfloat16, attention: str | None = None) -> Any:
     """Returns the model on the meta device. Raises `DataError` for a family that is not trained here."""
-    varlen.register()
+    kernels.register()
     with torch.device("meta"):
         model = model_class(settings).from_config(settings, dtype=dtype, attn_implementation=attention)
-    varlen.keep_rows_apart(model)
+    kernels.keep_rows_apart(model)
     return model
 
 
@@ -158,9 +140,9 @@ def build(case: Case, model: Any) -> nn.Module:
             if case.autocast:
                 lora.leave_casts_to_autocast(model)
             if case.fused_adapters:
-                fuse_adapters(model)
+                lora.fuse_adapters(model)
     if case.loss_chunk:
-        chunk_head(model, case.loss_chunk)
+        kernels.chunk_head(model, case.loss_chunk)
     model.train()
     model.config.get_text_config().use_cache = False
     if case.gradient_checkpointing:
@@ -219,3 +201,145 @@ def _list_of_layers(model: Any) -> tuple[nn.Module, str]:
             if isinstance(child, nn.ModuleList) and len(child) == wanted:
                 return module, name
     raise ValueError(f"no list of {wanted} layers is found in {type(base).__name__}")
+
+
+BLOCK, NESTED_BLOCK = 64, 256
+
+
+class NF4Linear(nn.Linear):
+    """A linear layer in doubly quantised nf4; its numbers mean nothing, its sizes everything."""
+
+    def __init__(self, plain: nn.Linear, compute: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.compute = plain.in_features, plain.out_features, compute
+        weights = plain.in_features * plain.out_features
+        blocks = -(-weights // BLOCK)
+        meta = {"device": "meta"}
+        self.weight = nn.Parameter(torch.empty((weights + 1) // 2, 1, dtype=torch.uint8, **meta), requires_grad=False)
+        self.bias = plain.bias
+        self.register_buffer("absmax", torch.empty(blocks, dtype=torch.uint8, **meta))
+        self.register_buffer("nested_absmax", torch.empty(-(-blocks // NESTED_BLOCK), dtype=torch.float32, **meta))
+        self.register_buffer("codes", torch.empty(16 + 256 + 1, dtype=torch.float32, **meta))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the layer's output shape and type."""
+        bias = None if self.bias is None else self.bias.to(self.compute)
+        out = _NF4.apply(x.to(self.compute), self.weight, self.out_features, self.in_features, bias)
+        result: Tensor = out.to(x.dtype)
+        return result
+
+
+class _NF4(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, outputs: int, inputs: int, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.shape = (outputs, inputs)
+        return functional.linear(x, _expanded(x, outputs, inputs), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        outputs, inputs = ctx.shape
+        return (grad @ _expanded(grad, outputs, inputs) if ctx.needs_input_grad[0] else None), None, None, None, None
+
+
+def _expanded(like: Tensor, outputs: int, inputs: int) -> Tensor:
+    """Returns room for the whole weight in the computation's type; its fp32 scales exist while it is filled."""
+    with named("dequantised"):
+        scales = like.new_zeros(-(-outputs * inputs // BLOCK), dtype=torch.float32)
+        weight = like.new_zeros(outputs, inputs)
+        del scales
+    return weight
+
+
+class NF4Experts(nn.Module):
+    """What expands a fused expert weight each time that its module runs, as `bitsandbytes.nn.parametrize` does."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.dtype = shape, dtype
+        blocks = -(-shape.numel() // BLOCK)
+        self.register_buffer("absmax", torch.empty(blocks, dtype=torch.uint8, device="meta"))
+        self.register_buffer("nested_absmax", torch.empty(-(-blocks // NESTED_BLOCK), dtype=torch.float32, device="meta"))
+        self.register_buffer("codes", torch.empty(16 + 256 + 1, dtype=torch.float32, device="meta"))
+
+    def forward(self, packed: Tensor) -> Tensor:
+        """Returns room for the whole weight; its fp32 scales exist while it is filled."""
+        with named("dequantised"):
+            scales = packed.new_zeros(-(-self.shape.numel() // BLOCK), dtype=torch.float32)
+            weight = packed.new_zeros(self.shape, dtype=self.dtype)
+            del scales
+        return weight
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer in int8 with a scale a row."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        shape = (plain.out_features, plain.in_features)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.int8, device="meta"), requires_grad=False)
+        self.bias = plain.bias
+        self.register_buffer("scales", torch.empty(plain.out_features, dtype=torch.float32, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the layer's output shape and type."""
+        out: Tensor = _Int8.apply(x, self.weight, self.scales, self.bias)
+        return out
+
+
+class _Int8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.kept = (
+            x,
+            weight,
+            scales,
+        )  # bitsandbytes sets attributes too, past the hooks by which checkpointing frees saved tensors
+        return functional.linear(x, _rescaled(weight, scales, x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, weight, scales = ctx.kept
+        expanded = _rescaled(weight, scales, x.dtype)
+        return (grad.to(x.dtype) @ expanded if ctx.needs_input_grad[0] else None), None, None, None
+
+
+def _rescaled(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    with named("dequantised"):
+        return weight.to(dtype).mul_(scales.unsqueeze(1))
+
+
+def quantise_experts(model: nn.Module) -> None:
+    """Packs every fused expert weight, as `model.quantise` does; in place, on the meta device."""
+    for module in {model.get_submodule(name.rpartition(".")[0]): None for name in lora.expert_names(model)}:
+        module.register_forward_pre_hook(_expands_once)
+        module.register_forward_hook(_has_expanded, always_call=True)
+        for leaf, plain in list(module.named_parameters(recurse=False)):
+            if plain.dim() == 3:
+                packed = torch.empty((plain.numel() + 1) // 2, 1, dtype=torch.uint8, device="meta")
+                setattr(module, leaf, nn.Parameter(packed, requires_grad=False))
+                parametrize.register_parametrization(module, leaf, NF4Experts(plain.shape, plain.dtype), unsafe=True)
+
+
+def _expands_once(*_: Any) -> None:
+    parametrize._cache_enabled += 1
+
+
+def _has_expanded(*_: Any) -> None:
+    parametrize._cache_enabled -= 1
+    if not parametrize._cache_enabled:
+        parametrize._cache = {}
+
+
+def quantise(model: nn.Module, quantization: str, compute: torch.dtype) -> None:
+    """Replaces every linear layer but the head, as bitsandbytes does through transformers; in place, on the meta device."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child is head or not (isinstance(child, Conv1D) or type(child) is nn.Linear):
+                continue  # Falcon's linear layers are a class of their own
+            plain = nn.Linear(child.nx, child.nf, device="meta") if isinstance(child, Conv1D) else child
+            setattr(parent, name, NF4Linear(plain, compute) if quantization == "nf4" else Int8Linear(plain))

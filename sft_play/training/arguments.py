@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from transformers import TrainingArguments, get_scheduler
 
-from sft_play.config.metrics import AIM, OWN, higher_is_better, trackers
+from sft_play.config.metrics import OWN, higher_is_better, trackers
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.choices import loader_workers
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.training.balance import turns_of
-from sft_play.training.world import uses_cpu_flag
+from sft_play.training.ranks import uses_cpu_flag
 
 
 def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> TrainingArguments:
@@ -40,7 +40,7 @@ def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_valida
 
 
 def _try_schedule(args: TrainingArguments) -> None:
-    """Makes the learning rate's schedule once, for nothing: some need `train.lr_scheduler_kwargs`, and say so only then."""
+    """Makes the learning rate's schedule once, only to try it: some need `train.lr_scheduler_kwargs`, and say so only then."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
     steps = {"num_warmup_steps": args.get_warmup_steps(args.max_steps), "num_training_steps": args.max_steps}
     get_scheduler(args.lr_scheduler_type, optimizer, **steps, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
@@ -50,7 +50,7 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
     """Returns every argument that is not transformers' default; what was typed beyond the schema comes last and wins."""
     train = config.train
     assert plan.steps is not None, "a plan with prepared data knows its steps"
-    own = ("report_to", "disable_tqdm")  # read by `_served` and by the progress line
+    own = ("report_to", "disable_tqdm")  # read by `training.tracking` and by the progress line
     extra = {name: value for name, value in train.extra.items() if name not in own}
     values: dict[str, Any] = {
         "output_dir": str(run.path),
@@ -82,10 +82,11 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "logging_nan_inf_filter": False,  # a loss that is not a number stops the run, it is not papered over
         "save_strategy": train.save_strategy,
         "save_steps": train.save_steps,
-        "save_total_limit": None,  # rotation is `runs.checkpoints.rotate`: only after a newer one is whole
+        "save_total_limit": None,  # rotation is `runs.checkpoints.rotate`: only after a newer one is intact
         "metric_for_best_model": train.metric_for_best_model if has_validation else None,
         "greater_is_better": higher_is_better(train.metric_for_best_model) is not False,
-        "report_to": _served(config),
+        "report_to": "none",  # `training.tracking` has the callbacks
+        "run_name": run.name,
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "use_cpu": uses_cpu_flag(plan),
@@ -109,17 +110,9 @@ def _evaluation(config: Config, has_validation: bool) -> str:
     return wanted
 
 
-def _served(config: Config) -> list[str]:
-    """Returns the trackers that transformers serves: `training.curves` has values that its TensorBoard callback does not have."""
-    return [name for name in trackers(config) if name not in (OWN, AIM, "none")]
-
-
 def wants_tensorboard(config: Config) -> bool:
     """Whether curves are written: yes, unless `train.report_to` names other trackers only."""
     return bool({OWN, "all"} & set(trackers(config)))
-
-
-# FSDP2 as the plan counts it, where accelerate's own way differs.
 
 
 def reduce_in_fp32(plugin: Any) -> None:

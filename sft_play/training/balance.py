@@ -1,25 +1,19 @@
-"""Shares of a step for unequal ranks, measured and looked at again while training (contract B11)."""
+"""Shares of a step for unequal ranks, measured and adjusted while training (contract B11)."""
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import TrainerCallback
 
 from sft_play.config.schema import Config
 from sft_play.data.batches import GlobalBatchSampler, Shares
-from sft_play.plan.balance import Cost, Slots, share_out, spans, step_seconds
+from sft_play.plan.batch import Cost, Slots, share_out, spans, step_seconds
 from sft_play.plan.plan import Plan, RankPlan
-from sft_play.training.metrics import MetricsFile
-
-if TYPE_CHECKING:
-    from sft_play.training.trainer import SftTrainer
-
+from sft_play.training.ranks import TrainContext
+from sft_play.training.readings import Lap, Stopwatch
 
 HEADROOM = 2
 """Under DDP a rank may come to make so many times the micro-steps that the plan gives to any."""
@@ -34,7 +28,7 @@ GAP, LOOKS = 1.15, 3
 SECONDS = {True: 2.0, False: 0.5}
 """Alike devices or not -> seconds that a rank must have computed before what was measured counts."""
 KEPT = 0.5
-"""Weight of what was measured before, beside the newest."""
+"""Weight of earlier measurements, against 1 for the newest."""
 NAMED = 8
 """Ranks whose rows are told one by one, at most."""
 
@@ -43,9 +37,9 @@ def rebalances(config: Config, plan: Plan) -> bool:
     """Whether shares may change while training.
 
     Under ZeRO-3 and FSDP2 ranks wait for each other inside every layer, so none can tell its own speed: there the plan's shares stay, as
-    they do where a micro-batch or accumulation was typed.
+    they do where a micro-batch or accumulation was typed, or slices of a line keep ranks together.
     """
-    typed = config.train.batch_size != "auto" or config.train.grad_accum != "auto"
+    typed = plan.sequence_parallel > 1 or config.train.batch_size != "auto" or config.train.grad_accum != "auto"
     return config.launch.balance == "auto" and not typed and plan.world_size > 1 and plan.strategy in ("ddp", "zero1", "zero2")
 
 
@@ -81,7 +75,7 @@ class Judge:
         self._looks = 0
 
     def look(self, measured: Sequence[Sequence[float]], shares: Shares) -> Shares | None:
-        """Returns the shares to change to from `shares`, `None` to go on. `measured`: of each rank, as `Stopwatch.take` gives it."""
+        """Returns the shares to change to from `shares`, `None` to keep them. `measured`: of each rank, seconds, rows, tokens and micro-steps."""
         self._window = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(self._window, measured, strict=True)]
         if max(seconds for seconds, *_ in self._window) < SECONDS[self.alike]:
             return None
@@ -211,35 +205,28 @@ def at_work(
 
 
 class Balancer(TrainerCallback):
-    """Looks at the ranks' speeds between optimizer steps of one trainer, and changes its sampler's shares."""
+    """Looks at the ranks' speeds between optimizer steps, and changes the shares of a sampler."""
 
-    def __init__(self, trainer: SftTrainer) -> None:
-        self.trainer = trainer
-        self.active = rebalances(trainer.config, trainer.plan)
-        self.stopwatch = Stopwatch(torch.device(trainer.args.device), forward_only=together(trainer.plan))
-        self.judge = Judge(trainer.plan, turns_of(trainer.config, trainer.plan))
-        self.sampler: GlobalBatchSampler | None = None
-        """Set when the training rows are made ready."""
+    def __init__(self, context: TrainContext, sampler: GlobalBatchSampler, watch: Stopwatch) -> None:
+        config, plan = context.config, context.plan
+        self.context, self.sampler = context, sampler
+        self.active = rebalances(config, plan)
+        self.lap = Lap(watch)
+        self.judge = Judge(plan, turns_of(config, plan))
         self._steps = 0
 
-    def begin(self, batch: Mapping[str, Any]) -> None:
-        """Call before the forward pass of a micro-step."""
-        if self.active:
-            self.stopwatch.begin(batch)
+    def measured(self) -> list[float]:
+        """Returns seconds that this rank computed, rows, tokens and micro-steps since the last call.
 
-    def passed(self, loss: Tensor) -> None:
-        """Call between forward and backward pass."""
-        if self.active:
-            self.stopwatch.passed(loss)
-
-    def computed(self) -> None:
-        """Call in the backward pass before a communication hook waits for other ranks."""
-        if self.active:
-            self.stopwatch.computed()
+        Where ranks communicate in the backward pass only the forward pass counts.
+        """
+        found = self.lap.take()
+        seconds = found["forward"] + (0.0 if together(self.context.plan) else found["backward"])
+        return [seconds, found["rows"], found["tokens"], found["micro_steps"]]
 
     def micro_batch(self, step: int) -> int | None:
         """Returns this rank's largest micro-batch in an optimizer step (from 1) whose shares were found while training, else `None`."""
-        if self.sampler is None or len(self.sampler.changes) == 1:
+        if len(self.sampler.changes) == 1:
             return None
         return self.sampler.shares_at(step - 1)[self.sampler.rank][0]
 
@@ -249,50 +236,47 @@ class Balancer(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Counts, and looks when it is time. Collective then: all ranks make the same steps."""
         self._steps += 1
-        if not self.active or self.sampler is None:
+        if not self.active:
             return
         if self._steps == UNCOUNTED:
-            self.stopwatch.take()
+            self.lap.take()
         elif (self._steps == FIRST or self._steps % EVERY == 0) and state.global_step < state.max_steps:
-            self._look(self.sampler, state.global_step)
+            self._look(state.global_step)
 
-    def _look(self, sampler: GlobalBatchSampler, step: int) -> None:
-        mine = [*self.stopwatch.take(), float(sampler.next_step)]
-        table = self.trainer._gather(torch.tensor(mine, dtype=torch.float64, device=self.trainer._sums_on())).tolist()
+    def _look(self, step: int) -> None:
+        sampler = self.sampler
+        table = self.context.ranks.table([*self.measured(), sampler.next_step])
         before = sampler.ranks
         after = self.judge.look([row[:4] for row in table], before)
         first = max(int(row[4]) for row in table)  # whatever a rank's loader has fetched ahead stays as it was cut
         if after is not None and sampler.holds(after):
             sampler.adopt(first, after)
-            self._tell(step, first + 1, before, after)
+            if self.context.ranks.first:
+                self._tell(step, first + 1, before, after)
 
     def _tell(self, step: int, first: int, before: Shares, after: Shares) -> None:
-        if not self.trainer.is_world_process_zero():
-            return
-        paces, unit = paces_of(self.judge.sums), "packs" if self.trainer.plan.pack_tokens else "rows"
+        paces, unit = paces_of(self.judge.sums), "packs" if self.context.plan.pack_tokens else "rows"
         now, then = spans(self.judge.rows, after), spans(self.judge.rows, before)
         said = describe(paces, now, then, "shares of packs" if unit == "packs" else unit)
         print(f"from step {first} on: {said}", file=sys.stderr, flush=True)
-        row = {"kind": "balance", "step": step, "from_step": first, "shares": after, unit: now, "seconds_per_token": paces}
-        for callback in self.trainer.callback_handler.callbacks:
-            if isinstance(callback, MetricsFile):
-                callback.add(row)
+        facts = {"from_step": first, "shares": after, unit: now, "seconds_per_token": paces}
+        self.context.add_row(kind="balance", step=step, **facts)
 
     # ---- Checkpoints
 
-    def kept(self) -> list[Any]:
-        """Returns the shares in force and those that are to come, for a checkpoint; nothing where they are the plan's."""
-        if self.sampler is None or len(self.sampler.changes) == 1:
+    def kept(self, step: int) -> list[Any]:
+        """Returns the shares in force after `step` and those that are to come, for a checkpoint; nothing where they are the plan's."""
+        changes = self.sampler.changes
+        if len(changes) == 1:
             return []
-        step, changes = self.trainer.state.global_step, self.sampler.changes
         past = [one for one in changes if one[0] <= step][-1:]
         return [
             [start, [list(slots) for slots in shares]] for start, shares in [*past, *(one for one in changes if one[0] > step)]
         ]
 
     def resume(self, kept: Sequence[Any]) -> None:
-        """Goes on with a checkpoint's shares where this plan has as many ranks, and memory and micro-steps for them."""
-        if not self.active or self.sampler is None:
+        """Continues with a checkpoint's shares where this plan has as many ranks, and memory and micro-steps for them."""
+        if not self.active:
             return
         changes: list[tuple[int, Shares]] = [(start, tuple((m, s) for m, s in shares)) for start, shares in kept]
         if all(len(one) == len(self.sampler.ranks) and self.judge.allows(one) and self.sampler.holds(one) for _, one in changes):
@@ -313,72 +297,3 @@ def describe(paces: Sequence[float], now: Sequence[int], then: Sequence[int], un
 
 def _listed(counts: Sequence[int]) -> str:
     return " + ".join(map(str, counts)) if len(counts) <= NAMED else f"{min(counts)} to {max(counts)} a rank"
-
-
-# How long a rank computes in its micro-steps, without what it waits for other ranks (`training.balance` compares that).
-
-
-class Stopwatch:
-    """Seconds of this rank's micro-steps that have rows, without what it waits for others.
-
-    A backward pass ends for us when all gradients of this rank are there: a callback that the pass itself queues before DDP queues the
-    one that waits for the all-reduces. With ZeRO, which communicates in the backward pass, only the forward pass counts. On a GPU events
-    on its stream are compared when the sums are taken, so that nothing waits for the device meanwhile.
-    """
-
-    def __init__(self, device: torch.device, *, forward_only: bool) -> None:
-        self.device = device
-        self.forward_only = forward_only
-        self._sums = [0.0, 0.0, 0.0, 0.0]
-        self._begun: Any = None
-        self._events: list[tuple[Any, Any]] = []
-
-    def begin(self, batch: Mapping[str, Any]) -> None:
-        """Call before the forward pass of a micro-step."""
-        self._begun = None
-        if batch["rows"]:
-            self._sums[1] += len(batch["rows"])
-            self._sums[2] += batch["input_ids"].numel()
-            self._sums[3] += 1
-            self._begun = self._now()
-
-    def passed(self, loss: Tensor) -> None:
-        """Call when the forward pass has given the loss, whose backward pass comes next."""
-        if self._begun is None:
-            return
-        if self.forward_only:
-            self._end()
-        elif loss.requires_grad:
-            loss.register_hook(self._queue)
-
-    def computed(self) -> None:
-        """Call in the backward pass when this rank's gradients are all there and something is about to wait for other ranks."""
-        self._end()
-
-    def take(self) -> list[float]:
-        """Returns seconds, rows, tokens (padding included) and micro-steps since the last call, and begins anew."""
-        if self._events:
-            self._events[-1][1].synchronize()
-            self._sums[0] += sum(begun.elapsed_time(ended) for begun, ended in self._events) / 1000
-        found, self._sums, self._events = self._sums, [0.0, 0.0, 0.0, 0.0], []
-        return found
-
-    def _queue(self, _: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def _end(self) -> None:
-        if self._begun is None:  # told before: a hook that waits within the backward pass
-            return
-        ended = self._now()
-        if isinstance(ended, float):
-            self._sums[0] += ended - self._begun
-        else:
-            self._events.append((self._begun, ended))
-        self._begun = None

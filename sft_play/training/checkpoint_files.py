@@ -8,32 +8,25 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
-from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError
-from sft_play.files import append_json_line, read_json, sync_folder, write_text
+from sft_play.files import append_json_line, disk_problem, errno_of, sync_folder, write_text
+from sft_play.runs.checkpoints import model_files
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import damage, describe, sync, sync_below, verify, write_part
-from sft_play.runs.space import describe as describe_problem
-from sft_play.runs.space import errno_of
 from sft_play.runs.stamp import Stamp
-from sft_play.runs.weights import model_files
-from sft_play.training.holdings import local_part
-from sft_play.training.ranks import from_rank_0
+from sft_play.training.ranks import TrainContext
 from sft_play.training.states import States
-from sft_play.training.states.per_rank import seal_own
-
-if TYPE_CHECKING:
-    from sft_play.training.trainer import SftTrainer
-
+from sft_play.training.states.layout import local_part
 
 OF_RANK = re.compile(r"-rank(\d+)\.")
 """In the name of a file that one rank writes."""
@@ -45,7 +38,6 @@ class Writing:
 
     step: int
     folder: Path
-    rank: int
     states: States | None
     weights: dict[str, Any] | None
     trainer_state: str | None
@@ -53,7 +45,7 @@ class Writing:
     """Whether this step's evaluation was the best so far."""
     background: bool
     apart: bool = False
-    """Whether this rank does not see rank 0's folder: what it writes stays beside its own, with a manifest of its own."""
+    """Whether this rank does not see rank 0's folder: what it writes stays in its own run folder, with its own manifest."""
     pause_seconds: float = 0.0
     write_seconds: float = 0.0
     """Until everything was on the disk."""
@@ -67,9 +59,9 @@ class Writing:
     """What was no disk's fault."""
     thread: threading.Thread | None = field(default=None, repr=False)
 
-    def start(self, trainer: SftTrainer) -> None:
+    def start(self, context: TrainContext, trainer: Trainer) -> None:
         """Begins in a thread that does not keep the process alive."""
-        self.thread = threading.Thread(target=self.run, args=(trainer,), name=f"save-{self.step}", daemon=True)
+        self.thread = threading.Thread(target=self.run, args=(context, trainer), name=f"save-{self.step}", daemon=True)
         self.thread.start()
 
     @property
@@ -81,11 +73,11 @@ class Writing:
         if self.thread is not None:
             self.thread.join()
 
-    def run(self, trainer: SftTrainer) -> None:
+    def run(self, context: TrainContext, trainer: Trainer) -> None:
         """Writes, syncs, lists and reads back; what goes wrong is kept for when the ranks agree."""
         try:
             times = [time.perf_counter()]
-            files = self._write(trainer)
+            files = self._write(context, trainer)
             times.append(time.perf_counter())
             facts = describe(self.folder, files)
             self.bytes = sum(int(one["bytes"]) for one in facts.values())
@@ -93,33 +85,29 @@ class Writing:
             sync(files)
             times.append(time.perf_counter())
             self.problem = damage(self.folder, facts, from_disk=self.background)  # in a thread it keeps no step waiting
-            if not self.apart:
-                write_part(self.folder, self.rank, facts)
-            elif self.problem is None:
-                seal_own(self.folder, self.rank, facts)
+            if not self.apart or self.problem is None:
+                write_part(self.folder, context.ranks.rank, facts)
             times.append(time.perf_counter())
             self.write_seconds = times[1] - times[0] + times[3] - times[2]
             self.verify_seconds = times[2] - times[1] + times[4] - times[3]
         except Exception as error:  # noqa: BLE001 - raised by the caller where it is no disk's fault; the ranks agree first
-            self.problem = describe_problem(error)
+            self.problem = disk_problem(error)
             self.error = None if errno_of(error) is not None else error
         finally:
             self.weights = self.states = None  # copies may be as large as the model
 
-    def _write(self, trainer: SftTrainer) -> list[Path]:
+    def _write(self, context: TrainContext, trainer: Trainer) -> list[Path]:
         """Returns the files of this rank."""
         assert self.states is not None
-        trainer.run.path.stat()  # raises where the run's folder is gone: it is not made anew
+        context.run.path.stat()  # raises where the run's folder is gone: it is not made again
         self.folder.mkdir(
             parents=True, exist_ok=True
         )  # rank 0 made it; on a network disk, or another machine's own, it is not there
         if self.weights is None or self.trainer_state is None:
             return self.states.write(self.folder)
-        from sft_play.training.trainer import stamp_at
-
-        write_weights(trainer, self.weights, self.folder)
+        write_weights(context, trainer, self.weights, self.folder)
         (self.folder / TRAINER_STATE_NAME).write_text(self.trainer_state, encoding="utf-8")
-        stamp_at(trainer.stamp, self.step).save(self.folder)
+        replace(context.stamp, step=self.step).save(self.folder)
         written = self.states.write(self.folder)
         return [*written, *(path for path in self.folder.rglob("*") if path.is_file() and _of_rank_0(path))]
 
@@ -139,7 +127,7 @@ class DiskCheck:
     def _run(self) -> None:
         try:
             self.damage = verify(self.checkpoint, from_disk=True)
-        except Exception as error:  # noqa: BLE001 - of a thread nobody hears it: what was not compared must not count as whole
+        except Exception as error:  # noqa: BLE001 - nobody sees it in a thread: what was not compared must not count as intact
             self.damage = f"it could not be read: {str(error) or type(error).__name__}"
 
     def ended(self, *, wait_seconds: float = 0.0) -> bool:
@@ -154,21 +142,11 @@ def _of_rank_0(path: Path) -> bool:
     return not path.name.startswith(".") and (match is None or int(match.group(1)) == 0)
 
 
-# `model/`, the result of a run: the last weights, or the best checkpoint's once they have been compared with their manifest.
+def choose(run: RunFolder, best_step: int | None) -> tuple[Path | None, list[str]]:
+    """Returns the checkpoint whose weights become `model/`, and why better ones could not be taken.
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """Whose weights become `model/`."""
-
-    checkpoint: Path | None
-    """`None` for the weights in memory, those of the last step."""
-    lost: tuple[str, ...] = ()
-    """Why better ones could not be taken."""
-
-
-def choose(run: RunFolder, best_step: int | None) -> Choice:
-    """Returns the best checkpoint, the first that is whole of the best step's and of the one that `best` names; else the last weights."""
+    The first intact one of the best step's and of the one that `best` names; `None` for the weights in memory, those of the last step.
+    """
     named = run.checkpoints / run.best.readlink() if run.best.is_symlink() else run.best if run.best.is_dir() else None
     candidates = [run.checkpoint(best_step)] if best_step else []
     candidates += [named] if named is not None and named not in candidates else []
@@ -176,75 +154,67 @@ def choose(run: RunFolder, best_step: int | None) -> Choice:
     for checkpoint in candidates:
         reason = verify(checkpoint)
         if reason is None:
-            return Choice(checkpoint=checkpoint, lost=tuple(lost))
+            return checkpoint, lost
         lost.append(f"{checkpoint.name}: {reason}")
-    return Choice(checkpoint=None, lost=tuple(lost))
+    return None, lost
 
 
-def publish_model(run: RunFolder, trainer: SftTrainer, config: Config) -> int:
+def publish_model(context: TrainContext, trainer: Trainer) -> int:
     """Publishes the last weights, or the best checkpoint's, as `model/`, by rename. Returns their step. Collective.
 
-    Where the best checkpoint is damaged or gone this is said, and the next best that is whole is taken. Raises `HardwareError` where
+    Where the best checkpoint is damaged or gone this is reported, and the next best that is intact is taken. Raises `HardwareError` where
     the model cannot be written.
     """
-    best, step = _agreed_choice(run, trainer) if config.train.load_best_model_at_end else (None, trainer.state.global_step)
-    weights = gather_weights(trainer, clone=False) if best is None else None
+    run, ranks, best, step = context.run, context.ranks, None, trainer.state.global_step
+    if context.config.train.load_best_model_at_end:
+        found = _best(run, trainer.state.best_global_step, step) if ranks.first else None
+        best, step = ranks.broadcast(found)
+    weights = gather_weights(context, trainer, clone=False) if best is None else None
     problem: str | None = None
-    if trainer.is_world_process_zero():
+    if ranks.first:
         try:
-            write_model(run, trainer, best, weights, step=step)
+            _write_model(context, trainer, run.checkpoints / best if best else None, weights, step=step)
         except Exception as error:  # what safetensors and tokenizers raise for a full disk is no OSError
             shutil.rmtree(run.path / ".model.partial", ignore_errors=True)
             if errno_of(error) is None:
                 raise
-            problem = describe_problem(error)
-    reason = trainer.saver.agreed(problem)
+            problem = disk_problem(error)
+    reason = ranks.first_problem(problem)
     if reason is not None:
         hint = f"the last checkpoint is as it was; make room, then: make resume RUN={run.name}"
         raise HardwareError(f"the model was not written: {reason}", place=str(run.model), hint=hint)
-    return step
+    return int(step)
 
 
-def _agreed_choice(run: RunFolder, trainer: SftTrainer) -> tuple[Path | None, int]:
-    """Returns rank 0's choice and its step, the same on every rank. Collective."""
-    found: tuple[str | None, int] | None = None
-    if trainer.is_world_process_zero():
-        choice = choose(run, trainer.state.best_global_step)
-        step = (
-            trainer.state.global_step
-            if choice.checkpoint is None
-            else int(read_json(choice.checkpoint / "trainer_state.json")["global_step"])
-        )
-        if choice.lost:
-            _warn(run, choice, step)
-        found = (choice.checkpoint.name if choice.checkpoint else None, step)
-    name, step = from_rank_0(found)
-    return run.checkpoints / name if name else None, int(step)
+def _best(run: RunFolder, best_step: int | None, last_step: int) -> tuple[str | None, int]:
+    """Returns name and step of the checkpoint to publish, (`None`, the last step) for the weights in memory; warns of better ones."""
+    checkpoint, lost = choose(run, best_step)
+    step = last_step if checkpoint is None else Stamp.load(checkpoint).step
+    if lost:
+        reason = "; ".join(lost)
+        said = f"the best checkpoint cannot be trusted: {reason}; `model/` has the weights of step {step} instead"
+        print(f"warning: {run.checkpoints}: {said}", file=sys.stderr, flush=True)
+        append_json_line(run.events, {"event": "best_lost", "time": time.time(), "node": 0, "reason": reason, "model_step": step})
+    return (checkpoint.name if checkpoint else None), step
 
 
-def _warn(run: RunFolder, choice: Choice, step: int) -> None:
-    reason = "; ".join(choice.lost)
-    print(
-        f"warning: {run.checkpoints}: the best checkpoint cannot be trusted: {reason}; `model/` has the weights of step {step} instead",
-        file=sys.stderr,
-        flush=True,
-    )
-    append_json_line(run.events, {"event": "best_lost", "time": time.time(), "node": 0, "reason": reason, "model_step": step})
-
-
-def write_model(run: RunFolder, trainer: SftTrainer, best: Path | None, weights: Mapping[str, Any] | None, *, step: int) -> None:
+def _write_model(
+    context: TrainContext, trainer: Trainer, best: Path | None, weights: Mapping[str, Any] | None, *, step: int
+) -> None:
     """Writes `model/` aside, syncs it to the disk, and gives it its name."""
-    from sft_play.training.trainer import stamp_at
-
+    run = context.run
     partial, replaced = run.path / ".model.partial", run.path / ".model.replaced"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     if best is None:
         assert weights is not None
-        write_weights(trainer, weights, partial)
+        write_weights(context, trainer, weights, partial)
     else:
-        copy_weights(best, partial)
-    stamp_at(trainer.stamp, step).save(partial)
+        for path in model_files(best):  # the states for resuming stay behind
+            shutil.copy2(path, partial / path.name)
+        if not any(partial.glob("*.safetensors")):
+            raise CheckpointError("the best checkpoint holds no weights", place=str(best))
+    replace(context.stamp, step=step).save(partial)
     sync_below(partial)
     shutil.rmtree(replaced, ignore_errors=True)
     if run.model.exists():  # a run that was made longer
@@ -254,37 +224,27 @@ def write_model(run: RunFolder, trainer: SftTrainer, best: Path | None, weights:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def copy_weights(checkpoint: Path, folder: Path) -> None:
-    """Copies weights, configuration and tokenizer of a checkpoint; the states for resuming stay behind."""
-    for path in model_files(checkpoint):
-        shutil.copy2(path, folder / path.name)
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError("the best checkpoint holds no weights", place=str(checkpoint))
+# Gathering weights is a collective operation; writing them is none, so a disk that is full on rank 0 keeps no other rank waiting. The files
+# have one form under every strategy: complete, as safetensors that any tool loads, with configuration, tokenizer and template.
 
 
-# The weights of a checkpoint or a published model: gathered over the ranks first, written by rank 0 afterwards.
-#
-# Gathering is a collective operation; writing is none, so a disk that is full on rank 0 keeps no other rank waiting. The files have one
-# form under every strategy: whole, as safetensors that any tool loads, with configuration, tokenizer and template.
+def gather_weights(context: TrainContext, trainer: Trainer, *, clone: bool) -> dict[str, Any] | None:
+    """Returns the complete model's state dict on rank 0, `None` on the others. Collective.
 
-
-def gather_weights(trainer: SftTrainer, *, clone: bool) -> dict[str, Any] | None:
-    """Returns the whole model's state dict on rank 0, `None` on the others. Collective.
-
-    With `clone` what training goes on to change is copied to host memory, so that it can be written meanwhile.
+    With `clone` what training changes next is copied to host memory, so that it can be written meanwhile.
     """
-    whole = _whole_state(trainer)
-    if not trainer.is_world_process_zero():
+    whole = _whole_state(context, trainer)
+    if not context.ranks.first:
         return None
     return _copied(whole, trainer.model) if clone else whole
 
 
-def write_weights(trainer: SftTrainer, weights: Mapping[str, Any], folder: Path) -> None:
+def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str, Any], folder: Path) -> None:
     """Writes weights, configuration and tokenizer into `folder`. Rank 0 alone; may run in a thread. Raises `OSError`."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     model.save_pretrained(str(folder), state_dict=dict(weights))
     trainer.processing_class.save_pretrained(str(folder))
-    write_text(folder / "README.md", model_card(trainer.stamp, trainer.run.name))
+    write_text(folder / "README.md", model_card(context.stamp, context.run.name))
     usual = next(folder.glob("*.json")).stat().st_mode
     for path in folder.glob("*model*.safetensors"):
         path.chmod(usual & 0o777)  # safetensors writes aside, for its owner alone
@@ -292,10 +252,9 @@ def write_weights(trainer: SftTrainer, weights: Mapping[str, Any], folder: Path)
 
 def model_card(stamp: Stamp, run: str) -> str:
     """Returns what a person who finds the folder must know, in place of PEFT's empty form; no path of this machine."""
-    local = stamp.base_model.startswith((".", "/", "~")) or stamp.base_model.count("/") != 1 or Path(stamp.base_model).exists()
-    base = Path(stamp.base_model).name if local else stamp.base_model
+    base, on_hub = stamp.public_base
     adapter = stamp.mode != "full"
-    facts = "" if local else f"base_model: {base}\n"
+    facts = f"base_model: {base}\n" if on_hub else ""
     lora = f", rank {stamp.lora['r']}, alpha {stamp.lora['alpha']:g}" if stamp.lora else ""
     return (
         f"---\n{facts}library_name: {'peft' if adapter else 'transformers'}\npipeline_tag: text-generation\ntags: [sft-play]\n---\n\n"
@@ -305,22 +264,22 @@ def model_card(stamp: Stamp, run: str) -> str:
     )
 
 
-def predicted_bytes(trainer: SftTrainer) -> int:
+def predicted_bytes(trainer: Trainer) -> int:
     """Returns the size of the weights that `write_weights` will write: what is trained, or the whole of a fully tuned model."""
     chosen = [p for p in trainer.model.parameters() if p.requires_grad]
     return sum(int(getattr(p, "ds_numel", p.numel())) * p.element_size() for p in chosen)
 
 
-def _whole_state(trainer: SftTrainer) -> dict[str, Any]:
+def _whole_state(context: TrainContext, trainer: Trainer) -> dict[str, Any]:
+    adapters = context.config.tuning.mode != "full"
     if trainer.is_fsdp_enabled:
         # accelerate's own `get_state_dict` would gather a frozen base too, at every save; adapters alone are written.
-        frozen = trainer.config.tuning.mode != "full"
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=frozen)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters)
         whole = get_model_state_dict(trainer.model, options=options)
         tied = getattr(trainer.model, "all_tied_weights_keys", {})  # gathered twice: the head and the embedding that it is
         return {name: value for name, value in whole.items() if name not in tied}
     if trainer.is_deepspeed_enabled:
-        if trainer.plan.strategy == "zero3" and trainer.config.tuning.mode != "full":
+        if context.plan.strategy == "zero3" and adapters:
             return trainer.deepspeed._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
         return trainer.accelerator.get_state_dict(trainer.deepspeed)
     return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False).state_dict()

@@ -9,25 +9,25 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import json
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
 
+from sft_play.config.schema import LaunchConfig
 from sft_play.errors import RetryableError
-from sft_play.launch.beats import LIMITS, MARK, Beat, Sender
+from sft_play.files import write_text
+from sft_play.launch.liveness import LIMITS, MARK, STACKS_SIGNAL, Beat, Sender
 from sft_play.launch.verdict import LOST
-from sft_play.launch.watch import STACKS_SIGNAL
 from sft_play.runs.folder import RunFolder
-from sft_play.training import collectives
-from sft_play.training.exit_record import leave_record
-from sft_play.training.memory_errors import Activity
-from sft_play.training.world import launched_world
+from sft_play.training.process import Activity, launched_world, leave_record
 
 FIXED = {"loading": 3600.0, "saving": 1800.0, "evaluating": 1800.0, "leaving": 1800.0}
 """Seconds without progress at least, by phase."""
@@ -51,14 +51,14 @@ class NotJoined(RetryableError):
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.facts = {"cause": "not_joined", "blames": rank}
-        """What the exit record holds beside code and error."""
+        """What the exit record holds in addition to code and error."""
 
 
 class Heartbeat:
     """The thread of a worker. `begin`, then `join` once the plan is known; it ends with the process."""
 
-    def __init__(self, run: RunFolder, doing: Activity) -> None:
-        self.run, self.doing = run, doing
+    def __init__(self, run: RunFolder, activity: Activity) -> None:
+        self.run, self.activity = run, activity
         self.rank, self.world = launched_world()
         self.host = socket.gethostname()
         self.hang_seconds: float | None = None
@@ -77,25 +77,20 @@ class Heartbeat:
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
-    def join(self, *, hang_seconds: float | None, timeout_seconds: float) -> None:
+    def join(self, launch: LaunchConfig) -> None:
         """Waits until every rank has come. Raises `NotJoined` naming those that did not."""
-        self.hang_seconds = hang_seconds
+        self.hang_seconds = None if isinstance(launch.hang_seconds, str) else float(launch.hang_seconds)
         if self.world > 1 and "MASTER_ADDR" in os.environ:
-            roll_call(open_store(timeout_seconds), self.rank, self.host, self.world, timeout_seconds)
-
-    def done(self) -> None:
-        """Takes note that this rank has done its part."""
-        self.over = True
-        self.doing.enter("leaving", step=self.doing.step)
+            roll_call(open_store(launch.timeout_seconds), self.rank, self.host, self.world, launch.timeout_seconds)
 
     def _now(self) -> Beat:
         self._number += 1
-        doing = self.doing
+        doing = self.activity
         quiet, limit = time.monotonic() - doing.since, patience(doing.phase, self.hang_seconds, doing.longest_step)
         stands = quiet > max(limit / 2, limit - max(TRACE_SECONDS, TRACE_SHARE * limit))
         return Beat(
             rank=self.rank, number=self._number, host=self.host, pid=os.getpid(), phase=doing.phase, step=doing.step,
-            micro_step=doing.micro_step, quiet=quiet, limit=limit, collectives=collectives.begun() if stands else None,
+            micro_step=doing.micro_step, quiet=quiet, limit=limit, collectives=collectives_begun() if stands else None,
         )  # fmt: skip
 
     def _beat(self) -> None:
@@ -104,11 +99,11 @@ class Heartbeat:
             beat = self._now()
             if not self._sender.send(beat):
                 self._leave("the launcher is gone")
-            since = self.doing.since
+            since = self.activity.since
             if beat.collectives is not None and traced != since:
                 traced = since
                 with contextlib.suppress(OSError):  # after the beat: a GPU that has gone may never answer
-                    collectives.keep_trace(self.run.rank_collectives(self.rank))
+                    keep_trace(self.run.rank_collectives(self.rank))
             if not self._sender.works and os.getppid() != self._parent:  # else the launcher sees it, and may wait for a save
                 self._leave("the process that had started this rank is gone")
             time.sleep(LIMITS.tick)
@@ -153,18 +148,36 @@ def roll_call(store: Any, rank: int, host: str, world: int, timeout_seconds: flo
 
 
 @contextlib.contextmanager
-def beating(run: RunFolder, doing: Activity) -> Iterator[Heartbeat]:
+def beating(run: RunFolder, activity: Activity) -> Iterator[Heartbeat]:
     """Shows signs of life while the body works."""
-    heart = Heartbeat(run, doing)
+    heart = Heartbeat(run, activity)
     heart.begin()
     try:
         yield heart
-    except Exception:
+    finally:
         heart.over = True
-        raise
-    heart.done()
+    activity.enter("leaving", step=activity.step)
 
 
-def hang_limit(setting: float | str) -> float | None:
-    """Returns `launch.hang_seconds` as a number; `None` for `auto`."""
-    return None if isinstance(setting, str) else float(setting)
+DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+"""Functions of `torch._C._distributed_c10d` that tell what its flight recorder knows, as JSON: of builds with NCCL, and of all."""
+
+
+def collectives_begun() -> int | None:
+    """Returns how many collective operations this rank has enqueued, in all process groups; `None` where torch does not tell."""
+    each = [dump["pg_status"].values() for dump in _dumps(entries=False)]
+    return max((sum(int(group["last_enqueued_collective"]) for group in groups) for groups in each), default=None)
+
+
+def keep_trace(path: Path) -> None:
+    """Writes the last collective operations of this rank, with their sizes and states, as JSON; nothing where there were none."""
+    if found := next(iter(_dumps(entries=True)), None):
+        write_text(path, json.dumps(found) + "\n")
+
+
+def _dumps(*, entries: bool) -> list[dict[str, Any]]:
+    """Returns those dumps that know of process groups. torch's own files are pickles; this reads its memory."""
+    module = sys.modules.get("torch._C._distributed_c10d")
+    functions = [getattr(module, name) for name in DUMPS if hasattr(module, name)]
+    found = [json.loads(function(includeCollectives=entries, onlyActive=False)) for function in functions]
+    return [dump for dump in found if dump.get("pg_status")]

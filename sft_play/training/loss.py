@@ -7,17 +7,16 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.nn import functional
 from transformers import TrainingArguments
 
-from sft_play.config.schema import Config
 from sft_play.data.batches import IGNORED, Batch, Collator, GlobalBatchSampler
-from sft_play.model.chunked_head import labels_for_head, total_of
+from sft_play.model.kernels import labels_for_head, total_of
 from sft_play.plan.mixture import row_order
-from sft_play.plan.plan import Plan
 from sft_play.runs.prepared import PreparedSplit, row_integers
 from sft_play.training.balance import turns_of
+from sft_play.training.ranks import Ranks, TrainContext
 from sft_play.training.requests import ignored_by_helpers
 
 NOT_FOR_THE_MODEL = ("targets", "rows", "tokens")
@@ -27,7 +26,7 @@ def token_loss_sum(model: Any, batch: dict[str, Any]) -> Tensor:
     """Returns the summed cross-entropy (nats, fp32, a scalar) of a batch made by `data.batches.Collator`.
 
     `logits_to_keep` selects positions inside the model's own forward pass, so the logits are [1, K, V] or [B, P, V] and never
-    [B, T, V], and the hooks of DDP, ZeRO-3 and FSDP2 fire as usual. A head that `model.chunked_head.chunk_head` changed computes
+    [B, T, V], and the hooks of DDP, ZeRO-3 and FSDP2 fire as usual. A head that `model.kernels.chunk_head` changed computes
     the sum itself, chunk by chunk.
     """
     inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
@@ -47,22 +46,13 @@ def label_tokens(batch: dict[str, Any]) -> Tensor:
     return count
 
 
-def all_sum(values: Tensor) -> Tensor:
-    """Returns the sum over all ranks; `values` itself in a single process."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(values)
-    return values
-
-
-# Training rows on their way to the model: this rank's micro-batches, and which of them no rank has anything in.
-
-
 IDLE = "idle"
 """Set in a batch that is empty where nothing is to be done for it: no collective operation is missed."""
 
 
-def sampler_of(config: Config, plan: Plan, split: PreparedSplit, dataset: Any, rank: int) -> GlobalBatchSampler:
+def sampler_of(context: TrainContext, split: PreparedSplit, dataset: Any) -> GlobalBatchSampler:
     """Returns the order of this rank's micro-batches: mixed by weights where sources have them, packed where the plan says so."""
+    config, plan = context.config, context.plan
     assert len(dataset) == split.rows, (len(dataset), split.rows)
     order = row_order(config.data, split, config.train.seed)
     lengths: Sequence[int] | None = None
@@ -73,8 +63,8 @@ def sampler_of(config: Config, plan: Plan, split: PreparedSplit, dataset: Any, r
     return GlobalBatchSampler(
         rows=order.rows,
         global_batch=plan.global_batch_size,
-        ranks=[(share.micro_batch, share.accumulation) for share in plan.ranks],
-        rank=rank,
+        ranks=[(share.micro_batch, share.accumulation) for share in plan.ranks[:: plan.sequence_parallel]],
+        rank=context.ranks.data_rank,
         seed=config.train.seed,
         order=order,
         lengths=lengths or (),
@@ -101,7 +91,7 @@ def train_loader(sampler: GlobalBatchSampler, dataset: Any, collator: Collator, 
     return loader
 
 
-def step_totals(batches: list[Batch], device: torch.device, *, together: bool) -> Tensor:
+def step_totals(ranks: Ranks, batches: list[Batch], *, together: bool) -> Tensor:
     """Returns the label tokens of an optimizer step over all ranks, 1 at least, and marks the micro-batches that are left out.
 
     Where ranks make every micro-step `together`, only those empty on every rank. Else all that are empty on this one, but the last, in
@@ -109,10 +99,10 @@ def step_totals(batches: list[Batch], device: torch.device, *, together: bool) -
     process waits for nothing.
     """
     counts = [label_tokens(batch) for batch in batches if batch["rows"]]
-    labels = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.long, device=device)
+    labels = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.long, device=ranks.device)
     rows = [len(batch["rows"]) for batch in batches]
-    if distributed.is_available() and distributed.is_initialized():
-        totals = all_sum(torch.cat([labels[None].to(device), torch.tensor(rows).to(device)]))
+    if ranks.world > 1:
+        totals = ranks.total(torch.cat([labels[None].to(ranks.device), torch.tensor(rows).to(ranks.device)]))
         labels, found = totals[0], totals[1:].tolist()
         rows = found if together else rows[:-1] + found[-1:]
     for batch, count in zip(batches, rows, strict=True):

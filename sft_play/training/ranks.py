@@ -1,59 +1,140 @@
-"""What ranks tell each other outside the gradients: JSON in tensors of bytes, never pickles, which would run a peer's code."""
+"""The ranks that train together: what they tell each other, what every part of a training is given, and the checks of the world (ADR 4).
+
+All collective operations are here, but for the gradients', ZeRO's and FSDP's own. Messages are JSON in tensors of bytes, never pickles, which
+would run a peer's code.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.nn.functional import pad
 
+from sft_play.config.schema import Config
+from sft_play.errors import CheckpointError, HardwareError
+from sft_play.launch.environment import VARIABLE, key_here, new_word, proof, proves
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import SHARDED
+from sft_play.runs.stamp import Stamp
+from sft_play.training.metrics import MetricsFile
+from sft_play.training.process import Activity, launched_world
+
+CPU = torch.device("cpu")
 MOST_BYTES = 256 * 2**20
 """Bytes that one rank may send at once: a peer's number must not decide how much memory is taken."""
+EXPECTED = {
+    "single": ("NO",),
+    "ddp": ("MULTI_GPU", "MULTI_CPU"),
+    "zero1": ("DEEPSPEED",),
+    "zero2": ("DEEPSPEED",),
+    "zero3": ("DEEPSPEED",),
+    "fsdp2": ("FSDP",),
+}
+"""Strategy of the plan -> what accelerate may call it."""
 
 
-def gather(value: Any) -> list[Any]:
-    """Returns each rank's `value`, which JSON can hold, in the order of the ranks. Collective; tuples arrive as lists."""
-    if not _several():
-        return [value]
-    data = _bytes_of(value)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=data.device) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(sizes, _size_of(data))
-    longest = _checked(max(int(size) for size in sizes))
-    parts = [torch.empty(longest, dtype=torch.uint8, device=data.device) for _ in sizes]
-    distributed.all_gather(parts, torch.nn.functional.pad(data, (0, longest - data.numel())))
-    return [_value_of(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This rank among all. Each method is a collective operation: all ranks must call it, in the same order. A single rank waits for nothing."""
+
+    rank: int = 0
+    world: int = 1
+    device: torch.device = CPU
+    group_size: int = 1
+    """Ranks that hold slices of the same lines (`launch.sequence_parallel`): neighbours."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the groups that have rows of their own this rank is in. Not collective."""
+        return self.rank // self.group_size
+
+    @property
+    def data_world(self) -> int:
+        """How many such groups there are. Not collective."""
+        return self.world // self.group_size
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which slice of its group's lines this rank holds, of how many. Not collective."""
+        return self.rank % self.group_size, self.group_size
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which writes what all share. Not collective."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns each rank's `value`, which JSON can hold; tuples arrive as lists."""
+        if self.world == 1:
+            return [value]
+        data = self._bytes(value)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
+        distributed.all_gather(sizes, self._size(data))
+        longest = _checked(max(int(size) for size in sizes))
+        parts = [torch.empty(longest, dtype=torch.uint8, device=self.device) for _ in sizes]
+        distributed.all_gather(parts, pad(data, (0, longest - data.numel())))
+        return [_value(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Returns rank 0's `value`, which JSON can hold; tuples arrive as lists."""
+        if self.world == 1:
+            return value
+        data = self._bytes(value if self.first else None)
+        size = self._size(data)
+        distributed.broadcast(size, src=0)
+        if not self.first:
+            data = torch.empty(_checked(int(size)), dtype=torch.uint8, device=self.device)
+        distributed.broadcast(data, src=0)
+        return _value(data)
+
+    def table(self, numbers: Sequence[float] | Tensor) -> list[list[float]]:
+        """Returns each rank's `numbers` (as many on each) as 64-bit floats."""
+        mine = torch.as_tensor(numbers, dtype=torch.float64, device=self.device if self.world > 1 else None)
+        if self.world == 1:
+            return [mine.tolist()]
+        rows = [torch.empty_like(mine) for _ in range(self.world)]
+        distributed.all_gather(rows, mine)
+        found: list[list[float]] = torch.stack(rows).tolist()
+        return found
+
+    def total(self, values: Tensor) -> Tensor:
+        """Returns the sum of all ranks' `values`, which lie on `device`; changes them."""
+        if self.world > 1:
+            distributed.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank."""
+        return flag if self.world == 1 else bool(self.total(torch.tensor(int(flag), device=self.device)).item())
+
+    def first_problem(self, problem: str | None) -> str | None:
+        """Returns the first rank's problem with its rank (all of them: without), `None` where no rank has one."""
+        if not self.any(problem is not None):
+            return None
+        found = self.gather(problem)
+        rank, reason = next((rank, reason) for rank, reason in enumerate(found) if reason is not None)
+        return reason if all(found) else f"rank {rank}: {reason}"
+
+    def _bytes(self, value: Any) -> Tensor:
+        data = bytearray(json.dumps(value).encode())
+        _checked(len(data))
+        return torch.frombuffer(data, dtype=torch.uint8).to(self.device)
+
+    def _size(self, data: Tensor) -> Tensor:
+        return torch.full((1,), data.numel(), dtype=torch.int64, device=self.device)
 
 
-def from_rank_0(value: Any) -> Any:
-    """Returns rank 0's `value`, which JSON can hold, on every rank. Collective; tuples arrive as lists."""
-    if not _several():
-        return value
-    data = _bytes_of(value if distributed.get_rank() == 0 else None)
-    size = _size_of(data)
-    distributed.broadcast(size, src=0)
-    if distributed.get_rank() != 0:
-        data = torch.empty(_checked(int(size)), dtype=torch.uint8, device=data.device)
-    distributed.broadcast(data, src=0)
-    return _value_of(data)
-
-
-def _several() -> bool:
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def _bytes_of(value: Any) -> Tensor:
-    device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
-    data = bytearray(json.dumps(value).encode())
-    _checked(len(data))
-    return torch.frombuffer(data, dtype=torch.uint8).to(device)
-
-
-def _size_of(data: Tensor) -> Tensor:
-    return torch.full((1,), data.numel(), dtype=torch.int64, device=data.device)
-
-
-def _value_of(data: Tensor) -> Any:
+def _value(data: Tensor) -> Any:
     return json.loads(data.cpu().numpy().tobytes())
 
 
@@ -61,3 +142,130 @@ def _checked(size: int) -> int:
     if not 0 <= size <= MOST_BYTES:
         raise ValueError(f"a rank would send {size:,} bytes; at most {MOST_BYTES:,} are taken")
     return size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainContext:
+    """What callbacks, saving and states know of the training that they are part of."""
+
+    config: Config
+    plan: Plan
+    run: RunFolder
+    stamp: Stamp
+    ranks: Ranks
+    activity: Activity
+    metrics: MetricsFile | None
+    """On rank 0."""
+
+    def add_row(self, **row: Any) -> None:
+        """Appends a row to `metrics.jsonl`, on rank 0."""
+        if self.metrics is not None:
+            self.metrics.add(row)
+
+
+def uses_cpu_flag(plan: Plan) -> bool:
+    """Whether accelerate must be told that there is no GPU. With DeepSpeed and FSDP the flag would silently turn them off."""
+    return plan.device == "cpu" and plan.strategy in ("single", "ddp")
+
+
+def join_ranks(plan: Plan, args: Any) -> Ranks:
+    """Builds torch's process group, and makes accelerate apply FSDP2 on a CPU. Call when `TrainingArguments` is made."""
+    device = torch.device(args.device)  # asking for it builds accelerate's state and the process group
+    if plan.device == "cpu" and plan.strategy == "fsdp2":
+        from accelerate import PartialState
+        from accelerate.utils import DistributedType
+
+        # accelerate 1.15 applies its FSDP plugin only to this type (state.py); without it each rank would train alone.
+        PartialState().distributed_type = DistributedType.MULTI_GPU
+    ranks = Ranks(launched_world()[0], plan.world_size, device, plan.sequence_parallel)
+    check_peers(plan, ranks)
+    return ranks
+
+
+def sequence_group(ranks: Ranks, timeout_seconds: float) -> distributed.ProcessGroup:
+    """Returns the process group of this rank and those that hold the other slices of its lines. Collective over all ranks."""
+    group, _ = distributed.new_subgroups(ranks.group_size, timeout=timedelta(seconds=timeout_seconds))
+    return group
+
+
+def check_peers(plan: Plan, ranks: Ranks) -> None:
+    """Raises `HardwareError` where a rank of another machine does not know the run's key. Collective.
+
+    torch's store takes whoever reaches its port; a stranger that took a rank's place there is found here, before anything is shared.
+    """
+    if plan.num_nodes == 1 or (key := key_here()) is None:
+        return
+    words = ranks.gather(new_word())
+    proofs = ranks.gather(proof(key, "rank", ranks.rank, words))
+    if wrong := [place for place, given in enumerate(proofs) if not proves(key, given, "rank", place, words)]:
+        raise HardwareError(
+            f"rank {wrong[0]} does not know this run's `{VARIABLE}`: it is a stranger's, and nothing was sent to it"
+        )
+
+
+def check_world(plan: Plan, accelerator: Any, gpus: int) -> None:
+    """Compares plan, torch and accelerate before the first batch. Raises `HardwareError` naming all three.
+
+    `gpus`: how many one process would divide its batches between (`TrainingArguments.n_gpu`).
+    """
+    if gpus > 1:
+        raise HardwareError(
+            f"this process sees {gpus} GPUs and would train under torch's DataParallel; the plan is one card for each process",
+            hint="start workers through `make`, or show one card: CUDA_VISIBLE_DEVICES=0",
+        )
+    found = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if not plan.world_size == found == accelerator.num_processes or kind not in EXPECTED[plan.strategy]:
+        raise HardwareError(
+            f"the plan is {plan.strategy} over {plan.world_size} ranks, torch has {found}, "
+            f"accelerate has {accelerator.num_processes} under {kind}",
+            hint="this run would not train what was planned; please report it with `make doctor JSON=1`",
+        )
+
+
+def ranks_together(context: TrainContext) -> tuple[int, ...]:
+    """Returns the ranks that see the run folder of rank 0, the same on each. Collective where there are several machines.
+
+    The disk itself is asked: rank 0 writes a file with a random name, the others look for it. Raises `CheckpointError` where a checkpoint
+    could not be complete: parts of the states on machines with separate run folders.
+    """
+    plan, ranks, folder = context.plan, context.ranks, context.run.path
+    if plan.num_nodes == 1 or plan.world_size == 1:
+        return tuple(range(plan.world_size))
+    mark: str | None = None
+    if ranks.first:
+        with contextlib.suppress(OSError):  # a folder that cannot be written says so again, and better, when a checkpoint is
+            name = f".seen-{secrets.token_hex(8)}"
+            (folder / name).touch()
+            mark = name
+    mark = ranks.broadcast(mark)
+    seen = ranks.gather(mark is None or (folder / mark).exists())
+    if ranks.first and mark is not None:
+        with contextlib.suppress(OSError):
+            (folder / mark).unlink()
+    apart = [str(rank) for rank, sees in enumerate(seen) if not sees]
+    if apart and plan.strategy in SHARDED and context.config.train.save_strategy != "no":
+        raise CheckpointError(
+            f"under {plan.strategy} every machine writes a part of each checkpoint, and rank {', '.join(apart)} does not see the run folder"
+            " of rank 0",
+            hint="let RUNS_DIR be a folder that all machines share, or take `make train-distributed` with `launch.strategy: ddp`, or set"
+            " `train.save_strategy: no`",
+        )
+    return tuple(rank for rank, sees in enumerate(seen) if sees)
+
+
+def check_start(ranks: Ranks, checkpoint: Path | None) -> None:
+    """Raises `CheckpointError` on every rank when they would continue from different checkpoints: machines with a run folder each."""
+    starts = ranks.gather(checkpoint.name if checkpoint else "its start")
+    if len(set(starts)) > 1:
+        told = ", ".join(f"rank {rank} from {start}" for rank, start in enumerate(starts))
+        raise CheckpointError(
+            f"the ranks would go on from different checkpoints: {told}",
+            hint="let RUNS_DIR be a folder that all machines share, or copy the run's `checkpoints/` from node 0 to the others",
+        )
+
+
+def leave() -> None:
+    """Takes the process group down, so that no rank aborts after the work is done."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()

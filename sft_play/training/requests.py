@@ -1,10 +1,10 @@
 """Requests to stop, as a worker hears them: SIGTERM, SIGINT, SIGUSR1. Standard library only, so that it listens before torch is imported.
 
-Signals are read from a pipe by a thread: a main thread that waits in a collective operation, or in the loading of a library, would not
-hear them. What the request leads to:
+Signals are read from a pipe by a thread: a main thread that waits in a collective operation, or for a library to load, would not hear
+them. What a request leads to:
 
 - before the first step has ended there is nothing to save: the process leaves at once;
-- afterwards the ranks agree at the end of a step (`training.agreement`), save and leave;
+- afterwards the ranks agree at the end of a step (`training.stopping`), save and leave;
 - without checkpoints (`train.save_strategy` is `no`) the process leaves at once, unless the last step has ended: then the model is written;
 - when no end of a step came within `PATIENCE_SECONDS` the process leaves without a new checkpoint, except in the middle of a save.
 """
@@ -21,17 +21,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sft_play.launch.beats import LIMITS
+from sft_play.launch.liveness import LIMITS
 from sft_play.runs.folder import RunFolder
-from sft_play.training.exit_record import leave_record
-from sft_play.training.memory_errors import Activity
+from sft_play.training.process import Activity, leave_record
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PATIENCE_SECONDS, AFTER_SAVE_SECONDS = LIMITS.patience, LIMITS.after_save
 LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 2.0
 """How long the end waits for the thread that asks other ranks; it looks up once a second, and at the end at once."""
-KEY = "sft_play/asked_to_stop"
+KEY = "asked_to_stop"
 
 
 def code_of(number: int) -> int:
@@ -45,7 +44,7 @@ class StopRequest:
 
     run: RunFolder
     rank: int
-    doing: Activity
+    activity: Activity
     heard: int | None = None
     """The signal, here or (SIGTERM) on another rank."""
     during: str = "loading"
@@ -55,7 +54,7 @@ class StopRequest:
     step: int = 0
     """The last optimizer step that has ended."""
     first_step: int = 0
-    """The step that this process went on from."""
+    """The step that this process continued from."""
     saved: int | None = None
     """The step of the newest checkpoint of this process."""
     _ended: bool = False
@@ -77,7 +76,7 @@ class StopRequest:
     def hear(self, number: int) -> None:
         """Takes up a request; the first counts."""
         if self.heard is None:
-            self.heard, self.during = number, self.doing.phase
+            self.heard, self.during = number, self.activity.phase
             threading.Thread(target=self._wait, name="time to leave", daemon=True).start()
 
     def share(self, connect: Callable[[], Any]) -> None:
@@ -89,15 +88,15 @@ class StopRequest:
         """Writes this process's exit record; from here on it only has to leave."""
         with self._ending:
             if not self._ended:
-                leave_record(self.run, self.rank, self.with_facts(record))
+                leave_record(self.run, self.rank, self._with_facts(record))
                 self._code, self._ended = int(record["code"]), True
         self._over.set()
         # A thread that comes back from torch's C++ into an interpreter that ends aborts the process
         if self._sharing is not None:
             self._sharing.join(LEAVE_SECONDS)
 
-    def with_facts(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns an exit record of a stop with what is known of it; any other as it is."""
+    def _with_facts(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Adds to the exit record of a stop what is known of it."""
         if self.heard is None or record["code"] not in (130, 143):
             return dict(record)
         stop = {"signal": signal.Signals(self.heard).name, "phase": self.during, "step": self.step, "saved": self.saved}
@@ -110,13 +109,15 @@ class StopRequest:
                     self.hear(number)
 
     def _wait(self) -> None:
-        """Ends the process where it does not end by itself."""
+        """Ends the process when it does not end in time."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not self._ended:
-            if self.doing.phase == "saving":  # it is finished, however long it takes
+            if self.activity.phase == "saving":  # it is finished, however long it takes
                 deadline = max(deadline, time.monotonic() + AFTER_SAVE_SECONDS)
             elif self.nothing_to_save:
-                self._leave(self._why_nothing())
+                since = f"after step {self.first_step}" if self.first_step else "of this run"
+                kept = f"`train.save_strategy` is `no`, so nothing {since} is kept; step {self.step} had ended"
+                self._leave("nothing is lost: no step has ended since the start" if self.step == self.first_step else kept)
             if time.monotonic() > deadline:
                 self._leave(
                     f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint; the last one is whole"
@@ -125,12 +126,6 @@ class StopRequest:
         time.sleep(AFTER_SAVE_SECONDS)  # an interpreter that hangs in its last clearing up must not keep its launcher waiting
         os._exit(self._code)
 
-    def _why_nothing(self) -> str:
-        if self.step == self.first_step:
-            return "nothing is lost: no step has ended since the start"
-        since = f"after step {self.first_step}" if self.first_step else "of this run"
-        return f"`train.save_strategy` is `no`, so nothing {since} is kept; step {self.step} had ended"
-
     def _leave(self, why: str) -> None:
         assert self.heard is not None
         with self._ending:
@@ -138,8 +133,8 @@ class StopRequest:
                 return
             name = signal.Signals(self.heard).name
             with contextlib.suppress(OSError, ValueError):
-                print(f"{name} {self.doing}: rank {self.rank} leaves; {why}", file=sys.stderr, flush=True)
-            leave_record(self.run, self.rank, self.with_facts({"code": code_of(self.heard), "error": "", "note": why}))
+                print(f"{name} {self.activity}: rank {self.rank} leaves; {why}", file=sys.stderr, flush=True)
+            leave_record(self.run, self.rank, self._with_facts({"code": code_of(self.heard), "error": "", "note": why}))
             os._exit(code_of(self.heard))
 
     def _share(self, connect: Callable[[], Any]) -> None:

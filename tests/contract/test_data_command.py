@@ -21,7 +21,7 @@ from sft_play.config.load import load_config
 from sft_play.data.processes import WAITING, Engine, Work
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.runs.prepared import lookup
-from tests.conftest import ROOT, Done, environment, run_program
+from tests.conftest import ROOT, Done, environment
 from tests.training_runs import nested_yaml
 
 pytestmark = pytest.mark.slow
@@ -145,29 +145,6 @@ def test_a_group_is_wholly_on_one_side(data: Data, tmp_path: Path) -> None:
     assert missing.code == 4
     assert f"error: {file}:1: `data.group_by` names the column `writer`" in missing.err
     assert "(200 such rows; the first is here)" in missing.err
-
-
-def test_the_second_time_imports_nothing_heavy(tmp_path: Path, tiny: Path, variables: Mapping[str, str]) -> None:
-    lines = [f"data.train_path: {write_rows(tmp_path / 'rows.jsonl', pairs(300))}", "data.validation: 0.1"]
-    words = ["data", f"CONFIG={configured(tmp_path, tiny, lines)}", "JSON=1"]
-    first = run_program(words, variables)
-    second = run_program(words, {**variables, "PYTHONPROFILEIMPORTTIME": "1"})
-    imported = {line.rsplit("|", 1)[1].strip() for line in second.err.splitlines() if line.startswith("import time:")}
-    assert not imported & {"torch", "transformers", "datasets", "pyarrow", "tokenizers"}
-    assert second.json == first.json
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("data.num_proc: 0", "`data.num_proc` is `0`; expected an integer >= 1"),
-        ("data.group_by: author", "`data.validation` is no fraction"),
-    ],
-)
-def test_settings_that_can_mean_nothing_are_refused(line: str, said: str, data: Data) -> None:
-    done = data("data.train_path: x.jsonl", line)
-    assert done.code == 2
-    assert said in done.err
 
 
 def test_rows_longer_than_the_model_knows_are_refused_and_validation_is_scored(data: Data, tmp_path: Path) -> None:

@@ -349,6 +349,6 @@ def test_every_finding_is_documented_and_provoked() -> None:
 
 
 def test_old_python() -> None:
-    from sft_play.doctor.checks import Context, python_version
+    from sft_play.doctor import python_version
 
-    assert [f.id for f in python_version(Context(model_name=None), (3, 9))] == ["python-version"]
+    assert [f.id for f in python_version((3, 9))] == ["python-version"]

@@ -40,8 +40,8 @@ def test_the_terminal_shows_what_is_trained_and_what_was_left_out(program: Progr
     for shown in re.findall(r"^«.*$", done.out.partition("──")[2], re.MULTILINE):
         assert re.fullmatch(r"«(It is \d+, <b>sure</b>\.|Nobody\.)<\|im_end\|>»", shown), shown
     assert done.out.count("<|im_start|>user") == done.out.count("train row ") > 5
-    assert "left out of chat: 1 duplicate" in done.out
-    assert re.search(r"left out of pairs: 1 longer than model\.max_seq_len: \S+pairs\.jsonl:2", done.out)
+    assert "skipped in chat: 1 (duplicate)" in done.out
+    assert re.search(r"skipped in pairs: 1 \(longer than model\.max_seq_len\): \S+pairs\.jsonl:2", done.out)
 
 
 def test_samples_are_found_by_their_words(in_process: Program, arguments: list[str]) -> None:
@@ -111,4 +111,4 @@ def test_what_cannot_be_shown_is_refused(in_process: Program, arguments: list[st
 def test_rows_that_were_cut_are_told(in_process: Program, arguments: list[str]) -> None:
     done = in_process(*arguments, "DATA_OVERLONG=truncate_answers")
     assert "kept of pairs: 1 cut to model.max_seq_len (1 lost the end of an answer)" in done.out, done.err
-    assert "no row was left out" not in done.out
+    assert "no row was skipped" not in done.out

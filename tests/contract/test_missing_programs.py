@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.programs import ALL, REQUIRED, need
 
-USERS = re.compile(r"^from tests\.(programs|lan|slurm_lab) import", re.M)
+USERS = re.compile(r"^from tests\.(programs|lan|slurm_lab|browser) import", re.M)
 RARE = {"nft", "ping", "faketime"}
 """Only tests that take minutes run them, or that need others first."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.preparation import AGAIN, OURS, PLAIN, Measurement, main, page, table, write_rows
+from benchmarks.preparation import AGAIN, OURS, PLAIN, Measurement, page, table
 
 
 def measured(ours: float, again: float = 0.5) -> dict[str, list[Measurement]]:
@@ -25,17 +25,6 @@ def test_bounds_are_those_of_the_contract(found: dict[str, list[Measurement]], h
     assert "| `load_dataset` and `map(apply_chat_template)` | 90.0 | 180.0 | 2,222 | 1.00 GiB | 40,000,000 |" in text
 
 
-def test_rows_are_the_same_for_one_seed_and_never_alike(tmp_path: Path) -> None:
-    one, other = (write_rows(tmp_path / name, 50, seed=3).read_text() for name in ("a", "b"))
-    assert one == other
-    assert len(set(one.splitlines())) == 50
-
-
 def test_published_page_is_what_the_command_writes() -> None:
     published = Path("docs/benchmarks-preparation.md").read_text(encoding="utf-8")
     assert published.startswith(page("").rstrip() + "\n\n")
-
-
-def test_unknown_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["row=3"]) == 2
-    assert "row" in capsys.readouterr().err

@@ -67,19 +67,22 @@ def start(tmp_path: Path, tiny: Path) -> Start:
     return run
 
 
-def test_an_empty_file_is_refused(start: Start, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "a.jsonl", [])
-    done = start(data)
-    assert done.code == 4
-    assert f"error: {data}: the file holds no row" in done.err
-
-
 def test_rows_without_an_answer_are_named_by_their_lines(start: Start, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "a.jsonl", [ROWS[0], {"prompt": "q", "completion": " "}, ROWS[1], {"prompt": "q"}])
     done = start(data)
     assert done.code == 4
     assert f"error: {data}:2: `completion` is empty" in done.err
     assert f"error: {data}:4: format `prompt_completion` needs `completion`" in done.err
+
+
+def test_faults_of_rows_and_of_their_text_are_told_together_and_one_that_moves_only_once(start: Start, tmp_path: Path) -> None:
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "note", "user", "assistant", "note")]
+    stop = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a<|im_end|>b"}]
+    data = write_rows(tmp_path / "a.jsonl", [{"messages": turns} for turns in (chat[:3], chat[3:], [*chat[:2], *chat[3:]], stop)])
+    done = start(data)
+    assert done.code == 4 and done.err.count("error: ") == 2, done.err
+    assert "`messages[2].role` is `note` (3 such rows; the first is here)" in done.err
+    assert f"error: {data}:4: the answer of turn 2 holds `<|im_end|>`" in done.err
 
 
 def test_rows_with_one_problem_are_told_once_with_their_number(start: Start, tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from sft_play.config.load import read_config
 from sft_play.data.chat import template_sha256
 from sft_play.data.templates import check_syntax
 from sft_play.errors import UserError
+from sft_play.evaluation.answering import prompt_ids
 from sft_play.model import tokenizer as tokenizer_module
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 from sft_play.prepare import prepare_run
 from sft_play.runs.prepared import Prepared
-from sft_play.training.answering import prompt_ids
 from tests.contract.test_prepare import pairs, rows_of, write_rows, write_run
 
 pytestmark = pytest.mark.slow
@@ -104,12 +104,3 @@ def test_no_command_waits_for_a_template(template: str, said: str, tiny: Path, m
     if "((((" in template:
         with pytest.raises(UserError, match="nests without end"):
             check_syntax(template, "deep.jinja")
-
-
-def test_every_rendering_goes_through_one_place() -> None:
-    found = [
-        path.name
-        for path in Path(tokenizer_module.__file__).parents[1].rglob("*.py")
-        if "apply_chat_template(" in path.read_text()
-    ]
-    assert found == ["tokenizer.py"]

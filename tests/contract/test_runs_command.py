@@ -16,14 +16,15 @@ import pytest
 
 from sft_play.files import append_json_line, write_json
 from sft_play.launch.run_folder import record_event
-from sft_play.launch.runs import age, holders
+from sft_play.launch.runs import holders
 from sft_play.runs.folder import RunFolder
 from tests.conftest import ROOT, Program
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from sft_play.launch.run_folder import ended_by_signals, held, record_event
+from sft_play.launch.process import ended_by_signals
+from sft_play.launch.run_folder import held, record_event
 from sft_play.runs.folder import RunFolder
 run = RunFolder(Path(sys.argv[1]))
 with held(run):
@@ -83,7 +84,41 @@ def test_all_states_are_listed(in_process: Program, tmp_path: Path) -> None:
     assert (listed["done"]["best"], listed["gone"]["best"]) == (0.2, 3.0)
     assert "failed (3)" in text and "0.2000 rougeL" in text and "2/8" in text
     assert in_process("runs", runs=tmp_path / "empty").out.startswith("no runs in")
-    assert [age(seconds) for seconds in (30, 600, 7300, 400000)] == ["30 s", "10 min", "2 h", "5 d"]
+
+
+def test_runs_are_chosen_and_sorted_by_what_they_reached(in_process: Program, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name, method, speed, loss in (("a", "lora", 50.0, 1.0), ("b", "qlora", 90.0, 2.5), ("c", "lora", None, None)):
+        run = make_run(runs, name, "started", "finished")
+        config = {"model": {"name": "base"}, "tuning": {"mode": method}, "data": {"train_path": "rows/sums.jsonl"}}
+        write_json(run.config, {"config": config, "origins": {}})
+        write_json(run.plan, {"steps": 8, "num_nodes": 2, "energy_kwh": 4.0, "total_seconds": 3600.0})
+        if speed:
+            ended = {"tokens_per_second": speed, "training_seconds": 1800.0, "peak_memory_bytes": 3 * 2**30}
+            write_json(run.training_metrics, ended)
+            append_json_line(run.metrics, {"kind": "eval", "step": 3, "eval_loss": loss, "eval_rougeL": 0.9})
+
+    def names(*words: str) -> list[str]:
+        return [row["name"] for row in in_process("runs", "JSON=1", *words, runs=runs).json]
+
+    assert names("SORT=-tokens_per_second") == ["b", "a", "c"] and names("SORT=tokens_per_second") == ["a", "b", "c"]
+    assert names("WHERE=eval_loss<2 and method=lora") == ["a"]
+    assert names("WHERE=method in [qlora, full] or tokens_per_second<60", "SORT=name") == ["a", "b"]
+    assert names("WHERE=name!=a and data='sums.jsonl'", "SORT=name") == ["b", "c"]
+    [first] = in_process("runs", "JSON=1", "WHERE=name=a", "PRICE_PER_HOUR=3", runs=runs).json
+    assert (first["cost"], first["energy_kwh"], first["seconds"], first["eval_rougeL"]) == (3.0, 2.0, 1800.0, 0.9)
+    text = in_process("runs", "PRICE_PER_HOUR=3", runs=runs).out
+    assert "3.00 GiB" in text and "2 kWh" in text and "30.0 min" in text and "lora" in text and "sums.jsonl" in text
+    lines = in_process("runs", "CSV=1", "SORT=name", runs=runs).out.splitlines()
+    assert len(lines) == 4 and lines[0].startswith("name,state,") and lines[1].startswith("a,finished,")
+    for words, said in (
+        ("SORT=speed", "names the column `speed`"),
+        ("WHERE=speed<3", "names the column `speed`, which is missing"),
+        ("WHERE=method=", "which is not a condition"),
+        ("WHERE=__import__('os')", "not a function"),
+    ):
+        refused = in_process("runs", words, runs=runs)
+        assert refused.code == 2 and said in refused.err and "Traceback" not in refused.err, refused.err
 
 
 def test_stop_asks_the_process_that_holds_the_lock(program: Program, tmp_path: Path) -> None:

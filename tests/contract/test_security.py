@@ -22,23 +22,24 @@ from typing import Any
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.call import Override, parse_call
+from sft_play.config.call import load_for_call
+from sft_play.config.command_line import parse_call
 from sft_play.config.keys import extra_keys, schema_keys, variable_name
-from sft_play.config.load import load_config, load_for_call, read_config, save_config
-from sft_play.config.names import mask
+from sft_play.config.layers import Override
+from sft_play.config.load import load_config, read_config, save_config
+from sft_play.config.reader import options
 from sft_play.config.schema import DataSource, ModelConfig
-from sft_play.config.types import options
 from sft_play.data import documents
 from sft_play.data.sources import read_source
-from sft_play.errors import CheckpointError, DataError, UserError, without_tokens
+from sft_play.errors import CheckpointError, DataError, UserError, mask, without_tokens
 from sft_play.files import read_json
-from sft_play.launch.network import free_port
-from sft_play.model.folder import check_folder, check_trained, refuse_foreign_code, refuse_untrusted_code
-from sft_play.model.read import read_model
-from sft_play.runs import consent
+from sft_play.launch.environment import free_port
+from sft_play.model.load import read_model
+from sft_play.model.resolve import check_folder, check_trained, refuse_foreign_code, refuse_untrusted_code
+from sft_play.runs import origin
+from sft_play.runs.checkpoints import kind_of, model_files, weights_folder
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import damage, describe, verify
-from sft_play.runs.weights import kind_of, model_files, weights_folder
 from tests.conftest import Program, environment
 from tests.documents import ROOT
 from tests.pickles import Evil
@@ -394,7 +395,7 @@ def test_a_copied_configuration_is_no_consent_whatever_is_left_out_of_it(
 ) -> None:
     """A `config.json` without origins looks like one that somebody wrote; and code below a run's folder is the run's."""
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv(consent.VARIABLE, "")
+    monkeypatch.setenv(origin.CONSENT, "")
     base = tmp_path / "run" / "base"
     base.mkdir(parents=True)
     (base / "code.py").write_text("")
@@ -403,14 +404,14 @@ def test_a_copied_configuration_is_no_consent_whatever_is_left_out_of_it(
     written = json.dumps({"model": {"name": str(base), "trust_remote_code": True}, "eval": {"metrics": ["evaluate:any"]}})
     (tmp_path / "run" / name).write_text(written)
     load_for_call(parse_call(["data", f"CONFIG={tmp_path}/run/{name}"], COMMANDS, environ={}), None)
-    assert not consent.may_run(base, "model") and not consent.may_run("any", "metrics")
+    assert not origin.may_run(base, "model") and not origin.may_run("any", "metrics")
     load_for_call(
         parse_call(["data", f"CONFIG={tmp_path}/run/{name}", "MODEL_TRUST_REMOTE_CODE=true"], COMMANDS, environ={}), None
     )
-    assert consent.may_run(base, "model") is not stamp
+    assert origin.may_run(base, "model") is not stamp
     (tmp_path / "own.yaml").write_text(written)
     load_for_call(parse_call(["data", f"CONFIG={tmp_path}/own.yaml"], COMMANDS, environ={}), None)
-    assert consent.may_run("any", "metrics")
+    assert origin.may_run("any", "metrics")
 
 
 def test_code_of_another_repository_is_refused_even_when_trusted(with_code: Path, tmp_path: Path) -> None:
@@ -582,6 +583,9 @@ def test_a_few_bytes_do_not_become_all_of_the_memory(ending: str, opener: Any, t
         rows(path)
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # the alarm may go off in hypothesis' callback of gc
 def test_a_pdf_of_a_few_bytes_takes_neither_all_memory_nor_all_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pypdf
     from pypdf.generic import NameObject, StreamObject

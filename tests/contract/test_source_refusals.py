@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Done, call_program, environment, run_program
-from tests.hub_server import COMMIT, serve_dataset
+from tests.hub import COMMIT, DatasetHandler, serve
 
 pytestmark = pytest.mark.slow
 
@@ -55,22 +55,6 @@ def test_each_bad_file_is_told_with_its_place_and_all_together(tiny: Path, tmp_p
     assert done.err.count("error: ") == 5
 
 
-def test_columns_filters_and_ambiguity_are_told_with_the_row(tiny: Path, tmp_path: Path) -> None:
-    rows = write(tmp_path / "a.jsonl", [{"frage": "q", "answer": "a"}])
-    both = write(tmp_path / "b.jsonl", [{"question": "q", "answer": "a", "text": "t"}])
-    sources: list[dict[str, Any]] = [
-        {"path": rows, "columns": {"question": "question"}},
-        {"path": rows, "columns": {"question": "frage"}, "filter": "score > 3"},
-        {"path": both},
-    ]
-    done = prepare(tmp_path, tiny, sources)
-    assert done.code == 4
-    assert f"error: {rows}:1: `columns` names `question`, which the row lacks; its columns are `frage`, `answer`" in done.err
-    assert "`filter: score > 3` names the column `score`, which is missing; the columns are `frage`, `answer`" in done.err
-    assert f"error: {both}:1: the columns fit more than one format: question_answer, text" in done.err
-    assert 'the row is {"question": "q", "answer": "a", "text": "t"}' in done.err
-
-
 def test_each_source_says_its_format_and_what_it_left_out(tiny: Path, tmp_path: Path) -> None:
     chat = [{"conversations": [{"from": "human", "value": f"q{n}"}, {"from": "gpt", "value": "a"}], "n": n} for n in range(20)]
     ids = [{"input_ids": [5, 6, 7 + n], "labels": [-100, 6, 7 + n]} for n in range(3)]
@@ -97,7 +81,8 @@ def test_each_source_says_its_format_and_what_it_left_out(tiny: Path, tmp_path: 
 def test_a_hub_dataset_is_downloaded_or_streamed_and_its_faults_are_told(tiny: Path, tmp_path: Path) -> None:
     rows = "".join(json.dumps({"question": f"q{n}", "answer": "a", "n": n}) + "\n" for n in range(9)).encode()
     hub = {"path": "nobody/small"}
-    with serve_dataset("nobody/small", {"data/train.jsonl": rows, "README.md": b"# Small\n"}) as address:
+    files = {"data/train.jsonl": rows, "README.md": b"# Small\n"}
+    with serve(DatasetHandler, name="nobody/small", files=files) as address:
         proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"), "")
         env = {
             "HF_ENDPOINT": address,

@@ -10,9 +10,13 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+
+from tests.browser import browser
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,3 +104,44 @@ def test_unknown_run(tensorboard: TensorBoard) -> None:
     assert outcome.returncode == 5
     assert "there is no run `none`" in outcome.stderr
     assert not tensorboard.runs.exists()
+
+
+def test_curves_answers_plan_and_hyper_parameters_in_a_browser(tensorboard: TensorBoard, tmp_path: Path) -> None:
+    from sft_play.runs.folder import RunFolder
+    from sft_play.training.trackers import Curves
+
+    run = RunFolder(tensorboard.runs / "one")
+    answers = run.evaluation(2)
+    answers.mkdir(parents=True)
+    run.config.write_text(json.dumps({"config": {"train": {"epochs": 2}}}))
+    run.plan.write_text('{"strategy": "ddp"}')
+    (answers / "predictions.jsonl").write_text(
+        json.dumps({"row": 4, "prompt": "<b>what?</b>", "answer": "that", "reference": "this"})
+    )
+    logged = {"loss": 1.5, "rank_loss": [1.0, 2.0], "node_network_mb_s": [3.0], "eval_loss": 2.5}
+    run.metrics.write_text("".join(json.dumps({"kind": kind, "step": 2, **logged}) + "\n" for kind in ("eval", "train")))
+    curves, state = Curves(run), SimpleNamespace(global_step=0, max_steps=2)
+    curves.on_train_begin(None, state, None)
+    state.global_step = 2
+    curves.on_log(None, state, None, logs=logged)
+    curves.on_evaluate(None, state, None)
+    curves.on_train_end(None, state, None)
+    url = json.loads(tensorboard.command("tensorboard", "TENSORBOARD_PORT=16006", "JSON=1").stdout)["url"]
+
+    def asked(path: str) -> Any:
+        with urllib.request.urlopen(f"{url}data/plugin/{path}", timeout=20) as answer:
+            return json.load(answer)
+
+    shown = asked("scalars/tags")["one/tb"]
+    assert {"train/loss", "rank/loss/0", "rank/loss/1", "node/network_mb_s/0", "eval/loss"} <= shown.keys()
+    texts = asked("text/tags")["one/tb"]
+    assert (
+        any("answers" in name for name in texts)
+        and any("plan" in name for name in texts)
+        and any("config" in name for name in texts)
+    )
+    with browser(tmp_path / "profile") as page:
+        page.open(f"{url}#hparams")
+        inside = "[...node.childNodes].map((one) => one.textContent + (one.shadowRoot ? all(one.shadowRoot) : '') + all(one))"
+        words = f"(function all(node) {{ return {inside}.join(' '); }})(document.body)"
+        page.wait(f"{words}.includes('train.epochs')")

@@ -132,18 +132,18 @@ def test_any_byte_of_the_manifest(run: RunFolder, spoil: Spoil) -> None:
 
 
 def test_resume_says_which_file_and_takes_the_one_before(tiny: Path, cache: Path, tmp_path: Path) -> None:
-    """As a user: of three checkpoints two are spoilt in different ways, and the run ends as it would have."""
+    """As a user: of three checkpoints two are spoilt in different ways, and the run ends, to the bit, as it would have."""
     rows = ragged_rows(tmp_path / "train.jsonl", 12)
     config = tmp_path / "demo.yaml"
     config.write_text(
-        f"model: {{name: {tiny}, max_seq_len: 256}}\ntuning: {{mode: lora, lora: {{r: 4}}}}\ndata: {{train_path: {rows}}}\n"
+        f"model: {{name: {tiny}, max_seq_len: 256}}\ntuning: {{mode: lora, lora: {{r: 4, dropout: 0.1}}}}\ndata: {{train_path: {rows}}}\n"
         "train: {global_batch_size: 4, batch_size: 2, max_steps: 6, save_steps: 2, learning_rate: 5.0e-3}\n"
     )
     env = environment(cache, tmp_path / "runs")
     done = run_program(["train", f"CONFIG={config}", "RUN_NAME=run"], env)
     assert done.code == 0, done.err
     run = RunFolder(tmp_path / "runs" / "run")
-    whole = metrics(run.path)
+    whole, weights = metrics(run.path), (run.model / "adapter_model.safetensors").read_bytes()
     flip(run.checkpoint(6) / "adapter_model.safetensors")
     optimizer = next(path for path in sorted(run.checkpoint(4).iterdir()) if path.name.startswith("optimizer"))
     optimizer.unlink()
@@ -153,9 +153,11 @@ def test_resume_says_which_file_and_takes_the_one_before(tiny: Path, cache: Path
     assert "passed over: step-000006: `adapter_model.safetensors` has another checksum than the manifest says" in done.err
     assert f"passed over: step-000004: `{optimizer.name}` is missing" in done.err
     assert "from step-000002" in done.err
-    exact = ("step", "loss", "grad_norm", "learning_rate")
+    exact = ("step", "loss", "grad_norm", "learning_rate", "rank_loss", "rank_tokens")
     assert [[row[key] for key in exact] for row in metrics(run.path)] == [[row[key] for key in exact] for row in whole]
-    assert newest_valid(run) == (run.checkpoint(6), [])
+    assert (run.model / "adapter_model.safetensors").read_bytes() == weights
+    assert newest_valid(run) == (run.checkpoint(6), []) and run.last.resolve() == run.checkpoint(6)
+    assert not list(run.checkpoints.glob(".*"))
 
     for step in (2, 4, 6):
         truncate(run.checkpoint(step) / "stamp.json")

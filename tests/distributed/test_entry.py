@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.launch.network import free_port
+from sft_play.launch.environment import free_port
 from tests.conftest import ROOT, metrics
 from tests.tiny_models import build_tiny_llama
 

@@ -23,7 +23,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.soak.report import read_curves
 from tests.clock import Clock
 from tests.conftest import metrics
-from tests.distributed.test_launch import Launcher, can_mount
+from tests.launcher import Launcher, can_mount
 from tests.tiny_models import build_tiny_llama
 
 SECONDS = 240

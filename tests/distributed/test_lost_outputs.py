@@ -15,7 +15,7 @@ import pytest
 
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder
-from tests.distributed.test_launch import Launcher
+from tests.launcher import Launcher
 
 SECONDS = 240
 

@@ -60,15 +60,6 @@ def test_documents_and_conversations_in_one_run(tiny: Path, program: Program, tm
 
 
 @pytest.mark.slow
-def test_documents_under_sft_are_refused(tiny: Path, program: Program, tmp_path: Path) -> None:
-    config, folder = tmp_path / "sft.yaml", corpus(tmp_path / "corpus")
-    config.write_text(f"model: {{name: {tiny}, max_seq_len: 512}}\ndata: {{train_path: {folder}}}\n", encoding="utf-8")
-    done = program("train", f"CONFIG={config}", "RUN_NAME=sft")
-    assert done.code == 4 and "Traceback" not in done.err and not (tmp_path / "runs" / "sft").exists(), done.err
-    assert "the row is `text`, but `tuning.task: sft` learns answers" in done.err and "hint: set `tuning.task: cpt`" in done.err
-
-
-@pytest.mark.slow
 def test_the_preset_runs_small_and_its_model_is_an_ordinary_folder(program: Program, tmp_path: Path) -> None:
     small = [*SMALL, *FEW, f"DATA_SOURCES=[{{path: {TEXT}}}]", "DATA_VALIDATION=null"]
     done = program("train", "CONFIG=configs/from_scratch.yaml", *small, "RUN_NAME=scratch")
@@ -137,12 +128,3 @@ def test_sharding_strategies_read_the_same_random_weights(command: list[str], pr
     done = program(*command, "CONFIG=configs/from_scratch.yaml", *small, "RUN_NAME=sharded")
     assert done.code == 0, done.err
     assert metrics(tmp_path / "runs" / "sharded")[0]["loss"] == pytest.approx(6.0, abs=0.15)
-
-
-@pytest.mark.parametrize("source", ["formula", "trace"])
-def test_the_preset_is_planned_by_formula_and_by_trace(source: str, in_process: Program) -> None:
-    done = in_process("plan", "CONFIG=configs/from_scratch.yaml", "HARDWARE=24GB", f"SOURCE={source}", "JSON=1")
-    assert done.code == 0, done.err
-    plan = done.json
-    assert (plan["source"], plan["global_batch_size"]) == (source, 32)
-    assert plan["ranks"][0]["memory_bytes"]["trained"] == pytest.approx(4 * 205_366_272, rel=1e-3)

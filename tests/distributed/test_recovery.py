@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sft_play.launch.watch import counters_of
+from sft_play.launch.liveness import counters_of
 from tests.conftest import ROOT, environment, metrics, run_program
 from tests.memory_runs import heavy_config
 

@@ -155,7 +155,9 @@ def test_a_disk_that_fills_before_a_restart_is_told(cache: Path, config: str, tm
                     filler.write(bytes(2**20))
             code, error = launch.end(within=60)
         assert code == 3 and "Traceback" not in error, error
-        assert f"error: {launch.run}: no space is left on the disk" in error and "make resume RUN=full" in error, error
+        assert f"error: {launch.run}" in error and "no space is left on the disk" in error and "make resume RUN=full" in error, (
+            error
+        )
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 

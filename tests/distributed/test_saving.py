@@ -19,7 +19,7 @@ import pytest
 from sft_play.runs.checkpoints import clean_up, newest_valid
 from sft_play.runs.folder import RunFolder
 from tests.tiny_models import build_tiny_llama
-from tests.training_runs import Trial, column, command, copy_run, logs, make_run, must_train, rows, train
+from tests.training_runs import Trial, column, command, logs, make_run, must_train, rows, train
 
 SECONDS = 240
 SIZE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
@@ -216,39 +216,6 @@ def test_in_the_background_under_every_strategy(
         for name in ("false", "true")
     ]
     compare(*runs, ranks=len(ranks))
-
-
-def damaged(path: Path) -> Iterator[tuple[str, bytes | None]]:
-    """Yields what may happen to a file and its content afterwards; `None` where it is deleted."""
-    whole = path.read_bytes()
-    yield "deleted", None
-    yield "truncated", whole[: len(whole) // 2]
-    for name, place in (("first", 0), ("middle", len(whole) // 2), ("last", len(whole) - 1)):
-        yield f"{name} byte flipped", whole[:place] + bytes([whole[place] ^ 0x20]) + whole[place + 1 :]
-
-
-@pytest.mark.slow
-def test_any_damage_to_any_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(
-    synchronous: RunFolder, tmp_path: Path
-) -> None:
-    run = copy_run(synchronous, tmp_path / "run")
-    newest = run.checkpoint(8)
-    files = sorted(path for path in newest.rglob("*") if path.is_file())
-    assert {"model.safetensors", "optimizer-rank0.safetensors", "rng-rank1.safetensors", "states.json", "trainer_state.json",
-            "stamp.json", "manifest.json", "tokenizer.json", "config.json"} <= {path.name for path in files}  # fmt: skip
-    for path in files:
-        whole = path.read_bytes()
-        for what, changed in damaged(path):
-            path.unlink()
-            if changed is not None:
-                path.write_bytes(changed)
-            found, skipped = newest_valid(run)
-            assert found == run.checkpoint(4), f"{path.name} {what}: {found}"
-            assert len(skipped) == 1 and skipped[0].startswith("step-000008: ")
-            assert ("manifest" in skipped[0] or "is missing" in skipped[0] or "cannot be checked" in skipped[0]) \
-                if path.name == "manifest.json" else f"`{path.name}`" in skipped[0], f"{path.name} {what}: {skipped}"  # fmt: skip
-            path.write_bytes(whole)
-    assert newest_valid(run) == (newest, [])
 
 
 @pytest.mark.slow

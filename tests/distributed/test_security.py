@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.launch.network import free_port
+from sft_play.launch.environment import free_port
 from tests.conftest import metrics
 from tests.pickles import Evil
 from tests.places import Place, question_rows

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.launch.network import free_port
+from sft_play.launch.environment import free_port
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import verify
-from tests.distributed.test_launch import Launcher
+from tests.launcher import Launcher
 
 pytestmark = pytest.mark.long
 SECONDS = 240

@@ -177,11 +177,12 @@ def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp
     shown = {
         "train/grad_norm",
         "train/learning_rate",
-        "rank_loss/0",
+        "rank/loss/0",
         "speed/tokens_per_second",
         "speed/mfu",
-        "memory/rank0_gib",
-        "node/0/network_mb_s",
+        "rank/memory_gib/0",
+        "rank/forward_seconds/0",
+        "node/network_mb_s/0",
     }
     assert shown | {"eval/loss", "eval/perplexity"} <= set(curves(run))
 

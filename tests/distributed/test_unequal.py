@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.plan.balance import spans
+from sft_play.plan.batch import spans
 from sft_play.runs.folder import RunFolder
 from tests.quota import move, quota, worker_of
 from tests.tiny_models import build_tiny_llama

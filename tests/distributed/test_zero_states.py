@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sft_play.launch.network import free_port
+from sft_play.launch.environment import free_port
 from sft_play.runs.manifest import read_facts
 from sft_play.training.states.files import Shelf
 from tests.distributed.zero_engine import ENGINES

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor, distributed
 
 import deepspeed
 from sft_play.launch.deepspeed import BatchNumbers, deepspeed_settings
-from sft_play.runs.folder import RunFolder
+from sft_play.training.ranks import Ranks
 from sft_play.training.states import collect, restore
-from sft_play.training.trainer import SftTrainer
+from tests.contexts import context_of
+from tests.plans import simple_plan
 
 ENGINES: dict[str, dict[str, Any]] = {
     "bf16-zero1": {"stage": 1},
@@ -61,17 +62,9 @@ def trainer_of(name: str) -> Any:
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.05)
     engine, wrapped, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    trainer = SimpleNamespace(
-        model=model, model_wrapped=engine, optimizer=wrapped, lr_scheduler=None,
-        is_deepspeed_enabled=True, is_fsdp_enabled=False, plan=SimpleNamespace(strategy=f"zero{zero['stage']}", world_size=world),
-        args=SimpleNamespace(process_index=distributed.get_rank(), world_size=world),
-        config=SimpleNamespace(tuning=SimpleNamespace(mode="full"), train=SimpleNamespace(seed=1)),
-        counters=lambda: {"steps": engine.global_steps}, set_counters=lambda _: None,
-        run=RunFolder(Path(sys.argv[3]).parent), is_world_process_zero=lambda: distributed.get_rank() == 0,
-        _sums_on=lambda: torch.device("cpu"),
+    return SimpleNamespace(
+        model=model, model_wrapped=engine, optimizer=wrapped, lr_scheduler=None, is_deepspeed_enabled=True, is_fsdp_enabled=False
     )  # fmt: skip
-    trainer._gather = MethodType(SftTrainer._gather, trainer)
-    return trainer
 
 
 def update(trainer: Any, times: int) -> None:
@@ -94,14 +87,17 @@ def main() -> None:
     verb, name, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     deepspeed.init_distributed("gloo")
     trainer = trainer_of(name)
+    ranks = Ranks(distributed.get_rank(), distributed.get_world_size())
+    plan = simple_plan(strategy=f"zero{ENGINES[name]['stage']}", world_size=ranks.world)
+    context = context_of(folder.parent, ranks, plan=plan, tuning={"mode": "full"}, train={"seed": 1})
     if verb == "write":
         update(trainer, 3)
         trainer.model_wrapped.optimizer.optimizer.param_groups[0]["lr"] = 0.03125
     else:
-        restore(trainer, folder)
+        restore(context, trainer, None, folder)
         folder = Path(sys.argv[4])
     folder.mkdir(parents=True, exist_ok=True)
-    collect(trainer, clone=True).write(folder)
+    collect(context, trainer, None, {"steps": trainer.model_wrapped.global_steps}, clone=True, average={}).write(folder)
     now = weights(trainer)
     if distributed.get_rank() == 0:
         (folder / "weights.json").write_text(json.dumps(now))

@@ -15,13 +15,11 @@ from typing import Any
 from unittest import mock
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.call import parse_call
+from sft_play.config.command_line import parse_call
 from sft_play.files import write_json
-from sft_play.launch.attempt import write_launch_files
+from sft_play.launch.attempt import worker_arguments, write_launch_files
 from sft_play.launch.environment import worker_environment
-from sft_play.launch.job import job_of
-from sft_play.launch.local import worker_arguments
-from sft_play.launch.options import CommandStrategy, read_options
+from sft_play.launch.job import CommandStrategy, job_of, read_options
 from sft_play.model.resolve import resolve_model
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder

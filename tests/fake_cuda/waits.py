@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 BY_VALUE = ("nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "is_nonzero")
 """Operations whose result has a size, or is an answer, that only the GPU knows."""
-UNSET = ("agreement.py", "saving.py", "grad_scaler.py")
+UNSET = ("stopping.py", "saving.py", "checkpoint_files.py", "grad_scaler.py")
 """Who asks here is answered 0: nobody asks the run to stop, no save has failed, and no gradient is infinite."""
 
 

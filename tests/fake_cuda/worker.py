@@ -75,12 +75,12 @@ def _run(job: dict[str, Any], report: dict[str, Any], *, fake: bool) -> None:
 
     import sft_play.train as worker
     from sft_play.runs.folder import RunFolder
-    from sft_play.training.memory_errors import Activity
+    from sft_play.training.process import Activity
     from sft_play.training.requests import StopRequest
     from tests.fake_cuda.gpus import fake_gpus, visible
     from tests.fake_cuda.waits import DeviceWaits, Waits
 
-    run, doing, waits = RunFolder(Path(job["run"])), Activity(), Waits() if fake else DeviceWaits()
+    run, waits = RunFolder(Path(job["run"])), Waits() if fake else DeviceWaits()
     with ExitStack() as stack:
         if fake:
             cards = visible(json.loads(Path(os.environ["NVML_DOUBLE"]).read_text(encoding="utf-8")), os.environ)
@@ -90,7 +90,7 @@ def _run(job: dict[str, Any], report: dict[str, Any], *, fake: bool) -> None:
             stack.enter_context(fake_weights())
         stack.enter_context(watched(waits, report))
         stack.enter_context(waits)
-        report["code"] = worker.work(run, None, None, doing, StopRequest(run=run, rank=0, doing=doing))
+        report["code"] = worker.work(StopRequest(run=run, rank=0, activity=Activity()), None, None)
     if not fake and torch.cuda.is_available():
         report["contexts"] = [card for card in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(card)]
     report["waits"] = [{"phase": key[0], "what": key[1], "where": key[2], "count": count} for key, count in waits.log.items()]
@@ -104,6 +104,8 @@ def fake_peers(report: dict[str, Any]) -> Iterator[None]:
     """Where there are several ranks, the others are not there: collective operations end at once, DDP averages nothing, nobody says anything."""
     import torch
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from sft_play.training.ranks import Ranks
 
     class Replica(torch.nn.Module):
         """What the worker sees of `DistributedDataParallel`, whose C++ part would read the values of parameters."""
@@ -125,9 +127,11 @@ def fake_peers(report: dict[str, Any]) -> Iterator[None]:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=int(os.environ["RANK"]), world_size=world)
+    # What peers say is read as JSON out of a tensor's bytes, and a fake tensor has none. It replaces no logic: each rank says what this one does.
     with (
         mock.patch("torch.nn.parallel.DistributedDataParallel", Replica),
-        mock.patch("sft_play.training.ranks._several", lambda: False),
+        mock.patch.object(Ranks, "gather", lambda self, value: [value] * self.world),
+        mock.patch.object(Ranks, "broadcast", lambda _, value: value),
     ):
         yield
 

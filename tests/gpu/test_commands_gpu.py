@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.plan.catalogue import find_card
 from sft_play.plan.detect import detect
+from sft_play.plan.hardware import find_card
 from tests.conftest import Program, metrics, ragged_rows
 from tests.tiny_models import build_tiny_llama
 

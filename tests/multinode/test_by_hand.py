@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,8 @@ from sft_play.runs.checkpoints import published, step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from tests.conftest import metrics
-from tests.distributed.test_launch import Launcher
 from tests.lan import Lan, lan
+from tests.launcher import Launcher
 from tests.memory_runs import heavy_config
 from tests.programs import need
 
@@ -152,7 +153,7 @@ def test_other_rows_on_one_node(tmp_path: Path, tiny: Path) -> None:
             two.start(k, "train-distributed", "NUM_GPUS=1", f"DATA_TRAIN_PATH={own / 'rows.jsonl'}")
         ended = two.end()
         assert [code for code, _ in ended] == [4, 4], ended
-        assert all("the nodes did not prepare the same: the training data: 8 rows" in said for _, said in ended), ended
+        assert all("nodes prepared different data: `training data` is `8 rows" in said for _, said in ended), ended
 
 
 @pytest.mark.long
@@ -181,7 +182,7 @@ def test_folders_of_their_own_beside_a_shared_run_folder(two: Lan2) -> None:
 def test_a_firewall_is_told_from_a_port_nobody_listens_on(two: Lan2) -> None:
     rules = two.folder / "rules.nft"
     rules.write_text(
-        f"table inet wall {{\n chain input {{\n  type filter hook input priority 0; policy accept;\n  tcp dport {PORT} drop\n }}\n}}\n"
+        f"table inet wall {{\n chain input {{\n  type filter hook input priority 0; policy accept;\n  iifname != lo tcp dport {PORT} drop\n }}\n}}\n"
     )
     need("nft")
     blocked = two.net.run(0, ["nft", "-f", rules])
@@ -255,12 +256,33 @@ def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: P
         ended = three.end()
         assert [code for code, _ in ended] == [75] * 3, ended
         assert max(took) < (60 if "first" in cut else 30), (took, ended)
-        told = [[line for line in said.splitlines() if "cannot be reached" in line] for _, said in ended[:2]]
+        told = [[line for line in said.splitlines() if line.startswith("error: rank 2")] for _, said in ended[:2]]
         assert told[0] == told[1] and told[0][0].startswith(
             "error: rank 2 (node3) cannot be reached: node 2 (node3) has been silent for"
         ), ended
         assert "error: rank 0 (node1) cannot be reached: node 0 (node1) has not answered for" in ended[2][1]
         assert not [pid for k in range(3) for pid in net.pids(k) if is_worker(pid)]
+
+
+@pytest.mark.long
+def test_a_machine_that_vanishes_after_its_last_step_keeps_nobody_waiting(two: Lan2) -> None:
+    """Its ranks have done their work; torchrun's agents would wait 300 s for each other."""
+    for k in range(2):
+        two.start(
+            k, "train-distributed", "NUM_GPUS=1", "TRAIN_MAX_STEPS=20", "TRAIN_SAVE_STEPS=100000", "LAUNCH_SILENT_SECONDS=6"
+        )
+    run = two.run()
+    two.until_true(lambda: run.metrics.is_file() and bool(metrics(run.path)))
+    agents = [pid for pid in two.net.pids(1) if "accelerate.commands.launch" in command_line(pid) and not is_worker(pid)]
+    for pid in agents:
+        subprocess.run(["kill", "-STOP", str(pid)], check=True)
+    two.until_true(run.rank_exit(1).exists)
+    began = time.monotonic()
+    two.started[1][0].send_signal(signal.SIGSTOP)
+    assert two.started[0][0].wait(SECONDS) == 0 and time.monotonic() - began < 60, two.said(0)
+    two.started[1][0].kill()
+    assert f"done: {run.path}" in two.said(0)
+    two.end()
 
 
 def test_an_elastic_run_continues_without_a_machine_and_takes_it_back(tmp_path: Path, tiny: Path) -> None:
@@ -305,7 +327,7 @@ def test_memory_that_runs_out_on_one_machine_halves_the_micro_batch_on_all(two: 
     all_ended_with_0(ended)
     told = [[line for line in said.splitlines() if line.startswith("recovering: ")] for _, said in ended]
     assert told[0] == told[1] and len(told[0]) == 1
-    assert "rank 1: memory ran out in step 2, micro-batch 1 (rows " in told[0][0]
+    assert "rank 1 (node2): memory ran out in step 2, micro-batch 1 (rows " in told[0][0]
     assert "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank (although `train.batch_size` was given)" in told[0][0]
     assert [row["step"] for row in metrics(run.path)] == [1, 2, 3], "each step is made once"
     assert {sum(row["rank_rows"]) for row in metrics(run.path)} == {8}
@@ -326,11 +348,15 @@ def keep_measured(cache: Path) -> None:
         found.save()
 
 
-def is_worker(pid: int) -> bool:
+def command_line(pid: int) -> list[str]:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     except OSError:
-        return False
+        return []
+
+
+def is_worker(pid: int) -> bool:
+    words = command_line(pid)
     return "sft_play.train" in words and "accelerate.commands.launch" not in words
 
 

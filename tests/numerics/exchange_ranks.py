@@ -20,9 +20,11 @@ from torch import Tensor, distributed
 from torch.nn import Linear, Sequential, Tanh
 from torch.nn.parallel import DistributedDataParallel
 
-from sft_play.training.balance import Stopwatch
-from sft_play.training.compression import PowerSgd, register
-from sft_play.training.local_steps import LocalSteps
+from sft_play.training.ranks import Ranks
+from sft_play.training.readings import Lap, Stopwatch
+from sft_play.training.slow_network import LocalSteps, PowerSgd, exchange_of
+from tests.contexts import context_of
+from tests.plans import simple_plan
 
 WIDTH = 256
 STEPS = 6
@@ -64,14 +66,18 @@ def wrapped(
         counted.__annotations__ = {"bucket": distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
         ddp.register_comm_hook(state, counted)
 
-    launch = SimpleNamespace(compression=kind, local_steps=1, powersgd_rank=4)
-    trainer = SimpleNamespace(
-        config=SimpleNamespace(launch=launch, train=SimpleNamespace(seed=1, spike_guard=guard)), args=SimpleNamespace(fp16=False), model=ddp.module,
-        plan=SimpleNamespace(strategy="ddp", world_size=distributed.get_world_size(), warmup_steps=None),
-        model_wrapped=SimpleNamespace(register_comm_hook=take), state=SimpleNamespace(global_step=0),
-        balancer=SimpleNamespace(computed=computed),
+    context = context_of(
+        Path(), Ranks(distributed.get_rank(), distributed.get_world_size()),
+        plan=simple_plan(strategy="ddp", world_size=distributed.get_world_size(), warmup_steps=None),
+        launch={"compression": kind, "powersgd_rank": 4}, train={"seed": 1, "spike_guard": guard},
     )  # fmt: skip
-    return ddp, calls, register(trainer)
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(fp16=False), model=ddp.module, model_wrapped=SimpleNamespace(register_comm_hook=take),
+        state=SimpleNamespace(global_step=0),
+    )  # fmt: skip
+    found = exchange_of(context, trainer, computed)
+    assert found is None or isinstance(found, PowerSgd)
+    return ddp, calls, found
 
 
 def train(kind: str, rank: int, *, steps: int, micro_steps: int = 1) -> dict[str, Any]:
@@ -113,7 +119,8 @@ def backward(ddp: Any, seed: int) -> Tensor:
 
 def waiting(rank: int) -> dict[str, Any]:
     """Seconds that the stopwatch finds where another rank is late by `LATE` seconds in each of two steps."""
-    watch = Stopwatch(torch.device("cpu"), forward_only=False)
+    watch = Stopwatch(torch.device("cpu"))
+    lap = Lap(watch)
     ddp, _, powersgd = wrapped("powersgd", computed=watch.computed)
     assert powersgd is not None
     powersgd.step = 1000
@@ -128,8 +135,16 @@ def waiting(rank: int) -> dict[str, Any]:
         loss = (ddp(x) - target(x)).pow(2).mean()
         watch.passed(loss)
         loss.backward()
-    seconds, *counts = watch.take()
-    return {"seconds": seconds, "counts": counts}
+        watch.enter("optimizer")
+    found = lap.take()
+    return {
+        "seconds": found["forward"] + found["backward"],
+        "counts": [found[name] for name in ("rows", "tokens", "micro_steps")],
+    }
+
+
+def states(powersgd: PowerSgd) -> dict[str, dict[str, Tensor]]:
+    return {"error": powersgd.error, "basis": powersgd.basis}
 
 
 def left_out(rank: int) -> dict[str, Any]:
@@ -139,17 +154,17 @@ def left_out(rank: int) -> dict[str, Any]:
     powersgd.step = 1000
     backward(ddp, rank)
     powersgd.settle(made=True)
-    before = {kind: {name: one.clone() for name, one in held.items()} for kind, held in powersgd.states().items()}
+    before = {kind: {name: one.clone() for name, one in held.items()} for kind, held in states(powersgd).items()}
     backward(ddp, 10 + rank)
-    changed = not _same(before, powersgd.states())
+    changed = not _same(before, states(powersgd))
     powersgd.settle(made=False)
-    undone = _same(before, powersgd.states())
+    undone = _same(before, states(powersgd))
     backward(ddp, 20 + rank)
     powersgd.settle(made=True)
     return {
         "changed": changed,
         "undone": undone,
-        "made": not _same(before, powersgd.states()),
+        "made": not _same(before, states(powersgd)),
         "kept": powersgd.before is not None,
     }
 
@@ -163,10 +178,7 @@ def buffers(rank: int, world: int) -> dict[str, Any]:
     model = model_of()
     model.register_buffer("angles", torch.zeros(4))
     ddp = DistributedDataParallel(model, broadcast_buffers=True)
-    trainer = trainer_of(model, world=world)
-    trainer.model_wrapped = ddp
-    local = LocalSteps(trainer)
-    local.begin()
+    local = local_steps(ddp, model, world=world)
     if rank:
         backward(ddp, rank)
     local.tokens, local.window = rank, 1
@@ -178,26 +190,17 @@ def _norms(powersgd: PowerSgd | None) -> dict[str, float]:
     return {name: float(error.norm()) for name, error in powersgd.error.items()} if powersgd else {}
 
 
-def trainer_of(model: Any, *, world: int, compression: str = "none", rate: float = 0.7, momentum: float = 0.9) -> Any:
-    """Returns what `LocalSteps` asks of a trainer."""
-
-    def gather(values: Tensor) -> Tensor:
-        parts = [torch.empty_like(values) for _ in range(world)]
-        distributed.all_gather(parts, values)
-        return torch.stack(parts)
-
-    launch = SimpleNamespace(local_steps=4, outer_learning_rate=rate, outer_momentum=momentum, compression=compression)
-    return SimpleNamespace(
-        config=SimpleNamespace(launch=launch), plan=SimpleNamespace(world_size=world), model=model, model_wrapped=SimpleNamespace(),
-        state=SimpleNamespace(global_step=0), doing=SimpleNamespace(enter=lambda *_, **__: None), _gather=gather,
-        _sums_on=lambda: torch.device("cpu"),
-    )  # fmt: skip
+def local_steps(
+    wrapped: Any, model: Any, *, world: int, compression: str = "none", rate: float = 0.7, momentum: float = 0.9
+) -> LocalSteps:
+    launch = {"local_steps": 4, "outer_learning_rate": rate, "outer_momentum": momentum, "compression": compression}
+    trainer: Any = SimpleNamespace(model=model, model_wrapped=wrapped)
+    return LocalSteps(context_of(Path(), Ranks(distributed.get_rank(), world), launch=launch), trainer)
 
 
 def outer(rank: int, world: int) -> dict[str, Any]:
     """Three outer steps from weights and token counts that differ, beside torch's own Nesterov on the weighted mean."""
-    local = LocalSteps(trainer_of(model_of(), world=world))
-    local.begin()
+    local = local_steps(SimpleNamespace(), model_of(), world=world)
     reference = [one.detach().clone().requires_grad_() for one in local.parameters]
     nesterov = torch.optim.SGD(reference, lr=0.7, momentum=0.9, nesterov=True)
     gaps, back = [], True
@@ -229,8 +232,7 @@ def _gap(mine: Any, others: Any) -> float:
 
 def averaging(world: int, compression: str) -> dict[str, Any]:
     """Bytes of one outer step, and how far plain averages of equal weights are from them."""
-    local = LocalSteps(trainer_of(model_of(), world=world, compression=compression, rate=1.0, momentum=0.0))
-    local.begin()
+    local = local_steps(SimpleNamespace(), model_of(), world=world, compression=compression, rate=1.0, momentum=0.0)
     local.window = local.tokens = 1
     distributed.barrier()
     before = sent_bytes()

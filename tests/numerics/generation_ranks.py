@@ -55,12 +55,13 @@ def main() -> None:
     from torch.distributed.fsdp import fully_shard
 
     from sft_play.config.metrics import OF_ANSWERS
-    from sft_play.training.generation import Budget, score_by_generation
+    from sft_play.evaluation.generate import Budget, score_by_generation
+    from sft_play.training.ranks import Ranks
 
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     distributed.init_process_group("gloo")
-    results = {}
+    ranks, results = Ranks(rank, world), {}
     for kind in ("ddp", "fsdp2"):
         model, tokenizer = load(folder)
         inner: Any = model
@@ -79,8 +80,7 @@ def main() -> None:
             batch_size=4,
             max_new_tokens=10,
             metrics=OF_ANSWERS,
-            rank=rank,
-            world_size=world,
+            ranks=ranks,
             synced=kind == "fsdp2",
         )
         # Every rank's own clock would stop at another round; rank 0's counts.
@@ -91,8 +91,7 @@ def main() -> None:
             batch_size=2,
             max_new_tokens=4,
             budget=Budget(seconds=2.5, seed=3, clock=Ticks(1.0 if rank == 0 else 100.0 * (rank - 1))),
-            rank=rank,
-            world_size=world,
+            ranks=ranks,
             synced=kind == "fsdp2",
         )
         assert model.training, "the model trains on after answering"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sft_play.runs.folder import RunFolder
-from sft_play.training.aim_tracker import HASH, AimTracker
+from sft_play.training.trackers import HASH, AimTracker
 
 
 def test_a_resumed_run_goes_on_in_its_own_and_holds_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

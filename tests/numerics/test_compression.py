@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from sft_play.training.compression import FP16_MOST, PowerSgd, narrow_of, orthogonal
+from sft_play.plan.network import powersgd_elements
+from sft_play.training.slow_network import FP16_MOST, narrow_of
 from tests.conftest import ROOT
 from tests.numerics.exchange_ranks import LATE
 from tests.programs import need
@@ -53,18 +54,8 @@ def test_fp16_and_bf16_halve_the_bytes_on_the_wire_and_powersgd_sends_fewer(foun
     assert whole < sent["none"] < 1.1 * whole
     for kind in ("fp16", "bf16"):
         assert 0.45 < sent[kind] / sent["none"] < 0.55, sent
-    state = PowerSgd(rank=4, names={}, seed=1)
-    numbers = 2 * state.numbers_sent((256, 256)) + 3 * 256 + 1 + 256
+    numbers = 2 * powersgd_elements(256, 256, 4) + 3 * 256 + 1 + 256
     assert sent["powersgd"] < 1.3 * 2 * 4 * numbers + 10_000 < sent["none"] / 8, sent
-
-
-def test_sixteen_bits_change_losses_by_less_than_a_thousandth(found: dict[str, Any]) -> None:
-    plain = found["0"]["none"]["losses"]
-    for kind, gap in (("fp16", 1e-3), ("bf16", 1e-2)):
-        losses = found["0"][kind]["losses"]
-        assert losses != plain
-        assert max(abs(a - b) / b for a, b in zip(losses, plain, strict=True)) < gap, (kind, losses, plain)
-        assert found["0"][kind]["weights"] == found["1"][kind]["weights"], "all ranks make the same update"
 
 
 def test_powersgd_converges_with_what_was_not_sent_kept_for_later(found: dict[str, Any]) -> None:
@@ -134,17 +125,3 @@ def test_what_is_no_number_stays_none() -> None:
     scaled = narrow_of("fp16", scaled=True)
     assert scaled is not None and scaled.pack(torch.tensor([1e6]), 2).isinf().all(), "a loss scaler must see it"
     assert narrow_of("none", scaled=False) is None and narrow_of("powersgd", scaled=False) is None
-
-
-def test_matrices_that_factors_would_not_shrink_travel_whole() -> None:
-    state = PowerSgd(rank=4, names={}, seed=1)
-    assert state.numbers_sent((16, 4096)) == 4 * (16 + 4096), "LoRA's A: a quarter"
-    assert state.numbers_sent((4096, 16)) == 4 * (16 + 4096)
-    assert not state.compresses((8, 4096)) and state.numbers_sent((8, 4096)) == 8 * 4096
-    assert not state.compresses((4096,))
-    first = state.start_of("a", 32, 4, torch.device("cpu"))
-    assert torch.equal(first, state.start_of("a", 32, 4, torch.device("cpu"))) and not torch.equal(
-        first, state.start_of("b", 32, 4, torch.device("cpu"))
-    )
-    basis = orthogonal({"a": first, "zero": torch.zeros(32, 4)})
-    assert torch.allclose(basis["a"].T @ basis["a"], torch.eye(4), atol=1e-5) and basis["zero"].isfinite().all()

@@ -10,9 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from sft_play.model.kernels import fuse_adapters
-from sft_play.model.lora import leave_casts_to_autocast
-from sft_play.plan.backends import fuses_adapters
+from sft_play.model.lora import fuse_adapters, leave_casts_to_autocast
 from tests.tiny_models import build_tiny_llama
 
 
@@ -69,21 +67,6 @@ def test_disabled_and_merged_adapters_behave_as_before(folder: Path) -> None:
         torch.testing.assert_close(merged(input_ids=ids).logits, tuned, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("lora", [{"use_dora": True}, {"lora_bias": True}])
-def test_other_layers_are_left_to_peft(folder: Path, lora: dict[str, Any]) -> None:
-    assert fuse_adapters(adapted(folder, **lora)) == 0
-
-
-def test_dropout_draws_what_it_draws_under_peft(folder: Path) -> None:
-    model = adapted(folder, lora_dropout=0.3)
-    torch.manual_seed(5)
-    expected = gradients(model)
-    assert fuse_adapters(model) == 14
-    torch.manual_seed(5)
-    for name, value in gradients(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
 def under_autocast(model: Any) -> dict[str, torch.Tensor]:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return gradients(model)
@@ -131,8 +114,3 @@ def test_types_that_differ_without_autocast_are_left_to_peft(folder: Path) -> No
         expected = model(input_ids=ids).logits
         fuse_adapters(model)
         assert torch.equal(model(input_ids=ids).logits, expected)
-
-
-def test_only_whole_weights_are_fused() -> None:
-    assert fuses_adapters("ddp") and fuses_adapters("zero2")
-    assert not any(fuses_adapters(strategy) for strategy in ("zero3", "fsdp2"))

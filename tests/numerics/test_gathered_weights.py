@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from sft_play.probe import held, measured
 from sft_play.training.checkpoint_files import gather_weights
+from tests.contexts import context_of
 
 GIB = 2**30
 
@@ -25,7 +26,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("mode", "names"), [("lora", ["0.weight"]), ("full", ["0.weight", "1.weight"])])
-def test_a_frozen_base_is_not_gathered(alone: None, mode: str, names: list[str]) -> None:
+def test_a_frozen_base_is_not_gathered(alone: None, tmp_path: Path, mode: str, names: list[str]) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].requires_grad_(mode == "full")
     wanted = model[0].weight.detach().clone()
@@ -33,10 +34,8 @@ def test_a_frozen_base_is_not_gathered(alone: None, mode: str, names: list[str])
     trainer = SimpleNamespace(
         model=model,
         is_fsdp_enabled=True,
-        is_world_process_zero=lambda: True,
-        config=SimpleNamespace(tuning=SimpleNamespace(mode=mode)),
     )
-    found = gather_weights(trainer, clone=True)
+    found = gather_weights(context_of(tmp_path, tuning={"mode": mode}), trainer, clone=True)
     assert found is not None and sorted(found) == names
     assert torch.equal(found["0.weight"], wanted) and type(found["0.weight"]) is torch.Tensor
 

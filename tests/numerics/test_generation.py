@@ -19,14 +19,15 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.metrics import OF_ANSWERS
 from sft_play.config.schema import Config, EvalConfig, ModelConfig, TrainConfig
+from sft_play.evaluation import answering
+from sft_play.evaluation.answering import AnswerSettings, answer_batch
+from sft_play.evaluation.generate import Budget, decide, score_by_generation, share_size
+from sft_play.evaluation.results import HeldOut, write_evaluation
 from sft_play.model.tokenizer import load_tokenizer
-from sft_play.training import answering
-from sft_play.training.answering import AnswerSettings, answer_batch
-from sft_play.training.generation import Budget, decide, score_by_generation
-from sft_play.training.results import write_evaluation
-from sft_play.training.shares import share_size
 from tests.numerics.generation_ranks import Ticks, load, rows
 from tests.tiny_models import build_tiny_llama
+
+LOSS = HeldOut(loss=1.5, label_tokens=99, sources={}, rows=9, seconds=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,7 @@ def test_answers_never_outgrow_the_context(tmp_path: Path) -> None:
 
 
 def test_files_are_enough_to_compute_the_scores_again(alone: Any, tmp_path: Path) -> None:
-    scores = write_evaluation(tmp_path / "eval", step=40, loss=1.5, label_tokens=99, result=alone, settings={"key": "k"})
+    scores = write_evaluation(tmp_path / "eval", LOSS, alone, step=40, settings={"key": "k"})
     assert json.loads((tmp_path / "eval" / "scores.json").read_text()) == scores
     lines = [json.loads(line) for line in (tmp_path / "eval" / "predictions.jsonl").read_text().splitlines()]
     assert [line["row"] for line in lines] == [row["row"] for row in rows()]
@@ -164,7 +165,7 @@ def test_a_time_budget_answers_a_part_that_is_spread_over_lengths_and_says_so(fo
     assert all(third & {p.row for p in part.predictions} for third in thirds)
     assert len(scored(1e-9).predictions) == 4, "one round is always made"
     assert scored(1e9).complete
-    scores = write_evaluation(tmp_path / "eval", step=1, loss=1.0, label_tokens=1, result=part, settings={})
+    scores = write_evaluation(tmp_path / "eval", LOSS, part, step=1, settings={})
     assert (scores["complete"], scores["answers"], scores["answers_asked"]) == (False, 12, 40)
 
 
@@ -205,11 +206,6 @@ def test_prompts_that_wait_take_the_places_of_answers_that_have_ended(
 
 def test_a_share_is_one_to_eight_batches_and_leaves_shares_for_all_ranks() -> None:
     assert [share_size(count, 8) for count in (1, 80, 128, 200, 500, 10_000)] == [8, 8, 32, 48, 64, 64]
-
-
-def test_beams_are_used_when_asked_for(folder: Path, alone: Any) -> None:
-    beams = score_by_generation(*load(folder), rows(), batch_size=4, max_new_tokens=10, num_beams=3)
-    assert [p.answer for p in beams.predictions] != [p.answer for p in alone.predictions]
 
 
 def test_decision_names_its_reason() -> None:

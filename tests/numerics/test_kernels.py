@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from sft_play.plan.layouts import LIGER_MODEL_TYPES
+from sft_play.plan.shape import LIGER_MODEL_TYPES
 
 ROAD = """
 import torch
 from transformers import AutoModelForCausalLM, CONFIG_MAPPING
-from sft_play.model.kernels import use_kernels
-from sft_play.plan.layouts import LIGER_MODEL_TYPES
+from sft_play.model.load import use_kernels
+from sft_play.plan.shape import LIGER_MODEL_TYPES
 small = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99, pad_token_id=0)
 for family in sorted(LIGER_MODEL_TYPES):
     for act in ("gelu", "silu"):  # Liger replaces the family's classes too

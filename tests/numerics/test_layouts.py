@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sft_play.data.batches import Collator
-from sft_play.model import varlen
-from sft_play.plan.layouts import (
+from sft_play.model import kernels
+from sft_play.plan.shape import (
     FLATTENED_MODEL_TYPES,
     SINK_MODEL_TYPES,
     UNMASKED_MODEL_TYPES,
@@ -32,10 +32,10 @@ EXACT, LEAK = 2e-5, 1e-3
 
 def random_model(kind: str, attention: str) -> Any:
     """Returns a random model of a family as training prepares it, with weights large enough to show what leaks."""
-    varlen.register()
+    kernels.register()
     varlen_on_cpu.register()
     model = tiny_model(kind, attention=attention, **(SPARSE if kind in ("deepseek_v32", "glm_moe_dsa") else {})).train()
-    varlen.keep_rows_apart(model)
+    kernels.keep_rows_apart(model)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from sft_play.config.rules import NETWORK_RULES, network_keys
+from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config, LaunchConfig, ModelConfig, TrainConfig
 from sft_play.errors import UserError
 from sft_play.plan.memory import rank_memory
 from sft_play.runs.checkpoints import rotate_own
 from sft_play.runs.folder import RunFolder
-from sft_play.training.local_steps import grouped, local_steps_of
+from sft_play.training.slow_network import exchange_of
 from sft_play.training.states.files import INDEX, Piece, Shelf, write_tensors
 from sft_play.training.states.per_rank import MeanShelf
+from tests.contexts import context_of
+from tests.plans import simple_plan
 from tests.unit.test_plan_make import plan_of
 from tests.unit.test_plan_memory import LLAMA2, setup, shape
 from tests.unit.test_plan_memory import config as plan_config
@@ -30,7 +32,7 @@ def config_of(*, fp16: bool = False, **launch: Any) -> Config:
 
 
 def problems(config: Config) -> list[str]:
-    return [problem.render() for rule in NETWORK_RULES for problem in rule(config, {})]
+    return [problem.render() for problem in check_rules(config, {})]
 
 
 @pytest.mark.parametrize(
@@ -54,25 +56,12 @@ def test_what_does_not_go_together_is_named(launch: dict[str, Any], keys: list[s
         assert f"`{key}` is" in text and "hint:" in text
 
 
-def test_keys_that_change_nothing_are_not_named() -> None:
-    assert network_keys(config_of()) == []
-    assert network_keys(config_of(local_steps=1, outer_momentum=0.5)) == []
-    assert network_keys(config_of(local_steps=4, compression="fp16")) == [
-        ("launch.compression", "`fp16`"),
-        ("launch.local_steps", "4"),
-    ]
-
-
 @pytest.mark.parametrize(("steps", "strategy", "world"), [(1, "ddp", 2), (4, "single", 1), (4, "zero2", 2)])
 def test_ordinary_training_has_none(steps: int, strategy: str, world: int) -> None:
     """With one local step nothing is there at all: DDP sends gradients as ever."""
-    trainer: Any = SimpleNamespace(config=config_of(local_steps=steps), plan=SimpleNamespace(strategy=strategy, world_size=world))
-    assert local_steps_of(trainer) is None
-
-
-def test_weights_are_averaged_in_groups_of_bounded_size() -> None:
-    assert grouped([3, 3, 3, 9, 1, 1], most=6) == [[0, 1], [2], [3], [4, 5]]
-    assert grouped([]) == []
+    context = context_of(Path(), plan=simple_plan(strategy=strategy, world_size=world), launch={"local_steps": steps})
+    trainer: Any = SimpleNamespace()  # nothing of it is looked at
+    assert exchange_of(context, trainer, lambda: None) is None
 
 
 def test_the_plan_counts_what_replicas_hold_for_slow_networks() -> None:

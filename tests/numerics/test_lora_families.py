@@ -16,10 +16,9 @@ from sft_play.config.schema import Config, LoraSettings, ModelConfig, TuningConf
 from sft_play.errors import UserError
 from sft_play.model.lora import add_adapters, expert_names, find_targets
 from sft_play.model.use import add_trained_adapter
-from sft_play.plan.choices import check_targets
-from sft_play.plan.shape import ModelShape
+from sft_play.plan.shape import ModelShape, check_targets
 from sft_play.runs.prepared import ResolvedModel
-from sft_play.trace.count import count
+from sft_play.trace.run import count
 from tests.families import FAMILIES, HYBRIDS, MIXTURES, tiny_config, tiny_model
 
 BASE = ResolvedModel(name="base", path=".", source="folder", revision=None, fingerprint="", tokenizer_fingerprint="")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +80,6 @@ def test_nf4_is_double_quantised_and_leaves_embeddings_head_and_norms_alone(fold
     types = {n: p.dtype for n, p in model.named_parameters() if p.dtype != torch.uint8}
     assert set(types.values()) == {torch.bfloat16}, "no fp32 upcast of embeddings, head, norms or adapters"
     assert any("embed_tokens" in n for n in types)
-
-
-def test_a_base_that_is_quantised_on_a_cpu_holds_no_file_open(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The file's pages, all read to quantise it, would count as memory as long as the embedding lies in them."""
-    folder = shutil.copytree(folders["llama"], tmp_path / "llama")
-    model = load(folder, mode="qlora")
-    assert model.get_input_embeddings().weight.isfinite().all()
-    assert str(folder) not in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 def test_int8_keeps_the_adapters_in_fp32_on_a_cpu(folders: dict[str, Path]) -> None:
@@ -210,12 +201,3 @@ def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(tmp_path: Path)
     build_tokenizer(tmp_path, vocab=1024)
     with pytest.raises(CheckpointError, match="1024 tokens, but the model's embeddings have 512"):
         load(tmp_path)
-
-
-def test_unsloth_says_what_it_lacks(folders: dict[str, Path]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU: tests/gpu/test_unsloth.py drives the backend")
-    with pytest.raises(HardwareError, match=r"`unsloth`.*and an NVIDIA GPU") as caught:
-        load(folders["llama"], backend="unsloth")
-    assert caught.value.exit_code == 3
-    assert "tuning.backend: bnb" in (caught.value.hint or "")

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.errors import CheckpointError, HardwareError, UserError
+from sft_play.evaluation.answering import AnswerSettings, answer_all, prompt_ids
 from sft_play.model import merge as merging
-from sft_play.model.load import load_for_use
 from sft_play.model.merge import merge
+from sft_play.model.use import load_for_use
+from sft_play.runs.checkpoints import weights_folder
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
-from sft_play.runs.weights import weights_folder
-from sft_play.training.answering import AnswerSettings, answer_all, prompt_ids
 from tests.families import build_family
 from tests.tiny_models import build_tiny_gemma3, build_tiny_gpt2, build_tiny_llama, build_tiny_mixtral, build_tokenizer
 from tests.trained_runs import make_run

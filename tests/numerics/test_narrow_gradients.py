@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.launch.network import free_port
+from sft_play.launch.environment import free_port
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,10 @@ def remove(checkpoint: Path) -> None:
 
 
 def test_the_best_step_counts_more_than_a_link_that_is_behind(run: RunFolder) -> None:
-    assert choose(run, None).checkpoint is None
+    assert choose(run, None)[0] is None
     link(run.best, run.checkpoint(2))
-    assert choose(run, 4).checkpoint == run.checkpoint(4)
-    assert choose(run, None).checkpoint == run.checkpoint(2)
+    assert choose(run, 4)[0] == run.checkpoint(4)
+    assert choose(run, None)[0] == run.checkpoint(2)
 
 
 @pytest.mark.parametrize(("harm", "words"), [(flip, "another checksum"), (remove, "it is not there")])
@@ -47,8 +47,8 @@ def test_a_best_checkpoint_that_is_not_whole_is_passed_over_and_named(
     link(run.best, run.checkpoint(4))
     harm(run.checkpoint(4))
     for best_step in (4, None):
-        found = choose(run, best_step)
-        assert found.checkpoint is None
-        assert len(found.lost) == 1 and found.lost[0].startswith("step-000004: ") and words in found.lost[0]
+        checkpoint, lost = choose(run, best_step)
+        assert checkpoint is None
+        assert len(lost) == 1 and lost[0].startswith("step-000004: ") and words in lost[0]
     link(run.best, run.checkpoint(2))
-    assert choose(run, 4).checkpoint == run.checkpoint(2) and choose(run, 4).lost
+    assert choose(run, 4)[0] == run.checkpoint(2) and choose(run, 4)[1]

@@ -16,8 +16,7 @@ from torch import distributed
 
 from sft_play.errors import HardwareError
 from sft_play.plan.plan import Plan
-from sft_play.training import ranks
-from sft_play.training.world import check_peers
+from sft_play.training.ranks import Ranks, check_peers
 from tests.pickles import Evil
 
 WORLD = 3
@@ -26,8 +25,13 @@ VALUES = [{"rank": 0, "text": "ä\n" * 500, "none": None}, [1.5, float("inf")], 
 
 def work(rank: int, folder: Path) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
-    seen: dict[str, Any] = {"gathered": ranks.gather(VALUES[rank]), "first": ranks.from_rank_0(VALUES[rank])}
-    seen["nothing"] = ranks.from_rank_0(None)
+    ranks = Ranks(rank, WORLD)
+    seen: dict[str, Any] = {"gathered": ranks.gather(VALUES[rank]), "first": ranks.broadcast(VALUES[rank])}
+    seen["nothing"] = ranks.broadcast(None)
+    seen["table"] = ranks.table([rank, 2**53 - 1])
+    seen["total"] = ranks.total(torch.tensor([rank, 1])).tolist()
+    seen["any"] = [ranks.any(rank == 1), ranks.any(False)]
+    seen["problems"] = [ranks.first_problem(told) for told in (None, "full" if rank else None, f"full {rank}")]
     evil = torch.frombuffer(bytearray(pickle.dumps(Evil(folder / "ran"))), dtype=torch.uint8)
     if rank == 0:  # what a stranger in rank 0's place would send
         distributed.broadcast(torch.tensor([evil.numel()]), src=0)
@@ -36,7 +40,7 @@ def work(rank: int, folder: Path) -> None:
     else:
         for name in ("pickled", "huge"):
             try:
-                ranks.from_rank_0(None)
+                ranks.broadcast(None)
             except ValueError as refused:  # UnicodeDecodeError and JSONDecodeError are such
                 seen[name] = str(refused)
     (folder / f"{rank}.json").write_text(json.dumps(seen))
@@ -55,6 +59,8 @@ def test_values_arrive_as_they_were_and_a_pickle_is_refused(tmp_path: Path) -> N
     for rank in range(WORLD):
         seen = json.loads((tmp_path / f"{rank}.json").read_text())
         assert seen["gathered"] == VALUES and seen["first"] == VALUES[0] and seen["nothing"] is None
+        assert seen["table"] == [[each, 2**53 - 1] for each in range(WORLD)] and seen["total"] == [3, 3]
+        assert seen["any"] == [True, False] and seen["problems"] == [None, "rank 1: full", "full 0"]
         assert rank == 0 or ("at most" in seen["huge"] and seen["pickled"])
     assert not (tmp_path / "ran").exists()
 
@@ -64,7 +70,7 @@ def meet(rank: int, folder: Path, stranger: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_KEY": key}
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
     try:
-        check_peers(cast(Plan, SimpleNamespace(num_nodes=2)))
+        check_peers(cast(Plan, SimpleNamespace(num_nodes=2)), Ranks(rank, WORLD))
     except HardwareError as error:
         (folder / f"{rank}.txt").write_text(error.message)
     distributed.destroy_process_group()
@@ -86,4 +92,6 @@ def test_a_rank_that_does_not_know_the_runs_key_is_found(stranger: int | None, t
 
 
 def test_one_process_needs_no_group() -> None:
-    assert ranks.gather("alone") == ["alone"] and ranks.from_rank_0("alone") == "alone"
+    ranks = Ranks()
+    assert ranks.gather("alone") == ["alone"] and ranks.broadcast("alone") == "alone" and ranks.table([1.5]) == [[1.5]]
+    assert ranks.total(torch.ones(1)).item() == 1 and ranks.any(True) and ranks.first_problem("full") == "full"

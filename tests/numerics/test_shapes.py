@@ -1,6 +1,6 @@
 """The plan's numbers of a model against the model that transformers builds from the same configuration (on the meta device).
 
-Families that the formulas know are read by formula, all others counted by `sft_play.trace.count`, as the plan asks for in a process of
+Families that the formulas know are read by formula, all others counted by `sft_play.trace.run`, as the plan asks for in a process of
 its own (`tests/contract/test_plan_families.py`).
 """
 
@@ -16,9 +16,10 @@ import torch
 
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.model import lora
-from sft_play.plan.shape import FORMULA_MODEL_TYPES, TIED_BY_DEFAULT, ModelShape, shape_from_config, shape_of
+from sft_play.plan.architecture import FORMULA_MODEL_TYPES, TIED_BY_DEFAULT, shape_from_config, shape_of
+from sft_play.plan.shape import ModelShape
 from sft_play.trace.build import BASE
-from sft_play.trace.count import count
+from sft_play.trace.run import count
 from tests.families import FAMILIES, tiny_config, tiny_model
 
 SMALL: dict[str, Any] = {

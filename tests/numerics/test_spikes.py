@@ -15,11 +15,12 @@ from transformers import TrainerState
 from sft_play.errors import UserError
 from sft_play.training.guards import SpikeGuard
 from sft_play.training.heartbeat import NotJoined, roll_call
+from tests.contexts import context_of
 from tests.unit.test_plan_make import plan_of
 
 
 def guard(path: Path, mode: str = "skip", factor: float = 5.0) -> SpikeGuard:
-    return SpikeGuard(mode, factor, path / "logs" / "spikes.jsonl", 0)
+    return SpikeGuard(context_of(path, train={"spike_guard": mode, "spike_factor": factor}))
 
 
 def begin(one: SpikeGuard, step: int = 0, held: dict[str, Any] | None = None) -> None:
@@ -107,11 +108,13 @@ def test_skipping_is_refused_where_the_update_comes_first() -> None:
 
 
 def test_a_full_disk_or_a_torn_file_of_spikes_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    guard = SpikeGuard("skip", 5.0, Path("/dev/full"), 0)
-    assert not any(guard.jumps(1.0, step=step, rows=[step]) for step in range(1, 20))
-    assert guard.jumps(50.0, step=20, rows=[20])
-    assert "could not be written: no space is left on the disk; training goes on" in capsys.readouterr().err
-    torn = tmp_path / "spikes.jsonl"
+    full = guard(tmp_path)
+    full.path = Path("/dev/full")
+    assert not any(full.jumps(1.0, step=step, rows=[step]) for step in range(1, 20))
+    assert full.jumps(50.0, step=20, rows=[20])
+    assert "could not be written: no space is left on the disk; training continues" in capsys.readouterr().err
+    torn = tmp_path / "logs" / "spikes.jsonl"
+    torn.parent.mkdir()
     torn.write_bytes(b'{"step": 3, "rows": [1]}\n{"step": 9, "rows": [2]}\n7\n{"step": 4, "ro')
-    SpikeGuard("skip", 5.0, torn, 0).on_train_begin(None, TrainerState(global_step=5), None)
+    guard(tmp_path).on_train_begin(None, TrainerState(global_step=5), None)
     assert torn.read_text() == '{"step": 3, "rows": [1]}\n'

@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.errors import CheckpointError
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import check_states, describe, optimizer_file, random_file
+from sft_play.runs.manifest import check_states, describe, optimizer_file, random_file, write_part
 from sft_play.training.checkpoint_files import _copied
 from sft_play.training.guards import scale_of
+from sft_play.training.ranks import Ranks
 from sft_play.training.states.facts import (
     fresh_seed,
     groups_of,
@@ -36,7 +37,8 @@ from sft_play.training.states.facts import (
     set_scheduler,
 )
 from sft_play.training.states.files import INDEX, NAMES, Piece, Shelf, flat_shares, partition, reads, write_tensors
-from sft_play.training.states.per_rank import kept_apart, seal_own
+from sft_play.training.states.per_rank import kept_apart
+from tests.contexts import context_of
 
 
 def piece(start: int, end: int, *, numel: int = 100, file: str = "f", name: str = "w") -> Piece:
@@ -306,11 +308,11 @@ def test_what_a_machine_keeps_of_its_own_is_checked(
 ) -> None:
     """Ranks that do not see rank 0's folder: a damaged file of theirs is no file."""
     run, name = RunFolder(tmp_path), random_file(3)
-    trainer, folder = SimpleNamespace(run=run, args=SimpleNamespace(process_index=3)), run.random_states(20)
+    context, folder = context_of(tmp_path, Ranks(3, 4)), run.random_states(20)
     folder.mkdir(parents=True)
     states, manifest = folder / name, folder / ".manifest-rank3.json"
     write_tensors(states, *random_states())
-    seal_own(folder, 3, describe(folder, [states]))
+    write_part(folder, 3, describe(folder, [states]))
     content = states.read_bytes()
     if harm == "one bit":
         states.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -322,7 +324,7 @@ def test_what_a_machine_keeps_of_its_own_is_checked(
         manifest.write_text(manifest.read_text()[:-9])
     elif harm == "gone":
         states.unlink()
-    found = [kept_apart(trainer, run.checkpoint(20), name) for _ in range(2)]
+    found = [kept_apart(context, run.checkpoint(20), name) for _ in range(2)]
     assert found == [states if harm == "none" else None] * 2
     told = capfd.readouterr().err
     assert said in told and told.count("counts as absent") == (1 if said else 0)
@@ -349,7 +351,7 @@ def test_what_cannot_be_cut_anew_is_refused_by_name(
     if allowed:
         check_states(tmp_path, strategy=strategy, world_size=world)
         return
-    with pytest.raises(CheckpointError, match="`Adafactor` cannot be cut anew") as caught:
+    with pytest.raises(CheckpointError, match="`Adafactor` cannot be resharded") as caught:
         check_states(tmp_path, strategy=strategy, world_size=world)
     assert "NUM_GPUS=2" in caught.value.render()
 

@@ -12,6 +12,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from sft_play.errors import DataError
 from sft_play.runs.folder import RunFolder
 from sft_play.training.stopping import Patience, catch_up, is_better, value_of
+from tests.contexts import context_of
 
 LOSSES = [3.0, 2.5, 2.45, 2.6, 2.55, 2.0]
 
@@ -19,6 +20,10 @@ LOSSES = [3.0, 2.5, 2.45, 2.6, 2.55, 2.0]
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     values = {"metric_for_best_model": "loss", "greater_is_better": False, "save_strategy": "steps", "use_cpu": True}
     return TrainingArguments(output_dir=str(folder), report_to=[], **(values | changes))
+
+
+def patience_of(run: RunFolder, patience: int | None, threshold: float) -> Patience:
+    return Patience(context_of(run.path, train={"early_stopping_patience": patience, "early_stopping_threshold": threshold}))
 
 
 def evaluate(patience: Patience, args: TrainingArguments, state: TrainerState, losses: list[float], run: RunFolder) -> int | None:
@@ -46,13 +51,13 @@ def test_it_stops_at_the_same_step_when_resumed(
 ) -> None:
     run, args = RunFolder(tmp_path), arguments(tmp_path)
     state = TrainerState(max_steps=9)
-    watch = Patience(run, patience, threshold)
+    watch = patience_of(run, patience, threshold)
     watch.on_train_begin(args, state, TrainerControl())
     if resumed_at:
         assert evaluate(watch, args, state, LOSSES[:resumed_at], run) is None
         # The checkpoint of an epoch's end knows nothing of the evaluation that follows it.
         state = TrainerState(max_steps=9, global_step=resumed_at, best_metric=99.0, best_global_step=0)
-        watch = Patience(run, patience, threshold)
+        watch = patience_of(run, patience, threshold)
         watch.on_train_begin(args, state, TrainerControl())
         assert state.best_metric == min(LOSSES[:resumed_at])
     assert evaluate(watch, args, state, LOSSES[resumed_at or 0 :], run) == stops
@@ -74,20 +79,20 @@ def test_it_stops_at_the_same_step_when_resumed(
 def test_a_run_that_had_stopped_early_does_not_train_on_when_resumed(tmp_path: Path, recorded: bool) -> None:
     """Killed after its last save and before its model was published."""
     run, args = RunFolder(tmp_path), arguments(tmp_path)
-    watch, state = Patience(run, 2, 0.0), TrainerState(max_steps=9)
+    watch, state = patience_of(run, 2, 0.0), TrainerState(max_steps=9)
     watch.on_train_begin(args, state, TrainerControl())
     assert evaluate(watch, args, state, LOSSES, run) == 5
     said = watch.reason
     if not recorded:
         run.events.unlink()
     state, control = TrainerState(max_steps=9, global_step=5), TrainerControl()
-    watch = Patience(run, 2, 0.0)
+    watch = patience_of(run, 2, 0.0)
     watch.on_train_begin(args, state, control)
     assert control.should_training_stop and not control.should_save
     assert (watch.reason, state.best_global_step, state.best_metric) == (said, 3, 2.45)
     assert len(run.events.read_text().splitlines()) == 1
     earlier, control = TrainerState(max_steps=9, global_step=4), TrainerControl()
-    Patience(run, 2, 0.0).on_train_begin(args, earlier, control)
+    patience_of(run, 2, 0.0).on_train_begin(args, earlier, control)
     assert not control.should_training_stop
 
 

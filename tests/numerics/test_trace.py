@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.plan.trace_case import Case
+from sft_play.plan.measured import Case
 from sft_play.trace.build import model_of
 from sft_play.trace.run import observe, trace
 
@@ -95,23 +95,6 @@ def test_attention_by_lengths_costs_as_much_as_that_of_a_single_row(way: str) ->
     )  # fmt: skip
     for moment, peak in plain.items():
         assert by_lengths[moment].total == pytest.approx(peak.total, rel=0.02), moment
-
-
-@pytest.mark.parametrize(
-    ("family", "mode", "layers", "checkpointing"),
-    [
-        ("llama", "lora fp32", 7, False), ("llama", "full autocast", 9, True), ("llama", "nf4", 6, True), ("llama", "full fp32", 12, False),
-        ("gemma3_text", "full autocast", 12, False), ("gemma3_text", "lora bf16", 7, True), ("gpt2", "full fp32", 6, False),
-    ],
-)  # fmt: skip
-def test_few_layers_stand_for_many(family: str, mode: str, layers: int, checkpointing: bool) -> None:
-    depth = {"n_layer": layers} if family == "gpt2" else {"num_hidden_layers": layers}
-    kinds = ((["sliding_attention"] * 5 + ["full_attention"]) * 2)[:layers]
-    shape = ARCHITECTURES[family] | depth | ({"layer_types": kinds} if family == "gemma3_text" else {})
-    case = replace(PLAIN, architecture=shape, gradient_checkpointing=checkpointing, **MODES[mode])
-    most = max(peak.total for peak in observe(case, model_of(case))[0].values())
-    few = trace(case)["moments"]
-    assert max(sum(parts.values()) for parts in few.values()) == pytest.approx(most, rel=0.001)
 
 
 OTHERS: dict[str, dict[str, Any]] = {

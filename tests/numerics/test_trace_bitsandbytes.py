@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from sft_play.config.schema import LoraSettings
 from sft_play.model import lora
-from sft_play.model.experts import with_experts
-from sft_play.model.kernels import fuse_adapters
-from sft_play.plan.trace_case import Case
-from sft_play.trace.build import BASE, decoder_layers, dtype_of, model_of, settings_of, under_autocast
+from sft_play.model.load import settings_of
+from sft_play.model.lora import fuse_adapters
+from sft_play.model.quantise import with_experts
+from sft_play.plan.measured import Case
+from sft_play.trace.build import BASE, decoder_layers, dtype_of, model_of, under_autocast
 from sft_play.trace.run import observe
-from sft_play.trace.step import StepTrace, batch_of, real_branches
-from sft_play.trace.tracker import Peak, StorageTracker
+from sft_play.trace.step import Peak, StepTrace, StorageTracker, batch_of, real_branches
 from tests.families import tiny_config
 from tests.numerics.test_trace import ARCHITECTURES, BF16, MODES, PLAIN
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.plan.layouts import VARLEN_MODEL_TYPES, WITHOUT_SDPA
+from sft_play.plan.shape import VARLEN_MODEL_TYPES, WITHOUT_SDPA
 from sft_play.trace.build import model_of
 from sft_play.trace.run import observe, trace
 from tests.families import COMPOSITE, FAMILIES, OWN, tiny_config

@@ -8,20 +8,15 @@ from pathlib import Path
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.call import parse_call
+from sft_play.config.command_line import parse_call
 from sft_play.config.load import load_config
-from sft_play.plan.commands import plan_for
+from sft_play.plan.architecture import architecture_of, shape_of
 from sft_play.plan.hardware import parse_hardware
 from sft_play.plan.make import make_plan
-from sft_play.plan.measured import TracedMemory
+from sft_play.plan.measured import TracedMemory, Tracer
 from sft_play.plan.memory import rank_memory
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
-from sft_play.plan.shape import shape_of
-from sft_play.plan.trace_case import case_of, from_shape, setup_of
-from sft_play.plan.tracer import Tracer
-from sft_play.trace.build import model_of
-from sft_play.trace.run import observe, trace
+from sft_play.plan.plan import LaunchRequest, setup_of
+from sft_play.plan.request import Request
 from tests.conftest import ROOT, Program
 from tests.processor_time import importing, seconds_of
 
@@ -60,8 +55,10 @@ def test_the_formula_is_within_5_percent_of_the_trace_on_every_preset(
     loaded, hardware = load_config(ROOT / "configs" / f"{name}.yaml", call.overrides, {}), parse_hardware(where)
     shape = shape_of(loaded.config.model)
     request = LaunchRequest(command_strategy="auto" if len(hardware.devices) > 1 else "single")
-    plan = make_plan(loaded.config, loaded.typed, hardware, shape, launch=request, prepared=None)
-    memory = TracedMemory(config=loaded.config, architecture=from_shape(shape), cache_folder=tmp_path, tracer=tracer)
+    plan = make_plan(Request(config=loaded.config, typed=loaded.typed, hardware=hardware, shape=shape, launch=request))
+    memory = TracedMemory(
+        config=loaded.config, architecture=architecture_of(loaded.config.model), cache_folder=tmp_path, tracer=tracer
+    )
     setup, micros = setup_of(plan), {rank.micro_batch for rank in plan.ranks}
     assert memory.observe(shape, setup, sorted(micros)), memory.error
     for rows in micros:
@@ -80,25 +77,6 @@ def test_a_model_of_70_billion_is_traced_in_little_time_and_known_in_less(progra
     assert first.code == 0 and first.json["source"] == "trace", first.err
     assert traced < 5 * reference and known < reference / 4, (traced, known, reference)
     assert again.json["ranks"] == first.json["ranks"] and again.json["source"] == "trace"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["quickstart", "smoke", "l40s_single", "run_bnb", "rtx4090_sli"])
-def test_few_layers_stand_for_all_of_a_real_model(name: str) -> None:
-    config = load_config(ROOT / "configs" / f"{name}.yaml", (), {}).config
-    shape = shape_of(config.model)
-    plan = _plan(name)
-    case = case_of(config, from_shape(shape), setup_of(plan), plan.ranks[0].micro_batch)
-    whole = max(peak.total for peak in observe(case, model_of(case))[0].values())
-    few = max(sum(parts.values()) for parts in trace(case)["moments"].values())
-    assert few == pytest.approx(whole, rel=0.001)
-
-
-def _plan(name: str) -> Plan:
-    loaded = load_config(ROOT / "configs" / f"{name}.yaml", (), {})
-    hardware = parse_hardware({"quickstart": "cpu", "rtx4090_sli": "2xH200"}.get(name, "H200"))
-    request = LaunchRequest(command_strategy="auto" if len(hardware.devices) > 1 else "single")
-    return plan_for(loaded, hardware, request, source="formula")
 
 
 def test_a_mistyped_source_is_refused(program: Program) -> None:

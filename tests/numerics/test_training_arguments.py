@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.metrics import PACKAGES
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
-from sft_play.training.arguments import training_arguments, wants_tensorboard
+from sft_play.training.arguments import training_arguments
 from tests.training_runs import Trial, make_plan
 
 
@@ -60,21 +59,6 @@ def test_further_fields_win_over_what_we_set(tmp_path: Path) -> None:
 def test_evaluation_follows_the_validation_rows(tmp_path: Path) -> None:
     assert arguments(tmp_path).eval_strategy.value == "epoch"
     assert arguments(tmp_path, has_validation=False).eval_strategy.value == "no"
-
-
-@pytest.mark.parametrize(
-    ("report_to", "wanted"), [(None, True), ("none", False), ("tensorboard", True), ("all", True), (["wandb"], False),
-                              (["wandb", "tensorboard"], True)]
-)  # fmt: skip
-def test_tensorboard_is_written_unless_others_are_named(report_to: Any, wanted: bool) -> None:
-    extra = {} if report_to is None else {"report_to": report_to}
-    assert wants_tensorboard(Config(model=ModelConfig(name="m"), train=TrainConfig(extra=extra))) is wanted
-
-
-def test_trackers_are_those_of_transformers_and_ours() -> None:
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    assert set(PACKAGES) == {*INTEGRATION_TO_CALLBACK, "aim"}
 
 
 @pytest.mark.parametrize(

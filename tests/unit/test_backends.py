@@ -10,10 +10,11 @@ import pytest
 
 from sft_play.config.schema import Config, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import HardwareError
-from sft_play.plan.backends import conflict_for, layout_for, missing_for
+from sft_play.plan.architecture import shape_of
 from sft_play.plan.choices import choose_kernels
 from sft_play.plan.hardware import parse_hardware
-from sft_play.plan.shape import shape_of
+from sft_play.plan.request import Request
+from sft_play.plan.strategies import conflict_for, missing_for
 
 
 def test_unsloth_without_its_package_or_a_gpu_names_what_is_missing() -> None:
@@ -51,11 +52,6 @@ def test_nf4_goes_with_everything(strategy: str) -> None:
     assert conflict_for("bnb", "qlora", "nf4", strategy) is None
 
 
-def test_unsloth_wants_padded_rows() -> None:
-    assert layout_for("unsloth") == "padded"
-    assert layout_for("bnb") is None
-
-
 @pytest.mark.parametrize(
     ("where", "changes", "words"),
     [
@@ -74,23 +70,18 @@ def test_kernels_that_cannot_run_are_refused_when_typed_and_otherwise_left_out(
     hardware, reasons = parse_hardware(where), list[str]()
     values = {"name": "meta-llama/Meta-Llama-3-8B", "mode": "lora", "backend": "bnb"} | changes
     config = Config(model=ModelConfig(name=values["name"]), tuning=TuningConfig(mode=values["mode"], backend=values["backend"]))
-    shape = shape_of(config.model)
-    assert choose_kernels(config, shape, hardware.devices, hardware.kind, reasons) == "off"
+    request = Request(config=config, hardware=hardware, shape=shape_of(config.model))
+    assert choose_kernels(request, reasons) == "off"
     assert (words in "".join(reasons)) is (where != "cpu"), "nobody asked about kernels on a CPU"
     with pytest.raises(HardwareError) as caught:
-        typed = replace(config, train=TrainConfig(kernels="liger"))
-        choose_kernels(typed, shape, hardware.devices, hardware.kind, [])
+        choose_kernels(replace(request, config=replace(config, train=TrainConfig(kernels="liger"))), [])
     assert words in caught.value.message
     assert ("pip install" in str(caught.value.hint)) is ("installed" in words)
 
 
 def test_kernels_are_taken_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    config, devices, reasons = (
-        Config(model=ModelConfig(name="meta-llama/Meta-Llama-3-8B")),
-        parse_hardware("H100").devices,
-        list[str](),
-    )
-    assert choose_kernels(config, shape_of(config.model), devices, "cuda", reasons) == "liger" and "kernels liger" in reasons[0]
-    off = replace(config, train=TrainConfig(kernels="off"))
-    assert choose_kernels(off, shape_of(config.model), devices, "cuda", []) == "off"
+    config, reasons = Config(model=ModelConfig(name="meta-llama/Meta-Llama-3-8B")), list[str]()
+    request = Request(config=config, hardware=parse_hardware("H100"), shape=shape_of(config.model))
+    assert choose_kernels(request, reasons) == "liger" and "kernels liger" in reasons[0]
+    assert choose_kernels(replace(request, config=replace(config, train=TrainConfig(kernels="off"))), []) == "off"

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft_play.data.batches import GlobalBatchSampler
-from sft_play.plan.balance import NOTHING, Cost, Slots, equal_shares, rank_seconds, share_out, spans, step_seconds
+from sft_play.plan.batch import NOTHING, Cost, Slots, equal_shares, rank_seconds, share_out, spans, step_seconds
 
 LAN = (
     Cost(fixed_seconds=0.10, row_seconds=0.42, most_rows=4),
@@ -82,18 +81,6 @@ def test_with_equal_micro_steps_small_cases_are_optimal(rows: int, ranks: list[C
     assert step_seconds(share_out(rows, ranks, same_steps=True), ranks, rows=rows) <= best + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
-@given(rows=st.integers(1, 60), ranks=st.lists(costs, min_size=1, max_size=5))
-def test_the_sampler_cuts_as_it_is_reckoned_here(rows: int, ranks: list[Cost]) -> None:
-    shares, counts, seen = share_out(rows, ranks, same_steps=False), [], []
-    for rank in range(len(ranks)):
-        batches = list(GlobalBatchSampler(rows, rows, shares, rank=rank, seed=0))
-        assert max((len(batch) for batch in batches), default=0) <= max(1, shares[rank][0])
-        counts.append(sum(map(len, batches)))
-        seen += [row for batch in batches for row in batch]
-    assert tuple(counts) == spans(rows, shares) and sorted(seen) == list(range(rows))
-
-
 def test_a_rank_gets_nothing_only_when_the_others_are_faster_without_it() -> None:
     hopeless = Cost(fixed_seconds=50.0, row_seconds=1.0, most_rows=8)
     shares = share_out(16, (LAN[0], hopeless), same_steps=False)
@@ -103,11 +90,6 @@ def test_a_rank_gets_nothing_only_when_the_others_are_faster_without_it() -> Non
     assert (
         share_out(6, (full, LAN[0]), same_steps=False)[0] == NOTHING == (*share_out(6, (full, LAN[0]), same_steps=True)[0][:1], 1)
     )
-
-
-def test_alike_ranks_get_the_same() -> None:
-    assert share_out(32, (LAN[0],) * 4, same_steps=False) == ((4, 2),) * 4 == share_out(32, (LAN[0],) * 4, same_steps=True)
-    assert spans(30, share_out(30, (LAN[0],) * 4, same_steps=False)) == (7, 8, 7, 8)
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,16 @@ import pytest
 
 from sft_play.cluster import bring
 from sft_play.cluster.bring import MARKER, SET_ASIDE, fetch_random_states, last_line, send_code, send_model
-from sft_play.cluster.bring import remote as remote_path
-from sft_play.cluster.hosts import Facts, check, facts_of, forwarded, only_optional_apart, versions_apart
+from sft_play.cluster.findings import faults
+from sft_play.cluster.hosts import facts_of, forwarded
 from sft_play.cluster.install import install, judged, not_installed
-from sft_play.config.cluster import Host, Inventory
+from sft_play.cluster.inventory import Host, Inventory
+from sft_play.cluster.measured import Wanted
 from sft_play.errors import DataError, HardwareError, UserError
 from sft_play.launch.agreement import versions_here
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.origin import PACKAGES
+from tests.cluster_facts import OWN
 from tests.conftest import ROOT
 from tests.programs import need
 
@@ -29,12 +31,7 @@ while :; do case "$1" in -T|-tt) shift;; -F|-o|-p|-l) shift 2;; --) shift; break
 shift; cd "$THERE" && HOME="$THERE" exec sh -c "$*"
 """
 HOST = Host(name="old", address="192.0.2.1", folder="~/sft-play", place="home.yaml:4")
-INVENTORY = Inventory(hosts=(HOST,), network=None, ssh_config=None, path=Path("home.yaml"))
-OWN = Facts(
-    host="a", home="/home/a", folder="/srv/sft", runs="/srv/sft/runs", cache="/cache", hub="/hub", python="3.11.2",
-    versions={"torch": "2.9.0", "peft": "0.18.0"}, code=True, gpus=1, rsync=True, shares_runs=False, shares_cache=False,
-    linux=True, run_there=None,
-)  # fmt: skip
+BOTH = Inventory(hosts=(Host(name="a", address="127.0.0.1"), HOST), path=Path("home.yaml"))
 
 
 @pytest.fixture
@@ -66,7 +63,7 @@ def write(folder: Path, **texts: str) -> list[str]:
 
 
 def send(names: Sequence[str]) -> None:
-    send_code(HOST, INVENTORY, names)
+    send_code(HOST, names)
 
 
 def test_a_persons_file_is_never_replaced(there: Path, here: Path) -> None:
@@ -117,15 +114,6 @@ def test_a_folder_that_is_this_very_project_stays_as_it_is(there: Path, monkeypa
     assert (there / "a.py").read_text() == "edited just now" and not (there / MARKER).exists()
 
 
-def test_files_of_an_earlier_version_are_known_by_its_list(there: Path, here: Path) -> None:
-    names = write(here, a="of today")
-    write(there, a="of yesterday")
-    (there / MARKER).parent.mkdir()
-    (there / MARKER).write_text(f"{'0' * 64}  a.py\0")
-    send(names)
-    assert (there / "a.py").read_text() == "of today"
-
-
 def test_want_of_room_is_told_before_anything_is_sent(there: Path, here: Path) -> None:
     with (here / "huge").open("wb") as stream:
         stream.truncate(2**43)
@@ -145,14 +133,6 @@ def test_a_full_disk_is_named_before_what_followed() -> None:
     assert last_line("rsync: a\nrsync: b\nrsync error: c\n") == "rsync: b" and last_line("") == ""
 
 
-@pytest.mark.parametrize(
-    ("path", "plain"),
-    [("~/x/", "h:x/"), ("~//x/../y/", "h:y/"), ("~//", "h:./"), ("/a//b/./c", "h:/a/b/c"), ("//a/", "h:/a/"), ("rel", "h:rel")],
-)
-def test_paths_of_rsync(path: str, plain: str) -> None:
-    assert remote_path(Host(name="a", address="h"), path) == plain
-
-
 def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path) -> None:
     """Of another time, as one that was downloaded there: a disk that has room for one copy has none for two. A different one is refused."""
     own = replace(OWN, cache=str(there / "cache"))
@@ -168,7 +148,7 @@ def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path)
     before = (model / "weights of it's model").stat().st_ino
 
     def again() -> None:
-        send_model(HOST, INVENTORY, own, here, str(model), Path("/hub"))
+        send_model(HOST, own, here, str(model))
 
     again()
     assert (model / "small").read_text() == "s"
@@ -185,12 +165,12 @@ def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path)
     (there / "other").mkdir()
     (there / "other" / "small").write_text("theirs")
     with pytest.raises(UserError, match="`small`") as error:
-        send_model(HOST, INVENTORY, own, here, str(there / "other"), Path("/hub"))
+        send_model(HOST, own, here, str(there / "other"))
     assert "it is another model" in (error.value.hint or "") and (there / "other" / "small").read_text() == "theirs"
 
 
-def test_a_model_of_the_hubs_cache(there: Path, here: Path) -> None:
-    """Links stay links; a branch that is known there keeps its commit."""
+def test_a_model_of_the_hubs_cache(there: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links stay links; which commit a branch is there stays as it is."""
     repository = here / "models--a--b"
     for part in ("blobs", "snapshots/c", "refs"):
         (repository / part).mkdir(parents=True)
@@ -199,9 +179,10 @@ def test_a_model_of_the_hubs_cache(there: Path, here: Path) -> None:
     (repository / "refs" / "main").write_text("commit of ours")
     (there / "models--a--b" / "refs").mkdir(parents=True)
     (there / "models--a--b" / "refs" / "main").write_text("of theirs")
+    monkeypatch.setenv("HF_HUB_CACHE", str(here))
     place, own = "~/sft-play/models--a--b/snapshots/c", replace(OWN, cache=str(there / "cache"))
     for _ in range(2):
-        send_model(HOST, INVENTORY, own, repository / "snapshots" / "c", place, here)
+        send_model(HOST, own, repository / "snapshots" / "c", place)
         link = there / "models--a--b" / "snapshots" / "c" / "a -> b"
         assert link.is_symlink() and link.read_text() == "weights"
         assert (there / "models--a--b" / "refs" / "main").read_text() == "of theirs"
@@ -214,17 +195,17 @@ def test_links_out_of_a_model_are_not_followed_and_its_secrets_stay(there: Path,
     (here / "model.safetensors").symlink_to("store")
     (there.parent.parent / "id_ed25519").write_text("a key")
     own = replace(OWN, cache=str(there / "cache"))
-    send_model(HOST, INVENTORY, own, here, "~/sft-play/model", Path("/hub"))
+    send_model(HOST, own, here, "~/sft-play/model")
     sent = ["config.json", "model.safetensors", "store"]
     assert sorted(path.name for path in (there / "model").iterdir()) == sent
     assert not (there / "model" / "model.safetensors").is_symlink()
     (here / "LICENSE.txt").symlink_to(there.parent.parent / "id_ed25519")
     with pytest.raises(DataError, match="outside of the folder"):
-        send_model(HOST, INVENTORY, own, here, "~/sft-play/model", Path("/hub"))
+        send_model(HOST, own, here, "~/sft-play/model")
     assert sorted(path.name for path in (there / "model").iterdir()) == sent
 
 
-def test_code_is_what_git_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_what_git_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["kept.py", "gone.py", ".env", "conf/.env.local", ".env.example", "runs/old/config.json"]
     for name in [*names, "configs/new.yaml", "configs/clusters/mine.yaml", "sft_play/new.py", "notes.txt", "ignored.log"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -238,13 +219,13 @@ def test_code_is_what_git_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "kept.py").write_text("modified")
     monkeypatch.setattr(bring, "project", lambda: tmp_path)
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
-    said: list[str] = []
-    assert bring.code_files(said.append) == sorted([".env.example", "kept.py", odd])
-    assert said == ["note: 2 files that git does not track yet (`configs/new.yaml`) stay here; git add sends them"]
+    assert bring.code_files(told=True) == sorted([".env.example", "kept.py", odd])
+    said = capsys.readouterr().err
+    assert said == "note: 2 files that git does not track yet (`configs/new.yaml`) stay here; git add sends them\n"
     for name in ("configs/new.yaml", "sft_play/new.py"):
         (tmp_path / name).unlink()
-    assert bring.code_files(said.append)
-    assert len(said) == 1, "an inventory of one's own is read on the master only"
+    assert bring.code_files(told=True)
+    assert not capsys.readouterr().err, "an inventory of one's own is read on the master only"
 
 
 def test_a_project_of_which_git_tracks_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +236,10 @@ def test_a_project_of_which_git_tracks_nothing_is_refused(tmp_path: Path, monkey
     with pytest.raises(UserError, match="git tracks no file of") as found:
         bring.code_files()
     assert found.value.hint == "git add, git commit there"
+    monkeypatch.setattr(bring, "project", lambda: tmp_path.parent)
+    with pytest.raises(UserError, match=r"sft_play is installed as a package .* get a clone of the project") as found:
+        bring.code_files()
+    assert found.value.hint == "git clone the project, `make install` in the clone, and type the command there"
 
 
 def test_settings_that_reach_every_machine() -> None:
@@ -279,21 +264,20 @@ def test_a_machine_is_ready_only_with_the_same_versions() -> None:
         and other.detail == "its environment has Python 3.12.1, and this machine 3.11.2"
         and "python3.11-venv" in (other.hint or "")
     )
-    assert "no torch" in judged(HOST, OWN, replace(OWN, versions={"peft": "0.18.0"})).detail
-    assert not judged(HOST, OWN, replace(OWN, versions={})).ok and not judged(HOST, OWN, replace(OWN, code=False)).ok
-    assert "peft 0.17.0 (here 0.18.0)" in judged(HOST, OWN, replace(OWN, versions={"torch": "2.9.0", "peft": "0.17.0"})).detail
+    assert "no torch" in judged(HOST, OWN, replace(OWN, packages={"peft": "0.18.0"})).detail
+    assert not judged(HOST, OWN, replace(OWN, packages={})).ok and not judged(HOST, OWN, replace(OWN, importable=False)).ok
+    assert "peft 0.17.0 (there 0.18.0)" in judged(HOST, OWN, replace(OWN, packages={"torch": "2.9.0", "peft": "0.17.0"})).detail
 
 
 def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Nothing is installed that could not be used; the hint names the address, and the packages that bring that Python."""
     host = replace(HOST, user="anna", port=2222)
-    inventory = Inventory(hosts=(host,), network=None, ssh_config=None, path=Path("home.yaml"))
     own = replace(OWN, python="3.99.1")
     hint = (
         "all machines need this one's Python 3.99: ssh -p 2222 anna@192.0.2.1, sudo apt install python3.99 python3.99-venv; "
         "then type the same command again"
     )
-    found = install(host, inventory, ["scripts/install.sh"], own)
+    found = install(host, ["scripts/install.sh"], own)
     assert not found.ok
     assert found.detail.startswith("there is no Python 3.99, which the first host has; python3 is Python 3.")
     assert found.hint == hint
@@ -301,7 +285,7 @@ def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFi
     python = there.parent.parent / "bin" / "python3.99"
     python.write_text('#!/bin/sh\nif [ "$1" = -c ]; then echo 3.99; else echo "ensurepip is not available"; exit 1; fi\n')
     python.chmod(0o755)
-    found = install(host, inventory, ["scripts/install.sh"], own)
+    found = install(host, ["scripts/install.sh"], own)
     assert found.detail == "scripts/install.sh ended with code 3: `python3.99 -m venv` failed"
     assert found.hint == hint
     other = not_installed(host, own, "no room", 1)
@@ -311,32 +295,14 @@ def test_a_machine_without_this_ones_python(there: Path, capfd: pytest.CaptureFi
 
 def test_packages_that_one_machine_alone_has() -> None:
     """flash-attn, which a plan made here would take everywhere: named for both directions, with the command that brings it."""
-    with_it = replace(OWN, versions={**OWN.versions, "flash-attn": "2.8.1"})
-    assert versions_apart(with_it, OWN) == ["flash-attn is missing (here 2.8.1)"]
-    assert versions_apart(OWN, with_it) == ["flash-attn 2.8.1 (missing here)"]
-    assert only_optional_apart(with_it, OWN) and not only_optional_apart(OWN, OWN)
-    assert not only_optional_apart(with_it, replace(OWN, versions={"torch": "2.9.0"}))
+    with_it = replace(OWN, packages={**OWN.packages, "flash-attn": "2.8.1"})
     python = "on `old`, in `~/sft-play`: .venv/bin/python -m pip"
     found = judged(HOST, with_it, OWN)
-    assert not found.ok
+    assert not found.ok and found.detail == "other versions than here: flash-attn missing (there 2.8.1)"
     assert found.hint == f"{python} install flash-attn==2.8.1, or uninstall it here; then type the same command again"
-    inventory = Inventory(
-        hosts=(Host(name="a", address="127.0.0.1"), HOST), network=None, ssh_config=None, path=Path("home.yaml")
-    )
-    with pytest.raises(HardwareError, match=r"host `old` has other versions: flash-attn 2\.8\.1 \(missing here\)") as error:
-        check(inventory, {"a": OWN, "old": with_it}, shared=False)
-    assert error.value.hint == f"{python} uninstall flash-attn, or install it here"
-
-
-def test_a_run_is_refused_where_this_machine_has_no_rsync() -> None:
-    inventory = Inventory(
-        hosts=(Host(name="a", address="127.0.0.1"), HOST), network=None, ssh_config=None, path=Path("home.yaml")
-    )
-    with pytest.raises(HardwareError, match="this machine has no `rsync`") as error:
-        check(inventory, {"a": replace(OWN, rsync=False), "old": OWN}, shared=False)
-    assert error.value.hint == "sudo apt install rsync"
-    check(inventory, {"a": replace(OWN, rsync=False)}, shared=False)
-    check(inventory, {"a": OWN, "old": OWN}, shared=False)
+    [fault] = faults({"a": OWN, "old": with_it}, BOTH, Wanted())["old"]
+    assert fault.message == "host `old`: other versions than on `a`: flash-attn 2.8.1 (there missing)"
+    assert fault.hint == f"{python} uninstall flash-attn, or install it on `a`"
 
 
 def test_machines_and_launchers_compare_the_same_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,15 +312,15 @@ def test_machines_and_launchers_compare_the_same_packages(tmp_path: Path, monkey
         metadata.parent.mkdir()
         metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2.3\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    told = facts_of(Host(name="a", address="127.0.0.1"), INVENTORY, 60, mark=".").versions
-    assert told == dict.fromkeys(PACKAGES, "1.2.3") and {"flash-attn", "unsloth"} < set(told)
+    told = facts_of(Host(name="a", address="127.0.0.1")).packages
+    assert {name: told.get(name) for name in PACKAGES} == dict.fromkeys(PACKAGES, "1.2.3")
     assert set(PACKAGES) < set(versions_here("cpu"))
 
 
 def test_an_environment_with_other_versions_is_not_up_to_date(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As new as the pins, but without packages: it is installed anew, which fails here for want of pip; with them it is ready."""
     here = Host(name="a", address="127.0.0.1")
-    own = facts_of(here, INVENTORY, 60, mark=".")
+    own = facts_of(here)
     files = [name for name in bring.code_files() if name.startswith(("sft_play/", "scripts/")) or "/" not in name]
     python = there / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -363,7 +329,7 @@ def test_an_environment_with_other_versions_is_not_up_to_date(there: Path, capfd
         python.chmod(0o755)
         (there / ".venv" / ".runtime").touch()
         os.utime(there / ".venv" / ".runtime", (4e9, 4e9))
-        found = install(HOST, INVENTORY, files, own)
+        found = install(HOST, files, own)
         said = capfd.readouterr().err
         assert found.detail.startswith(last) and found.ok == (not options), (found, said)
         assert "the environment in .venv is up to date" in said
@@ -380,5 +346,5 @@ def test_links_and_pipes_do_not_come_from_a_machine(there: Path) -> None:
     (theirs / "rank1.safetensors").write_text("states")
     (theirs / "rank2.safetensors").symlink_to("/etc/hostname")
     os.mkfifo(theirs / "rank3.safetensors")
-    fetch_random_states(HOST, INVENTORY, replace(OWN, runs=str(there.parent / "runs")), run, run.checkpoints / "step-000001", 20)
+    fetch_random_states(HOST, replace(OWN, runs=str(there.parent / "runs")), run, run.checkpoints / "step-000001", 20)
     assert [path.name for path in run.random_states(1).iterdir()] == ["rank1.safetensors"]

@@ -10,33 +10,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sft_play.cluster import board, remote, train
-from sft_play.cluster.bring import place_there
-from sft_play.cluster.hosts import BOOT, MOST_WAITING, Facts, Launcher, ask, refused, request_of
+from sft_play.cluster import task
+from sft_play.cluster.hosts import BOOT, MOST_WAITING, Inbox, Session, ask, program, refused
 from sft_play.cluster.install import venv_of
-from sft_play.cluster.ssh import NOT_A_FOLDER, on_all, run
-from sft_play.cluster.status import _rows, run_named
-from sft_play.cluster.task import Task, controlling, noted, noting
-from sft_play.config.call import Call, Override
-from sft_play.config.cluster import Host, Inventory
+from sft_play.cluster.inventory import Host, Inventory
+from sft_play.cluster.ssh import NO_FOLDER, on_all, run
+from sft_play.cluster.status import rows_of, run_named
+from sft_play.cluster.task import Task, controlling, early_phases
+from sft_play.config.call import Call
+from sft_play.config.layers import Override
 from sft_play.config.load import load_config
-from sft_play.config.rules import elastic_bounds
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
-from sft_play.launch.preparation import DELIVERED, delivered
+from sft_play.launch.attempt import DELIVERED, delivered
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared, ResolvedModel
-from tests.unit.test_cluster_bring import OWN
+from tests.cluster_facts import OWN
 
-HOSTS = tuple(Host(name=f"node{k}", address=f"192.168.77.1{k}") for k in (1, 2, 3))
-RANKS = [range(1), range(1, 2), range(2, 3)]
+HOSTS = tuple(Host(name=f"node{k}", address=f"192.168.77.1{k}", cluster=Path("home.yaml")) for k in (1, 2, 3))
 MASTER, LAPTOP = Host(name="desktop", address="127.0.0.1"), Host(name="laptop", address="192.0.2.11")
-INVENTORY = Inventory(hosts=(MASTER,), network=None, ssh_config=None, path=Path("home.yaml"))
+INVENTORY = Inventory(hosts=(MASTER,), path=Path("home.yaml"))
 
 
 def task_of(folder: Path, *overrides: tuple[str, str], resuming: bool = False) -> Task:
@@ -55,12 +53,10 @@ def test_every_fault_is_told_also_of_hosts_that_answer_where_others_do_not(
     """The first host is this machine, with an interface that it has not; one states GPUs it has not, and two cannot be asked at all."""
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
-    answer = json.dumps(
-        {**{item.name: getattr(replace(OWN, gpus=0, versions={"torch": "2.12.0"}), item.name) for item in fields(Facts)}}
-    )
+    answer = json.dumps(asdict(replace(OWN, gpu_count=0, packages={"torch": "2.12.0"})))
     ssh.write_text(
         "#!/bin/sh\nremark='Could not chdir to home directory /nonexistent: No such file or directory'\n"
-        f"case \"$*\" in *192.0.2.11*) cat > {tmp_path}/asked; echo '{answer}';;\n"
+        f"case \"$*\" in *192.0.2.11*) read -r x; read -r x; read -r x; echo '{answer}';;\n"
         "*192.0.2.12*) echo 'This account is currently not available.'; echo \"$remark\" >&2; exit 1;;\n"
         "*) echo 'ssh: connect to host x port 22: Connection refused' >&2; exit 255;; esac\n"
     )
@@ -69,13 +65,14 @@ def test_every_fault_is_told_also_of_hosts_that_answer_where_others_do_not(
     for name, folder in (("RUNS_DIR", "runs"), ("SFT_PLAY_CACHE", "cache")):
         monkeypatch.setenv(name, str(tmp_path / folder))
     barred, off = Host(name="third", address="192.0.2.12", user="nobody"), Host(name="fourth", address="192.0.2.13")
-    task = task_of(tmp_path)
+    asked = task_of(tmp_path)
     hosts = (replace(MASTER, interface="eth7"), replace(LAPTOP, gpus=2), barred, off)
     with pytest.raises(UserError) as caught:
-        train.chosen(replace(task, inventory=replace(task.inventory, hosts=hosts)))
+        task.chosen(replace(asked, inventory=replace(asked.inventory, hosts=hosts)))
     said = caught.value.render()
     for part in (
-        "host `desktop` has no interface `eth7`", "host `laptop` has no GPU, and the inventory states 2", "host `laptop` has other versions",
+        "host `desktop`: there is no interface `eth7`; it has `lo`", "host `laptop`: `gpus: 2` in the inventory, but its driver shows 0",
+        "host `laptop`: other versions than on `desktop`: ",
         "host `third`: user `nobody` may not log in there: This account is currently not available.", "no sshd listens",
     ):  # fmt: skip
         assert part in said, said
@@ -93,74 +90,41 @@ def test_an_elastic_run_leaves_out_what_is_not_fit(
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ssh").write_text("#!/bin/sh\necho 'ssh: connect to host x port 22: Connection refused' >&2; exit 255\n")
     (tmp_path / "bin" / "ssh").chmod(0o755)
-    assert list(train.chosen(task_of(tmp_path, ("launch.elastic", "1:2")))) == ["desktop"]
+    assert list(task.chosen(task_of(tmp_path, ("launch.elastic", "1:2")))) == ["desktop"]
     assert "left out: host `laptop`: `192.0.2.11` is there, but no sshd listens" in capsys.readouterr().err
     with pytest.raises(HardwareError, match="no sshd listens"):
-        train.chosen(task_of(tmp_path, ("launch.elastic", "2:2")))
+        task.chosen(task_of(tmp_path, ("launch.elastic", "2:2")))
 
 
 def test_a_run_that_was_killed_before_its_start_begins_in_its_folder(tmp_path: Path) -> None:
-    task = task_of(tmp_path, resuming=True)
-    assert train.taken_over(task) is task, "there is no folder"
-    task.run.path.mkdir(parents=True)
-    task.run.config.write_text("{}")
-    assert train.taken_over(task).loaded.config.launch.auto_resume
-    assert not train.taken_over(task_of(tmp_path)).loaded.config.launch.auto_resume, "a new run's name is taken"
-
-
-def test_lines_of_machines() -> None:
-    row = {"step": 4, "rank_tokens": [300, 100, 100], "tokens_per_second": 1000.0}
-    speeds = board.host_speeds(row, RANKS)
-    assert speeds == [600.0, 200.0, 200.0]
-    assert board.lines(["desktop", "laptop", "old"], ["training", "training", "lost: gone"], row, 10, speeds) == [
-        "  desktop  training  step 4/10  600 tokens/s",
-        "  laptop   training  step 4/10  200 tokens/s",
-        "  old      lost: gone",
-    ]
-    assert board.host_speeds({}, RANKS) == [None] * 3
-
-
-@pytest.mark.parametrize(
-    ("text", "bounds"), [("2:4", (2, 4)), ("1:1", (1, 1)), ("3:2", None), ("0:2", None), ("2", None), (None, None)]
-)
-def test_elastic(text: str | None, bounds: tuple[int, int] | None) -> None:
-    assert elastic_bounds(text) == bounds
-
-
-def test_where_files_stand_on_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    facts = Facts(
-        host="b", home="/home/b", folder="/srv/sft", runs="/srv/sft/runs", cache="/big/cache", hub="/big/hub", python="3.11.2", versions={},
-        code=True, gpus=1, rsync=True, shares_runs=False, shares_cache=False, linux=True,
-        run_there=None,
-    )  # fmt: skip
-    hub = tmp_path / "hf" / "hub"
-    assert place_there(tmp_path / "cache" / "data" / "train-1", facts, hub) == "/big/cache/data/train-1"
-    assert place_there(hub / "models--a--b" / "snapshots" / "c", facts, hub) == "/big/hub/models--a--b/snapshots/c"
-    assert place_there(Path("models/mine"), facts, hub) == "/srv/sft/models/mine"
-    assert place_there(Path("/data/model"), facts, hub) == "/data/model"
+    asked = task_of(tmp_path, resuming=True)
+    assert task.taken_over(asked) is asked, "there is no folder"
+    asked.run.path.mkdir(parents=True)
+    asked.run.config.write_text("{}")
+    assert task.taken_over(asked).loaded.config.launch.auto_resume
+    assert not task.taken_over(task_of(tmp_path)).loaded.config.launch.auto_resume, "a new run's name is taken"
 
 
 def test_messages_of_hosts(tmp_path: Path) -> None:
-    inventory = Inventory(hosts=HOSTS, network=None, ssh_config=None, path=Path("home.yaml"))
-    absent = refused(HOSTS[1], inventory, 127, "sh: not found")
-    assert absent.exit_code == 3 and "host `node2` has no environment" in absent.message
+    absent = refused(HOSTS[1], 127, "sh: not found")
+    assert absent.exit_code == 3 and "host `node2`: no environment" in absent.message
     assert absent.hint == "make it: make cluster-install CLUSTER=home.yaml"
-    odd = refused(HOSTS[1], inventory, NOT_A_FOLDER, "")
-    assert odd.message == "host `node2` has no environment: `folder` is `~/sft-play`, which is a file there"
-    assert odd.hint == "give another `folder` in the inventory, or move that file away there"
-    assert [next(_rows(HOSTS[1], one, [], []))["state"] for one in (absent, odd, refused(HOSTS[1], inventory, 255, ""))] == [
+    odd = refused(HOSTS[1], NO_FOLDER, "")
+    assert odd.message == "host `node2`: no environment: no folder `~/sft-play` that its user can enter"
+    assert odd.hint and odd.hint.startswith(
+        "make it: make cluster-install CLUSTER=home.yaml; where something of that name is there"
+    )
+    assert [next(rows_of(one, [], []))["state"] for one in (absent, odd, refused(HOSTS[1], 255, ""))] == [
         "no environment", "no environment", "unreachable",
     ]  # fmt: skip
     remark = "Could not chdir to home directory /nonexistent: No such file or directory\n"
-    barred = refused(HOSTS[2], inventory, 1, remark, "Welcome\nThis account is currently not available.\n")
+    barred = refused(HOSTS[2], 1, remark, "Welcome\nThis account is currently not available.\n")
     assert barred.message == "host `node3`: its user may not log in there: This account is currently not available."
     assert barred.hint and "`user`" in barred.hint
-    broken = refused(replace(HOSTS[1], user="me", port=2200), inventory, 1, remark + "ImportError: no module x\n" + remark)
+    broken = refused(replace(HOSTS[1], user="me", port=2200), 1, remark + "ImportError: no module x\n" + remark)
     assert broken.message == "host `node2`: its Python `.venv/bin/python` did not start, or failed: ImportError: no module x"
     assert broken.hint and "`ssh -p 2200 me@192.168.77.12`" in broken.hint
-    assert "Could not chdir" in refused(HOSTS[1], inventory, 1, remark).message, "where nothing else was said"
+    assert "Could not chdir" in refused(HOSTS[1], 1, remark).message, "where nothing else was said"
     assert venv_of(HOSTS[0]) == ".venv"
     with pytest.raises(Exception, match="no environment's interpreter"):
         venv_of(Host(name="a", address="b", python="python3"))
@@ -187,16 +151,6 @@ def test_what_the_master_brought_is_taken_only_by_its_run(tmp_path: Path, monkey
         delivered(run)
 
 
-def test_newer_checkpoints_of_a_machine_are_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RUNS_DIR", str(tmp_path))
-    folder = tmp_path / "run" / "checkpoints"
-    for step in (2, 4, 6):
-        (folder / f"step-{step:06d}").mkdir(parents=True)
-    remote.one_checkpoint({"run": "run", "step": 4})
-    assert [path.name for path in sorted(folder.glob("step-*"))] == ["step-000002", "step-000004"]
-    assert len(list(folder.glob(".step-000006.set-aside-*"))) == 1, "nothing is deleted"
-
-
 def test_programs_of_threads_end_with_the_command() -> None:
     def call(host: Host) -> None:
         if host is LAPTOP:
@@ -205,7 +159,7 @@ def test_programs_of_threads_end_with_the_command() -> None:
 
     codes: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        on_all(replace(INVENTORY, hosts=(LAPTOP, MASTER)), call)
+        on_all((LAPTOP, MASTER), call)
     assert codes == [-9]
 
 
@@ -238,8 +192,8 @@ def test_a_command_that_is_stopped_before_its_workers_live_says_so(tmp_path: Pat
 
 
 def test_a_disk_here_that_hangs_is_told() -> None:
-    with pytest.raises(HardwareError, match="this machine, did not answer within"):
-        ask(MASTER, INVENTORY, "status", timeout=0.01)
+    with pytest.raises(HardwareError, match="this machine, did not answer in time"):
+        ask(MASTER, "status", timeout=0.01)
 
 
 # ---- A launcher on another machine
@@ -251,20 +205,14 @@ def started(tmp_path: Path) -> Iterator[Any]:
     found: list[subprocess.Popen[bytes]] = []
 
     def start(*argv: str, store: object = None, silent_seconds: float = 1.0) -> subprocess.Popen[bytes]:
-        words: dict[str, Any] = {
-            "argv": argv,
-            "variables": {"RUNS_DIR": str(tmp_path)},
-            "run": "one",
-            "stream": True,
-            "token": "of this test",
-        }
-        host = Host(name="old", address="203.0.113.1", folder=str(tmp_path))
-        request = request_of(host, "launch", node=0, store=store, silent_seconds=silent_seconds, **words)
+        setup = {"folder": str(tmp_path), "variables": {"RUNS_DIR": str(tmp_path)}}
+        request = {"do": "launch", "seconds": 0, "node": 0, "token": "of this test", "run": "one", "stream": True, "argv": argv}
         pipe = subprocess.PIPE
         process = subprocess.Popen([sys.executable, "-u", "-c", BOOT], stdin=pipe, stdout=pipe, stderr=pipe)
         found.append(process)
         assert process.stdin is not None
-        process.stdin.write(request.encode())
+        request |= {"store": store, "silent_seconds": silent_seconds}
+        process.stdin.write(f"{program()}{json.dumps(setup)}\n{json.dumps(request)}\n".encode())
         process.stdin.flush()
         return process
 
@@ -284,7 +232,7 @@ def test_the_program_beside_a_launcher_ends_well_while_somebody_listens(started:
     process = started("sh", "-c", "echo trained; exit 4")
     assert process.wait(timeout=60) == 0
     lines = told(process)
-    assert {"out": "trained\n"} in lines and lines[-1] == {"ended": 4, "left": 0}
+    assert "started" in lines[0] and {"out": "trained\n"} in lines and lines[-1] == {"ended": 4, "left": 0}
 
 
 def test_a_launcher_outlives_its_connection_while_the_store_answers(started: Any) -> None:
@@ -306,59 +254,20 @@ def test_on_the_master_a_launcher_ends_with_its_command(started: Any) -> None:
 
 
 def test_a_rank_that_prints_without_end_is_slowed_down_and_its_machine_obeys(tmp_path: Path) -> None:
-    inbox: queue.Queue[tuple[Launcher, dict[str, Any]]] = queue.Queue(maxsize=MOST_WAITING)
-    variables = {"RUNS_DIR": str(tmp_path)}
-    launcher = Launcher(
-        0, MASTER, INVENTORY, inbox, argv=["yes"], variables=variables, run="one", store=None, silent_seconds=1, stream=False
-    )
+    inbox: Inbox = queue.Queue(maxsize=MOST_WAITING)
+    session = Session(MASTER, {"RUNS_DIR": str(tmp_path)}, inbox=inbox)
+    request = {"run": "one", "node": 0, "token": "yes", "store": None, "silent_seconds": 1, "stream": False}
+    session.say(do="launch", seconds=0, argv=["yes"], **request)
     try:
         while not inbox.full():
             time.sleep(0.05)
-        launcher.say(kill=True)
+        session.say(kill=True)
         until = time.monotonic() + 60
         while "ended" not in (facts := inbox.get(timeout=60)[1]):
             assert time.monotonic() < until
         assert facts == {"ended": -9, "left": 0}
     finally:
-        launcher.close()
-
-
-def test_letters_of_logs_stay_whole(tmp_path: Path) -> None:
-    path, text = tmp_path / "rank1.log", ""
-    path.touch()
-    log = remote.Log(path)
-    for piece in (b"gr\xc3", b"\xbc\xc3", b"\x9fe \xe2\x82", b"\xac"):
-        with path.open("ab") as stream:
-            stream.write(piece)
-        text += "".join(log.added())
-    assert text == "gr\u00fc\u00dfe \u20ac"
-    path.write_text("new")
-    assert log.added() == ["new"], "a log that became shorter begins anew"
-
-
-SAVER = """
-import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: None)
-folder = pathlib.Path(sys.argv[1])
-folder.mkdir(parents=True)
-print("ready", flush=True)
-for _ in range(15):
-    (folder / "state").write_text("x")
-    time.sleep(0.2)
-sys.exit(7)
-"""
-
-
-def test_a_launcher_that_saves_is_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RUNS_DIR", str(tmp_path))
-    run = tmp_path / "run"
-    words = [sys.executable, "-c", SAVER, str(run / "checkpoints" / ".step-000002.partial")]
-    with subprocess.Popen(words, env={**os.environ, remote.TOKEN: "saver"}, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        facts = {"machine": remote.machine(), "launcher": process.pid, "token": "saver", "node": 0}
-        remote.pid_file(run, 0).write_text(json.dumps(facts))
-        remote.end({"run": "run", "grace": 0.5})
-        assert process.wait(timeout=10) == 7, "it ended by itself"
+        session.close()
 
 
 def test_a_run_is_found_while_its_data_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +276,11 @@ def test_a_run_is_found_while_its_data_are_sent(tmp_path: Path, monkeypatch: pyt
     run = RunFolder(tmp_path / "runs" / "early")
     with pytest.raises(CheckpointError):
         run_named("early")
-    with controlling(run), noting(run, "sending"):
+    with controlling(run, Path("home.yaml")) as note:
+        note("sending")
         assert run_named("early").path == run.path
-        assert [(found.name, state) for found, state in noted()] == [("early", "sending")]
-    assert noted() == []
+        assert [(found.name, state) for found, state in early_phases()] == [("early", "sending")]
+        note("")
+        assert early_phases() == []
+        note("sending")
+    assert early_phases() == []

@@ -18,22 +18,15 @@ from typing import Any
 import pytest
 
 from sft_play.cluster import preflight, probe
-from sft_play.cluster.findings import (
-    GIB,
-    RULES,
-    Examined,
-    Finding,
-    Pair,
-    Seen,
-    Summed,
-    Wanted,
-    judge,
-    sum_megabytes,
-    sum_seconds,
-    verdict,
-)
-from sft_play.config.cluster import Host, Inventory
+from sft_play.cluster.findings import judge
+from sft_play.cluster.inventory import Host, Inventory
+from sft_play.cluster.measured import Examined, Pair, Seen, Summed, Wanted, sum_megabytes, sum_seconds
+from sft_play.cluster.probe import Facts
+from sft_play.cluster.ssh import SAYS
 from sft_play.config.load import load_config
+from sft_play.plan.hardware import GIB
+from sft_play.text import Finding
+from tests.cluster_facts import OWN
 from tests.conftest import ROOT, Program
 
 NAMES = ("desktop", "laptop", "old")
@@ -52,38 +45,33 @@ def seen(k: int, *, stated: int | None = None, interface: str | None = None, **c
     """Returns a machine on which all is well; `changes` are of its software, its facts or its own fields."""
     host = Host(name=NAMES[k], address=f"192.168.1.{10 + k}", place=f"c.yaml:{k + 4}", gpus=stated, interface=interface)
     disk = {"path": "/x", "free_bytes": 100 * GIB + k, "total_bytes": 200 * GIB, "writable": True}
-    facts: dict[str, Any] = {
-        "host_name": NAMES[k], "machine": f"boot{k} 192.168.1.{10 + k}", "python": "3.11.7", "ram_bytes": 32 * GIB, "nofile": 65536,
-        "disks": {"folder": disk, "cache": disk, "runs": disk, "shm": {**disk, "path": "/dev/shm"}}, "rsync": True,
-        "names_itself": [f"192.168.1.{10 + k}"], "route": ETH0, "interfaces": {"lo": {}, "eth0": {}, "eth1": {}}, "packages": dict(PACKAGES),
-        "code": {}, "data": {}, "prepared": {},
+    own: dict[str, Any] = {
+        "host_name": NAMES[k], "machine": f"boot{k} 192.168.1.{10 + k}", "python": "3.11.7", "packages": dict(PACKAGES), "shares_runs": None,
+        "shares_cache": None, "disks": {"folder": disk, "cache": disk, "runs": disk, "shm": {**disk, "path": "/dev/shm"}},
+        "route": ETH0, "interfaces": {"lo": {}, "eth0": {}, "eth1": {}},
     }  # fmt: skip
+    facts: dict[str, Any] = {**dataclasses.asdict(OWN), **own}
     software: dict[str, Any] = {
         "torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "usable_gpus": 1, "error": None, "driver": "580.95.05", "gpus": [gpu()],
         "hidden": None, "architectures": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"],
     }  # fmt: skip
-    made = Seen(host, skew_seconds=0.0001, ssh_ms=0.4, facts=facts, software=software)
+    made = Seen(host, skew_seconds=0.0001, ssh_ms=0.4, software=software)
     for key, value in changes.items():
         if key in software or key in facts:
             (software if key in software else facts)[key] = value
         else:
             setattr(made, key, value)
+    made.facts = Facts(**facts)
     return made
 
 
 def inventory_of(machines: tuple[Seen, ...], network: str | None = None) -> Inventory:
-    return Inventory(hosts=tuple(one.host for one in machines), network=network, ssh_config=None, path=Path("c.yaml"))
+    return Inventory(hosts=tuple(one.host for one in machines), network=network, path=Path("c.yaml"))
 
 
 def judged(*machines: Seen, wanted: Wanted | None = None, network: str | None = None, **found: Any) -> dict[str, list[Finding]]:
     examined = Examined(hosts={one.host.name: one for one in machines}, **found)
-    return judge(examined, inventory_of(machines, network), wanted or Wanted(port=29500), "c.yaml")
-
-
-def test_all_is_well() -> None:
-    findings = judged(*(seen(k) for k in range(3)))
-    assert findings == {name: [] for name in NAMES}
-    assert {verdict(some) for some in findings.values()} == {"ok"}
+    return judge(examined, inventory_of(machines, network), wanted or Wanted(port=29500))
 
 
 @pytest.mark.parametrize(
@@ -102,12 +90,9 @@ def test_all_is_well() -> None:
         ({"packages": {"torch": "2.13.0"}}, "versions", "fail", "accelerate missing (there 1.15.0)"),
         ({"packages": PACKAGES | {"unsloth": "2026.10.9"}}, "versions", "fail", "unsloth 2026.10.9 (there missing)"),
         ({"packages": PACKAGES | {"flash-attn": "2.8.1"}}, "versions", "fail", "python -m pip uninstall flash-attn, or install it on `desktop`"),
-        ({"packages": PACKAGES | {"rich": "14.1.0"}}, "packages", "warning", "rich 14.1.0 (there missing)"),
         ({"torch": None, "error": "ImportError: libcudart"}, "torch", "fail", "ImportError: libcudart"),
         ({"skew_seconds": -1.5}, "clock", "warning", "its clock is 1.5 s behind of this machine's"),
         ({"machine": "boot0 192.168.1.10"}, "same-machine", "fail", "`desktop` and `laptop` are one machine"),
-        ({"nofile": 1024}, "nofile", "warning", "1024 files"),
-        ({"names_itself": ["127.0.1.1"]}, "own-name", "warning", "`laptop`, is 127.0.1.1 to it: what asks"),
         ({"route": {"address": "192.168.1.11", "interface": "wg0", "mtu": 1420}}, "mtu", "warning", "1420"),
         ({"interface": "enp5s0"}, "interface", "fail", "there is no interface `enp5s0`; it has `lo`, `eth0`, `eth1`"),
         ({"lost": "software: no answer within 20 s"}, "lost", "fail", "stopped answering"),
@@ -148,25 +133,20 @@ def test_what_only_the_first_machine_has() -> None:
     """Node 0's plan would take it on all: flash-attn is missing on the others, and `cluster-install` does not bring it."""
     findings = judged(seen(0, packages=PACKAGES | {"flash-attn": "2.8.1", "rich": "14.1.0"}), seen(1))
     assert findings["desktop"] == []
-    versions, packages = findings["laptop"]
+    [versions] = findings["laptop"]
     assert (versions.id, versions.severity) == ("versions", "fail")
     assert versions.text.endswith("flash-attn missing (there 2.8.1)")
     python = "on `laptop`, in `~/sft-play`: .venv/bin/python -m pip"
     assert versions.remedy == f"{python} install flash-attn==2.8.1, or uninstall it on `desktop`"
-    assert (packages.id, packages.severity) == ("packages", "warning")
-    assert "rich missing (there 14.1.0)" in packages.text
 
 
 def test_the_master() -> None:
-    """It sends to the others by rsync (with one machine nothing is sent), is where one types, and has the port."""
+    """It sends to the others by rsync (with one machine nothing is sent), and has the port."""
     findings = judged(seen(0, rsync=False), seen(1), port_held={"held_by": None})
     assert [one.id for one in findings["desktop"]] == ["rsync", "port-taken"] and findings["laptop"] == []
     assert "bring code and data to the others" in findings["desktop"][0].text and "another process" in findings["desktop"][1].text
     assert judged(seen(0, rsync=False)) == {"desktop": []}
     machines = tuple(seen(k, usable_gpus=0, gpus=[], driver=None) for k in range(2))
-    examined = Examined(hosts={one.host.name: one for one in machines})
-    there = judge(examined, inventory_of(machines), Wanted(port=29500), "c.yaml", here=False)
-    assert [one.id for one in there["desktop"]] == ["master-elsewhere"] and there["laptop"] == []
     findings = judged(*machines, wanted=Wanted(port=29500, backend="nccl"))
     assert all("`launch.backend: nccl` needs" in some[0].text for some in findings.values())
 
@@ -185,7 +165,7 @@ def ways(bad: set[tuple[str, str]] | None = None, mbit: float = 940.0, **more: A
     [
         ({("desktop", "old"), ("laptop", "old")}, {"old": "ports-closed"}),
         ({("old", "desktop"), ("old", "laptop")}, {"old": "ports-closed"}),
-        ({(a, b) for a in NAMES for b in NAMES if "old" in (a, b)}, {"old": "cut-off"}),
+        ({(a, b) for a in NAMES for b in NAMES if "old" in (a, b)}, {"old": "ports-closed"}),
         ({("desktop", "laptop")}, {"laptop": "ports-closed"}),
     ],
 )
@@ -214,7 +194,7 @@ def test_slow_network_is_told_once_and_in_seconds() -> None:
 def test_an_interface_that_is_faster_is_named(mbit: float, named: bool) -> None:
     """Only where it leads to all that the one in use leads to; the inventory may then name it, which is no fault."""
     machines = [seen(k) for k in range(3)]
-    found = {"pairs": ways(interface="eth0"), "further_ways": ways({("laptop", "old")}, mbit, interface="eth1")}
+    found: dict[str, Any] = {"pairs": ways(interface="eth0"), "further_ways": ways({("laptop", "old")}, mbit, interface="eth1")}
     findings = judged(*machines, **found)
     assert [name for name, some in findings.items() if some] == (["desktop", "old"] if named else [])
     for one in findings["desktop"]:
@@ -227,8 +207,8 @@ def test_an_interface_that_is_faster_is_named(mbit: float, named: bool) -> None:
 
 def test_data_and_code() -> None:
     wanted = Wanted(port=1, code={"a.py": "1", "b.py": "2"}, data={"d.jsonl": 3}, prepared={"train-1": "4"}, shared=True)
-    good = {"code": dict(wanted.code), "data": dict(wanted.data), "prepared": dict(wanted.prepared)}
-    bad = {"code": {"a.py": "1", "b.py": None}, "data": {"d.jsonl": None}, "prepared": {"train-1": None}}
+    good: dict[str, Any] = {"code": dict(wanted.code), "data": dict(wanted.data), "prepared": dict(wanted.prepared)}
+    bad: dict[str, Any] = {"code": {"a.py": "1", "b.py": None}, "data": {"d.jsonl": None}, "prepared": {"train-1": None}}
     findings = judged(
         seen(0, **good), seen(1, **bad), seen(2, **{**good, "data": {"d.jsonl": 9}, "prepared": {"train-1": "5"}}), wanted=wanted
     )
@@ -263,9 +243,10 @@ def test_output() -> None:
 
 
 def test_every_finding_is_documented() -> None:
-    guide, ssh = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/home-cluster.md", "sft_play/cluster/ssh.py"))
-    ids = {rule.id for rule in RULES} - {"{trouble.id}"} | set(re.findall(r'\bid="([a-z-]+)"', ssh))
-    assert len(ids) > 30
+    guide = (ROOT / "docs" / "home-cluster.md").read_text(encoding="utf-8")
+    code = (ROOT / "sft_play" / "cluster" / "findings.py").read_text(encoding="utf-8")
+    ids = {*re.findall(r'_(?:fail|warn)\("([a-z-]+)"', code), *(row[0] for row in SAYS), "no-environment"}
+    assert len(ids) > 25
     assert {name for name in ids if f"`{name}`" not in guide} == set()
 
 
@@ -295,13 +276,10 @@ def test_cards_as_the_driver_shows_them(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_a_host_says_in_the_place_of_a_shell() -> None:
-    """It counts before sshd's remark; a folder that is a file is named as one."""
+    """It counts before sshd's remark."""
     said = "This account is currently not available.\nCould not chdir to home directory /nonexistent: No such file or directory"
     [found] = judged(seen(0), Seen(seen(1).host, start=said, code=1))["laptop"]
     assert found.id == "broken-python" and found.text.endswith("ended with code 1: This account is currently not available.")
-    [found] = judged(seen(0), Seen(seen(1).host, start="/etc/hosts is a file", code=95))["laptop"]
-    assert found.id == "no-environment" and found.text == "no environment: `folder` is `~/sft-play`, which is a file there"
-    assert found.remedy == "give another `folder` in the inventory, or move that file away there"
 
 
 class Line:
@@ -339,12 +317,6 @@ def test_a_transfer_is_as_long_as_the_line_is_fast(mbit: float, transfers: tuple
     assert transfers[0] <= len(line.counts) <= transfers[1]
     assert line.counts[0] == 1 << 16
     assert sum(line.counts) * 8 / 1e6 / mbit < 1.2
-
-
-def test_a_fast_line_gets_the_whole_of_it() -> None:
-    line = Line(1e6)
-    assert line.measured(1) > 10
-    assert line.counts == [1 << 16, 1 << 18, 1 << 20]
 
 
 def test_pairs_for_which_no_time_was_left_are_named() -> None:
@@ -396,21 +368,12 @@ ROWS = [
 ]
 
 
-def test_speed_and_memory_stand_beside_the_plan() -> None:
-    lines = list(preflight.bench_report({"a": {"rows": ROWS, "notes": ["busy"]}, "b": {"error": "there is no model"}}))
-    assert [line.split() for line in lines[:2]] == [
-        ["alone", "tokens/s", "plan", "memory", "plan"],
-        ["a", "1,234", "1,500", "7.2", "GiB", "8.0", "GiB"],
-    ]
-    assert lines[2:] == ["a: note: busy", "b: no steps: there is no model"]
-
-
 def test_a_machine_that_cannot_take_part_is_not_tried_and_an_error_is_its_own(tmp_path: Path) -> None:
     """The configuration is sent: this machine answers by its own `make bench`, which refuses the folder that is not there."""
     config = tmp_path / "x.yaml"
     config.write_text(f"model: {{name: ./nowhere}}\ndata: {{train_path: {tmp_path / 'no.jsonl'}}}\n")
     hosts = (Host(name="here", address="127.0.0.1"), Host(name="off", address="192.0.2.1"))
-    inventory = Inventory(hosts=hosts, network=None, ssh_config=None, path=tmp_path / "home.yaml")
+    inventory = Inventory(hosts=hosts, path=tmp_path / "home.yaml")
     found = preflight.bench_hosts(inventory, load_config(config), ["here"])
     assert "not tried" in found["off"]["error"]
     assert "there is no such model folder" in found["here"]["error"]

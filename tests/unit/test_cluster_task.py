@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.cluster import remote
+from sft_play.cluster.inventory import Host, Inventory, read_inventory
 from sft_play.cluster.task import (
     Task,
+    _unfit,
     choose_port,
     controlling,
-    disk_errors_told,
+    node_variables,
     read_task,
-    require_one_disk,
-    require_unused_name,
 )
-from sft_play.config.call import parse_call
-from sft_play.config.cluster import Host, Inventory, read_inventory
+from sft_play.config.command_line import parse_call
 from sft_play.errors import HardwareError, UserError
 from sft_play.runs.folder import RunFolder
-from tests.unit.test_cluster_bring import OWN
+from tests.cluster_facts import OWN
+
+WORKER = Host(name="old", address="192.0.2.1", place="home.yaml:4")
 
 
 def call(tmp_path: Path, *words: str, network: str | None = None) -> Task:
@@ -62,39 +62,29 @@ def test_a_run_that_goes_on_keeps_what_its_start_was_given(tmp_path: Path, run: 
     run.config.write_text("{}")
     with pytest.raises(UserError, match="under its own DeepSpeed settings"):
         call(tmp_path, "RUN=one", "DEEPSPEED_CONFIG=typo.json")
-    with pytest.raises(UserError, match="network's speed that the run has") as error:
+    with pytest.raises(UserError, match="the network's speed that it has in its configuration") as error:
         call(tmp_path, "RUN=one", "CLUSTER_NETWORK=100Mbit")
     assert error.value.hint == "LAUNCH_NETWORK=100Mbit changes it"
 
 
 def test_a_name_that_a_worker_still_has_is_refused(tmp_path: Path, run: RunFolder) -> None:
     task = call(tmp_path, "CONFIG=configs/quickstart.yaml", "RUN_NAME=one")
-    worker = Host(name="old", address="192.0.2.1", place="home.yaml:4")
-    facts = {"old": replace(OWN, run_there="/srv/runs/one")}
-    with pytest.raises(UserError, match="host `old` still has a run `one`, of another start: `/srv/runs/one`") as error:
-        require_unused_name(task, [worker], facts)
-    assert error.value.place == "home.yaml:4" and "RUN_NAME" in (error.value.hint or "")
-    require_unused_name(task, [worker], {"old": replace(facts["old"], shares_runs=True)})
-    require_unused_name(task, [worker], {"old": OWN})
+    facts = replace(OWN, run_there="/srv/runs/one")
+    [error] = _unfit(task, WORKER, facts)
+    assert error.message == "host `old` still has a run `one`, of another start: `/srv/runs/one`"
+    assert error.place == "home.yaml:4" and "RUN_NAME" in (error.hint or "")
+    assert not list(_unfit(task, WORKER, replace(facts, shares_runs=True))) and not list(_unfit(task, WORKER, OWN))
     run.path.mkdir(parents=True)
-    require_unused_name(task, [worker], facts)
+    assert not list(_unfit(task, WORKER, facts))
 
 
-def test_what_a_machine_says_of_a_run(
-    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)  # `facts` puts the folder before the others
-    request = {"folder": str(tmp_path), "mark": ".", "run": "one", "packages": ["torch"]}
-    run.path.mkdir(parents=True)
-    remote.facts(request)
-    run.events.write_text('{"event": "started"}\n')
-    remote.facts(request)
-    remote.facts({**request, "run": None})
-    assert [json.loads(line)["run_there"] for line in capsys.readouterr().out.splitlines()] == [None, str(run.path), None]
-
-
-def test_locks_and_disks_that_fail_are_told_apart(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with controlling(run), pytest.raises(UserError, match=f"is in use: process {os.getpid()} trains it"), controlling(run):
+def test_a_second_command_and_a_disk_without_locks(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inventory = Path("home.yaml")
+    with (
+        controlling(run, inventory),
+        pytest.raises(UserError, match=f"is in use: process {os.getpid()} trains it"),
+        controlling(run, inventory),
+    ):
         pass
 
     def no_locks(*_: object) -> None:
@@ -102,43 +92,14 @@ def test_locks_and_disks_that_fail_are_told_apart(run: RunFolder, tmp_path: Path
 
     with monkeypatch.context() as patched:
         patched.setattr(fcntl, "flock", no_locks)
-        with pytest.raises(HardwareError, match="gives no lock: No locks available") as error, controlling(run):
+        with pytest.raises(HardwareError, match="cannot be locked: No locks available") as error, controlling(run, inventory):
             pass
     assert str(tmp_path / "cache" / "cluster") in (error.value.place or "")
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "file"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(HardwareError, match="cannot be used") as error, controlling(run):
+    with pytest.raises(HardwareError, match="cannot be locked") as error, controlling(run, inventory):
         pass
     assert str(tmp_path / "file") in (error.value.place or "")
-    with pytest.raises(HardwareError, match="No space left") as error, disk_errors_told(run.path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x/config.json")
-    assert error.value.place == "/x/config.json" and "df" in (error.value.hint or "")
-    with pytest.raises(HardwareError, match="cannot be used: No space left") as error, disk_errors_told(run.path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of a write to an open file
-    assert error.value.place == str(run.path)
-    for number in (errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTDIR):
-        with pytest.raises(HardwareError, match="cannot be used") as error, disk_errors_told(run.path):
-            raise OSError(number, os.strerror(number), tmp_path / "x")
-        assert error.value.place == str(tmp_path / "x") and error.value.hint is None
-
-
-@pytest.mark.parametrize(
-    "ours",
-    [
-        BrokenPipeError(errno.EPIPE, "Broken pipe"),
-        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
-        FileNotFoundError(errno.ENOENT, "No such file or directory", "a file that we forgot"),
-        OSError(errno.EBADF, "Bad file descriptor"),
-        OSError(errno.EIO, "Input/output error"),
-        OSError(errno.EMFILE, "Too many open files", "/x"),
-        OSError("no number"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_errors_that_no_disk_causes_stay_our_own(run: RunFolder, ours: OSError) -> None:
-    with pytest.raises(OSError) as error, disk_errors_told(run.path):
-        raise ours
-    assert error.value is ours
 
 
 def test_a_typed_port_that_is_taken_says_by_whom(tmp_path: Path, run: RunFolder) -> None:
@@ -165,18 +126,25 @@ def test_the_networks_speed_of_the_inventory_reaches_the_plan(tmp_path: Path, ru
     assert of_file.config.launch.network == "1Gbit" and "home_lan.yaml" in of_file.origins["launch.network"]
 
 
+def test_the_inventorys_interface_is_named_to_the_letter(tmp_path: Path, run: RunFolder) -> None:
+    """To NCCL a name alone is a prefix: `eth1` would be `eth10` too; without one nothing is pinned here."""
+    task = call(tmp_path, "CONFIG=configs/quickstart.yaml", "RUN_NAME=one")
+    given = node_variables(task, replace(WORKER, interface="eth1"), OWN)
+    assert (given["GLOO_SOCKET_IFNAME"], given["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1")
+    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(node_variables(task, WORKER, OWN))
+
+
 def test_shards_need_one_disk_and_the_refusal_says_what_to_type(tmp_path: Path, run: RunFolder) -> None:
     words = ("CONFIG=configs/home_lan_13b.yaml", "RUN_NAME=one")
-    worker = Host(name="old", address="192.0.2.1", place="home.yaml:4")
-    with pytest.raises(UserError, match="every machine writes a part of each checkpoint, and `old` has a run folder") as error:
-        require_one_disk(call(tmp_path, *words), [worker], {"old": OWN})
-    typed = re.findall(r"[A-Z_]+=\w+", error.value.hint or "")
+    [error] = _unfit(call(tmp_path, *words), WORKER, OWN)
+    assert "every machine writes a part of each checkpoint, and `old` has a run folder" in error.message
+    typed = re.findall(r"[A-Z_]+=\w+", error.hint or "")
     assert typed == ["DATA_SYNC=shared", "LAUNCH_STRATEGY=ddp", "TRAIN_SAVE_STRATEGY=no"]
     preset = Path("configs/home_lan_13b.yaml").read_text()
     assert f"`{typed[0]}`" in preset and f"`{typed[2]}`" in preset
-    require_one_disk(call(tmp_path, *words, typed[0]), [worker], {"old": replace(OWN, shares_runs=True)})
+    assert not list(_unfit(call(tmp_path, *words, typed[0]), WORKER, replace(OWN, shares_runs=True)))
     for word in typed[1:]:
-        require_one_disk(call(tmp_path, *words, word), [worker], {"old": OWN})
+        assert not list(_unfit(call(tmp_path, *words, word), WORKER, OWN))
 
 
 @pytest.mark.parametrize("folder", ["~/", "~//", "/", "//", "/..", "~/.", "~/..", "~/../x", "x/../.."])

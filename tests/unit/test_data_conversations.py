@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft_play.data.example import Example
+from sft_play.data.example import FOLLOWERS, Example
 from sft_play.data.formats import FORMATS, recognise, to_example, understand
-from sft_play.data.turns import FOLLOWERS
 from sft_play.errors import DataError
 
 Row = dict[str, Any]
@@ -104,37 +103,22 @@ def test_alpaca_history_comes_before_the_question() -> None:
     ("row", "said"),
     [
         (turns("user", "user", "assistant"), "user after user (turn 2); they come as user, user, assistant"),
-        (turns("system", "system", "user", "assistant"), "system after system (turn 2)"),
-        (turns("user", "system", "assistant"), "system after user (turn 2)"),
         (turns("tool", "assistant"), "tool at the start (turn 1)"),
-        (turns("user", "assistant", "assistant"), "assistant after assistant (turn 3)"),
         (turns("user", "assistant", "tool", "user", "assistant"), "user after tool (turn 4)"),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "human", "value": "b"}]}, "user after user"),
         ({"conversations": [{"from": "alien", "value": "a"}]}, "`conversations[0].from` is `alien`"),
-        ({"conversations": [{"value": "a"}]}, "`conversations[0]` is not a mapping with `from` and `value`"),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": ""}]}, "nothing to learn"),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "add()"}]}, "is text that is not JSON"),
         ({"messages": [USER, {**ANSWER, "train": "no"}]}, "`messages[1].train` is text; expected true or false"),
-        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "`messages[1].weight` is `0.5`"),
         ({"messages": [USER, {**ANSWER, "tool_calls": [{"id": 1}]}]}, "`messages[1].tool_calls[0]` is not a call"),
-        ({"messages": [USER, {**ANSWER, "tool_calls": "add"}]}, "`messages[1].tool_calls` is text; expected a list of calls"),
-        ({"messages": [USER, {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}]}, "is text that is not JSON"),
         ({"messages": [USER, ANSWER], "tools": "{"}, "`tools` is text that is not JSON"),
-        ({"messages": [USER, ANSWER], "tools": ["add"]}, "`tools[0]` is text"),
         ({"prompt": [USER], "completion": "a"}, "`prompt` is a list and `completion` is text"),
         ({"prompt": [USER], "completion": [USER]}, "`completion` has no assistant message"),
         ({"instruction": "q", "output": "a", "history": [["q"]]}, "`history[0]` is not a pair"),
-        ({"instruction": "q", "output": "a", "history": "q"}, "`history` is text; expected a list of pairs"),
         ({"text": " \n"}, "`text` is empty"),
-        ({"text": 3}, "`text` is a number"),
-        ({"input_ids": []}, "`input_ids` is empty"),
-        ({"input_ids": "1 2"}, "`input_ids` is text; expected a list of integers"),
         ({"input_ids": [1, 2.0]}, "`input_ids[1]` is a number; expected an integer"),
-        ({"input_ids": [1, True]}, "`input_ids[1]` is true or false"),
         ({"input_ids": [1, -5]}, "`input_ids` holds -5"),
         ({"input_ids": [1, 2], "labels": [1]}, "`labels` has 1 entries and `input_ids` 2"),
         ({"input_ids": [1, 2], "labels": [1, -100]}, "`labels` is -100 everywhere"),
-        ({"input_ids": [1, 2], "labels": [-1, 2]}, "a negative number other than -100"),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "is 0 between tokens"),
     ],
 )  # fmt: skip
@@ -165,13 +149,6 @@ def test_a_row_of_another_format_is_named_with_what_it_looks_like() -> None:
     error = refused({"question": "q", "answer": "a"}, "messages")
     assert error.message.startswith("format `messages` needs `messages`; the columns are `question`, `answer`")
     assert "looks like question_answer" in (error.hint or "")
-
-
-def test_an_ambiguous_row_is_shown_shortened() -> None:
-    error = refused({"text": "x" * 500, "question": "q", "answer": ["a", {"b": 1}]})
-    assert "question_answer, text" in error.message
-    assert f'"text": "{"x" * 57}..."' in (error.hint or "")
-    assert len(error.hint or "") < 300
 
 
 @pytest.mark.parametrize(("value", "group"), [("a", "a"), (3, "3")])

@@ -8,10 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft_play.config.filters import Condition
+from sft_play.config.data_rules import Condition
 from sft_play.errors import DataError
 
-ROW = {"lang": "en", "score": 4, "text": "a long text", "tags": ["x", "y"], "none": None, "ok": True, "n": "12.5", "my name": 1}
+ROW = {
+    "lang": "en",
+    "score": 4,
+    "text": "a long text",
+    "tags": ["x", "y"],
+    "none": None,
+    "ok": True,
+    "n": "12.5",
+    "my name": 1,
+    "meta": {"by": {"age": 3}, "x": None},
+}
 
 
 @pytest.mark.parametrize(
@@ -31,6 +41,7 @@ ROW = {"lang": "en", "score": 4, "text": "a long text", "tags": ["x", "y"], "non
         ("blank(none) and not blank(text)", True),
         ('has(lang) and not has(none) and not has(elsewhere) and not has("my name x")', True),
         ("number(n) > 12", True),
+        ("meta.by.age == 3 and has(meta.by) and not has(meta.x) and not has(meta.y) and not has(lang.x)", True),
         ('column("my name") == 1', True),
         ("ok", True),
         ("not ok", False),
@@ -50,7 +61,7 @@ def test_a_condition_holds_or_not(expression: str, wanted: bool) -> None:
         ("lang == 'en", "at character 9"),
         ("__import__('os').system('x')", "is not a function"),
         ("text.strip() == ''", "`text.strip` is not a function; there are len, blank"),
-        ("lang.upper == 1", "`lang.upper` is not part of the language at character 1"),
+        ("lang().upper == 1", "`lang().upper` is not part of the language at character 1"),
         ("score + 1 == 2", "`score + 1` is not part of the language"),
         ("score ** 9 ** 9 > 1", "is not part of the language"),
         ("[x for x in tags]", "is not part of the language"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import DataSource
+from sft_play.data.encode import Outcome
 from sft_play.data.example import LeftOut
 from sft_play.data.manifest import SourceTally, split_manifest, summary
 from sft_play.data.prepare import refuse_nothing
@@ -52,8 +53,8 @@ def test_a_source_without_a_row_in_the_split_is_said_so(name: str, said: str) ->
 
 def test_a_validation_source_whose_rows_all_went_has_no_loss() -> None:
     gone = SourceTally(rows_read=2)
-    gone.leave_out("longer than model.max_seq_len", "docs:1")
-    gone.leave_out("longer than model.max_seq_len", "docs:2")
+    gone.add(Outcome(dropped="longer than model.max_seq_len", place="docs:1"))
+    gone.add(Outcome(dropped="longer than model.max_seq_len", place="docs:2"))
     line = told("validation", [DataSource(path="a"), DataSource(path="docs")], [read(2), gone], [0, 0]).splitlines()[-1]
     assert (
         line
@@ -64,7 +65,7 @@ def test_a_validation_source_whose_rows_all_went_has_no_loss() -> None:
 def test_documents_without_text_are_named() -> None:
     tally = read(1)
     for number in range(5):
-        tally.leave_out("no text", f"folder/{number}.txt")
+        tally.add(Outcome(dropped="no text", place=f"folder/{number}.txt"))
     line = told("training", [DataSource(path="folder")], [tally], [0]).splitlines()[-1]
     assert "5 left out (no text: folder/0.txt, folder/1.txt, folder/2.txt, ...)" in line
 

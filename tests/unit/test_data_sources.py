@@ -6,7 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import pytest
 from pyarrow import ipc, parquet
 
 from sft_play.config.schema import DataSource
-from sft_play.data.formats import recognise, to_example
-from sft_play.data.questions import read_questions
-from sft_play.data.sources import LeftOut, files_of, read_file, read_source
+from sft_play.data.example import OTHER_FILE, LeftOut
+from sft_play.data.formats import read_questions, recognise, to_example
+from sft_play.data.readers import read_file
+from sft_play.data.sources import files_of, read_source
 from sft_play.errors import DataError
 
 ROWS = [{"prompt": f"q{n}", "completion": "ä" * n} for n in range(1, 40)]
@@ -102,12 +103,6 @@ def test_a_damaged_compressed_file_is_named(ending: str, damage: str, tmp_path: 
 def test_a_cut_gzip_file_says_so(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl.gz", gzip.compress(LINES)[:-20])
     assert refused(path).message == "breaks off before the end of its compressed data"
-
-
-def test_a_byte_that_is_not_utf8_is_found_in_a_compressed_file(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv.gz", gzip.compress(b"prompt,completion\na,b\nab\xff,c\n"))
-    error = refused(path)
-    assert (error.place, error.message) == (f"{path}:3", "is not UTF-8 text: byte 3 of the line")
 
 
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
@@ -218,6 +213,19 @@ def test_a_folder_gives_its_tables_else_its_documents(tmp_path: Path) -> None:
     assert files_of(DataSource(path=str(tmp_path))) == [tmp_path / "README.md", tmp_path / "deep" / "b.txt"]
     write(tmp_path / "deep" / "c.jsonl.gz", gzip.compress(LINES))
     assert rows_of(tmp_path) == ROWS
+    left = LeftOut()
+    list(read_source(DataSource(path=str(tmp_path)), left=left))
+    assert left.places == {OTHER_FILE: [str(tmp_path / "README.md"), str(tmp_path / "deep" / "b.txt")]}, (
+        "nothing is passed over in silence"
+    )
+
+
+def test_a_glob_skips_hidden_files_unless_it_writes_their_dot(tmp_path: Path) -> None:
+    for name in ("a.csv", "deep/b.csv", ".old/c.csv", "deep/.d.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text\nx\n")
+    for pattern, names in (("**/*.csv", ["a.csv", "b.csv"]), (".old/*.csv", ["c.csv"]), ("deep/.*.csv", [".d.csv"])):
+        assert [path.name for path in files_of(DataSource(path=f"{tmp_path}/{pattern}")) or []] == names
 
 
 def test_a_text_file_is_one_document_and_an_empty_one_is_counted(tmp_path: Path) -> None:
@@ -245,6 +253,16 @@ def test_a_named_column_that_is_missing_lists_the_found_ones(tmp_path: Path) -> 
     error = refused(path, columns={"question": "question"})
     assert error.place == f"{path}:1"
     assert error.message == "`columns` names `question`, which the row lacks; its columns are `frage`"
+
+
+def test_columns_lead_into_columns_at_any_depth(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"meta": {"prompt": {"text": "q"}, "stars": 3}, "reply": {"best": "a"}}\n')
+    source = DataSource(
+        path=str(path), columns={"prompt": "meta.prompt.text", "completion": "reply.best"}, filter="meta.stars > 2"
+    )
+    ((_, row),) = read_source(source)
+    assert isinstance(row, Mapping) and (row["prompt"], row["completion"]) == ("q", "a")
 
 
 def test_a_filter_takes_either_name_and_counts_what_it_leaves_out(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_read_only_run_folder_is_told_by_its_name(tmp_path: Path) -> None:
     try:
         with pytest.raises(HardwareError, match="cannot be written: Read-only") as refused, disk_refusals_told(run):
             write_json(run.plan, {})
-        assert refused.value.place == str(run.path), "not the name of a file that is only there while it is written"
+        assert refused.value.place == str(run.plan), "not the name of a file that is only there while it is written"
     finally:
         subprocess.run(["umount", str(run.path)], check=True)
 

@@ -16,6 +16,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
 from sft_play.training.checkpoint_files import DiskCheck
 from sft_play.training.saving import Saver
+from tests.contexts import context_of
 
 
 def saved(folder: Path) -> Path:
@@ -41,14 +42,8 @@ def unreadable(folder: Path) -> DiskCheck:
 
 def saver(run: RunFolder, *, best: int | None) -> Saver:
     """What `tidy` needs of a trainer."""
-    trainer: Any = SimpleNamespace(
-        run=run,
-        plan=SimpleNamespace(world_size=1),
-        config=SimpleNamespace(train=SimpleNamespace(save_total_limit=1)),
-        state=SimpleNamespace(best_global_step=best),
-        is_world_process_zero=lambda: True,
-    )
-    return Saver(trainer)
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(best_global_step=best))
+    return Saver(context_of(run.path, train={"save_total_limit": 1}), trainer, dict)
 
 
 def steps(run: RunFolder) -> list[str]:
@@ -94,10 +89,6 @@ def test_the_best_checkpoint_stays_though_its_link_could_not_be_made(tmp_path: P
 def begun(run: RunFolder) -> tuple[Saver, str | None]:
     """Returns a saver with one process, and what its first save of step 4 says before anything is written."""
     one = saver(run, best=None)
-    trainer: Any = one.trainer
-    trainer._gather = lambda part: part[None]
-    trainer._sums_on = lambda: "cpu"
-    trainer.callback_handler = SimpleNamespace(callbacks=[])
     one._predicted = 1
     return one, one._begin(4)
 

@@ -10,7 +10,7 @@ import pytest
 from sft_play.config.schema import DataConfig
 from sft_play.evaluate import kept_scores
 from sft_play.files import write_json, write_text
-from sft_play.runs.evaluations import data_name, metrics_of, read_predictions
+from sft_play.runs.folder import data_name, metrics_of, read_predictions
 
 INTERVAL = {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 3}
 SCORES = {"step": 2, "loss": 1.0, "bleu": INTERVAL, "answers": 3, "speed": {"mean": 1.0}, "settings": {"key": "k"}}
@@ -55,7 +55,7 @@ def test_folders_are_called_by_file_and_rows(path: str, name: str) -> None:
 def test_a_plain_model_for_benchmarks_writes_conversations_as_its_configuration_says(tiny: Path, tmp_path: Path) -> None:
     from sft_play.config.load import load_config
     from sft_play.data.templates import chat_format
-    from sft_play.training.benchmarks import find_model
+    from sft_play.evaluation.benchmarks import find_model
 
     path = tmp_path / "x.yaml"
     path.write_text(f"model: {{name: {tiny}}}\ndata: {{system: Be brief.}}\n", encoding="utf-8")

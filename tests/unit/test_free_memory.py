@@ -12,18 +12,19 @@ import psutil
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from sft_play.launch import node
-from sft_play.launch.beats import SCALE, TimeLimits
+from sft_play.launch import attempt
+from sft_play.launch.liveness import SCALE
+from sft_play.launch.process import kill_descendants
 from tests.nvml_double import MACHINES, Machine
 
 PROGRAM = """
 import sys
-from sft_play.launch import node
+from sft_play.launch import attempt
 from sft_play.plan.detect import detect
 before = detect()
 print("ready", flush=True)
 sys.stdin.readline()
-node.wait_until_free(before, [1])
+attempt.wait_until_free(before, [1])
 """
 
 
@@ -70,9 +71,8 @@ def test_processes_that_sigkill_does_not_end_are_named(
     try:
         with monkeypatch.context() as patched:
             patched.setattr(psutil.Process, "kill", lambda _: None)
-            patched.setattr(node, "LIMITS", TimeLimits.scaled(0.005))
             patched.setattr(agent, "wait", lambda **_: None)
-            node._kill_descendants(agent, others)
+            kill_descendants(agent, others, 0.05)
     finally:
         end(psutil.Process(agent.pid))
         agent.wait()
@@ -87,6 +87,6 @@ def test_locks_of_torchs_extension_builder_that_nobody_holds_are_removed(tmp_pat
     assert held.try_acquire()
     (folders[1] / "lock").touch()  # as a process leaves it that was killed
     for variables in ({"XDG_CACHE_HOME": str(tmp_path)}, {"HOME": str(tmp_path / "nobody")}):
-        node.remove_abandoned_locks(variables)
+        attempt.remove_abandoned_locks(variables)
         assert (folders[0] / "lock").exists() and not (folders[1] / "lock").exists()
     held.release()

@@ -30,18 +30,6 @@ def gguf(path: Path, pairs: list[bytes], tensors: list[tuple[str, tuple[int, ...
     return path
 
 
-def test_metadata_of_every_kind(tmp_path: Path) -> None:
-    pairs = [
-        text("a.number") + struct.pack("<II", UINT32, 7),
-        text("a.float") + struct.pack("<If", FLOAT32, 0.5),
-        text("a.flag") + struct.pack("<I?", BOOL, True),
-        text("a.text") + struct.pack("<I", STRING) + text("über"),
-        text("a.list") + struct.pack("<IIQ", ARRAY, STRING, 2) + text("x") + text("y"),
-    ]
-    found = GgufFile(gguf(tmp_path / "m.gguf", pairs, [])).metadata
-    assert found == {"a.number": 7, "a.float": 0.5, "a.flag": True, "a.text": "über", "a.list": ["x", "y"]}
-
-
 def test_q4_1_is_scale_times_nibble_plus_minimum_low_halves_first(tmp_path: Path) -> None:
     nibbles = [(3 * i + 1) % 16 for i in range(32)]
     block = struct.pack("<ee", 0.25, -1.5) + bytes(nibbles[i] | nibbles[i + 16] << 4 for i in range(16))

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sft_play.data.questions import read_questions
+from sft_play.data.formats import read_questions
 from sft_play.errors import DataError, UserError
 
 
@@ -55,16 +55,14 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
         read_questions(path)
     text = caught.value.render()
     assert caught.value.exit_code == 4
-    assert text.count(words) == 2
-    assert f"{path}:2:" in text
-    assert f"{path}:3:" in text
+    assert text.count(words) == 1 and f"{path}:2" in text and "(2 such rows; the first is here)" in text
 
 
 ASKED = [{"role": "user", "content": "2+2?"}]
 CSV_ROWS = 'frage;antwort\n"Zeile eins\nZeile zwei?";gut\n;\n"1,5?";\n'
 
 
-@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet", "rows.json", "rows.jsonl"])
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet", "rows.jsonl"])
 def test_data_files_are_read_as_data_with_the_runs_columns(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text(CSV_ROWS, encoding="utf-8")
@@ -91,14 +89,9 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
     ("row", "contents", "reference"),
     [
         ({"prompt": "2+2?", "completion": "4"}, ["2+2?"], "4"),
-        ({"prompt": ASKED, "completion": [{"role": "assistant", "content": "4"}]}, ["2+2?"], "4"),
-        ({"prompt": ASKED}, ["2+2?"], None),
         ({"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be brief."}, ["Be brief.", "Add.\n\n2+2"], "4"),
-        ({"instruction": "Add."}, ["Add."], None),
-        ({"question": "2+2?", "answer": "4"}, ["2+2?"], "4"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "4"}]}, ["2+2?"], "4"),
         ({"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}, ["2+2?"], "4"),
-        ({"conversations": [{"from": "human", "value": "2+2?"}]}, ["2+2?"], None),
         ({"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}]}, ["2+2?"], json.dumps([CALL])),
         (
             {"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}]},
@@ -116,19 +109,36 @@ def test_the_last_answer_of_a_training_row_stands_aside(
     assert found.tools == [{"type": "function"}] and not any("train" in turn for turn in found.messages)
 
 
+RENAMED = {"messages": "talk.thread", "messages.role": "by", "messages.content": "body", "messages.role.user": "customer"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": ASKED}, {"question": "2+2?"}, {"talk": {"thread": [{"by": "customer", "body": "2+2?"}]}},
+        {"talk": {"thread": [{"role": "customer", "content": "2+2?"}]}},
+    ],
+)  # fmt: skip
+def test_the_runs_columns_rename_only_what_a_row_has(tmp_path: Path, row: dict[str, Any]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    assert [found.messages for found in read_questions(path, [RENAMED])] == [ASKED]
+
+
+def test_one_fault_of_many_rows_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("Frage\n" + "Was?\n" * 30)
+    with pytest.raises(DataError, match=r"no column asks.*\(30 such rows; the first is here\)") as caught:
+        read_questions(path)
+    assert caught.value.place == f"{path}:2"
+
+
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\x00bad"])
 def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "questions.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"no prompts|UTF-8"):
         read_questions(path)
-
-
-def test_reading_input_needs_no_torch() -> None:
-    code = "import sft_play.infer, sft_play.export, sft_play.serve, sys; print('torch' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout == "False\n"
-    )
 
 
 def test_characters_that_end_lines_elsewhere_are_content(tmp_path: Path) -> None:

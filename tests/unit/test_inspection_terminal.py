@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.inspection.samples import Piece, Sample, show
+from sft_play.inspection.show import Piece, Sample, show
 
 
 def test_names_and_rows_are_shown_letter_for_letter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,6 +29,6 @@ def test_names_and_rows_are_shown_letter_for_letter(capsys: pytest.CaptureFixtur
     sample = Sample(index=0, row=0, source="[/chat] \x1b[1m", pieces=pieces, tokens=3, trained=1)
     show("train", manifest, [sample], None, None)
     shown = capsys.readouterr().out
-    assert "left out of [/chat] :smile:: 1 longer: [/x]:1" in shown and "train row 0 of [/chat] \\x1b[1m" in shown
+    assert "skipped in [/chat] :smile:: 1 (longer): [/x]:1" in shown and "train row 0 of [/chat] \\x1b[1m" in shown
     assert "[/b] \\x1b[2Jread" in shown and "\\x1b]0;x\\x07learnt↵" in shown
     assert "\x1b" not in shown

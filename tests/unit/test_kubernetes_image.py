@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.sources import PRESETS
+from sft_play.config.layers import PRESETS
 from sft_play.schedulers.manifests import ENTRY, PLACES, USER
 from tests.documents import ROOT
 

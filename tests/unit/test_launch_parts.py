@@ -15,10 +15,9 @@ import pytest
 from sft_play.__main__ import main
 from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, HardwareError, UserError
+from sft_play.launch.attempt import show_launch, worker_arguments
 from sft_play.launch.commands import finish
-from sft_play.launch.environment import Node, worker_environment
-from sft_play.launch.local import show_launch, worker_arguments
-from sft_play.launch.network import free_port, interface_of, port_is_free, require_free_port
+from sft_play.launch.environment import Node, free_port, interface_of, port_is_free, require_free_port, worker_environment
 from sft_play.launch.run_folder import choose_name, find_run, held, record_event, reserved
 from sft_play.launch.runs import holders
 from sft_play.launch.settings import accelerate_settings

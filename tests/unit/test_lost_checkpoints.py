@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import CheckpointError
-from sft_play.launch.recovery import nothing_to_go_on_from
-from sft_play.launch.resume import choose_checkpoint, saved_once
+from sft_play.launch.resume import choose_checkpoint, saved_once, without_checkpoints
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import Outcome
 from sft_play.runs.folder import RunFolder
@@ -43,7 +42,8 @@ def test_a_launch_never_begins_anew_where_all_checkpoints_are_damaged(tmp_path: 
     lost = Outcome(
         code=75, rank=1, message="error: rank 1 (node1) was killed by SIGKILL; all other ranks were stopped", cause="killed"
     )
-    end = nothing_to_go_on_from(RunFolder(tmp_path / "mine"), lost)
+    end = without_checkpoints(RunFolder(tmp_path / "mine"), lost, None, ["step-000002: torn"])
+    assert end is not None
     assert (
         end.code == 5
         and "`mine` has no valid checkpoint" in end.message
@@ -55,7 +55,8 @@ def test_a_launch_never_begins_anew_where_its_checkpoints_are_gone(tmp_path: Pat
     (tmp_path / "mine").mkdir()
     run = with_rows(tmp_path / "mine", {"kind": "save", "step": 4}, {"kind": "train", "step": 5})
     lost = Outcome(code=75, rank=1, message="error: rank 1 was killed", cause="killed")
-    end = nothing_to_go_on_from(run, lost, gone=saved_once(run))
+    end = without_checkpoints(run, lost, None, [])
+    assert end is not None
     assert (
         end.code == 5 and f"{run.checkpoints}: `mine` had saved checkpoints (the last at step 4), and none is left" in end.message
     )

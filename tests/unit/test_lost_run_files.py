@@ -12,7 +12,7 @@ import pytest
 from sft_play.config.call import Call
 from sft_play.errors import CheckpointError, UserError
 from sft_play.files import append_json_line
-from sft_play.launch.options import LaunchOptions, read_options
+from sft_play.launch.job import LaunchOptions, read_options
 from sft_play.launch.resume import as_resume, existing_run
 from sft_play.launch.run_folder import (
     NEEDED,

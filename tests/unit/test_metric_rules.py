@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.call import Override
+from sft_play.config.layers import Override
 from sft_play.config.load import load_config
-from sft_play.config.metrics import METRIC_RULES, higher_is_better, library_parts, measured, metrics_hint, short_name
+from sft_play.config.metrics import higher_is_better, library_parts, measured, metrics_hint, short_name
+from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config, DataConfig, DataSource, EvalConfig, ModelConfig, TrainConfig
 from sft_play.errors import UserError
 
@@ -24,7 +25,7 @@ def config(*, data: DataConfig = HELD_OUT, metrics: list[str] | None = None, **t
 
 
 def problems(checked: Config) -> list[str]:
-    return [problem.render() for rule in METRIC_RULES for problem in rule(checked, {})]
+    return [problem.render() for problem in check_rules(checked, {})]
 
 
 @pytest.mark.parametrize(

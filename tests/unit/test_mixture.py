@@ -93,23 +93,6 @@ def test_each_source_gives_all_its_rows_before_any_again(case: tuple[Mixture, li
         assert set(epochs[0]) == set(range(len(owner)))
 
 
-@settings(deadline=None)
-@given(sources())
-def test_every_prefix_is_near_the_weights(case: tuple[Mixture, list[int], list[int]]) -> None:
-    mixed, owner, lengths = case
-    order = mixed.order(owner, lengths, 0, 0)
-    size = lengths if mixed.by == "tokens" else [1] * len(lengths)
-    given, left = [0.0] * len(mixed.rows), list(mixed.epoch_rows)
-    for row in order:
-        given[owner[row]] += size[row]
-        left[owner[row]] -= 1
-        if not all(left):  # from here on what is left comes
-            break
-        behind = [amount / weight for amount, weight in zip(given, mixed.weights, strict=True)]
-        steps = [max(size[r] for r, o in enumerate(owner) if o == s) / w for s, w in enumerate(mixed.weights)]
-        assert max(behind) - min(behind) <= max(steps) + 1e-6
-
-
 def test_three_to_one_in_tokens_within_two_percent() -> None:
     chance = random.Random(1)
     lengths = [chance.randint(20, 400) for _ in range(600)] + [chance.randint(5, 100) for _ in range(900)]

@@ -12,9 +12,9 @@ from sft_play.errors import CheckpointError
 from sft_play.files import write_json
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.plan import Plan
+from sft_play.runs.checkpoints import checkpoint_names, weights_folder
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
-from sft_play.runs.weights import checkpoint_names, weights_folder
 from sft_play.stamps import find
 from tests.plans import simple_plan
 

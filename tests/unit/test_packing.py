@@ -18,14 +18,13 @@ from sft_play.data.batches import GlobalBatchSampler
 from sft_play.errors import UserError
 from sft_play.launch.recovery import announcement, remedy
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
-from sft_play.plan.balance import Slots
+from sft_play.plan.batch import Slots
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.packing import best_fit, most_packs
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
+from sft_play.plan.plan import LaunchRequest, Plan, setup_of
+from sft_play.plan.request import Request
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.trace_case import setup_of
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
 
 LIMIT = 64
@@ -110,8 +109,14 @@ def planned(tmp_path: Path) -> Callable[..., Plan]:
         model = ResolvedModel(name="m", path="m", source="folder", revision=None, fingerprint="", tokenizer_fingerprint="")
         config = Config(model=ModelConfig(name="m", max_seq_len=longest), data=DataConfig(), train=TrainConfig(**train))
         return make_plan(
-            config, lambda _: False, hardware, shape, launch=request or LaunchRequest(), prepared=Prepared(model=model, train=split, validation=None)
-        )  # fmt: skip
+            Request(
+                config=config,
+                hardware=hardware,
+                shape=shape,
+                launch=request or LaunchRequest(),
+                prepared=Prepared(model=model, train=split, validation=None),
+            )
+        )
 
     return made
 

@@ -10,26 +10,16 @@ from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
 from sft_play.errors import UserError
+from sft_play.plan.architecture import shape_of
 from sft_play.plan.batch import choose_batch
-from sft_play.plan.fit import Fit
-from sft_play.plan.memory import Setup
-from sft_play.plan.shape import ModelShape, shape_of
+from sft_play.plan.hardware import parse_hardware
+from sft_play.plan.plan import Setup
+from sft_play.plan.request import Request
+from sft_play.plan.shape import ModelShape
 
 
 def train(**values: Any) -> TrainConfig:
     return TrainConfig(**values)
-
-
-@pytest.mark.parametrize(
-    ("fitting", "micros", "accumulation"),
-    [
-        ((64,), (32,), 1), ((8,), (8,), 4), ((12,), (11,), 3), ((1,), (1,), 32), ((8, 8), (8, 8), 2), ((64,) * 8, (4,) * 8, 1),
-        ((5, 5, 5), (4, 4, 4), 3), ((4, 2, 2), (4, 2, 2), 4), ((1,) * 40, (1,) * 40, 1),
-    ],
-)  # fmt: skip
-def test_automatic_batches(fitting: tuple[int, ...], micros: tuple[int, ...], accumulation: int) -> None:
-    batch = choose_batch(train(), fitting, 64)
-    assert (batch.micro_batches, batch.accumulation, batch.global_batch) == (micros, accumulation, 32)
 
 
 def test_the_arithmetic_is_said() -> None:
@@ -123,11 +113,11 @@ def test_the_largest_batch_is_exact(one: int, row: int, bend: int, capacity: int
     def memory(_: Config, shape: ModelShape, setup: Setup, rows: int) -> dict[str, int]:
         return {"base": one, "rows": row * rows, "mask": bend * rows**2 // 1024, "logits": min(row * rows, 2**30)}
 
-    fit = Fit(config=config, shape=shape_of(config.model), memory=memory)
+    request = Request(config=config, hardware=parse_hardware("24GB"), shape=shape_of(config.model), memory=memory)
     setup = setup_for("cuda")
-    most = fit.largest(setup, capacity)
-    assert most == 0 or fit.need(setup, most) <= capacity
-    assert fit.need(setup, most + 1) > capacity or most >= 2**20
+    most = request.largest_in(setup, capacity)
+    assert most == 0 or request.need(setup, most) <= capacity
+    assert request.need(setup, most + 1) > capacity or most >= 2**20
 
 
 def setup_for(device: str) -> Setup:

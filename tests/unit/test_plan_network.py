@@ -10,8 +10,12 @@ import pytest
 from sft_play.config.load import load_config
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import HardwareError, UserError
+from sft_play.plan.architecture import shape_of
 from sft_play.plan.calibration import Link
-from sft_play.plan.exchange import (
+from sft_play.plan.hardware import network_speed, parse_hardware
+from sft_play.plan.make import make_plan
+from sft_play.plan.memory import trainable_parameters
+from sft_play.plan.network import (
     communication_seconds,
     compressed_bytes,
     exchange_seconds,
@@ -20,14 +24,9 @@ from sft_play.plan.exchange import (
     powersgd_elements,
     sent_bytes,
 )
-from sft_play.plan.hardware import network_speed, parse_hardware
-from sft_play.plan.make import make_plan
-from sft_play.plan.memory import Setup, trainable_parameters
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
-from sft_play.plan.shape import shape_of
+from sft_play.plan.plan import LaunchRequest, Plan, Setup
+from sft_play.plan.request import Request
 from sft_play.plan.show import show_plan
-from sft_play.plan.words import figure, rate_in_words
 from tests.documents import on_page
 
 LLAMA2, QWEN = "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-7B-Instruct"
@@ -49,7 +48,9 @@ def config_of(
 def planned(hardware: str, config: Config, **request: Any) -> Plan:
     launch = LaunchRequest(**({"command_strategy": "auto"} | request))
     typed = frozenset[str]().__contains__
-    return make_plan(config, typed, parse_hardware(hardware), shape_of(config.model), launch=launch, prepared=None)
+    return make_plan(
+        Request(config=config, typed=typed, hardware=parse_hardware(hardware), shape=shape_of(config.model), launch=launch)
+    )
 
 
 def setup_for(strategy: str = "ddp", **changes: Any) -> Setup:
@@ -84,12 +85,6 @@ def test_adapters_of_a_7b_model_take_a_third_of_a_second() -> None:
     assert pytest.approx(117.5e6) == GIGABIT
     assert communication_seconds(sent, 3, GIGABIT) == pytest.approx(0.38, abs=0.005)
     assert [round(communication_seconds(sent, n, GIGABIT), 2) for n in (1, 2, 4)] == [0.0, 0.29, 0.43]
-
-
-def test_gigabytes_of_gradients_take_many_seconds_not_100_ms() -> None:
-    assert communication_seconds(1.6e9, 3, GIGABIT) == pytest.approx(18.2, abs=0.05)
-    # What 100 ms would need: 171 Gbit/s of payload.
-    assert communication_seconds(1.6e9, 3, 8 * 1e9) > 0.1 and pytest.approx(171e9, rel=0.01) == 2 * 2 / 3 * 1.6e9 / 0.1 * 8
 
 
 def test_shards_of_gradients_travel_in_every_micro_step() -> None:
@@ -127,13 +122,13 @@ def test_what_each_choice_sends() -> None:
     config = config_of()
     shape = shape_of(config.model)
     whole = 8_388_608
-    assert [compressed_bytes(config, shape, 4, kind, 4) / whole for kind in ("none", "fp16", "bf16")] == [4, 2, 2]
-    assert compressed_bytes(config, shape, 2, "fp16", 4) / whole == 2  # 16-bit gradients already
+    assert [compressed_bytes(config, shape, 4, kind) / whole for kind in ("none", "fp16", "bf16")] == [4, 2, 2]
+    assert compressed_bytes(config, shape, 2, "fp16") / whole == 2  # 16-bit gradients already
     # Adapters of 16 x 4096: factors of rank 4 have (16 + 4096) x 4 values of 65,536 = 1 in 3.98.
     assert (
         powersgd_elements(16, 4096, 4) == 16_448 and powersgd_elements(16, 4096, 8) == 65_536 and powersgd_elements(4, 4, 9) == 16
     )
-    assert compressed_bytes(config, shape, 4, "powersgd", 4) == 4 * 128 * 16_448
+    assert compressed_bytes(config, shape, 4, "powersgd") == 4 * 128 * 16_448
     for steps, sent in ((16, 4), (1, 16 * 4)):
         local = replace(config, launch=LaunchConfig(local_steps=steps))
         assert sent_bytes(local, shape, setup_for()) == whole * sent / 16
@@ -159,16 +154,6 @@ def test_the_plan_has_a_table_of_them() -> None:
     # Where the cards' speed is unknown there is no share, and without a stated network no table.
     assert all(row["share"] is None for row in planned("12GB+8GB+8GB@1Gbit", config_of(mode="qlora")).exchanges)
     assert planned("2xRTX4090", config_of(mode="qlora")).exchanges == ()
-
-
-def test_the_forecast_goes_by_what_is_chosen() -> None:
-    def step(**launch: Any) -> float:
-        plan = planned("3xRTX4090@1Gbit", config_of(seq=512, **launch))
-        assert plan.seconds_per_step is not None and plan.communication_seconds is not None
-        return plan.communication_seconds
-
-    assert step() == pytest.approx(0.381, abs=0.002) and step(compression="fp16") == pytest.approx(step() / 2)
-    assert step(local_steps=16) == pytest.approx(step() / 16)
 
 
 @pytest.mark.parametrize("command", ["fsdp2", "zero"])
@@ -247,14 +232,6 @@ def test_a_network_that_is_fast_enough_is_not_refused() -> None:
     assert planned("24GB", config_of(QWEN, seq=512), command_strategy="fsdp2", num_nodes=3).strategy == "fsdp2"
 
 
-def test_figures_have_no_exponent() -> None:
-    assert [figure(value) for value in (4590.4, 999.6, 118.2, 11.75, 10, 0.5, 0.000012345, 0, 1234567)] == [
-        "4,590", "1,000", "118", "11.8", "10", "0.5", "0.0000123", "0", "1,230,000"
-    ]  # fmt: skip
-    assert [figure(value, 2) for value in (118.2, 1.94, 0.19, float("inf"))] == ["120", "1.9", "0.19", "inf"]
-    assert [rate_in_words(speed) for speed in (1.175e8, 1.175e10, 9.996e8)] == ["118 MB/s", "11.8 GB/s", "1,000 MB/s"]
-
-
 def test_a_fast_network_and_a_long_wait_are_told_in_plain_numbers() -> None:
     fast = show_plan(planned("4xH100@100Gbit", config_of(), num_nodes=2))
     assert "over the network of 11.8 GB/s" in fast and "e+0" not in fast
@@ -291,7 +268,13 @@ def test_a_typed_network_beside_that_of_hardware_is_told_not_to_count(nodes: int
         launch = LaunchRequest(command_strategy="auto", num_nodes=nodes)
         config = config_of(SMALL, seq=512, network=network)
         plan = make_plan(
-            config, keys.__contains__, parse_hardware(hardware), shape_of(config.model), launch=launch, prepared=None
+            Request(
+                config=config,
+                typed=keys.__contains__,
+                hardware=parse_hardware(hardware),
+                shape=shape_of(config.model),
+                launch=launch,
+            )
         )
         assert plan.communication_seconds is not None
         return [reason for reason in plan.reasons if reason.startswith("`launch.network`")]

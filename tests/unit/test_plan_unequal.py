@@ -9,14 +9,13 @@ import pytest
 
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, LoraSettings, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import HardwareError
-from sft_play.plan.balance import spans
+from sft_play.plan.architecture import shape_of
+from sft_play.plan.batch import spans
 from sft_play.plan.calibration import Calibration, StepFit, load_calibration, of_all_nodes
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.make import make_plan
-from sft_play.plan.nodes import measured_on_all
-from sft_play.plan.plan import Plan, RankPlan
-from sft_play.plan.request import LaunchRequest
-from sft_play.plan.shape import shape_of
+from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
+from sft_play.plan.request import Request
 from sft_play.plan.show import show_plan
 
 LLAMA2, SMALL = "meta-llama/Llama-2-7b-hf", "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -36,7 +35,7 @@ def config_of(
 def planned(hardware: Hardware | str, config: Config, **request: Any) -> Plan:
     launch = LaunchRequest(**({"command_strategy": "auto"} | request))
     found = parse_hardware(hardware) if isinstance(hardware, str) else hardware
-    return make_plan(config, frozenset[str]().__contains__, found, shape_of(config.model), launch=launch, prepared=None)
+    return make_plan(Request(config=config, hardware=found, shape=shape_of(config.model), launch=launch))
 
 
 def counts(plan: Plan) -> tuple[int, ...]:
@@ -119,13 +118,6 @@ def test_after_memory_ran_out_each_rank_has_half() -> None:
     assert again.global_batch_size == 24 and any("memory ran out: micro-batch" in one for one in again.reasons)
 
 
-def test_the_table_of_ranks() -> None:
-    text = show_plan(planned(CARDS + "@1Gbit", config_of()), details=True)
-    assert "micro-steps" in text and "would fit" in text and "RTX3070Ti" in text and "micro-batch" in text
-    same = show_plan(planned("2xRTX4090", config_of(seq=512)), details=True)
-    assert "s a step\n" not in same
-
-
 def test_measured_speeds_count(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     hardware = parse_hardware("RTX4090+RTX3090")
@@ -168,24 +160,6 @@ def test_a_card_that_holds_up_the_others_is_named() -> None:
     assert "rank 2 nothing" in reason(plan, "shares by speed") and show_plan(plan, details=True)
 
 
-@pytest.mark.parametrize("command", ["zero", "fsdp2"])
-def test_fewer_machines_are_named_where_states_are_shared_out_too(command: Any) -> None:
-    slow: dict[str, Any] = {"launch": {"slow_network": "allow"}, "gradient_checkpointing": True, "optim": "sgd"}
-    plan = planned("RTX4090+RTX3090+RTX3090@100Mbit", config_of(SMALL, "full", seq=512, **slow), command_strategy=command)
-    assert "the network included" in reason(plan, "FASTER on rank 0 (RTX4090) alone: ")
-    # A card alone holds all of a model that three share: none is proposed that would not fit.
-    large = planned(
-        CARDS + "@100Mbit", config_of(mode="lora", seq=512, launch={"slow_network": "allow"}), command_strategy="fsdp2"
-    )
-    assert large.strategy == "fsdp2" and not any(one.startswith("FASTER") for one in large.reasons)
-
-
-def test_what_would_fit_is_what_the_plan_holds_of_each_rank() -> None:
-    plan = planned(CARDS + "@1Gbit", config_of(seq=512))
-    told = reason(plan, "shares by speed")
-    assert all(f"({rank.most_rows} would fit)" in told for rank in plan.ranks if rank.micro_batch), told
-
-
 # Machines.
 
 
@@ -206,20 +180,10 @@ def test_unlike_cards_as_many_as_machines_are_one_each() -> None:
     assert written.world_size == 2 and [rank.device for rank in written.ranks] == ["cuda:0"] * 2
 
 
-def test_bars_name_the_ranks_that_they_are_of() -> None:
-    shown = show_plan(planned("12GB+8GB", config_of(seq=512), num_nodes=3), details=True)
-    assert "  ranks 0, 2, 4: 12 GB GPU" in shown and "  ranks 1, 3, 5: 8 GB GPU" in shown
-    shown = show_plan(planned("2x12GB+8GB", config_of(seq=512, global_batch_size=27, batch_size=1), num_nodes=9), details=True)
-    assert "  ranks 0 to 1, 3 to 4, 6 to 7, 9 to 10, 12 to 13, 15 to 16, 18 to 19, 21 to 22 and 2 more: 12 GB GPU" in shown
-    alone = show_plan(planned("12GB+8GB+8GB", config_of(seq=512)), details=True)
-    assert "  rank 0: 12 GB GPU" in alone and "  ranks 1 to 2: 8 GB GPU" in alone
-
-
 @pytest.mark.parametrize(
     ("hardware", "request_", "world", "told"),
     [
         (LAN, {"num_nodes": 2}, 6, "each of the 2 nodes has all 3 cards; with NUM_NODES=3 each would have one of them"),
-        ("12GB+8GB@1Gbit", {"num_nodes": 3}, 6, "each of the 3 nodes has both cards; with NUM_NODES=2 each would have one of them"),
         (LAN, {"num_nodes": 2, "num_gpus": 2}, 4, "each of the 2 nodes has 2 of the 3 cards; with NUM_NODES=3 each would have one of them"),
     ],
 )  # fmt: skip
@@ -259,19 +223,6 @@ def test_nodes_that_have_met_make_one_plan() -> None:
     assert gain(plans[0]) > 1.1
 
 
-def test_what_one_node_measured_counts_where_all_have_such_devices() -> None:
-    alike, mixed = (
-        LaunchRequest(num_nodes=2, node_devices=((gpu("a", 12, 6e13),), (gpu(name, 12, 6e13),))) for name in ("a", "b")
-    )
-    found = Calibration(device="a", kind="cuda", threads=8, measured="2026-11-21")
-    assert (
-        measured_on_all(alike, found) is found and measured_on_all(mixed, found) is None and measured_on_all(mixed, None) is None
-    )
-    assert measured_on_all(LaunchRequest(), found) is found
-    both = replace(found, others={"a": found, "b": replace(found, device="b")})
-    assert measured_on_all(mixed, both) is both
-
-
 def fitted(name: str, flops: float) -> Calibration:
     """Returns what `make bench` found on a card: a line through steps of other work than is planned."""
     fit = StepFit(
@@ -290,9 +241,14 @@ def test_shares_rest_on_what_each_node_measured_on_its_own_card() -> None:
     def shares(here: Calibration | None, *nodes: tuple[Calibration, ...]) -> tuple[int, ...]:
         launch = LaunchRequest(command_strategy="auto", num_nodes=2, node_devices=met)
         plan = make_plan(
-            config, frozenset[str]().__contains__, machine(*met[0]), shape_of(config.model), launch=launch, prepared=None,
-            calibration=of_all_nodes(here, nodes),
-        )  # fmt: skip
+            Request(
+                config=config,
+                hardware=machine(*met[0]),
+                shape=shape_of(config.model),
+                launch=launch,
+                calibration=of_all_nodes(here, nodes),
+            )
+        )
         return counts(plan)
 
     assert shares(fast, (fast,), ()) == (12, 12), "one of the two was never measured: both are guessed"
@@ -301,17 +257,6 @@ def test_shares_rest_on_what_each_node_measured_on_its_own_card() -> None:
     assert first + second == 24 and 2 * second <= first
     second, first = shares(replace(slow, device="a"), (), (replace(fast, device="b"),))
     assert first + second == 24 and 2 * second <= first, "also where node 0's is the slow one"
-
-
-def test_what_is_merged_of_the_nodes() -> None:
-    a, b, other_a = fitted("NVIDIA a", 3e13), fitted("b", 1e13), fitted("a", 2e13)
-    assert of_all_nodes(None, []) is None and of_all_nodes(None, [(), ()]) is None and of_all_nodes(a, []) is a
-    assert of_all_nodes(a, [(replace(a, links={}),), (other_a,)]) is a, "a name that two nodes measured is node 0's"
-    assert of_all_nodes(None, [(), (other_a,)]) is other_a, "node 0 has such a card and measured nothing"
-    both = of_all_nodes(a, [(a,), (b,)])
-    assert both and both.of("a") is a and both.of("NVIDIA b") is b and both.measured == "2026-11-21"
-    again = of_all_nodes(both, [(a, b), (fitted("c", 1e13),)])
-    assert again and again.of("c").device == "c" and set(again.others) == {"a", "b", "c"}
 
 
 def test_a_processor_of_another_node_has_its_own_threads() -> None:
@@ -325,9 +270,7 @@ def test_a_processor_of_another_node_has_its_own_threads() -> None:
 
     found = of_all_nodes(of_cpu("x", 4), [(of_cpu("x", 4),), (of_cpu("y", 16),)])
     launch = LaunchRequest(command_strategy="auto", num_nodes=2, num_gpus=1, node_devices=(cpus[:1], cpus[1:]))
-    plan = make_plan(
-        config, frozenset[str]().__contains__, hardware, shape_of(config.model), launch=launch, prepared=None, calibration=found
-    )
+    plan = make_plan(Request(config=config, hardware=hardware, shape=shape_of(config.model), launch=launch, calibration=found))
     assert counts(plan)[1] > 2 * counts(plan)[0] > 0
 
 
@@ -335,22 +278,6 @@ def test_a_full_gpu_of_another_node_is_named() -> None:
     met = ((gpu("a", 12, 6e13),), (gpu("b", 8, 3e13, free=0.1),))
     with pytest.raises(HardwareError, match=r"GPU 0 of node 1 \(b\) is full: 0\.1 of 8\.0 GiB free"):
         planned(machine(*met[0]), config_of(), num_nodes=2, node_devices=met)
-
-
-def test_processors_of_several_machines_make_one_plan() -> None:
-    cpu = Device(name="a CPU", memory_bytes=32 * GIB, free_bytes=24 * GIB, bf16=False)
-    met = ((cpu, cpu), (replace(cpu, free_bytes=23 * GIB),))
-
-    def node(rank: int) -> Plan:
-        here = Hardware(kind="cpu", devices=met[rank][:1], cpu_threads=2 + 6 * rank, ram_bytes=32 * GIB)
-        request = {"num_nodes": 2, "node_rank": rank, "num_gpus": len(met[rank]), "node_devices": met}
-        return planned(here, config_of(SMALL, "lora", seq=128), **request)
-
-    first, second = node(0), node(1)
-    assert [(r.micro_batch, r.accumulation) for r in first.ranks] == [(r.micro_batch, r.accumulation) for r in second.ranks]
-    assert first.node_ranks == (2, 1) and first.world_size == 3 and first.backend == "gloo"
-    assert first.ranks[0].capacity_bytes == int(24 * GIB * 0.85 / 2) and first.ranks[2].capacity_bytes == int(23 * GIB * 0.85)
-    assert len({(rank.micro_batch, rank.accumulation) for rank in first.ranks}) == 1
 
 
 # Files of earlier versions.

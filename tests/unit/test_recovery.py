@@ -19,19 +19,19 @@ import pytest
 from sft_play.config.schema import Config, DataConfig, EvalConfig, LaunchConfig, ModelConfig, TrainConfig
 from sft_play.launch import recovery
 from sft_play.launch.deepspeed import read_user_json
-from sft_play.launch.options import LaunchOptions
-from sft_play.launch.recovery import Refusal
+from sft_play.launch.job import LaunchOptions, without_batch_numbers
+from sft_play.launch.liveness import MemoryKills, counters_of
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome, judge
-from sft_play.launch.watch import MemoryKills, counters_of
+from sft_play.plan.architecture import shape_of
 from sft_play.plan.batch import Batch, choose_batch, halve, halved
 from sft_play.plan.hardware import parse_hardware
 from sft_play.plan.make import make_plan
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
-from sft_play.plan.shape import shape_of
+from sft_play.plan.plan import LaunchRequest, Plan
+from sft_play.plan.request import Request
 from sft_play.runs.folder import RunFolder
-from sft_play.training.memory_errors import Activity, describe, ran_out_of_memory
+from sft_play.training.faults import ran_out_of_memory, verdict
+from sft_play.training.process import Activity
 from tests.documents import on_page
 
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
@@ -114,8 +114,8 @@ def test_a_worker_says_what_it_was_doing() -> None:
     doing.enter("training", step=3)
     doing.next_batch([5])
     doing.next_batch([9, 1])
-    message = describe(RuntimeError("can't allocate\nmore"), doing)
-    assert message == "error: memory ran out in step 3, micro-batch 2 (rows 9, 1) (RuntimeError: can't allocate)"
+    found = verdict(MemoryError("can't allocate\nmore"), RunFolder(Path()), doing)
+    assert found["error"] == "error: memory ran out in step 3, micro-batch 2 (rows 9, 1) (MemoryError: can't allocate)"
     assert doing.facts() == {"phase": "training", "step": 3, "micro_step": 2, "rows": [9, 1]}
     doing.enter("evaluating", step=3)
     assert str(doing) == "in the evaluation after step 3"
@@ -262,7 +262,15 @@ def config(**train: Any) -> Config:
 
 
 def plan(settings: Config, request: LaunchRequest, hardware: str = "2x80GB") -> Plan:
-    return make_plan(settings, lambda _: True, parse_hardware(hardware), shape_of(settings.model), launch=request, prepared=None)
+    return make_plan(
+        Request(
+            config=settings,
+            typed=lambda _: True,
+            hardware=parse_hardware(hardware),
+            shape=shape_of(settings.model),
+            launch=request,
+        )
+    )
 
 
 REQUEST = LaunchRequest(command_strategy="auto")
@@ -275,9 +283,7 @@ LOST_MEMORY = Outcome(
 )
 
 
-def next_after(
-    settings: Config, request: LaunchRequest, outcome: Outcome = LOST_MEMORY, retries: int = 0
-) -> LaunchRequest | Refusal:
+def next_after(settings: Config, request: LaunchRequest, outcome: Outcome = LOST_MEMORY, retries: int = 0) -> LaunchRequest | str:
     return recovery.remedy(settings, shape_of(settings.model), plan(settings, request), request, outcome, retries)
 
 
@@ -304,17 +310,17 @@ def test_halving_down_to_one_row_then_recomputation_then_an_answer(typed: dict[s
     assert not plan(settings, request).gradient_checkpointing
     assert [rank.micro_batch for rank in last.ranks] == [1, 1], "what recomputation saves is not spent on more rows"
     refusal = next_after(settings, found)
-    assert isinstance(refusal, Refusal)
-    assert "the micro-batch is 1 already and gradient checkpointing is on already" in refusal.why
-    assert "MODEL_MAX_SEQ_LEN=256" in refusal.hint
+    assert isinstance(refusal, str)
+    assert "the micro-batch is 1 already and gradient checkpointing is on already" in refusal
+    assert "MODEL_MAX_SEQ_LEN=256" in refusal
 
 
 def test_a_typed_false_is_kept_and_proposed() -> None:
     settings = config(batch_size=1, gradient_checkpointing=False)
     refusal = next_after(settings, REQUEST)
-    assert isinstance(refusal, Refusal)
-    assert "off as configured" in refusal.why
-    assert "TRAIN_GRADIENT_CHECKPOINTING=true" in refusal.hint
+    assert isinstance(refusal, str)
+    assert "off as configured" in refusal
+    assert "TRAIN_GRADIENT_CHECKPOINTING=true" in refusal
 
 
 @pytest.mark.parametrize(
@@ -327,10 +333,10 @@ def test_a_typed_false_is_kept_and_proposed() -> None:
 )
 def test_when_it_does_not_go_on_by_itself(settings: Config, outcome: Outcome, retries: int, words: str) -> None:
     refusal = next_after(settings, REQUEST, outcome, retries)
-    assert isinstance(refusal, Refusal)
-    assert words in refusal.why
-    assert words in recovery.refused(outcome, refusal).message
-    assert "choose one: " in refusal.hint
+    assert isinstance(refusal, str)
+    assert words in refusal
+    assert words in refusal
+    assert "choose one: " in refusal
 
 
 def test_evaluation_is_halved_too() -> None:
@@ -362,11 +368,11 @@ def test_batch_numbers_of_a_deepspeed_json_follow(tmp_path: Path) -> None:
     path = tmp_path / "my.json"
     path.write_text('{"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}')
     options = LaunchOptions(request=REQUEST, deepspeed=read_user_json(path))
-    left = recovery.without_batch_numbers(options).deepspeed
+    left = without_batch_numbers(options).deepspeed
     assert left is not None
     assert left.settings["train_micro_batch_size_per_gpu"] == "auto"
     assert left.settings["gradient_clipping"] == 1.0
-    assert recovery.without_batch_numbers(LaunchOptions(request=REQUEST)).deepspeed is None
+    assert without_batch_numbers(LaunchOptions(request=REQUEST)).deepspeed is None
 
 
 def test_events_remember_what_was_tried(tmp_path: Path) -> None:

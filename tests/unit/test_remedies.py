@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.call import parse_call
+from sft_play.config.command_line import parse_call
 from sft_play.errors import UserError
-from sft_play.launch.options import read_options
-from sft_play.plan.fit import DoesNotFitError, Remedy
+from sft_play.launch.job import read_options
+from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
 from sft_play.plan.make import make_plan
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
-from sft_play.plan.shape import shape_of
+from sft_play.plan.plan import LaunchRequest, Plan
+from sft_play.plan.request import DoesNotFitError, Remedy, Request
 from tests.conftest import ROOT
 
 V100 = Hardware(
@@ -29,7 +28,9 @@ OFFLOADED = LaunchRequest(command_strategy="zero", zero_stage=3, offload_optimiz
 def planned(config: Path, hardware: Hardware | str, typed: list[str], launch: LaunchRequest) -> Plan:
     loaded = parse_call(["plan", f"CONFIG={config}", *typed], COMMANDS).load_config()
     found = parse_hardware(hardware) if isinstance(hardware, str) else hardware
-    return make_plan(loaded.config, loaded.typed, found, shape_of(loaded.config.model), launch=launch, prepared=None)
+    return make_plan(
+        Request(config=loaded.config, typed=loaded.typed, hardware=found, shape=shape_of(loaded.config.model), launch=launch)
+    )
 
 
 def outcome(config: Path, hardware: Hardware | str, typed: list[str], launch: LaunchRequest) -> tuple[bool, int]:
@@ -88,7 +89,9 @@ def typed_plan(command: str, words: list[str], hardware: str) -> Plan:
     call = parse_call([command, *words], COMMANDS)
     options, loaded = read_options(call, call.load_config(), COMMANDS_OF[command], rehearsal=True)  # type: ignore[arg-type]
     shape = shape_of(loaded.config.model)
-    return make_plan(loaded.config, loaded.typed, parse_hardware(hardware), shape, launch=options.request, prepared=None)
+    return make_plan(
+        Request(config=loaded.config, typed=loaded.typed, hardware=parse_hardware(hardware), shape=shape, launch=options.request)
+    )
 
 
 @pytest.mark.parametrize("hardware", ["8GB", "2x6GB"])
@@ -151,7 +154,7 @@ def test_what_came_nearest_is_shown() -> None:
     config, launch = ROOT / "configs" / "run_bnb.yaml", LaunchRequest(command_strategy="auto")
     with pytest.raises(DoesNotFitError, match="with weights shared out by fsdp2; a whole replica needs") as error:
         planned(config, "8x24GB", ["TUNING_MODE=full"], launch)
-    assert error.value.setup.strategy == "fsdp2" and error.value.over_bytes < 5 * GIB
+    assert error.value.setup.strategy == "fsdp2" and error.value.need_bytes - error.value.capacity_bytes < 5 * GIB
 
 
 def test_the_example_in_the_docs_is_what_the_plan_says() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import os
 import socket
 import subprocess
 import sys
@@ -16,14 +15,15 @@ from typing import Any
 
 import pytest
 
+from benchmarks.launchers import measure
 from sft_play.errors import DataError, HardwareError, RetryableError, UserError
-from sft_play.launch import rendezvous
-from sft_play.launch.environment import Node
-from sft_play.launch.network import free_port
-from sft_play.launch.rendezvous import Given, Rendezvous, why
+from sft_play.launch import store
+from sft_play.launch.environment import NAME_LOOKUPS, Node, free_port, worker_environment
+from sft_play.launch.meeting import Given
+from sft_play.launch.rendezvous import Rendezvous, why
 from sft_play.launch.verdict import Outcome
-from tests.conftest import ROOT
 from tests.documents import on_page
+from tests.plans import simple_plan
 
 Act = Callable[[Rendezvous], Any]
 KEY, OTHER = "a key that the nodes of this run know", "a key of another run, as long as it"
@@ -77,8 +77,9 @@ def meet(given: Any = None) -> Act:
 
 def vanish(ours: Rendezvous) -> str:
     """Leaves as a process that was killed: without a word, and its beats end."""
-    assert ours._link is not None
-    ours._link.close()
+    assert ours._store is not None
+    ours._store.close()
+    ours._store = None  # with node 0's goes what it serves
     return "vanished"
 
 
@@ -166,9 +167,9 @@ def test_a_machine_too_many_does_not_end_a_training(capfd: pytest.CaptureFixture
     nodes.start(1, meet(), host="other key", key=OTHER)
     with socket.create_connection(("127.0.0.1", nodes.port)) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    store = rendezvous._tcp_store()("127.0.0.1", nodes.port, is_master=False, wait_for_workers=False)
+    raw = store.tcp_store()("127.0.0.1", nodes.port, is_master=False, wait_for_workers=False)
     for name in ("0/end", "0/next", "attempt"):
-        store.set(name, b"-" * 64 + b"x")
+        raw.set(name, b"-" * 64 + b"x")
     while len(nodes.ended) < 4:
         time.sleep(0.05)
     time.sleep(1.5)
@@ -194,8 +195,8 @@ def test_a_launcher_that_was_started_again_takes_its_seat() -> None:
 
 
 def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "CONNECT_SECONDS", 0.3)
-    monkeypatch.setattr(rendezvous, "HEARD_SECONDS", 0.5)
+    monkeypatch.setattr(store, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(store, "HEARD_SECONDS", 0.5)
     nodes = Nodes(count=2, patience=0.2)
 
     def ended() -> str:
@@ -208,7 +209,7 @@ def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", nodes.port)):
         assert "no launcher of SFT-Play" in ended()
     nodes.port = free_port()
-    _other = rendezvous._tcp_store()("127.0.0.1", nodes.port, is_master=True, wait_for_workers=False)
+    _other = store.tcp_store()("127.0.0.1", nodes.port, is_master=True, wait_for_workers=False)
     assert "no launcher of SFT-Play" in ended()
     nodes.port = free_port()
     with socket.socket() as full:  # a queue that is full drops what comes, as a firewall does
@@ -222,7 +223,7 @@ def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "no answer" in said and "firewall" in said
         for one in waiting:
             one.close()
-    monkeypatch.setattr(rendezvous, "RESOLVE_SECONDS", 0.1)
+    monkeypatch.setattr(store, "RESOLVE_SECONDS", 0.1)
     node = Node(rank=1, count=2, master_address="no-such-host.invalid", master_port=1)
     with pytest.raises(UserError, match=r"`MASTER_ADDR` is `no-such-host\.invalid`, which cannot be resolved"):
         Rendezvous(node, host="b", run="lan", patience=0.2, silent_seconds=5).open()
@@ -235,6 +236,31 @@ def test_who_has_the_port() -> None:
         error = nodes.end()["a"]
     assert isinstance(error, HardwareError) and f"port {nodes.port}" in error.message
     assert on_page("address-already-in-use", error.message)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a network namespace, in which `lo` is down")
+def test_node_0_that_cannot_reach_its_own_port_says_so() -> None:
+    program = (
+        "from sft_play.launch import store; from sft_play.launch.environment import Node; store.HEARD_SECONDS = 1.0\n"
+        "store.serve(Node(count=2, master_port=29500), 'a', 'lan', 5.0, lambda raw: None)"
+    )
+    done = subprocess.run(
+        ["unshare", "--net", sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "HardwareError: node 0 cannot reach its own port 29500" in done.stderr, done.stderr
+
+
+def test_launchers_and_workers_ask_for_a_name_once() -> None:
+    program = (
+        "import os; from sft_play.launch.environment import shorten_name_lookups; shorten_name_lookups()\n"
+        "print('RES_OPTIONS' in os.environ, os.popen('echo $RES_OPTIONS').read())"
+    )
+    clean = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, env=clean)
+    assert done.stdout.split() == ["False", *NAME_LOOKUPS.split()]
+    for ambient, expected in (({}, NAME_LOOKUPS), ({"RES_OPTIONS": "timeout:9"}, "timeout:9")):
+        found = worker_environment(simple_plan(num_nodes=2, world_size=2), Node(count=2), ambient, cpu_threads=2)
+        assert found.variables["RES_OPTIONS"] == expected
 
 
 def test_a_failure_between_the_steps_is_told_to_all() -> None:
@@ -266,8 +292,6 @@ def test_a_machine_that_vanishes_is_named(gone: int, started: bool) -> None:
         ours.ranks_by_node = (1, 2, 1)
         if ours.node.rank == gone:
             time.sleep(0.5)
-            if gone == 0:
-                ours._store = None
             return vanish(ours)
         if started:
             outcome = ours.settle(Outcome(code=75, rank=0, cause="peer", message="error: Connection closed by peer"))
@@ -321,9 +345,9 @@ def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
                 time.sleep(0.1)
             both.set()
         assert both.wait(60)
-        while (found := ours.share_standings(mine)) is None:
+        while (found := ours.share_standings(mine)) is None and not ours.ended_elsewhere():
             time.sleep(0.05)
-        return found
+        return ours.settle(replace(LOST, doing=found or {})).doing
 
     for rank in range(2):
         nodes.start(rank, act)
@@ -397,11 +421,9 @@ def test_stops_are_told_as_such() -> None:
 def test_a_machine_tells_a_false_node_0_nothing() -> None:
     """Whoever serves a store at that address without knowing the key learns no facts."""
     nodes = Nodes(count=2, patience=1.0)
-    false = rendezvous._tcp_store()("127.0.0.1", nodes.port, is_master=True, wait_for_workers=False)
-    honest = Rendezvous(Node(count=2, master_port=nodes.port), host="a", run="lan", patience=1, silent_seconds=5)
-    false.set(
-        "session", honest._pack("session", {"protocol": rendezvous.PROTOCOL, "run": "lan", "word": "w", "host": "a", "nodes": 2})
-    )
+    false = store.tcp_store()("127.0.0.1", nodes.port, is_master=True, wait_for_workers=False)
+    honest = store.Store(lambda: false, lambda _: None, key=None, seconds=5)
+    honest.set("session", {"protocol": store.PROTOCOL, "run": "lan", "word": "w", "host": "a", "nodes": 2})
     nodes.start(1, meet(), key=KEY)
     assert "another `MASTER_KEY`" in str(nodes.end()["b"])
     with suppress(Exception):
@@ -410,49 +432,6 @@ def test_a_machine_tells_a_false_node_0_nothing() -> None:
 
 @pytest.mark.long
 def test_many_machines_meet_beat_and_start_again() -> None:
-    """Against one store: what each costs node 0 is a few requests a second, whoever else is there. Two processes stand for the machines."""
-    count, processes, port, beats = 60, 2, free_port(), 3
-    code = "from tests.unit.test_rendezvous import crowd; crowd({})"
-    others = range(1, count)
-    commands = [[sys.executable, "-c", code.format(f"{list(others[k::processes])}, {count}, {port}")] for k in range(processes)]
-    crowds = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in commands]
-    ours = Rendezvous(Node(count=count, master_port=port), host="a", run="many", patience=300, silent_seconds=120)
-    ours.open()
-    try:
-        assert len(ours.meet(lambda: {"facts": "x" * 300, "rank": 0}, agree)) == count
-        assert ours.settle(LOST).rank == LOST.rank
-        ours.follow(lambda: {"again": True})
-        assert [one["rank"] for one in ours.meet(lambda: {"facts": "x" * 300, "rank": 0}, agree)] == list(range(count))
-        before = ours._beats
-        while ours._beats < before + beats:
-            time.sleep(0.1)
-        assert ours.ended_elsewhere() is None
-        assert ours.settle(Outcome(code=1, message="error: enough")).code == 1
-    finally:
-        ours.close()
-    assert sum(int(one.communicate(timeout=120)[0]) for one in crowds) == count - 1
-
-
-def crowd(ranks: Sequence[int], count: int, port: int) -> None:
-    """Machines of these ranks, a thread each once they are connected: prints with how many of them the run ended by its last cause."""
-    codes: list[int] = []
-
-    def machine(ours: Rendezvous) -> None:
-        ours.meet(lambda: {"facts": "x" * 300, "rank": ours.node.rank}, agree)
-        assert ours.settle(ends(ours, 300)).rank == LOST.rank
-        ours.follow(dict)
-        ours.meet(lambda: {"facts": "x" * 300, "rank": ours.node.rank}, agree)
-        codes.append(ends(ours, 300).code)
-        ours.close()
-
-    threads = []
-    with contextlib.redirect_stderr(io.StringIO()):
-        for rank in ranks:
-            node = Node(rank=rank, count=count, master_port=port)
-            ours = Rendezvous(node, host=f"h{rank}", run="many", patience=300, silent_seconds=120)
-            ours.open()
-            threads.append(threading.Thread(target=machine, args=(ours,), daemon=True))
-            threads[-1].start()
-        for thread in threads:
-            thread.join()
-    print(codes.count(1))
+    """Against one store: what each costs node 0 is a few requests a second, whoever else is there."""
+    figures = measure(100, processes=2)
+    assert figures["meet and share, CPU s"] < 5 and figures["beats of 10 s, CPU s"] < 2, figures

@@ -7,9 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,12 +15,12 @@ import pytest
 from sft_play.config.schema import Config, DataConfig, ModelConfig
 from sft_play.errors import CheckpointError, DataError
 from sft_play.files import file_sha256
-from sft_play.model.folder import weights_sha256
-from sft_play.model.resolve import hub_reachable, resolve_model, says
+from sft_play.model.resolve import hub_reachable, resolve_model, says, weights_sha256
 from sft_play.model.use import unchanged_base
 from sft_play.runs.prepared import Prepared
 from tests.conftest import ROOT, environment
 from tests.documents import on_page
+from tests.hub import HubHandler, serve
 from tests.tiny_models import build_tiny_llama
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -93,11 +91,10 @@ def test_the_checksum_of_an_unchanged_weight_file_comes_from_the_cache(
     weights = [model / "model.safetensors"]
     assert weights_sha256(weights) == [file_sha256(weights[0])]
     [record] = (tmp_path / "cache" / "digests").iterdir()
-    kept = json.loads(record.read_text())
-    record.write_text(json.dumps(kept | {"sha256": "kept"}))  # would be overruled by reading the content
+    record.write_text('"kept"')  # would be overruled by reading the content
     assert weights_sha256(weights) == ["kept"]
     record.write_text("{}")
-    assert weights_sha256(weights) == [kept["sha256"]]
+    assert weights_sha256(weights) == [file_sha256(weights[0])]
 
 
 def test_a_file_of_the_hubs_cache_has_its_blobs_name_for_a_checksum(tmp_path: Path) -> None:
@@ -192,37 +189,12 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 class Hub:
-    """A hub that answers from a table; unknown paths are 404 without a word."""
+    """What a hub answers, by its paths; unknown ones are 404 without a word."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
         self.tokens: list[str | None] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def _answer(self) -> None:
-                outer.tokens.append(self.headers.get("Authorization"))
-                status, headers, body = outer.answers.get(self.path.partition("?")[0], (404, {}, b"{}"))
-                self.send_response(status)
-                for name, value in ({"Content-Length": str(len(body))} | headers).items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(body)
-
-            do_GET = do_HEAD = _answer
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Says nothing."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}"
+        self.address = ""
 
     def refuse(self, path: str, status: int, code: str) -> None:
         self.answers[path] = (status, {"X-Error-Code": code, "X-Error-Message": code}, b"{}")
@@ -239,12 +211,20 @@ class Hub:
         self.answers[f"/api/models/{name}"] = (200, {}, json.dumps(listing).encode())
 
 
+class TableHandler(HubHandler):
+    hub: Hub
+
+    def do_GET(self) -> None:
+        self.hub.tokens.append(self.headers.get("Authorization"))
+        status, headers, body = self.hub.answers.get(self.path.partition("?")[0], (404, {}, b"{}"))
+        self.send(status, body, headers)
+
+
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     made = Hub()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+    with serve(TableHandler, hub=made) as made.address:
+        yield made
 
 
 Ask = Callable[..., subprocess.CompletedProcess[str]]

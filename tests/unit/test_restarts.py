@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from sft_play.launch import recovery
-from sft_play.launch.beats import Beat
+from sft_play.launch.liveness import Beat
 from sft_play.launch.recovery import Restarts
 from sft_play.launch.run_folder import record_event
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome, culprits, hang, standing
 from sft_play.runs.folder import RunFolder
 from sft_play.training.heartbeat import patience
-from sft_play.training.memory_errors import Activity
+from sft_play.training.process import Activity
 
 LOST = Outcome(
     code=75,
@@ -129,7 +129,7 @@ def test_patience_by_phase() -> None:
 
 def test_the_longest_step_is_what_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("sft_play.training.memory_errors.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sft_play.training.process.time.monotonic", lambda: now[0])
     doing = Activity()
     for phase, at in (("training", 50), ("updating", 53), ("saving", 54), ("training", 99), ("updating", 101), ("training", 200)):
         now[0] = at

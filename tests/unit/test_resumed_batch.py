@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.call import Call, Override
+from sft_play.config.call import Call
+from sft_play.config.layers import Override
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.launch.resume import with_its_batch
 from tests.plans import simple_plan
@@ -28,15 +29,9 @@ def loaded(folder: Path, *typed: str, **train: object) -> tuple[LoadedConfig, Ca
     [
         ((), {"batch_size": 2, "grad_accum": 2}, 2, (2, 2, "auto")),
         ((), {"batch_size": 2, "grad_accum": 2}, 3, (2, "auto", 8)),
-        ((), {"batch_size": 2, "grad_accum": 2, "global_batch_size": 8}, 1, (2, "auto", 8)),
         (("batch_size=1",), {"batch_size": 2, "grad_accum": 2}, 2, (1, "auto", 8)),
-        (("grad_accum=1",), {"batch_size": 2, "grad_accum": 2}, 2, ("auto", 1, 8)),
-        (("grad_accum=auto",), {"batch_size": 2, "grad_accum": 2}, 1, (2, "auto", 8)),
         (("batch_size=1", "grad_accum=1"), {"batch_size": 2, "grad_accum": 2}, 2, (1, 1, "auto")),
-        ((), {"batch_size": 2, "global_batch_size": 8}, 3, (2, "auto", 8)),
         ((), {"batch_size": 4, "global_batch_size": 8}, 4, ("auto", "auto", 8)),
-        ((), {"batch_size": 4, "grad_accum": 1}, 4, ("auto", "auto", 8)),
-        (("grad_accum=1",), {"batch_size": 4, "grad_accum": 2}, 4, ("auto", 1, 8)),
     ],
 )
 def test_the_global_batch_stays(

@@ -12,8 +12,8 @@ import pytest
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, load_config, read_config, save_config
 from sft_play.errors import UserError
-from sft_play.launch.options import read_options
-from sft_play.launch.resume import as_resume, changes, launch_facts, options_of_run, with_its_batch
+from sft_play.launch.job import read_options
+from sft_play.launch.resume import as_resume, launch_facts, options_of_run, with_its_batch
 from sft_play.launch.run_folder import record_event
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -104,19 +104,6 @@ def test_the_global_batch_stays_in_every_further_turn(tmp_path: Path) -> None:
         save_config(found, run.config)
 
 
-def test_a_wish_for_another_batch_is_still_heard(tmp_path: Path) -> None:
-    run = begun(tmp_path, "train-distributed", {"NUM_GPUS": "2"}, config(tmp_path, batch_size=2, grad_accum=2))
-    found, _ = with_its_batch(
-        read_config(run.config), Call(command="resume"), replace(Plan.load(run.plan), global_batch_size=8), 1
-    )
-    save_config(found, run.config)
-    wished = changes(read_config(run.config), config(tmp_path, batch_size=1, grad_accum=2))
-    assert [(one.key, one.text) for one in wished] == [("train.batch_size", "1")]
-    wished = changes(read_config(run.config), config(tmp_path, batch_size=2, global_batch_size=16))
-    assert [(one.key, one.text) for one in wished] == [("train.global_batch_size", "16")]
-    assert changes(read_config(run.config), config(tmp_path, batch_size=2, grad_accum=2)) == []
-
-
 def test_another_value_for_what_was_computed_anew_is_heard(tmp_path: Path) -> None:
     """Two processes of 2 x 2 rows went on as one; then the file says other numbers, and at last the first ones again."""
     run = begun(tmp_path, "train-distributed", {"NUM_GPUS": "2"}, config(tmp_path, batch_size=2, grad_accum=2))
@@ -133,18 +120,3 @@ def test_another_value_for_what_was_computed_anew_is_heard(tmp_path: Path) -> No
         found, note = with_its_batch(read_config(run.config, call.overrides), call, before, 1)
         assert (found.config.train.batch_size, found.config.train.grad_accum) == expected and note is None
         save_config(found, run.config)
-
-
-def test_the_written_global_batch_is_remembered_over_several_resumes(tmp_path: Path) -> None:
-    frozen = config(tmp_path, batch_size=2, grad_accum=2)
-    run = begun(tmp_path, "train-distributed", {"NUM_GPUS": "2"}, frozen)
-    before = replace(Plan.load(run.plan), global_batch_size=8)
-    found, _ = with_its_batch(read_config(run.config), Call(command="resume"), before, 1)
-    save_config(found, run.config)
-    typed = changes(read_config(run.config), config(tmp_path, batch_size=2, grad_accum=8))
-    call = Call(command="resume", overrides=tuple(typed))
-    found, note = with_its_batch(read_config(run.config, typed), call, before, 1)
-    assert (found.config.train.batch_size, found.config.train.grad_accum, found.config.train.global_batch_size) == ("auto", 8, 8)
-    assert note
-    save_config(found, run.config)
-    assert changes(read_config(run.config), config(tmp_path, batch_size=2, grad_accum=8)) == []

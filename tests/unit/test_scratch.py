@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config import names
-from sft_play.config.call import Override
+from sft_play.config.layers import Override
 from sft_play.config.load import load_config
 from sft_play.config.schema import Config, DataConfig, DataSource, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import DataError, UserError
 from sft_play.files import read_json
 from sft_play.model.scratch import resolve, says
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
-from sft_play.plan.scratch import intermediate_size, label
-from sft_play.plan.shape import shape_of
-from sft_play.plan.trace_case import architecture_of
+from sft_play.plan.architecture import architecture_of, intermediate_size, label, shape_of
 from tests.conftest import ROOT
 from tests.tiny_models import build_tiny_llama, build_tokenizer
 
@@ -67,19 +64,6 @@ def test_missing_shape_keys_are_named_at_once() -> None:
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused_with_a_hint(variables: dict[str, str], said: str) -> None:
     assert said in refused(**variables)
-
-
-@pytest.mark.parametrize(
-    ("flag", "key"),
-    [
-        ("--vocab-size", "model.vocab_size"), ("--hidden-size", "model.hidden_size"), ("--attention-heads", "model.attention_heads"),
-        ("--num-attention-heads", "model.attention_heads"), ("--layers", "model.layers"), ("--num-hidden-layers", "model.layers"),
-        ("--max-seq-len", "model.max_seq_len"), ("n_embd", "model.hidden_size"), ("block_size", "model.max_seq_len"),
-        ("--tokenizer-name", "model.tokenizer"), ("stage", "tuning.task"),
-    ],
-)  # fmt: skip
-def test_flags_of_other_programs_get_the_right_name(flag: str, key: str) -> None:
-    assert names.suggest(flag) == key
 
 
 def scratch(**model: object) -> Config:
@@ -156,7 +140,7 @@ def test_a_given_tokenizer_must_fit_the_vocabulary(tmp_path: Path, monkeypatch: 
     assert "MODEL_VOCAB_SIZE=1024 or more" in (error.value.hint or "")
     found = resolve(scratch(tokenizer=str(tmp_path / "tokenizer"), vocab_size=1100))
     assert read_json(Path(found.path) / "config.json")["vocab_size"] == 1100 and len(load_tokenizer(found.path)) == 1024
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match="no such model folder"):
         resolve(scratch(tokenizer="./nowhere"))
 
 

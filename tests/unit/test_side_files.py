@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.files import append_json_line, read_json_lines, remove_half_written
+from sft_play.files import append_json_line, read_json_lines, remove_half_written, side_file
 from sft_play.launch.run_folder import has_started, read_events
-from sft_play.launch.runs import row_of
+from sft_play.launch.summary import summary_of
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.space import side_file
 from sft_play.training.metrics import rows_until, saving_totals
 
 TORN = '{"event": "failed", "reason": "Größe'.encode()[:-2]
@@ -46,7 +45,7 @@ def test_a_run_with_torn_files_is_listed_and_found_again(tmp_path: Path) -> None
     run.metrics.write_bytes(rows + b'{"step": "x"}\n{"kind": "train", "step": 3, "what": "\xc3')
     assert [event["event"] for event in read_events(run)] == ["started"]
     assert has_started(run)
-    found = row_of(run)
+    found = summary_of(run)
     assert (found.state, found.step, found.loss) == ("killed", 2, 1.5)
     assert [row["step"] for row in rows_until(run.metrics, 9)] == [1, 2]
     assert [row["step"] for row in rows_until(run.metrics, 1)] == [1]
@@ -59,7 +58,7 @@ def test_a_full_disk_gives_one_warning_until_there_is_room_again(tmp_path: Path,
             append_json_line(path, {"step": 1})
         said = capsys.readouterr().err
         assert (
-            "warning: /dev/full: the answers could not be written: no space is left on the disk; training goes on" in said
+            "warning: /dev/full: the answers could not be written: no space is left on the disk; training continues" in said
         ) is warned
     assert read_json_lines(room) == [{"step": 1}]
 

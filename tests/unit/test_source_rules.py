@@ -21,7 +21,7 @@ from tests.conftest import Program
         ("[{path: a.jsonl, weight: 0}, {path: b.jsonl, weight: 0}]", "all weights of `data.sources` are 0"),
         ("[{path: a.jsonl, weight: 3}, {path: b.jsonl}]", "`data.sources[1]` has no `weight`"),
         ("[{path: a.jsonl, weight: .nan}]", "`data.sources[0].weight`"),
-        ("[{path: a.jsonl, rows: 0}]", "`data.sources[0].rows` is 0"),
+        ("[{path: a.jsonl, rows: 0}]", "`data.sources[0].rows` is `0`"),
         ("[{path: a.jsonl, filter: ' '}]", "`data.sources[0].filter` is empty"),
         ("[{path: a.jsonl, columns: {question: ' '}}]", "`data.sources[0].columns` has the entry `question:  `"),
         ("[{path: a.jsonl, name: x}, {path: b.jsonl, name: x}]", "two sources with the name `x`"),

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from sft_play.runs.space import Room, describe, errno_of, free_bytes, free_memory_bytes, size, with_spare
+from sft_play.files import disk_problem, errno_of, free_bytes
+from sft_play.runs.manifest import Room, free_memory_bytes, with_spare
 from sft_play.training.metrics import append_whole
 
 
@@ -31,7 +32,7 @@ from sft_play.training.metrics import append_whole
 )
 def test_a_failed_write_is_told_from_a_mistake(error: Exception, number: int | None, words: str) -> None:
     assert errno_of(error) == number
-    assert words in describe(error)
+    assert words in disk_problem(error)
 
 
 def test_what_a_library_raises_from_an_error_of_the_system_counts_as_that() -> None:
@@ -63,14 +64,13 @@ def test_the_real_error_of_safetensors_is_understood(tmp_path: Path, limited: No
     with pytest.raises(Exception) as caught:
         save_file({"a": numpy.zeros(2**16)}, tmp_path / "a.safetensors")
     assert errno_of(caught.value) == errno.EFBIG
-    assert describe(caught.value) == "the run folder cannot be written: File too large"
+    assert disk_problem(caught.value) == "the run folder cannot be written: File too large"
 
 
 def test_room_is_asked_with_something_to_spare() -> None:
     assert with_spare(100 * 2**20) == 103 * 2**20
     assert not Room(with_spare(0), 2**20 - 1).enough
     assert str(Room(3 * 2**30, 2**19)) == "it needs 3.00 GiB and 0.5 MiB are free"
-    assert size(2**30 - 1) == "1024.0 MiB"
 
 
 def test_free_space_and_memory_are_what_the_system_says(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
-"""Sides of a split, copies and overlap: the same row on the same side for ever, and groups that never straddle."""
+"""Sides of a split: the same row on the same side for ever, and groups that never straddle."""
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sft_play.data.example import Example
-from sft_play.data.select import KEY_BYTES, Seen, is_held_out, overlap, position
+from sft_play.data.processes import is_held_out
 from sft_play.files import text_sha256
 
 TEXTS = st.text(max_size=30)
@@ -45,22 +45,3 @@ def test_sides_that_were_published_never_change() -> None:
 def test_the_fraction_is_met() -> None:
     held = sum(is_held_out(text_sha256(str(i)), None, 0.05) for i in range(20_000))
     assert 900 < held < 1100  # 1000 expected, standard deviation 31
-    assert all(0 <= position(str(i)) < 1 for i in range(1000))
-
-
-@settings(max_examples=50)
-@given(st.lists(st.integers(0, 30)))
-def test_copies_are_what_was_seen_before(numbers: list[int]) -> None:
-    seen, keys = Seen(), [number.to_bytes(KEY_BYTES, "big") for number in numbers]
-    copies = [seen.is_copy(key) for key in keys]
-    assert copies.count(False) == len(set(numbers)) == len(seen)
-    assert copies == [number in numbers[:i] for i, number in enumerate(numbers)]
-
-
-@settings(max_examples=50)
-@given(st.lists(st.integers(0, 30)), st.lists(st.integers(0, 30)))
-def test_overlap_counts_rows_of_validation(train: list[int], validation: list[int]) -> None:
-    def keys(numbers: list[int]) -> bytes:
-        return b"".join(number.to_bytes(KEY_BYTES, "big") for number in numbers)
-
-    assert overlap(keys(train), keys(validation)) == sum(number in train for number in validation)

@@ -19,8 +19,9 @@ import pytest
 from sft_play.config.load import LoadedConfig, load_config, read_config, save_config
 from sft_play.errors import UserError
 from sft_play.launch.node import Stop
+from sft_play.launch.process import stop_code
 from sft_play.launch.resume import as_long, changes, is_longer, refuse_fewer_steps, steps_asked
-from sft_play.launch.run_folder import read_events, stop_code
+from sft_play.launch.run_folder import read_events
 from sft_play.launch.verdict import Loss, describe_stop, judge, stop_facts, stop_recorded
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import seal
@@ -34,10 +35,10 @@ import sys, time
 from pathlib import Path
 from sft_play.runs.folder import RunFolder
 from sft_play.training import requests
-from sft_play.training.memory_errors import Activity
+from sft_play.training.process import Activity
 requests.PATIENCE_SECONDS, requests.AFTER_SAVE_SECONDS = 1.5, 0.5
 doing = Activity()
-request = requests.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=0, doing=doing)
+request = requests.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=0, activity=doing)
 request.listen()
 {body}
 """
@@ -79,8 +80,8 @@ def connect():
 def refused():
     raise RuntimeError("there is no store")
 requests.PATIENCE_SECONDS = 60.0
-other = requests.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=1, doing=Activity())
-alone = requests.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=2, doing=Activity())
+other = requests.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=1, activity=Activity())
+alone = requests.StopRequest(run=RunFolder(Path(sys.argv[1])), rank=2, activity=Activity())
 for one, way in ((request, connect), (other, connect), (alone, refused)):
     one.nothing_to_save = False
     one.share(way)
@@ -155,12 +156,13 @@ def test_what_is_lost_without_checkpoints_is_said(tmp_path: Path) -> None:
 def test_a_stop_after_the_last_step_writes_the_model_where_nothing_else_keeps_it(strategy: str, step: int, stops: bool) -> None:
     from transformers import TrainerControl
 
-    from sft_play.training.agreement import StopOnRequest
-    from sft_play.training.memory_errors import Activity
+    from sft_play.training.process import Activity
+    from sft_play.training.ranks import Ranks
     from sft_play.training.requests import StopRequest
+    from sft_play.training.stopping import StopOnRequest
 
-    request = StopRequest(run=RunFolder(Path("nowhere")), rank=0, doing=Activity())
-    request.heard, callback, control = signal.SIGTERM, StopOnRequest(request, "cpu"), TrainerControl(should_evaluate=True)
+    request = StopRequest(run=RunFolder(Path("nowhere")), rank=0, activity=Activity())
+    request.heard, callback, control = signal.SIGTERM, StopOnRequest(request, Ranks()), TrainerControl(should_evaluate=True)
     callback.on_step_end(SimpleNamespace(save_strategy=strategy), SimpleNamespace(global_step=step, max_steps=8), control)
     assert (callback.stopped, control.should_training_stop, control.should_evaluate) == (stops, True, False)
     assert request.nothing_to_save == (strategy == "no" and step < 8) and control.should_save == (strategy != "no")
@@ -197,7 +199,7 @@ def test_the_first_signal_counts_and_only_ctrl_c_hurries() -> None:
 
 def test_nohup_is_obeyed() -> None:
     program = (
-        "import signal, sys\nfrom sft_play.launch.run_folder import signals_to_hear\nprint([n.name for n in signals_to_hear()])"
+        "import signal, sys\nfrom sft_play.launch.process import signals_to_hear\nprint([n.name for n in signals_to_hear()])"
     )
     said = {}
     for before in (f"signal.signal(signal.SIGHUP, signal.{action})\n" for action in ("SIG_DFL", "SIG_IGN")):
@@ -326,7 +328,7 @@ def test_the_documentation_lists_the_keys_that_a_resume_may_change() -> None:
 
 
 def test_whether_an_evaluation_is_due_is_transformers_own_rule() -> None:
-    from sft_play.training.agreement import evaluation_due
+    from sft_play.training.stopping import evaluation_due
 
     def due(step: int, strategy: str, *, most: int = 10) -> bool:
         args: Any = SimpleNamespace(

@@ -9,20 +9,17 @@ from typing import Any
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.call import parse_call
+from sft_play.config.command_line import parse_call
 from sft_play.config.load import load_config
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import HardwareError
 from sft_play.files import read_json
 from sft_play.launch.attempt import write_launch_files
 from sft_play.launch.environment import Node, worker_environment
-from sft_play.launch.job import Job
-from sft_play.launch.options import LaunchOptions
+from sft_play.launch.job import Job, LaunchOptions
+from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
-from sft_play.plan.shape import shape_of
-from sft_play.plan.strategies import slow_network
+from sft_play.plan.plan import LaunchRequest, Plan
 from sft_play.runs.folder import RunFolder
 from tests.unit.test_plan_make import CPU, LLAMA, QWEN, SMALL, message, plan_of
 
@@ -102,13 +99,6 @@ def test_quantising_is_proposed_first_and_never_done() -> None:
 # Slow networks.
 
 
-def test_which_networks_are_slow() -> None:
-    fast, slow, unknown = (parse_hardware(text) for text in ("2x24GB@100Gbit", "2x24GB@25Gbit", "2x24GB"))
-    assert slow_network(slow, 1, 2) == "a network of 2.94 GB/s" and slow_network(fast, 2, 4) is None
-    assert slow_network(unknown, 1, 2) is None and slow_network(unknown, 2, 4) == "a network of unknown speed"
-    assert slow_network(slow, 1, 1) is None
-
-
 def test_weights_are_not_shared_out_over_a_slow_network_unasked() -> None:
     text = message(HardwareError, "3x12GB@1Gbit", name=QWEN, max_seq_len=512, command_strategy="auto")
     assert "`auto` does not share out weights over a network of 118 MB/s: every micro-step waits" in text
@@ -119,16 +109,6 @@ def test_weights_are_not_shared_out_over_a_slow_network_unasked() -> None:
     )
     assert text.split("hint: ")[1].startswith("TUNING_MODE=qlora: ")
     assert plan_of("3x12GB", name=QWEN, max_seq_len=512, command_strategy="auto").strategy == "fsdp2"
-
-
-@pytest.mark.parametrize(("command", "configured"), [("auto", "fsdp2"), ("fsdp2", "auto"), ("auto", "zero3")])
-def test_forced_over_a_slow_network_is_told_loudly(command: Any, configured: Any) -> None:
-    case = {"name": QWEN, "max_seq_len": 512, "command_strategy": command, "strategy": configured}
-    loud = reason(plan_of("3x24GB@1Gbit", **case, slow_network="allow"), "SLOW: ")
-    assert "for weights = " in loud and "Replicas (`ddp`) would send gradients alone" in loud
-    assert not any(text.startswith("SLOW") for text in plan_of("3x24GB", **case).reasons)
-    nodes = reason(plan_of("24GB", **case, num_nodes=3), "SLOW: ")
-    assert "a network of unknown speed" in nodes and "if it is 1 Gbit/s" in nodes
 
 
 def test_gradients_alone_may_travel_slowly() -> None:
@@ -152,13 +132,6 @@ def test_machines_with_different_gpus_agree_or_refuse(sizes: tuple[str, ...], mo
             continue
         found.add((plan.strategy, plan.optim, plan.offload_optimizer, plan.global_batch_size, plan.learning_rate))
     assert len(found) <= 1 and all(strategy == "ddp" for strategy, *_ in found)
-
-
-def test_nodes_never_change_the_strategy_and_say_how_to() -> None:
-    text = message(HardwareError, "8xH100", **FULL_8B, num_nodes=2)
-    assert "does not share out weights over a network of unknown speed" in text and "LAUNCH_STRATEGY=fsdp2 forces it" in text
-    assert plan_of("8xH100@400Gbit", **FULL_8B, num_nodes=2, strategy="fsdp2").strategy == "fsdp2"
-    message(HardwareError, "8xH100@400Gbit", **FULL_8B, num_nodes=2)
 
 
 # GPUs of which one is full.
@@ -185,8 +158,6 @@ def test_no_free_memory_anywhere(command: Any) -> None:
     assert "is full: 0.0 of 24.0 GiB free = 0.0%" in text and "`make memory-check` says who holds them" in text
     none = replace(CPU, devices=(replace(CPU.devices[0], free_bytes=0),))
     assert "needs" in message(HardwareError, none, name=SMALL)
-    described = replace(gpus(23, 0), described=True)
-    assert "`free_gb`" in message(HardwareError, described, name=SMALL, command_strategy="auto")
 
 
 def test_a_gpu_that_others_use_is_left_out_by_the_hint() -> None:

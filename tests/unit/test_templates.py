@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from sft_play.config.schema import Config, ModelConfig
 from sft_play.data.chat import IGNORED, Encoded
 from sft_play.data.encode import Encoder
-from sft_play.data.formats import Message
+from sft_play.data.example import Message
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import default_template, end_of_turn_ids, load_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE, build_tokenizer
@@ -303,10 +303,3 @@ def test_any_text_is_trained_exactly(data: st.DataObject, families: dict[str, Fa
     assert sorted(trained(tokenizer, *rows)) == sorted(answer + end for answer in answers)
     for row in rows:
         assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
-
-
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(answer=st.text(alphabet="ab \n.", min_size=1, max_size=8).filter(lambda value: bool(value.strip())))
-def test_the_prompt_begins_the_row_whatever_the_answer(answer: str, families: dict[str, Family]) -> None:
-    encoded = encode(families["chatml"][1], [SINGLE[0], {"role": "assistant", "content": answer}])
-    assert encoded.input_ids[: len(encoded.prompt_ids)] == encoded.prompt_ids

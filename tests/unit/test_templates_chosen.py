@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig, StyleConfig, TrainConfig
 from sft_play.data.chat import IGNORED, Encoded
 from sft_play.data.encode import Encoder
 from sft_play.data.example import Example, Message
-from sft_play.data.templates import chat_format, quoted, with_chat
+from sft_play.data.templates import chat_format
 from sft_play.errors import DataError
+from sft_play.evaluation.answering import prompt_ids
 from sft_play.model.tokenizer import load_tokenizer
-from sft_play.runs.prepared import Prepared, ResolvedModel
-from sft_play.training.answering import prompt_ids
 from tests.chat_tokenizers import save_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE
 
@@ -125,25 +122,6 @@ def test_system_and_style_are_the_same_in_training_and_inference(folder: Path, t
     assert prompt_ids(load_tokenizer(tmp_path), CHAT[:-1]) == row.prompt_ids
     own = tokenizer.decode(rows(tokenizer, [{"role": "system", "content": "Mine."}, *CHAT])[0].input_ids)
     assert "<<Mine.>>" in own and "Be brief." not in own
-
-
-@given(text=st.text(max_size=20).filter(lambda value: value.isascii() or not any(0xD800 <= ord(c) < 0xE000 for c in value)))
-def test_any_text_can_stand_in_a_template(text: str) -> None:
-    import jinja2
-
-    assert jinja2.Environment().from_string(f"{{{{ {quoted(text)} }}}}").render() == text
-
-
-def test_the_tokenizers_fingerprint_tells_of_template_and_style(tmp_path: Path) -> None:
-    model = ResolvedModel(name="m", path="p", source="folder", revision=None, fingerprint="f", tokenizer_fingerprint="t")
-    made = [
-        with_chat(model, chat_format(data))
-        for data in (DataConfig(), DataConfig(chat_template="chatml"), DataConfig(system="a"), DataConfig(style=STYLE))
-    ]
-    assert made[0] == model
-    assert len({one.tokenizer_fingerprint for one in made}) == 4
-    Prepared(model=made[3], train=None, validation=None).save(tmp_path / "prepared.json")
-    assert Prepared.load(tmp_path / "prepared.json").model == made[3]
 
 
 def flagged(*flags: bool | None) -> list[Message]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TuningConfig
 from sft_play.data.chat import IGNORED, Encoded
-from sft_play.data.encode import Encoder, Outcome
+from sft_play.data.encode import TOO_LONG, Encoder, Outcome
 from sft_play.data.example import Example, Message
 from sft_play.data.templates import chat_format, template_names
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
@@ -77,10 +77,9 @@ def test_a_row_that_fits_is_left_alone(chatml: Any) -> None:
 def test_error_and_drop_tell_the_length(chatml: Any) -> None:
     messages = [SYSTEM, *exchange(1, words=200)]
     refused = outcome_of(chatml, "error", 64, messages=messages)
-    assert refused.error is not None and refused.error.place == "rows.jsonl:1"
-    assert f"has {refused.overlong} tokens; `model.max_seq_len` is 64" in refused.error.message
+    assert refused.place == "rows.jsonl:1" and refused.dropped == TOO_LONG and not refused.rows and refused.overlong > 64
     dropped = outcome_of(chatml, "drop", 64, messages=messages)
-    assert (dropped.rows, dropped.dropped, dropped.overlong) == ([], "longer than model.max_seq_len", refused.overlong)
+    assert dropped == refused
 
 
 def test_truncate_drops_the_oldest_exchanges_and_keeps_the_system_turn(chatml: Any) -> None:
@@ -109,7 +108,7 @@ def test_an_answer_that_never_fits_is_cut_only_where_that_is_asked_and_teaches_n
     for policy in ("truncate", "split"):
         left = outcome_of(chatml, policy, 64, messages=messages)
         assert (left.rows, left.dropped) == (
-            [],
+            (),
             "whose answer, with what cannot be cut before it, does not fit into model.max_seq_len",
         )
     found = outcome_of(chatml, "truncate_answers", 64, messages=messages)
@@ -178,7 +177,7 @@ def test_a_call_is_never_learnt_without_what_came_of_it(qwen3: Any, policy: str)
     assert not outcome_of(qwen3, policy, limit, messages=too_long, tools=[TOOL]).rows, "the call alone would fit"
     found = outcome_of(qwen3, policy, limit, messages=with_call(300, 1), tools=[TOOL])
     if policy == "drop":
-        assert (found.rows, found.dropped, found.lost) == ([], "longer than model.max_seq_len", frozenset())
+        assert (found.rows, found.dropped, found.lost) == ((), "longer than model.max_seq_len", frozenset())
     else:
         assert found.lost == {"the beginning of a tool turn"} and len(found.rows) == 2
         assert learnt(qwen3, found.rows[1:]) == ["So four. indeed"]
@@ -224,7 +223,7 @@ def test_tokens_keep_what_is_learnt(chatml: Any) -> None:
     assert (row.input_ids, row.labels[-20:]) == (ids[50:], labels[80:])
     long_answer = [IGNORED] * 30 + ids[30:]
     for policy in ("truncate", "split"):
-        assert outcome_of(chatml, policy, 50, input_ids=ids, labels=long_answer).rows == []
+        assert outcome_of(chatml, policy, 50, input_ids=ids, labels=long_answer).rows == ()
     found = outcome_of(chatml, "truncate_answers", 50, input_ids=ids, labels=long_answer)
     (row,) = found.rows
     assert found.answers_cut == 1 and outcome_of(chatml, "truncate", 50, input_ids=ids).answers_cut == 0

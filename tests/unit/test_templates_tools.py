@@ -13,8 +13,8 @@ from sft_play.data.encode import Encoder
 from sft_play.data.example import Message
 from sft_play.data.templates import WRITING_CALLS, chat_format, template_names
 from sft_play.errors import DataError
+from sft_play.evaluation.answering import prompt_ids
 from sft_play.model.tokenizer import load_tokenizer
-from sft_play.training.answering import prompt_ids
 from tests.chat_tokenizers import by_hand, save_tokenizer
 
 SPECIAL = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.data.chat import IGNORED, Encoded
-from sft_play.data.encode import EMPTY, TOO_LONG, Encoder, TextRows, encode_text, encode_texts
+from sft_play.data.encode import EMPTY, TEXT_END, TOO_LONG, Encoder, Outcome, encode_texts
 from sft_play.data.example import Example
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import load_tokenizer
@@ -33,7 +34,11 @@ class Letters:
         return {"input_ids": one[0] if isinstance(texts, str) else one}
 
 
-def targets(rows: list[Encoded]) -> list[int]:
+def encode_text(text: str, tokenizer: Any, *, limit: int, overlong: str = "split") -> Sequence[Encoded]:
+    return encode_texts([text], tokenizer, limit=limit, overlong=overlong)[0].rows
+
+
+def targets(rows: Sequence[Encoded]) -> list[int]:
     """Returns what the loss sees, after the shift by one."""
     found = []
     for row in rows:
@@ -59,14 +64,11 @@ def test_every_token_but_the_first_is_a_target_exactly_once(text: str, limit: in
 
 def test_typed_policies_are_obeyed() -> None:
     assert encode_texts(["abcdef", "a"], Letters(), limit=4, overlong="drop") == [
-        TextRows(rows=[], dropped=TOO_LONG, overlong=7), TextRows(rows=[Encoded([97, 2], [IGNORED, 2], [], "")]),
+        Outcome(dropped=TOO_LONG, overlong=7), Outcome(rows=[Encoded([97, 2], [IGNORED, 2], [], "")]),
     ]  # fmt: skip
     (cut,) = encode_texts(["abcdef"], Letters(), limit=4, overlong="truncate")
-    assert cut.overlong == 7 and cut.cut and cut.rows[0].input_ids == [97, 98, 99, 100] and cut.dropped is None
-    assert (
-        encode_texts([""], Letters(1), limit=4) == [TextRows(rows=[], dropped=EMPTY)]
-        and encode_texts([], Letters(), limit=4) == []
-    )
+    assert cut.overlong == 7 and cut.lost == TEXT_END and cut.rows[0].input_ids == [97, 98, 99, 100] and cut.dropped is None
+    assert encode_texts([""], Letters(1), limit=4) == [Outcome(dropped=EMPTY)] and encode_texts([], Letters(), limit=4) == []
 
 
 def test_nothing_is_added_that_a_text_has_already() -> None:

@@ -9,17 +9,17 @@ import pytest
 
 from sft_play.config.schema import Config, DataConfig, LaunchConfig, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import UserError
+from sft_play.plan.architecture import shape_of
+from sft_play.plan.batch import rank_rows
 from sft_play.plan.calibration import Calibration, Link, StepFit
-from sft_play.plan.catalogue import BOARD_WATTS, energy_kwh
-from sft_play.plan.hardware import GIB, Device, Hardware, parse_hardware
+from sft_play.plan.hardware import BOARD_WATTS, GIB, Device, Hardware, energy_kwh, parse_hardware
 from sft_play.plan.make import make_plan
-from sft_play.plan.memory import Setup
-from sft_play.plan.plan import Plan
-from sft_play.plan.request import LaunchRequest
+from sft_play.plan.mixture import Data
+from sft_play.plan.plan import LaunchRequest, Plan, Setup
+from sft_play.plan.request import Request
 from sft_play.plan.scaling import parse_price, parse_scale, scale_table, show_scale, with_cost
-from sft_play.plan.shape import shape_of
 from sft_play.plan.show import show_speed
-from sft_play.plan.throughput import Data, attended_pairs, describe_work, flops_per_token, rank_rows, step_flops
+from sft_play.plan.throughput import attended_pairs, describe_work, flops_per_token, step_flops
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
 
 SMALL, LLAMA2, LLAMA3 = "HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B"
@@ -54,8 +54,15 @@ def plan_of(
     config = config or config_of()
     request = LaunchRequest(**({"command_strategy": "auto"} | launch))
     return make_plan(
-        config, frozenset().__contains__, hardware, shape_of(config.model), launch=request, prepared=prepared, calibration=calibration
-    )  # fmt: skip
+        Request(
+            config=config,
+            hardware=hardware,
+            shape=shape_of(config.model),
+            launch=request,
+            prepared=prepared,
+            calibration=calibration,
+        )
+    )
 
 
 # Operations.
@@ -229,7 +236,7 @@ def table(hardware: str, counts: tuple[int, ...], config: Config, **launch: Any)
     described, request = parse_hardware(hardware), LaunchRequest(**({"command_strategy": "single"} | launch))
 
     def plan_with(case: Hardware, asked: LaunchRequest) -> Plan:
-        return make_plan(config, frozenset().__contains__, case, shape_of(config.model), launch=asked, prepared=None)
+        return make_plan(Request(config=config, hardware=case, shape=shape_of(config.model), launch=asked))
 
     rows = scale_table(plan_with, described, request, counts, 2.0)
     return rows, show_scale(rows, described, request, "a prior")
@@ -245,11 +252,6 @@ def test_each_row_is_a_plan_of_its_own() -> None:
     own = plan_of("4xRTX4090@1Gbit", replace(config, tuning=TuningConfig(mode="qlora")))
     assert rows[2].tokens_per_second == pytest.approx(own.tokens_per_second)
     assert "GPUs" in text and "efficiency" in text and "cost" in text and text.count("\n") == 5
-
-
-def test_nodes_scale_where_several_are_planned() -> None:
-    rows, text = table("8xH100@100Gbit", (1, 2), config_of(LLAMA3, seq=512, max_steps=10), num_nodes=2)
-    assert "machines" in text and rows[1].tokens_per_second > rows[0].tokens_per_second
 
 
 def test_a_number_that_does_not_work_says_why() -> None:

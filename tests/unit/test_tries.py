@@ -9,9 +9,9 @@ import pytest
 
 from sft_play.errors import HardwareError, UserError
 from sft_play.launch.run_folder import record_event
-from sft_play.launch.tries import LIMIT, Tries, begin
 from sft_play.runs.folder import RunFolder
 from sft_play.schedulers.entry import main
+from sft_play.schedulers.tries import LIMIT, Tries, begin
 
 WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
 LOST = 75
@@ -78,7 +78,7 @@ def test_a_stop_that_was_asked_for_is_no_failure(run: RunFolder, code: int) -> N
     assert [lost() for _ in range(2)] == [LOST, 3]
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("code", [0, 4])
 def test_an_end_that_is_not_tried_again_ends_the_count(run: RunFolder, code: int) -> None:
     assert [lost() for _ in range(2)] == [LOST, LOST]
     assert one().end(code) == code

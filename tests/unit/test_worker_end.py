@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.launch.beats import MARK
+from sft_play.launch.liveness import MARK
 from sft_play.runs.folder import RunFolder
-from sft_play.train import say, verdict
-from sft_play.training.console import Tee
-from sft_play.training.memory_errors import Activity
+from sft_play.training.faults import say, verdict
+from sft_play.training.process import Activity, Tee
 from tests.conftest import ROOT
 
 BEGIN = """
 import atexit, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from sft_play.train import end
+from sft_play.training.faults import end
 folder = Path(sys.argv[1])
 def work(name, seconds):
     time.sleep(seconds)

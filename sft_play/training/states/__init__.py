@@ -1,14 +1,317 @@
-"""Every state of a run that is not weights: collected, written without pickle, and put back on any number of ranks.
+"""Every state of a run that is not weights: collected, written without pickle, and put back on any number of ranks (ADR 7).
 
-- `pieces`: which range of which parameter stands where (arithmetic); `bundles`: where each strategy keeps it;
-- `collecting`: `collect(trainer, clone=...)` and `States.write(folder)`; `restoring`: `restore(trainer, checkpoint)`;
-- `facts` (scheduler, scaler, groups), `random_states`, `tensor_file` (writes safetensors), `shelf` (reads ranges of them).
-
-- `apart`: what ranks keep that do not see rank 0's folder.
-
-See docs/adr/0007-states-without-pickle.md.
+- `layout`: where each strategy keeps parameters and their optimizer states; `files`: which range of which parameter stands where;
+- `facts`: states that are a few numbers; `per_rank`: what ranks keep that differ, or that do not see rank 0's folder.
 """
 
-from sft_play.training.states.whole import States, collect, restore, restore_random
+from __future__ import annotations
 
-__all__ = ["States", "collect", "restore", "restore_random"]
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+from transformers.core_model_loading import revert_weight_conversion
+
+from sft_play.errors import CheckpointError
+from sft_play.runs.checkpoints import step_of
+from sft_play.runs.manifest import FORMAT, STATES_NAME, StatesFacts, check_states, optimizer_file, random_file, read_facts
+from sft_play.training.ranks import TrainContext
+from sft_play.training.slow_network import Exchange, LocalSteps
+from sft_play.training.states.facts import (
+    ELEMENTWISE,
+    engine_of,
+    groups_of,
+    plain,
+    random_states,
+    restore_random_states,
+    restored,
+    scaler_of,
+    scheduler_of,
+    set_engine,
+    set_groups,
+    set_scaler,
+    set_scheduler,
+)
+from sft_play.training.states.files import INDEX, Kind, Piece, Shelf, dtype_of, write_tensors
+from sft_play.training.states.layout import Bundle, Layout, Share, layout_of
+from sft_play.training.states.per_rank import EXTRA, VALUES, facts_of, kept_apart, restore_exchange, sources_of, take_exchange
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class States:
+    """The states of one rank in CPU memory, ready to be written by any thread."""
+
+    rank: int
+    pieces: tuple[Piece, ...] | None
+    """`None` on ranks that hold what rank 0 writes already."""
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Mapping[str, Any]]
+    random: tuple[Mapping[str, Tensor], Mapping[str, str]]
+    facts: StatesFacts | None
+    """On rank 0 only."""
+
+    def write(self, folder: Path) -> list[Path]:
+        """Writes this rank's files and returns them. Needs no other rank. Raises `OSError`."""
+        written = [folder / random_file(self.rank)]
+        tensors, metadata = self.random
+        write_tensors(written[0], tensors, metadata)
+        if self.pieces is not None:
+            index = {"pieces": [piece.facts() for piece in self.pieces], "values": self.values}
+            written.append(folder / optimizer_file(self.rank))
+            write_tensors(written[-1], self.tensors, {INDEX: json.dumps(index)})
+        if self.facts is not None:
+            written.append(folder / STATES_NAME)
+            written[-1].write_text(json.dumps(asdict(self.facts), indent=2) + "\n", encoding="utf-8")
+        return written
+
+
+def collect(
+    context: TrainContext,
+    trainer: Trainer,
+    exchange: Exchange,
+    counters: dict[str, Any],
+    *,
+    clone: bool,
+    average: Mapping[str, Tensor],
+) -> States:
+    """Returns this rank's states after an optimizer step. Collective: all ranks call it together.
+
+    With `clone` nothing that is returned shares memory with the trainer, so that it may train on while they are written.
+    `average`: where weights differ between ranks, the average of each trained parameter, on rank 0.
+    Raises `CheckpointError` for a state that cannot be saved (an object that is neither tensor nor number).
+    """
+    layout, first = layout_of(trainer), context.ranks.first
+    own = facts_of(context, exchange)
+    apart = own is not None and own["window"] > 0
+    collector = _Collector(clone, frozenset() if apart else in_weights_file(context, trainer))
+    if layout.sharded or first or isinstance(exchange, LocalSteps):
+        for bundle in layout.bundles:
+            collector.take(bundle, layout.optimizer.state.get(bundle.key, {}))
+    take_exchange(exchange, collector.add, average, first=first)
+    return States(
+        rank=context.ranks.rank,
+        pieces=tuple(collector.pieces) if layout.sharded or first or exchange is not None else None,
+        tensors=collector.tensors,
+        values=collector.values,
+        random=random_states(),
+        facts=_facts(context, trainer, layout, collector, own, counters) if first else None,
+    )
+
+
+class _Collector:
+    """Gathers pieces, bundle by bundle."""
+
+    def __init__(self, clone: bool, in_weights: frozenset[str]) -> None:
+        self.clone, self.in_weights = clone, in_weights
+        self.pieces: list[Piece] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.values: dict[str, dict[str, Any]] = {}
+
+    def take(self, bundle: Bundle, states: Mapping[str, Any]) -> None:
+        """Adds a bundle's values, as far as the weights' file lacks them, and all its states."""
+        for share in bundle.shares:
+            if bundle.master or share.name not in self.in_weights:
+                self._slice("master" if bundle.master else "weight", bundle.local, share)
+        for name, state in states.items() if bundle.shares else ():
+            if isinstance(state, Tensor) and not hasattr(state, "__tensor_flatten__"):
+                self._state(bundle, name, state)
+            elif isinstance(state, Tensor) and (flat := bundle.unwrap(state)) is not None:
+                self._slices(bundle, name, flat)
+            else:  # a number, or what raises
+                for share in bundle.shares:
+                    self.values.setdefault(share.name, {})[name] = plain(state, name)
+
+    def _state(self, bundle: Bundle, name: str, state: Tensor) -> None:
+        flat = bundle.unwrap(state) if name != "step" else None
+        if flat is not None:
+            self._slices(bundle, name, flat)
+        elif state.numel() == 1 or [share.end - share.start for share in bundle.shares] == [_numel(bundle.shares[0])]:
+            for share in bundle.shares:
+                self.add(name, state, share.name, "whole", 0, _numel(share), share.shape)
+        else:
+            self.add(name, state, bundle.label, "rank", 0, state.numel(), tuple(state.shape))
+
+    def _slices(self, bundle: Bundle, name: str, flat: Tensor) -> None:
+        for share in bundle.shares:
+            self._slice(name, flat, share)
+
+    def _slice(self, name: str, flat: Tensor, share: Share) -> None:
+        part = flat[share.offset : share.offset + share.end - share.start]
+        self.add(name, part, share.name, "slice", share.start, share.end, share.shape)
+
+    def add(self, state: str, tensor: Tensor, parameter: str, kind: Kind, start: int, end: int, shape: tuple[int, ...]) -> None:
+        """Adds one piece."""
+        kept = tensor.detach().to("cpu", copy=self.clone).contiguous()
+        key = f"{state}/{parameter}"
+        self.tensors[key] = kept
+        self.pieces.append(
+            Piece(
+                key=key, parameter=parameter, state=state, kind=kind, start=start, end=end, shape=shape,
+                dtype=str(kept.dtype).removeprefix("torch."),
+            )
+        )  # fmt: skip
+
+
+def _numel(share: Share) -> int:
+    return int(torch.Size(share.shape).numel())
+
+
+def _facts(
+    context: TrainContext,
+    trainer: Trainer,
+    layout: Layout,
+    collector: _Collector,
+    own: dict[str, Any] | None,
+    counters: dict[str, Any],
+) -> StatesFacts:
+    world, name = context.ranks.world, type(layout.optimizer).__name__
+    return StatesFacts(
+        format=FORMAT,
+        strategy=context.plan.strategy,
+        world_size=world,
+        optimizer=name,
+        reshardable=name in ELEMENTWISE and all(one.kind != "rank" for one in collector.pieces),
+        files=world if layout.sharded else 1,
+        groups=groups_of(layout.optimizer),
+        scheduler=scheduler_of(trainer.lr_scheduler, layout.optimizer),
+        scaler=scaler_of(trainer),
+        engine=engine_of(trainer),
+        counters=counters,
+        own=own,
+    )
+
+
+def in_weights_file(context: TrainContext, trainer: Trainer) -> frozenset[str]:
+    """Returns the trainable parameters that a checkpoint's weights hold under their own name and in their own shape.
+
+    An adapter's file has shorter names, and for some models transformers writes the original names and forms of the hub.
+    """
+    if context.config.tuning.mode != "full":
+        return frozenset()
+    shapes = {name: _shape(parameter) for name, parameter in trainer.model.named_parameters()}
+    written = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    try:
+        written = revert_weight_conversion(trainer.model, written)
+    except (RuntimeError, ValueError, KeyError, TypeError, NotImplementedError):
+        return frozenset()  # whatever it does to the names, our own pieces do not depend on it
+    skipped = frozenset(getattr(trainer.model, "_keys_to_ignore_on_save", None) or ())
+    return frozenset(name for name, value in written.items() if shapes.get(name) == tuple(value.shape)) - skipped
+
+
+def _shape(parameter: Tensor) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def restore(context: TrainContext, trainer: Trainer, exchange: Exchange, checkpoint: Path) -> Mapping[str, Any]:
+    """Puts weights, optimizer, scheduler, scaler and random states back; returns the counters. Collective.
+
+    Call after model and optimizer are wrapped. Raises `CheckpointError` when the states do not fit.
+    """
+    facts = read_facts(checkpoint)
+    check_states(checkpoint, strategy=context.plan.strategy, world_size=context.plan.world_size)
+    layout = layout_of(trainer)
+    if facts.optimizer != type(layout.optimizer).__name__:
+        raise CheckpointError(
+            f"the checkpoint holds states of `{facts.optimizer}`, and this run's optimizer is `{type(layout.optimizer).__name__}`",
+            place=str(checkpoint),
+            hint="set `train.optim` (or DeepSpeed's `optimizer`) back to what it was",
+        )
+    shelf = Shelf(checkpoint, facts.files)
+    sources = sources_of(context, exchange, checkpoint, facts, shelf)
+    ties: Mapping[str, str] = getattr(trainer.model, "all_tied_weights_keys", None) or {}
+    with torch.no_grad():
+        layout.begin()
+        for bundle in layout.bundles:
+            _put_values(sources.values, bundle, ties, sources.order)
+            state = _states(sources.states, bundle, layout.optimizer, optimizer_file(context.ranks.rank))
+            if state:
+                layout.optimizer.state[bundle.key] = state
+        layout.finish()
+        restore_exchange(context, trainer, exchange, facts, shelf, sources)
+    set_groups(layout.optimizer, facts.groups)
+    set_scheduler(trainer.lr_scheduler, layout.optimizer, facts.scheduler)
+    set_scaler(trainer, facts.scaler)
+    set_engine(trainer, facts.engine)
+    missing = context.ranks.gather(_random_file(context, checkpoint) is None)
+    fresh = [str(rank) for rank, is_missing in enumerate(missing) if is_missing]
+    if fresh and context.ranks.first:
+        who = f"rank{'s' if len(fresh) > 1 else ''} {', '.join(fresh)}"
+        said = f"note: {checkpoint.name} has no random states of {who}: drawn anew from `train.seed` and the step"
+        print(said, file=sys.stderr, flush=True)
+    restore_random(context, checkpoint)
+    return facts.counters
+
+
+def restore_random(context: TrainContext, checkpoint: Path) -> None:
+    """Puts this rank's random states back."""
+    path, seed = _random_file(context, checkpoint), context.config.train.seed
+    restore_random_states(path, context.ranks.rank, seed=seed, step=step_of(checkpoint))
+
+
+def _random_file(context: TrainContext, checkpoint: Path) -> Path | None:
+    """Returns the file of this rank's random states, in the checkpoint or in what a machine with a separate run folder keeps."""
+    name = random_file(context.ranks.rank)
+    return checkpoint / name if (checkpoint / name).is_file() else kept_apart(context, checkpoint, name)
+
+
+def _put_values(shelf: Shelf, bundle: Bundle, ties: Mapping[str, str], order: Sequence[str]) -> None:
+    for share in bundle.shares:
+        target = bundle.local[share.offset : share.offset + share.end - share.start]
+        state = next((one for one in order if shelf.pieces(share.name, one)), None)
+        if state is not None:
+            shelf.fill(target, share.name, state, share.start, share.end)
+            continue
+        aliases = [share.name, *(name for name, source in ties.items() if source == share.name), ties.get(share.name, share.name)]
+        name = next((one for one in aliases if one in shelf.weights), None)
+        if name is None:
+            raise CheckpointError(
+                f"the checkpoint has no values of `{share.name}`, which this run trains",
+                place=str(shelf.checkpoint),
+                hint="the tuning mode, the adapter or the model has changed; start a new run",
+            )
+        shelf.weights.fill(target, name, share.shape, share.start, share.end)
+
+
+def _states(shelf: Shelf, bundle: Bundle, optimizer: Any, own_file: str) -> dict[str, Any]:
+    """Returns the optimizer's states of a bundle, in the order in which it made them."""
+    found: dict[str, Any] = {}
+    labels = [share.name for share in bundle.shares]
+    if not labels:  # only padding, whose states stay zero
+        return found
+    for label in (*labels, bundle.label):
+        for name in shelf.states(label):
+            if name not in found and name not in VALUES and name not in EXTRA:
+                found[name] = _state(shelf, bundle, name, label, optimizer, own_file)
+    for label in labels:
+        for name, value in shelf.values(label).items():
+            found.setdefault(name, restored(value))
+    return found
+
+
+def _state(shelf: Shelf, bundle: Bundle, name: str, label: str, optimizer: Any, own_file: str) -> Tensor:
+    piece = shelf.pieces(label, name)[0]
+    if piece.kind == "slice":
+        target = torch.zeros(bundle.local.numel(), dtype=dtype_of(piece), device=bundle.local.device)
+        for share in bundle.shares:
+            shelf.fill(target[share.offset : share.offset + share.end - share.start], share.name, name, share.start, share.end)
+        return bundle.wrap(target)
+    if piece.kind == "rank":
+        piece = next(one for one in shelf.pieces(label, name) if one.file == own_file)
+    state = shelf.whole(piece)
+    if name == "step" and state.ndim == 0 and not _step_on_device(optimizer, bundle.key):
+        return state
+    return state.to(bundle.local.device)
+
+
+def _step_on_device(optimizer: Any, key: Tensor) -> bool:
+    """Whether the optimizer counts its steps on the device of the parameter: torch's fused and capturable ones do."""
+    for group in optimizer.param_groups:
+        if any(one is key for one in group["params"]):
+            return bool(group.get("fused") or group.get("capturable"))
+    return any(bool(group.get("fused") or group.get("capturable")) for group in optimizer.param_groups)

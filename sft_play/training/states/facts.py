@@ -15,18 +15,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import Trainer
 
 from sft_play.errors import CheckpointError
 from sft_play.training.states.files import readable
 
 NOT_KEPT = frozenset({"params", "fused", "foreach", "capturable", "differentiable", "maximize", "param_names"})
-"""Keys of a parameter group that say how this process computes, or what is given anew."""
+"""Keys of a parameter group that say how this process computes, or what is given again."""
 ENGINE = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 ELEMENTWISE = frozenset({
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam",
     "FusedLion", "Lion", "NAdam", "RAdam", "RMSprop", "SGD",
 })  # fmt: skip
-"""Optimizers that update each element by itself, so that it does not matter how parameters are cut."""
+"""Optimizers that update each element alone, so that it does not matter how parameters are cut."""
 
 
 def plain(value: Any, what: str) -> Any:
@@ -39,11 +40,7 @@ def plain(value: Any, what: str) -> Any:
         return [plain(one, what) for one in value]
     if isinstance(value, Mapping):
         return {str(name): plain(one, f"{what}.{name}") for name, one in value.items()}
-    if (
-        hasattr(value, "item")
-        and getattr(value, "size", None) is not None
-        and (not isinstance(value, Tensor) or value.numel() == 1)
-    ):
+    if isinstance(value, (Tensor, numpy.ndarray, numpy.generic)) and math.prod(value.shape) == 1:
         return plain(value.item(), what)
     raise CheckpointError(
         f"`{what}` is a {type(value).__name__}, which cannot be saved without a pickle",
@@ -132,48 +129,46 @@ def _filled(optimizer: Any) -> list[bool]:
     return found if any(found) else [True] * len(found)
 
 
-def scaler_of(trainer: Any) -> dict[str, Any] | None:
-    """Returns the state of the loss scaler, accelerate's or DeepSpeed's; `None` where the run has none."""
+def loss_scaler(trainer: Trainer) -> Any:
+    """Returns fp16's loss scaler, accelerate's or DeepSpeed's; `None` where there is none."""
     if trainer.is_deepspeed_enabled:
-        scaler = getattr(trainer.model_wrapped.optimizer, "loss_scaler", None)
-        if scaler is None:
-            return None
-        return {name: value for name, value in vars(scaler).items() if isinstance(value, (bool, int, float)) and "__" not in name}
-    scaler = getattr(trainer.accelerator, "scaler", None)
-    return None if scaler is None else plain(scaler.state_dict(), "scaler")
+        return getattr(trainer.model_wrapped.optimizer, "loss_scaler", None)
+    return getattr(trainer.accelerator, "scaler", None)
 
 
-def set_scaler(trainer: Any, kept: dict[str, Any] | None) -> None:
+def scaler_of(trainer: Trainer) -> dict[str, Any] | None:
+    """Returns the state of the loss scaler."""
+    scaler = loss_scaler(trainer)
+    if scaler is None or not trainer.is_deepspeed_enabled:
+        return None if scaler is None else plain(scaler.state_dict(), "scaler")
+    return {name: value for name, value in vars(scaler).items() if isinstance(value, (bool, int, float)) and "__" not in name}
+
+
+def set_scaler(trainer: Trainer, kept: dict[str, Any] | None) -> None:
     """Puts the loss scaler's state back, where the run has one now."""
-    if not kept:
+    scaler = loss_scaler(trainer)
+    if not kept or scaler is None:
         return
     if trainer.is_deepspeed_enabled:
-        scaler = getattr(trainer.model_wrapped.optimizer, "loss_scaler", None)
-        for name, value in kept.items() if scaler is not None else ():
+        for name, value in kept.items():
             if hasattr(scaler, name):
                 setattr(scaler, name, value)
-    elif getattr(trainer.accelerator, "scaler", None) is not None and "growth_factor" in kept:
-        trainer.accelerator.scaler.load_state_dict(restored(kept))
+    elif "growth_factor" in kept:
+        scaler.load_state_dict(restored(kept))
 
 
-def engine_of(trainer: Any) -> dict[str, Any] | None:
+def engine_of(trainer: Trainer) -> dict[str, Any] | None:
     """Returns DeepSpeed's counters."""
     return {name: int(getattr(trainer.model_wrapped, name)) for name in ENGINE} if trainer.is_deepspeed_enabled else None
 
 
-def set_engine(trainer: Any, kept: dict[str, Any] | None) -> None:
-    """Puts DeepSpeed's counters back; micro-steps are counted anew, since another world divides a batch otherwise."""
+def set_engine(trainer: Trainer, kept: dict[str, Any] | None) -> None:
+    """Puts DeepSpeed's counters back; micro-steps are counted again, since another world divides a batch otherwise."""
     if kept and trainer.is_deepspeed_enabled:
         engine = trainer.model_wrapped
         for name in ENGINE:
             setattr(engine, name, kept[name])
         engine.micro_steps = kept["global_steps"] * engine.gradient_accumulation_steps()
-
-
-# Random states of a rank: Python's, numpy's, torch's on the CPU and on this rank's GPU.
-
-
-FACTS = "facts"
 
 
 def random_states() -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -191,12 +186,12 @@ def random_states() -> tuple[dict[str, Tensor], dict[str, str]]:
         "python": [version, gauss],
         "numpy": [str(name), int(position), int(has_gauss), float(cached)],
     }
-    return tensors, {FACTS: json.dumps(facts)}
+    return tensors, {"facts": json.dumps(facts)}
 
 
 def set_random_states(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Puts states back that `random_states` returned."""
-    facts = json.loads(metadata[FACTS])
+    facts = json.loads(metadata["facts"])
     version, gauss = facts["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), gauss))
     name, position, has_gauss, cached = facts["numpy"]

@@ -86,12 +86,6 @@ def reads(start: int, end: int, pieces: Iterable[Piece], what: str) -> list[Read
     return found
 
 
-def overlap(start: int, end: int, other_start: int, other_end: int) -> tuple[int, int] | None:
-    """Returns the range that two ranges share, `None` where they share nothing."""
-    first, last = max(start, other_start), min(end, other_end)
-    return (first, last) if first < last else None
-
-
 def flat_shares(sizes: Iterable[int], offsets: Iterable[int], start: int, end: int) -> list[tuple[int, int, int, int]]:
     """Returns the parts of parameters inside elements `[start, end)` of a buffer in which they lie one after the other.
 
@@ -100,9 +94,9 @@ def flat_shares(sizes: Iterable[int], offsets: Iterable[int], start: int, end: i
     """
     parts = []
     for index, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
-        shared = overlap(offset, offset + size, start, end)
-        if shared is not None:
-            parts.append((index, shared[0] - offset, shared[1] - offset, shared[0] - start))
+        first, last = max(offset, start), min(offset + size, end)
+        if first < last:
+            parts.append((index, first - offset, last - offset, first - start))
     return parts
 
 
@@ -110,9 +104,6 @@ def partition(numel: int, rank: int, world: int) -> tuple[int, int, int]:
     """Returns (first element, end, size with padding) of a rank's share where each gets an equal part, rounded up (ZeRO-3)."""
     size = -(-numel // world)
     return min(rank * size, numel), min((rank + 1) * size, numel), size
-
-
-# Reads a checkpoint's pieces and whole weights, only the ranges that are asked for.
 
 
 INDEX = "index"
@@ -232,13 +223,6 @@ def dtype_of(piece: Piece) -> torch.dtype:
     return found
 
 
-# Writes safetensors files tensor by tensor: no copy of all in memory, and a full disk raises `OSError` with its number.
-#
-# The library's own `save_file` builds the file in memory first and reports a full disk as an error of its own kind. The format: 8 bytes with
-# the header's length, the header as JSON (name -> type, shape, offsets), the tensors' bytes without gaps
-# (https://github.com/huggingface/safetensors#format).
-
-
 NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
     torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.uint16: "U16", torch.uint32: "U32",
@@ -247,7 +231,12 @@ NAMES: Mapping[torch.dtype, str] = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes CPU tensors as safetensors. Raises `OSError`; the file may then be incomplete."""
+    """Writes CPU tensors as safetensors, one by one: no copy of all in memory. Raises `OSError`; the file may then be incomplete.
+
+    The library's own `save_file` builds the file in memory first and reports a full disk as another error. The format: 8 bytes with the
+    header's length, the header as JSON (name -> type, shape, offsets), the tensors' bytes without gaps
+    (https://github.com/huggingface/safetensors#format).
+    """
     # Widest types first, so that every tensor starts at a multiple of its item size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, object] = {"__metadata__": dict(metadata)}

@@ -1,0 +1,312 @@
+"""From a YAML value with its lines to a Python value, as a dataclass's annotations say; all mismatches at once.
+
+A range stands on the field: `Annotated[int, Range(minimum=1)]`. What does not fit is said in words: what is expected, what was found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from sft_play.config.yaml_files import FLOAT, Node, scalar_text, wrap
+
+LARGEST_INTEGER = 2**31 - 1
+"""Of a key without a maximum of its own: what counts in 32 bits takes no more."""
+LARGEST_FREE = 2**63 - 1
+MOST_WORDS = 15
+"""Longer choices are not written out in a message; `docs/configuration.md` lists them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """Numbers that a field takes."""
+
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    also: int | None = None
+    """One value outside that has a meaning of its own, such as -1."""
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` may be used."""
+        return (self.also is not None and value == self.also) or (
+            (self.minimum is None or value >= self.minimum)
+            and (self.above is None or value > self.above)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.below is None or value < self.below)
+        )
+
+    def words(self) -> str:
+        """Return ` >= 1`, ` > 0 and < 1`, or nothing."""
+        limits = ((">=", self.minimum), (">", self.above), ("<=", self.maximum), ("<", self.below))
+        return "".join(f" {sign} {limit} and" for sign, limit in limits if limit is not None).removesuffix(" and")
+
+
+Positive = Annotated[int, Range(minimum=1)]
+FromZero = Annotated[int, Range(minimum=0)]
+
+
+class Mismatch(NamedTuple):
+    """One value that does not fit."""
+
+    key: str
+    """Dotted key, with `[i]` for list entries."""
+    node: Node
+    problem: str
+    """What is wrong, without the key: `` is `two`; expected ... ``."""
+    hint: str | None = None
+
+
+class Conflict(NamedTuple):
+    """What a rule between keys finds; who asks for it adds the value and the place."""
+
+    key: str
+    """Dotted key, or an entry or field of its value: `data.sources[1].weight`."""
+    text: str
+    """What follows on "`key` is `value`" where it begins with a comma or a semicolon; else the whole sentence."""
+    hint: str | None = None
+    or_key: str = ""
+    """Key whose place is shown where nobody typed the first."""
+
+
+T = TypeVar("T")
+INVALID = object()
+"""Returned for a value that does not fit; the mismatch is in the list."""
+
+
+@cache
+def _parts(annotation: Any) -> tuple[tuple[Any, Range], ...]:
+    """Return the members of a union, each with its range."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        member, *marks = get_args(annotation)
+        limits = next((mark for mark in marks if isinstance(mark, Range)), Range())
+        return tuple((part, limits) for part in options(member))
+    if origin in (Union, types.UnionType):
+        return tuple(part for member in get_args(annotation) for part in _parts(member))
+    return ((annotation, Range()),)
+
+
+def options(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the annotation alone; without ranges."""
+    return tuple(part for part, _ in _parts(annotation))
+
+
+def limits_of(annotation: Any) -> Range:
+    """Return the range of the numbers that an annotation takes."""
+    return next((limits for part, limits in _parts(annotation) if part in (int, float)), Range())
+
+
+def literals(annotation: Any) -> tuple[Any, ...]:
+    """Return the words that an annotation takes."""
+    return tuple(word for part in options(annotation) if get_origin(part) is Literal for word in get_args(part))
+
+
+@cache
+def fields_of(record: Any) -> Mapping[str, Any]:
+    """Return field -> annotation of a dataclass."""
+    return get_type_hints(record, include_extras=True)
+
+
+def _required(record: Any) -> list[str]:
+    missing = dataclasses.MISSING
+    return [one.name for one in dataclasses.fields(record) if one.default is missing and one.default_factory is missing]
+
+
+def describe(annotation: Any) -> str:
+    """Return what is expected, in words: ``an integer >= 1 or `auto` ``."""
+    limits = limits_of(annotation)
+    names = {
+        bool: ["`true`", "`false`"], int: [f"an integer{limits.words()}"], float: [f"a number{limits.words()}"], str: ["text"],
+        dict: ["a mapping"], Mapping: ["a mapping such as `{name: text}`"],
+    }  # fmt: skip
+    words = [f"{limits.also}"] if limits.also is not None else []
+    for part in options(annotation):
+        if get_origin(part) is Literal:
+            choices = get_args(part)
+            words += [f"`{word}`" for word in choices] if len(choices) <= MOST_WORDS else [_some(choices)]
+        elif get_origin(part) is list:
+            (entry,) = get_args(part)
+            of_records = dataclasses.is_dataclass(entry)
+            example = "mappings such as `[{name: text}]`" if get_origin(entry) is Mapping else ""
+            words.append(
+                f"a list of entries with {_keys_of(entry)}"
+                if of_records
+                else f"a list of {example}"
+                if example
+                else "a list such as `[a, b]`"
+            )
+        elif dataclasses.is_dataclass(part):
+            words.append(f"an entry with {_keys_of(part)}")
+        elif part is not type(None):
+            words += names.get(get_origin(part) or part, ["a value"])
+    words += ["null"] if type(None) in options(annotation) else []
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _keys_of(record: Any) -> str:
+    return " and ".join(f"`{name}`" for name in _required(record))
+
+
+def _some(choices: tuple[Any, ...]) -> str:
+    return f"one of {len(choices)} words such as `{choices[0]}`"
+
+
+def shown(node: Node) -> str:
+    """Return a value as it is quoted in messages, cut after 80 characters."""
+    text = node.text if node.text is not None else node.plain()
+    text = text if isinstance(text, str) else scalar_text(text)
+    text = text.encode("unicode_escape").decode("ascii") if not text.isprintable() else text
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def quoted(text: str) -> str:
+    """Return text as it is quoted in messages."""
+    return shown(Node(text))
+
+
+def convert(node: Node, annotation: Any, key: str, problems: list[Mismatch]) -> Any:
+    """Return the value of `node` as `annotation` has it, or `INVALID` with its mismatches added to `problems`."""
+    value, parts = node.value, options(annotation)
+    if value is None and type(None) in parts:
+        return None
+    if isinstance(value, str) and value in literals(annotation):
+        return value
+    if isinstance(value, bool):
+        if bool in parts:
+            return value
+    elif isinstance(value, (int, float)):
+        number = _number(value, annotation)
+        if number is not INVALID:
+            return number
+    for part in parts:
+        if isinstance(value, list) and get_origin(part) in (list, tuple):
+            values = [convert(inner, get_args(part)[0], f"{key}[{i}]", problems) for i, inner in enumerate(value)]
+            return INVALID if any(one is INVALID for one in values) else get_origin(part)(values)
+        if isinstance(value, dict) and dataclasses.is_dataclass(part):
+            return read_record(node, part, key, problems)
+        if isinstance(value, dict) and get_origin(part) is Mapping:  # of texts, letter for letter: `LEVEL: 1` is `"1"`
+            parts_of = {name: convert(inner, get_args(part)[1], f"{key}.{name}", problems) for name, inner in value.items()}
+            return INVALID if any(one is INVALID for one in parts_of.values()) else parts_of
+        if isinstance(value, dict) and (get_origin(part) or part) is dict:
+            wrong = [
+                Mismatch(f"{key}{where}", one, f"is `{shown(one)}`; expected a finite number of at most 64 bits")
+                for where, one in _too_large(node)
+            ]
+            problems += wrong
+            return INVALID if wrong else node.plain()
+    text = value if isinstance(value, str) else node.text
+    if str in parts and value is not None and text is not None:
+        return text
+    problems.append(Mismatch(key, node, f"is `{shown(node)}`; expected {describe(annotation)}", _value_hint(node, annotation)))
+    return INVALID
+
+
+def _number(value: float, annotation: Any) -> Any:
+    parts, limits = options(annotation), limits_of(annotation)
+    if isinstance(value, int) and abs(value) > max(LARGEST_INTEGER, limits.maximum or 0):
+        return INVALID  # before anything makes a float of it, which 309 digits are too long for
+    if not math.isfinite(value) or not limits.holds(value):
+        return INVALID
+    if isinstance(value, int) and int in parts:
+        return value
+    return float(value) if float in parts else INVALID
+
+
+def read_record(node: Node, record: Any, key: str, problems: list[Mismatch]) -> Any:
+    """Return a mapping as the dataclass `record`, or `INVALID`; `key` stands before the names of its fields in messages."""
+    fields, before, prefix = fields_of(record), len(problems), f"{key}." if key else ""
+    given: dict[str, Any] = {}
+    for name, part in node.value.items():
+        if name in fields:
+            given[name] = convert(part, fields[name], f"{prefix}{name}", problems)
+            continue
+        close = get_close_matches(name, fields, n=1, cutoff=0.5)
+        hint = f"did you mean `{close[0]}`?" if close else f"it takes {', '.join(f'`{known}`' for known in fields)}"
+        problems.append(Mismatch(f"{prefix}{name}", part, "is not a known key", hint))
+    problems += [Mismatch(f"{prefix}{name}", node, "is missing") for name in _required(record) if name not in given]
+    return INVALID if len(problems) > before else record(**given)
+
+
+def record_of(value: Any, record: type[T]) -> T:
+    """Return parsed JSON as the dataclass `record`. Raise `ValueError` with the first mismatch."""
+    problems: list[Mismatch] = []
+    found = convert(wrap(value), record, "", problems)
+    if problems:
+        raise ValueError(f"`{problems[0].key}` {problems[0].problem}")
+    assert isinstance(found, record)
+    return found
+
+
+def _too_large(node: Node, where: str = "") -> Iterator[tuple[str, Node]]:
+    """Yield the numbers in free keys and values that JSON, or who reads it, cannot hold."""
+    value = node.value
+    if isinstance(value, (dict, list)):
+        inner = (
+            [(f".{name}", part) for name, part in value.items()]
+            if isinstance(value, dict)
+            else [(f"[{i}]", part) for i, part in enumerate(value)]
+        )
+        for name, part in inner:
+            yield from _too_large(part, where + name)
+    elif isinstance(value, (int, float)) and not (
+        math.isfinite(value) if isinstance(value, float) else abs(value) <= LARGEST_FREE
+    ):
+        yield where, node
+
+
+def _value_hint(node: Node, annotation: Any) -> str | None:
+    parts, value = options(annotation), node.value
+    words = [str(word) for word in literals(annotation)]
+    entries = [entry for part in parts if get_origin(part) is list for entry in get_args(part)]
+    if bool in parts and isinstance(value, (str, int)) and str(value).lower() in ("yes", "no", "on", "off", "y", "n", "1", "0"):
+        return f"write `{'true' if str(value).lower() in ('yes', 'on', 'y', '1') else 'false'}`"
+    if value is False and "no" in words:
+        return "write `no`"
+    if isinstance(value, str) and FLOAT.fullmatch(bare := value.strip().removesuffix("%")):
+        if node.text is None and (int in parts or float in parts) and bare == value.strip():
+            return "write the number without quotes"
+        if float in parts:
+            return f"a share is written `{float(bare) / 100:g}`"
+    if isinstance(value, str) and (word := closest_word(value, words)):
+        return f"did you mean `{word}`?"
+    if any(dataclasses.is_dataclass(entry) for entry in entries):
+        return "a list of entries is written `[{path: train.jsonl}]`" if isinstance(value, (str, list, dict)) else None
+    if any(dataclasses.is_dataclass(part) for part in parts):
+        return f"an entry is written `{{path: {shown(node)}}}`" if isinstance(value, str) else None
+    return f"a list is written `[{shown(node)}]`" if isinstance(value, str) and entries else None
+
+
+def closest_word(value: str, words: Sequence[str]) -> str | None:
+    """Return the word that was probably meant: one that begins with `value`, else one that looks like it."""
+    lower = value.lower()
+    longer = [word for word in words if len(lower) > 2 and word.startswith(lower)]
+    close = longer or get_close_matches(lower, words, n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+# A value of a row in words, for messages.
+
+
+KINDS = {
+    "list": "a list", "tuple": "a list", "dict": "a mapping", "int": "a number", "float": "a number", "NoneType": "empty",
+    "bool": "true or false", "str": "text",
+}  # fmt: skip
+
+
+def kind_of(value: object) -> str:
+    """Return what a value is, in words."""
+    name = type(value).__name__
+    return KINDS.get(name, name)
+
+
+def names_of(row: Iterable[str]) -> str:
+    """Return the names of a row's columns, in backticks."""
+    return ", ".join(f"`{name}`" for name in row) or "none"

@@ -1,0 +1,1 @@
+"""Scoring: loss of held-out rows, generated answers and their scores, and comparing them."""

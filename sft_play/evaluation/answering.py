@@ -1,0 +1,330 @@
+"""Answering conversations: template, batches kept full, generation to the end of the turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer
+
+from sft_play.data.example import Message
+from sft_play.data.templates import check_written, has_tools
+from sft_play.errors import DataError
+from sft_play.model.tokenizer import end_of_turn_ids, write_chat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One completion."""
+
+    text: str
+    tokens: int
+    """Tokens of the answer, without the one that ends the turn."""
+    stopped: bool
+    """Whether the model ended its turn itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerSettings:
+    """How answers are made; greedy, or by beams."""
+
+    max_new_tokens: int = 128
+    num_beams: int = 1
+    batch_size: int = 8
+    """Prompts answered together."""
+
+
+def prompt_ids(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+    """Returns the tokens of a conversation, which may call `tools`, up to where the assistant begins to speak.
+
+    Raises `DataError` when the chat template refuses the conversation (roles that it does not know, or in a wrong order) or leaves out
+    its tools, a call or a result.
+    """
+    import jinja2
+
+    def render(turns: Sequence[Message], offered: Sequence[Any] | None, prompt: bool) -> str:
+        return write_chat(tokenizer, turns, add_generation_prompt=prompt, **({"tools": list(offered)} if offered else {}))
+
+    try:
+        if has_tools(messages, tools):
+            check_written(messages, tools, render)
+        text = render(messages, tools, True)
+    except (jinja2.TemplateError, TypeError, KeyError) as error:
+        raise DataError(f"the chat template does not take this conversation: {error}") from error
+    # The template writes its own special tokens; the tokenizer must not add a second BOS.
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def context_length(model: Any) -> int:
+    """Returns the most positions that the model knows; a huge number where its configuration names none."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
+
+
+def generation_settings(tokenizer: Any, settings: AnswerSettings, *, room: int) -> GenerationConfig:
+    """Returns greedy (or beam) settings that end at the template's end of turn and within `room` more tokens."""
+    stops = end_of_turn_ids(tokenizer)
+    pad = tokenizer.pad_token_id
+    return GenerationConfig(
+        max_new_tokens=max(1, min(settings.max_new_tokens, room)),
+        num_beams=settings.num_beams,
+        do_sample=False,
+        eos_token_id=list(stops),
+        pad_token_id=stops[0] if pad is None else pad,
+        use_cache=True,
+    )
+
+
+def use_our_settings(model: Any) -> None:
+    """Drops the folder's own generation settings: transformers would take from them (sampling, penalties) what a call omits."""
+    for part in (model, getattr(model, "get_base_model", lambda: model)()):
+        part.generation_config = GenerationConfig()
+
+
+def answer_all(
+    model: Any,
+    tokenizer: Any,
+    settings: AnswerSettings,
+    prompts: Sequence[Sequence[int]],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Answer]:
+    """Answers prompts (lists of tokens) in batches of similar length, padded on the left; returns answers in the given order."""
+    use_our_settings(model)
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    answers: dict[int, Answer] = {}
+    for start in range(0, len(order), settings.batch_size):
+        batch = order[start : start + settings.batch_size]
+        answers.update(zip(batch, answer_batch(model, tokenizer, [prompts[i] for i in batch], settings), strict=True))
+        if progress:
+            progress(len(answers), len(prompts))
+    return [answers[index] for index in range(len(prompts))]
+
+
+def answer_batch(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    settings: AnswerSettings,
+    *,
+    device: torch.device | str | None = None,
+    synced: bool = False,
+    enough: Enough | None = None,
+) -> list[Answer]:
+    """Answers prompts, padded on the left: `settings.batch_size` at once where `refills`, else all of them together.
+
+    `synced` keeps forward passes in step with other ranks (ZeRO-3, FSDP2). `enough` is asked at each token: when it says yes, the
+    answers are cut there.
+    """
+    generation = generation_settings(tokenizer, settings, room=context_length(model) - max(map(len, prompts)))
+    device = device or model.device
+    with torch.no_grad():
+        if refills(model, settings, synced=synced):
+            output = generate_refilling(
+                model, prompts, generation, at_once=max(1, settings.batch_size), device=device, enough=enough
+            )
+        else:
+            batch = _padded(prompts, range(len(prompts)), 0, generation.pad_token_id, device)
+            output = model.generate(
+                input_ids=batch.ids,
+                attention_mask=batch.mask,
+                generation_config=generation,
+                synced_gpus=synced,
+                stopping_criteria=cut_when(enough),
+            )[:, batch.ids.shape[1] :].tolist()
+    return [_answer(tokenizer, tokens, set(generation.eos_token_id)) for tokens in output]
+
+
+def refills(model: Any, settings: AnswerSettings, *, synced: bool) -> bool:
+    """Whether prompts take the places of answers that have ended, and may therefore be given in more than a batch.
+
+    Not where ranks must take equally many steps, where beams need each other, nor with Unsloth's own `generate`.
+    """
+    return not synced and settings.num_beams == 1 and "generate" not in vars(model)
+
+
+def _answer(tokenizer: Any, tokens: Sequence[int], stops: set[int]) -> Answer:
+    end = next((place for place, token in enumerate(tokens) if token in stops), None)
+    kept = tokens if end is None else tokens[:end]
+    return Answer(text=tokenizer.decode(kept, skip_special_tokens=True).strip(), tokens=len(kept), stopped=end is not None)
+
+
+# A batch is kept full: answers that have ended leave it, waiting prompts take their places. transformers computes a batch to the end of its
+# longest answer, and where answers differ in length most of that is for nothing. Its own `generate` does every step here; it is interrupted,
+# the batch and its cache are changed, and it continues.
+
+
+SHARE_STOPPED = 0.25
+"""Share of a batch that must have ended before it is changed: each change costs a copy of the cache."""
+
+
+Enough = Callable[[], bool]
+"""Asked at each token; yes cuts all answers there."""
+
+
+class _Cut(StoppingCriteria):
+    def __init__(self, enough: Enough) -> None:
+        self.enough = enough
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.full((len(input_ids),), self.enough(), device=input_ids.device)
+
+
+def cut_when(enough: Enough | None) -> StoppingCriteriaList:
+    """Returns the criterion that ends all answers when `enough` says so; none without it."""
+    return StoppingCriteriaList([_Cut(enough)] if enough else [])
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The prompts that are being answered, padded on the left; T grows with their answers."""
+
+    ids: Tensor
+    """[B, T]"""
+    mask: Tensor
+    """[B, T], 0 where padded."""
+    places: list[int]
+    """Which prompt each row is."""
+    left: Tensor
+    """[B] new tokens that each may still get."""
+    cache: Any = field(default=None)
+    """Keys and values of the first T - 1 tokens; `None` where they must be computed (again)."""
+
+
+class _EnoughStopped(StoppingCriteria):
+    """Interrupts generation when enough of the batch has ended, by a token that stops or by its own limit."""
+
+    def __init__(self, stops: Tensor, left: Tensor, share: float) -> None:
+        self.stops, self.left, self.share, self.steps = stops, left, share, 0
+        self.stopped = torch.zeros(len(left), dtype=torch.bool, device=left.device)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.steps += 1
+        self.stopped |= torch.isin(input_ids[:, -1], self.stops) | (self.left <= self.steps)
+        return (self.stopped.float().mean() >= self.share).expand(len(self.stopped))
+
+
+def generate_refilling(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    generation: GenerationConfig,
+    *,
+    at_once: int,
+    device: Any,
+    enough: Enough | None = None,
+) -> list[list[int]]:
+    """Returns each prompt's new tokens, with the one that ended it where one did; at most `generation.max_new_tokens`.
+
+    What happens when depends on `prompts` and `at_once` alone, in their order. Caches other than plain keys and values (recurrent
+    states, sliding windows) are not refilled: such a batch only shrinks, or is computed again from its tokens.
+    """
+    most = int(generation.max_new_tokens)
+    stops = torch.tensor(generation.eos_token_id, device=device)
+    found: list[list[int]] = [[] for _ in prompts]
+    waiting = list(range(len(prompts)))
+    batch: _Batch | None = None
+    while (waiting or batch is not None) and not (enough and enough()):
+        room = at_once - (len(batch.places) if batch else 0)
+        if waiting and room and (batch is None or _refillable(batch.cache)):
+            chosen, waiting = waiting[:room], waiting[room:]
+            batch = _admitted(model, batch, _padded(prompts, chosen, most, generation.pad_token_id, device))
+        assert batch is not None, "a batch that is not there yet always admits prompts"
+        batch = _advanced(model, batch, generation, stops, found, more=bool(waiting), cut=cut_when(enough))
+    return [tokens[:most] for tokens in found]
+
+
+def _padded(prompts: Sequence[Sequence[int]], chosen: Sequence[int], most: int, pad_token: int, device: Any) -> _Batch:
+    longest = max(len(prompts[place]) for place in chosen)
+    ids = torch.full((len(chosen), longest), pad_token, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, place in enumerate(chosen):
+        ids[row, longest - len(prompts[place]) :] = torch.tensor(list(prompts[place]), dtype=torch.long)
+        mask[row, longest - len(prompts[place]) :] = 1
+    left = torch.full((len(chosen),), most, device=device)
+    return _Batch(ids=ids.to(device), mask=mask.to(device), places=list(chosen), left=left)
+
+
+def _admitted(model: Any, batch: _Batch | None, new: _Batch) -> _Batch:
+    """Returns `batch` with `new` in it; the keys and values of new prompts are computed here, but for the last token."""
+    if batch is None:
+        return new
+    positions = (new.mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]
+    new.cache = DynamicCache()
+    if new.ids.shape[1] < 2:  # nothing stands before the last token
+        new.ids, new.mask = pad(new.ids, (1, 0)), pad(new.mask, (1, 0))
+        positions = torch.zeros_like(new.ids[:, :-1])
+    model(
+        input_ids=new.ids[:, :-1],
+        attention_mask=new.mask[:, :-1],
+        position_ids=positions,
+        past_key_values=new.cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    width = max(batch.ids.shape[1], new.ids.shape[1])
+    one, two = _widened(batch, width), _widened(new, width)
+    for mine, theirs in zip(one.cache.layers, two.cache.layers, strict=True):
+        mine.keys, mine.values = torch.cat([mine.keys, theirs.keys]), torch.cat([mine.values, theirs.values])
+    return _Batch(
+        ids=torch.cat([one.ids, two.ids]),
+        mask=torch.cat([one.mask, two.mask]),
+        places=one.places + two.places,
+        left=torch.cat([one.left, two.left]),
+        cache=one.cache,
+    )
+
+
+def _widened(batch: _Batch, width: int) -> _Batch:
+    """Returns the batch with more padding on the left (or less: `width` counts from the right), its cache too."""
+    more = width - batch.ids.shape[1]
+    if more:
+        batch.ids, batch.mask = pad(batch.ids, (more, 0)), pad(batch.mask, (more, 0))
+        for layer in batch.cache.layers if batch.cache is not None else ():
+            layer.keys, layer.values = (pad(part, (0, 0, more, 0)) for part in (layer.keys, layer.values))
+    return batch
+
+
+def _advanced(
+    model: Any, batch: _Batch, generation: GenerationConfig, stops: Tensor, found: list[list[int]], *, more: bool,
+    cut: StoppingCriteriaList,
+) -> _Batch | None:  # fmt: skip
+    """Generates until enough of the batch has ended and adds the tokens to `found`; returns those that continue, if any."""
+    generation.max_new_tokens = int(batch.left.max())
+    generation.return_dict_in_generate = True
+    ended = _EnoughStopped(stops, batch.left, SHARE_STOPPED)
+    changes = len(batch.places) > 1 or more or bool((batch.left < generation.max_new_tokens).any())
+    output = model.generate(
+        input_ids=batch.ids,
+        attention_mask=batch.mask,
+        generation_config=generation,
+        past_key_values=batch.cache,
+        stopping_criteria=StoppingCriteriaList([*cut, *([ended] if changes else [])]),
+    )
+    new = output.sequences[:, batch.ids.shape[1] :]
+    for place, tokens, left in zip(batch.places, new.tolist(), batch.left.tolist(), strict=True):
+        found[place] += tokens[:left]
+    keep = (~torch.isin(new, stops).any(dim=1) & (batch.left > new.shape[1])).nonzero()[:, 0]
+    if not len(keep):
+        return None
+    rest = _Batch(
+        ids=output.sequences[keep],
+        mask=torch.cat([batch.mask, torch.ones_like(new)], dim=1)[keep],
+        places=[batch.places[row] for row in keep.tolist()],
+        left=batch.left[keep] - new.shape[1],
+        cache=output.past_key_values if isinstance(output.past_key_values, DynamicCache) else None,
+    )
+    if rest.cache is not None:
+        rest.cache.batch_select_indices(keep)
+        if _refillable(rest.cache):
+            # Padding that all have is dropped, so that the batch is never wider than its longest row.
+            return _widened(rest, rest.ids.shape[1] - int(rest.mask.any(dim=0).int().argmax()))
+    return rest
+
+
+def _refillable(cache: Any) -> bool:
+    """Whether rows may be added to a cache: it holds plain keys and values of all tokens, in every layer."""
+    return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)

@@ -1,0 +1,370 @@
+"""Scores of answers by the metrics of `eval.metrics`, each with its bootstrap interval, alone and paired. No torch.
+
+ROUGE by `rouge_score`, BLEU and chrF by `sacrebleu`, exact match and token F1 by SQuAD's own rules: the numbers that people quote. Others come
+from the `evaluate` library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from sft_play.config.metrics import LIBRARY, OF_ANSWERS, library_parts, short_name
+from sft_play.errors import DataError, first_line
+from sft_play.files import typed_path
+from sft_play.runs.folder import LEAST_ROWS
+from sft_play.runs.origin import may_run
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+DEFAULT_METRICS = ROUGE
+CORPUS = ("bleu", "chrf")
+USE_STEMMER = True
+"""Words longer than three letters are compared by their Porter stem, as in transformers' own summarisation examples."""
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+FEW_RESAMPLES = 100
+"""For a metric of the library that is no mean of single scores: each resample computes the whole metric again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A score over `n` answers (a mean, or a corpus score) with its percentile bootstrap interval (95 %)."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    @staticmethod
+    def around(score: float, resampled: Sequence[float] | Any, *, n: int) -> Interval:
+        """Returns `score` with the percentiles of the scores of resampled answers."""
+        tail = 100 * (1 - CONFIDENCE) / 2
+        low, high = np.percentile(resampled, [tail, 100 - tail])
+        return Interval(mean=score, low=float(low), high=float(high), n=n)
+
+    def to_json(self) -> dict[str, float | int | str]:
+        return asdict(self)
+
+
+def resamples(count: int, *, times: int = RESAMPLES, seed: int = 0) -> Iterator[Any]:
+    """Yields `times` arrays of `count` indices below `count`, drawn with replacement; the same for the same seed.
+
+    One at a time: a table of 1,000 draws over a hundred thousand answers would take 800 MB.
+    """
+    draws = np.random.default_rng(seed)
+    for _ in range(times):
+        yield draws.integers(0, count, size=count)
+
+
+def mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
+    """Returns the mean of `values` with the interval of the means of resamples. Raises `ValueError` for no values."""
+    if not values:
+        raise ValueError("an interval needs at least one value")
+    array = np.asarray(values, dtype=np.float64)
+    means = [array[picks].mean() for picks in resamples(len(array), seed=seed)]
+    return Interval.around(float(array.mean()), means, n=len(array))
+
+
+class Metric(Protocol):
+    """One entry of `eval.metrics`. Its numbers depend on references and answers alone, in the order of the rows."""
+
+    name: str
+    """What files call it."""
+
+    def score(self, references: Sequence[str], answers: Sequence[str]) -> tuple[Sequence[float] | None, Interval]:
+        """Returns a score for each answer alone (`None` where a single answer has none), and the score of all."""
+        ...
+
+
+class MeanMetric:
+    """A score of single answers (0 to 1), whose mean is the score of all."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def score(self, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
+        score = {"exact_match": exact_match, "f1": token_f1}.get(self.name, lambda one, other: rouge(one, other)[self.name])
+        each = [score(reference, answer) for reference, answer in zip(references, answers, strict=True)]
+        return each, mean_interval(each)
+
+
+class CorpusMetric:
+    """BLEU or chrF (0 to 100): a score of all answers from their summed statistics, not a mean of single scores."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def score(self, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
+        """Returns sacrebleu's sentence scores (BLEU with effective order), and the corpus score with its interval.
+
+        The interval is that of Koehn (2004), "Statistical Significance Tests for Machine Translation Evaluation", over resampled answers'
+        summed statistics, as sacrebleu's `--confidence` makes it, with our own draws.
+        """
+        single = _sacrebleu(self.name, sentence=True)
+        each = [float(single.sentence_score(a, [r]).score) for r, a in zip(references, answers, strict=True)]
+        scorer = _sacrebleu(self.name)
+        statistics = np.asarray(scorer._extract_corpus_statistics(list(answers), [list(references)]))
+
+        def total(part: Any) -> float:
+            return float(scorer._compute_score_from_stats(part.sum(axis=0).tolist()).score)
+
+        again = [total(statistics[picks]) for picks in resamples(len(answers))]
+        return each, Interval.around(total(statistics), again, n=len(answers))
+
+
+def rouge(reference: str, answer: str) -> dict[str, float]:
+    """Returns the F-measures (0 to 1) of one answer, exactly as `rouge_score` computes them.
+
+    Its words are runs of a-z and 0-9, so a text in another script scores 0, and the numbers cannot be compared with ROUGE
+    over other tokenizers (jieba, for one).
+    """
+    return dict(_rouge(reference, answer))
+
+
+def without_words(references: Sequence[str]) -> int:
+    """Returns how many references have no word that `rouge_score` knows; their score is 0 whatever the answer."""
+    tokenize = _scorer()._tokenizer.tokenize
+    return sum(not tokenize(reference) for reference in references)
+
+
+def normalised(text: str) -> str:
+    """Returns `text` in lower case without ASCII punctuation, English articles and extra white space.
+
+    `normalize_answer` of SQuAD's evaluation script, v1.1 and v2.0 (https://rajpurkar.github.io/SQuAD-explorer/).
+    """
+    bare = "".join(letter for letter in text.lower() if letter not in _PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def exact_match(reference: str, answer: str) -> float:
+    """Returns 1 where the normalised answer is the normalised reference, else 0."""
+    return float(normalised(reference) == normalised(answer))
+
+
+def token_f1(reference: str, answer: str) -> float:
+    """Returns the harmonic mean of precision and recall of the normalised answer's words (0 to 1), as SQuAD v2.0's script.
+
+    Where either text has no words it is 1 if both have none, else 0.
+    """
+    wanted, given = normalised(reference).split(), normalised(answer).split()
+    if not wanted or not given:
+        return float(wanted == given)
+    common = sum((Counter(wanted) & Counter(given)).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(given), common / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+_PUNCTUATION = frozenset(string.punctuation)
+
+
+@cache
+def _scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer  # imports nltk: only where answers are scored
+
+    return RougeScorer(list(ROUGE), use_stemmer=USE_STEMMER)
+
+
+@lru_cache(maxsize=4096)  # three metrics ask for the same answers, one after the other
+def _rouge(reference: str, answer: str) -> tuple[tuple[str, float], ...]:
+    scores = _scorer().score(reference, answer)
+    return tuple((name, float(scores[name].fmeasure)) for name in ROUGE)
+
+
+@cache
+def _sacrebleu(name: str, *, sentence: bool = False) -> Any:
+    from sacrebleu.metrics import BLEU, CHRF
+
+    # `force` only silences a remark about texts that look tokenised.
+    return BLEU(effective_order=sentence, force=True) if name == "bleu" else CHRF()
+
+
+def signature(name: str) -> str:
+    """Returns sacrebleu's signature of a metric that it computed: version and settings, to be quoted with the score."""
+    scorer = _sacrebleu(name)
+    scorer.num_refs = 1
+    return str(scorer.get_signature())
+
+
+class LibraryMetric:
+    """`evaluate:NAME_OR_PATH[:SCORE]`."""
+
+    def __init__(self, metric: str) -> None:
+        """Loads it. Raises `DataError` when it cannot be loaded, or computes no number from texts."""
+        self.metric, self.name = metric, short_name(metric)
+        self.where, self.wanted = library_parts(metric)
+        self._module = _load(self.metric, self.where)
+
+    def check(self) -> None:
+        """Computes the metric of two answers. Raises `DataError` when no number comes of it."""
+        self.compute(["the first text", "another one"], ["the first text", "a different one"])
+
+    def compute(self, references: Sequence[str], answers: Sequence[str]) -> float:
+        """Returns the metric of all answers together. Raises `DataError` when it fails or returns no single number."""
+        try:
+            found = self._module.compute(predictions=list(answers), references=list(references))
+        except Exception as error:  # a stranger's code raises anything
+            said = first_line(error)
+            hint = "metrics of answers take two lists of texts, `predictions` and `references`"
+            raise DataError(f"the metric `{self.metric}` cannot score texts: {said}", hint=hint) from error
+        return self._number(found or {})
+
+    def score(self, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float] | None, Interval]:
+        """Returns the metric of each answer alone, where their mean is the metric of all, and that with its interval."""
+        single = [self.compute([reference], [answer]) for reference, answer in zip(references, answers, strict=True)]
+        total = self.compute(references, answers)
+        if math.isclose(sum(single) / len(single), total, rel_tol=1e-6, abs_tol=1e-9):
+            return single, mean_interval(single)
+        again = [
+            self.compute([references[i] for i in picks], [answers[i] for i in picks])
+            for picks in resamples(len(answers), times=FEW_RESAMPLES)
+        ]
+        return None, Interval.around(total, again, n=len(answers))
+
+    def _number(self, found: Mapping[str, Any]) -> float:
+        numbers = {}
+        for name, value in found.items():
+            if not isinstance(value, str):
+                with contextlib.suppress(TypeError, ValueError):
+                    numbers[name] = float(value)
+        wanted = self.wanted or (next(iter(numbers)) if len(numbers) == 1 else Path(self.where).stem)
+        if wanted not in numbers:
+            known = ", ".join(f"`{LIBRARY}{self.where}:{name}`" for name in numbers)
+            problem = f"has no score `{self.wanted}`" if self.wanted else "has several scores" if numbers else "returns no number"
+            raise DataError(f"the metric `{self.metric}` {problem}", hint=f"one of {known}" if known else None)
+        if not math.isfinite(numbers[wanted]):
+            raise DataError(f"the metric `{self.metric}` returned {numbers[wanted]}")
+        return numbers[wanted]
+
+
+def _load(metric: str, where: str) -> Any:
+    """Returns the library's module for `where`; its files go to a folder of this process, since ranks share nothing here."""
+    path = typed_path(where)
+    local, reached = path.exists(), True
+    if not local and (where.startswith((".", "/", "~")) or where.endswith(".py")):
+        raise DataError(f"the metric `{metric}` is not there: no folder or script `{where}`", hint="a folder holds NAME/NAME.py")
+    if not may_run(path.resolve() if local else where, "metrics"):
+        raise DataError(
+            f"the metric `{metric}` is Python code, which the configuration of a run asks for, and is not run unasked",
+            hint=f"read that code; to let it run, type EVAL_METRICS={metric} with the command; in a run's folder it"
+            " is never run: copy it elsewhere first",
+        )
+    if not local:
+        from sft_play.plan.architecture import offline_unless_reachable
+
+        reached = offline_unless_reachable()
+    import evaluate
+
+    evaluate.disable_progress_bar()
+    try:
+        return evaluate.load(str(path) if local else where, keep_in_memory=True)
+    except ImportError as error:
+        raise DataError(f"the metric `{metric}` needs a package that is not installed: {error}") from error
+    except Exception as error:  # the library raises many kinds for what is one thing: it cannot be had
+        said = first_line(error)
+        if not reached:
+            said = "the hub does not answer, and nothing of that name is kept from before"
+        hint = "check the name at https://huggingface.co/evaluate-metric, or give a local folder: evaluate:path/to/metric"
+        raise DataError(f"the metric `{metric}` cannot be loaded: {said}", hint=hint) from error
+
+
+def check_library_metrics(names: Sequence[str]) -> None:
+    """Loads and tries every metric of the library among `names`. Raises `DataError`."""
+    for name in names:
+        if name.startswith(LIBRARY):
+            LibraryMetric(name).check()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """What all metrics say of all answers."""
+
+    each: tuple[Mapping[str, float], ...]
+    """For each answer: metric -> its score; a metric that has none for a single answer is left out."""
+    intervals: Mapping[str, Interval]
+    """Metric -> score of all answers."""
+
+
+def metrics_for(names: Sequence[str]) -> list[Metric]:
+    """Returns the metrics that `eval.metrics` names. Raises `DataError` for one that the `evaluate` library cannot load."""
+    found: list[Metric] = []
+    for name in names:
+        if name.startswith(LIBRARY):
+            found.append(LibraryMetric(name))
+        else:
+            assert name in OF_ANSWERS, "the rules of the configuration know every metric"
+            found.append(CorpusMetric(name) if name in CORPUS else MeanMetric(name))
+    return found
+
+
+def score_answers(metrics: Sequence[Metric], references: Sequence[str], answers: Sequence[str]) -> Scored:
+    """Returns what `metrics` say of `answers`. Raises `ValueError` for no answers."""
+    if not answers:
+        raise ValueError("no answers to score")
+    each: list[dict[str, float]] = [{} for _ in answers]
+    intervals: dict[str, Interval] = {}
+    for metric in metrics:
+        single, intervals[metric.name] = metric.score(references, answers)
+        for row, score in zip(each, single or (), strict=single is not None):
+            row[metric.name] = score
+    return Scored(each=tuple(each), intervals=intervals)
+
+
+def how_scored(names: Sequence[str]) -> dict[str, object]:
+    """Returns what must be known to compute the scores again, for `scores.json`."""
+    known: dict[str, object] = {"bootstrap": {"resamples": RESAMPLES, "confidence": CONFIDENCE}}
+    if any(name.startswith("rouge") for name in names):
+        known["use_stemmer"] = USE_STEMMER
+    signatures = {name: signature(name) for name in map(short_name, names) if name in CORPUS}
+    return known | ({"sacrebleu": signatures} if signatures else {})
+
+
+def perplexity(loss: float) -> float:
+    """Returns exp of a token-weighted loss in nats; the largest float where that overflows."""
+    return math.exp(min(loss, 709.0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference(Interval):
+    """The mean of the second's scores minus the first's, over `n` rows that both answered."""
+
+    better: int
+    """Rows on which the second scores higher."""
+    worse: int
+    """Rows on which the first does."""
+
+    @property
+    def verdict(self) -> str:
+        """`better` or `worse` where the interval leaves 0 out, else `undecided`; `too few to compare` of fewer rows than `LEAST_ROWS`."""
+        if self.n < LEAST_ROWS:
+            return "too few to compare"
+        return "better" if self.low > 0 else "worse" if self.high < 0 else "undecided"
+
+    def to_json(self) -> dict[str, float | int | str]:
+        return {**asdict(self), "verdict": self.verdict}
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -> Difference:
+    """Returns the difference of two models' scores of the same rows, in the same order.
+
+    Rows are drawn with replacement, and each draw takes both models' scores of a row: what makes a row easy or hard for both drops
+    out, so the interval is narrower than that of two separate means (Koehn 2004, "Statistical Significance Tests for Machine
+    Translation Evaluation"). Raises `ValueError` for no rows, or different numbers of them.
+    """
+    if not first or len(first) != len(second):
+        raise ValueError(f"{len(first)} and {len(second)} scores are no pairs")
+    gaps = [two - one for one, two in zip(first, second, strict=True)]
+    mean = mean_interval(gaps, seed=seed)
+    better, worse = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
+    return Difference(mean=mean.mean, low=mean.low, high=mean.high, n=mean.n, better=better, worse=worse)

@@ -1,0 +1,306 @@
+"""What an evaluation is about: the weights (of a run, or a plain model), the rows (a run's own, or others), the settings. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sft_play.errors import CheckpointError, UserError
+from sft_play.files import file_sha256
+from sft_play.launch.run_folder import find_run, has_started
+from sft_play.model.resolve import check_trained, weights_sha256
+from sft_play.plan.plan import Plan
+from sft_play.runs.checkpoints import label_of, weights_folder
+from sft_play.runs.folder import RunFolder, cache_folder, data_name, runs_folder
+from sft_play.runs.manifest import is_state_file
+from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
+from sft_play.runs.stamp import Stamp
+
+if TYPE_CHECKING:
+    from sft_play.config.call import Call
+    from sft_play.config.load import LoadedConfig
+    from sft_play.config.schema import Config, DataSource
+
+BASE = "base"
+"""`CHECKPOINT=base`: the model before any training."""
+SCORING = frozenset(
+    {
+        "eval.metrics",
+        "eval.max_seconds",
+        "eval.samples",
+        "eval.batch_size",
+        "train.predict_with_generate",
+        "train.generation_num_beams",
+        "train.generation_max_new_tokens",
+    }
+)
+"""What may differ from the run's configuration on its own rows."""
+OTHER_ROWS = frozenset({"data.val_path", "data.validation", "data.overlong", "data.num_proc", "model.max_seq_len"})
+"""What may differ too, since it makes other rows than the run's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """Which weights of a run are scored."""
+
+    label: str
+    folder: Path | None
+    """`model/` or a checkpoint; `None` for the base."""
+    step: int
+    content: str
+    """sha256 over the files that hold the weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """The rows that are scored."""
+
+    split: PreparedSplit
+    name: str | None = None
+    """Names the evaluation's folder; `None` for a run's own validation rows."""
+    path: str | None = None
+    """As the user said; `None` for a run's own."""
+    model: ResolvedModel | None = None
+    """The model whose tokenizer made them; `None` for a run's own."""
+
+
+def find_weights(run: RunFolder, wanted: str | None) -> Weights:
+    """Returns the weights that `CHECKPOINT=` names (`step-000040`, `best`, `last`, `base`); `model/`, else the last, for `None`.
+
+    A folder in which nothing was ever trained (a plain model's) has only its base. Raises `CheckpointError` when there are none,
+    with those that exist.
+    """
+    untrained = not has_started(run) and not run.model.is_dir() and not run.checkpoints.is_dir()
+    if wanted == BASE or (wanted is None and untrained):
+        return Weights(label=BASE, folder=None, step=0, content=Prepared.load(run.prepared).model.fingerprint)
+    folder = weights_folder(run, wanted)
+    check_trained(folder)
+    step = Stamp.load(folder).step if folder == run.model else int(folder.name.removeprefix("step-"))
+    return Weights(label=label_of(run, folder), folder=folder, step=step, content=_content(folder))
+
+
+def check_options(call: Call) -> None:
+    """Raises `UserError` for options that do not go together, or that leave open what is scored."""
+    options = call.options
+    keys = {override.key for override in call.overrides}
+    if "RUN" in options:
+        for name, instead in (("MODEL", "CHECKPOINT=base scores the run's base"), ("CONFIG", "a run keeps its configuration")):
+            if name in options:
+                raise UserError(f"`RUN` and `{name}` are both given", hint=f"give one of them; {instead}")
+        refused = sorted(keys - SCORING - OTHER_ROWS)
+        if refused:
+            raise UserError(
+                f"`make eval` cannot change {', '.join(f'`{key}`' for key in refused)} of a finished run",
+                hint="it takes " + ", ".join(sorted(key.upper().replace(".", "_") for key in SCORING | OTHER_ROWS)),
+            )
+        changed = sorted(keys & (OTHER_ROWS - {"data.val_path", "data.validation"}))
+        if changed and not _gives_rows(call):
+            raise UserError(
+                f"`{changed[0]}` would change how the run's own rows were made",
+                hint="it goes with other rows only: DATA=file.jsonl",
+            )
+        return
+    if "CHECKPOINT" in options:
+        raise UserError("`CHECKPOINT` is one of a run, and `RUN` is missing", hint="make eval RUN=name-of-a-run CHECKPOINT=best")
+    if "MODEL" not in options and "CONFIG" not in options:
+        hint = "make eval RUN=name-of-a-run, or make eval MODEL=folder-or-hub-id DATA=file.jsonl"
+        raise UserError("`RUN` is missing", hint=hint)
+    if "MODEL" in options and "model.name" in keys:
+        raise UserError("`MODEL` and `model.name` are both given", hint="give one of them")
+    if "CONFIG" not in options and not _gives_rows(call) and "BENCHMARKS" not in options:
+        hint = "make eval MODEL=folder-or-hub-id DATA=file.jsonl, or CONFIG= with validation data, or BENCHMARKS="
+        raise UserError("`MODEL` has no rows of its own, and `DATA` is missing", hint=hint)
+
+
+def _gives_rows(call: Call) -> bool:
+    return "DATA" in call.options or any(o.key in ("data.val_path", "data.validation") for o in call.overrides)
+
+
+def read_settings(call: Call) -> LoadedConfig:
+    """Returns the run's configuration, or a plain model's, with what the user changed for this evaluation. Raises `UserError`."""
+    from sft_play.config.call import note_consent
+    from sft_play.config.layers import Override, config_path
+    from sft_play.config.load import load_config, override_config, read_config
+
+    overrides = list(call.overrides)
+    if data := call.options.get("DATA"):
+        if _gives_rows(replace(call, options={})):
+            raise UserError("`DATA` and a key of validation data are both given", hint="give one of them")
+        overrides.append(Override(key="data.val_path", text=data, origin=f"DATA={data}"))
+    if "RUN" in call.options:
+        loaded = read_config(find_run(call.options["RUN"]).config)
+    elif "CONFIG" in call.options:
+        loaded = load_config(config_path(call.options["CONFIG"]), [o for o in overrides if not o.key.startswith("data.val")])
+    else:
+        name = next((o for o in overrides if o.key == "model.name"), None)
+        loaded = load_config(None, [name or Override(key="model.name", text=call.options["MODEL"], origin="MODEL")])
+    if "MODEL" in call.options and "CONFIG" in call.options:
+        overrides.append(Override(key="model.name", text=call.options["MODEL"], origin="MODEL"))
+    if any(o.key in ("data.val_path", "data.validation") for o in overrides):
+        bare = replace(loaded.config.data, val_path=None, validation=None)
+        loaded = replace(loaded, config=replace(loaded.config, data=bare))
+    loaded = override_config(loaded, overrides)
+    note_consent(call, loaded)
+    return loaded if "RUN" in call.options or loaded.typed("model.max_seq_len") else _within_context(loaded)
+
+
+def _within_context(loaded: LoadedConfig) -> LoadedConfig:
+    """Lowers the default of `model.max_seq_len` to what a plain model knows, since nobody typed it."""
+    from sft_play.plan.architecture import shape_of
+
+    model = loaded.config.model
+    length = min(model.max_seq_len, shape_of(model).max_positions or model.max_seq_len)
+    return replace(loaded, config=replace(loaded.config, model=replace(model, max_seq_len=length)))
+
+
+def find_rows(call: Call, loaded: LoadedConfig, run: RunFolder | None) -> Rows | None:
+    """Returns the rows to score, prepared when they are not yet: those that were given, else the run's own or the file's.
+
+    `None` where there are none. Raises `DataError` for data that cannot be prepared, `UserError` for a fraction of nothing.
+    """
+    config = loaded.config
+    given = config.data.validation
+    if run is not None and not _gives_rows(call):
+        return _own_rows(run)
+    if isinstance(given, list):
+        prepared = _prepare(replace(loaded, config=only_rows(config, given, run)), "--scored")
+        split, path = prepared.train, ", ".join(source.path for source in given)
+    elif given and run is not None:
+        raise UserError(
+            f"`data.validation` is `{given}`: a fraction of which data?", hint="DATA=file.jsonl scores all rows of a file"
+        )
+    elif given:
+        prepared = _prepare(loaded)
+        split, path = prepared.validation, ", ".join(source.path for source in config.data.sources)
+    else:
+        return None
+    assert split is not None, "preparation returns the rows that it was asked for"
+    return Rows(split=split, name=data_name(path.partition(", ")[0], split.fingerprint), path=path, model=prepared.model)
+
+
+def _own_rows(run: RunFolder) -> Rows | None:
+    split = Prepared.load(run.prepared).validation
+    if split is None or not split.rows:
+        return None
+    if not Path(split.path).is_dir():
+        from sft_play.config.load import read_config
+
+        print(f"the prepared rows are gone from `{split.path}`: they are prepared again", file=sys.stderr, flush=True)
+        again = _prepare(read_config(run.config)).validation
+        if again is None or again.fingerprint != split.fingerprint:
+            hint = "restore the data, or score it as it is now: DATA=file.jsonl"
+            raise CheckpointError(f"the validation data of the run `{run.name}` has changed since", hint=hint)
+        split = again
+    return Rows(split=split)
+
+
+def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) -> Config:
+    """Returns the configuration that prepares `sources` as the run prepares its rows: same model, template, masks and style."""
+    from sft_play.config.schema import EvalConfig, ModelConfig, TrainConfig, TuningConfig
+
+    model = config.model
+    if run is not None and (model.init == "random" or model.tokenizer is not None):
+        # The run made its model or tokenizer, perhaps of its training data: here they must be those, not made again.
+        made = Path(Prepared.load(run.prepared).model.path)
+        name = str(made if made.is_dir() else run.model)
+        model = ModelConfig(name=name, max_seq_len=model.max_seq_len, trust_remote_code=model.trust_remote_code)
+    train = TrainConfig(seed=config.train.seed, loss_on=config.train.loss_on)
+    data = replace(config.data, sources=sources, validation=None, train_path=None, val_path=None, group_by=None)
+    return replace(config, model=model, tuning=TuningConfig(task=config.tuning.task), data=data, train=train, eval=EvalConfig())
+
+
+def _prepare(loaded: LoadedConfig, *words: str) -> Prepared:
+    """Returns what preparation finds for a configuration, from the cache's index (no torch) or by a separate process."""
+    from sft_play.config.load import save_config
+    from sft_play.launch.attempt import prepare
+    from sft_play.launch.process import ended_by_signals
+    from sft_play.runs.prepared import lookup
+
+    if known := lookup(loaded.config):
+        return known
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="evaluate-", dir=cache_folder()) as folder:
+        run = RunFolder(Path(folder) / "run")
+        save_config(loaded, run.config)
+        prepare(run, *words)
+        return Prepared.load(run.prepared)
+
+
+def plain_run(loaded: LoadedConfig, model: ResolvedModel) -> RunFolder:
+    """Returns the folder in which evaluations of a plain model are kept: a run that trained nothing, with its plan.
+
+    Its name is the model's and a hash of its settings, so the same model finds it again.
+    """
+    from sft_play.config.load import save_config
+    from sft_play.config.schema import DataConfig, EvalConfig, TrainConfig
+    from sft_play.plan.detect import detect
+    from sft_play.plan.plan import LaunchRequest
+    from sft_play.plan.sources import plan_for
+
+    # Nothing is trained: the smallest training there is stands for what the plan must find room for.
+    train = TrainConfig(batch_size=1, global_batch_size=1, gradient_checkpointing=True)
+    tuning = replace(loaded.config.tuning, mode="qlora" if loaded.config.tuning.mode == "qlora" else "lora")
+    said = loaded.config.data
+    data = DataConfig(chat_template=said.chat_template, system=said.system, style=said.style)
+    config = replace(loaded.config, data=data, train=train, eval=EvalConfig(), tuning=tuning)
+    leaf = Path(config.model.name.rstrip("/")).name or "model"
+    shaped = hashlib.sha256(repr([config.model, tuning, data]).encode()).hexdigest()
+    run = RunFolder(runs_folder() / f"model-{leaf}-{shaped[:8]}")
+    prepared = Prepared(model=model, train=None, validation=None)
+    if run.plan.is_file() and Prepared.load(run.prepared) == prepared:
+        return run
+    run.path.mkdir(parents=True, exist_ok=True)
+    bare = replace(loaded, config=config)
+    save_config(bare, run.config)
+    prepared.save(run.prepared)
+    plan_for(bare, detect(), LaunchRequest(command_strategy="single"), prepared).save(run.plan)
+    return run
+
+
+def settings_of(config: Config, run: RunFolder, weights: Weights, rows: Rows) -> dict[str, Any]:
+    """Returns how the scores are made, with `key`: a hash over that, the weights and the rows."""
+    prepared, plan = Prepared.load(run.prepared), Plan.load(run.plan)
+    settings: dict[str, Any] = {
+        "weights": weights.label,
+        "weights_sha256": weights.content,
+        "base_sha256": prepared.model.fingerprint,
+        "rows_sha256": rows.split.fingerprint,
+        "data": rows.path,
+        "samples": config.eval.samples,
+        "metrics": list(config.eval.metrics),
+        "max_seconds": config.eval.max_seconds,
+        "seed": config.train.seed,
+        "batch_size": _batch_size(config, plan, rows.split),
+        "generate": config.train.predict_with_generate,
+        "num_beams": config.train.generation_num_beams,
+        "max_new_tokens": config.train.generation_max_new_tokens,
+    }
+    return {**settings, "key": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()}
+
+
+def _batch_size(config: Config, plan: Plan, split: PreparedSplit) -> int:
+    """Returns the rows evaluated together: the plan's, fewer where these rows are longer than those that were planned for."""
+    if config.eval.batch_size != "auto":
+        return config.eval.batch_size
+    planned = max(plan.longest_row, plan.row_tokens, 1)
+    longer = max(1.0, split.longest / planned) if plan.longest_row or plan.row_tokens else 1.0
+    return max(1, int(plan.eval_batch_size / longer))
+
+
+def _content(folder: Path) -> str:
+    """Returns one hash over the names and contents of the weights and what shapes them."""
+    weights = sorted(
+        path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin") and not is_state_file(path.name)
+    )
+    shaping = ("config.json", "adapter_config.json", "tokenizer.json")
+    others = sorted(path for path in folder.iterdir() if path.suffix == ".jinja" or path.name in shaping)
+    digests: Mapping[str, str] = dict(zip((path.name for path in weights), weights_sha256(weights), strict=True))
+    lines = [f"{name} {digest}\n" for name, digest in digests.items()]
+    lines += [f"{path.name} {file_sha256(path)}\n" for path in others]
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()

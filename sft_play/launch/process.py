@@ -1,0 +1,247 @@
+"""A command as a process: signals that end it, children that end with it, a console that may close, and no words of make's own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Set
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    import psutil
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask a command to stop: Ctrl-C, a scheduler's or `kill`'s, Slurm's early warning, a terminal that is closed."""
+REPEATED_SECONDS = 2.0
+"""A signal that comes again within this time is the same request, sent to us and to all our processes."""
+_heard: list[int] = []
+"""Signals that came inside `ended_by_signals` and have not ended it yet."""
+
+
+def signals_to_hear() -> list[signal.Signals]:
+    """Returns `STOPS`, without SIGHUP where `nohup` has it ignored."""
+    return [number for number in STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def stop_code(number: int) -> int:
+    """Returns the exit code of a stop that this signal asked for."""
+    return 130 if number == signal.SIGINT else 143
+
+
+class StoppedBySignal(SystemExit):
+    """Ends this command with the exit code of a stop; whoever ends it says by what."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(stop_code(number))
+        self.signal = signal.Signals(number).name
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Turns SIGTERM, SIGUSR1 and SIGHUP into an orderly end with code 143, so that children are stopped and nothing half-made is left.
+
+    Python drops an exception that a handler raises inside a callback (around a fork, in a finaliser): long loops ask
+    `raise_what_was_heard`, so that no signal is lost, Ctrl-C included.
+    """
+
+    first = 0.0
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        nonlocal first
+        again = bool(_heard) and time.monotonic() - first < REPEATED_SECONDS
+        if not again:  # a second exception would only disturb the clearing up
+            _heard.append(number)
+            first = time.monotonic()
+            raise_what_was_heard()
+
+    previous = {number: signal.signal(number, end) for number in signals_to_hear()}
+    try:
+        yield
+    finally:
+        _heard.clear()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def raise_what_was_heard() -> None:
+    """Raises `KeyboardInterrupt` or `StoppedBySignal` when a signal came; called again, it raises again."""
+    if _heard:
+        raise KeyboardInterrupt if _heard[0] == signal.SIGINT else StoppedBySignal(_heard[0])
+
+
+SET_PARENT_DEATH_SIGNAL = 1
+"""`PR_SET_PDEATHSIG` of prctl(2)."""
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def bound_to_parent(number: signal.Signals) -> Callable[[], None] | None:
+    """Returns a `preexec_fn` for `subprocess.Popen`: the child gets the signal `number` when this process has gone.
+
+    Call it in the main thread: the kernel goes by the thread that made the child. `None` where there is no such thing.
+    """
+    if _libc is None:
+        return None
+    libc, parent = _libc, os.getpid()
+
+    def bind() -> None:
+        libc.prctl(SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0)
+        if os.getppid() != parent:  # it was killed in between
+            os._exit(128 + int(number))
+
+    return bind
+
+
+def woken_with_parent() -> None:
+    """Makes the kernel continue this process (SIGCONT) when its parent has gone: one that was stopped could not notice it, and would
+    stay. Harmless to one that runs, and to one whose parent leaves in order while it still saves."""
+    if _libc is not None:
+        _libc.prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGCONT), 0, 0, 0)
+
+
+STOPPED = 128
+"""Codes from here on are of a stop, which make hears of too."""
+
+
+class Console(io.TextIOBase):
+    """A text stream until its reader goes; from then on what is written is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.has_gone = False
+
+    def write(self, text: str) -> int:
+        with self._may_go():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._may_go():
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return not self.has_gone and self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _may_go(self) -> Iterator[None]:
+        if self.has_gone:
+            with contextlib.suppress(OSError):
+                yield
+            return
+        try:
+            yield
+        except OSError:  # EPIPE of a pipe, EIO of a terminal
+            self.has_gone = True
+            with contextlib.suppress(OSError), Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())  # for the rest of the buffer, and for children
+
+
+@contextlib.contextmanager
+def console_may_go() -> Iterator[None]:
+    """Lets nothing that is printed within end this process because nobody reads it."""
+    kept = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = out, err = Console(kept[0]), Console(kept[1])
+    try:
+        yield
+    finally:
+        out.flush()
+        err.flush()
+        sys.stdout, sys.stderr = kept
+
+
+def end_make(code: int) -> int:
+    """Ends make with code 1 where the command failed, and returns what this process is to end with then.
+
+    make prints `*** [Makefile:56: data] Error 4` under whatever a failed command has said; at SIGQUIT it leaves without a word, once
+    its child has ended well. Where it does not catch that signal (in the background of a script) it says what it always says.
+    """
+    parent, quits = Path(f"/proc/{os.getppid()}"), 1 << (signal.SIGQUIT - 1)
+    try:
+        caught = next(line for line in (parent / "status").read_text().splitlines() if line.startswith("SigCgt:"))
+        is_make = (parent / "comm").read_text().strip() in ("make", "gmake") and int(caught.split()[1], 16) & quits
+    except (OSError, StopIteration):  # no Linux
+        return code
+    if not is_make or not 0 < code < STOPPED:
+        return code
+    sys.stdout.flush()
+    os.kill(os.getppid(), signal.SIGQUIT)
+    return 0
+
+
+def say(text: str) -> None:
+    """Tells the user, on stderr."""
+    print(f"\n{text}", file=sys.stderr, flush=True)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; a zombie does not."""
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill_descendants(process: subprocess.Popen[bytes], others: Set[psutil.Process], seconds: float) -> None:
+    """Kills the agent and everything that it started; each worker has a session of its own, so one group is not enough.
+
+    `seconds`: how long they may take to go, each of three times.
+    """
+    import psutil
+
+    for _ in range(3):  # a process may be forking while its parent is killed
+        family = _descendants(others)
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=seconds)
+        left = _descendants(others)
+        if not left:
+            break
+    else:
+        names = ", ".join(_described(member) for member in left)
+        say(
+            f"warning: SIGKILL has not ended {names}\n\nhint: the kernel waits for a device or a disk; their memory may stay taken"
+        )
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=10)
+
+
+def _described(process: psutil.Process) -> str:
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return f"process {process.pid} ({process.name()}, {process.status()})"
+    return f"process {process.pid}"
+
+
+def _descendants(others: Set[psutil.Process]) -> list[psutil.Process]:
+    """Everything below this process, orphans that the kernel gave to us too, but what it had started before (`others`: TensorBoard)."""
+    import psutil
+
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [] if child in others else [child, *child.children(recursive=True)]
+    return [p for p in found if is_alive(p)]
+
+
+def adopt_orphans() -> None:
+    """Makes the kernel hand us the workers when their agent is killed (Linux), so that they can be found and ended."""
+    if sys.platform == "linux":
+        set_child_subreaper = 36
+        ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1, 0, 0, 0)

@@ -1,0 +1,309 @@
+"""Where a model's `config.json` comes from: a folder, the hub's cache, the hub, a table of the presets' models, or the keys of a new model."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from sft_play.config.schema import ModelConfig
+from sft_play.errors import DataError, UserError
+from sft_play.files import read_json, text_sha256, write_json
+from sft_play.plan.measured import running_tracer, versions
+from sft_play.plan.shape import ModelShape
+from sft_play.runs.folder import OFFLINE, cache_folder, is_offline
+from sft_play.runs.prepared import Prepared
+
+SHAPE_KEYS = ("vocab_size", "hidden_size", "attention_heads", "layers")
+LONG_POSITIONS = 4096
+ROPE_THETA, LONG_ROPE_THETA = 10_000.0, 500_000.0
+
+
+def is_scratch(model: ModelConfig) -> bool:
+    """Whether the model's shape comes from the keys and not from another model's `config.json`."""
+    return model.init == "random" and not model.name
+
+
+def trains_tokenizer(model: ModelConfig) -> bool:
+    """Whether the tokenizer is made from the training data: asked for, or from scratch and nothing else was said."""
+    return model.tokenizer == "train" or (is_scratch(model) and model.tokenizer is None)
+
+
+def label(model: ModelConfig) -> str:
+    """Return what the model is called where `model.name` may be missing: in stamps, plans and messages."""
+    if not is_scratch(model):
+        return f"{model.name} (random weights)" if model.init == "random" else model.name
+    return f"from scratch ({model.layers} x {model.hidden_size}, {model.attention_heads} heads, {model.vocab_size} tokens)"
+
+
+def intermediate_size(hidden_size: int) -> int:
+    """Return the width of the feed-forward part: 8/3 of the model's, rounded up."""
+    multiple = 256 if hidden_size >= 1024 else 64
+    return -(-8 * hidden_size // (3 * multiple)) * multiple
+
+
+def scratch_architecture(model: ModelConfig) -> dict[str, Any]:
+    """Return the `config.json` of a model whose shape the keys give, without the ids of special tokens.
+
+    A Llama in the shape of Llama 3 where the keys leave something open: heads for keys and values as for queries, a gated feed-forward part
+    of 8/3 of the width (Touvron et al. 2023, arXiv 2302.13971, section 2.2), no biases, head and embedding one matrix.
+    """
+    assert model.hidden_size and model.attention_heads and model.layers and model.vocab_size, "checked by `config.rules`"
+    theta = ROPE_THETA if model.max_seq_len <= LONG_POSITIONS else LONG_ROPE_THETA
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": model.hidden_size,
+        "intermediate_size": intermediate_size(model.hidden_size),
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.attention_heads,
+        "num_key_value_heads": model.attention_heads,
+        "head_dim": model.hidden_size // model.attention_heads,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_seq_len,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.02,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dtype": "float32",
+    }
+
+
+REACH_SECONDS = 4.0
+
+
+def hub_reachable() -> bool:
+    """Whether the hub answers within a few seconds; `HF_HUB_OFFLINE` means no."""
+    if is_offline():
+        return False
+    proxied = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    address = urlsplit(proxied or os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        with socket.create_connection((address.hostname or "", port), timeout=REACH_SECONDS):
+            return True
+    except (OSError, UnicodeError):
+        return False
+
+
+def offline_unless_reachable() -> bool:
+    """Whether the hub answers; where it does not, its libraries are set to their offline mode.
+
+    They would retry for half a minute; offline they take what is cached, or say at once what is missing. They read their variables
+    when they are imported, so this comes before.
+    """
+    reached = hub_reachable()
+    if not reached:
+        os.environ |= dict.fromkeys(OFFLINE, "1")
+    return reached
+
+
+TABLE = Path(__file__).with_name("shapes.json")
+FORMULA_MODEL_TYPES = frozenset({
+    "arcee", "ernie4_5", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral3", "mistral", "qwen2", "qwen3", "smollm3",
+})  # fmt: skip
+"""Families whose every parameter and adapter the formulas count (`tests/numerics/test_shapes.py`); the model itself is asked for others."""
+BIASES = ("attention_bias", "mlp_bias", "use_bias")
+"""Keys of `config.json` for weights that the formulas leave out."""
+TIED_BY_DEFAULT = frozenset({"ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3"})
+"""Families whose `config.json` may leave out that head and embedding are one: releases of transformers before 5 left it out."""
+COUNT_VERSION = 2
+"""Raised when the count itself changes, so that older results are not taken for new ones."""
+
+
+def shape_of(model: ModelConfig) -> ModelShape:
+    """Return the shape of the configured model. Raise `DataError` where its numbers cannot be had."""
+    if is_scratch(model):
+        return shape_from_config(scratch_architecture(model))
+    found, row = config_file(model), known_models().get(model.name)
+    if found is None and row:
+        return ModelShape.read(row["shape"]) if "shape" in row else shape_of_config(row["config"], model.name)
+    return shape_from_file(found or _fetched_config(model), trusts_code=model.trust_remote_code)
+
+
+def check_length(model: ModelConfig, positions: int) -> None:
+    """Raise `UserError` where rows may be longer than the `positions` that the model knows."""
+    if model.max_seq_len > positions:
+        raise UserError(
+            f"`model.max_seq_len` is {model.max_seq_len}, but `{label(model)}` knows {positions} positions",
+            hint=f"MODEL_MAX_SEQ_LEN={positions} at most",
+        )
+
+
+def positions_in(config: Mapping[str, Any]) -> int:
+    """Return the positions of a parsed `config.json`, of its text part where it has parts; a huge number where it names none."""
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    return int(text.get("max_position_embeddings") or text.get("n_positions") or 2**31)
+
+
+def config_file(model: ModelConfig) -> Path | None:
+    """Return where the model's `config.json` is on this machine (or must be, in a folder), `None` for one to be fetched."""
+    folder = Path(model.name).expanduser()
+    return folder / "config.json" if folder.is_dir() else _cached_config(model)
+
+
+def shape_from_file(path: Path, *, trusts_code: bool = False) -> ModelShape:
+    """Return the shape that a `config.json` describes. Raise `DataError`."""
+    try:
+        config = read_json(path)
+        if not isinstance(config, dict):
+            raise ValueError("it holds no JSON object")
+        return shape_of_config(config, str(path), trusts_code=trusts_code)
+    except FileNotFoundError:
+        raise DataError(
+            "the folder has no `config.json`",
+            place=str(path.parent),
+            hint="a model folder holds config.json, weights and a tokenizer",
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"cannot be read: {error}", place=str(path)) from None
+
+
+def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = False) -> ModelShape:
+    """Return the shape of a parsed `config.json`, by formula or counted on the model itself. Raise `DataError`.
+
+    Of a family that only code of its own knows, which the plan does not run, the shape is read as a Llama's where that code is trusted.
+    """
+    if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        raise DataError(
+            "the weights are in MXFP4, which is not trained here",
+            place=place,
+            hint="take the same model in bfloat16 (`unsloth/gpt-oss-20b-BF16`), with `tuning.mode: qlora` to make it small",
+        )
+    try:
+        if config.get("model_type") in FORMULA_MODEL_TYPES and not any(config.get(key) for key in BIASES):
+            return shape_from_config(config)
+        try:
+            return replace(_counted(config, place), moving_rope=has_moving_rope(config))
+        except DataError:
+            if not (trusts_code and config.get("auto_map")):
+                raise
+            return shape_from_config(config)
+    except KeyError as error:
+        raise DataError(f"lacks {error}, so its memory cannot be planned", place=place) from None
+
+
+def _counted(config: dict[str, Any], place: str) -> ModelShape:
+    """Return the shape counted on the model itself, without weights (acts: runs `python -m sft_play.trace`, keeps the result in the cache).
+
+    Raises `DataError` for a model that transformers does not know, or that is not trained here.
+    """
+    key = text_sha256(json.dumps([COUNT_VERSION, versions(), config], sort_keys=True))[:32]
+    path = cache_folder() / "shapes" / f"{key}.json"
+    if path.is_file():
+        return ModelShape.read(read_json(path))
+    row = running_tracer().ask([{"count": config}])[0]
+    if "error" in row:
+        raise DataError(row["error"], place=place, hint=row.get("hint"))
+    write_json(path, row)
+    return ModelShape.read(row)
+
+
+def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
+    """Return the shape of a parsed `config.json` of a family like Llama. Raise `KeyError`."""
+    kind = str(config.get("model_type", "unknown"))
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    return ModelShape(
+        model_type=kind,
+        hidden_size=hidden,
+        layers=int(config["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        ffn_size=int(config.get("intermediate_size") or 4 * hidden),
+        vocab_size=int(config["vocab_size"]),
+        tied=bool(config.get("tie_word_embeddings", kind in TIED_BY_DEFAULT)),
+        max_positions=positions_in(config),
+        qkv_bias=kind == "qwen2",
+        norms_per_layer=4 if kind in ("gemma2", "gemma3_text") else 2,
+        qk_norm=kind in ("gemma3_text", "qwen3"),
+        gated=kind != "arcee",
+        quantized_bits=quantized_bits(config.get("quantization_config")),
+        attention_dropout=float(config.get("attention_dropout") or 0.0),
+        sliding_window=int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0,
+        moving_rope=has_moving_rope(config),
+    )
+
+
+def has_moving_rope(config: Mapping[str, Any]) -> bool:
+    """Return whether a parsed `config.json` asks for rotary angles that depend on the longest position of a line."""
+    text = config.get("text_config") or config
+    settings = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    found = [str(one.get("rope_type") or one.get("type")) for one in (settings, *settings.values()) if isinstance(one, Mapping)]
+    return any(kind in ("longrope", "su") or "dynamic" in kind for kind in found)
+
+
+def quantized_bits(settings: Mapping[str, Any] | None) -> int:
+    """Return the bits of a linear weight by a `quantization_config`, 0 without one."""
+    if not settings:
+        return 0
+    if settings.get("load_in_8bit") or settings.get("quant_method") == "fp8":
+        return 8
+    return int(settings.get("bits") or 4)
+
+
+@cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """Return the models that are planned without their files: `config.json` of each, and its `ModelShape` where that was counted once."""
+    rows: dict[str, dict[str, Any]] = read_json(TABLE)
+    return rows
+
+
+def _cached_config(model: ModelConfig) -> Path | None:
+    """Return the `config.json` of an earlier download, found without the hub's library."""
+    home = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
+    folder = Path(home) / f"models--{model.name.replace('/', '--')}"
+    revision = model.revision or "main"
+    try:
+        commit = (folder / "refs" / revision).read_text().strip()
+    except OSError:
+        commit = revision
+    path = folder / "snapshots" / commit / "config.json"
+    return path if path.is_file() else None
+
+
+def _fetched_config(model: ModelConfig) -> Path:
+    """Fetch only `config.json` from the hub. Raise `DataError`."""
+    if model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
+        raise DataError("there is no such model folder", place=model.name)
+    unreachable = DataError(
+        "no such folder, and the hub cannot be reached",
+        place=model.name,
+        hint="check the network; or set `model.name` to a folder, or HF_HOME to a cache that holds the model",
+    )
+    if not hub_reachable():
+        raise unreachable
+    from huggingface_hub import hf_hub_download
+
+    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "4")
+    try:
+        return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise DataError(
+                "the model is gated or private",
+                place=model.name,
+                hint=f"accept its licence at https://huggingface.co/{model.name}, then set HF_TOKEN",
+            ) from error
+        raise unreachable from error
+
+
+def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dict[str, Any]:
+    """Return the parsed `config.json`. Raise `DataError` where neither file nor table nor hub has it."""
+    if prepared is None and is_scratch(model):
+        return scratch_architecture(model)
+    path = Path(prepared.model.path) / "config.json" if prepared else config_file(model)
+    row = known_models().get(model.name)
+    found: dict[str, Any] = row["config"] if row and path is None else read_json(path or _fetched_config(model))
+    return found

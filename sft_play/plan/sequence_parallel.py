@@ -1,0 +1,107 @@
+"""Lines of tokens that a group of ranks holds in slices (`launch.sequence_parallel`): what can be cut, and what it sends. Pure.
+
+Around each layer's attention two all-to-alls change slices with all heads into whole lines with a share of the heads, and back
+(Ulysses, arXiv 2309.14509); the backward pass sends as much again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from sft_play.errors import HardwareError, UserError
+from sft_play.plan.network import link_of, slow_network
+from sft_play.plan.plan import Setup
+from sft_play.plan.request import Request
+from sft_play.plan.shape import SLICED_MODEL_TYPES, VARLEN
+from sft_play.text import figure, plural
+
+KEY = "launch.sequence_parallel"
+
+
+def check_slices(request: Request) -> list[str]:
+    """Return what groups of ranks do. Raise `UserError` for a model or ranks that cannot be grouped so, `HardwareError` for unlike devices."""
+    shape, size, world = request.shape, request.group_size, len(request.ranks.devices)
+    if size == 1:
+        return []
+    given = f"`{KEY}` is {size}"
+    if world % size:
+        hint = (
+            f"make train-distributed NUM_GPUS={size}, or a number that divides {world}" if world > 1 else "make train-distributed"
+        )
+        raise UserError(
+            f"{given}, which does not divide {plural(world, 'process')}", hint=f"{hint}; LAUNCH_SEQUENCE_PARALLEL=1 cuts nothing"
+        )
+    if shape.heads % size:
+        fitting = [number for number in range(1, world + 1) if world % number == 0 and shape.heads % number == 0]
+        raise UserError(
+            f"{given}, but {shape.heads} attention heads cannot be shared out evenly among so many ranks",
+            hint=f"LAUNCH_SEQUENCE_PARALLEL={fitting[-1]}",
+        )
+    if shape.moving_rope:
+        raise UserError(
+            f"{given}, but this model's rotary angles depend on the longest position of a line, and each rank sees only its slice's",
+            hint="LAUNCH_SEQUENCE_PARALLEL=1, or another model",
+        )
+    if len(names := dict.fromkeys(device.name for device in request.ranks.devices)) > 1:
+        raise HardwareError(
+            f"{given}, but equal slices would wait for the slowest of {', '.join(names)}", hint="use cards of one kind"
+        )
+    network = slow_network(request)
+    if _apart(request) and network and request.config.launch.slow_network != "allow":
+        raise UserError(
+            f"{given}, but that joins ranks of several machines over {network}, which send each other every layer's states",
+            hint=f"a number that divides the ranks of each machine ({', '.join(map(str, request.ranks.nodes))})",
+        )
+    return [
+        f"each line in {size} slices: a rank has 1/{size} of its activations, and attends with {shape.heads // size} of {shape.heads} heads"
+    ]
+
+
+def for_slices(request: Request, why: str | None) -> str:
+    """Return the attention that computes slices. Raise `UserError` where the family has others, or `why` says that it cannot run."""
+    family = request.shape.model_type
+    if family not in SLICED_MODEL_TYPES:
+        why = f"`{family}` is not among the families whose tokens meet in attention alone, computed by lengths"
+    if why:
+        raise UserError(f"`{KEY}` is {request.group_size}, but {why}", hint="LAUNCH_SEQUENCE_PARALLEL=1")
+    return VARLEN
+
+
+def sent_bytes(request: Request, setup: Setup, tokens: float) -> float:
+    """Return what a rank sends of queries, keys, values and attention's output in a step of `tokens` of its group, keys repeated for each."""
+    shape, size = request.shape, setup.sequence_parallel
+    token = 2 * (shape.heads + math.lcm(shape.kv_heads, size)) * shape.head_dim * setup.width
+    return _passes(request, setup) * token * tokens / size * (size - 1) / size
+
+
+def slices_seconds(request: Request, setup: Setup, tokens: float, micro_steps: int) -> float:
+    """Return the seconds of a step's all-to-alls, in so many micro-steps; 0 without slices, or over a network of unknown speed."""
+    hardware, apart = request.hardware, _apart(request)
+    near = hardware if apart else replace(hardware, network_bytes_per_second=None)
+    link = link_of(near, request.ranks.devices, len(request.ranks.nodes) if apart else 1, request.calibration)
+    if setup.sequence_parallel == 1 or link is None:
+        return 0.0
+    messages = 2 * micro_steps * _passes(request, setup)
+    return sent_bytes(request, setup, tokens) / link.bytes_per_second + messages * link.latency_seconds
+
+
+def traffic(request: Request, setup: Setup, tokens: float, micro_steps: int) -> list[str]:
+    """Return in words what slices send in a step."""
+    if setup.sequence_parallel == 1:
+        return []
+    sent, seconds = sent_bytes(request, setup, tokens) / 1e9, slices_seconds(request, setup, tokens, micro_steps)
+    return [
+        f"slices: a rank sends {figure(sent, 2)} GB of queries, keys, values and outputs a step, {figure(seconds, 2)} s by forecast"
+    ]
+
+
+def _passes(request: Request, setup: Setup) -> int:
+    return (3 if setup.gradient_checkpointing else 2) * request.shape.layers
+
+
+def _apart(request: Request) -> bool:
+    """Whether a network lies between the ranks of a group: of several machines, or of one that is described so (`8GB+8GB@1Gbit`)."""
+    nodes = request.ranks.nodes
+    joined = len(nodes) == 1 and request.hardware.network_bytes_per_second is not None
+    return joined or any(ranks % request.group_size for ranks in nodes)

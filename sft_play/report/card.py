@@ -1,0 +1,254 @@
+"""`make card RUN=` and `make push RUN= REPO=`: the hub's model card of a run, and what of it goes to the hub (nothing without `YES=1`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sft_play.config.call import Call
+from sft_play.config.load import read_config
+from sft_play.errors import DataError, HardwareError, UserError
+from sft_play.files import read_object, write_text
+from sft_play.launch.run_folder import find_run
+from sft_play.plan.plan import Plan
+from sft_play.runs.checkpoints import kind_of, label_of, model_files, weights_folder
+from sft_play.runs.folder import LABELS, RunFolder, metrics_of, read_scores
+from sft_play.runs.prepared import Prepared
+from sft_play.runs.stamp import Stamp
+from sft_play.text import gib
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+CARD = "README.md"
+TOKEN_HINT = "set HF_TOKEN to a token with write access (huggingface.co/settings/tokens), or type `hf auth login`"
+MOST_SOURCES = 20
+
+
+def main(call: Call) -> int:
+    """Writes the card into the model's folder, or to `OUT`."""
+    run, weights = _weights(call)
+    path = Path(call.options["OUT"]) if call.options.get("OUT") else weights / CARD
+    write_text(path, card_of(run, weights))
+    print(json.dumps({"run": str(run.path), "card": str(path)}) if call.json else f"card: {path}")
+    return 0
+
+
+def push(call: Call) -> int:
+    """Shows what would be uploaded and where; uploads it with `YES=1`."""
+    repo = call.options.get("REPO")
+    if not repo:
+        raise UserError("`make push` needs `REPO=owner/name`", hint="where on the hub the model goes; YES=1 uploads it")
+    run, weights = _weights(call)
+    files = {path.name: path for path in model_files(weights) if path.name != CARD}
+    card = card_of(run, weights)
+    api, there = _repository(repo)
+    replaced = sorted(there & {*files, CARD})
+    private = call.flag("PRIVATE") or "PRIVATE" not in call.options
+    facts = {
+        "repo": repo,
+        "private": private,
+        "exists": bool(there),
+        "files": {CARD: len(card.encode()), **{name: path.stat().st_size for name, path in files.items()}},
+        "replaced": replaced,
+    }
+    if not call.json:
+        print("\n".join(_told(facts, run, weights)), flush=True)
+    if not call.flag("YES"):
+        print(json.dumps({**facts, "uploaded": None}) if call.json else "nothing was uploaded; YES=1 does it")
+        return 0
+    commit = _upload(api, repo, private, f"{run.name}, {label_of(run, weights)}", {CARD: card.encode(), **files})
+    print(json.dumps({**facts, "uploaded": commit}) if call.json else f"uploaded: {commit}")
+    return 0
+
+
+def _weights(call: Call) -> tuple[RunFolder, Path]:
+    if not call.options.get("RUN"):
+        raise UserError(f"`make {call.command}` needs `RUN=name-or-folder`", hint="`make runs` lists the runs")
+    run = find_run(call.options["RUN"])
+    return run, weights_folder(run, call.options.get("CHECKPOINT"))
+
+
+def _told(facts: dict[str, Any], run: RunFolder, weights: Path) -> Iterator[str]:
+    where = f"https://huggingface.co/{facts['repo']}"
+    state = "which exists" if facts["exists"] else "a new private repository" if facts["private"] else "a new public repository"
+    yield f"{run.name} ({label_of(run, weights)}) to {where}, {state}:"
+    for name, length in facts["files"].items():
+        yield f"  {length:>14,}  {name}{'  (replaces the one there)' if name in facts['replaced'] else ''}"
+    yield f"  {sum(facts['files'].values()):>14,}  bytes in all; no optimizer states, logs, data or stamp"
+
+
+def card_of(run: RunFolder, weights: Path) -> str:
+    """Returns the card: base, data with counts, hyper-parameters, scores with intervals, hardware and time, and how to use it.
+
+    The header follows the hub's specification (`huggingface_hub.ModelCardData`). No path of this machine is in it.
+    """
+    from huggingface_hub import EvalResult, ModelCardData
+
+    stamp, plan, prepared = Stamp.load(weights), Plan.load(run.plan), Prepared.load(run.prepared)
+    config = read_config(run.config).config
+    adapter = kind_of(weights) == "adapter"
+    base, on_hub = stamp.public_base
+    before, after = read_scores(run.evaluation(0)) or {}, read_scores(run.evaluation(stamp.step or 0)) or {}
+    held_out = prepared.validation.sources[0].name if prepared.validation else ""
+    header = ModelCardData(
+        base_model=base if on_hub else None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["sft-play", "sft", config.tuning.mode],
+        datasets=[source.path for source in config.data.sources or () if source.path.count("/") == 1 and not Path(source.path).exists()] or None,
+        model_name=run.name,
+        eval_results=[
+            EvalResult(
+                task_type="text-generation",
+                dataset_type="held-out",
+                dataset_name=_name(held_out) or "held out",
+                metric_type=metric,
+                metric_name=LABELS.get(metric, metric),
+                metric_value=round(value["mean"], 4),
+            )
+            for metric, value in metrics_of(after).items()
+        ]
+        or None,
+    )  # fmt: skip
+    lines = [
+        f"---\n{header.to_yaml()}\n---\n",
+        f"# {run.name}\n",
+        f"{'LoRA adapters for' if adapter else 'All weights, tuned from'} `{base}`, trained with SFT-Play.\n",
+        "## Use\n",
+        *_use(base, adapter, plan),
+        "## Data\n",
+        "| split | source | rows | tokens | trained tokens |\n|---|---|---:|---:|---:|",
+        *(
+            f"| {split} | {_name(source.name)} | {source.rows:,} | {source.tokens:,} | {source.label_tokens:,} |"
+            for split, found in (("training", prepared.train), ("held out", prepared.validation))
+            for source in (found.sources if found else ())[:MOST_SOURCES]
+        ),
+        "\n## Training\n",
+        "| | |\n|---|---|",
+        *(f"| {name} | {value} |" for name, value in _facts(stamp, plan, read_object(run.training_metrics)) if value),
+        "\n## Results\n",
+        *_results(before, after),
+        "\n## Versions\n",
+        ", ".join(f"{name} {version}" for name, version in stamp.versions.items() if version != "not installed"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _use(base: str, adapter: bool, plan: Plan) -> list[str]:
+    dtype = "bfloat16" if plan.precision == "bf16" else "float32"
+    load = (
+        "from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained(FOLDER, "
+        if adapter
+        else "from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained(FOLDER, "
+    )
+    note = f"The base, `{base}`, is loaded with it." if adapter else ""
+    return [
+        f'```python\nfrom transformers import AutoTokenizer\n{load}dtype="{dtype}")\ntokenizer = AutoTokenizer.from_pretrained(FOLDER)\n'
+        'messages = [{"role": "user", "content": "..."}]\n'
+        'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)\n'
+        "answer = model.generate(**inputs, max_new_tokens=200)\n"
+        'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))\n```\n',
+        f"`FOLDER` is this repository's name or a copy of it. {note}\n",
+    ]
+
+
+def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "method", stamp.mode + (f", rank {stamp.lora['r']}, alpha {stamp.lora['alpha']:g}" if stamp.lora else "")
+    yield (
+        "steps",
+        f"{final.get('steps') or stamp.step} of {stamp.global_batch_size} rows, up to {stamp.max_seq_len:,} tokens each",
+    )
+    yield "optimizer", f"{plan.optim}, learning rate {plan.learning_rate:g}, {plan.warmup_steps} steps of warm-up"
+    yield "precision", f"{stamp.precision}, weights in {stamp.weights_dtype}"
+    yield "seed", str(stamp.seed)
+    devices = ", ".join(dict.fromkeys(rank.device_name for rank in plan.ranks)) or plan.device
+    yield "hardware", f"{plan.world_size} x {devices}, {stamp.strategy}"
+    if seconds := final.get("training_seconds"):
+        yield "time", f"{seconds / 3600:.2f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+    yield "speed", f"{final['tokens_per_second']:,.0f} tokens/s" if final.get("tokens_per_second") else ""
+    yield "peak memory", gib(final["peak_memory_bytes"]) if final.get("peak_memory_bytes") else ""
+
+
+def _results(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    if not after:
+        yield "This model was not scored; `make eval` does it."
+        return
+
+    def cell(scores: dict[str, Any], name: str) -> str:
+        value = scores.get(name)
+        if isinstance(value, dict):
+            return f"{value['mean']:.4f} [{value['low']:.4f}, {value['high']:.4f}]"
+        return f"{value:.4f}" if isinstance(value, (int, float)) else "–"
+
+    yield "On held-out rows, with 95 % bootstrap intervals:\n"
+    yield "| | before | after |\n|---|---:|---:|"
+    for name in ("loss", *metrics_of(after)):
+        yield f"| {LABELS.get(name, name)} | {cell(before, name)} | {cell(after, name)} |"
+
+
+def _name(source: str) -> str:
+    """Returns what to call a source of data: a hub id or its file's name, never a path; no character that a table or a link reads."""
+    text = source if source.count("/") == 1 and not Path(source).exists() else Path(source).name
+    return "".join(letter if letter not in "|<>[]`\n" else "_" for letter in text)
+
+
+# ---- The hub
+
+
+def _repository(repo: str) -> tuple[HfApi, set[str]]:
+    """Returns the hub's client, and the files that the repository has. Raises `UserError`, `DataError` or `HardwareError`."""
+    import httpx2
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UserError(f"`REPO` is `{repo}`; expected `owner/name`", hint=str(error).splitlines()[0]) from None
+    if repo.count("/") != 1:
+        raise UserError(f"`REPO` is `{repo}`; expected `owner/name`")
+    if not get_token():
+        raise HardwareError("no token for the hub is set", hint=TOKEN_HINT)
+    api = HfApi()
+    try:
+        api.whoami()
+        return api, {item.rfilename for item in api.model_info(repo, timeout=20).siblings or []}
+    except RepositoryNotFoundError:
+        return api, set()
+    except HfHubHTTPError as error:
+        raise _refused(repo, error) from error
+    except (OSError, httpx2.HTTPError) as error:
+        raise HardwareError("the hub cannot be reached", hint="check the network, HF_ENDPOINT and HF_HUB_OFFLINE") from error
+
+
+def _upload(api: HfApi, repo: str, private: bool, message: str, files: dict[str, Path | bytes]) -> str:
+    """Makes the repository if there is none, and one commit with all files; returns its address."""
+    import httpx2
+    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()]
+        print(f"uploading {len(files)} files ...", file=sys.stderr, flush=True)
+        return str(api.create_commit(repo, operations, commit_message=message).commit_url)
+    except HfHubHTTPError as error:
+        raise _refused(repo, error) from error
+    except (OSError, httpx2.HTTPError) as error:
+        raise HardwareError("the hub cannot be reached; nothing was changed there", hint="type the command again") from error
+
+
+def _refused(repo: str, error: Exception) -> DataError:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):
+        return DataError(f"the hub refuses it: the token may not write to `{repo}`", hint=TOKEN_HINT)
+    return DataError(
+        f"the hub answered: {str(error).splitlines()[0]}",
+        place=repo,
+        hint="try again later; a commit is there completely or not at all",
+    )

@@ -1,0 +1,181 @@
+"""`make ui`: all runs in a browser, live. It reads the runs' files, writes nothing, and listens on 127.0.0.1 unless `HOST=` says otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from http.cookies import SimpleCookie
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from sft_play.access import App, Guard, Message, Receive, Send, address_of, is_loopback, own_url, serve_token
+from sft_play.compare import compare
+from sft_play.config.call import Call
+from sft_play.errors import UserError
+from sft_play.evaluation.sides import read_sides
+from sft_play.files import finite
+from sft_play.launch.environment import next_free_port
+from sft_play.launch.summary import summary_of
+from sft_play.report.page import PAGE_POLICY, page_files, page_html
+from sft_play.report.record import record_of
+from sft_play.runs.folder import LABELS, RunFolder, runs_folder
+
+DEFAULT_PORT = 8600
+SECONDS_BETWEEN_LOOKS = 1.0
+COOKIE = "sft-play"
+MOST_COMPARED = 8
+
+
+def main(call: Call) -> int:
+    """Serves the page until Ctrl-C."""
+    import uvicorn
+
+    address = address_of(call.options.get("HOST"))
+    token = serve_token(address)
+    wanted = call.port("PORT") or DEFAULT_PORT
+    port = next_free_port(wanted, address, "PORT")
+    url = f"{own_url(address, port)}/"
+    if port != wanted:
+        print(f"port {wanted} is taken; using {port}", file=sys.stderr)
+    if not is_loopback(address):
+        print("note: nothing is encrypted: beyond a network that you trust put it behind TLS or `ssh -L`", file=sys.stderr)
+    if call.json:
+        print(json.dumps({"url": url, "runs": str(runs_folder()), "token": token is not None}), flush=True)
+    else:
+        print(f"all runs of `{runs_folder()}` at {url}{'?token=...' if token else ''}  (Ctrl-C stops)", flush=True)
+    uvicorn.Server(
+        uvicorn.Config(application(token, address), host=address, port=port, log_level="error", timeout_graceful_shutdown=1)
+    ).run()
+    return 0
+
+
+def application(token: str | None, address: str) -> App:
+    """Returns the ASGI application: pages and JSON, behind the same check as `make serve`."""
+    routes = [
+        Route("/", _page),
+        Route("/page/{name}", _file),
+        Route("/api/runs", _runs),
+        Route("/api/run/{name}", _run),
+        Route("/api/compare", _compare),
+        Route("/api/changes", _changes),
+    ]
+    guarded = Guard(Starlette(routes=routes), token=token, address=address)
+    return CookieToken(guarded) if token else guarded
+
+
+class CookieToken:
+    """An ASGI application that takes the token of `/?token=...` into a cookie, since a browser sends no header of its own for a page."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Passes a request on with the token where `Guard` looks for it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
+        if given and scope["path"] == "/":
+            cookie = f"{COOKIE}={quote(given[0])}; HttpOnly; SameSite=Strict; Path=/"
+            await Response(status_code=303, headers={"location": "/", "set-cookie": cookie})(scope, receive, send)
+            return
+        cookies = SimpleCookie("; ".join(value.decode("latin-1") for name, value in headers if name == b"cookie"))
+        if COOKIE in cookies and not any(name == b"authorization" for name, _ in headers):
+            headers.append((b"authorization", b"Bearer " + unquote(cookies[COOKIE].value).encode()))
+        await self.app({**scope, "headers": headers}, receive, send)
+
+
+def runs() -> list[RunFolder]:
+    """Returns every run."""
+    return [RunFolder(path.parent) for path in runs_folder().glob("*/config.json")]
+
+
+def _json(value: Any) -> Response:
+    return Response(json.dumps(finite(value), default=str), media_type="application/json", headers={"cache-control": "no-store"})
+
+
+async def _page(_: Request) -> Response:
+    return Response(
+        page_html(None),
+        media_type="text/html",
+        headers={"content-security-policy": PAGE_POLICY, "x-content-type-options": "nosniff"},
+    )
+
+
+async def _file(request: Request) -> Response:
+    found = page_files().get(request.path_params["name"])
+    if found is None:
+        return Response(status_code=404)
+    kind = "text/css" if request.path_params["name"].endswith(".css") else "text/javascript"
+    return Response(found, media_type=kind, headers={"x-content-type-options": "nosniff"})
+
+
+async def _runs(_: Request) -> Response:
+    return _json(await asyncio.to_thread(lambda: [summary_of(run).cells() for run in runs()]))
+
+
+def _named(name: str) -> RunFolder | None:
+    """Returns a run by its name in the list: a request names no path."""
+    return next((run for run in runs() if run.name == name), None)
+
+
+async def _run(request: Request) -> Response:
+    run = await asyncio.to_thread(_named, request.path_params["name"])
+    if run is None:
+        return JSONResponse({"error": "there is no such run"}, status_code=404)
+    return _json(await asyncio.to_thread(record_of, run))
+
+
+async def _compare(request: Request) -> Response:
+    names = request.query_params.get("runs", "").split(",")[:MOST_COMPARED]
+    found = await asyncio.to_thread(lambda: [_named(name) for name in names])
+    if len(names) < 2 or None in found:
+        return JSONResponse({"error": "there is no such run"}, status_code=404)
+    return _json(await asyncio.to_thread(_over_each_other, [run for run in found if run]))
+
+
+def _over_each_other(chosen: list[RunFolder]) -> dict[str, Any]:
+    try:
+        compared = compare(read_sides([run.name for run in chosen], None), None, 0)
+    except UserError as error:
+        compared = {"error": str(error)}
+    return {"records": [record_of(run) for run in chosen], "compared": compared, "labels": LABELS}
+
+
+async def _changes(request: Request) -> Response:
+    """Sends the names of changed runs as server-sent events."""
+
+    async def lines() -> AsyncIterator[str]:
+        before = await asyncio.to_thread(_states)
+        while not await request.is_disconnected():
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            now = await asyncio.to_thread(_states)
+            if changed := sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name)):
+                yield f"data: {json.dumps(changed)}\n\n"
+            before = now
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+def _states() -> dict[str, tuple[float, ...]]:
+    """Returns run -> the times of the files that show what it does."""
+    return {
+        run.name: tuple(map(_changed, (run.metrics, run.events, run.training_metrics, run.rank_log(0), run.path / "eval")))
+        for run in runs()
+    }
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,267 @@
+"use strict";
+// One page for `make ui` (fetches) and `make report` (data embedded). Everything that a run wrote is put in as text, never as HTML.
+const COLOURS = ["#2563eb", "#e4572e", "#17a673", "#b5359c", "#c99700", "#0fa3b1", "#7a5af8", "#8c564b", "#6b7280", "#d6336c"];
+const page = document.getElementById("page");
+const embedded = document.getElementById("data");
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function el(tag, attributes, ...children) {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes || {})) {
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (key === "style") Object.assign(node.style, value);
+    else if (value !== null && value !== undefined && value !== false) node.setAttribute(key, value === true ? "" : value);
+  }
+  node.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false).map((child) => child instanceof Node ? child : String(child)));
+  return node;
+}
+
+// ---- Figures as people read them
+const known = (value) => value !== null && value !== undefined;
+function number(value, digits = 4) {
+  if (!known(value) || typeof value !== "number") return "–";
+  if (Number.isInteger(value) || Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
+  return Math.abs(value) < 0.001 && value ? value.toExponential(2) : String(+value.toPrecision(digits));
+}
+function bytes(value) { return known(value) ? (value >= 2 ** 30 ? (value / 2 ** 30).toFixed(2) + " GiB" : (value / 2 ** 20).toFixed(0) + " MiB") : "–"; }
+function duration(seconds) {
+  if (!known(seconds)) return "–";
+  const s = Math.round(seconds), d = Math.floor(s / 86400), h = Math.floor(s / 3600) % 24, m = Math.floor(s / 60) % 60;
+  return d ? `${d} d ${h} h` : h ? `${h} h ${m} min` : m ? `${m} min ${s % 60} s` : `${seconds < 10 ? +seconds.toFixed(1) : s} s`;
+}
+const share = (value) => known(value) ? (100 * value).toFixed(1) + " %" : "–";
+const clock = (time) => known(time) ? new Date(1000 * time).toLocaleString() : "–";
+const score = (value) => value ? `${value.mean.toFixed(4)} [${value.low.toFixed(4)}, ${value.high.toFixed(4)}]` : "–";
+const card = (name, value, small) => el("div", { class: "card" }, el("span", {}, name), el("b", {}, value), small ? el("small", {}, small) : null);
+const state = (summary) => el("span", { class: "state " + summary.state.split(" ")[0] }, summary.state + (summary.code && summary.state === "failed" ? ` (${summary.code})` : ""));
+function tableOf(headings, rows) {
+  return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, headings.map((h) => el("th", { class: h.n ? "n" : null }, h.name)))),
+    el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", { class: headings[i].n ? "n" : "wrap" }, cell)))))));
+}
+
+// ---- Charts
+const charts = new Set();
+let smoothing = 0.6;
+function smoothed(values) {
+  let last = null, weight = 0;
+  return values.map((value) => {
+    if (!known(value)) return null;
+    last = smoothing * (last || 0) + (1 - smoothing) * value; weight = smoothing * weight + (1 - smoothing);
+    return last / weight;
+  });
+}
+// series: {name, x, y, smooth, dashed, points}; marks: {x, colour, name}. Curves of different steps are joined on one axis.
+function chart(title, series, options = {}) {
+  series = series.filter((one) => one.y.some(known));
+  if (!series.length) return null;
+  const lines = [];
+  series.forEach((one, index) => {
+    const colour = one.colour || COLOURS[index % COLOURS.length];
+    const smooth = one.smooth && smoothing > 0 && one.y.length > 8;
+    lines.push({ ...one, colour, faint: smooth });
+    if (smooth) lines.push({ ...one, y: smoothed(one.y), colour });
+  });
+  const data = uPlot.join(lines.map((one) => [one.x, one.y.map((v) => known(v) ? v : null)]));
+  const box = el("div", { class: "chart" + (options.wide ? " wide" : "") }, el("header", {}, el("b", {}, title), el("span", {}, options.unit || "")));
+  const space = el("div", {}); box.append(space);
+  const marks = options.marks || [];
+  const axis = () => ({ stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } });
+  const plot = {
+    width: 400, height: options.wide ? 300 : 210, cursor: { sync: { key: options.sync || "step" } },
+    scales: { x: { time: false }, y: { distr: options.log ? 3 : 1 } },
+    axes: [{ ...axis() }, { ...axis(), size: 62, values: (u, ticks) => ticks.map((v) => known(v) ? number(v, 3) : "") }],
+    series: [{ label: options.x || "step", value: (u, v) => number(v) }, ...lines.map((one) => ({
+      label: one.name, class: one.faint ? "faint" : undefined, stroke: one.colour, width: one.faint ? 1 : 2, alpha: one.faint ? 0.35 : 1, spanGaps: true, dash: one.dashed ? [5, 4] : undefined,
+      points: { show: one.points || one.y.length < 25, size: one.points ? 8 : 5, fill: one.colour }, value: (u, v) => number(v, 5) }))],
+    hooks: { draw: [(u) => {
+      for (const mark of marks) {
+        const x = u.valToPos(mark.x, "x", true);
+        if (x < u.bbox.left || x > u.bbox.left + u.bbox.width) continue;
+        u.ctx.save(); u.ctx.strokeStyle = mark.colour; u.ctx.setLineDash([4, 4]); u.ctx.beginPath(); u.ctx.moveTo(x, u.bbox.top); u.ctx.lineTo(x, u.bbox.top + u.bbox.height); u.ctx.stroke();
+        u.ctx.fillStyle = mark.colour; u.ctx.font = `${11 * devicePixelRatio}px system-ui`; u.ctx.fillText(mark.name, x + 4, u.bbox.top + 12 * devicePixelRatio); u.ctx.restore();
+      } }] },
+  };
+  charts.add({ space, make: () => { const width = space.clientWidth || 400; const u = new uPlot({ ...plot, width }, data, space); return u; }, drawn: null });
+  return box;
+}
+function draw() {
+  for (const one of charts) if (!one.drawn && one.space.isConnected) one.drawn = one.make();
+}
+addEventListener("resize", () => { for (const one of charts) if (one.drawn) one.drawn.setSize({ width: one.space.clientWidth, height: one.drawn.height }); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((d) => { d.open = true; }));
+let redraw = () => {};
+function show(...nodes) {
+  const open = new Set([...page.querySelectorAll("details[open]")].map((d) => d.dataset.name)), top = scrollY;
+  for (const one of charts) if (one.drawn) one.drawn.destroy();
+  charts.clear(); return (make) => {
+    page.replaceChildren(...make().flat(3).filter(Boolean));
+    page.querySelectorAll("details").forEach((d) => { if (open.has(d.dataset.name)) d.open = true; });
+    draw(); scrollTo(0, top);
+  };
+}
+const fold = (name, ...content) => el("details", { "data-name": name, ontoggle: draw }, el("summary", {}, name), content);
+function smoother() {
+  return el("label", {}, "smoothing ", el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: smoothing, onchange: (event) => { smoothing = +event.target.value; redraw(); } }));
+}
+
+// ---- A run
+const LABELS = { loss: "loss", grad_norm: "gradient norm", learning_rate: "learning rate", tokens_per_second: "tokens/s", mfu: "MFU", rank_tokens_per_second: "tokens/s while computing", step_seconds: "seconds of a step", rank_throttled: "percent of time throttled" };
+const UNITS = { gib: "GiB", seconds: "s", percent: "%", mb_s: "MB/s", watts: "W" };
+const label = (key) => LABELS[key] || key.replace(/^(rank|node|eval)_/, "").replace(/_(gib|seconds|percent|mb_s|watts)$/, (_, unit) => ", " + UNITS[unit]).replace(/^cpu/, "CPU").replaceAll("_", " ");
+const NOT_SCORES = /^eval_(loss|perplexity|label_tokens|answers|answers_asked|answer_tokens|stopped|seconds|.*_per_second|.*_seconds)$/;
+
+function marksOf(record) {
+  const steps = record.curves.train.step, at = (event) => known(event.step) ? event.step : null;
+  const marks = record.events.filter((e) => ["resumed", "restarted", "recovered"].includes(e.event)).map((e) => {
+    const named = /step-0*(\d+)/.exec(e.checkpoint || ""); const x = known(at(e)) ? at(e) : named ? +named[1] : null;
+    return known(x) ? { x, name: e.event, colour: css("--warn") } : null; }).filter(Boolean);
+  for (const spike of record.spikes) if (known(spike.step)) marks.push({ x: spike.step, name: "spike", colour: css("--bad") });
+  return steps.length ? marks.slice(0, 200) : [];
+}
+function curves(record) {
+  const { train, eval: evaluated } = record.curves, marks = marksOf(record), found = [];
+  const line = (key, extra) => ({ name: label(key), x: train.step, y: train[key] || [], ...extra });
+  found.push(chart("Loss", [line("loss", { name: "training", smooth: true }), { name: "held out", x: evaluated.step, y: evaluated.eval_loss || [], points: true }], { wide: true, unit: "nats per trained token", marks }));
+  const scores = Object.keys(evaluated).filter((key) => key !== "step" && !NOT_SCORES.test(key) && !Array.isArray(evaluated[key][0]));
+  if (scores.length) found.push(chart("Scores of answers", scores.map((key) => ({ name: label(key), x: evaluated.step, y: evaluated[key], points: true })), { marks }));
+  for (const key of ["grad_norm", "learning_rate", "tokens_per_second"]) found.push(chart(label(key)[0].toUpperCase() + label(key).slice(1), [line(key, { smooth: key !== "learning_rate" })], { marks }));
+  const single = Object.keys(train).filter((key) => !["step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "rank_memory_limit_gib", "rank_memory_plan_gib"].includes(key));
+  for (const key of single) {
+    const ranks = Array.isArray(train[key][0]) ? train[key] : null;
+    if (ranks && ranks.length < 2 && key === "rank_loss") continue;
+    const of = key.startsWith("node") ? "node" : "rank";
+    const beside = key === "rank_memory_gib" ? ["plan", "limit"].flatMap((name) => train[`rank_memory_${name}_gib`] ? [{ name: `${name} of rank 0`, x: train.step, y: train[`rank_memory_${name}_gib`][0], dashed: true }] : []) : [];
+    found.push(chart(label(key)[0].toUpperCase() + label(key).slice(1) + (ranks ? ` of each ${of}` : ""), ranks ? [...ranks.map((y, i) => ({ name: `${of} ${i}`, x: train.step, y })), ...beside] : [line(key)], {}));
+  }
+  return found.filter(Boolean);
+}
+function memory(record) {
+  const ranks = (record.plan.ranks || []).slice(0, 16);
+  if (!ranks.length) return null;
+  const parts = [...new Set(ranks.flatMap((rank) => Object.keys(rank.memory_bytes || {})))].filter((part) => part !== "free" && ranks.some((rank) => rank.memory_bytes[part] > 0));
+  const total = (rank) => parts.reduce((sum, part) => sum + (rank.memory_bytes[part] || 0), 0);
+  const limit = (rank) => total(rank) + (rank.memory_bytes.free || 0);
+  return [el("h3", {}, "Planned memory of each rank"), ranks.map((rank) => el("div", {}, el("div", { class: "note" }, `rank ${rank.rank}, ${rank.device_name || rank.device}: ${bytes(total(rank))} of ${bytes(limit(rank))}`),
+    el("div", { class: "stack" }, parts.map((part, i) => el("i", { title: `${part.replaceAll("_", " ")}: ${bytes(rank.memory_bytes[part])}`, style: { width: 100 * rank.memory_bytes[part] / limit(rank) + "%", background: COLOURS[i % COLOURS.length] } }))))),
+  el("div", { class: "keys" }, parts.map((part, i) => el("span", {}, el("i", { style: { background: COLOURS[i % COLOURS.length] } }), part.replaceAll("_", " "))))];
+}
+function planBesideFact(record) {
+  const final = record.final, forecast = final.forecast || {}, plan = record.plan;
+  const ratio = (a, b) => known(a) && known(b) && b ? (a / b >= 1 ? "+" : "") + (100 * (a / b - 1)).toFixed(0) + " %" : "";
+  const rows = [["tokens/s", number(forecast.tokens_per_second ?? plan.tokens_per_second), number(final.tokens_per_second), ratio(final.tokens_per_second, forecast.tokens_per_second)],
+    ["time of training", duration(forecast.training_seconds ?? plan.total_seconds), duration(final.training_seconds), ratio(final.training_seconds, forecast.training_seconds)],
+    ["peak memory", bytes(forecast.peak_memory_bytes), bytes(final.peak_memory_bytes), ratio(final.peak_memory_bytes, forecast.peak_memory_bytes)],
+    ["MFU", share(forecast.mfu ?? plan.mfu), share(final.mfu), ""], ["energy", known(plan.energy_kwh) ? number(plan.energy_kwh) + " kWh" : "–", known(final.energy_kwh) ? number(final.energy_kwh) + " kWh" : "–", ""],
+    ["cost", known(plan.cost) ? number(plan.cost) : "–", known(final.cost) ? number(final.cost) : "–", ""]].filter((row) => row[1] !== "–" || row[2] !== "–");
+  return tableOf([{ name: "" }, { name: "plan", n: true }, { name: "fact", n: true }, { name: "difference", n: true }], rows);
+}
+function event(one) {
+  const rest = Object.entries(one).filter(([key, value]) => !["event", "time", "node", "launch", "batches"].includes(key) && value !== null).map(([key, value]) => `${key.replaceAll("_", " ")}: ${typeof value === "string" ? value : JSON.stringify(value)}`);
+  return [clock(one.time), one.event + (one.node ? ` (node ${one.node})` : ""), rest.join("; ")];
+}
+// Tokens by which chat templates part turns.
+const SPECIAL = /<\|[^|<>\n]{1,40}\|>|<\/?s>|\[\/?INST\]|<(?:bos|eos|(?:start|end)_of_turn)>/g;
+function samples(record, count = 4) {
+  return record.samples.slice(0, count).map((one) => el("div", { class: "sample" }, el("div", {}, el("small", {}, `row ${one.row}: prompt`), one.prompt.replace(SPECIAL, "").trim()), one.reference ? el("div", {}, el("small", {}, "reference"), one.reference) : null,
+    Object.entries(one.answers).map(([step, text]) => el("div", {}, el("small", {}, +step ? `answer after step ${step}` : "answer before training"), text || "(nothing)"))));
+}
+function scoresTable(record) {
+  const names = [...new Set(record.evaluations.flatMap((one) => Object.keys(one.scores)))];
+  if (!record.evaluations.length) return el("p", { class: "note" }, "No evaluation has been made.");
+  return tableOf([{ name: "step", n: true }, { name: "loss", n: true }, ...names.map((name) => ({ name, n: true }))], record.evaluations.map((one) => [number(one.step), number(one.loss), ...names.map((name) => score(one.scores[name]))]));
+}
+function runView(record, home) {
+  const s = record.summary, final = record.final, plan = record.plan, prepared = record.prepared.splits, train = prepared.train || {};
+  const last = record.curves.train, at = last.step.length - 1, speed = at >= 0 && last.tokens_per_second ? last.tokens_per_second[at] : null;
+  const left = s.state === "running" && s.steps && plan.seconds_per_step ? (s.steps - s.step) * plan.seconds_per_step : null;
+  const mode = record.config.find((one) => one.key === "tuning.mode");
+  const failed = record.events.filter((one) => one.event === "failed").slice(-1)[0];
+  document.title = `${s.name} – SFT-Play`;
+  return [
+    home ? el("nav", {}, el("a", { href: "#" }, "all runs")) : null,
+    el("div", { class: "top" }, el("h1", {}, s.name), state(s)),
+    el("p", { class: "lead" }, [record.prepared.model, mode && String(mode.value), plan.strategy && `${plan.strategy} on ${plan.world_size} × ${(plan.ranks && plan.ranks[0] && plan.ranks[0].device_name) || plan.device}`, plan.precision].filter(Boolean).join(" · ")),
+    s.steps ? el("div", { class: "bar", title: `${s.step} of ${s.steps} steps` }, el("i", { style: { width: Math.min(100, 100 * s.step / s.steps) + "%" } })) : null,
+    failed && s.state === "failed" ? el("p", { class: "error" }, failed.error || "it failed") : null,
+    (record.findings || []).map((one) => el("p", { class: "warning" }, `${one.text} – ${one.remedy}`)),
+    el("div", { class: "cards" }, card("step", s.steps ? `${number(s.step)} / ${number(s.steps)}` : number(s.step), left ? "about " + duration(left) + " left" : null), card("training loss", number(s.loss)), s.best !== null ? card("best " + s.metric, number(s.best)) : null,
+      card("tokens/s", number(final.tokens_per_second ?? speed)), card("peak memory", bytes(final.peak_memory_bytes), known(final.forecast && final.forecast.peak_memory_bytes) ? "planned " + bytes(final.forecast.peak_memory_bytes) : null),
+      card("time", duration(final.training_seconds), final.restarts && final.restarts.length ? `${final.restarts.length} restarts` : null), card("global batch", number(plan.global_batch_size) + " rows"), card("trained rows", number(train.rows), train.tokens ? number(train.tokens) + " tokens" : null)),
+    el("div", { class: "tools" }, smoother()), el("div", { class: "charts" }, curves(record)),
+    el("h2", {}, "Scores"), scoresTable(record),
+    record.samples.length ? [el("h2", {}, "Answers"), samples(record), record.samples.length > 4 ? fold("More answers", samples({ samples: record.samples.slice(4) }, 99)) : null] : null,
+    el("h2", {}, "Plan and fact"), planBesideFact(record), memory(record), plan.reasons ? fold("Why: every choice of the plan", el("pre", {}, plan.reasons.join("\n"))) : null,
+    el("h2", {}, "Data"), tableOf([{ name: "split" }, { name: "source" }, ...["read", "kept", "duplicates", "cut", "tokens"].map((name) => ({ name, n: true }))],
+      Object.entries(prepared).flatMap(([name, split]) => (split.sources.length ? split.sources : [{ name: "all", kept: split.rows, tokens: split.tokens }]).map((source) => [name, source.name, number(source.rows_read), number(source.kept), number(source.duplicates), number(source.cut), number(source.tokens)]))),
+    el("h2", {}, "Events"), tableOf([{ name: "time" }, { name: "what" }, { name: "" }], record.events.slice(-100).map(event)),
+    record.checkpoints.length ? el("p", { class: "note" }, "Checkpoints: " + record.checkpoints.join(", ")) : null,
+    el("h2", {}, "Use it"), el("pre", {}, [`make infer RUN=${s.name} PROMPT="..."`, `make serve RUN=${s.name}`, `make merge RUN=${s.name} OUT=merged`, `make eval RUN=${s.name}`].join("\n")),
+    el("h2", {}, "Repeat it"), el("pre", {}, record.repeat),
+    el("h2", {}, "Details"),
+    fold("Configuration, with the origin of each value", tableOf([{ name: "key" }, { name: "value" }, { name: "from" }], record.config.map((one) => [one.key, JSON.stringify(one.value), one.origin]))),
+    fold("Stamp: versions and hashes", el("pre", {}, JSON.stringify(record.stamp, null, 1))),
+    Object.entries(record.logs).map(([name, text]) => fold("Log: " + name, el("pre", {}, text || "(empty)"))),
+    el("p", { class: "note" }, "Made by SFT-Play."),
+  ];
+}
+
+// ---- All runs, and runs over each other
+let sort = { key: "age_seconds", down: false }, wanted = "", ticked = new Set();
+const COLUMNS = [["name", "run"], ["state", "state"], ["model", "model"], ["method", "method"], ["data", "data"], ["step", "step"], ["loss", "loss"], ["best", "best"], ["tokens_per_second", "tokens/s"], ["peak_memory_bytes", "peak memory"], ["seconds", "time"], ["energy_kwh", "energy"], ["age_seconds", "last change"]];
+const SHOWN = { step: (r) => r.steps ? `${r.step}/${r.steps}` : r.step, loss: (r) => number(r.loss), best: (r) => r.best === null ? "–" : `${number(r.best)} ${r.metric}`, tokens_per_second: (r) => number(r.tokens_per_second), peak_memory_bytes: (r) => bytes(r.peak_memory_bytes), seconds: (r) => duration(r.seconds), energy_kwh: (r) => known(r.energy_kwh) ? number(r.energy_kwh) + " kWh" : "–", age_seconds: (r) => duration(r.age_seconds) + " ago" };
+function listView(runs) {
+  document.title = "Runs – SFT-Play";
+  const value = (run) => { const v = run[sort.key]; return known(v) ? v : sort.down ? -Infinity : Infinity; };
+  const shown = runs.filter((run) => JSON.stringify(run).toLowerCase().includes(wanted.toLowerCase())).sort((a, b) => (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0) * (sort.down ? -1 : 1));
+  const search = el("input", { type: "search", placeholder: "filter: name, state, model, method", value: wanted, "aria-label": "filter", oninput: (event) => { wanted = event.target.value; redraw(); const box = page.querySelector("input[type=search]"); box.focus(); box.setSelectionRange(wanted.length, wanted.length); } });
+  return [el("div", { class: "top" }, el("h1", {}, "Runs")), el("div", { class: "tools" }, search,
+    el("button", { class: "plain", disabled: ticked.size < 2, onclick: () => { location.hash = "compare=" + [...ticked].map(encodeURIComponent).join(","); } }, ticked.size < 2 ? "tick two or more to compare" : `compare ${ticked.size}`)),
+  runs.length ? el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}), COLUMNS.map(([key, name]) => el("th", { class: SHOWN[key] ? "n" : null }, el("button", { onclick: () => { sort = { key, down: sort.key === key && !sort.down }; redraw(); } }, name + (sort.key === key ? (sort.down ? " ↓" : " ↑") : "")))))),
+    el("tbody", {}, shown.map((run) => el("tr", {}, el("td", {}, el("input", { type: "checkbox", "aria-label": "compare " + run.name, checked: ticked.has(run.name), onchange: (event) => { event.target.checked ? ticked.add(run.name) : ticked.delete(run.name); redraw(); } })),
+      COLUMNS.map(([key]) => el("td", { class: SHOWN[key] ? "n" : null }, key === "name" ? el("a", { href: "#run=" + encodeURIComponent(run.name) }, run.name) : key === "state" ? state(run) : SHOWN[key] ? SHOWN[key](run) : run[key] ?? "–"))))))) : el("p", { class: "note" }, "There are no runs yet: make quickstart makes one.")];
+}
+function compareView(found) {
+  const records = found.records, names = records.map((record) => record.summary.name);
+  document.title = names.join(" and ") + " – SFT-Play";
+  const over = (title, kind, key, options) => chart(title, records.map((record, i) => ({ name: names[i], x: record.curves[kind].step, y: record.curves[kind][key] || [], smooth: kind === "train" && key !== "learning_rate", points: kind === "eval", colour: COLOURS[i % COLOURS.length] })), options);
+  const scores = [...new Set(records.flatMap((record) => Object.keys(record.curves.eval)))].filter((key) => key !== "step" && !NOT_SCORES.test(key));
+  const all = new Map(); records.forEach((record, i) => record.config.forEach((one) => { if (!all.has(one.key)) all.set(one.key, records.map(() => undefined)); all.get(one.key)[i] = JSON.stringify(one.value); }));
+  const differ = [...all].filter(([, values]) => new Set(values).size > 1);
+  const table = found.compared, heads = [{ name: "" }, ...names.map((name) => ({ name, n: true }))];
+  return [el("nav", {}, el("a", { href: "#" }, "all runs")), el("h1", {}, names.join(" · ")), el("div", { class: "tools" }, smoother()),
+    el("div", { class: "charts" }, [over("Training loss", "train", "loss", { wide: true }), over("Loss, held out", "eval", "eval_loss"), ...scores.map((key) => over(label(key), "eval", key)), over("Gradient norm", "train", "grad_norm"), over("Learning rate", "train", "learning_rate"), over("Tokens/s", "train", "tokens_per_second")].filter(Boolean)),
+    el("h2", {}, "Scores"), table.error ? el("p", { class: "note" }, table.error) : [tableOf(heads, Object.entries(table.scores).flatMap(([name, values]) => [[found.labels[name] || name, ...values.map(score)], ...(table.differences[name] ? [["paired difference", ...table.differences[name].map((d) => d ? `${score(d)} ${d.verdict}` : "")]] : [])])), table.notes.map((note) => el("p", { class: "note" }, note)),
+      el("h2", {}, "Training"), tableOf(heads, Object.entries(table.facts).map(([name, values]) => [name.replace(" (bytes)", ""), ...values.map((v) => name.endsWith("(bytes)") ? bytes(v) : typeof v === "number" ? number(v) : v ?? "–")]))],
+    el("h2", {}, "Configuration: keys that differ"), differ.length ? tableOf(heads, differ.map(([key, values]) => [key, ...values.map((v) => v ?? "–")])) : el("p", { class: "note" }, "All keys are the same.")];
+}
+
+// ---- Where the data come from
+async function fetched(path) {
+  const answer = await fetch(path, { credentials: "same-origin" });
+  if (!answer.ok) throw new Error(answer.status === 404 ? "there is no such run" : `the server answered ${answer.status}`);
+  return answer.json();
+}
+let turn = 0;
+async function route() {
+  const mine = ++turn, hash = location.hash.slice(1), [what, names] = hash.split("=");
+  try {
+    const path = what === "run" ? "api/run/" + names : what === "compare" ? "api/compare?runs=" + names : "api/runs";
+    const found = await fetched(path);
+    if (mine !== turn) return;
+    const view = what === "run" ? () => runView(found, true) : what === "compare" ? () => compareView(found) : () => listView(found);
+    redraw = () => show()(view); redraw();
+  } catch (error) { if (mine === turn) { redraw = () => show()(() => [el("nav", {}, el("a", { href: "#" }, "all runs")), el("p", { class: "error" }, error.message)]); redraw(); } }
+}
+if (embedded) {
+  const record = JSON.parse(embedded.textContent);
+  redraw = () => show()(() => runView(record, false)); redraw();
+} else {
+  addEventListener("hashchange", () => { scrollTo(0, 0); route(); });
+  route();
+  new EventSource("api/changes").onmessage = (event) => {
+    const changed = JSON.parse(event.data), [what, names] = location.hash.slice(1).split("=");
+    const shown = what ? decodeURIComponent(names || "").split(",") : null;
+    if (!document.hidden && (shown === null || shown.some((name) => changed.includes(name)))) route();
+  };
+}

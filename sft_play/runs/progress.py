@@ -1,0 +1,120 @@
+"""What the rows of `metrics.jsonl` say in words: progress, time left, evaluations, and what slows a run down."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from sft_play.runs.folder import label_of_metric
+from sft_play.text import Finding
+
+Row = Mapping[str, Any]
+PANEL = "SFT_PLAY_PANEL"
+"""Variable of workers whose launcher shows a panel: rank 0 prints no lines of progress then."""
+LATEST, LEAST = 20, 3
+"""Rows that findings look back on, and how many there must be."""
+SLOW, WAITING, THROTTLED, FULL = 0.2, 0.1, 10.0, 0.95
+"""Shares of speed, of a step, percent of time, share of the limit from which something is told."""
+NOT_OF_ANSWERS = ("loss", "perplexity", "label_tokens", "loss_rows_per_second")
+
+
+def findings(rows: Sequence[Row], spikes: Sequence[Row] = ()) -> list[Finding]:
+    """Returns what the latest rows tell of a run that is slower or nearer to its end than it need be."""
+    train = [row for row in rows if row.get("kind") == "train"]
+    return [*_of(train[1:][-LATEST:]), *_spikes(train[-LATEST:], spikes)] if len(train) > LEAST else []
+
+
+def _of(rows: Sequence[Row]) -> Iterator[Finding]:
+    speeds, seconds = _medians(rows, "rank_tokens_per_second"), _median([row.get("step_seconds") for row in rows])
+    if len(speeds) > 1:
+        slowest = min(speeds, key=lambda rank: speeds[rank])
+        others = statistics.median(speed for rank, speed in speeds.items() if rank != slowest)
+        if others and (less := 1 - speeds[slowest] / others) >= SLOW:
+            yield _warning("slow-rank", f"rank {slowest} is {less:.0%} slower than the others, which wait for it",
+                           "look for other programs, heat and a slow link on its machine")  # fmt: skip
+    waits = _medians(rows, "rank_data_seconds")
+    if waits and seconds and (share := max(waits.values()) / seconds) >= WAITING:
+        who = max(waits, key=lambda rank: waits[rank])
+        yield _warning(
+            "waiting-for-data", f"rank {who} waits {share:.0%} of each step for data", "TRAIN_DATALOADER_NUM_WORKERS=2"
+        )
+    for rank, percent in _medians(rows, "rank_throttled").items():
+        if percent >= THROTTLED:
+            heat = _medians(rows, "rank_temperature").get(rank)
+            yield _warning("throttled", f"the GPU of rank {rank} is throttled {percent:.0f}% of the time"
+                           + (f" ({heat:.0f} °C)" if heat else ""), "look at its fans and power supply (`nvidia-smi -q -d PERFORMANCE`)")  # fmt: skip
+    limits = _medians(rows, "rank_memory_limit_gib")
+    for rank, used in _medians(rows, "rank_memory_gib").items():
+        if limits.get(rank) and used / limits[rank] >= FULL:
+            yield _warning("memory", f"the memory of rank {rank} is within 5% of its limit: {used:.1f} of {limits[rank]:.1f} GiB",
+                           "a smaller TRAIN_BATCH_SIZE, or `train.gradient_checkpointing`")  # fmt: skip
+
+
+def _spikes(rows: Sequence[Row], spikes: Sequence[Row]) -> Iterator[Finding]:
+    latest = [spike for spike in spikes if isinstance(spike.get("step"), int) and spike["step"] >= rows[0]["step"]]
+    if latest:
+        norm = latest[-1].get("norm")
+        text = f"the gradient norm jumped at step {latest[-1]['step']}" + (f" to {norm:.3g}" if norm else "")
+        yield _warning("spike", text, "`logs/spikes.jsonl` names the rows; TRAIN_SPIKE_GUARD=skip leaves such updates out")
+
+
+def _warning(name: str, text: str, remedy: str) -> Finding:
+    return Finding(id=name, severity="warning", text=text, remedy=remedy)
+
+
+def _median(values: Sequence[Any]) -> float | None:
+    found = [value for value in values if isinstance(value, int | float)]
+    return statistics.median(found) if found else None
+
+
+def _medians(rows: Sequence[Row], name: str) -> dict[int, float]:
+    """Returns rank -> the median of a reading, for ranks that have it."""
+    lists = [row[name] for row in rows if isinstance(row.get(name), list)]
+    ranks = range(max(map(len, lists), default=0))
+    found = {rank: _median([one[rank] for one in lists if rank < len(one)]) for rank in ranks}
+    return {rank: value for rank, value in found.items() if value is not None}
+
+
+def seconds_left(rows: Sequence[Row], steps: int | None) -> float | None:
+    """Returns the time that the other steps take, without evaluating and saving; `None` before a second row of steps.
+
+    The first row has the start-up in it.
+    """
+    train = [row for row in rows if row.get("kind") == "train"]
+    pace = _median([row.get("step_seconds") for row in train[1:][-50:]])
+    return pace * (steps - train[-1]["step"]) if pace is not None and steps else None
+
+
+def clock(seconds: float) -> str:
+    """Returns `1:05`, or `2:01:05`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def line_of(rows: Sequence[Row], steps: int | None) -> str:
+    """Returns the last of the rows as a line of progress: of steps or of an evaluation."""
+    row = rows[-1]
+    step = f"step {row['step']}/{steps}: "
+    if row.get("kind") == "eval":
+        return step + evaluation_line(row)
+    left = seconds_left(rows, steps)
+    speed = f", {row['tokens_per_second']:,.0f} tokens/s" if row.get("tokens_per_second") else ""
+    return f"{step}loss {row['loss'] if row.get('loss') is not None else float('nan'):.4f}{speed}" + (
+        f", {clock(left)} left" if left is not None else ""
+    )
+
+
+def evaluation_line(logs: Row) -> str:
+    """Returns an evaluation in one line: loss, loss of each source, every score of answers, how many were answered."""
+    parts = [f"held-out loss {logs['eval_loss']:.4f}"]
+    parts += [f"{name.removeprefix('eval_loss/')} {value:.4f}" for name, value in logs.items() if name.startswith("eval_loss/")]
+    scores = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
+    if "answers" in scores:
+        names = list(scores)[: list(scores).index("answers")]  # the scores of answers come right before their number
+        names = [name for name in names if name.partition("/")[0] not in NOT_OF_ANSWERS]
+        parts += [f"{label_of_metric(name)} {scores[name]:.3f}" for name in names]
+        if scores["answers"] < scores["answers_asked"]:
+            parts.append(f"scored {scores['answers']} of {scores['answers_asked']}")
+    return ", ".join(parts)

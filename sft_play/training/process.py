@@ -1,0 +1,239 @@
+"""A worker's process: its place among the ranks, what it is doing, where its output goes, the packages it imports, the record it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TextIO, cast
+
+from sft_play.config.schema import Config
+from sft_play.errors import HardwareError
+from sft_play.files import is_gone, write_json
+from sft_play.launch.process import Console
+from sft_play.plan.choices import GPU_ONLY_OPTIMIZERS
+from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import Prepared
+
+RESERVED_BYTES = 64 * 2**10
+"""Room for the exit record and for the launcher's event."""
+Phase = Literal["loading", "training", "updating", "evaluating", "saving", "leaving"]
+
+
+def launched_world() -> tuple[int, int]:
+    """Returns (rank, world size) as the launcher set them."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_launch(plan: Plan) -> None:
+    """Raises `HardwareError` when another number of processes was started than planned."""
+    _, world = launched_world()
+    if world != plan.world_size:
+        raise HardwareError(
+            f"{world} processes were started, but the plan is for {plan.world_size}",
+            hint="start workers through `make`, or give `accelerate launch` the run's own accelerate.yaml",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Activity:
+    """What a worker is doing; kept up to date by the trainer, so that an error, a stop and a beat can say it."""
+
+    phase: Phase = "loading"
+    step: int | None = None
+    """Optimizer step, counted from 1."""
+    micro_step: int | None = None
+    """Micro-step within it, counted from 1."""
+    rows: list[int] = field(default_factory=list)
+    """Row ids of the micro-batch."""
+    micro_batch: int | None = None
+    """Rows (with packing: packs) that this rank has at a time by shares that were found while training; `None` with the plan's."""
+    since: float = field(default_factory=time.monotonic)
+    """When the training thread last made progress (monotonic seconds)."""
+    longest_step: float = 0.0
+    """Seconds of the longest optimizer step so far."""
+    phase_file: Path | None = None
+    """Where rank 0 writes its phase when that changes, for those who watch."""
+    _begun: float | None = None
+    """When this step began; `None` outside one."""
+
+    def enter(self, phase: Phase, *, step: int | None = None) -> None:
+        """Begins another phase."""
+        now = time.monotonic()
+        if phase == "training":
+            self._begun = now
+        elif self._begun is not None:
+            self.longest_step = max(self.longest_step, now - self._begun)
+            if phase != "updating":
+                self._begun = None
+        if self.phase_file and phase != self.phase and {phase, self.phase} != {"training", "updating"}:
+            self.tell(phase)
+        self.phase, self.step, self.micro_step, self.rows, self.since = phase, step, None, [], now
+
+    def tell(self, phase: Phase) -> None:
+        """Writes the phase; a disk that does not take it matters to nobody."""
+        if self.phase_file:
+            with contextlib.suppress(OSError):
+                self.phase_file.write_text(f'{{"phase": "{phase}"}}\n', encoding="utf-8")
+
+    def next_batch(self, rows: list[int]) -> None:
+        """Notes the next micro-batch."""
+        self.micro_step, self.rows, self.since = (self.micro_step or 0) + 1, list(rows), time.monotonic()
+
+    def get_on(self) -> None:
+        """Notes progress within the phase."""
+        self.since = time.monotonic()
+
+    def __str__(self) -> str:
+        words = {
+            "loading": "while the model was loaded",
+            "training": f"in step {self.step}",
+            "updating": f"in the update of step {self.step}",
+            "evaluating": f"in the evaluation after step {self.step}",
+            "saving": f"while the checkpoint of step {self.step} was written",
+            "leaving": "while the rank was leaving",
+        }[self.phase]
+        if self.micro_step is not None:
+            rows = ", ".join(map(str, self.rows[:16])) + (", ..." if len(self.rows) > 16 else "")
+            words += f", micro-batch {self.micro_step}" + (f" (row{'s' if len(self.rows) > 1 else ''} {rows})" if rows else "")
+        return words
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the same as plain data."""
+        found = {"phase": self.phase, "step": self.step, "micro_step": self.micro_step, "rows": self.rows}
+        return found if self.micro_batch is None else found | {"micro_batch": self.micro_batch}
+
+
+def reserve(run: RunFolder, rank: int) -> None:
+    """Takes the disk space that the exit record will need. Raises `OSError` where there is none."""
+    path = _reserved(run, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\1" * RESERVED_BYTES)
+
+
+def leave_record(run: RunFolder, rank: int, record: Mapping[str, Any]) -> None:
+    """Writes `exit-rank{N}.json` with the time, on a full disk in the reserved space; nothing where the run's folder is gone."""
+    value = {**record, "time": time.time()}
+    if is_gone(run.path):
+        return
+    try:
+        write_json(run.rank_exit(rank), value)
+        _reserved(run, rank).unlink(missing_ok=True)
+    except OSError:
+        with contextlib.suppress(OSError):  # the launcher looks at the disk when a rank says nothing
+            _reserved(run, rank).unlink(missing_ok=True)
+            write_json(run.rank_exit(rank), value)
+
+
+def _reserved(run: RunFolder, rank: int) -> Path:
+    return run.rank_exit(rank).with_suffix(".reserved")
+
+
+class Tee:
+    """A text stream that writes to a log file and, on rank 0, to the console too.
+
+    Neither ends a run: on a full disk the log stays short, and a console that is closed (`| head`) is written to no more.
+    """
+
+    def __init__(self, log: TextIO, console: TextIO | None) -> None:
+        self.log = log
+        self.console = console
+        self.encoding = "utf-8"
+        self.errors = "replace"
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.log.write(text)
+            self.log.flush()
+        if self.console is not None:
+            self.console.write(text)
+            self.console.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.log.flush()
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self.log.fileno()
+
+
+def redirect(log: Path, rank: int) -> TextIO | None:
+    """Sends this process's output to `log`, native libraries' included, and rank 0's Python output to the console as well.
+
+    The console is standard output: on standard error `accelerate launch` and torchrun speak, and it goes to `logs/launcher.log`.
+    Returns the console of rank 0 (for the progress line), `None` for others.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = log.open("a", encoding="utf-8", buffering=1)
+    console: TextIO | None = None
+    if rank == 0:
+        console = cast(TextIO, Console(os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    sys.stdout = Tee(file, console)
+    sys.stderr = Tee(file, console)
+    return console
+
+
+def log_alone() -> TextIO:
+    """Returns this rank's log without the console, once `redirect` was called: what is shown there in another form."""
+    log = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", buffering=1)
+    return cast(TextIO, Tee(log, None))
+
+
+def quiet_libraries() -> None:
+    """Lets libraries speak of errors only: what they say at start-up is said better by the plan, or does not concern users."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.filterwarnings("ignore")
+    for name in ("transformers", "accelerate", "datasets", "peft", "deepspeed", "DeepSpeed", "torch.distributed", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def import_libraries(config: Config, plan: Plan, prepared: Prepared) -> None:
+    """Imports torch, transformers, accelerate and PEFT; call before anything else does.
+
+    PEFT and accelerate import bitsandbytes and DeepSpeed only because they are installed: where the plan has no use for them, `None` in
+    `sys.modules` makes them look absent (Python's reference, 5.3.1). transformers' `Trainer` does the same with `datasets`, which user
+    code may still want, so that is hidden during this import alone. Garbage collection rests meanwhile (a fifth of the time), and never
+    again walks over what was imported.
+    """
+    gc.disable()
+    absent = {"deepspeed": not plan.strategy.startswith("zero"), "bitsandbytes": not uses_bitsandbytes(config, plan, prepared)}
+    for name in [name for name, is_absent in absent.items() if is_absent and not config.model.trust_remote_code]:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    hides_datasets = sys.modules.setdefault("datasets", None) is None  # type: ignore[arg-type]
+    from transformers import Trainer  # noqa: F401 - brings the others
+
+    if hides_datasets:
+        del sys.modules["datasets"]
+    gc.freeze()
+    gc.enable()
+
+
+def uses_bitsandbytes(config: Config, plan: Plan, prepared: Prepared) -> bool:
+    """Whether weights are quantised, or may be (by Unsloth, or in the base as it comes), or an optimizer's states are."""
+    from sft_play.model.quantise import quantisation_of
+
+    return (
+        config.tuning.mode == "qlora"
+        or config.tuning.backend == "unsloth"
+        or plan.optim in GPU_ONLY_OPTIMIZERS
+        or "8bit" in plan.optim
+        or quantisation_of(Path(prepared.model.path)) is not None
+    )

@@ -1,0 +1,398 @@
+"""Training over slow networks: gradients in fewer bytes (`launch.compression`), and steps that each rank makes alone (`launch.local_steps`).
+
+Compression works by communication hooks of DDP that gloo and NCCL both take, called once for each bucket and optimizer step:
+
+- `fp16`, `bf16`: each bucket travels in 16 bits. Torch's own hooks do the same, but its bf16 hook insists on NCCL, and its fp16 hook
+  casts before it scales: gradients below 6e-5 lose digits and those above 65,504 become infinite.
+- `powersgd`: matrices travel as factors of low rank with error feedback (Vogels et al. 2019, arXiv 1905.13727). Torch's own hook keeps
+  its states by bucket, which a resumed run cuts otherwise, and starts collective operations from callbacks, whose order gloo does not
+  fix. This one keeps them by parameter, so that a checkpoint can hold them, and sends two messages after the last bucket.
+
+Local steps follow DiLoCo (Douillard et al. 2023, arXiv 2311.08105). Every rank takes its rows of each global batch as usual, with the mean
+loss over *its own* label tokens, and updates its own weights by its own optimizer. After every H steps, and after the last one,
+
+    g = anchor - sum_i n_i w_i / sum_i n_i     n_i: label tokens of rank i since the last average
+    v = momentum * v + g
+    anchor = anchor - rate * (g + momentum * v)     Nesterov, as torch.optim.SGD has it
+
+and all continue from the anchor. Only weights that train travel. Evaluations and checkpoints in between see the average of the ranks'
+weights and change nothing: a resumed run is the uninterrupted one to the bit, since a checkpoint holds each rank's own weights and optimizer
+states. A step still exchanges some numbers (counts of tokens, norms, requests to stop).
+"""
+
+# No `from __future__ import annotations`: DDP compares a hook's annotations with its types.
+import contextlib
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import GradBucket
+from torch.futures import Future
+from transformers import Trainer, TrainerCallback
+
+from sft_play.data.batches import Batch
+from sft_play.plan.memory import AVERAGED_AT_A_TIME
+from sft_play.plan.network import powersgd_elements
+from sft_play.training.loss import IDLE, label_tokens
+from sft_play.training.ranks import TrainContext
+
+FP16_SCALE = 1024.0
+"""Gradients are multiplied by it on the wire as fp16, and divided again: three digits from 6e-8 to 64 instead of from 6e-5 to 65,504.
+Gradients of a mean over tokens are small: see docs/slow-networks.md for how many a scale of one would lose."""
+FP16_MOST = 65504.0
+PLAIN_STEPS = 10
+"""Optimizer steps at a run's start (those of the warm-up, where they are more) before `powersgd` begins."""
+ERROR, BASIS = "powersgd_error", "powersgd_basis"
+"""States of a parameter in a checkpoint: what this rank has not sent yet, and the factor that the next step starts from."""
+ANCHOR, MOMENTUM, AVERAGE = "outer_anchor", "outer_momentum", "average"
+"""States of a parameter in a checkpoint: all ranks' common ones, and the average that was neither."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Narrow:
+    """How numbers travel in 16 bits."""
+
+    dtype: torch.dtype
+    scale: float = 1.0
+    """A power of two: it costs no digit."""
+    bounded: bool = False
+    """Whether finite numbers beyond fp16's range are held at its end instead of becoming infinite."""
+
+    def pack(self, values: Tensor, ranks: int) -> Tensor:
+        """Returns this rank's part of the average over `ranks`, in 16 bits. What is no number stays none."""
+        part = values * (self.scale / ranks)
+        if self.bounded:
+            most = FP16_MOST / ranks  # so that a sum cannot overflow either
+            part = torch.where(part.isfinite(), part.clamp(-most, most), part)
+        return part.to(self.dtype)
+
+    def unpack(self, summed: Tensor, into: Tensor) -> Tensor:
+        """Writes the sum over ranks of what `pack` returned into `into`, and returns it."""
+        into.copy_(summed)
+        return into.mul_(1.0 / self.scale) if self.scale != 1.0 else into
+
+
+def narrow_of(kind: str, *, scaled: bool) -> Narrow | None:
+    """Returns how numbers travel under `launch.compression: kind`; `None` where in their own type.
+
+    `scaled`: whether a loss scaler has made gradients fit fp16 already, and must see where they overflow.
+    """
+    if kind == "fp16":
+        return Narrow(dtype=torch.float16) if scaled else Narrow(dtype=torch.float16, scale=FP16_SCALE, bounded=True)
+    return Narrow(dtype=torch.bfloat16) if kind == "bf16" else None
+
+
+def narrow_hook(state: Narrow, bucket: GradBucket) -> Future[Tensor]:
+    """Averages a bucket in 16 bits; gradients that have 16 bits already travel as they are."""
+    buffer = bucket.buffer()
+    if buffer.element_size() <= state.dtype.itemsize:
+        return plain(buffer)
+    sent = state.pack(buffer, distributed.get_world_size())
+    future: Future[Any] = distributed.all_reduce(sent, async_op=True).get_future()
+    return future.then(lambda done: state.unpack(done.value()[0], buffer))
+
+
+def plain(buffer: Tensor) -> Future[Tensor]:
+    """Averages a bucket as it is."""
+    buffer.div_(distributed.get_world_size())
+    future: Future[Any] = distributed.all_reduce(buffer, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+@dataclass(kw_only=True, slots=True)
+class Waiting:
+    """A bucket whose average is computed with those of all others."""
+
+    buffer: Tensor
+    gradients: dict[str, Tensor]
+    """Name -> view of `buffer`."""
+    average: Future[Tensor]
+
+
+@dataclass(kw_only=True, slots=True)
+class PowerSgd:
+    """Rank-`rank` approximations of the mean gradient, with error feedback and warm start."""
+
+    rank: int
+    names: Mapping[int, str]
+    """`id` of a trained parameter -> its name."""
+    seed: int
+    plain_steps: int = PLAIN_STEPS
+    step: int = 0
+    """Optimizer steps that have been made; the trainer sets it."""
+    error: dict[str, Tensor] = field(default_factory=dict)
+    """[rows, columns], fp32: what this rank's gradients had beyond what was sent."""
+    basis: dict[str, Tensor] = field(default_factory=dict)
+    """[columns, rank], fp32: the same on every rank."""
+    waiting: list[Waiting] = field(default_factory=list)
+    computed: Callable[[], None] = lambda: None
+    """Called when all of this rank's gradients are there, before it waits for those of other ranks."""
+    undoable: bool = False
+    """Whether an update may be left out after its gradients were sent (`train.spike_guard: skip`)."""
+    before: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+    """Error and basis before the last exchange, until `settle`. That takes no more memory than the exchange itself."""
+
+    def settle(self, *, made: bool) -> None:
+        """Call when it is known whether the update of the last exchange is made: one that is left out leaves no trace here either."""
+        if self.before is not None and not made:
+            self.error, self.basis = self.before
+        self.before = None
+
+    def compresses(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter's gradient travels as factors."""
+        return powersgd_elements(*matrix_shape(shape), self.rank) < math.prod(shape)
+
+    def start_of(self, name: str, columns: int, rank: int, device: torch.device) -> Tensor:
+        """Returns the first basis of a parameter, [columns, rank]: drawn from its name, so that every rank draws the same."""
+        chance = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
+        return torch.randn(columns, rank, generator=chance).to(device)
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Returns rows and columns of a parameter as a matrix; a vector is one row, which is never compressed."""
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+
+
+def powersgd_hook(state: PowerSgd, bucket: GradBucket) -> Future[Tensor]:
+    """Averages all buckets when the last one is there, by two messages, in a fixed order."""
+    buffer = bucket.buffer()
+    if state.step < state.plain_steps:
+        return plain(buffer)
+    average: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
+    names = [state.names[id(parameter)] for parameter in bucket.parameters()]
+    gradients = dict(zip(names, bucket.gradients(), strict=True))
+    state.waiting.append(Waiting(buffer=buffer, gradients=gradients, average=average))
+    if bucket.is_last():
+        state.computed()  # every gradient of this rank is there: DDP calls hooks in order, and this is the last one
+        state.before = (dict(state.error), dict(state.basis)) if state.undoable else None
+        waiting, state.waiting = state.waiting, []
+        average_low_rank(state, {name: one for bucket in waiting for name, one in bucket.gradients.items()})
+        for one in waiting:
+            one.average.set_result(one.buffer)
+    return average
+
+
+def average_low_rank(state: PowerSgd, gradients: Mapping[str, Tensor]) -> None:
+    """Turns gradients into their mean over all ranks (of matrices: into its approximation), in place. Collective.
+
+    M = gradient + error; P = orthogonal basis of sum(M Q); Q = mean(M^T P); the average is P Q^T, and the error M - P Q^T.
+    """
+    ranks = distributed.get_world_size()
+    order = sorted(gradients)  # buckets differ between a run's first step and its later ones
+    others = [name for name in order if not state.compresses(gradients[name].shape)]
+    chosen = [name for name in order if state.compresses(gradients[name].shape)]
+    matrices, bases = {}, {}
+    for name in chosen:
+        flat = gradients[name].reshape(matrix_shape(gradients[name].shape)).float()
+        matrices[name] = flat + state.error[name] if name in state.error else flat.clone()
+        start = state.basis.get(name)
+        bases[name] = state.start_of(name, flat.shape[1], min(state.rank, *flat.shape), flat.device) if start is None else start
+    bases = orthogonal(bases)
+    first = summed([gradients[name].float() / ranks for name in others] + [matrices[name] @ bases[name] for name in chosen])
+    for name, mean in zip(others, first, strict=False):
+        gradients[name].copy_(mean)
+    rows = orthogonal(dict(zip(chosen, first[len(others) :], strict=True)))
+    second = summed([matrices[name].T @ rows[name] / ranks for name in chosen])
+    for name, basis in zip(chosen, second, strict=True):
+        approximation = rows[name] @ basis.T
+        gradients[name].copy_(approximation.view_as(gradients[name]))
+        state.error[name] = matrices[name].sub_(approximation)
+        state.basis[name] = basis
+
+
+def summed(parts: list[Tensor]) -> list[Tensor]:
+    """Returns fp32 tensors summed over all ranks, sent as one message. Collective; nothing where there are none."""
+    if not parts:
+        return []
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    distributed.all_reduce(flat)
+    return [one.view(part.shape).clone() for one, part in zip(flat.split([part.numel() for part in parts]), parts, strict=True)]
+
+
+def orthogonal(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns orthonormal bases of the columns of each matrix; those of one shape are computed together."""
+    shapes: dict[tuple[int, ...], list[str]] = {}
+    for name, matrix in matrices.items():
+        shapes.setdefault(tuple(matrix.shape), []).append(name)
+    found: dict[str, Tensor] = {}
+    for names in shapes.values():
+        bases = torch.linalg.qr(torch.stack([matrices[name] for name in names])).Q
+        found.update(zip(names, bases, strict=True))
+    return found
+
+
+class LocalSteps(TrainerCallback):
+    """The outer optimizer of one trainer, and what this rank has trained since the last average."""
+
+    def __init__(self, context: TrainContext, trainer: Trainer) -> None:
+        """Call when the model is wrapped. From here on DDP sends no gradients."""
+        launch = context.config.launch
+        self.context = context
+        self.steps, self.rate, self.momentum = launch.local_steps, launch.outer_learning_rate, launch.outer_momentum
+        self.narrow = narrow_of(launch.compression, scaled=False)
+        self.window = 0
+        """Optimizer steps since the last average."""
+        self.tokens = 0
+        """This rank's label tokens in them."""
+        self.own_tokens = 1
+        """Of the step that is being made, 1 at least."""
+        self.norms: list[float] = []
+        """Each rank's gradient norm of the last step."""
+        self._step_tokens, self._part = 0, torch.ones(())
+        trainer.model_wrapped.require_backward_grad_sync = False
+        # Nor buffers, which `train.ddp_broadcast_buffers` sends in the first forward pass: a rank without rows makes none.
+        trainer.model_wrapped.require_forward_param_sync = False
+        trained = [(name, one) for name, one in trainer.model.named_parameters() if one.requires_grad]
+        self.names: list[str] = [name for name, _ in trained]
+        self.parameters: list[Tensor] = [one for _, one in trained]
+        self.anchor = [one.detach().float().clone(memory_format=torch.contiguous_format) for one in self.parameters]
+        """fp32, as long as all ranks' weights are their common start; one for each parameter, as all lists here."""
+        self.velocity = [torch.zeros_like(anchor) for anchor in self.anchor]
+
+    # ---- What the trainer calls
+
+    def begin_step(self, batches: Sequence[Batch], total: Tensor) -> None:
+        """Notes a step's micro-batches, `total` label tokens over all ranks; this rank passes over those that it has nothing in."""
+        self._step_tokens = sum(int(label_tokens(batch)) for batch in batches if batch["rows"])
+        self.own_tokens = max(1, self._step_tokens)
+        self._part = self.own_tokens * self.context.ranks.world / total
+        for batch in batches:
+            batch[IDLE] = not batch["rows"]
+
+    def shared(self, loss: Tensor) -> Tensor:
+        """Returns a loss over this rank's own tokens as its part of the loss over all, for the logs: their mean over ranks is that loss."""
+        return loss * self._part.to(loss.device)
+
+    @property
+    def empty(self) -> bool:
+        """Whether this rank has nothing to learn from in this step: its optimizer then leaves its weights alone."""
+        return not self._step_tokens
+
+    def agree(self, norm: float) -> float:
+        """Returns the largest of all ranks' gradient norms, the same on each; no number where one is none. Collective."""
+        self.norms = [found for (found,) in self.context.ranks.table([norm])]
+        return float(torch.tensor(self.norms, dtype=torch.float64).max())  # which passes a NaN on
+
+    def leave_out(self) -> None:
+        """The update of this step is not made, so its tokens do not count."""
+        self._step_tokens = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.window += 1
+        self.tokens += self._step_tokens
+        if self.window >= self.steps or state.global_step >= state.max_steps:
+            self.context.activity.enter("updating", step=state.global_step)
+            self.synchronise()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leaves the average in the model where training ended early: that is what the last checkpoint and `model/` have."""
+        if self.window:
+            self._put_average()
+            self.window = self.tokens = 0
+
+    def copies(self) -> dict[str, Tensor]:
+        """Returns the trained parameters as they are now, on the CPU; within `averaged`, the average. Nothing where all ranks have the same."""
+        if not self.window:
+            return {}
+        return {name: one.detach().to("cpu", copy=True) for name, one in zip(self.names, self.parameters, strict=True)}
+
+    # ---- Averages
+
+    @torch.no_grad()
+    def synchronise(self) -> None:
+        """Makes an outer step from the ranks' average; all ranks have the same weights afterwards. Collective."""
+        for index, gradient in self._differences():
+            velocity, anchor = self.velocity[index], self.anchor[index]
+            velocity.mul_(self.momentum).add_(gradient)
+            anchor.sub_(gradient.add(velocity, alpha=self.momentum), alpha=self.rate)
+            self.parameters[index].copy_(anchor)
+        self.window = self.tokens = 0
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within, the model has the ranks' average; afterwards each rank has its own weights again. Collective."""
+        if not self.window:
+            yield
+            return
+        own = [parameter.detach().clone() for parameter in self.parameters]
+        self._put_average()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, kept in zip(self.parameters, own, strict=True):
+                    parameter.copy_(kept)
+
+    @torch.no_grad()
+    def _put_average(self) -> None:
+        for index, gradient in self._differences():
+            self.parameters[index].copy_(self.anchor[index] - gradient)
+
+    def _differences(self) -> Iterator[tuple[int, Tensor]]:
+        """Yields each parameter's index with anchor minus the ranks' token-weighted average, fp32, in its shape. Collective."""
+        ranks, counts = self.context.ranks, self.counts()
+        world = ranks.world
+        weight = self.tokens * world / sum(counts) if sum(counts) else 1.0  # how much more than an equal share this rank counts
+        for group in grouped([parameter.numel() for parameter in self.parameters]):
+            parts = [(self.anchor[index] - self.parameters[index].detach().float()).reshape(-1) for index in group]
+            flat = torch.cat(parts).mul_(weight)
+            if self.narrow is None:
+                ranks.total(flat.div_(world))
+            else:
+                self.narrow.unpack(ranks.total(self.narrow.pack(flat, world)), flat)
+            for index, part in zip(group, flat.split([len(one) for one in parts]), strict=True):
+                yield index, part.view(self.parameters[index].shape)
+
+    def counts(self) -> list[int]:
+        """Returns each rank's tokens since the last average. Collective."""
+        return [int(count) for (count,) in self.context.ranks.table([self.tokens])]
+
+
+def grouped(sizes: Sequence[int], most: int = AVERAGED_AT_A_TIME) -> list[list[int]]:
+    """Returns indices in groups of at most `most` numbers (one that is larger makes a separate group), in order."""
+    groups: list[list[int]] = []
+    room = 0
+    for index, size in enumerate(sizes):
+        if not groups or size > room:
+            groups.append([])
+            room = most
+        groups[-1].append(index)
+        room -= size
+    return groups
+
+
+Exchange = LocalSteps | PowerSgd | None
+"""What is exchanged beyond the gradients' mean, with separate states in a checkpoint."""
+
+
+def exchange_of(context: TrainContext, trainer: Trainer, computed: Callable[[], None]) -> Exchange:
+    """Returns local steps, or registers the hook of `launch.compression` with the wrapped model and returns what that keeps.
+
+    Local steps send no gradients: there the differences of weights are narrowed. `computed`: see `PowerSgd`.
+    """
+    launch, plan = context.config.launch, context.plan
+    if plan.strategy != "ddp" or plan.world_size == 1:
+        return None
+    if launch.local_steps > 1:
+        return LocalSteps(context, trainer)
+    if launch.compression == "none":
+        return None
+    narrow = narrow_of(launch.compression, scaled=bool(trainer.args.fp16))
+    if narrow is not None:
+        trainer.model_wrapped.register_comm_hook(narrow, narrow_hook)
+        return None
+    state = PowerSgd(
+        rank=launch.powersgd_rank,
+        names={id(parameter): name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad},
+        seed=context.config.train.seed,
+        plain_steps=max(PLAIN_STEPS, plan.warmup_steps or 0),
+        step=trainer.state.global_step,
+        computed=computed,
+        undoable=context.config.train.spike_guard == "skip",
+    )
+    trainer.model_wrapped.register_comm_hook(state, powersgd_hook)
+    return state

@@ -1,0 +1,225 @@
+"""How each strategy lays parameters out: the tensors that the optimizer steps, which parts of which parameters lie in them, their bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from sft_play.errors import CheckpointError
+from sft_play.training.states.files import flat_shares, partition
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """The elements `[start, end)` of a parameter, at `offset` of the bundle that holds them."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle:
+    """One tensor that the optimizer steps on this rank."""
+
+    label: str
+    key: Tensor
+    """What the optimizer's `state` is keyed by."""
+    local: Tensor
+    """The values that count, [elements of this rank]: the master copy where weights are kept in fewer digits. A view, to be written into."""
+    shares: tuple[Share, ...]
+    """Without padding."""
+    master: bool
+    """Whether `local` has more digits than the weights."""
+    wrap: Callable[[Tensor], Tensor]
+    """[elements] -> a state tensor as the optimizer keeps it."""
+    unwrap: Callable[[Tensor], Tensor | None]
+    """The opposite; `None` for a state that does not hold one number for each element."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """A trainer's bundles and the optimizer that steps them."""
+
+    optimizer: Any
+    bundles: tuple[Bundle, ...]
+    sharded: bool
+    """Whether ranks hold different parts; otherwise all hold the same, and rank 0 writes."""
+    begin: Callable[[], None]
+    """Before values are put in; collective."""
+    finish: Callable[[], None]
+    """Takes the values over into the weights that the model computes with; collective."""
+
+
+def layout_of(trainer: Any) -> Layout:
+    """Returns where this rank's trainable parameters and their states lie. Raises `CheckpointError` for what cannot be saved."""
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    if trainer.is_deepspeed_enabled:
+        zero = trainer.model_wrapped.optimizer
+        if hasattr(zero, "fp16_partitioned_groups_flat"):
+            return _zero3(zero, names)
+        return _zero12(zero, names)
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    wrapped = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) in names]
+    make = _fsdp2 if trainer.is_fsdp_enabled else _plain
+    return Layout(
+        optimizer=optimizer,
+        bundles=tuple(make(names[id(parameter)], parameter) for parameter in wrapped),
+        sharded=bool(trainer.is_fsdp_enabled),
+        begin=_nothing,
+        finish=_nothing,
+    )
+
+
+def _nothing() -> None:
+    """There is one copy of the weights only."""
+
+
+def _plain(name: str, parameter: Tensor) -> Bundle:
+    if not parameter.data.is_contiguous():
+        parameter.data = parameter.data.contiguous()
+    shape = tuple(parameter.shape)
+    return Bundle(
+        label=name,
+        key=parameter,
+        local=parameter.data.view(-1),
+        shares=(Share(name=name, shape=shape, start=0, end=parameter.numel(), offset=0),),
+        master=False,
+        wrap=lambda flat: flat.view(shape),
+        unwrap=lambda state: state.reshape(-1) if _per_element(state, shape) else None,
+    )
+
+
+def _per_element(state: Tensor, shape: Sequence[int]) -> bool:
+    return state.is_floating_point() and tuple(state.shape) == tuple(shape)
+
+
+def _fsdp2(name: str, parameter: Any) -> Bundle:
+    """A DTensor whose rows are shared out: the rows of a rank are one range of elements."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(parameter, DTensor):
+        return _plain(name, parameter)
+    if any(isinstance(one, Shard) and one.dim != 0 for one in parameter.placements):
+        raise CheckpointError(f"`{name}` is not sharded by rows ({parameter.placements}), so its states cannot be saved")
+    mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    local = parameter.data.to_local()
+    _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    start = min(offset[0] * math.prod(shape[1:]), parameter.numel()) if shape else 0
+    rows = local.shape
+    return Bundle(
+        label=name,
+        key=parameter,
+        local=local.view(-1),
+        shares=(Share(name=name, shape=tuple(shape), start=start, end=start + local.numel(), offset=0),),
+        master=False,
+        wrap=lambda flat: DTensor.from_local(flat.view(rows), mesh, placements, run_check=False, shape=shape, stride=stride),
+        unwrap=lambda state: state.to_local().reshape(-1) if isinstance(state, DTensor) and _per_element(state, shape) else None,
+    )
+
+
+def _flat(label: str, key: Tensor, shares: Sequence[Share], *, master: bool) -> Bundle:
+    """A flat buffer of DeepSpeed's."""
+    return Bundle(
+        label=label,
+        key=key,
+        local=key.data,
+        shares=tuple(shares),
+        master=master,
+        wrap=lambda flat: flat,
+        unwrap=lambda state: state if _per_element(state, key.shape) else None,
+    )
+
+
+def _zero12(zero: Any, names: dict[int, str]) -> Layout:
+    """ZeRO-1 and 2: the parameters of a group lie one after the other in a buffer, cut into equal parts, padded at the end."""
+    bundles = []
+    for index, process_group in enumerate(zero.real_dp_process_group):
+        rank = distributed.get_rank(process_group)
+        if hasattr(zero, "bf16_groups"):  # ZeRO-1 in bf16 with `data_types.grad_accum_dtype: fp32`
+            parameters, flat = zero.bf16_groups[index], zero.fp32_groups_flat_partition[index]
+            sizes = [parameter.numel() for parameter in parameters]
+            offsets = [sum(sizes[:position]) for position in range(len(sizes))]
+        else:
+            parameters, flat = zero.round_robin_bit16_groups[index], zero.single_partition_of_fp32_groups[index]
+            sizes = [meta.numel() for meta in zero.round_robin_bit16_meta[index]]
+            offsets = zero.round_robin_bit16_offsets[index]
+        begin = rank * flat.numel()
+        shares = [
+            Share(name=names[id(parameters[one])], shape=tuple(parameters[one].shape), start=first, end=last, offset=offset)
+            for one, first, last, offset in flat_shares(sizes, offsets, begin, begin + flat.numel())
+        ]
+        bundles.append(_flat(f"group-{index}", flat, shares, master=flat.dtype != parameters[0].dtype))
+    return Layout(optimizer=zero.optimizer, bundles=tuple(bundles), sharded=True, begin=_nothing, finish=zero.update_lp_params)
+
+
+def _zero3(zero: Any, names: dict[int, str]) -> Layout:
+    """ZeRO-3: each parameter alone is cut into equal parts, the last one padded; a rank's parts lie one after the other."""
+    if zero.swap_optimizer or zero.params_in_nvme_and_cpu:
+        raise CheckpointError(
+            "states that DeepSpeed keeps on NVMe (`offload_optimizer.device` or `offload_param.device`) cannot be saved",
+            hint="set both to `cpu`, or `train.save_strategy: no`",
+        )
+    bundles = []
+    for index, (parameters, flat) in enumerate(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)):
+        rank, world = zero._get_sub_group_partition_rank(index), zero._get_sub_group_partition_count(index)
+        shares, offset = [], 0
+        for parameter in parameters:
+            start, end, size = partition(parameter.ds_numel, rank, world)
+            assert size == parameter.partition_numel(), (names[id(parameter)], size, parameter.partition_numel())
+            if start < end:
+                shares.append(
+                    Share(name=names[id(parameter)], shape=tuple(parameter.ds_shape), start=start, end=end, offset=offset)
+                )
+            offset += size
+        bundles.append(_flat(f"group-{index}", flat, shares, master=flat.dtype != parameters[0].dtype))
+
+    def finish() -> None:
+        for index in range(len(bundles)):
+            zero._reassign_or_swap_out_partitioned_parameters(index)
+        zero.checkpoint_event_epilogue()
+
+    return Layout(
+        optimizer=zero.optimizer, bundles=tuple(bundles), sharded=True, begin=zero.checkpoint_event_prologue, finish=finish
+    )
+
+
+def bytes_held(model: Any, optimizer: Any) -> dict[str, int]:
+    """Returns the bytes of distinct storages on this rank: weights, and what the optimizer keeps (states, fp32 masters)."""
+    engine, inner = getattr(optimizer, "optimizer", optimizer), inner_optimizer(optimizer)
+    weights = [local_part(parameter) for parameter in model.parameters()]
+    mine = {_storage(tensor) for tensor in weights}
+    kept = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+    kept += [parameter for group in inner.param_groups for parameter in group["params"]]
+    kept += getattr(engine, "fp32_partitioned_groups_flat", [])  # ZeRO-3's masters
+    others = [tensor for tensor in map(local_part, kept) if _storage(tensor) not in mine]
+    return {"weights": _storage_bytes(weights), "optimizer": _storage_bytes(others)}
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """Returns what is in accelerate's wrapper, and in DeepSpeed's."""
+    engine = getattr(optimizer, "optimizer", optimizer)
+    return getattr(engine, "optimizer", engine)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns the plain tensor with what this rank holds of `tensor`: a DTensor's shard, ZeRO-3's partition, else the tensor."""
+    partition = getattr(tensor, "ds_tensor", None)
+    local: Tensor = getattr(tensor, "_local_tensor", tensor) if partition is None else partition
+    return local
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _storage_bytes(tensors: list[Tensor]) -> int:
+    return sum({_storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

@@ -1,0 +1,193 @@
+"""TensorBoard and Aim: loss and memory per rank, speed, MFU, GPU use, CPU and network of each machine, and the learning curves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from sft_play.files import free_bytes, read_json, read_object, write_text
+from sft_play.runs.folder import RunFolder, metric_rows, read_predictions
+
+ROOM_BYTES = 2**20
+"""With less a new file is not begun."""
+NAMES = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "learning_rate": "train/learning_rate",
+    "tokens_per_second": "speed/tokens_per_second",
+    "step_seconds": "speed/step_seconds",
+    "mfu": "speed/mfu",
+}
+PLACE = re.compile(r"(rank|node)_(.+)")
+"""A list with a value for each rank or machine; its curves are `rank/loss/0`, `rank/loss/1`, ..."""
+LETTERS, ANSWERS = 2_000, 3
+
+
+class Curves(TrainerCallback):
+    """Writes what is logged as scalars into `tb/`; a resumed run continues where its checkpoint was.
+
+    What the disk has no room for is left out (`metrics.jsonl` has it later), and a new file is begun when there is some again.
+    """
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run, self.folder = run, run.tensorboard
+        self.writer: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        _keep_quiet()
+        put_in_order(self.folder)
+        self.writer = SummaryWriter(str(self.folder), purge_step=state.global_step + 1 if state.global_step else 0)
+        for path in (self.run.config, self.run.plan):
+            with contextlib.suppress(OSError):
+                self.writer.add_text(path.stem, _indented(path.read_text(encoding="utf-8")), state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if not logs:
+            return
+        try:
+            self._write(logs, state.global_step)
+        except OSError:  # the library's own thread has ended with it: this writer is of no use any more
+            self._lose_writer()
+
+    def _write(self, logs: dict[str, Any], step: int) -> None:
+        if self.writer is None:
+            if free_bytes(self.folder.parent) < ROOM_BYTES:
+                return
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(self.folder))
+        self._add({curve: value for name, one in logs.items() for curve, value in curves_of(name, one)}, step)
+        # A process that is killed takes along what it has not written, and a checkpoint may follow: its steps are never made again.
+        self.writer.flush()
+
+    def _add(self, values: Mapping[str, float], step: int) -> None:
+        """Writes all values of a step as one event: `add_scalar` makes one of each, which takes ten times as long."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        parts = [Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
+        self.writer.file_writer.add_summary(Summary(value=parts), step)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        """Shows some answers of an evaluation, if there are any."""
+        step = state.global_step
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            rows = read_predictions(self.run.evaluation(step))[:ANSWERS]
+            for row in rows if self.writer is not None else ():
+                parts = {"prompt": row["prompt"], "answer": row["answer"], "reference": row.get("reference") or ""}
+                text = "\n\n".join(f"**{name}**\n\n{_indented(str(value)[:LETTERS])}" for name, value in parts.items())
+                self.writer.add_text(f"answers/row {row['row']}", text, step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Adds the hyper-parameters with the final scores, of a training that has ended by itself."""
+        if self.writer is None:
+            return
+        with contextlib.suppress(OSError):
+            found = metric_rows(self.run.metrics) if state.global_step else []
+            rows = [row for row in found if row["kind"] == "eval"] + [row for row in found if row["kind"] == "train"][-1:]
+            final = {name: one for row in rows for name, value in row.items() for name, one in curves_of(name, value)}
+            scores = {name: value for name, value in final.items() if name.startswith(("eval/", "train/loss"))}
+            if scores and state.global_step >= state.max_steps:
+                from torch.utils.tensorboard.summary import hparams
+
+                settings = read_object(self.run.config).get("config", {})
+                flat = {f"{part}.{name}": one for part, inner in settings.items() if isinstance(inner, dict)
+                        for name, one in inner.items() if isinstance(one, bool | int | float | str)}  # fmt: skip
+                for part in hparams(flat, scores):
+                    self.writer.file_writer.add_summary(part)
+            self.writer.close()
+
+    def _lose_writer(self) -> None:
+        writer, self.writer = self.writer, None
+        if writer is not None:  # it may be that none could be begun
+            with contextlib.suppress(OSError):
+                writer.close()
+
+
+def curves_of(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yields the curves of something that is logged, with the value of each."""
+    if match := PLACE.fullmatch(name):
+        yield from ((f"{match[1]}/{match[2]}/{index}", one) for index, one in enumerate(value))
+    elif isinstance(value, int | float) and (name in NAMES or name.startswith("eval_")):
+        yield NAMES.get(name) or f"eval/{name.removeprefix('eval_')}", value
+
+
+def _keep_quiet() -> None:
+    """Keeps the trace of the library's own thread off the console when a disk is full: its error comes again at the next value."""
+    before = threading.excepthook
+
+    def said(problem: threading.ExceptHookArgs) -> None:
+        if type(problem.thread).__name__ != "_AsyncWriterThread" or not issubclass(problem.exc_type, OSError):
+            before(problem)
+
+    threading.excepthook = said
+
+
+def _indented(text: str) -> str:
+    """Returns a text as a block that Markdown shows letter for letter."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.(.*)")
+
+
+def put_in_order(folder: Path) -> None:
+    """Gives event files an older time in their names where the clock has been set back since they were written.
+
+    A resumed run's file says which steps of the files before it are void: read before them, it would be void itself.
+    """
+    found = [(path, match) for path in sorted(folder.glob("events.out.tfevents.*")) if (match := NAME.fullmatch(path.name))]
+    if not any(int(match[1]) >= int(time.time()) for _, match in found):
+        return
+    for number, (path, match) in enumerate(found):
+        path.rename(path.with_name(f"events.out.tfevents.{number:010d}.{match[2]}"))
+
+
+HASH = ".aim-run"
+"""File in the run's folder with the name that Aim gave its run, so that a resumed one continues it."""
+
+
+class AimTracker(TrainerCallback):
+    """Writes numbers as sequences of an Aim run, on rank 0; a step that is trained again after a resume replaces its value."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.folder = run
+        self.run: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        from aim import Run
+
+        known = self.folder.path / HASH
+        before = known.read_text(encoding="utf-8").strip() if state.global_step and known.is_file() else None
+        self.run = Run(
+            before, repo=os.environ.get("AIM_REPO") or str(self.folder.path), experiment=self.folder.name, force_resume=True,
+            log_system_params=False, capture_terminal_logs=False, system_tracking_interval=None,
+        )  # fmt: skip
+        self.run.name = self.folder.name
+        self.run["config"] = read_json(self.folder.config)["config"]
+        write_text(known, f"{self.run.hash}\n")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        for name, value in (logs or {}).items():
+            kind, plain = ("eval", name.removeprefix("eval_")) if name.startswith("eval_") else ("train", name)
+            place, _dash, of_each = plain.partition("_")
+            if isinstance(value, int | float):
+                self._track(plain, value, state, {"subset": kind})
+            elif isinstance(value, list) and place in ("rank", "node"):  # `rank_loss`: the loss of each rank
+                for index, one in enumerate(value):
+                    self._track(of_each, one, state, {"subset": kind, place: index})
+
+    def _track(self, name: str, value: float, state: Any, context: dict[str, Any]) -> None:
+        self.run.track(float(value), name=name, step=state.global_step, epoch=state.epoch, context=context)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.run.close()

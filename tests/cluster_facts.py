@@ -1,0 +1,12 @@
+"""What a machine of a cluster says of itself, where all is well."""
+
+from __future__ import annotations
+
+from sft_play.cluster.probe import Facts
+
+OWN = Facts(
+    host_name="a", machine="a 192.0.2.9", home="/home/a", folder="/srv/sft", runs="/srv/sft/runs", cache="/cache", hub="/hub", python="3.11.2",
+    packages={"torch": "2.9.0", "peft": "0.18.0"}, importable=True, gpu_count=1, rsync=True, shares_runs=False, shares_cache=False, linux=True,
+    disks=dict.fromkeys(("runs", "cache", "folder", "shm")), ram_bytes=2**35,
+    interfaces={"lo": {}, "eth0": {}}, route=None, listens=[], code={}, data={}, prepared={},
+)  # fmt: skip

@@ -1,0 +1,183 @@
+"""`make report` and `make ui`: what a run left, as a page in Chromium and behind the server's check."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.report.record import POINTS, curves_of
+from sft_play.runs.folder import metric_rows
+from tests.browser import browser
+from tests.conftest import ROOT, Program
+
+HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
+
+
+def made_run(runs: Path, name: str, *, steps: int = 40, model: str = "a model") -> Path:
+    """Writes the files that a run leaves."""
+    folder = runs / name
+    evaluation = folder / "eval" / "step-000040"
+    memory = {"frozen": 2**30, "activations": 2**29, "free": 2**30}
+    ranks = [{"rank": rank, "device": "cpu", "device_name": "AMD", "memory_bytes": memory} for rank in (0, 1)]
+    plan = {"steps": steps, "strategy": "ddp", "world_size": 2, "num_nodes": 1, "ranks": ranks, "reasons": [HOSTILE]}
+    train = [{"kind": "train", "step": s, "loss": 3 / s, "rank_loss": [3 / s, 2 / s], "grad_norm": 1.0} for s in range(1, steps)]
+    last = {"kind": "train", "step": steps, "loss": 0.1, "rank_loss": [0.1, 0.1], "grad_norm": float("nan")}
+    evaluated = {"kind": "eval", "step": steps, "eval_loss": 1.0, "eval_rougeL": 0.5}
+    events = [
+        {"event": "started", "time": 1.0},
+        {"event": "resumed", "time": 2.0, "checkpoint": "step-000020"},
+        {"event": "finished", "time": 3.0, "code": 0},
+    ]
+    answer = {"row": 0, "prompt": HOSTILE, "reference": "r", "answer": HOSTILE, "scores": {"rougeL": 0.5}}
+    contents: dict[Path, list[Any]] = {
+        folder / "config.json": [{"config": {"tuning": {"mode": "lora"}, "train": {"seed": 1}}, "origins": {}}],
+        folder / "plan.json": [plan],
+        folder / "prepared.json": [{"model": {"name": model}}],
+        folder / "metrics.jsonl": [*train, last, evaluated],
+        folder / "events.jsonl": events,
+        evaluation / "scores.json": [{"loss": 1.0, "answers": 1, "rougeL": {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 30}}],
+        evaluation / "predictions.jsonl": [answer],
+        folder / "logs" / "rank0.log": [HOSTILE],
+    }
+    for path, lines in contents.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    made_run(folder, "first", model=HOSTILE)
+    return folder
+
+
+def test_a_report_is_one_page_that_needs_nothing_else(runs: Path, tmp_path: Path, in_process: Program) -> None:
+    done = in_process("report", "RUN=first", "JSON=1", runs=runs)
+    assert done.code == 0, done.err
+    page = Path(done.json["report"])
+    text = page.read_text(encoding="utf-8")
+    assert page == runs / "first" / "report.html"
+    assert len(text) < 3_000_000
+    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", text), "nothing comes from a server"
+    with browser(tmp_path / "profile") as shown:
+        for width in (390, 1440):
+            shown.open(page.as_uri(), width=width)
+            shown.wait("document.querySelectorAll('canvas').length >= 4")
+            assert shown.value("document.documentElement.scrollWidth") <= width, "nothing is wider than the window"
+            assert shown.value("document.title") == "first – SFT-Play", "what a run wrote is text, never HTML"
+        words = shown.value("document.body.innerText")
+        assert "finished" in words and "0.5000 [0.4000, 0.6000]" in words and HOSTILE in words
+        assert "make train-distributed CONFIG=" in words
+        assert not shown.complaints
+
+
+def test_a_half_written_run_has_a_report(tmp_path: Path, in_process: Program) -> None:
+    runs = tmp_path / "runs"
+    folder = made_run(runs, "torn")
+    for name in ("plan.json", "events.jsonl", "prepared.json", "metrics.jsonl"):
+        (folder / name).write_text('{"half')
+    assert in_process("report", "RUN=torn", f"OUT={tmp_path / 'a.html'}", runs=runs).code == 0
+    missing = in_process("report", "RUN=none", runs=runs)
+    assert missing.code == 5 and "`none`" in missing.err
+
+
+def test_a_spike_stays_in_a_thinned_curve(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        "".join(json.dumps({"kind": "train", "step": s, "loss": 50.0 if s == 7_777 else 1.0}) + "\n" for s in range(20_000))
+    )
+    found = curves_of(metric_rows(path))["train"]
+    assert len(found["step"]) <= POINTS
+    assert (found["step"][0], found["step"][-1], max(found["loss"])) == (0, 19_999, 50.0)
+
+
+@contextmanager
+def served(runs: Path, *words: str, **variables: str) -> Iterator[str]:
+    """Runs `make ui` and yields its address."""
+    env = {**os.environ, "RUNS_DIR": str(runs), "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-m", "sft_play", "ui", "PORT=18600", "JSON=1", *words]
+    with subprocess.Popen(command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            yield json.loads(process.stdout.readline())["url"]
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+def asked(url: str, **headers: str) -> tuple[int, str]:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, ""
+        except urllib.error.URLError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def test_the_page_is_live_and_compares(runs: Path, tmp_path: Path) -> None:
+    made_run(runs, "second")
+    with served(runs) as url, browser(tmp_path / "profile") as shown:
+        assert {run["name"] for run in json.loads(asked(f"{url}api/runs")[1])} == {"first", "second"}
+        shown.open(url)
+        shown.wait("document.querySelectorAll('tbody tr').length == 2")
+        shown.value("document.querySelector('a[href=\"#run=first\"]').click()")
+        shown.wait("document.querySelectorAll('canvas').length >= 4")
+        with (runs / "first" / "metrics.jsonl").open("a") as stream:
+            stream.write('\n{"kind": "train", "step": 41, "loss": 0.0123}\n')
+        shown.wait("document.body.innerText.includes('0.0123')")
+        shown.open(f"{url}#compare=first,second")
+        shown.wait("document.body.innerText.includes('neither a final model nor a checkpoint')")
+        assert asked(f"{url}api/run/..%2F..%2Fetc")[0] == 404
+        assert asked(f"{url}api/run/nobody")[0] == 404
+        assert asked(f"{url}api/runs", Host="evil.example")[0] == 403, "another site's name for this machine"
+        assert not shown.complaints
+
+
+def test_others_need_the_token(runs: Path, in_process: Program) -> None:
+    assert in_process("ui", "HOST=0.0.0.0", runs=runs).code == 2
+    token = "a-token-of-many-letters"
+    with served(runs, "HOST=0.0.0.0", SFT_PLAY_SERVE_TOKEN=token) as url:
+        assert asked(f"{url}api/runs")[0] == 401
+        assert asked(f"{url}api/runs", Authorization=f"Bearer {token}")[0] == 200
+        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        with opener.open(f"{url}?token={token}", timeout=20) as answer:
+            assert answer.status == 200 and "token" not in answer.url
+        with opener.open(f"{url}api/runs", timeout=20) as answer:
+            assert answer.status == 200
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.build_opener(urllib.request.HTTPCookieProcessor()).open(
+                f"{url}?token=wrong-but-long-enough", timeout=20
+            )
+
+
+def test_a_million_rows_are_up_within_two_seconds(runs: Path) -> None:
+    path = runs / "first" / "metrics.jsonl"
+    row = '{{"kind": "train", "step": {}, "loss": 2.5, "rank_loss": [2.0, 2.0]}}\n'
+    with path.open("w") as stream:
+        for start in range(0, 1_000_000, 10_000):
+            stream.write("".join(row.format(step) for step in range(start, start + 10_000)))
+            stream.write(f'{{"kind": "eval", "step": {start}, "eval_loss": 2.5}}\n')
+    with served(runs) as url:
+        asked(url)
+        begun = time.monotonic()
+        found = json.loads(asked(f"{url}api/run/first")[1])["curves"]
+        assert time.monotonic() - begun < 2
+    assert found["train"]["step"][-1] == 999_999
+    assert len(found["eval"]["step"]) == 100, "every evaluation is there"

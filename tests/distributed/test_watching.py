@@ -1,0 +1,144 @@
+"""A run seen while it goes: the panel on a terminal, `make watch`, the page's record and the report, and a slowed rank named in each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.launch.watch import Follower, panel
+from sft_play.report.record import record_of
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.progress import findings
+from tests.launcher import Launcher
+from tests.quota import slowed, worker_of
+from tests.tiny_models import build_tiny_llama
+
+SLOW = re.compile(r"rank 1 is \d\d% slower than the others")
+
+
+class Terminal:
+    """A pseudo-terminal, and all that was written to it."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = os.openpty()
+        self.text = ""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(self.ours, 65536):
+                self.text += data.decode(errors="replace")
+
+    def wait(self, pattern: re.Pattern[str], process: subprocess.Popen[Any], seconds: float = 90.0) -> None:
+        end = time.monotonic() + seconds
+        while not pattern.search(self.text):
+            assert process.poll() is None and time.monotonic() < end, self.text[-4000:]
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def trained_on_a_terminal(launcher: Launcher, *words: str) -> Iterator[tuple[Terminal, subprocess.Popen[str]]]:
+    terminal = Terminal()
+    command = [sys.executable, "-m", "sft_play", "train-distributed", f"CONFIG={launcher.config}", *words]
+    shown = {"stdin": subprocess.DEVNULL, "stdout": terminal.theirs, "stderr": terminal.theirs, "text": True}
+    process = subprocess.Popen(
+        command, env=launcher.environment | {"TERM": "xterm", "COLUMNS": "120", "LINES": "50"}, cwd=launcher.folder, **shown
+    )  # type: ignore[call-overload]
+    try:
+        yield terminal, process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
+    words = ("NUM_GPUS=2", "RUN_NAME=live", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=500", "LAUNCH_BALANCE=off")
+    with trained_on_a_terminal(launcher, *words) as (terminal, process):
+        run = RunFolder(launcher.runs / "live")
+        terminal.wait(re.compile(r"live: training"), process)
+        before = terminal.text[: terminal.text.index("live: ")]
+        assert before.count("\n") <= 20, "a run begins in few lines"
+        assert "make watch RUN=live" in before and "make stop RUN=live" in before
+        with slowed(worker_of(process.pid, 1), 0.05):
+            terminal.wait(SLOW, process)
+            assert re.search(r"rank 1\x1b.*GiB", terminal.text) and "tokens/s" in terminal.text
+            assert "step 1/2000" not in terminal.text, "the panel says it"
+            assert SLOW.search(str(record_of(run)["findings"])), "what the page shows"
+            watched = launcher.start("watch", "RUN=live")
+            stopped = launcher("stop", "RUN=live")
+            assert stopped.returncode == 0, stopped.stderr
+        out, err = watched.communicate(timeout=60)
+        assert watched.returncode == 0 and SLOW.search(out) and out.endswith("`live`: stopped\n"), out + err
+        process.wait(60)
+    assert SLOW.search((run.path / "report.html").read_text(encoding="utf-8"))
+    assert "report: " in terminal.text
+    row = [json.loads(line) for line in run.metrics.read_text().splitlines()][-2]
+    parts = [row[f"rank_{name}_seconds"] for name in ("data", "forward", "backward", "communication", "optimizer")]
+    assert all(sum(seconds) <= 1.2 * row["step_seconds"] for seconds in zip(*parts, strict=True))
+    assert row["rank_communication_seconds"][0] > row["rank_communication_seconds"][1], "rank 0 waits for rank 1"
+    assert all(len(row[f"rank_{name}"]) == 2 for name in ("memory_gib", "memory_limit_gib", "memory_plan_gib", "cpu_percent"))
+
+
+def rows(count: int = 10, **lists: Any) -> list[dict[str, Any]]:
+    return [{"kind": "train", "step": step + 1, "loss": 2.0, "step_seconds": 1.0, **lists} for step in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("lists", "named"),
+    [
+        ({"rank_tokens_per_second": [100.0, 101.0, 70.0]}, "rank 2 is 30% slower than the others"),
+        ({"rank_tokens_per_second": [100.0, 101.0, 85.0]}, None),
+        ({"rank_data_seconds": [0.01, 0.3]}, "rank 1 waits 30% of each step for data"),
+        (
+            {"rank_throttled": [0.0, 40.0], "rank_temperature": [60.0, 91.0]},
+            "the GPU of rank 1 is throttled 40% of the time (91 °C)",
+        ),
+        ({"rank_memory_gib": [7.7, 1.0], "rank_memory_limit_gib": [8.0, 8.0]}, "the memory of rank 0 is within 5% of its limit"),
+        ({"rank_memory_gib": [None, None], "rank_memory_limit_gib": None}, None),
+    ],
+)
+def test_what_slows_a_run_is_said_in_words(lists: dict[str, Any], named: str | None) -> None:
+    found = [one.text for one in findings(rows(**lists))]
+    assert len(found) == (named is not None) and (named is None or found[0].startswith(named))
+    assert findings(rows(2, **lists)) == [], "too few steps to tell"
+
+
+def test_a_spike_is_said_while_it_is_new() -> None:
+    assert [one.id for one in findings(rows(30), [{"step": 25, "norm": 80.0}])] == ["spike"]
+    assert not findings(rows(30), [{"step": 5, "norm": 80.0}])
+
+
+def test_a_panel_of_whatever_is_there(tmp_path: Path) -> None:
+    """A folder without any file, torn rows, a file that is begun anew."""
+    run, rich = RunFolder(tmp_path), pytest.importorskip("rich.console")
+    follower = Follower(run.metrics)
+
+    def text() -> str:
+        console = rich.Console(width=100, record=True, file=(tmp_path / "console").open("w"))
+        console.print(panel(run, follower.look(), "running"))
+        return str(console.export_text())
+
+    assert "loading" in text()
+    run.metrics.write_text(
+        '{"kind": "train", "step": 7, "loss": null, "rank_memory_gib": [null], "rank_memory_limit_gib": [2.0]}\n{"kind"'
+    )
+    assert "7/?" in text()
+    with run.metrics.open("a") as stream:
+        stream.write(': "eval", "step": 7, "eval_loss": 1.5}\n')
+    assert "held-out loss 1.5000 (step 7)" in text()
+    run.metrics.write_text('{"kind": "train", "step": 1, "loss": 3.0}\n')
+    assert "1/?" in text()

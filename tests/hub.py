@@ -1,0 +1,169 @@
+"""Hubs on this machine, in so much of the hub's own protocol as its libraries use: one of a dataset, and one that takes a model."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs
+
+COMMIT = "a" * 40
+TOKEN = "hf_a_token_that_may_write"
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        raise NotImplementedError
+
+    def refuse(self, status: int, code: str, **headers: str) -> None:
+        self.send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code, **headers})
+
+    def json(self, value: Any, status: int = 200) -> None:
+        self.send(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@contextmanager
+def serve(handler: type[HubHandler], **facts: Any) -> Iterator[str]:
+    """Serves with such a handler, to which `facts` are attributes; yields the address for `HF_ENDPOINT`."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (handler,), facts))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class DatasetHandler(HubHandler):
+    """Serves `files` as the dataset `name` at the revisions `main` and `COMMIT`."""
+
+    name: str
+    files: Mapping[str, bytes]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        paths = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body).get("paths", [])
+        self.json([self._entry(path) for path in paths if path in self.files or path in self._folders()])
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        if "/resolve/" in path:
+            self._file(path.split("/resolve/")[1].partition("/")[2])
+        elif not path.startswith(f"/api/datasets/{self.name}"):
+            self.refuse(404, "RepoNotFound")
+        elif "/tree/" in path:
+            folder = path.split("/tree/")[1].partition("/")[2]
+            if folder or "recursive=true" in query.lower():
+                self.json([self._entry(file) for file in self.files if file.startswith(folder)])
+            else:
+                self.json([self._entry(file) for file in [*self.files, *self._folders()] if "/" not in file])
+        elif "/revision/" in path and path.rsplit("/", 1)[1] not in ("main", COMMIT):
+            self.refuse(404, "RevisionNotFound")
+        else:
+            facts = {"id": self.name, "sha": COMMIT, "private": False, "tags": [], "downloads": 0, "likes": 0}
+            self.json({**facts, "siblings": [{"rfilename": file} for file in self.files]})
+
+    def _folders(self) -> set[str]:
+        return {file.rpartition("/")[0] for file in self.files} - {""}
+
+    def _entry(self, path: str) -> dict[str, Any]:
+        if path not in self.files:
+            return {"type": "directory", "path": path, "oid": "0" * 40}
+        return {"type": "file", "path": path, "size": len(self.files[path]), "oid": hashlib.sha1(self.files[path]).hexdigest()}
+
+    def _file(self, path: str) -> None:
+        if path not in self.files:
+            self.send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+            return
+        content = self.files[path]
+        headers = {"ETag": f'"{self._entry(path)["oid"]}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        wanted = self.headers.get("Range")
+        if wanted is None:
+            self.send(200, content, headers)
+            return
+        first, _, last = wanted.split("=")[1].partition("-")
+        part = content[int(first) : int(last) + 1 if last else None]
+        end = int(first) + len(part) - 1
+        self.send(206, part, {**headers, "Content-Range": f"bytes {first}-{end}/{len(content)}"})
+
+
+@dataclass
+class Repository:
+    """What the hub has, and where it is asked."""
+
+    url: str = ""
+    name: str = ""
+    private: bool | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+    readers: set[str] = field(default_factory=set)
+    """Tokens that may read only."""
+
+
+@contextmanager
+def serve_repository(**known: Any) -> Iterator[Repository]:
+    """Yields an empty hub, or one with a repository that is `known`."""
+    repository = Repository(**known)
+    with serve(RepositoryHandler, repository=repository) as repository.url:
+        yield repository
+
+
+class RepositoryHandler(HubHandler):
+    repository: Repository
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/api/whoami"):
+            known = self._token() in {TOKEN, *self.repository.readers}
+            self.json({"name": "me", "type": "user"} if known else {"error": "Invalid credentials"}, 200 if known else 401)
+        elif self.repository.name and self.path.startswith(f"/api/models/{self.repository.name}"):
+            files = [{"rfilename": name} for name in self.repository.files]
+            self.json({"id": self.repository.name, "private": self.repository.private, "siblings": files, "tags": []})
+        else:
+            self.refuse(404, "RepoNotFound")
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/api/validate-yaml":
+            self.json({"errors": [], "warnings": []})
+        elif self._token() != TOKEN:
+            self.json({"error": "Forbidden: you need write access"}, 403)
+        elif self.path == "/api/repos/create":
+            asked = json.loads(body)
+            self.repository.name = f"{asked.get('organization') or 'me'}/{asked['name'].rpartition('/')[2]}"
+            self.repository.private = asked.get("private", asked.get("visibility") == "private")
+            self.json({"url": f"{self.repository.url}/{self.repository.name}", "name": self.repository.name, "id": "1"})
+        elif "/preupload/" in self.path:
+            asked = [file["path"] for file in json.loads(body)["files"]]
+            self.json({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in asked]})
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.decode().splitlines()):
+                if line["key"] == "file":
+                    self.repository.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            where = f"{self.repository.url}/{self.repository.name}/commit/{'b' * 40}"
+            self.json({"commitUrl": where, "commitOid": "b" * 40, "hookOutput": "", "success": True})
+        else:
+            self.json({"error": self.path}, 404)
+
+    def _token(self) -> str:
+        return str(self.headers.get("Authorization", "")).removeprefix("Bearer ")

@@ -1,0 +1,109 @@
+"""Trackers (B15): refusals, one that fails or hangs, and real libraries offline where `make test-all` has installed them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from sft_play.runs.folder import RunFolder
+from sft_play.training.tracking import Tracked, flat
+from tests.conftest import Program
+from tests.training_runs import Trial, make_run, rows, train
+
+SECRET = "hf_" + "Q7xk2Lm9" * 4
+
+
+class Recording(TrainerCallback):
+    """Keeps what it is given; fails at one step, hangs at another."""
+
+    def __init__(self, fails: int = 0, hangs: int = 0) -> None:
+        self.fails, self.hangs, self.seen, self.over = fails, hangs, [], threading.Event()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:  # noqa: ARG002
+        if state.global_step == self.fails:
+            raise ConnectionError("the server is gone")
+        if state.global_step == self.hangs:
+            self.over.wait(60)
+        self.seen.append((state.global_step, logs))
+
+
+def drive(inner: Recording, run: RunFolder) -> None:
+    tracked = Tracked("mine", lambda: inner, run, end_seconds=0.5)
+    state = SimpleNamespace(global_step=0)
+    tracked.on_train_begin(None, state, None)
+    for step in range(1, 6):
+        state.global_step = step
+        tracked.on_log(None, state, None, logs={"loss": float(step)})
+    tracked.on_train_end(None, state, None)
+
+
+def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for inner, kept, said in (
+        (Recording(), 5, ""),
+        (Recording(fails=3), 2, "failed: the server is gone"),
+        (Recording(hangs=3), 2, "has not taken everything within"),
+    ):
+        drive(inner, RunFolder(tmp_path))
+        assert inner.seen == [(step, {"loss": float(step)}) for step in range(1, kept + 1)]
+        warnings = capsys.readouterr().err.splitlines()
+        assert len(warnings) == bool(said) and (not said or said in warnings[0]), warnings
+        inner.over.set()
+
+
+def test_each_rank_has_a_name_of_its_own() -> None:
+    assert flat({"loss": 1.0, "rank_loss": [1.0, 2.0], "text": "x", "none": None}) == {
+        "loss": 1.0,
+        "rank_loss/0": 1.0,
+        "rank_loss/1": 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("swanlab", "wants protobuf < 7"), ("trackio", "wants pillow < 13"), ("aim", "wants filelock < 4")]
+)
+def test_a_tracker_that_clashes_is_refused_with_the_reason(in_process: Program, tmp_path: Path, name: str, said: str) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    done = in_process("train", "CONFIG=quickstart", f"DATA_TRAIN_PATH={rows}", f"TRAIN_REPORT_TO={name}", "RUN_NAME=refused")
+    assert done.code == 3 and said in done.err and not (tmp_path / "runs").exists(), done.err
+
+
+OFFLINE = {"wandb": {"WANDB_MODE": "offline"}, "mlflow": {}, "comet_ml": {"COMET_START_ONLINE": "0"}}
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_a_resumed_run_continues_in_the_tracker(tiny: Path, tmp_path: Path, name: str) -> None:
+    pytest.importorskip(name)
+    run = make_run(tmp_path / "one", tiny, Trial(settings=(f"train.report_to: {name}",)))
+    variables = OFFLINE[name] | {"HF_TOKEN": SECRET, "WANDB_SILENT": "true"}
+    done = train(run, **variables)
+    assert done.returncode == 0 and "warning: the tracker" not in done.stdout + done.stderr, done.stderr
+    before = json.loads((run.path / "trackers.json").read_text())
+    done = train(run, run.checkpoint(4), **variables)
+    assert done.returncode == 0 and "warning: the tracker" not in done.stdout + done.stderr, done.stderr
+    assert json.loads((run.path / "trackers.json").read_text()) == before and len(rows(run)) == 8
+    if name == "mlflow":
+        [steps] = run.path.glob(f"mlruns/*/{before[name]}/metrics/loss")
+        assert [int(line.split()[2]) for line in steps.read_text().splitlines()] == [*range(1, 9), *range(5, 9)]
+    else:
+        found = [path for path in run.path.rglob("*") if before[name] in path.name]
+        assert found, [str(path) for path in run.path.rglob("*")][:50]
+    sent = [path for path in run.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert not sent
+
+
+def test_a_server_that_is_gone_ends_no_run(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    run = make_run(tmp_path / "one", tiny, Trial(settings=("train.report_to: mlflow",)))
+    done = train(run, MLFLOW_TRACKING_URI="http://127.0.0.1:9", MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
+    log = run.rank_log(0).read_text() if run.rank_log(0).is_file() else ""
+    assert done.returncode == 0 and len(rows(run)) == 8
+    assert (done.stdout + done.stderr + log).count("warning: the tracker `mlflow`") >= 1
+    assert os.environ.get("MLFLOW_TRACKING_URI") is None

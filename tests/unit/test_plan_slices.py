@@ -1,0 +1,86 @@
+"""`launch.sequence_parallel` in the plan: memory, batch and bytes by groups, and what cannot be cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import Config, LaunchConfig, ModelConfig, TrainConfig
+from sft_play.errors import HardwareError, UserError
+from sft_play.plan.architecture import has_moving_rope, shape_of
+from sft_play.plan.hardware import parse_hardware
+from sft_play.plan.make import make_plan
+from sft_play.plan.plan import LaunchRequest, Plan
+from sft_play.plan.request import Request
+from sft_play.plan.show import show_plan
+
+QWEN = "Qwen/Qwen2.5-7B-Instruct"
+"""28 heads, 4 of keys."""
+
+
+def planned(hardware: str, size: int, *, shape: dict[str, Any] | None = None, nodes: int = 1, **launch: Any) -> Plan:
+    config = Config(
+        model=ModelConfig(name=QWEN, max_seq_len=16_384),
+        train=TrainConfig(batch_size=1, packing="off", gradient_checkpointing=True),
+        launch=LaunchConfig(sequence_parallel=size, **launch),
+    )
+    request = LaunchRequest(command_strategy="auto", num_nodes=nodes)
+    own = replace(shape_of(config.model), **(shape or {}))
+    return make_plan(Request(config=config, hardware=parse_hardware(hardware), shape=own, launch=request))
+
+
+def test_groups_have_the_rows_and_ranks_the_slices() -> None:
+    whole, cut = planned("8xH100", 1), planned("8xH100", 4)
+    parts, quarter = (plan.ranks[0].memory_bytes for plan in (whole, cut))
+    assert quarter["activations"] == pytest.approx(parts["activations"] / 4, rel=0.01) and quarter["frozen"] == parts["frozen"]
+    assert len(cut.ranks) == 8 and [(rank.micro_batch, rank.accumulation) for rank in cut.ranks] == [(1, 16)] * 8
+    assert cut.attn_implementation == "varlen" and cut.global_batch_size == whole.global_batch_size == 32
+    text = show_plan(cut)
+    assert "32 rows a step = micro-batch 1 x accumulation 16 x 2 groups of 4" in text
+    assert "accumulation 16 = 32 global / (1 per group x 2 groups)" in text and "with 7 of 28 heads" in text
+    # 2 (28 + 4 heads) x 128 x 2 bytes a token, 28 layers, 3 passes; of 16 rows a group each rank sends 3 of its 4 quarters of a quarter.
+    tokens = 16 * cut.row_tokens
+    assert f"a rank sends {2 * 32 * 128 * 2 * 28 * 3 * tokens / 4 * 3 / 4 / 1e9:,.0f} GB" in text
+    assert (cut.communication_seconds or 0) > (whole.communication_seconds or 0)
+
+
+def test_keys_are_repeated_where_there_are_fewer_than_ranks() -> None:
+    assert planned("7xH100", 7).sequence_parallel == 7
+
+
+@pytest.mark.parametrize(
+    ("hardware", "size", "changes", "said"),
+    [
+        ("8xH100", 3, {}, "does not divide 8 processes"),
+        ("8xH100", 8, {}, "28 attention heads cannot be shared out evenly"),
+        ("2xH100", 2, {"shape": {"moving_rope": True}}, "rotary angles depend on the longest position"),
+        ("2xH100", 2, {"shape": {"model_type": "qwen3_next"}}, "`qwen3_next` is not among the families"),
+        ("2xT4", 2, {}, "flash attention needs compute capability 8.0"),
+        ("H100+RTX4090", 2, {}, "would wait for the slowest"),
+        ("1xH100@1Gbit", 2, {"nodes": 2}, "joins ranks of several machines over a network of 118 MB/s"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(hardware: str, size: int, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises((UserError, HardwareError)) as caught:
+        planned(hardware, size, **changes)
+    assert said in str(caught.value) and caught.value.hint
+
+
+def test_a_slow_network_may_be_allowed() -> None:
+    assert planned("1xH100@1Gbit", 2, nodes=2, slow_network="allow").sequence_parallel == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "moves"),
+    [
+        ({"rope_scaling": {"type": "longrope"}}, True),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, True),
+        ({"text_config": {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}}, True),
+        ({"rope_scaling": {"rope_type": "llama3"}}, False),
+        ({}, False),
+    ],
+)
+def test_rotary_angles_that_move(config: dict[str, Any], moves: bool) -> None:
+    assert has_moving_rope(config) is moves
