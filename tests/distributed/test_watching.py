@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,9 @@ class Terminal:
             while data := os.read(self.ours, 65536):
                 self.text += data.decode(errors="replace")
 
-    def wait(self, pattern: re.Pattern[str], process: subprocess.Popen[Any], seconds: float = 90.0) -> None:
+    def wait(self, there: Callable[[], object], process: subprocess.Popen[Any], seconds: float = 90.0) -> None:
         end = time.monotonic() + seconds
-        while not pattern.search(self.text):
+        while not there():
             assert process.poll() is None and time.monotonic() < end, self.text[-4000:]
             time.sleep(0.1)
 
@@ -69,15 +69,15 @@ def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Pat
     words = ("NUM_GPUS=2", "RUN_NAME=live", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=500", "LAUNCH_BALANCE=off")
     with trained_on_a_terminal(launcher, *words) as (terminal, process):
         run = RunFolder(launcher.runs / "live")
-        terminal.wait(re.compile(r"live: training"), process)
+        terminal.wait(lambda: "live: training" in terminal.text, process)
         before = terminal.text[: terminal.text.index("live: ")]
         assert before.count("\n") <= 20, "a run begins in few lines"
         assert "make watch RUN=live" in before and "make stop RUN=live" in before
         with slowed(worker_of(process.pid, 1), 0.05):
-            terminal.wait(SLOW, process)
+            terminal.wait(lambda: SLOW.search(terminal.text), process)
             assert re.search(r"rank 1\x1b.*GiB", terminal.text) and "tokens/s" in terminal.text
             assert "step 1/2000" not in terminal.text, "the panel says it"
-            assert SLOW.search(str(record_of(run)["findings"])), "what the page shows"
+            terminal.wait(lambda: SLOW.search(str(record_of(run)["findings"])), process)  # what the page shows
             watched = launcher.start("watch", "RUN=live")
             stopped = launcher("stop", "RUN=live")
             assert stopped.returncode == 0, stopped.stderr
