@@ -71,16 +71,8 @@ def render_table() -> str:
     return json.dumps({**head, **training_arguments()}, indent=1, ensure_ascii=False) + "\n"
 
 
-def with_table(text: str) -> str:
-    """Return docs/launching.md with a fresh table of variables."""
-    from sft_play.config.reference import render_table as variables
-
-    before, mark, rest = text.partition("<!-- variables: rendered by `make render`; edit `sft_play/config/names.py` -->\n")
-    return before + mark + variables() + "\n" + rest[rest.index("<!-- /variables -->") :]
-
-
 def main() -> int:
-    """Write these files, and the table of variables in docs/launching.md."""
+    """Write these files."""
     TABLE.write_text(render_table(), encoding="utf-8")
     from sft_play.__main__ import COMMANDS
     from sft_play.config.reference import render_agents, render_document, render_schema
@@ -89,8 +81,6 @@ def main() -> int:
     (ROOT / "configs").mkdir(exist_ok=True)
     (ROOT / "configs" / "schema.json").write_text(render_schema(), encoding="utf-8")
     (ROOT / "AGENTS.md").write_text(render_agents(COMMANDS), encoding="utf-8")
-    launching = ROOT / "docs" / "launching.md"
-    launching.write_text(with_table(launching.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

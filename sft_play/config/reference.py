@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from sft_play.config.call import Call, CommandRow
-from sft_play.config.keys import REFUSED, Key, documented, extra_keys, schema_keys, sections
+from sft_play.config.keys import Key, documented, extra_keys, schema_keys, sections
 from sft_play.config.layers import ALSO_TAKEN
 from sft_play.config.load import LoadedConfig
 from sft_play.config.names import VARIABLES
@@ -56,7 +55,7 @@ def render_document() -> str:
         lines.append("")
         if section == "data":
             lines += _sources()
-    return "\n".join([*lines, *_extras(), *_refused()]) + "\n"
+    return "\n".join([*lines, *_extras()]) + "\n"
 
 
 def _sources() -> list[str]:
@@ -69,14 +68,10 @@ def _sources() -> list[str]:
 
 def _extras() -> list[str]:
     keys = [f"`{key.name.rpartition('.')[2]}` ({_default(key)})" for key in extra_keys().values()]
-    about = "Other fields of the pinned `transformers.TrainingArguments`, with their defaults:"
-    return ["## Further keys of `train`", "", about, ", ".join(keys) + ".", ""]
-
-
-def _refused() -> list[str]:
-    fields = [f"`{name}`" + (f" (`{instead}`)" if instead else "") for name, (instead, _) in REFUSED.items()]
-    about = "The error says why. In brackets: what to use instead."
-    return ["## Fields of `TrainingArguments` that are refused", "", about, ", ".join(fields) + "."]
+    about = (
+        "Fields of the pinned `transformers.TrainingArguments`, with their defaults; others are refused with what to use instead:"
+    )
+    return ["## Further keys of `train`", "", about, ", ".join(keys) + "."]
 
 
 def _expected(key: Key) -> str:
@@ -233,10 +228,7 @@ def _comment(origin: str) -> str:
     return origin if origin.isprintable() else origin.encode("unicode_escape").decode("ascii")
 
 
-# `sft-play COMMAND --help`, and the table of variables in docs/launching.md.
-
-
-LINK = re.compile(r"\[[^]]*\]\((#?)([^)]*)\)")
+# `sft-play COMMAND --help`.
 
 
 def command_help(name: str, about: str, row: CommandRow) -> str:
@@ -244,19 +236,10 @@ def command_help(name: str, about: str, row: CommandRow) -> str:
     taken = [option for option in VARIABLES if option in row.options]
     lines = [f"sft-play {name} NAME=value ...", "", f"  {about}", ""]
     width = max(map(len, [*taken, "SECTION_KEY"])) + 2
-    lines += [f"  {option:<{width}}{LINK.sub(_place, VARIABLES[option])}" for option in taken]
+    lines += [f"  {option:<{width}}{VARIABLES[option]}" for option in taken]
     if row.overrides:
         lines.append(f"  {'SECTION_KEY':<{width}}any key of docs/configuration.md: `TRAIN_BATCH_SIZE=1` is `train.batch_size: 1`")
     return "\n".join(lines if taken or row.overrides else [*lines, "  it takes no variables"])
-
-
-def _place(link: re.Match[str]) -> str:
-    return f"docs/{'launching.md#' if link[1] else ''}{link[2]}"
-
-
-def render_table() -> str:
-    """Return the table of variables in docs/launching.md."""
-    return "\n".join(["| name | meaning |", "|---|---|", *(f"| `{name}` | {meaning} |" for name, meaning in VARIABLES.items())])
 
 
 # AGENTS.md, for agents that write code here.

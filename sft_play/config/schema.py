@@ -169,7 +169,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """The optimisation. Every other field of the pinned `transformers.TrainingArguments` is accepted here too."""
+    """Optimisation, evaluation during training, logging and saving."""
 
     batch_size: Positive | Auto = "auto"
     """Rows (with packing: packs) per device and micro-step; `auto`: the most that fit."""
