@@ -20,7 +20,8 @@ RENDERED = "<!-- Rendered by `make render`; edit `sft_play/config/schema.py`. --
 INTRODUCTION = """# Configuration
 
 One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). Unknown keys, wrong types and values out of
-range are errors with their place, all reported at once.
+range are errors with their place, all reported at once. In the tables the default is **bold**; where it is `auto`, the plan decides and gives
+the reason.
 
 ```bash
 make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4
@@ -28,14 +29,13 @@ make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4
 
 prints every key with the origin of its value.
 
-- **Overrides**: `SECTION_KEY=value` sets `section.key`: `TRAIN_BATCH_SIZE=1`, `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`. `null` or
-  nothing is null where a key takes it.
+- **Overrides**: `SECTION_KEY=value` sets `section.key`: `TRAIN_BATCH_SIZE=1`, `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`.
+  Nothing after `=` is null where a key takes it.
 - **Order**, later wins: defaults, `extends:` parents, the file, `SFT_SECTION_KEY` in the environment, the command line.
 - **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml` or of a file next to yours; `CONFIG=run_bnb` uses it directly. Your
   training data also replace a preset's validation data.
 - **YAML 1.2**: only `true` and `false` are booleans, `2e-4` is a number. `${section.key}` is another key's value.
 - **Editors**: begin a file with `# yaml-language-server: $schema=configs/schema.json`.
-- `auto`: the plan decides and gives the reason.
 """
 
 
@@ -47,11 +47,11 @@ def render_document() -> str:
         if not section or not keys:
             continue
         about = (record.__doc__ or "").strip().splitlines()[0]
-        lines += [f"## `{section}`", "", about, "", "| key | value | default | meaning |", "|---|---|---|---|"]
+        lines += [f"## `{section}`", "", about, "", "| key | value | meaning |", "|---|---|---|"]
         texts = documented(record)
         for key in keys:
             leaf = key.name.rpartition(".")[2]
-            lines.append(f"| `{leaf}` | {_cell(_expected(key))} | {_default(key)} | {_cell(texts.get(leaf, ''))} |")
+            lines.append(f"| `{leaf}` | {_cell(_values(key))} | {_cell(texts.get(leaf, ''))} |")
         lines.append("")
         if section == "data":
             lines += _sources()
@@ -72,6 +72,13 @@ def _extras() -> list[str]:
         "Fields of the pinned `transformers.TrainingArguments`, with their defaults; others are refused with what to use instead:"
     )
     return ["## Further keys of `train`", "", about, ", ".join(keys) + "."]
+
+
+def _values(key: Key) -> str:
+    """What a key takes, its default in bold."""
+    shown = str(key.default).lower() if isinstance(key.default, bool) else key.default
+    text, default = _expected(key), "null" if shown is None else f"`{shown}`"
+    return text.replace(default, f"**{default}**", 1) if default in text else f"{text}; **{_default(key)}**"
 
 
 def _expected(key: Key) -> str:
