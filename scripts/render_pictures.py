@@ -18,7 +18,7 @@ COMMANDS = {
     "plan": "make plan CONFIG=run_bnb HARDWARE=RTX4090 WHY=0",
     "quickstart": "make quickstart RUN_NAME=first",
 }
-COLUMNS = 132
+COLUMNS = 140
 FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
 .{unique_id}-matrix {{ font: {char_height}px/{line_height}px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }}
