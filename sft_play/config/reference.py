@@ -67,11 +67,12 @@ def _sources() -> list[str]:
 
 
 def _extras() -> list[str]:
-    keys = [f"`{key.name.rpartition('.')[2]}` ({_default(key)})" for key in extra_keys().values()]
+    names = ", ".join(f"`{key.name.rpartition('.')[2]}`" for key in extra_keys().values())
     about = (
-        "Fields of the pinned `transformers.TrainingArguments`, with their defaults; others are refused with what to use instead:"
+        "Fields of the pinned `transformers.TrainingArguments`, with their defaults there (but [`report_to`](watching.md#trackers): `tensorboard`).",
+        "Others are refused with what to use instead.",
     )
-    return ["## Further keys of `train`", "", about, ", ".join(keys) + "."]
+    return ["## Further keys of `train`", "", *about, "", f"{names}."]
 
 
 def _values(key: Key) -> str:
