@@ -30,7 +30,7 @@ CASES: Mapping[str, Sequence[str]] = {
 }
 ALLOWED_BYTES = 100 * 2**20
 NOT_ALLOCATED = ("context", "fragmentation", "free")
-INTRODUCTION = """# Memory, planned beside measured
+INTRODUCTION = """# Memory: planned and measured
 
 Written by `python -m benchmarks.memory write=docs/memory.md`; do not edit by hand. SmolLM2-135M-Instruct on `builtin:docstrings`, each
 case planned by trace, then probed: two real steps with the longest rows. *Growth* is what comes on top of Python and its libraries

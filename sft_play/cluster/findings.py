@@ -93,7 +93,7 @@ def _start(seen: Seen) -> Iterator[Finding]:
     elif code in (ssh.SSH_FAILED, ssh.TIMED_OUT):
         yield _fail(*ssh.trouble(host, seen.start or ""))
     elif code is not None:
-        remedy = f"start it there by hand; `make cluster-install CLUSTER={host.cluster}` makes it anew"
+        remedy = f"start it there manually; `make cluster-install CLUSTER={host.cluster}` reinstalls it"
         last = ssh.last_word(seen.start or "") or "no word"
         yield _fail("broken-python", f"`{host.python}` ended with code {code}: {last}", remedy)
     if seen.lost:
@@ -140,7 +140,7 @@ def _files(facts: Facts, host: Host, wanted: Wanted) -> Iterator[Finding]:
         yield _fail("code", text, f"{copies}; by hand: the same commit")
     if others := [name for name in data if facts.data[name] is not None]:
         yield _fail(
-            "data", f"other data than here: {_listed(others)}", "copy the files anew, and `make data` where they are right"
+            "data", f"other data than here: {_listed(others)}", "copy the files again, and `make data` where they are right"
         )
     if others := [name for name in rows if facts.prepared[name] is not None]:
         remedy = "remove them from its cache; `make train-cluster` brings the right ones"
@@ -178,7 +178,7 @@ def _cards(facts: Facts, seen: Seen, examined: Examined, wanted: Wanted) -> Iter
     needed, driver = DRIVERS.get(cuda.partition(".")[0], 0), str(soft.get("driver"))
     if driver.partition(".")[0].isdigit() and int(driver.partition(".")[0]) < needed:
         text = f"driver {driver} is too old for CUDA {cuda}, which torch was built with (from {needed} on)"
-        yield _fail("driver", text, "`sudo ubuntu-drivers install`, then start it anew")
+        yield _fail("driver", text, "`sudo ubuntu-drivers install`, then restart it")
     built = soft.get("architectures") or []
     kinds = {(card["name"], card["capability"]) for card in cards if card["capability"] and built and stated != 0}
     bad = sorted(kind for kind in kinds if not supports(built, kind[1]))
@@ -193,7 +193,7 @@ def _cards(facts: Facts, seen: Seen, examined: Examined, wanted: Wanted) -> Iter
             )
             yield _warn("gpu-memory", text, "end what uses it, a desktop's browser included; the plan takes what is free")
     if soft.get("error") and not seen.without:
-        yield _fail("torch", f"torch cannot be imported: {soft['error']}", "`make install` anew on it (`make cluster-install`)")
+        yield _fail("torch", f"torch cannot be imported: {soft['error']}", "`make install` on it again (`make cluster-install`)")
 
 
 def _next_to_others(facts: Facts, seen: Seen, examined: Examined) -> Iterator[Finding]:

@@ -187,7 +187,7 @@ def _is_own(address: str) -> bool:
 
 SAYS = (
     ("host-key-changed", ("remote host identification has changed", "has changed"),
-     "the host key of `{target}` is not the known one: another machine answers there, or it was installed anew",
+     "the host key of `{target}` is not the known one: another machine answers there, or it was reinstalled",
      "when you know why: `ssh-keygen -R {known_as}`, then as for a new host"),
     ("unknown-host-key", ("host key verification failed", "host key is known"), "the host key of `{target}` is not known here",
      "log in once and compare the fingerprint: `{login}`"),

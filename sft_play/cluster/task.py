@@ -189,7 +189,7 @@ def _unfit(task: Task, host: Host, facts: Facts) -> Iterator[UserError]:
     sharded = config.launch.strategy.startswith("zero") or config.launch.strategy == "fsdp2" or task.deepspeed
     if sharded and config.train.save_strategy != "no":
         yield UserError(
-            f"under ZeRO and FSDP2 every machine writes a part of each checkpoint, and `{host.name}` has a run folder of its own",
+            f"under ZeRO and FSDP2 every machine writes a part of each checkpoint, and `{host.name}` has its own run folder",
             place=task.loaded.origins.get("launch.strategy"),
             hint="DATA_SYNC=shared with RUNS_DIR and SFT_PLAY_CACHE on a disk that all hosts see; or LAUNCH_STRATEGY=ddp, where a complete copy "
             "fits each device; or TRAIN_SAVE_STRATEGY=no: no checkpoints",

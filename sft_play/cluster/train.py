@@ -219,7 +219,7 @@ class Control:
             session.close()
             one.detached = one.started and message["closed"] in (SSH_FAILED, -signal.SIGKILL, -signal.SIGTERM)
             if one.detached:
-                what = "its ranks go on training while node 0 answers them; their logs come when it has ended"
+                what = "its ranks continue training while node 0 answers them; their logs come when it has ended"
                 say(f"\nwarning: the SSH connection to `{one.host.name}` has ended: {what}")
             self._over(one, -1, "no SSH connection" if one.detached else session.refusal().message.partition(": ")[2])
         one.started |= "started" in message

@@ -39,7 +39,7 @@ def pretrained(config: Config) -> Iterator[Conflict]:
     if model.init == "pretrained":
         for key in SHAPE_KEYS:
             if getattr(model, key) is not None:
-                yield Conflict(f"model.{key}", ", but a pretrained model has a shape of its own", hint)
+                yield Conflict(f"model.{key}", ", but a pretrained model has its own shape", hint)
         if model.tokenizer == "train":
             yield Conflict("model.tokenizer", ", but a pretrained model's embeddings were learnt for its own tokens", hint)
 
@@ -124,7 +124,7 @@ def refused_format(kind: str, form: str) -> tuple[str, str] | None:
     if kind == "sft" and form == "text":
         return (
             "`tuning.task: sft` learns answers, and plain text has none",
-            "set `tuning.task: cpt` to learn every token of it, or `mixed` for text beside conversations",
+            "set `tuning.task: cpt` to learn every token of it, or `mixed` for text and conversations",
         )
     if kind == "cpt" and form in CHAT:
         return (

@@ -121,7 +121,7 @@ INSTEAD: dict[str, str] = {
     "use_fsdp": OF_FSDP, "fsdp": OF_FSDP, "cpu": OF_CPU, "use_cpu": OF_CPU,
     "gpu_ids": "`export CUDA_VISIBLE_DEVICES=0,1` chooses GPUs, and each command uses those that it sees",
     "do_train": "the command says what is done: leave it out", "do_eval": "the command says what is done: leave it out",
-    "overwrite_output_dir": "each run has a folder of its own: leave it out",
+    "overwrite_output_dir": "each run has its own folder: omit it",
 }  # fmt: skip
 """Names elsewhere that nothing here stands for -> what there is."""
 OF_ZERO = "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`"

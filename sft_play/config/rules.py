@@ -20,7 +20,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 FROM_VARIABLE = "environment "
 """How the origin of a key begins that a variable of the environment gave (`config.load`)."""
 FROM_ENVIRONMENT = (
-    f"set the token as an environment variable (`HF_TOKEN` for the hub) or by {HUB_LOGIN}: what stands in a configuration is kept in "
+    f"set the token as an environment variable (`HF_TOKEN` for the hub) or by {HUB_LOGIN}: what is in a configuration is kept in "
     "the run folder; and take a new token, since this one has been written down"
 )
 ELASTIC = re.compile(r"(\d{1,3}):(\d{1,3})")
@@ -222,7 +222,7 @@ def slow_network(config: Config) -> Iterator[Conflict]:
     launch = config.launch
     for key, _ in network_keys(config) if launch.strategy not in REPLICAS else []:
         hint = f"set `launch.strategy: ddp`, or leave `{key}` out"
-        yield Conflict(key, f", but `launch.strategy: {launch.strategy}` exchanges in a way of its own", hint)
+        yield Conflict(key, f", but `launch.strategy: {launch.strategy}` has its own way to exchange", hint)
     if launch.local_steps > 1 and launch.compression == "powersgd":
         yield Conflict(
             "launch.compression", f", but with `launch.local_steps: {launch.local_steps}` no gradients are sent",

@@ -192,7 +192,7 @@ def times(slurm: SlurmConfig) -> Iterator[Conflict]:
     """The job's time, and room in it for the warning before its end."""
     seconds = seconds_of(slurm.time)
     if seconds and (hint := _carried(slurm.time, seconds)):
-        text = "; expected less than 60 minutes beside hours, and less than 60 seconds beside minutes"
+        text = "; expected less than 60 minutes after hours, and less than 60 seconds after minutes"
         yield Conflict("slurm.time", text, hint)
     elif not seconds:
         yield Conflict("slurm.time", "; expected a time as sbatch takes it", "`24:00:00`, `2-12` (days-hours) or `90` (minutes)")
@@ -217,7 +217,7 @@ def slurm_lines(slurm: SlurmConfig) -> Iterator[Conflict]:
             hint = "a long option each: `--exclusive`, `--mail-type=END`; values hold no quotes and no backslash"
             yield Conflict(name, "; expected an option of sbatch", hint)
         elif match[1] in OF_KEYS:
-            yield Conflict(name, ", which has a setting of its own", f"set `{OF_KEYS[match[1]]}`")
+            yield Conflict(name, ", which has its own setting", f"set `{OF_KEYS[match[1]]}`")
         elif match[1] in OUR_OPTIONS:
             typed = f"type it when you submit: `sbatch --{match[1]} SCRIPT`"
             hint = typed if match[1] in TYPED_THERE else "omit it: the script sets its own"
@@ -275,7 +275,7 @@ def quantity(text: str) -> int | None:
 def kubernetes_names(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
     """Names that the API server would refuse, or that an operator's web hook would, later."""
     claim, resource = "small letters, digits, `-` and `.`, at most 253", "a resource's name such as `nvidia.com/gpu`"
-    secret = "the token itself stands in the Secret: kubectl create secret generic NAME --from-literal=HF_TOKEN=..."
+    secret = "the token itself is in the Secret: kubectl create secret generic NAME --from-literal=HF_TOKEN=..."
     expected: Mapping[str, tuple[re.Pattern[str], str]] = {
         "namespace": (LABEL, "small letters, digits and `-`, at most 63, the first a letter"),
         **dict.fromkeys(("models_claim", "runs_claim", "tracking_claim", "token_secret", "pull_secret"), (SUBDOMAIN, claim)),
@@ -360,7 +360,7 @@ def _toleration_problem(given: Mapping[str, str]) -> str | None:
     if operator == "Exists" and given.get("value"):
         return "with Exists there is no `value`"
     if not LABEL_VALUE.fullmatch(given.get("value", "")):
-        return "`value` is none that a taint may have"
+        return "`value` is not one that a taint may have"
     if seconds is not None and (not re.fullmatch(r"[0-9]{1,9}", seconds) or given.get("effect") != "NoExecute"):
         return "`tolerationSeconds` is an integer, and goes with `effect: NoExecute`"
     return None

@@ -266,7 +266,7 @@ def _require(row: Row, form: str) -> None:
     others = [name for name, (needs, _) in FORMATS.items() if name != form and all(row.get(c) is not None for c in needs)]
     raise DataError(
         f"format `{form}` needs {', '.join(f'`{m}`' for m in missing)}; the columns are {names_of(row)}",
-        hint=f"this row looks like {' or '.join(others)}, but a source has one format: give each format a source of its own"
+        hint=f"this row looks like {' or '.join(others)}, but a source has one format: give each format its own source"
         if others
         else _renamed(row, form),
     )

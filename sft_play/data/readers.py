@@ -30,7 +30,7 @@ Placed = tuple[str, Mapping[str, Any] | DataError]
 TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 TABLES = (*TEXTS, ".parquet", ".arrow")
 HEADER_BYTES = 1 << 16
-QUOTES = "a value that holds the separator, a line end or a quote stands in quotes, and a quote in it is written twice"
+QUOTES = "a value that holds the separator, a line end or a quote is quoted, and a quote in it is written twice"
 OF_A_ROW = ("messages", "conversations", "prompt", "completion", "tools")
 """Lists of objects that one row has."""
 MARKS = {"\t": "tabs", ",": "commas"}

@@ -274,7 +274,7 @@ def check_answer(
     words = message["content"].rpartition("</think>")[2].strip()
     if words not in said:
         raise DataError(
-            f"the chat template does not write the words of turn {number} beside its calls",
+            f"the chat template does not write the words of turn {number} next to its calls",
             hint="leave the words out of that turn, or take another template: `data.chat_template`",
         )
 

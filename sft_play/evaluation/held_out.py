@@ -123,7 +123,7 @@ class WhileTraining:
             if source not in names or names.index(source) not in groups:
                 raise DataError(
                     f"`train.metric_for_best_model` is `{name}`, but no validation row is of the source `{source}`",
-                    hint="raise `data.validation`, or give it validation rows of its own",
+                    hint="raise `data.validation`, or give it its own validation rows",
                 )
         elif name not in ("loss", "perplexity"):
             generate, reason = decide(self.context.config, validation_rows=len(rows), answerable_rows=len(answerable(rows)))

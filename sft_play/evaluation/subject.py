@@ -115,7 +115,7 @@ def check_options(call: Call) -> None:
         raise UserError("`MODEL` and `model.name` are both given", hint="give one of them")
     if "CONFIG" not in options and not _gives_rows(call) and "BENCHMARKS" not in options:
         hint = "make eval MODEL=folder-or-hub-id DATA=file.jsonl, or CONFIG= with validation data, or BENCHMARKS="
-        raise UserError("`MODEL` has no rows of its own, and `DATA` is missing", hint=hint)
+        raise UserError("`MODEL` has no rows, and `DATA` is missing", hint=hint)
 
 
 def _gives_rows(call: Call) -> bool:

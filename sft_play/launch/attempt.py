@@ -310,7 +310,7 @@ def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
         words = ", ".join(f"{size / GIB:.1f} GiB on cuda:{index}" for index, size in held.items())
         if time.monotonic() > deadline:
             say(
-                f"warning: {words} still held after {LIMITS.free_memory:.0f} s; going on\n\nhint: `nvidia-smi` shows the programs that hold it"
+                f"warning: {words} still held after {LIMITS.free_memory:.0f} s; continuing\n\nhint: `nvidia-smi` shows the programs that hold it"
             )
             return
         if not told:

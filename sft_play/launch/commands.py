@@ -319,7 +319,7 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
     if outcome.stop:
         print(f"\n{describe_stop(outcome.stop)}", file=sys.stderr)
     if outcome.code in (75, 130, 143) and not recovery.is_controlled():
-        print(f"hint: go on with: make resume RUN={run.name}", file=sys.stderr)
+        print(f"hint: continue with: make resume RUN={run.name}", file=sys.stderr)
     report = run.report if run.report.is_file() else None
     if call.json:
         result = {"run": str(run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None}

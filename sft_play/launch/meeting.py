@@ -145,7 +145,7 @@ class Meeting:
             pause(GRACE_SECONDS)
             if before != store.ask(beat):
                 text = f"two nodes have `NODE_RANK={rank}`: {other.host} and {self.host} ({self._mine.address})"
-                raise self._refuse_before_start(UserError(text, hint="give each node a rank of its own"))
+                raise self._refuse_before_start(UserError(text, hint="give each node its own rank"))
             if store.get(name) == held:
                 store.delete(name)
 

@@ -154,7 +154,7 @@ def announcement(config: Config, before: Plan, after: Plan, outcome: Outcome, ch
         changes.append("gradient checkpointing off -> on")
     source = checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"
     return (
-        f"recovering: {where}{what}: {', '.join(changes)}, global batch {after.global_batch_size} as before; going on from {source} "
+        f"recovering: {where}{what}: {', '.join(changes)}, global batch {after.global_batch_size} as before; continuing from {source} "
         f"(retry {retry} of {config.launch.max_oom_retries})"
     )
 
@@ -255,9 +255,7 @@ def restart_facts(outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:
 def restart_announcement(outcome: Outcome, checkpoint: Path | None, state: Restarts) -> str:
     """Returns the one line that says what happened and where it goes on."""
     source = checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"
-    return (
-        f"restarting: {outcome.first_line}; going on from {source} in {state.pause():g} s (restart {state.used} of {state.limit})"
-    )
+    return f"restarting: {outcome.first_line}; continuing from {source} in {state.pause():g} s (restart {state.used} of {state.limit})"
 
 
 def restarts(run: RunFolder) -> list[Mapping[str, Any]]:

@@ -65,7 +65,7 @@ class Rendezvous(Meeting):
         first = sum(self.ranks_by_node[: self.members.index(rank)]) if rank in self.members else 0
         host = self.seats.get(rank, Seat()).host
         text = f"error: rank {first} ({host}) cannot be reached: {self._name(rank)} {how}; all ranks were stopped"
-        hint = "see whether that machine is on and its network is up; what it still wrote stands in its own output"
+        hint = "see whether that machine is on and its network is up; what it still wrote is in its own output"
         return Outcome(code=LOST, rank=first, message=f"{text}\n\nhint: {hint}", cause="unreachable")
 
     def settle(self, outcome: Outcome) -> Outcome:
@@ -178,7 +178,7 @@ def why(error: BaseException, name: str) -> list[UserError]:
         told = []
         for one in errors_from_json(errors_to_json([error])):
             where = f"{one.place}: " if one.place else ""
-            told.append(type(one)(f"{name} could not go on: {where}{one.message}", hint=one.hint))
+            told.append(type(one)(f"{name} could not continue: {where}{one.message}", hint=one.hint))
         return told
     if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in (130, 143)):
         return [RetryableError(f"{name} was stopped on request before its workers started")]

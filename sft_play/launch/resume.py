@@ -61,9 +61,7 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
     if num_nodes > 1 and (node_rank is None or not address):
         raise UserError(f"`{run.name}` runs on {num_nodes} nodes, so every node needs `NODE_RANK` and `MASTER_ADDR`")
     if call.options.get("RUN_NAME") not in (None, run.name):
-        raise UserError(
-            "`RUN_NAME` names a new run; `make resume` goes on with the one that `RUN` names", hint="leave RUN_NAME away"
-        )
+        raise UserError("`RUN_NAME` starts a new run; `make resume` continues `RUN`", hint="omit RUN_NAME")
     if call.options.get("ACCELERATE_CONFIG"):
         raise UserError("a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`")
     deepspeed = UserDeepSpeed.of(facts["deepspeed"], run.events) if facts["deepspeed"] else None
@@ -126,7 +124,7 @@ def _refuse_without_checkpoint(run: RunFolder, *, damaged: bool) -> None:
         with contextlib.suppress(CheckpointError):
             made = f"a model, made in {Stamp.load(run.model).step} steps,"
         raise CheckpointError(
-            f"`{run.name}` has {made} and no checkpoint to go on from; to train again from its start would write over the model",
+            f"`{run.name}` has {made} and no checkpoint to continue from; to train again from its start would write over the model",
             place=str(run.model),
             hint=f"use it as it is (make infer RUN={run.name}), start again under a new RUN_NAME, or move `{run.model.name}/` away first",
         )
@@ -135,7 +133,7 @@ def _refuse_without_checkpoint(run: RunFolder, *, damaged: bool) -> None:
 def _lost_checkpoints(run: RunFolder, *, damaged: bool) -> CheckpointError | None:
     """Returns the error for a run whose checkpoints are all damaged, or gone: to begin at step 0 would write over what may be rescued."""
     if damaged:
-        text = f"`{run.name}` has no valid checkpoint to go on from; the reasons stand above"
+        text = f"`{run.name}` has no valid checkpoint to continue from; the reasons are above"
         return CheckpointError(text, hint="start again under a new RUN_NAME")
     if (lost := saved_once(run)) is None:
         return None
@@ -215,7 +213,7 @@ def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -
     """Returns the configuration with the run's own global batch, and a note where a number that was given no longer makes it.
 
     `train.batch_size` and `train.grad_accum` both given make the global batch, times the number of processes (`world`): where that, or one
-    of them, is another now, the other is computed anew, and so is a micro-batch that is too large for so many processes. Both typed now, or
+    of them, is another now, the other is computed again, and so is a micro-batch that is too large for so many processes. Both typed now, or
     a typed global batch, stay for the stamp to judge.
     """
     train, typed, wanted = loaded.config.train, {o.key for o in call.overrides}, before.global_batch_size
@@ -241,7 +239,7 @@ def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -
     if too_large or both:
         note = (
             f"note: the run's global batch stays {wanted} rows; {product} x {plural(world, 'process')} would be {rows}, so"
-            f" `train.{free}` is computed anew"
+            f" `train.{free}` is computed again"
         )
     config = replace(loaded.config, train=replace(train, **changes))
     origins = dict(loaded.origins)
@@ -357,7 +355,7 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
             )
     if (nodes := last_launch(run, request.node_rank)["num_nodes"]) != request.num_nodes:
         print(
-            f"note: `{run.name}` ran on {nodes} node{'s' if nodes > 1 else ''}, and goes on with {request.num_nodes}",
+            f"note: `{run.name}` ran on {nodes} node{'s' if nodes > 1 else ''}, and continues with {request.num_nodes}",
             file=sys.stderr,
         )
     given = {name: text for name, text in call.options.items() if name not in OF_A_START}

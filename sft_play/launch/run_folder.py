@@ -28,7 +28,7 @@ NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 """Letters, digits, `_ . + = -`; starts with a letter or digit, so that it is a visible folder and never an option."""
 TAKEN = (errno.EAGAIN, errno.EACCES)
 """What a lock that another process holds gives; any other error says that the disk knows no locks."""
-OF_CHECKPOINT = "`make resume` goes on from its newest checkpoint, and infer, eval and merge take one as CHECKPOINT="
+OF_CHECKPOINT = "`make resume` continues from its newest checkpoint; infer, eval and merge take one as CHECKPOINT="
 FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
 
 
@@ -74,14 +74,14 @@ def _make(run: RunFolder, node_rank: int) -> bool:
         run.path.mkdir()
     except FileExistsError:
         if not run.path.parent.is_dir() or not run.path.is_dir():
-            raise UserError(f"`{run.path}` cannot be made: a file stands in its way", hint="remove it or set RUNS_DIR") from None
+            raise UserError(f"`{run.path}` cannot be made: a file is in its way", hint="remove it or set RUNS_DIR") from None
         if node_rank > 0 and not started_by(run, node_rank):
             return False
         if has_trained(run) and not run.config.is_file():
             raise without_config(run) from None
         raise UserError(
             f"the run `{run.name}` exists already: `{run.path}`",
-            hint=f"choose another RUN_NAME, or go on with it: make resume RUN={run.name}",
+            hint=f"choose another RUN_NAME, or continue it: make resume RUN={run.name}",
         ) from None
     except OSError as error:
         raise UserError(
@@ -246,7 +246,7 @@ def last_plan(run: RunFolder) -> Plan:
 def never_started(run: RunFolder) -> CheckpointError:
     """Returns the error for a run whose workers were never started."""
     return CheckpointError(
-        f"`{run.name}` never started, so there is nothing to go on from", hint="start it again under another RUN_NAME"
+        f"`{run.name}` never started, so there is nothing to continue from", hint="start it again under another RUN_NAME"
     )
 
 

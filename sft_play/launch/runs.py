@@ -82,7 +82,7 @@ def stop(call: Call) -> int:
             f"the launcher of `{run.name}` runs on another machine, or under another user",
             hint=f"type `make stop` there; the stop of one machine stops all{by_slurm}",
         )
-    goes_on = f"make resume RUN={run.name} goes on"
+    goes_on = f"make resume RUN={run.name} continues it"
     if job := _slurm_job(mine[0]):
         goes_on = (
             f"after a stop its batch script takes another turn, as often as `slurm.max_requeues` allows; `scancel {job}` ends it"

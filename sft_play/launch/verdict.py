@@ -246,7 +246,7 @@ def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> O
         hint = f"the last checkpoint is as it was; `dmesg` may say why it cannot be written any more; then: make resume RUN={run.name}"
         return Outcome(code=3, rank=rank, message=f"{text}\n\nhint: {hint}")
     why = " (nothing shows that memory was short; see `dmesg`)" if "SIGKILL" in how else ""
-    why = f" for want of memory ({memory_kill})" if memory_kill else why
+    why = f" because memory ran out ({memory_kill})" if memory_kill else why
     text = f"error: {_who(rank)} {how}{why}; all other ranks were stopped\n\nhint: its log: {run.rank_log(rank)}"
     return Outcome(code=LOST, rank=rank, message=text, cause=OUT_OF_MEMORY if memory_kill else "killed")
 

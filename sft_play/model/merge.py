@@ -178,7 +178,7 @@ def _tell_quantised(quantised: Any, wanted: list[Any], prompts: list[Any], how: 
     """Says how far the merged model is from the quantised one that was trained and scored: that is the quantisation's error."""
     apart = max(float((a - b).abs().mean()) for a, b in zip(_logits(quantised.eval(), prompts), wanted, strict=True))
     say(
-        f"note: beside the {how} model that was trained and scored, its logits differ by {apart:.2e} on average: the error of "
+        f"note: compared with the {how} model that was trained and scored, its logits differ by {apart:.2e} on average: the error of "
         "quantisation, which merging takes out of the base"
     )
 

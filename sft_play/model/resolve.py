@@ -291,7 +291,7 @@ def is_about_trust(error: BaseException) -> bool:
 def code_not_trusted(what: str, place: str) -> DataError:
     """Returns the refusal of a model or tokenizer (`what`) that needs code of its own."""
     return DataError(
-        f"the {what} comes with Python code of its own (`auto_map`), without which it cannot be loaded, and which is not run unasked",
+        f"the {what} comes with its own Python code (`auto_map`), without which it cannot be loaded; such code does not run unasked",
         place=place,
         hint="read that code; to let it run, set `model.trust_remote_code: true`, and for a model of the hub `model.revision` to the full"
         " commit that you have read; where a run's configuration has set it, type MODEL_TRUST_REMOTE_CODE=true with the command;"

@@ -288,7 +288,7 @@ def choose_kernels(request: Request, reasons: Reasons) -> Literal["off", "liger"
     elif without is not None:
         why = f"Triton supports compute capability 8.0 and later, and {without.name} has less"
     elif config.tuning.backend == "unsloth":
-        why = "unsloth has kernels of its own"
+        why = "unsloth has its own kernels"
     elif shape.model_type not in LIGER_MODEL_TYPES:
         why = f"Liger's were not tried with `{shape.model_type}`"
     elif importlib.util.find_spec("liger_kernel") is None:
@@ -363,7 +363,7 @@ def _positions(config: Config, shape: ModelShape, size: int) -> int:
 def _whole_because(config: Config, shape: ModelShape, setup: Setup) -> str | None:
     """Return why head and loss cannot be chunked, or `None` when they can."""
     if config.tuning.backend == "unsloth":
-        return "unsloth has a loss of its own"
+        return "unsloth has its own loss"
     if shape.model_type not in CHUNKED_HEAD_MODEL_TYPES:
         return f"what `{shape.model_type}` does to its logits was not tried in chunks"
     targets = config.tuning.lora.target_modules

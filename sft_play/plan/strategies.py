@@ -81,7 +81,7 @@ def _check(request: Request, chosen: str) -> None:
     if chosen not in ("single", "ddp") and (changed := network_keys(config)):
         key, value = changed[0]
         raise UserError(
-            f"`{key}` is {value}, but {chosen} exchanges in a way of its own",
+            f"`{key}` is {value}, but {chosen} has its own way to exchange",
             hint=f"use make train-distributed, where every rank holds a replica, or leave `{key}` out",
         )
 
@@ -224,7 +224,7 @@ def _renamed(plan: Plan, strategy: str, why: str) -> Plan:
 
 NO_UNSLOTH = "the package `unsloth`"
 UNSLOTH_HINT = (
-    "`tuning.backend: bnb` runs everywhere; no release of Unsloth installs beside these versions of transformers and datasets "
+    "`tuning.backend: bnb` runs everywhere; no release of Unsloth installs with these versions of transformers and datasets "
     "(docs/models.md#unsloth-tuningbackend-unsloth)"
 )
 

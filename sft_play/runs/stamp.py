@@ -260,7 +260,7 @@ RULES: Mapping[str, Rule] = {
     "plan": Rule("allow", "allow", "allow", "allow", "losses may differ in the last digits"),
     "settings": Rule("refuse", "allow", "allow", "allow", "a run keeps its configuration: put these keys of `config.json` back"),
     "data_files": Rule("allow", "allow", "allow", "allow", "nothing while `train_data`, the rows made from them, is the same"),
-    "code": Rule("warn", "allow", "allow", "allow", "another version of SFT-Play goes on with this run"),
+    "code": Rule("warn", "allow", "allow", "allow", "another version of SFT-Play continues this run"),
     "git": Rule("allow", "allow", "allow", "allow", "nothing: it says where configuration and data came from"),
     "machine": Rule("warn", "allow", "allow", "allow", "losses will differ in the last digits"),
 }

@@ -193,7 +193,7 @@ def _refuse_unlike(spec: Spec) -> None:
     master = spec.settings.kind == "pytorchjob"  # the only kind with a template of its own for rank 0
     labels = [tuple(sorted(one.items())) for one in spec.selectors]
     if len(set(list(zip(spec.processes, labels, spec.cards, strict=True))[master:])) > 1:
-        first = "put the pod that differs first; or run each node's command (docs/launching.md) in a Job of its own"
+        first = "put the pod that differs first; or run each node's command (docs/launching.md) in its own Job"
         other = "kubernetes.kind: pytorchjob, whose Master (rank 0's pod) may differ from its Workers; or GPUs of one kind"
         which = "all its workers (its Master may differ)" if master else "all its pods"
         raise UserError(

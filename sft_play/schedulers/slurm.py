@@ -327,7 +327,7 @@ def _write(ahead: Ahead, script: Path, text: str) -> None:
         )
         if done.returncode:
             said = (done.stderr.strip() or "bash refuses it").splitlines()[0]
-            raise UserError(f"`slurm.setup` is not valid shell text: {said}", hint="each entry is a line of its own")
+            raise UserError(f"`slurm.setup` is not valid shell text: {said}", hint="each entry is one line")
     try:
         save_config(ahead.loaded, _beside(script, "config"))
         if ahead.options.deepspeed:

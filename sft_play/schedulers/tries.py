@@ -111,7 +111,7 @@ def _hopeless(run: RunFolder, limit: int, used: int, step: int, events: int) -> 
         hint = "docs/reliability.md says what needs less memory; the job can be submitted again when that is mended"
     elif used > limit:
         why = f"{used} tries in a row made {missing}, and `kubernetes.max_restarts` is {limit}"
-        hint = f"the reasons stand above and in `{run.events}`; a job that is submitted again is counted anew"
+        hint = f"the reasons are above and in `{run.events}`; the count starts over for a job that is submitted again"
     else:
         return None
     return HardwareError(why, place=f"run {run.name}", hint=hint)

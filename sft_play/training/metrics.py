@@ -77,7 +77,7 @@ class MetricsFile(TrainerCallback):
             append_whole(self.path, "".join(self.waiting).encode("utf-8"))
         except OSError as error:
             if not self._warned:
-                kept = f"up to {ROWS_KEPT:,} rows wait in memory until there is room; training goes on"
+                kept = f"up to {ROWS_KEPT:,} rows wait in memory until there is room; training continues"
                 print(f"warning: {self.path}: {disk_problem(error)}; {kept}", file=sys.stderr, flush=True)
             self._warned = True
             return

@@ -285,7 +285,7 @@ class Saver(TrainerCallback):
             return
         discard(run, step)
         if first:
-            goes_on = "training goes on and tries again at the next save"
+            goes_on = "training continues and tries again at the next save"
             self._say(f"warning: {run.path}: the checkpoint of step {step} was not saved: {reason}; {self.kept()}; {goes_on}")
         self._event("save_failed", step=step, reason=reason)
         self.context.add_row(kind="save", step=step, pause_seconds=pause, failed=reason)

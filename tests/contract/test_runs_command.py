@@ -141,7 +141,7 @@ def test_stop_says_that_a_batch_script_goes_on(program: Program, tmp_path: Path,
     assert process.wait(10) == 143 and done.code == 0, done.err
     turn = "takes another turn, as often as `slurm.max_requeues` allows; `scancel 4711` ends it for good"
     assert (turn in done.out and "hint: Slurm job 4711 trains `now`" in done.err) == by_script
-    assert ("make resume RUN=now goes on" in done.out) != by_script
+    assert ("make resume RUN=now continues it" in done.out) != by_script
 
 
 def test_stop_tells_what_this_launcher_did_and_nothing_older(program: Program, tmp_path: Path) -> None:

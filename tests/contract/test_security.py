@@ -341,7 +341,7 @@ def test_code_in_a_model_folder_does_not_run_unasked(with_code: Path, program: P
     config = tmp_path / "c.yaml"
     config.write_text(f"model: {{name: {with_code}, max_seq_len: 64}}\ndata: {{train_path: {data}}}\ntuning: {{mode: lora}}\n")
     done = program("train", f"CONFIG={config}", "RUN_NAME=demo", "TRAIN_MAX_STEPS=1", stdin="y\ny\ny\n", timeout=120)
-    assert done.code == 4 and "comes with Python code of its own" in done.err, f"{done.out}\n{done.err}"
+    assert done.code == 4 and "comes with its own Python code" in done.err, f"{done.out}\n{done.err}"
     assert "Traceback" not in done.err and "accelerate launch" not in done.out
     assert not (with_code / "ran").exists(), "not even when somebody answers `y` to whatever is asked"
 
@@ -353,7 +353,7 @@ def test_a_model_or_tokenizer_with_code_of_its_own_is_refused_with_what_to_set(w
         with pytest.raises(DataError) as refused:
             refuse()
         said = refused.value.render()
-        assert "comes with Python code of its own" in said
+        assert "comes with its own Python code" in said
         assert "`model.trust_remote_code: true`" in said and "`model.revision`" in said
     assert not (with_code / "ran").exists()
     mapped = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}

@@ -112,7 +112,7 @@ def test_a_failed_allocation_halves_the_micro_batch(
     (line,) = [line for line in err.splitlines() if line.startswith("recovering: ")]
     assert "rank 0: memory ran out in step 2, micro-batch 1 (rows " in line
     assert "micro-batch 8 x accumulation 1 -> 4 x 2 on every rank (although `train.batch_size` was given)" in line
-    assert "global batch 8 as before; going on from step-000001 (retry 1 of 3)" in line
+    assert "global batch 8 as before; continuing from step-000001 (retry 1 of 3)" in line
     run = reference.parent / "short"
     require_same(run, reference)
     assert [event["event"] for event in events(run)] == ["started", "recovered", "finished"]
@@ -156,7 +156,7 @@ def test_one_rank_of_two_at_a_micro_batch_of_one_turns_to_checkpointing(
     (line,) = [line for line in err.splitlines() if line.startswith("recovering: ")]
     assert "rank 1: memory ran out in step 2" in line
     assert "gradient checkpointing off -> on" in line
-    assert "going on from step 0: there is no checkpoint yet" in line
+    assert "continuing from step 0: there is no checkpoint yet" in line
     require_same(run, undisturbed[0])
     plan = json.loads((run / "plan.json").read_text())
     assert plan["gradient_checkpointing"] is True
@@ -211,7 +211,7 @@ def test_shards_go_on_from_their_checkpoint(
     assert process.returncode == 0, out + err
     (line,) = [line for line in err.splitlines() if line.startswith("recovering: ")]
     assert "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank" in line
-    assert "going on from step-000001" in line
+    assert "continuing from step-000001" in line
     require_same(run, undisturbed[0])
 
 
@@ -267,10 +267,10 @@ def test_a_rank_that_the_kernel_kills_halves_the_micro_batch(
     out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, out + err
     (line,) = [line for line in err.splitlines() if line.startswith("recovering: ")]
-    assert "was killed by SIGKILL for want of memory (`" in line
+    assert "was killed by SIGKILL because memory ran out (`" in line
     assert f"{cgroup}" in line
     assert "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank (although `train.batch_size` was given)" in line
-    assert "global batch 8 as before; going on from step-000001" in line
+    assert "global batch 8 as before; continuing from step-000001" in line
     require_same(run, undisturbed[0])
     (kept,) = json.loads((run / "training_metrics.json").read_text())["recoveries"]
     assert kept["rank"] in (0, 1)

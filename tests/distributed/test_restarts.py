@@ -80,7 +80,7 @@ def test_it_gives_up_without_progress(variables: dict[str, str], config: str) ->
         launch.workers()[1].kill()
         code, error = launch.end()
         assert code == 75, error
-        assert "going on from step 0: there is no checkpoint yet" in error
+        assert "continuing from step 0: there is no checkpoint yet" in error
         assert "1 of 1 restart without a newer checkpoint are used up (`launch.max_restarts`)" in error
         assert [event["event"] for event in launch.events()] == ["started", "restarted", "failed"]
 
@@ -104,7 +104,7 @@ def test_damaged_checkpoints_are_told_and_none_means_no_restart(variables: dict[
         code, error = launch.end()
         assert code == 5, error
         assert saved and all(f"passed over: {checkpoint.name}: " in error for checkpoint in saved), error
-        assert "has no valid checkpoint to go on from" in error and f"rank 1 ({socket.gethostname()}) was killed" in error
+        assert "has no valid checkpoint to continue from" in error and f"rank 1 ({socket.gethostname()}) was killed" in error
         assert [event["event"] for event in launch.events()] == ["started", "failed"]
 
 

@@ -80,7 +80,7 @@ def test_each_machine_keeps_the_random_states_of_its_ranks(launcher: Launcher) -
     states = own / "rng-rank1.safetensors"
     written = states.read_bytes()
     states.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))
-    assert "note: step-000002 has no random states of rank 1: drawn anew" in again()
+    assert "note: step-000002 has no random states of rank 1: drawn from" in again()
     assert "has another checksum than the manifest says; it counts as absent" in second.rank_log(1).read_text()
     shutil.rmtree(second.path / "random")
-    assert "note: step-000002 has no random states of rank 1: drawn anew" in again()
+    assert "note: step-000002 has no random states of rank 1: drawn from" in again()

@@ -177,7 +177,7 @@ def test_a_run_of_two_nodes_goes_on_with_one(site: Site) -> None:
     rows = metrics(site.runs / "fewer")
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert [len(row["rank_tokens"]) for row in rows] == [2] * saved + [1] * (60 - saved)
-    assert "ran on 2 nodes, and goes on with 1" in site.said("fewer")
+    assert "ran on 2 nodes, and continues with 1" in site.said("fewer")
 
 
 @pytest.mark.long

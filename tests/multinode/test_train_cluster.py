@@ -257,7 +257,7 @@ def test_memory_that_runs_out_on_one_machine_halves_the_micro_batch_on_all(machi
     (line,) = [line for line in said.splitlines() if line.startswith("recovering: ")]
     assert line.startswith("recovering: rank 1 (node2)") and "memory ran out in step 2, micro-batch 1 (rows " in line
     assert "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank (although `train.batch_size` was given)" in line
-    assert "global batch 8 as before; going on from step-000001 (retry 1 of 3)" in line
+    assert "global batch 8 as before; continuing from step-000001 (retry 1 of 3)" in line
     assert "does not start again by itself" not in said + (run.logs / "node1.log").read_text(), "no launcher says what to type"
     assert [row["step"] for row in metrics(run.path)] == [1, 2, 3], "each step is made once"
     assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
@@ -294,7 +294,7 @@ def test_an_ssh_connection_that_breaks_ends_no_run(machines: Home) -> None:
         with contextlib.suppress(OSError):  # it may have ended meanwhile
             if Path(f"/proc/{pid}/comm").read_text().strip() == "ssh":
                 os.kill(pid, signal.SIGKILL)
-    machines.until(lambda: "warning: the SSH connection to `node2` has ended: its ranks go on training" in machines.said())
+    machines.until(lambda: "warning: the SSH connection to `node2` has ended: its ranks continue training" in machines.said())
     machines.run("loose").rank_log(1).unlink(missing_ok=True)
     assert machines.end() == 0, machines.said()
     assert machines.said().count("SSH connection to") == 1 and "restarting" not in machines.said(), machines.said()

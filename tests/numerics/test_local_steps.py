@@ -114,7 +114,7 @@ def write_states_at(folder: Path) -> None:
 
 @pytest.mark.parametrize("command", ["zero", "fsdp2"])
 def test_a_command_that_shares_out_weights_or_states_refuses_them(command: Any) -> None:
-    with pytest.raises(UserError, match=r"`launch.local_steps` is 4, but (zero2|fsdp2) exchanges in a way of its own"):
+    with pytest.raises(UserError, match=r"`launch.local_steps` is 4, but (zero2|fsdp2) has its own way to exchange"):
         plan_of("24GB+24GB", command_strategy=command, local_steps=4)
     with pytest.raises(UserError, match=r"`launch\.compression` is `fp16`") as caught:
         plan_of("24GB+24GB", command_strategy=command, compression="fp16")

@@ -298,7 +298,7 @@ def test_random_states_go_on_where_they_were(tmp_path: Path) -> None:
         ("none", ""),
         ("one bit", "`rng-rank3.safetensors` has another checksum than the manifest says; it counts as absent"),
         ("cut", "`rng-rank3.safetensors` has "),
-        ("no manifest", "stands in no manifest: it was never completed"),
+        ("no manifest", "is in no manifest: it was never completed"),
         ("manifest cut", "`.manifest-rank3.json` cannot be read"),
         ("gone", ""),
     ],

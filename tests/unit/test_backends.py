@@ -57,7 +57,7 @@ def test_nf4_goes_with_everything(strategy: str) -> None:
     [
         ("cpu", {}, "need an NVIDIA GPU"),
         ("T4", {}, "T4 has less"),
-        ("H100", {"backend": "unsloth", "mode": "qlora"}, "unsloth has kernels of its own"),
+        ("H100", {"backend": "unsloth", "mode": "qlora"}, "unsloth has its own kernels"),
         ("H100", {"name": "google/gemma-3-27b-it"}, "not tried with `gemma3`"),
         ("H100", {}, "the package `liger-kernel` is not installed"),
     ],

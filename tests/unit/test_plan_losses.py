@@ -74,7 +74,7 @@ def test_what_cannot_be_chunked_says_why() -> None:
     )
     assert plan_of("2xH200", command_strategy="zero", zero_stage=2, **case).loss_chunk == 384
     unsloth = plan_of("H200", mode="qlora", backend="unsloth", max_seq_len=1024, batch_size=4)
-    assert unsloth.loss_chunk == 0 and reason(unsloth).endswith("unsloth has a loss of its own")
+    assert unsloth.loss_chunk == 0 and reason(unsloth).endswith("unsloth has its own loss")
 
 
 def test_a_family_that_was_not_tried_is_left_whole(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_the_plan_has_a_table_of_them() -> None:
 @pytest.mark.parametrize("command", ["fsdp2", "zero"])
 def test_choices_are_for_replicas(command: Any) -> None:
     for launch in ({"local_steps": 8}, {"compression": "bf16"}):
-        with pytest.raises(UserError, match=rf"but {command}\w* exchanges in a way of its own") as error:
+        with pytest.raises(UserError, match=rf"but {command}\w* has its own way to exchange") as error:
             planned("2xRTX4090", config_of(seq=256, **launch), command_strategy=command)
         assert "make train-distributed" in (error.value.hint or "")
 

@@ -159,7 +159,7 @@ def test_sigkill_is_want_of_memory_only_with_evidence(tmp_path: Path) -> None:
     assert "nothing shows that memory was short" in by_hand.message
     kernel = judge(run, range(2), agent_code=1, agent_log=summary(1, -9), memory_kill="`x` counts 1 kill for memory")
     assert (kernel.code, kernel.rank, kernel.cause) == (75, 1, OUT_OF_MEMORY)
-    assert "for want of memory (`x` counts 1 kill for memory)" in kernel.message
+    assert "because memory ran out (`x` counts 1 kill for memory)" in kernel.message
 
 
 def test_a_killed_helper_that_loads_data_counts_for_its_rank(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_events_remember_what_was_tried(tmp_path: Path) -> None:
     line = recovery.announcement(settings, before, after, LOST_MEMORY, tmp_path / "step-000004", 1)
     assert line == (
         "recovering: rank 0: memory ran out in step 3: micro-batch 8 x accumulation 2 -> 4 x 4 on every rank "
-        "(although `train.batch_size` was given), global batch 32 as before; going on from step-000004 (retry 1 of 3)"
+        "(although `train.batch_size` was given), global batch 32 as before; continuing from step-000004 (retry 1 of 3)"
     )
     assert on_page("cuda-out-of-memory", line)
 

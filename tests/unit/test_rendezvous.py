@@ -276,7 +276,7 @@ def test_a_failure_between_the_steps_is_told_to_all() -> None:
         nodes.start(rank, act)
     ended = nodes.end()
     assert ended["b"].message == "the file is empty"
-    told = "error: node 1 (b) could not go on: rows.jsonl: the file is empty\n\nhint: fill it"
+    told = "error: node 1 (b) could not continue: rows.jsonl: the file is empty\n\nhint: fill it"
     assert ended["a"].render() == ended["c"].render() == told
     assert type(ended["a"]) is type(ended["c"]) is DataError
 

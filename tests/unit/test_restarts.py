@@ -60,7 +60,7 @@ def test_what_is_said_and_kept(tmp_path: Path) -> None:
     state = Restarts(limit=3, step=0)
     assert state.allows(LOST, Path("step-000004"))
     line = recovery.restart_announcement(LOST, Path("step-000004"), state)
-    assert line == "restarting: rank 1 (node1) was killed by SIGKILL; going on from step-000004 in 2 s (restart 1 of 3)"
+    assert line == "restarting: rank 1 (node1) was killed by SIGKILL; continuing from step-000004 in 2 s (restart 1 of 3)"
     run = RunFolder(tmp_path)
     record_event(run, recovery.RESTARTED, node_rank=0, **recovery.restart_facts(LOST, Path("step-000004")))
     record_event(run, recovery.RESTARTED, node_rank=1, **recovery.restart_facts(LOST, Path("step-000004")))

@@ -44,7 +44,7 @@ def test_the_global_batch_stays(
     changed = (now.batch_size, now.grad_accum) != (config.config.train.batch_size, config.config.train.grad_accum)
     assert bool(note) == changed
     if note:
-        assert "stays 8 rows" in note and "is computed anew" in note
+        assert "stays 8 rows" in note and "is computed again" in note
 
 
 def test_a_typed_global_batch_is_left_to_the_stamp(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_nodes_and_processes_may_be_others(
     request = options_of_run(call, run, Plan.load(run.plan)).request
     assert (request.command_strategy, request.num_nodes, request.num_gpus) == expected
     said = capsys.readouterr().err
-    assert ("goes on with" in said) == (first.get("NUM_NODES", "1") != options.get("NUM_NODES", "1"))
+    assert ("and continues with" in said) == (first.get("NUM_NODES", "1") != options.get("NUM_NODES", "1"))
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_missing_shape_keys_are_named_at_once() -> None:
         ({"MODEL_VOCAB_SIZE": "0"}, "expected an integer >= 1 or null"),
         ({"MODEL_NAME": "a/b"}, "`model.name` and `model.vocab_size`, `model.hidden_size`, `model.attention_heads`, `model.layers` are both"),
         ({"MODEL_REVISION": "main"}, "there is no `model.name` that it could belong to"),
-        ({"MODEL_INIT": "pretrained", "MODEL_NAME": "a/b"}, "`model.layers` is 2, but a pretrained model has a shape of its own"),
+        ({"MODEL_INIT": "pretrained", "MODEL_NAME": "a/b"}, "`model.layers` is 2, but a pretrained model has its own shape"),
         ({"MODEL_INIT": "-"}, "`model.name` is missing"),
         ({"MODEL_INIT": "-", "MODEL_NAME": "a/b", "MODEL_TOKENIZER": "train"}, "a pretrained model's embeddings were learnt for its own"),
         ({"TUNING_TASK": "cpt", "DATA_SOURCES": "[{path: a.jsonl, format: messages}]"}, "hint: set `tuning.task: mixed`"),

@@ -129,7 +129,7 @@ def test_words_beside_a_call_that_are_not_written_are_told(saved: Path, tmp_path
     tokenizer = own(saved, tmp_path, "{{ m['tool_calls'] | tojson if m['tool_calls'] else m['content'] }}")
     assert rows(tokenizer, CHAT, [TOOL])
     beside = [*ASKED, {**CHAT[2], "content": "Let me see."}, *CHAT[3:]]
-    with pytest.raises(DataError, match="does not write the words of turn 3 beside its calls"):
+    with pytest.raises(DataError, match="does not write the words of turn 3 next to its calls"):
         rows(tokenizer, beside, [TOOL])
 
 

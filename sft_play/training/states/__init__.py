@@ -242,7 +242,7 @@ def restore(context: TrainContext, trainer: Trainer, exchange: Exchange, checkpo
     fresh = [str(rank) for rank, is_missing in enumerate(missing) if is_missing]
     if fresh and context.ranks.first:
         who = f"rank{'s' if len(fresh) > 1 else ''} {', '.join(fresh)}"
-        said = f"note: {checkpoint.name} has no random states of {who}: drawn anew from `train.seed` and the step"
+        said = f"note: {checkpoint.name} has no random states of {who}: drawn from `train.seed` and the step"
         print(said, file=sys.stderr, flush=True)
     restore_random(context, checkpoint)
     return facts.counters

@@ -164,7 +164,7 @@ def _intact(folder: Path, rank: int, name: str) -> bool:
         facts: Facts = read_json(path)["files"][name]
         problem = damage(folder, {name: facts})
     except FileNotFoundError:
-        problem = f"`{name}` stands in no manifest: it was never completed"
+        problem = f"`{name}` is in no manifest: it was never completed"
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         problem = f"`{path.name}` cannot be read: {error}"
     if problem is not None:
