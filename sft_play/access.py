@@ -59,7 +59,7 @@ def serve_token(address: str, environ: Mapping[str, str] | None = None) -> str |
     if not token:
         raise UserError(
             f"`HOST` is `{address}`, which other machines can reach, and `{TOKEN_VARIABLE}` is not set",
-            hint=f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32), which clients then send as their API key; or leave HOST away and use "
+            hint=f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32), which clients then send as their API key; or omit HOST and use "
             f"`ssh -L`",
         )
     if len(token) < LEAST_TOKEN or not re.fullmatch(r"[\x21-\x7e]+", token):

@@ -137,7 +137,7 @@ def _files(facts: Facts, host: Host, wanted: Wanted) -> Iterator[Finding]:
     if code:
         copies = f"`make cluster-install CLUSTER={host.cluster}` copies them, as `make train-cluster` does before each run"
         text = f"{len(code)} of the project's {len(wanted.code)} files are not the same as here: {_listed(code)}"
-        yield _fail("code", text, f"{copies}; by hand: the same commit")
+        yield _fail("code", text, f"{copies}; manually: the same commit")
     if others := [name for name in data if facts.data[name] is not None]:
         yield _fail(
             "data", f"other data than here: {_listed(others)}", "copy the files again, and `make data` where they are right"

@@ -205,7 +205,7 @@ def refused(host: Host, code: int, err: str, out: str = "") -> UserError:
     return HardwareError(
         f"host `{host.name}`: its Python `{host.python}` did not start, or failed: {last}",
         place=place,
-        hint=f"try it by hand: `{login(host)}`, then in `{host.folder}`: `{host.python} -V`",
+        hint=f"try it manually: `{login(host)}`, then in `{host.folder}`: `{host.python} -V`",
     )
 
 

@@ -307,7 +307,7 @@ class _Layers:
         for host in hosts:
             address = host.address.lower()
             if (first := seen.setdefault(address, host)) is not host:
-                hint = f"the other stands at {first.place}; give each machine its own"
+                hint = f"the other is at {first.place}; give each machine its own"
                 self.problem(f"hosts `{first.name}` and `{host.name}` have one address, `{host.address}`", host.place, hint)
             if len(hosts) > 1 and (address.startswith("127.") or address == "localhost"):
                 hint = "give the address that it has in the network between the machines (`ip -br address` there lists them)"

@@ -199,7 +199,7 @@ SAYS = (
      "on it: `sudo apt install openssh-server`, `sudo systemctl enable --now ssh`; then check `port` in the inventory"),
     ("unreachable", ("no route", "timed out", "no answer", "unreachable"), "`{target}` cannot be reached: {last}",
      "is it on, plugged in, and not asleep? `ping {address}`; does its firewall let port {port} in?"),
-    ("ssh", ("",), "ssh to `{target}` failed: {last}", "try `{login} true` by hand"),
+    ("ssh", ("",), "ssh to `{target}` failed: {last}", "try `{login} true` manually"),
 )  # fmt: skip
 """What ssh says when it ends with 255, or is silent: id, words in it, text, remedy; the first that fits."""
 

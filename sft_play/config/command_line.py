@@ -140,7 +140,7 @@ def make_variables(flags: str) -> Iterator[tuple[str, str]]:
         return
     for word in escaped[escaped.index("--") + 1 :]:
         if word == "$(MAKEOVERRIDES)":
-            raise UserError("`make -e` hides the variables that you typed", hint="leave `-e` away")
+            raise UserError("`make -e` hides the variables that you typed", hint="omit `-e`")
         name, equals, text = re.sub(r"\\(.)", r"\1", word, flags=re.DOTALL).replace("$$", "$").partition("=")
         if equals:
             yield name.rstrip(":"), text
@@ -241,7 +241,7 @@ def _option(
     elif options.get(one.name, one.text) != one.text:
         problems.append(UserError(f"`{one.name}` is given twice: `{options[one.name]}` and `{one.text}`", hint="give it once"))
     elif not one.text.strip() and one.name not in ("JSON", "PROMPT"):
-        problems.append(UserError(f"`{one.name}` is empty", hint=f"give it a value, or leave `{one.name}=` away"))
+        problems.append(UserError(f"`{one.name}` is empty", hint=f"give it a value, or omit `{one.name}=`"))
     elif "\0" in one.text:
         problems.append(UserError(f"`{one.name}` holds a null character"))
     elif one.name not in LONG and not is_file_name(one.text):

@@ -149,10 +149,10 @@ def entries(config: Config) -> Iterator[Conflict]:
             Condition(source.filter) if source.filter and source.filter.strip() else None
         except DataError as error:
             yield Conflict(key, f"`{name}.filter` {error.message.removeprefix('`filter` ')}", error.hint)
-    for key in ("data.sources", "data.validation"):  # scores and counts are told by name
+    for key in ("data.sources", "data.validation"):  # scores and counts are reported by name
         names = Counter(source.name for of, _, source in sources(config) if of == key and source.name is not None)
         if twice := sorted(name for name, count in names.items() if count > 1):
-            yield Conflict(key, f"`{key}` has two sources with the name `{twice[0]}`", "counts and scores are told by name")
+            yield Conflict(key, f"`{key}` has two sources with the name `{twice[0]}`", "counts and scores are reported by name")
 
 
 def weights(config: Config) -> Iterator[Conflict]:

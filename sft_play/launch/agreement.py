@@ -123,7 +123,7 @@ def disagreements(nodes: Sequence[NodeFacts]) -> list[UserError]:
         told = _told(nodes, lambda node: f"`{node.run}`")
         found.append(UserError(f"the nodes have different runs: {told}", hint="give every node the same RUN_NAME (or RUN)"))
     if len({node.resumed for node in nodes}) > 1:
-        told = _told(nodes, lambda node: "continues the run" if node.resumed else "begins it")
+        told = _told(nodes, lambda node: "continues the run" if node.resumed else "starts it")
         hint = "let RUNS_DIR be a folder that all machines share, or copy the run's folder from node 0 to the others"
         found.append(CheckpointError(f"the nodes do not do the same: {told}", hint=hint))
     if len({node.kind for node in nodes}) > 1:

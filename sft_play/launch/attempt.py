@@ -157,7 +157,7 @@ def run_preparation(words: Sequence[str]) -> None:
     if code < 0:
         raise RetryableError(
             f"the preparation was killed by {_name(-code)}, by nothing that this program does",
-            hint="`dmesg` says whether memory ran out; the same command begins again, and what was ready is kept",
+            hint="`dmesg` says whether memory ran out; the same command starts again, and what was ready is kept",
         )
     if code:
         raise SystemExit(code)

@@ -308,7 +308,7 @@ def _node(options: LaunchOptions) -> Node:
     request, port = options.request, options.master_port
     if request.num_nodes == 1:
         if port:
-            require_free_port(port, hint="leave MASTER_PORT away: on one machine a free port is chosen")
+            require_free_port(port, hint="omit MASTER_PORT: on one machine a free port is chosen")
         return Node(master_port=port or free_port(), interface=loopback_interface())
     assert options.master_address is not None, "read_options requires MASTER_ADDR for several nodes"
     port = port or 29500
@@ -316,7 +316,7 @@ def _node(options: LaunchOptions) -> Node:
     if request.node_rank == 0:
         if not is_of_this_machine(options.master_address):
             print(
-                f"note: `MASTER_ADDR` `{options.master_address}` is no address of this machine; the others look for node 0 there",
+                f"note: `MASTER_ADDR` `{options.master_address}` is not an address of this machine; the others look for node 0 there",
                 file=sys.stderr,
             )
         require_free_port(port, hint="choose another MASTER_PORT, the same on every node")

@@ -93,7 +93,7 @@ def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan)
     typed = next((o.text for o in call.overrides if o.key == "launch.strategy" and o.text != planned), "auto")
     if typed != "auto" and facts["deepspeed"]:
         raise UserError(
-            f"`{run.name}` runs under your DeepSpeed JSON, so `launch.strategy` cannot become `{typed}`", hint="leave it away"
+            f"`{run.name}` runs under your DeepSpeed JSON, so `launch.strategy` cannot become `{typed}`", hint="omit it"
         )
     if typed != "auto":
         return "zero" if typed.startswith("zero") else "fsdp2" if typed == "fsdp2" else "auto"
@@ -205,7 +205,7 @@ def refuse_fewer_steps(config: Config, plan: Plan, checkpoint: Path) -> None:
     if 0 < asked < made:
         raise UserError(
             f"{asked} steps in all are asked for, and `{checkpoint.name}` has made {made}",
-            hint="leave `train.max_steps` and `train.epochs` away, or ask for more",
+            hint="omit `train.max_steps` and `train.epochs`, or ask for more",
         )
 
 

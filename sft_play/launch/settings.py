@@ -140,7 +140,7 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
     for key in ("num_processes", "num_machines", "machine_rank", "main_process_port"):
         value = settings.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            refuse(key, f"`{key}` is `{value}`; expected a whole number")
+            refuse(key, f"`{key}` is `{value}`; expected an integer")
             settings[key] = None
     processes, machines = settings.get("num_processes"), settings.get("num_machines") or 1
     if processes is not None and (processes < 1 or processes % machines):

@@ -305,7 +305,7 @@ def describe_stop(stop: Mapping[str, Any]) -> str:
     """Returns the line that says how a run was stopped and what is saved."""
     saved, step = stop.get("saved"), stop.get("step")
     after = f" after step {step}" if step else ""
-    whole = f"checkpoint {saved} is whole" if saved else "there is no whole checkpoint"
+    whole = f"checkpoint {saved} is complete" if saved else "there is no complete checkpoint"
     note = f"; {stop['note']}" if stop.get("note") else ""
     return f"stopped by {stop.get('signal') or 'a signal'}{after}; {whole}{note}"
 

@@ -120,7 +120,7 @@ class StopRequest:
                 self._leave("nothing is lost: no step has ended since the start" if self.step == self.first_step else kept)
             if time.monotonic() > deadline:
                 self._leave(
-                    f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint; the last one is whole"
+                    f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint; the last one is complete"
                 )
             time.sleep(LOOK_SECONDS)
         time.sleep(AFTER_SAVE_SECONDS)  # an interpreter that hangs in its last clearing up must not keep its launcher waiting

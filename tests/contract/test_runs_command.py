@@ -127,7 +127,7 @@ def test_stop_asks_the_process_that_holds_the_lock(program: Program, tmp_path: P
     assert holders(run)[0].process is not None
     done = program("stop", "RUN=now")
     assert process.wait(10) == 143
-    assert done.code == 0 and "stopped by SIGTERM after step 4; checkpoint step-000004 is whole" in done.out, done.err
+    assert done.code == 0 and "stopped by SIGTERM after step 4; checkpoint step-000004 is complete" in done.out, done.err
     again = program("stop", "RUN=now")
     assert again.code == 2 and "nothing trains `now` now" in again.err
 

@@ -70,7 +70,7 @@ def facts(rank: int, **changes: Any) -> NodeFacts:
         ),
         ({"command": {"command": '"zero"'}}, UserError, ("the command differs",)),
         ({"kind": "cpu"}, HardwareError, ("some nodes have GPUs", "node 0 (a): 1 x RTX 3060", "node 1 (b): no GPU")),
-        ({"resumed": True}, CheckpointError, ("node 1 (b): continues the run", "node 0 (a): begins it")),
+        ({"resumed": True}, CheckpointError, ("node 1 (b): continues the run", "node 0 (a): starts it")),
     ],
 )
 def test_what_differs_is_one_error(change: dict[str, Any], kind: type[UserError], words: tuple[str, ...]) -> None:

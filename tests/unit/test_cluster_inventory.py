@@ -102,7 +102,7 @@ def test_two_hosts_with_one_address_are_told_with_both_places(tmp_path: Path) ->
     with pytest.raises(UserError) as caught:
         read_inventory(path)
     assert caught.value.place == f"{path}:4"
-    assert caught.value.hint == f"the other stands at {path}:2; give each machine its own"
+    assert caught.value.hint == f"the other is at {path}:2; give each machine its own"
 
 
 def test_extends(tmp_path: Path) -> None:

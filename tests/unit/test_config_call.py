@@ -115,7 +115,7 @@ def test_what_is_not_understood_is_refused_with_the_right_name(words: list[str],
 
 
 def test_make_e_is_refused_where_something_was_typed() -> None:
-    assert "leave `-e` away" in refused("config", "--from-make", environ={"MAKEFLAGS": "e -- $(MAKEOVERRIDES)"})
+    assert "omit `-e`" in refused("config", "--from-make", environ={"MAKEFLAGS": "e -- $(MAKEOVERRIDES)"})
     assert call("config", "--from-make", environ={"MAKEFLAGS": "e"}).options == {}
 
 

@@ -241,11 +241,12 @@ def test_what_the_event_says(tmp_path: Path) -> None:
         "note": f"left late; damaged: {DAMAGE}",
     }
     assert (
-        describe_stop(found) == "stopped by SIGUSR1 after step 7; checkpoint step-000007 is whole; left late; damaged: " + DAMAGE
+        describe_stop(found)
+        == "stopped by SIGUSR1 after step 7; checkpoint step-000007 is complete; left late; damaged: " + DAMAGE
     )
     assert (
         describe_stop(stop_facts(RunFolder(tmp_path / "none"), (signal.SIGINT,), []))
-        == "stopped by SIGINT; there is no whole checkpoint"
+        == "stopped by SIGINT; there is no complete checkpoint"
     )
 
 
