@@ -192,6 +192,11 @@ COMMANDS: dict[str, Command] = {
         RUN,
         overrides=False,
     ),
+    "profile": Command(
+        "sft_play.profile:main",
+        "where the time of some steps goes: of a RUN with `train.profile`, or of a few steps of CONFIG",
+        LAUNCH | {"RUN"},
+    ),
     "stop": Command("sft_play.launch.runs:stop", "save and stop a RUN", RUN, overrides=False),
     "logs": Command(
         "sft_play.launch.runs:logs", "the log of a rank; FOLLOW=1 follows it", RUN | {"RANK", "FOLLOW"}, overrides=False

@@ -173,6 +173,10 @@ def build(
         trainer.add_callback(
             Progress(None if config.train.extra.get("disable_tqdm") else console, log_alone(), panel=PANEL in os.environ)
         )
+    if config.train.profile.steps and ranks.rank in config.train.profile.ranks:
+        from sft_play.training.profiling import Profiler
+
+        trainer.add_callback(Profiler(context, trainer.watch))
     trainer.add_callback(MissedEvaluation(trainer, context))
     return trainer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from sft_play.config import data_rules, metrics, schedulers
 from sft_play.config.reader import Conflict, quoted
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, ProfileSettings
 from sft_play.errors import HUB_LOGIN, TOKEN, UserError, without_tokens
 from sft_play.files import is_file_name, typed_path
 
@@ -149,6 +149,14 @@ def precision(config: Config) -> Iterator[Conflict]:
         yield Conflict("train.fp16", "`train.fp16` and `train.bf16` are both `true`", "keep one; bf16 needs no loss scaling")
 
 
+def profile(config: Config) -> Iterator[Conflict]:
+    asked = config.train.profile
+    if not asked.steps and asked != ProfileSettings():
+        yield Conflict(
+            "train.profile.steps", "`train.profile` is given without `steps`", "TRAIN_PROFILE_STEPS=3 profiles three steps"
+        )
+
+
 def names(config: Config) -> Iterator[Conflict]:
     """Text that must say something."""
     said = {
@@ -256,5 +264,5 @@ def slices(config: Config) -> Iterator[Conflict]:
 
 
 RULES: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
-    names, precision, evaluation, launch, warmup, slow_network, slices, paths, tokens, code, *data_rules.RULES, *metrics.RULES,
+    names, precision, profile, evaluation, launch, warmup, slow_network, slices, paths, tokens, code, *data_rules.RULES, *metrics.RULES,
 )  # fmt: skip

@@ -168,6 +168,20 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileSettings:
+    """Steps of a run that are measured operator by operator."""
+
+    steps: FromZero = 0
+    """Number of steps to profile; 0: none. The step before them warms the profiler up."""
+    start: Annotated[int, Range(minimum=2)] = 10
+    """First of them."""
+    ranks: list[FromZero] = field(default_factory=lambda: [0])
+    """Ranks that write a trace."""
+    memory: bool = False
+    """GPU only: also record allocations, for these steps and for a failed allocation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """Optimisation, evaluation during training, logging and saving."""
 
@@ -259,6 +273,8 @@ class TrainConfig:
     """When the gradient norm jumps: record the step (`report`), or also skip the update."""
     spike_factor: Annotated[float, Range(above=1)] = 10.0
     """Jump: this many times the median of the last 50 steps."""
+    profile: ProfileSettings = field(default_factory=ProfileSettings)
+    """Where the time of some steps goes."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further `TrainingArguments`, written directly under `train.`."""
 

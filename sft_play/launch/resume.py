@@ -176,7 +176,9 @@ BY_RESUME = "resume, in place of "
 
 def check_overrides(call: Call) -> None:
     """Raises `UserError` for overrides that would make it another run."""
-    refused = [o for o in call.overrides if o.key not in CHANGEABLE and not o.key.startswith((*STAMPED, *ELSEWHERE))]
+    refused = [
+        o for o in call.overrides if o.key not in CHANGEABLE and not o.key.startswith((*STAMPED, *ELSEWHERE, "train.profile."))
+    ]
     raise_all([
         UserError(
             f"`{o.key}` cannot change in a resumed run: what the run has {'scored' if o.key.startswith('eval.') else 'learned'} so far depends on it",

@@ -78,6 +78,11 @@ def _check(request: Request, chosen: str) -> None:
             f"`train.spike_guard` is `skip`, but under {chosen} DeepSpeed makes the update before its gradient norm is known",
             hint="TRAIN_SPIKE_GUARD=report, or leave updates out with make train-distributed or make train-fsdp",
         )
+    profile, world = config.train.profile, len(request.ranks.devices)
+    if profile.memory and hardware.kind == "cpu":
+        raise UserError("`train.profile.memory` records allocations of GPUs, and this plan has none", hint="leave it out")
+    if absent := [rank for rank in profile.ranks if rank >= world]:
+        raise UserError(f"`train.profile.ranks` names rank {absent[0]}, but the ranks are 0 to {world - 1}")
     if chosen not in ("single", "ddp") and (changed := network_keys(config)):
         key, value = changed[0]
         raise UserError(

@@ -147,6 +147,11 @@ class RunFolder:
         return self.path / "tb"
 
     @property
+    def profile(self) -> Path:
+        """Traces of profiled ranks, each with its summary."""
+        return self.path / "profile"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -1,0 +1,93 @@
+"""`make profile`: where the time of profiled steps went, by the summaries that the ranks left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from sft_play.config.call import Call
+from sft_play.config.layers import Override, config_path
+from sft_play.config.load import load_config
+from sft_play.config.schema import ProfileSettings
+from sft_play.errors import UserError
+from sft_play.files import read_object
+from sft_play.launch.commands import finish, start_run
+from sft_play.launch.run_folder import find_run
+from sft_play.runs.folder import RunFolder
+from sft_play.text import table
+
+START, STEPS = 4, 3
+"""Steps of a run that is made for its profile alone."""
+WORDS = {
+    "kernels": "computing",
+    "communication": "waiting for communication",
+    "copies": "copying",
+    "data": "waiting for data",
+    "gaps": "nothing to do: Python, starting operators, other ranks",
+}
+
+
+def main(call: Call) -> int:
+    """Shows the profile of `RUN`, or trains a few steps of `CONFIG` for one."""
+    if name := call.options.get("RUN"):
+        run = find_run(name)
+    else:
+        run, outcome = start_run(_short(call), "auto")
+        if outcome.code:
+            return finish(call, run, outcome)
+    found = summaries(run)
+    if not found:
+        raise UserError(
+            f"{run.path} has no profile",
+            hint="TRAIN_PROFILE_STEPS=3 with a training command writes one; `make profile CONFIG=` makes a short run for it",
+        )
+    print(json.dumps(found, indent=2) if call.json else "\n\n".join("\n".join(lines(name, one)) for name, one in found.items()))
+    if not call.json:
+        print(f"\ntraces for https://ui.perfetto.dev, chrome://tracing or TensorBoard's profiler plugin: {run.profile}")
+    return 0
+
+
+def summaries(run: RunFolder) -> dict[str, dict[str, Any]]:
+    """Returns rank -> what it left."""
+    paths = sorted(run.profile.glob("rank*.json"), key=lambda path: (len(path.name), path.name))
+    return {path.stem: read_object(path) for path in paths}
+
+
+def lines(name: str, one: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is said of a rank."""
+    last = one["start"] + one["steps"] - 1
+    yield f"{name}: steps {one['start']} to {last}, {one['step_seconds']:.3g} s each"
+    yield from table(
+        [("", f"{share:.1%}", WORDS[kind]) for kind, share in sorted(one["shares"].items(), key=lambda item: -item[1])]
+    )
+    rows = [
+        (row["name"][:60], f"{row['calls']:.0f}", f"{1e3 * row['seconds']:.2f}", f"{row['share']:.1%}")
+        for row in one["operators"]
+    ]
+    yield from table([("operator", "calls", "ms", "of a step"), *rows])
+
+
+def _short(call: Call) -> Call:
+    """Returns the call of a run that ends with the profile; one without a configuration is refused by `start_run`."""
+    if not (name := call.options.get("CONFIG")):
+        return call
+
+    def with_ours(values: Mapping[str, str]) -> tuple[Override, ...]:
+        typed = {one.key for one in call.overrides}
+        ours = [Override(key=key, text=text, origin="make profile") for key, text in values.items() if key not in typed]
+        return (*ours, *call.overrides)
+
+    asked, values = ProfileSettings(), dict[str, str]()
+    with contextlib.suppress(UserError):  # raised again below
+        asked = load_config(config_path(name), call.overrides).config.train.profile
+    if not asked.steps:
+        values = {"train.profile.start": str(START), "train.profile.steps": str(STEPS)}
+        asked = load_config(config_path(name), with_ours(values)).config.train.profile
+    values |= {
+        "train.max_steps": str(asked.start + asked.steps - 1), "train.save_strategy": "no", "train.eval_strategy": "no",
+        "train.load_best_model_at_end": "false", "train.report_to": "none",
+    }  # fmt: skip
+    return replace(call, overrides=with_ours(values))

@@ -1,0 +1,131 @@
+"""`train.profile`: some steps of a rank under `torch.profiler`, as a Chrome trace and a summary that needs no torch to be read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, schedule
+from transformers import TrainerCallback
+
+from sft_play.files import write_json
+from sft_play.training.ranks import TrainContext
+from sft_play.training.readings import Lap, Stopwatch
+
+COSTLIEST = 15
+COMMUNICATION = ("nccl", "gloo:", "c10d::", "record_param_comms")
+COPIES = ("Memcpy", "aten::copy_", "aten::_to_copy")
+MOST_ALLOCATIONS = 100_000
+
+Interval = tuple[float, float]
+
+
+class Profiler(TrainerCallback):
+    """Records the steps that `train.profile` names; one more before them warms the profiler up."""
+
+    def __init__(self, context: TrainContext, watch: Stopwatch) -> None:
+        self.asked, self.lap, self.done = context.config.train.profile, Lap(watch), False
+        self.folder, self.name = context.run.profile, f"rank{context.ranks.rank}"
+        self.gpu = context.ranks.device.type == "cuda"
+        self.torchs: profile | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.folder.mkdir(exist_ok=True)
+        if self.asked.memory:
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+            torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._dump_memory())
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step + 2 == self.asked.start:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
+            plan = schedule(wait=0, warmup=1, active=self.asked.steps, repeat=1)
+            self.torchs = profile(activities=activities, schedule=plan, on_trace_ready=self._keep)
+            self.torchs.start()
+        elif state.global_step + 1 == self.asked.start:
+            self.lap.take()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.torchs and not self.done:
+            self.torchs.step()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.torchs and not self.done:
+            self.torchs.stop()
+        if not self.done:
+            print(f"note: `train.profile` has measured nothing: step {self.asked.start} was not made here", file=sys.stderr)
+
+    def _keep(self, torchs: profile) -> None:
+        """Write the trace and its summary: seconds of a step, and shares of its time."""
+        self.done, lap = True, self.lap.take()
+        torchs.export_chrome_trace(str(self.folder / f"{self.name}.pt.trace.json.gz"))
+        if self.asked.memory:
+            self._dump_memory()
+        events: Sequence[Any] = torchs.events() or ()
+        steps = [event.time_range for event in events if event.name.startswith("ProfilerStep") and not _on_gpu(event)]
+        if not steps:
+            return
+        count = len(steps)
+        wall = max(one.end for one in steps) - min(one.start for one in steps)
+        shares = where_time_goes(events, gpu=self.gpu, wall=wall, data=1e6 * lap["data"])
+        totals = [row for row in torchs.key_averages() if not row.key.startswith("ProfilerStep")]
+        spent = {id(row): float(row.self_device_time_total if self.gpu else row.self_cpu_time_total) for row in totals}
+        totals = sorted(totals, key=lambda row: -spent[id(row)])[:COSTLIEST]
+        write_json(self.folder / f"{self.name}.json", {
+            "start": self.asked.start, "steps": count, "device": "cuda" if self.gpu else "cpu", "step_seconds": wall / 1e6 / count,
+            "shares": shares,
+            "operators": [
+                {"name": row.key, "calls": row.count / count, "seconds": spent[id(row)] / 1e6 / count, "share": spent[id(row)] / wall}
+                for row in totals
+            ],
+        })  # fmt: skip
+
+    def _dump_memory(self) -> None:
+        torch.cuda.memory._dump_snapshot(str(self.folder / f"{self.name}.memory.pickle"))
+
+
+def _on_gpu(event: Any) -> bool:
+    return bool(event.device_type == DeviceType.CUDA)
+
+
+def where_time_goes(events: Iterable[Any], *, gpu: bool, wall: float, data: float) -> dict[str, float]:
+    """Return shares of `wall` that add up to 1: `kernels`, then `communication` and `copies` that no kernel hides, waiting for
+    `data`, and `gaps`, in which the device had nothing to do. Times are microseconds.
+
+    Of a GPU its own events count, of a CPU operators that call no other.
+    """
+    found: dict[str, list[Interval]] = {"kernels": [], "communication": [], "copies": []}
+    for event in events:
+        if (
+            event.is_user_annotation
+            or event.name.startswith("ProfilerStep")
+            or _on_gpu(event) != gpu
+            or (not gpu and event.cpu_children)
+        ):
+            continue
+        kind = (
+            "communication"
+            if any(word in event.name for word in COMMUNICATION)
+            else "copies"
+            if event.name.startswith(COPIES)
+            else "kernels"
+        )
+        found[kind].append((event.time_range.start, event.time_range.end))
+    shares, covered, before = {}, list[Interval](), 0.0
+    for kind, intervals in found.items():
+        covered += intervals
+        total = min(length_of_union(covered), wall)
+        shares[kind], before = (total - before) / wall, total
+    shares["data"] = min(data, wall - before) / wall
+    return shares | {"gaps": 1 - sum(shares.values())}
+
+
+def length_of_union(intervals: Iterable[Interval]) -> float:
+    """Return how much intervals cover together."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
