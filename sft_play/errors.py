@@ -12,7 +12,7 @@ A `UserError` is printed without a traceback. Anything else that reaches the top
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:"
@@ -158,3 +158,13 @@ def _escaped(line: str) -> str:
 
 def _cut(line: str) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 220]} ... {line[-200:]}"
+
+
+def causes(error: BaseException, *, handled: bool = True) -> Iterator[BaseException]:
+    """Yields an error and what it was raised from; with `handled` also what was being handled when it was raised."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (link.__context__ if handled else None)

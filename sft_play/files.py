@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sft_play.errors import HardwareError
+from sft_play.errors import HardwareError, causes
 
 LONGEST_PATH, LONGEST_PART = 4_095, 255
 """Bytes of a path and of each of its parts, on Linux and macOS."""
@@ -116,13 +116,16 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Appends one JSON object as a line in a single write, so that concurrent writers do not mix, and syncs it to the disk.
+    """Appends one JSON object as a line, as `append_text` does, and syncs it to the disk."""
+    append_text(path, json.dumps(value, ensure_ascii=False) + "\n", sync=True)
 
-    A line that was cut short before stays alone.
 
-    Raises `OSError` on a full disk; what a part of the line has taken there is given back, so that the next line begins a line.
+def append_text(path: Path, text: str, *, sync: bool) -> None:
+    """Appends complete lines in a single write, so that concurrent writers do not mix. A line that was cut short before stays alone.
+
+    Raises `OSError` on a full disk; what a part of the lines has taken there is given back, so that the next line begins a line.
     """
-    line = (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8")
+    line = text.encode("utf-8")
     with path.open("ab+", buffering=0) as stream:
         size = stream.seek(0, os.SEEK_END)
         if size and os.pread(stream.fileno(), 1, size - 1) not in (b"\n", b""):
@@ -133,8 +136,9 @@ def append_json_line(path: Path, value: Any) -> None:
             if os.fstat(stream.fileno()).st_size == end:  # nobody has written after it
                 os.ftruncate(stream.fileno(), end - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        os.fsync(stream.fileno())
-    if not size:
+        if sync:
+            os.fsync(stream.fileno())
+    if sync and not size:
         sync_folder(path.parent)
 
 
@@ -248,15 +252,11 @@ def is_gone(folder: Path) -> bool:
 
 def errno_of(error: BaseException) -> int | None:
     """Returns the system's error number of a failed write, also where a library has wrapped it; `None` for other errors."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    for link in causes(error):
         if isinstance(link, OSError) and link.errno is not None:
             return link.errno
         if match := RUST.search(str(link)):
             return int(match.group(1))
-        link = link.__cause__ or link.__context__
     return None
 
 

@@ -123,8 +123,7 @@ def build(
     from sft_play.training.metrics import MetricsFile, Progress
     from sft_play.training.ranks import TrainContext, join_ranks, sequence_group
     from sft_play.training.stopping import MissedEvaluation, Patience, SaveAtEnd, StopOnRequest
-    from sft_play.training.trackers import Curves
-    from sft_play.training.tracking import tracked
+    from sft_play.training.trackers import Curves, tracked
     from sft_play.training.trainer import SftTrainer
 
     run = request.run

@@ -37,8 +37,24 @@ class Call:
 
         Raises `UserError` with every problem at once.
         """
-
-        return load_for_call(self, default)
+        run = self.options.get("RUN")
+        if run and self.options.get("CONFIG"):
+            raise UserError(
+                "`CONFIG` and `RUN` are both given",
+                hint="a run keeps the configuration that it was started with; give one of them",
+            )
+        if not run:
+            name = self.options.get("CONFIG") or default
+            if not name:
+                raise UserError(f"`{self.command}` needs a configuration", hint="CONFIG=my.yaml, or a preset: CONFIG=quickstart")
+            loaded = load_config(config_path(name), self.overrides)
+        else:
+            folder = run_path(run) or (Path(run) if Path(run).is_dir() else runs_folder() / run)
+            loaded = override_config(read_config(folder / "config.json"), self.overrides)
+        for notice in loaded.notices:
+            print(f"note: {notice}", file=sys.stderr)
+        note_consent(self, loaded)
+        return loaded
 
     def port(self, name: str) -> int | None:
         """Returns a port, `None` when it was not given. Raises `UserError`."""
@@ -62,27 +78,6 @@ class Call:
         if not re.fullmatch(r"[0-9]{1,10}", text.strip()) or int(text) < minimum:
             raise UserError(f"`{name}` is `{text}`; expected an integer >= {minimum}")
         return int(text)
-
-
-def load_for_call(call: Call, default: str | None) -> LoadedConfig:
-    """Returns the configuration that a command is about. Raises `UserError`; prints notices to stderr."""
-    run = call.options.get("RUN")
-    if run and call.options.get("CONFIG"):
-        raise UserError(
-            "`CONFIG` and `RUN` are both given", hint="a run keeps the configuration that it was started with; give one of them"
-        )
-    if not run:
-        name = call.options.get("CONFIG") or default
-        if not name:
-            raise UserError(f"`{call.command}` needs a configuration", hint="CONFIG=my.yaml, or a preset: CONFIG=quickstart")
-        loaded = load_config(config_path(name), call.overrides)
-    else:
-        folder = run_path(run) or (Path(run) if Path(run).is_dir() else runs_folder() / run)
-        loaded = override_config(read_config(folder / "config.json"), call.overrides)
-    for notice in loaded.notices:
-        print(f"note: {notice}", file=sys.stderr)
-    note_consent(call, loaded)
-    return loaded
 
 
 def note_consent(call: Call, loaded: LoadedConfig) -> None:

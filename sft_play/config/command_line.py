@@ -16,6 +16,7 @@ from sft_play.config import names
 from sft_play.config.call import FALSE, TRUE, Call, CommandRow
 from sft_play.config.keys import find_key, sections, variable_name, variables
 from sft_play.config.layers import Override, expected, preset_path
+from sft_play.config.yaml_files import is_writable
 from sft_play.errors import SECRET, UserError, mask, raise_all, without_secret
 from sft_play.files import is_file_name
 
@@ -80,7 +81,7 @@ def parse_call(
     of_run, trusts_code = any(one.name == "RUN" for one in given) and "RUN" in commands[command].options, False
     for one in given:
         key = _key(one)
-        if not _is_writable(one):
+        if not is_writable(one.name + one.text):
             problems.append(UserError(f"`{ascii(one.name)[1:-1]}` is not UTF-8 text"))
         elif one.name in known or _of_cluster(one.name, commands[command]):
             _option(one, command, commands, options, problems)
@@ -216,11 +217,6 @@ def _key(one: _Given) -> str | None:
     return variables().get(one.name)
 
 
-def _is_writable(one: _Given) -> bool:
-    """Python keeps bytes that are not UTF-8 as halves of surrogate pairs, which no file takes."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in one.name + one.text)
-
-
 def _of_cluster(name: str, row: CommandRow) -> bool:
     """Whether a variable changes the inventory of `CLUSTER=`, as `config.cluster` decides: `CLUSTER_NETWORK`, `CLUSTER_LAPTOP_GPUS`."""
     return name.startswith("CLUSTER_") and "CLUSTER" in row.options
@@ -242,8 +238,6 @@ def _option(
         problems.append(UserError(f"`{one.name}` is given twice: `{options[one.name]}` and `{one.text}`", hint="give it once"))
     elif not one.text.strip() and one.name not in ("JSON", "PROMPT"):
         problems.append(UserError(f"`{one.name}` is empty", hint=f"give it a value, or omit `{one.name}=`"))
-    elif "\0" in one.text:
-        problems.append(UserError(f"`{one.name}` holds a null character"))
     elif one.name not in LONG and not is_file_name(one.text):
         problems.append(UserError(f"`{one.name}` has {len(one.text)} characters, more than any file or name may have"))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,48 +267,27 @@ LITERAL = re.compile(r"[\x21-\x7e\xa1-\u2027\u2030-\ud7ff][\t\n\x20-\x7e\xa0-\u2
 """Texts that may stand as they are: printable, and the first letter is no blank, from which the indentation is taken."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that a reader of YAML 1.1 or 1.2 would take for something else."""
+
+    def ignore_aliases(self, _data: Any) -> bool:
+        return True
+
+    def text(self, value: str) -> yaml.ScalarNode:
+        literal = "\n" in value and LITERAL.fullmatch(value)
+        style = "|" if literal else None if _string_text(value) == value else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.text)
+_Dumper.add_representer(tuple, _Dumper.represent_list)
+_Dumper.add_multi_representer(Mapping, _Dumper.represent_dict)  # type: ignore[type-abstract]
+
+
 def dump_documents(documents: Sequence[Mapping[str, Any]], comment: str = "") -> str:
     """Returns one file of YAML documents, each after its `---`, the order of keys kept; `comment` stands at its beginning."""
     head = "".join(f"# {line}\n" for line in printable(comment).splitlines())
-    return head + "".join("---\n" + "\n".join(_mapping(document, "")) + "\n" for document in documents)
-
-
-def _mapping(value: Mapping[str, Any], indent: str) -> Iterator[str]:
-    for key, part in value.items():
-        yield from _entry(f"{indent}{scalar_text(str(key))}:", part, indent)
-
-
-def _entry(head: str, value: Any, indent: str) -> Iterator[str]:
-    """`head` is what stands before the value: `key:` at `indent`."""
-    if isinstance(value, Mapping) and value:
-        yield head
-        yield from _mapping(value, indent + "  ")
-    elif isinstance(value, (list, tuple)) and value:
-        yield head
-        yield from _sequence(value, indent)
-    elif isinstance(value, str) and "\n" in value and LITERAL.fullmatch(value):
-        yield f"{head} {_chomping(value)}"
-        yield from (f"{indent}  {line}" if line else "" for line in value.removesuffix("\n").split("\n"))
-    else:
-        yield f"{head} {scalar_text(value)}"
-
-
-def _sequence(values: Sequence[Any], indent: str) -> Iterator[str]:
-    """A list's dashes stand below the first letter of its key, as kubectl writes them."""
-    for value in values:
-        if isinstance(value, Mapping) and value:
-            lines = list(_mapping(value, indent + "  "))
-            yield f"{indent}- {lines[0].removeprefix(indent + '  ')}"
-            yield from lines[1:]
-        elif isinstance(value, (list, tuple)) and value:
-            yield f"{indent}-"
-            yield from _sequence(value, indent + "  ")
-        else:
-            yield from _entry(f"{indent}-", value, indent)
-
-
-def _chomping(text: str) -> str:
-    """Returns the sign that keeps a text's line ends: none but the last, none at all, or all."""
-    if not text.endswith("\n"):
-        return "|-"
-    return "|+" if text.endswith("\n\n") else "|"
+    text: str = yaml.dump_all(
+        documents, Dumper=_Dumper, explicit_start=True, sort_keys=False, default_flow_style=False, allow_unicode=True, width=2**31
+    )
+    return head + text

@@ -141,13 +141,16 @@ def resume(call: Call) -> int:
 
 def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
     before = last_plan(run)
-    if not call.integer("NODE_RANK", minimum=0):  # of launchers that were killed; later the other nodes write these files too
-        for path in (run.config, run.plan, run.prepared, run.accelerate, run.deepspeed):
+    first_node = not call.integer("NODE_RANK", minimum=0)
+    if first_node:  # of launchers that were killed; later the other nodes write these files too
+        for path in (run.config, run.plan, run.prepared, run.accelerate, run.deepspeed, run.report):
             remove_half_written(path)
     if is_finished(run) and not is_longer(loaded.config, before):
         if newest := newest_valid(run)[0]:
             compare_early(newest, loaded.config)
         remove_left(run, range(before.world_size))
+        if first_node and not run.report.is_file():
+            _write_report(run)
         print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
         return Outcome(code=0)
     options = options_of_run(call, run, before)

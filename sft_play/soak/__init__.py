@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.keys import variable_name
 from sft_play.errors import UserError
-from sft_play.files import read_json, write_json, write_text
+from sft_play.files import read_json, read_json_lines, write_json, write_text
 from sft_play.launch.process import ended_by_signals
 from sft_play.launch.run_folder import choose_name
 from sft_play.launch.verdict import LOST
@@ -36,7 +36,6 @@ from sft_play.soak.launches import (
     Aim,
     Ended,
     Launch,
-    last_rows,
 )
 from sft_play.soak.report import (
     Comparison,
@@ -47,7 +46,6 @@ from sft_play.soak.report import (
     compare_runs,
     half_written,
     load_state,
-    read_metrics,
     write_table,
 )
 
@@ -98,10 +96,9 @@ class Soak:
         kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
         own = {"RUNS_DIR": str(run.path.parent), "TMPDIR": str(temporary)}
         cache = {"SFT_PLAY_CACHE": str(self.folder / "cache")} if self.own_cache else {}
-        evaluated = [row["step"] for row in read_metrics(self.reference) if row["kind"] == "eval" and row["step"]]
         return Launch(
             words=[*self.words, f"RUN_NAME={run.name}"], environment=kept | own | cache, run=run,
-            eval_steps=min(evaluated, default=None), log=self.folder / "logs" / f"launch-{self.state.launches:04d}.log",
+            log=self.folder / "logs" / f"launch-{self.state.launches:04d}.log",
         )  # fmt: skip
 
 
@@ -215,7 +212,7 @@ def note_kill(soak: Soak, ended: Ended) -> None:
         phase=shot.phase,
         target=shot.target,
         seconds=round(shot.seconds, 2),
-        step=last_rows(run.metrics)[0],
+        step=max((row["step"] for row in read_json_lines(run.metrics) if row["kind"] == "train"), default=0),
         checkpoint=step_of(newest) if newest else 0,
         code=ended.code,
         over_seconds=round(ended.over_seconds, 2),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -18,16 +16,17 @@ from pathlib import Path
 
 import psutil
 
+from sft_play.files import read_object
 from sft_play.runs.folder import RunFolder
 
 MARK = "SOAK_LAUNCH"
 """Variable with the id of a launch, which all of its processes inherit."""
 LAUNCHER, AGENT, PREPARATION, OTHER, EVERYTHING = "launcher", "agent", "preparation", "helper", "everything"
 STARTING, PREPARING, LOADING, TRAINING = "starting", "preparation", "loading", "training"
-EVALUATING, SAVING, PUBLISHING, ENDING = "evaluation", "save", "publishing", "ending"
-PHASES = (STARTING, PREPARING, LOADING, TRAINING, EVALUATING, SAVING, PUBLISHING, ENDING)
-"""In the order of a run. `starting`: the launcher alone, before and after the preparation; `loading`: agent and workers until steps can
-begin; `publishing`: the final `model/` is written; `ending`: the run is complete or the workers have gone, the launcher not yet."""
+EVALUATING, SAVING, PUBLISHING, LEAVING = "evaluating", "saving", "publishing", "leaving"
+PHASES = (STARTING, PREPARING, LOADING, TRAINING, EVALUATING, SAVING, PUBLISHING, LEAVING)
+"""In the order of a run: those that rank 0 writes to `phase.json`; before it does, `starting` (the launcher alone) and `preparation`;
+`publishing`: the final `model/` is written."""
 TARGETS = {"rank": 45, LAUNCHER: 25, AGENT: 15, EVERYTHING: 15}
 """Weights of what is killed, where it lives; the preparation, while it lives, is killed every second time."""
 LOOK_SECONDS, WAIT_SECONDS = 0.25, 0.002
@@ -36,8 +35,6 @@ NOTICE_SECONDS = 30.0
 """Within which everything of a launch must have ended after a kill (contract row B9)."""
 LAUNCH_SECONDS = 900.0
 """No launch of a soak may take longer than this."""
-TAIL_BYTES = 16384
-HALF_WRITTEN = re.compile(r"\.step-\d+\.partial")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -125,20 +122,15 @@ def role_of(process: psutil.Process, launcher: int) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class Watcher:
-    """What a launch is doing, from its processes and from what it writes anyway."""
+    """What a launch is doing, from its processes and from the phase that rank 0 writes."""
 
     run: RunFolder
     family: Family
-    eval_steps: int | None
-    """Optimizer steps between evaluations; `None` without any."""
     started: float = field(default_factory=time.monotonic)
     seen: dict[str, float] = field(default_factory=dict)
     """Phase -> seconds after the launch when it was first seen."""
-    _before: tuple[int, int] | None = None
-    _training: bool = False
-
-    def __post_init__(self) -> None:
-        self._before = _identity(self.run.metrics)
+    _written: str = ""
+    """The last phase that rank 0 wrote."""
 
     def phase(self) -> str:
         """Return one of `PHASES`. `family.look()` must be recent."""
@@ -149,47 +141,16 @@ class Watcher:
     def _phase(self) -> str:
         if not self.training():
             return PREPARING if self.family.has(PREPARATION) else LOADING if self.family.has(AGENT, "rank") else STARTING
-        if self.saving():
+        if any(self.run.checkpoints.glob(".step-*.partial")):  # a thread may write it while training continues
             return SAVING
         if self.run.training_metrics.is_file() or not self.family.has("rank"):
-            return ENDING
-        if (self.run.path / ".model.partial").is_dir():
-            return PUBLISHING
-        trained, evaluated = last_rows(self.run.metrics)
-        return EVALUATING if self.eval_steps and trained and trained % self.eval_steps == 0 and evaluated < trained else TRAINING
+            return LEAVING
+        return PUBLISHING if (self.run.path / ".model.partial").is_dir() else self._written
 
     def training(self) -> bool:
-        """Whether the workers of this launch have come to their first step: rank 0 then writes `metrics.jsonl` anew.
-
-        Before that it has removed what an earlier launch left half-written, so what is found later is this launch's own.
-        """
-        self._training = self._training or _identity(self.run.metrics) not in (None, self._before)
-        return self._training
-
-    def saving(self) -> bool:
-        """Whether a checkpoint is being written. Cheap: it lists one folder."""
-        with contextlib.suppress(OSError):
-            return any(HALF_WRITTEN.fullmatch(path.name) for path in self.run.checkpoints.iterdir())
-        return False
-
-
-def last_rows(path: Path) -> tuple[int, int]:
-    """Return the steps of the last train and eval row at the end of a metrics file; 0 where there is none."""
-    found = {"train": 0, "eval": 0}
-    with contextlib.suppress(OSError), path.open("rb") as stream:
-        stream.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        for line in stream.read().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                row = json.loads(line)
-                found[row["kind"]] = int(row["step"])
-    return found["train"], found["eval"]
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    with contextlib.suppress(OSError):
-        facts = path.stat()
-        return facts.st_ino, facts.st_mtime_ns
-    return None
+        """Whether the workers of this launch have come to their first step."""
+        self._written = read_object(self.run.phase).get("phase", self._written)
+        return self._written not in ("", LOADING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,13 +200,12 @@ class Launch:
     """After `python -m sft_play`."""
     environment: Mapping[str, str]
     run: RunFolder
-    eval_steps: int | None
     log: Path
 
     def go(self, aim: Aim | None = None, chance: random.Random | None = None) -> Ended:
         """Run until the moment of `aim`, kill, and wait until nothing is left; without an aim, run undisturbed."""
         with self._started() as (process, family):
-            watcher = Watcher(run=self.run, family=family, eval_steps=self.eval_steps)
+            watcher = Watcher(run=self.run, family=family)
             shot = _wait(process, watcher, aim, chance or random.Random(0))
             over = time.monotonic()
             if shot and shot.target == PREPARATION and _continues(family):
@@ -266,6 +226,7 @@ class Launch:
     def _started(self) -> Iterator[tuple[subprocess.Popen[bytes], Family]]:
         mark = uuid.uuid4().hex
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.run.phase.unlink(missing_ok=True)  # an earlier launch's
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "sft_play", *self.words], env={**self.environment, MARK: mark}, stdin=subprocess.DEVNULL,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections import Counter
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import UserError
-from sft_play.files import read_json, write_json, write_text
+from sft_play.files import read_json, read_json_lines, write_json, write_text
 from sft_play.runs.checkpoints import newest_valid, published
 from sft_play.runs.folder import RunFolder
-from sft_play.soak.launches import AGENT, EVERYTHING, LAUNCHER, PHASES, PREPARATION
+from sft_play.soak.launches import AGENT, EVERYTHING, LAUNCHER, PHASES, PREPARATION, SAVING
 from sft_play.text import markdown_table
 
 LAST_TARGETS = (AGENT, LAUNCHER, PREPARATION, EVERYTHING)
@@ -27,7 +26,7 @@ def as_json(state: State) -> dict[str, Any]:
     return {
         "settings": dict(state.settings),
         "kills": len(state.kills),
-        "inside_a_save": sum(kill.phase == "save" for kill in state.kills),
+        "inside_a_save": sum(kill.phase == SAVING for kill in state.kills),
         "by_phase": dict(Counter(kill.phase for kill in state.kills)),
         "by_target": dict(Counter(kill.target for kill in state.kills)),
         "launches": state.launches,
@@ -89,7 +88,7 @@ def write_table(path: Path, state: State) -> None:
 
     Raises `UserError` for a file without them.
     """
-    begin, end = marks(state)
+    begin, end = f"<!-- soak {state.settings['strategy']} -->", "<!-- end -->"
     block = f"{begin}\n{as_text(state)}\n{end}"
     if not path.exists():
         write_text(path, block + "\n")
@@ -105,15 +104,10 @@ def write_table(path: Path, state: State) -> None:
     write_text(path, whole.sub(lambda _: block, text, count=1))
 
 
-def marks(state: State) -> tuple[str, str]:
-    """Returns the lines between which a document holds this soak's table."""
-    return f"<!-- soak {state.settings['strategy']} -->", "<!-- end -->"
-
-
 # A completed run beside the undisturbed one: metrics to the bit, each step once in `metrics.jsonl` and in TensorBoard.
 
 
-TIMES = re.compile(r"seconds|per_second|memory|mfu|percent|mb_s")
+TIMES = re.compile(r"seconds|per_second|memory|_gib|mfu|percent|mb_s|utilisation|temperature|watts|throttled")
 """Names of figures that a clock or the machine decides."""
 SHOWN = 3
 """How many differences of one kind are listed."""
@@ -121,16 +115,9 @@ SHOWN = 3
 
 def compare_runs(reference: RunFolder, run: RunFolder) -> tuple[int, list[str]]:
     """Returns how many rows of metrics were compared, and everything that differs."""
-    expected, found = read_metrics(reference), read_metrics(run)
+    expected, found = read_json_lines(reference.metrics), read_json_lines(run.metrics)
     problems = [*differing_rows(expected, found), *differing_curves(reference, run), *leftovers(run)]
     return len(expected), problems
-
-
-def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
-    """Return the rows of `metrics.jsonl`; none before there is one. Raise `ValueError` for a line that is no JSON."""
-    if not run.metrics.is_file():
-        return []
-    return [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
 
 
 def differing_rows(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]:
@@ -221,7 +208,7 @@ def _ranges(steps: list[int]) -> str:
 # What a soak has done so far, in one file, so that it can go on in chunks.
 
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,7 +221,7 @@ class Kill:
     aim: str
     """`time` (a random moment), or the phase that was waited for."""
     phase: str
-    """What the run was doing as the signal was sent, seen from outside."""
+    """What the run was doing as the signal was sent."""
     target: str
     """`launcher`, `agent`, `rank 0`, ..., `preparation`, or `everything`."""
     seconds: float

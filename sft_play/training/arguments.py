@@ -50,7 +50,7 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
     """Returns every argument that is not transformers' default; what was typed beyond the schema comes last and wins."""
     train = config.train
     assert plan.steps is not None, "a plan with prepared data knows its steps"
-    own = ("report_to", "disable_tqdm")  # read by `training.tracking` and by the progress line
+    own = ("report_to", "disable_tqdm")  # read by `training.trackers` and by the progress line
     extra = {name: value for name, value in train.extra.items() if name not in own}
     values: dict[str, Any] = {
         "output_dir": str(run.path),
@@ -85,7 +85,7 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "save_total_limit": None,  # rotation is `runs.checkpoints.rotate`: only after a newer one is intact
         "metric_for_best_model": train.metric_for_best_model if has_validation else None,
         "greater_is_better": higher_is_better(train.metric_for_best_model) is not False,
-        "report_to": "none",  # `training.tracking` has the callbacks
+        "report_to": "none",  # `training.trackers` has the callbacks
         "run_name": run.name,
         "disable_tqdm": True,
         "remove_unused_columns": False,

@@ -26,7 +26,7 @@ from sft_play.runs.manifest import damage, describe, sync, sync_below, verify, w
 from sft_play.runs.stamp import Stamp
 from sft_play.training.ranks import TrainContext
 from sft_play.training.states import States
-from sft_play.training.states.layout import local_part
+from sft_play.training.states.layout import storage_of
 
 OF_RANK = re.compile(r"-rank(\d+)\.")
 """In the name of a file that one rank writes."""
@@ -290,20 +290,16 @@ def _copied(state: Mapping[str, Any], model: Any) -> dict[str, Any]:
 
     Frozen parameters never change, and what was gathered is a copy already. Tied weights must stay tied: they are written once.
     """
-    frozen = {_address(p) for p in model.parameters() if not p.requires_grad}
-    living = {_address(p) for p in (*model.parameters(), *model.buffers())}
+    frozen = {storage_of(p) for p in model.parameters() if not p.requires_grad}
+    living = {storage_of(p) for p in (*model.parameters(), *model.buffers())}
     copies: dict[tuple[Any, ...], Tensor] = {}
     copied: dict[str, Any] = {}
     for name, value in state.items():
-        if not torch.is_tensor(value) or _address(value) not in living - frozen:
+        if not torch.is_tensor(value) or storage_of(value) not in living - frozen:
             copied[name] = value
             continue
-        key = (_address(value), value.storage_offset(), value.shape, value.stride(), value.dtype)
+        key = (storage_of(value), value.storage_offset(), value.shape, value.stride(), value.dtype)
         if key not in copies:
             copies[key] = value.detach().to("cpu", copy=True)
         copied[name] = copies[key]
     return copied
-
-
-def _address(tensor: Tensor) -> int:
-    return int(local_part(tensor).untyped_storage().data_ptr())  # a DTensor's own storage has none

@@ -11,21 +11,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from sft_play.errors import UserError
-from sft_play.files import is_full
+from sft_play.errors import UserError, causes
+from sft_play.files import NO_ROOM, is_full
 from sft_play.launch.liveness import MARK
-from sft_play.launch.verdict import PEER
+from sft_play.launch.verdict import LOST, PEER
 from sft_play.runs.folder import RunFolder
 from sft_play.training.process import Activity, launched_world, redirect, reserve
 from sft_play.training.requests import StopRequest, code_of
 
 Program = Callable[[StopRequest, "Path | None", "TextIO | None"], int]
 """What a worker does: run and activity (of its request), checkpoint to continue from, console of rank 0 -> exit code."""
-LOST = 75
 IN_ORDER = (0, 130, 143)
 """Codes of a worker that has done its work, or was stopped on request."""
 THREAD_SECONDS = 3.0
@@ -121,8 +120,8 @@ def say(problem: Exception, record: dict[str, Any]) -> None:
 
 def ran_out_of_disk(error: BaseException, run: RunFolder) -> bool:
     """Whether an error, or what it came from, is a write for which the disk had no space."""
-    for link in _links(error):
-        if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
+    for link in causes(error):
+        if isinstance(link, OSError) and link.errno in NO_ROOM:
             return True
         if FULL.search(str(link)) or (WRITE_FAILED.search(str(link)) and is_full(run.path)):
             return True
@@ -141,13 +140,13 @@ def lost_its_peer(error: BaseException) -> bool:
 
     torch raises such errors of gloo and NCCL as plain RuntimeErrors or of its own types; a tracker's server that refuses is another's.
     """
-    torchs = (link for link in _links(error) if type(link) is RuntimeError or type(link).__module__.startswith("torch"))
+    torchs = (link for link in causes(error) if type(link) is RuntimeError or type(link).__module__.startswith("torch"))
     return any(PEER_GONE.search(str(link)) for link in torchs)
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether an error, or one that it was raised from, says that an allocation failed on a device or in the machine's memory."""
-    for link in _links(error, handled=False):
+    for link in causes(error, handled=False):
         if isinstance(link, MemoryError) or (isinstance(link, OSError) and link.errno == errno.ENOMEM):
             return True
         if not isinstance(link, RuntimeError):
@@ -168,16 +167,6 @@ def _gpu_is_full() -> bool:
     except RuntimeError:  # the error has ended the context
         return False
     return bool(free < FULL_SHARE * total)
-
-
-def _links(error: BaseException, *, handled: bool = True) -> Iterator[BaseException]:
-    """Yields an error and what it was raised from; with `handled` also what was being handled when it was raised."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or (link.__context__ if handled else None)
 
 
 def end(code: int) -> NoReturn:

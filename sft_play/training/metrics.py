@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -16,7 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from sft_play.errors import HardwareError
-from sft_play.files import disk_problem, finite, read_json_lines, write_text
+from sft_play.files import append_text, disk_problem, finite, read_json_lines, write_text
 from sft_play.runs.progress import line_of
 
 TRAIN_KEYS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "mfu")
@@ -74,7 +73,7 @@ class MetricsFile(TrainerCallback):
         """Appends one row, after those that wait."""
         self.waiting.append(json.dumps(row, ensure_ascii=False) + "\n")
         try:
-            append_whole(self.path, "".join(self.waiting).encode("utf-8"))
+            append_text(self.path, "".join(self.waiting), sync=False)
         except OSError as error:
             if not self._warned:
                 kept = f"up to {ROWS_KEPT:,} rows wait in memory until there is room; training continues"
@@ -83,19 +82,6 @@ class MetricsFile(TrainerCallback):
             return
         self.waiting.clear()
         self._warned = False
-
-
-def append_whole(path: Path, content: bytes) -> None:
-    """Appends all of `content` in one write or nothing: half a line would spoil the next. Raises `OSError`."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        before = os.fstat(descriptor).st_size
-        written = os.write(descriptor, content)
-        if written < len(content):
-            os.ftruncate(descriptor, before)  # takes no space
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    finally:
-        os.close(descriptor)
 
 
 SECONDS_BETWEEN_LINES = 10.0

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.call import load_for_call
 from sft_play.config.command_line import parse_call
 from sft_play.config.keys import extra_keys, schema_keys, variable_name
 from sft_play.config.layers import Override
@@ -403,14 +402,12 @@ def test_a_copied_configuration_is_no_consent_whatever_is_left_out_of_it(
         (tmp_path / "run" / "stamp.json").write_text("{}")
     written = json.dumps({"model": {"name": str(base), "trust_remote_code": True}, "eval": {"metrics": ["evaluate:any"]}})
     (tmp_path / "run" / name).write_text(written)
-    load_for_call(parse_call(["data", f"CONFIG={tmp_path}/run/{name}"], COMMANDS, environ={}), None)
+    parse_call(["data", f"CONFIG={tmp_path}/run/{name}"], COMMANDS, environ={}).load_config()
     assert not origin.may_run(base, "model") and not origin.may_run("any", "metrics")
-    load_for_call(
-        parse_call(["data", f"CONFIG={tmp_path}/run/{name}", "MODEL_TRUST_REMOTE_CODE=true"], COMMANDS, environ={}), None
-    )
+    parse_call(["data", f"CONFIG={tmp_path}/run/{name}", "MODEL_TRUST_REMOTE_CODE=true"], COMMANDS, environ={}).load_config()
     assert origin.may_run(base, "model") is not stamp
     (tmp_path / "own.yaml").write_text(written)
-    load_for_call(parse_call(["data", f"CONFIG={tmp_path}/own.yaml"], COMMANDS, environ={}), None)
+    parse_call(["data", f"CONFIG={tmp_path}/own.yaml"], COMMANDS, environ={}).load_config()
     assert origin.may_run("any", "metrics")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sft_play.runs.folder import RunFolder
-from sft_play.training.trackers import HASH, AimTracker
+from sft_play.training.trackers import IDS, AimTracker
 
 
 def test_a_resumed_run_goes_on_in_its_own_and_holds_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_a_resumed_run_goes_on_in_its_own_and_holds_each_step_once(tmp_path: Pat
         tracker.on_train_end(None, state, None)
     repo = aim.Repo(str(tmp_path))
     [name] = repo.list_all_runs()
-    assert name == (run.path / HASH).read_text(encoding="utf-8").strip()
+    assert json.loads((run.path / IDS).read_text()) == {"aim": name}
     RepoIndexManager.get_index_manager(repo).index(name)  # as `aim up` does
     [kept] = list(aim.Repo(str(tmp_path)).iter_runs())
     assert kept.name == "one" and kept["config"]["train"]["epochs"] == 2 and kept.get("__system_params") is None

@@ -13,7 +13,7 @@ import pytest
 from transformers import TrainerCallback
 
 from sft_play.runs.folder import RunFolder
-from sft_play.training.tracking import Tracked, flat
+from sft_play.training.trackers import Tracked, flat
 from tests.conftest import Program
 from tests.training_runs import Trial, make_run, rows, train
 

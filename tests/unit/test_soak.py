@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from sft_play.errors import UserError
-from sft_play.soak.launches import last_rows
 from sft_play.soak.report import Comparison, Kill, as_json, as_text, differing_rows, load_state
 
 SETTINGS = {"strategy": "ddp", "seed": 1, "config": None, "overrides": []}
@@ -38,7 +36,7 @@ def kill(number: int, phase: str, target: str, **values: Any) -> Kill:
 
 def test_a_soak_goes_on_where_it_was_and_shows_all_of_it(tmp_path: Path) -> None:
     state = load_state(tmp_path / "state.json", SETTINGS)
-    state.kills += [kill(1, "save", "rank 1"), kill(2, "loading", "launcher", code=None, checkpoint=7)]
+    state.kills += [kill(1, "saving", "rank 1"), kill(2, "loading", "launcher", code=None, checkpoint=7)]
     state.comparisons.append(Comparison(run=1, kills=2, rows=60, problems=("curve x",)))
     state.problems.append("kill 1: something")
     state.marks["training"] = 3.5
@@ -60,10 +58,3 @@ def test_a_soak_goes_on_where_it_was_and_shows_all_of_it(tmp_path: Path) -> None
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read"):
         load_state(tmp_path / "state.json", SETTINGS)
-
-
-def test_the_last_rows_of_a_torn_file(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert last_rows(path) == (0, 0)
-    path.write_text("".join(json.dumps(one) + "\n" for one in [row(1), row(8), row(8, "eval"), row(9)]) + '{"kind": "tra')
-    assert last_rows(path) == (9, 8)

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from sft_play.files import disk_problem, errno_of, free_bytes
+from sft_play.files import append_text, disk_problem, errno_of, free_bytes
 from sft_play.runs.manifest import Room, free_memory_bytes, with_spare
-from sft_play.training.metrics import append_whole
 
 
 @pytest.mark.parametrize(
@@ -84,10 +83,10 @@ def test_free_space_and_memory_are_what_the_system_says(tmp_path: Path) -> None:
 
 def test_a_row_is_appended_whole_or_not_at_all(tmp_path: Path, limited: None) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = b"1" * 40_000 + b"\n"
-    append_whole(path, first)
+    first = "1" * 40_000 + "\n"
+    append_text(path, first, sync=False)
     with pytest.raises(OSError, match="No space left"):
-        append_whole(path, b"2" * 40_000 + b"\n")  # the system takes 25,535 bytes of it
-    assert path.read_bytes() == first
-    append_whole(path, b"3\n")
-    assert path.read_bytes() == first + b"3\n"
+        append_text(path, "2" * 40_000 + "\n", sync=False)  # the system takes 25,535 bytes of it
+    assert path.read_text() == first
+    append_text(path, "3\n", sync=False)
+    assert path.read_text() == first + "3\n"

@@ -196,11 +196,11 @@ def bytes_held(model: Any, optimizer: Any) -> dict[str, int]:
     """Returns the bytes of distinct storages on this rank: weights, and what the optimizer keeps (states, fp32 masters)."""
     engine, inner = getattr(optimizer, "optimizer", optimizer), inner_optimizer(optimizer)
     weights = [local_part(parameter) for parameter in model.parameters()]
-    mine = {_storage(tensor) for tensor in weights}
+    mine = {storage_of(tensor) for tensor in weights}
     kept = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
     kept += [parameter for group in inner.param_groups for parameter in group["params"]]
     kept += getattr(engine, "fp32_partitioned_groups_flat", [])  # ZeRO-3's masters
-    others = [tensor for tensor in map(local_part, kept) if _storage(tensor) not in mine]
+    others = [tensor for tensor in map(local_part, kept) if storage_of(tensor) not in mine]
     return {"weights": _storage_bytes(weights), "optimizer": _storage_bytes(others)}
 
 
@@ -217,9 +217,10 @@ def local_part(tensor: Tensor) -> Tensor:
     return local
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage().data_ptr())
+def storage_of(tensor: Tensor) -> int:
+    """Returns the address of what this rank holds of `tensor`; a DTensor itself has none."""
+    return int(local_part(tensor).untyped_storage().data_ptr())
 
 
 def _storage_bytes(tensors: list[Tensor]) -> int:
-    return sum({_storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return sum({storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
