@@ -12,7 +12,7 @@ from sft_play.config.keys import Key, documented, extra_keys, schema_keys, secti
 from sft_play.config.layers import ALSO_TAKEN
 from sft_play.config.load import LoadedConfig
 from sft_play.config.names import VARIABLES
-from sft_play.config.reader import describe, fields_of, limits_of, options
+from sft_play.config.reader import Range, describe, fields_of, limits_of, literals, options, required
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import scalar_text
 
@@ -79,16 +79,12 @@ def _values(key: Key) -> str:
     """What a key takes, its default in bold."""
     shown = str(key.default).lower() if isinstance(key.default, bool) else key.default
     text, default = _expected(key), "null" if shown is None else f"`{shown}`"
-    return text.replace(default, f"**{default}**", 1) if default in text else f"{text}; **{_default(key)}**"
+    return text.replace(default, f"**{default}**", 1) if default in text else f"{text}; **`{scalar_text(key.default)}`**"
 
 
 def _expected(key: Key) -> str:
-    words = [word for part in options(key.annotation) if get_origin(part) is Literal for word in get_args(part)]
+    words = literals(key.annotation)
     return f"one of {len(words)} words, such as `{words[0]}`" if len(words) > 12 else describe(key.annotation)
-
-
-def _default(key: Key) -> str:
-    return f"`{scalar_text(key.default)}`"
 
 
 def _cell(text: str) -> str:
@@ -126,30 +122,33 @@ def _object(root: dict[str, Any], section: str) -> dict[str, Any]:
 
 
 def _json_type(key: Key) -> dict[str, Any]:
-    """Returns the JSON Schema of a key; interpolations are text, so every value may be `${...}` too."""
-    choices: list[dict[str, Any]] = [{"type": "string", "pattern": r"^\$\{.+\}$"}]
-    for part in options(key.annotation):
-        choices.append(_json_part(part, key))
+    """Returns the JSON Schema of a key."""
+    choices = _json_choices(key.annotation)
     choices += [{"type": ALSO_TAKEN[key.name]}] if key.name in ALSO_TAKEN else []
     return {"anyOf": choices, "default": list(key.default) if isinstance(key.default, (list, tuple)) else key.default}
 
 
-def _json_entry(entry: Any) -> dict[str, Any]:
-    if dataclasses.is_dataclass(entry):
-        return _json_source()
-    return {"type": "object" if get_origin(entry) is Mapping else "string"}
+def _json_choices(annotation: Any) -> list[dict[str, Any]]:
+    """Interpolations are text, so every value may be `${...}` too."""
+    parts = [_json_part(part, limits_of(annotation)) for part in options(annotation)]
+    return [{"type": "string", "pattern": r"^\$\{.+\}$"}, *parts]
 
 
-def _json_part(part: Any, key: Key) -> dict[str, Any]:
+def _json_part(part: Any, limits: Range) -> dict[str, Any]:
     if get_origin(part) is Literal:
         return {"enum": list(get_args(part))}
     if get_origin(part) is list:
-        (entry,) = get_args(part)
-        return {"type": "array", "items": _json_entry(entry)}
+        return {"type": "array", "items": _json_part(get_args(part)[0], Range())}
+    if isinstance(part, type) and dataclasses.is_dataclass(part):
+        texts = documented(part)
+        properties = {
+            name: {"anyOf": _json_choices(annotation), "description": texts.get(name, "")}
+            for name, annotation in fields_of(part).items()
+        }
+        return {"type": "object", "required": required(part), "additionalProperties": False, "properties": properties}
     names = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
-    name, limits = names.get(get_origin(part) or part, "object"), limits_of(key.annotation)
-    schema: dict[str, Any] = {"type": name}
-    if name in ("integer", "number") and limits.also is None:
+    schema: dict[str, Any] = {"type": names.get(get_origin(part) or part, "object")}
+    if part in (int, float) and limits.also is None:
         pairs = (
             ("minimum", limits.minimum),
             ("maximum", limits.maximum),
@@ -158,16 +157,6 @@ def _json_part(part: Any, key: Key) -> dict[str, Any]:
         )
         schema |= {word: limit for word, limit in pairs if limit is not None}
     return schema
-
-
-def _json_source() -> dict[str, Any]:
-    properties: dict[str, Any] = {}
-    for name, annotation in fields_of(DataSource).items():
-        words = [word for part in options(annotation) if get_origin(part) is Literal for word in get_args(part)]
-        properties[name] = ({"enum": words} if words else {"type": ["string", "null"]}) | {
-            "description": documented(DataSource).get(name, "")
-        }
-    return {"type": "object", "required": ["path"], "additionalProperties": False, "properties": properties}
 
 
 # `make config`: the resolved configuration as YAML, each key with where its value came from.
