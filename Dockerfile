@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# The container of `make kubernetes`: its entry point is the same command that people type by hand.
+# The container of `make kubernetes`: its entry point is the same command that people type.
 #   docker build -t registry.example/sft-play:0.1.0 .
 #   docker run --gpus all --shm-size=16g -v "$PWD/runs:/runs" -v "$PWD/models:/models" registry.example/sft-play:0.1.0 \
 #       train-distributed CONFIG=configs/l40s_pair.yaml RUN_NAME=demo
@@ -22,9 +22,9 @@ RUN python -m venv /opt/venv \
     && /opt/venv/bin/pip install --constraint constraints.txt torch
 COPY pyproject.toml LICENSE README.md ./
 COPY sft_play ./sft_play
-# Editable, at the same path in both stages: presets (`extends: l40s_pair`) are found beside the package.
+# Editable, at the same path in both stages: presets (`extends: l40s_pair`) are found next to the package.
 RUN /opt/venv/bin/pip install --constraint constraints.txt --editable .
-# Trackers beside TensorBoard, without our constraints: Aim wants older versions of filelock and python-dateutil.
+# Trackers in addition to TensorBoard, without our constraints: Aim wants older versions of filelock and python-dateutil.
 ARG TRACKERS=""
 RUN case "$TRACKERS" in \
         "") ;; \

@@ -19,7 +19,7 @@ override nothing :=
 override blank := $(nothing) $(nothing)
 override tab := $(nothing)	$(nothing)
 override hash := \#
-# `VENV` stands in names of targets: no letter there that make or the shell reads. `$(value)` is what was typed; nothing expands it.
+# `VENV` is part of targets' names: no letter there that make or the shell reads. `$(value)` is what was typed; nothing expands it.
 override read_by_others := $$ " ' ` \ ; & | < > ( ) { } [ ] * ? ~ = : % $(hash)
 override wrong := $(strip $(if $(value VENV),,empty) $(foreach c,$(read_by_others),$(findstring $c,$(value VENV))) \
 	$(if $(filter -%,$(value VENV)),- at its beginning) $(foreach c,blank tab newline,$(if $(findstring $($c),$(value VENV)),$c)))
@@ -106,11 +106,11 @@ test-gpu: $(VENV)/.dev
 accept-gpu: $(VENV)/.bench
 	@$(bin)/python -m benchmarks.acceptance STEPS=$(call quoted,STEPS)
 
-# Training speed and memory beside a plain transformers Trainer and TRL's SFTTrainer, as ratios of medians.
+# Training speed and memory compared with a plain transformers Trainer and TRL's SFTTrainer, as ratios of medians.
 bench-training: $(VENV)/.bench
 	@$(bin)/python -m benchmarks.training
 
-# Answers a second beside one-by-one and batched `generate`, as ratios of medians.
+# Answers a second compared with one-by-one and batched `generate`, as ratios of medians.
 bench-evaluation: $(VENV)/.dev
 	@$(bin)/python -m benchmarks.evaluation
 
@@ -118,7 +118,7 @@ bench-evaluation: $(VENV)/.dev
 bench-saving: $(VENV)/.dev
 	@$(bin)/python -m benchmarks.saving
 
-# Rows a second of `make data` beside a plain `datasets.map(apply_chat_template)`; ROWS=20000 makes it shorter.
+# Rows a second of `make data` compared with a plain `datasets.map(apply_chat_template)`; ROWS=20000 makes it shorter.
 bench-preparation: $(VENV)/.dev
 	@$(bin)/python -m benchmarks.preparation rows=$(call quoted,ROWS)
 

@@ -23,7 +23,7 @@ if [ ! -x "$venv/bin/python" ]; then
     fi
 fi
 
-# To install into an environment of another clone would change the program under a run that goes on there.
+# To install into an environment of another clone would change the program under a run that is training there.
 owner=$("$venv/bin/python" -I - "$PWD" "$venv" <<'END'
 import importlib.metadata, json, os, sys
 from urllib.parse import unquote, urlsplit
