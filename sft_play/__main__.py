@@ -80,15 +80,13 @@ COMMANDS: dict[str, Command] = {
         overrides=False,
     ),
     "train": Command("sft_play.launch.commands:train", "one process on the best device here", LAUNCH),
-    "train-tb": Command("sft_play.tensorboard:train_tb", "the same, with TensorBoard", LAUNCH),
+    "train-tb": Command("sft_play.tensorboard:train", "the same, with TensorBoard", LAUNCH),
     "train-distributed": Command("sft_play.launch.commands:train_distributed", "all GPUs, or NUM_GPUS processes", LAUNCH),
-    "train-distributed-tb": Command("sft_play.tensorboard:train_distributed_tb", "the same, with TensorBoard", LAUNCH),
+    "train-distributed-tb": Command("sft_play.tensorboard:train", "the same, with TensorBoard", LAUNCH),
     "train-deepspeed": Command(
         "sft_play.launch.commands:train_deepspeed", "the same under DeepSpeed ZeRO", LAUNCH | {"DEEPSPEED_CONFIG"}
     ),
-    "train-deepspeed-tb": Command(
-        "sft_play.tensorboard:train_deepspeed_tb", "the same, with TensorBoard", LAUNCH | {"DEEPSPEED_CONFIG"}
-    ),
+    "train-deepspeed-tb": Command("sft_play.tensorboard:train", "the same, with TensorBoard", LAUNCH | {"DEEPSPEED_CONFIG"}),
     "train-fsdp": Command("sft_play.launch.commands:train_fsdp", "the same under FSDP2", LAUNCH),
     "resume": Command(
         "sft_play.launch.commands:resume", "continue from a run's newest valid checkpoint", (LAUNCH | {"RUN"}) - {"CONFIG"}

@@ -83,7 +83,7 @@ def run_again(run: RunFolder) -> str | None:
         if many and not launch["deepspeed"] and config.get("launch", {}).get("strategy", "auto") == "auto":
             words.append(f"LAUNCH_STRATEGY={plan['strategy']}")
         words += _chosen(plan, config["train"])
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError):
         return None
     return "make " + " ".join(word if word.startswith("NUM_NODES") else _typed(word) for word in words)
 

@@ -13,7 +13,6 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -32,6 +31,9 @@ HOST = "127.0.0.1"
 DEFAULT_PORT = 6006
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
+TRAININGS = {
+    "train-tb": commands.train, "train-distributed-tb": commands.train_distributed, "train-deepspeed-tb": commands.train_deepspeed,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,29 +66,14 @@ def pid_file() -> Path:
     return runs_folder() / ".tensorboard.json"
 
 
-def train_tb(call: Call) -> int:
-    """`train` with TensorBoard."""
-    return _with_tensorboard(call, commands.train)
-
-
-def train_distributed_tb(call: Call) -> int:
-    """`train_distributed` with TensorBoard."""
-    return _with_tensorboard(call, commands.train_distributed)
-
-
-def train_deepspeed_tb(call: Call) -> int:
-    """`train_deepspeed` with TensorBoard."""
-    return _with_tensorboard(call, commands.train_deepspeed)
-
-
-def _with_tensorboard(call: Call, command: Callable[[Call], int]) -> int:
+def train(call: Call) -> int:
     """Opens TensorBoard before the training and leaves it running, so that the curves stay to be read."""
     if "RUN" not in call.options:
         call.load_config()  # a mistake in it is reported before anything is started
     code = start(replace(call, options={k: v for k, v in call.options.items() if k == "TENSORBOARD_PORT"}, json=False))
     if code:
         return code
-    code = command(call)
+    code = TRAININGS[call.command](call)
     print("TensorBoard keeps running; `make tensorboard-stop` ends it", file=sys.stderr)
     return code
 

@@ -104,7 +104,7 @@ def is_saved(path: Path) -> bool:
         return False
     try:
         saved = read_json(path)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return False
     return isinstance(saved, dict) and {"config", "origins"} <= saved.keys()
 
@@ -119,7 +119,7 @@ def _read_saved(path: Path) -> tuple[Values, Path | None]:
         return _values_of(tree, origins, place=str(path)), Path(saved["path"]) if saved.get("path") else None
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no run in `{path.parent}`", hint="RUN= takes the name or the folder of a run") from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"not the configuration of a run: {_in_words(error)}",
             place=str(path),
@@ -130,8 +130,6 @@ def _read_saved(path: Path) -> tuple[Values, Path | None]:
 def _in_words(error: Exception) -> str:
     if isinstance(error, JSONDecodeError):
         return f"it is cut short, or no JSON ({error})"
-    if isinstance(error, RecursionError):
-        return "it is nested too deep"
     return f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__} {error}"
 
 

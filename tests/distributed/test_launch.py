@@ -90,6 +90,11 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
     complete = launcher("resume", "RUN=one")
     assert complete.returncode == 0
     assert "is complete" in complete.stderr
+    assert changed_at(run) == before
+    (run / "report.html").rename(run / ".report.html.abcd1234")  # a launcher that was killed as it wrote the report
+    complete = launcher("resume", "RUN=one")
+    assert complete.returncode == 0 and (run / "report.html").is_file() and not (run / ".report.html.abcd1234").exists()
+    before = changed_at(run)
 
     other = launcher("resume", "RUN=one", "TRAIN_MAX_STEPS=4", "TUNING_BACKEND=unsloth")
     assert other.returncode == 5

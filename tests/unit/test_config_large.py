@@ -20,11 +20,10 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("depth", [900, 50_000])
-def test_a_saved_configuration_that_is_nested_too_deep(depth: int, tmp_path: Path) -> None:
+def test_a_saved_configuration_that_is_nested_too_deep(tmp_path: Path) -> None:
     saved = tmp_path / "config.json"
     save_config(load_config(written(tmp_path, "data: {train_path: x}"), environ={}), saved)
-    text = saved.read_text().replace('"config": {', f'"config": {{"zzz": {"[" * depth}{"]" * depth}, ', 1)
+    text = saved.read_text().replace('"config": {', f'"config": {{"zzz": {"[" * 50_000}{"]" * 50_000}, ', 1)
     saved.write_text(text)
     with pytest.raises(CheckpointError, match="nested"):
         read_config(saved)
