@@ -157,6 +157,12 @@ def profile(config: Config) -> Iterator[Conflict]:
         )
 
 
+def notify(config: Config) -> Iterator[Conflict]:
+    scheme = re.match(r"(\w+)://", config.launch.notify or "")
+    if scheme and scheme[1] not in ("http", "https"):
+        yield Conflict("launch.notify", ", which is no webhook", "https://..., or a command")
+
+
 def names(config: Config) -> Iterator[Conflict]:
     """Text that must say something."""
     said = {
@@ -264,5 +270,5 @@ def slices(config: Config) -> Iterator[Conflict]:
 
 
 RULES: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
-    names, precision, profile, evaluation, launch, warmup, slow_network, slices, paths, tokens, code, *data_rules.RULES, *metrics.RULES,
+    names, precision, profile, notify, evaluation, launch, warmup, slow_network, slices, paths, tokens, code, *data_rules.RULES, *metrics.RULES,
 )  # fmt: skip

@@ -58,6 +58,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.runs.notify import end_text, notify, wait_until_sent
 from sft_play.runs.prepared import Prepared
 
 Newest = Callable[[], tuple[Path | None, list[str]]]
@@ -203,7 +204,9 @@ def launch(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> 
         record_event(run, ended, node_rank=job.node.rank, code=outcome.code, rank=outcome.rank, error=outcome.message or None,
                      **({"cause": outcome.cause} if outcome.cause else {}), **outcome.stop)  # fmt: skip
     if job.node.rank == 0:  # several machines may share the folder
+        notify(job.loaded.config.launch.notify, run, ended, end_text(run, ended, outcome.message))
         _write_report(run)
+        wait_until_sent()
     return outcome
 
 
@@ -223,6 +226,8 @@ def _go_on(job: Job, run: RunFolder, prepared: Prepared, plan: Plan, outcome: Ou
             launch = {"launch": launch_facts(job.options)} if step.less else {}
             with contextlib.suppress(OSError):  # what a full disk leaves out here is no reason to end
                 record_event(run, step.event, node_rank=job.node.rank, **launch, **step.facts)
+            if job.node.rank == 0:
+                notify(job.loaded.config.launch.notify, run, step.event, f"{run.name}: {step.said}")
         time.sleep(step.pause)
         if job.rendezvous or step.less:
             recoveries = (*plan.recoveries, step.recovered) if step.recovered else plan.recoveries

@@ -17,6 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 from sft_play.errors import DataError
 from sft_play.files import append_json_line, read_json_lines, side_file, write_json, write_text
+from sft_play.runs.notify import notify
 from sft_play.training.ranks import TrainContext
 from sft_play.training.saving import Saver
 from sft_play.training.states.facts import loss_scaler
@@ -111,6 +112,7 @@ class SpikeGuard(TrainerCallback, ExportableState):
     def __init__(self, context: TrainContext) -> None:
         train = context.config.train
         self.mode, self.factor, self.rank = train.spike_guard, train.spike_factor, context.ranks.rank
+        self.run, self.notify = context.run, context.config.launch.notify
         self.path = context.run.logs / "spikes.jsonl"
         """Each rank appends a line for its own rows."""
         self.norms: list[float] = []
@@ -148,7 +150,10 @@ class SpikeGuard(TrainerCallback, ExportableState):
         if self.rank == 0:
             done = "its update is left out" if skipped else "the update is made"
             times = f"{norm / median:.1f} times the median {median:.3g}" if median else f"the median is {median:.3g}"
-            print(f"step {step}: the gradient norm jumps to {norm:.3g}, {times}; {done}; rows: {self.path}", flush=True)
+            said = f"step {step}: the gradient norm jumps to {norm:.3g}, {times}; {done}"
+            print(f"{said}; rows: {self.path}", flush=True)
+            if len(self.found) == 1:
+                notify(self.notify, self.run, "spike", f"{self.run.name}: {said}")
         return skipped
 
     def state(self) -> dict[str, Any]:

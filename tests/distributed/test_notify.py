@@ -1,0 +1,97 @@
+"""`launch.notify`: a real webhook and a real command learn what happens to a run; one that hangs or fails changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.notify import notify, wait_until_sent
+from tests.launcher import Launcher
+from tests.quota import worker_of
+from tests.tiny_models import build_tiny_llama
+
+SECRET = "hf_" + "Q7xk2Lm9" * 4
+
+
+@contextlib.contextmanager
+def webhook(*, hangs: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    said, over = list[dict[str, Any]](), threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            said.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            if hangs:
+                over.wait(60)
+            self.send_response(404 if "missing" in self.path else 204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing on stderr."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/hook", said
+        finally:
+            over.set()
+            server.shutdown()
+
+
+def test_a_webhook_learns_of_a_restart_a_spike_and_the_end(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
+    words = ("NUM_GPUS=2", "RUN_NAME=told", "TRAIN_MAX_STEPS=40", "LAUNCH_MAX_RESTARTS=1", "LAUNCH_NOTIFY=$MY_HOOK")
+    spikes = ("TRAIN_SPIKE_GUARD=report", "TRAIN_SPIKE_FACTOR=1.01")
+    with webhook() as (url, said):
+        process = launcher.start("train-distributed", f"CONFIG={launcher.config}", *words, *spikes, MY_HOOK=url, HF_TOKEN=SECRET)
+        launcher.wait_for_steps(launcher.runs / "told", 3, process)
+        os.kill(worker_of(process.pid, 1), signal.SIGKILL)
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+    events = [one["event"] for one in said]
+    assert [one for one in events if one != "spike"] == ["restarted", "finished"] and "spike" in events
+    texts = {one["event"]: one["text"] for one in said}
+    assert "SIGKILL" in texts["restarted"] and "the gradient norm jumps" in texts["spike"]
+    assert texts["finished"].startswith("told finished: steps 40, loss ")
+    assert all(one["run"] == "told" and one["content"] == one["text"] for one in said)
+    assert SECRET not in json.dumps(said) and url not in out + err + (launcher.runs / "told" / "config.json").read_text()
+
+
+def test_a_command_learns_of_a_failure_and_a_stopped_run(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
+    notes = tmp_path / "notes"
+    words = (f"CONFIG={launcher.config}", "TRAIN_MAX_STEPS=2000", f"LAUNCH_NOTIFY=cat >> {notes}; echo >> {notes}")
+    process = launcher.start("train-distributed", "NUM_GPUS=2", *words, "RUN_NAME=fails")
+    launcher.wait_for_steps(launcher.runs / "fails", 3, process)
+    os.kill(worker_of(process.pid, 1), signal.SIGKILL)
+    assert process.wait(60) == 75
+    process = launcher.start("train", *words, "RUN_NAME=stops")
+    launcher.wait_for_steps(launcher.runs / "stops", 3, process)
+    assert launcher("stop", "RUN=stops").returncode == 0
+    process.wait(60)
+    first, second = (json.loads(line) for line in notes.read_text().split("\n") if line)
+    assert first["event"] == "failed" and re.search(r"rank 1 \(.+\) was killed by SIGKILL", first["text"])
+    assert (second["event"], second["run"]) == ("stopped", "stops")
+
+
+@pytest.mark.parametrize("target", ["hangs", "missing", "nobody", "sleep 60", "exit 3", "$SFT_PLAY_TEST_NO_SUCH"])
+def test_what_does_not_answer_is_one_warning(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with webhook(hangs=target == "hangs") as (url, _):
+        addresses = {"hangs": url, "missing": f"{url}/missing", "nobody": "http://127.0.0.1:9/hook"}
+        began = time.monotonic()
+        notify(addresses.get(target, target), RunFolder(tmp_path / "run"), "finished", f"done {SECRET}")
+        wait_until_sent()
+        assert time.monotonic() - began < 30
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: `launch.notify` was not sent: ") and warning.count("\n") == 1 and url not in warning
