@@ -26,6 +26,7 @@ FROM_ENVIRONMENT = (
 ELASTIC = re.compile(r"(\d{1,3}):(\d{1,3})")
 SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*[GM]bit(?:/s)?", re.IGNORECASE)
 """As `plan.hardware` reads it."""
+NOTIFIED = re.compile(r"https?://\S+|\$\w+")
 REPLICAS = ("auto", "ddp")
 """Strategies under which every rank holds all weights that train."""
 
@@ -158,9 +159,10 @@ def profile(config: Config) -> Iterator[Conflict]:
 
 
 def notify(config: Config) -> Iterator[Conflict]:
-    scheme = re.match(r"(\w+)://", config.launch.notify or "")
-    if scheme and scheme[1] not in ("http", "https"):
-        yield Conflict("launch.notify", ", which is no webhook", "https://..., or a command")
+    """A run's configuration may be a stranger's, so a command is taken from the environment alone."""
+    if config.launch.notify is not None and not NOTIFIED.fullmatch(config.launch.notify):
+        hint = "for a command: export MY_NOTIFY='...' and set `launch.notify: $MY_NOTIFY`"
+        yield Conflict("launch.notify", ", which is neither a URL nor the name of a variable", hint)
 
 
 def names(config: Config) -> Iterator[Conflict]:

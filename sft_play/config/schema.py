@@ -334,7 +334,8 @@ class LaunchConfig:
     silent_seconds: Positive = 20
     """Silence after which a machine counts as lost."""
     notify: str | None = None
-    """URL of a webhook, or a command, that learns of the run's end, restarts and the first spike; `$NAME` takes it from the environment."""
+    """Learns of the run's end, restarts and the first spike: the URL of a webhook, or `$NAME`, a variable of the environment with a URL or a
+    shell command."""
     elastic: str | None = None
     """`MIN:MAX` machines (`2:4`): continue with those left, and take back one that returns."""
     max_oom_retries: FromZero = 3

@@ -27,7 +27,7 @@ _under_way = list[threading.Thread]()
 
 
 def notify(target: str | None, run: RunFolder, event: str, text: str) -> None:
-    """Sends `{"run", "event", "text", "content"}` in a thread: to a URL as JSON, to a command on its stdin. `$NAME` is a variable's value.
+    """Sends `{"run", "event", "text", "content"}` in a thread: to a URL as JSON, to the command of a variable `$NAME` on its stdin.
 
     `text` is what Slack shows and `content` what Discord does. Tokens are masked.
     """
@@ -81,7 +81,7 @@ def _send(target: str, body: str) -> None:
 def _run(command: str, body: str) -> None:
     nowhere = subprocess.DEVNULL
     with subprocess.Popen(
-        command, shell=True, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, text=True, start_new_session=True
+        ["/bin/sh", "-c", command], stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, text=True, start_new_session=True
     ) as process:
         try:
             process.communicate(body, timeout=SECONDS)

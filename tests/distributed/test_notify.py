@@ -18,6 +18,7 @@ import pytest
 
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.notify import notify, wait_until_sent
+from tests.conftest import Program
 from tests.launcher import Launcher
 from tests.quota import worker_of
 from tests.tiny_models import build_tiny_llama
@@ -71,7 +72,8 @@ def test_a_webhook_learns_of_a_restart_a_spike_and_the_end(tmp_path: Path) -> No
 def test_a_command_learns_of_a_failure_and_a_stopped_run(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
     notes = tmp_path / "notes"
-    words = (f"CONFIG={launcher.config}", "TRAIN_MAX_STEPS=2000", f"LAUNCH_NOTIFY=cat >> {notes}; echo >> {notes}")
+    words = (f"CONFIG={launcher.config}", "TRAIN_MAX_STEPS=2000", "LAUNCH_NOTIFY=$MY_NOTIFY")
+    launcher.environment["MY_NOTIFY"] = f"cat >> {notes}; echo >> {notes}"
     process = launcher.start("train-distributed", "NUM_GPUS=2", *words, "RUN_NAME=fails")
     launcher.wait_for_steps(launcher.runs / "fails", 3, process)
     os.kill(worker_of(process.pid, 1), signal.SIGKILL)
@@ -85,13 +87,23 @@ def test_a_command_learns_of_a_failure_and_a_stopped_run(tmp_path: Path) -> None
     assert (second["event"], second["run"]) == ("stopped", "stops")
 
 
-@pytest.mark.parametrize("target", ["hangs", "missing", "nobody", "sleep 60", "exit 3", "$SFT_PLAY_TEST_NO_SUCH"])
-def test_what_does_not_answer_is_one_warning(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("target", ["hangs", "missing", "nobody", "sleep 60", "exit 3", ""])
+def test_what_does_not_answer_is_one_warning(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with webhook(hangs=target == "hangs") as (url, _):
         addresses = {"hangs": url, "missing": f"{url}/missing", "nobody": "http://127.0.0.1:9/hook"}
         began = time.monotonic()
-        notify(addresses.get(target, target), RunFolder(tmp_path / "run"), "finished", f"done {SECRET}")
+        if target not in addresses:
+            monkeypatch.setenv("MY_NOTIFY", target) if target else monkeypatch.delenv("MY_NOTIFY", raising=False)
+        notify(addresses.get(target, "$MY_NOTIFY"), RunFolder(tmp_path / "run"), "finished", f"done {SECRET}")
         wait_until_sent()
         assert time.monotonic() - began < 30
     warning = capsys.readouterr().err
     assert warning.startswith("warning: `launch.notify` was not sent: ") and warning.count("\n") == 1 and url not in warning
+
+
+@pytest.mark.parametrize("target", ["ftp://host/x", "rm -rf /", "$(id)"])
+def test_a_configuration_brings_no_command(target: str, in_process: Program) -> None:
+    done = in_process("config", "CONFIG=quickstart", f"LAUNCH_NOTIFY={target}")
+    assert done.code == 2 and "neither a URL nor the name of a variable" in done.err and "export MY_NOTIFY" in done.err
