@@ -59,7 +59,7 @@ COMMANDS = {
 }  # fmt: skip
 AIMS = {"time": 33, TRAINING: 22, SAVING: 22, EVALUATING: 10, PREPARING: 8, PUBLISHING: 5}
 """Weights: a random moment of the whole launch, most of which is its start; or one after its first step, or inside a phase that is waited for."""
-WITHIN = {SAVING: 0.2, EVALUATING: 0.6, PREPARING: 2.0, PUBLISHING: 0.1}
+WITHIN = {SAVING: 0.05, EVALUATING: 0.6, PREPARING: 2.0, PUBLISHING: 0.1}
 """How long after a phase began it is killed at the latest, in seconds."""
 MOST_FAILURES = 3
 """Launches in a row that may fail by themselves before the soak gives up."""
