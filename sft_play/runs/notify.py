@@ -60,15 +60,17 @@ def end_text(run: RunFolder, event: str, message: str) -> str:
 
 def _send(target: str, body: str) -> None:
     try:
-        if found := VARIABLE.fullmatch(target):
-            target = os.environ[found[1]]
+        found = VARIABLE.fullmatch(target)
+        target = os.environ[found[1]] if found else target
         if WEBHOOK.fullmatch(target):
             request = urllib.request.Request(
                 target, body.encode(), {"Content-Type": "application/json", "User-Agent": "sft-play"}
             )
             urllib.request.urlopen(request, timeout=SECONDS).close()
-        else:
+        elif found:  # what a run's folder says is never run
             _run(target, body)
+        else:
+            raise ValueError
     except (OSError, ValueError, KeyError, subprocess.SubprocessError) as problem:  # the address, perhaps a secret, is not shown
         code = getattr(problem, "code", None) or getattr(problem, "returncode", None)
         print(

@@ -107,3 +107,9 @@ def test_what_does_not_answer_is_one_warning(
 def test_a_configuration_brings_no_command(target: str, in_process: Program) -> None:
     done = in_process("config", "CONFIG=quickstart", f"LAUNCH_NOTIFY={target}")
     assert done.code == 2 and "neither a URL nor the name of a variable" in done.err and "export MY_NOTIFY" in done.err
+
+
+def test_a_command_in_a_runs_own_configuration_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notify(f"touch {tmp_path / 'run-by-notify'}", RunFolder(tmp_path / "run"), "finished", "done")
+    wait_until_sent()
+    assert "was not sent" in capsys.readouterr().err and not (tmp_path / "run-by-notify").exists()
