@@ -200,7 +200,7 @@ def test_shards_go_on_from_their_checkpoint(
     command: str, config: Path, variables: dict[str, str], undisturbed: tuple[Path, int]
 ) -> None:
     run = undisturbed[0].parent / command
-    process = start([command, f"CONFIG={config}", f"RUN_NAME={command}", "NUM_GPUS=2"], variables)
+    process = start([command, f"CONFIG={config}", f"RUN_NAME={command}", "NUM_GPUS=2", "TRAIN_BATCH_SIZE=4"], variables)
 
     def limit_rank_1(found: dict[int, int]) -> None:
         room = status(found[1], "VmSize") + 550 * MIB  # four long rows take 750, two 380
