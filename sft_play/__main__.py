@@ -195,6 +195,11 @@ COMMANDS: dict[str, Command] = {
         "where the time of some steps goes: of a RUN with `train.profile`, or of a few steps of CONFIG",
         LAUNCH | {"RUN"},
     ),
+    "sweep": Command(
+        "sft_play.sweep:main",
+        "a run for each combination of values in SWEEP, planned first, ranked at the end",
+        COMMON | {"SWEEP", "RUN_NAME", "NUM_GPUS", "PRICE_PER_HOUR"},
+    ),
     "stop": Command("sft_play.launch.runs:stop", "save and stop a RUN", RUN, overrides=False),
     "logs": Command(
         "sft_play.launch.runs:logs", "the log of a rank; FOLLOW=1 follows it", RUN | {"RANK", "FOLLOW"}, overrides=False

@@ -1,0 +1,264 @@
+"""`make sweep`: one configuration with many values of some keys, each combination an ordinary run, ranked at the end."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from sft_play.config.call import Call
+from sft_play.config.keys import find_key, schema_keys
+from sft_play.config.layers import Override, config_path
+from sft_play.config.load import load_config
+from sft_play.config.metrics import OF_LOSS
+from sft_play.config.reader import INVALID, Mismatch, Positive, closest_word, read_record, shown
+from sft_play.config.yaml_files import Node, read_yaml, scalar_text
+from sft_play.errors import UserError, raise_all
+from sft_play.files import typed_path
+from sft_play.launch.commands import start_run
+from sft_play.launch.job import read_options
+from sft_play.launch.run_folder import choose_name
+from sft_play.launch.summary import Summary, summary_of
+from sft_play.plan.detect import detect
+from sft_play.plan.scaling import parse_price
+from sft_play.plan.sources import plan_for
+from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.text import duration, figure, table
+
+STOPPED = (130, 143)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Numbers to draw from: `{min: 1e-5, max: 1e-3, log: true}`."""
+
+    min: float
+    max: float
+    log: bool = False
+    """Whether each order of magnitude is as likely as another."""
+
+    def draw(self, generator: random.Random) -> str:
+        """Returns a number with three figures."""
+        if self.log:
+            return f"{math.exp(generator.uniform(math.log(self.min), math.log(self.max))):.3g}"
+        return f"{generator.uniform(self.min, self.max):.3g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """What the file says."""
+
+    keys: dict[str, Any]
+    """Dotted key -> list of values, or a `Span`."""
+    method: Literal["grid", "random", "halving"] = "grid"
+    runs: Positive = 8
+    """Of `random` and `halving`: how many combinations are drawn."""
+    metric: str | None = None
+    """By which runs are ranked: `loss`, `eval_loss`, `eval_rougeL`, ...; default: `train.metric_for_best_model`, or
+    `loss` where nothing is evaluated."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One combination."""
+
+    name: str
+    values: Mapping[str, str]
+    origin: str
+    steps: int | None = None
+    """In place of the configuration's."""
+
+    def overrides(self) -> tuple[Override, ...]:
+        """Returns what it adds to the configuration. The same command finds its runs again."""
+        values = {**self.values, "launch.auto_resume": "true"} | ({"train.max_steps": str(self.steps)} if self.steps else {})
+        return tuple(Override(key=key, text=text, origin=self.origin) for key, text in values.items())
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of a trial."""
+
+    trial: Trial
+    summary: Summary
+    score: float | None = field(default=None)
+
+
+def main(call: Call) -> int:
+    """Plans all runs, trains them in turn, and prints them in order of their scores. The same command continues where it was stopped."""
+    for name, example in (("CONFIG", "CONFIG=my.yaml"), ("SWEEP", "SWEEP=sweep.yaml")):
+        if name not in call.options:
+            raise UserError(f"`make sweep` needs `{name}`", hint=f"make sweep CONFIG=my.yaml SWEEP=sweep.yaml, {example}")
+    path, config = typed_path(call.options["SWEEP"]), config_path(call.options["CONFIG"])
+    sweep = read_sweep(path)
+    if typed := [one for one in call.overrides if one.key in sweep.keys]:
+        raise UserError(f"`{typed[0].key}` is typed, and a key of the sweep too", place=typed[0].origin, hint="give it once")
+    base = load_config(config, call.overrides).config.train
+    metric = sweep.metric or (base.metric_for_best_model if base.eval_strategy != "no" else "loss")
+    metric = metric if metric == "loss" or metric.startswith("eval_") else f"eval_{metric}"
+    if metric != "loss" and base.eval_strategy == "no":
+        raise UserError(
+            f"runs are ranked by `{metric}`, and `train.eval_strategy` is `no`", place=str(path), hint="TRAIN_EVAL_STRATEGY=epoch"
+        )
+    if sweep.method == "halving" and base.max_steps < 1:
+        raise UserError(
+            "`method: halving` shortens runs, so it must know their steps", place=str(path), hint="TRAIN_MAX_STEPS=1000"
+        )
+    name = choose_name(call.options.get("RUN_NAME") or f"{config.stem}-{path.stem}", config)
+    trials = [
+        Trial(name=f"{name}-{index:02d}", values=values, origin=str(path)) for index, values in enumerate(combinations(sweep), 1)
+    ]
+    rounds = list(lengths(len(trials), base.max_steps)) if sweep.method == "halving" else [(len(trials), None)]
+    say_plan(call, trials, rounds)
+    results: list[Result] = []
+    for number, (count, steps) in enumerate(rounds, 1):
+        if number > 1:
+            chosen = [one.trial for one in ranked(results, metric)[:count]]
+            trials = [replace(one, name=f"{one.name.partition('.')[0]}.{number}") for one in chosen]
+        results = []
+        for place, trial in enumerate((replace(one, steps=steps) for one in trials), 1):
+            print(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {_words(trial)}", file=sys.stderr, flush=True)
+            _, outcome = start_run(_call(call, trial), "auto")
+            if outcome.code in STOPPED:
+                print("stopped; the same command continues the sweep", file=sys.stderr)
+                return outcome.code
+            if outcome.message:
+                print(outcome.message, file=sys.stderr)
+            results.append(Result(trial=trial, summary=summary_of(RunFolder(runs_folder() / trial.name))))
+        if metric != "loss" and not any(metric in one.summary.scores for one in results):
+            print(f"note: no run has `{metric}`; ranked by the loss of training", file=sys.stderr)
+            metric = "loss"
+    show(call, ranked(results, metric), metric)
+    return 0 if any(one.summary.state == "finished" for one in results) else 75
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Returns a sweep file's content. Raises every mismatch at once, with its line."""
+    node, problems = read_yaml(path), list[Mismatch]()
+    found: Any = read_record(node, Sweep, "", problems) if isinstance(node.value, dict) else INVALID
+    if found is INVALID and not problems:
+        problems.append(Mismatch("", node, f"is `{shown(node)}`; expected `keys` with values"))
+    spans: dict[str, Any] = {}
+    for key, part in node.value["keys"].value.items() if found is not INVALID else ():
+        if find_key(key) is None:
+            word = closest_word(key, list(schema_keys()))
+            problems.append(
+                Mismatch(
+                    key, part, "is not a known key", f"did you mean `{word}`?" if word else "docs/configuration.md lists them"
+                )
+            )
+        elif isinstance(part.value, dict):
+            spans[key] = read_record(part, Span, key, problems)
+            span = spans[key]
+            if found.method == "grid":
+                problems.append(
+                    Mismatch(key, part, "is a range, which a grid cannot go through", "a list of values, or `method: random`")
+                )
+            elif span is not INVALID and not (span.min < span.max and (span.min > 0 or not span.log)):
+                problems.append(Mismatch(key, part, "is an empty range, or one of logarithms that is not above 0"))
+        elif isinstance(part.value, list) and part.value:
+            spans[key] = [_text(one) for one in part.value]
+        else:
+            problems.append(Mismatch(key, part, f"is `{shown(part)}`; expected a list of values, or `{{min: ..., max: ...}}`"))
+    raise_all([
+        UserError(f"`{one.key}` {one.problem}" if one.key else f"the sweep {one.problem}", place=f"{path}:{one.node.line}", hint=one.hint)
+        for one in problems
+    ])  # fmt: skip
+    return Sweep(keys=spans, method=found.method, runs=found.runs, metric=found.metric, seed=found.seed)
+
+
+def combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
+    """Yields the values of each trial: all of a grid in order, or `runs` different ones that the seed draws."""
+    if sweep.method == "grid":
+        for values in itertools.product(*sweep.keys.values()):
+            yield dict(zip(sweep.keys, values, strict=True))
+        return
+    generator, seen = random.Random(sweep.seed), set[tuple[str, ...]]()
+    for _ in range(100 * sweep.runs):
+        drawn = {key: one.draw(generator) if isinstance(one, Span) else generator.choice(one) for key, one in sweep.keys.items()}
+        if len(seen) < sweep.runs and tuple(drawn.values()) not in seen:
+            seen.add(tuple(drawn.values()))
+            yield drawn
+
+
+def lengths(trials: int, steps: int) -> Iterator[tuple[int, int]]:
+    """Yields runs and steps of each round: half of the runs, twice as long, until one has all steps."""
+    rounds = max(1, math.ceil(math.log2(trials)) + 1)
+    for number in range(rounds):
+        yield max(1, math.ceil(trials / 2**number)), max(1, math.ceil(steps / 2 ** (rounds - 1 - number)))
+
+
+def say_plan(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, int | None]]) -> None:
+    """Plans every run, so that a mistake in any is found before the first starts, and says number, time and cost of all."""
+    price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
+    hardware, seconds = detect(), list[float | None]()
+    for trial in trials:
+        ours = _call(call, trial)
+        options, loaded = read_options(ours, load_config(config_path(call.options["CONFIG"]), ours.overrides), "auto")
+        seconds.append(plan_for(loaded, hardware, options.request).total_seconds)
+    count = sum(runs for runs, _ in rounds)
+    print(
+        f"sweep of {count} runs"
+        + (f" in {len(rounds)} rounds: " + ", ".join(f"{n} of {s} steps" for n, s in rounds) if rounds[0][1] else "")
+    )
+    print(*table([("run", *trials[0].values), *((one.name, *one.values.values()) for one in trials)]), sep="\n")
+    known = [one for one in seconds if one is not None]
+    if len(known) == len(seconds):
+        full = sum(known) / len(known)
+        last = rounds[-1][1]
+        total = sum(known) if last is None else sum(runs * full * (steps or last) / last for runs, steps in rounds)
+        cost = f", cost about {figure(price * total / 3600)}" if price is not None else ""
+        print(f"about {duration(total)} in all, without preparation and start{cost}", flush=True)
+    else:
+        print("the time is known once the data are prepared (`make data`)", flush=True)
+
+
+def ranked(results: Sequence[Result], metric: str) -> list[Result]:
+    """Returns finished runs, the best first, then the others. Sets their scores."""
+    for one in results:
+        score = one.summary.loss if metric == "loss" else one.summary.scores.get(metric)
+        one.score = score if one.summary.state == "finished" and score is not None and math.isfinite(score) else None
+    sign = 1 if metric.removeprefix("eval_").partition("/")[0] in OF_LOSS else -1
+    return sorted(results, key=lambda one: (one.score is None, sign * (one.score or 0.0)))
+
+
+def show(call: Call, results: Sequence[Result], metric: str) -> None:
+    """Prints the runs of the last round, the best first."""
+    if call.json:
+        facts = [
+            {"run": one.trial.name, "values": dict(one.trial.values), metric: one.score, "state": one.summary.state}
+            for one in results
+        ]
+        print(json.dumps(facts, indent=2))
+        return
+    rows = [
+        (one.trial.name, *one.trial.values.values(), figure(one.score, 4) if one.score is not None else "-", one.summary.state,
+         duration(one.summary.seconds or 0.0))
+        for one in results
+    ]  # fmt: skip
+    print("", *table([("run", *results[0].trial.values, metric, "state", "time"), *rows]), sep="\n")
+    if len(results) > 1:
+        print(f'\nmore: make compare RUNS="{results[0].trial.name} {results[1].trial.name}"')
+
+
+def _call(call: Call, trial: Trial) -> Call:
+    options = {name: text for name, text in call.options.items() if name not in ("SWEEP", "PRICE_PER_HOUR")}
+    ours = trial.overrides()
+    typed = [one for one in call.overrides if one.key not in {each.key for each in ours}]
+    return replace(call, options={**options, "RUN_NAME": trial.name}, overrides=(*typed, *ours), json=False)
+
+
+def _text(node: Node) -> str:
+    """Returns a value as it is typed on a command line."""
+    plain = node.plain()
+    return json.dumps(plain) if isinstance(plain, list | dict) else node.text if node.text is not None else scalar_text(plain)
+
+
+def _words(trial: Trial) -> str:
+    return ", ".join(f"{key}={text}" for key, text in trial.values.items())

@@ -1,0 +1,100 @@
+"""`make sweep`: planned first, stopped and continued, ranked at the end; each run an ordinary one."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from sft_play.sweep import Sweep, combinations, lengths, read_sweep
+from tests.conftest import Program
+from tests.launcher import Launcher
+from tests.tiny_models import build_tiny_llama
+
+
+def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
+    (tmp_path / "rates.yaml").write_text("metric: loss\nkeys:\n  train.learning_rate: [1e-5, 0.05]\n  tuning.lora.r: [2, 4]\n")
+    words = ("sweep", f"CONFIG={launcher.config}", "SWEEP=rates.yaml", "TRAIN_MAX_STEPS=30", "PRICE_PER_HOUR=2")
+    process = launcher.start(*words)
+    launcher.wait_for_steps(launcher.runs / "demo-rates-02", 2, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 143 and "the same command continues the sweep" in err, err
+    assert out.startswith("sweep of 4 runs\n") and "demo-rates-04  0.05" in out and not (launcher.runs / "demo-rates-03").exists()
+
+    done = launcher(*words, "JSON=1")
+    assert done.returncode == 0, done.stderr
+    assert [one["event"] for one in launcher.events("demo-rates-01")] == ["started", "finished"], (
+        "a finished run is left as it is"
+    )
+    assert [one["event"] for one in launcher.events("demo-rates-02")] == ["started", "stopped", "resumed", "finished"]
+    assert "about " in done.stdout and "cost about " in done.stdout
+    found = json.loads(done.stdout[done.stdout.index("\n[\n") :])
+    assert {one["run"]: one["values"] for one in found} == {
+        f"demo-rates-0{2 * i + j + 1}": {"train.learning_rate": rate, "tuning.lora.r": rank}
+        for i, rate in enumerate(("1e-5", "0.05")) for j, rank in enumerate(("2", "4"))
+    }  # fmt: skip
+    losses = [one["loss"] for one in found]
+    assert losses == sorted(losses) and found[0]["values"]["train.learning_rate"] == "0.05"
+    config = json.loads((launcher.runs / "demo-rates-03" / "config.json").read_text())["config"]
+    assert config["train"]["learning_rate"] == 0.05 and config["tuning"]["lora"]["r"] == 2
+
+    (tmp_path / "half.yaml").write_text(
+        "method: halving\nruns: 3\nmetric: loss\nkeys: {train.learning_rate: {min: 1e-5, max: 0.1, log: true}}\n"
+    )
+    halving = launcher("sweep", f"CONFIG={launcher.config}", "SWEEP=half.yaml", "RUN_NAME=half", "TRAIN_MAX_STEPS=8")
+    assert halving.returncode == 0, halving.stderr
+    assert "sweep of 6 runs in 3 rounds: 3 of 2 steps, 2 of 4 steps, 1 of 8 steps" in halving.stdout
+    assert len(list(launcher.runs.glob("half-*"))) == 6 and len(list(launcher.runs.glob("half-*.3"))) == 1
+
+
+def test_what_is_drawn_is_different_and_the_same_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(
+        "method: random\nruns: 6\nkeys:\n  train.seed: [1, 2]\n  train.learning_rate: {min: 1e-5, max: 1e-3, log: true}\n"
+    )
+    drawn = list(combinations(read_sweep(path)))
+    assert drawn == list(combinations(read_sweep(path))) and len({tuple(one.values()) for one in drawn}) == 6
+    assert all(1e-5 <= float(one["train.learning_rate"]) <= 1e-3 for one in drawn)
+    few = Sweep(keys={"train.seed": ["1", "2"]}, method="random", runs=6)
+    assert len(list(combinations(few))) == 2
+    assert list(lengths(8, 100)) == [(8, 13), (4, 25), (2, 50), (1, 100)] and list(lengths(1, 100)) == [(1, 100)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("keys: {train.learning_rat: [1]}", "sweep.yaml:1: `train.learning_rat` is not a known key"),
+        ("method: gird\nkeys: {train.seed: [1]}", "sweep.yaml:1: `method` is `gird`"),
+        ("keys:\n  train.seed: 3", "sweep.yaml:2: `train.seed` is `3`; expected a list of values"),
+        ("keys:\n  train.seed: {min: 1, max: 3}", "is a range, which a grid cannot go through"),
+        ("method: random\nkeys:\n  train.seed: {min: 3, max: 1}", "is an empty range"),
+        ("keys:\n  train.seed: [1, two]", "`train.seed` is `two`; expected an integer"),
+        ("[1]", "the sweep is"),
+        ("steps: 3", "`keys` is missing"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_starts(in_process: Program, tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text + "\n")
+    done = in_process("sweep", "CONFIG=quickstart", f"SWEEP={path}")
+    assert done.code == 2 and said in done.err and "Traceback" not in done.err, done.err
+
+
+def test_what_a_sweep_needs(in_process: Program, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text("metric: rougeL\nkeys: {train.seed: [1, 2]}\n")
+    for words, said in (
+        ((), "needs `CONFIG`"),
+        (("CONFIG=quickstart",), "needs `SWEEP`"),
+        (("CONFIG=quickstart", f"SWEEP={path}", "TRAIN_SEED=3"), "is typed, and a key of the sweep too"),
+        (
+            ("CONFIG=quickstart", f"SWEEP={path}", "TRAIN_EVAL_STRATEGY=no"),
+            "ranked by `eval_rougeL`, and `train.eval_strategy` is `no`",
+        ),
+    ):
+        done = in_process("sweep", *words)
+        assert done.code == 2 and said in done.err, done.err
