@@ -318,6 +318,7 @@ def side_file(path: Path, what: str) -> Iterator[None]:
 def made_once(folder: Path, mark: str, make: Callable[[Path], object]) -> Path:
     """Returns `folder`, which `make` fills on first use: it appears complete, with the file `mark` in it, or not at all."""
     if (folder / mark).is_file():
+        remove_abandoned(folder.parent)
         return folder
     aside = new_folder(folder.parent, "making")
     try:
