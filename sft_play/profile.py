@@ -33,6 +33,9 @@ WORDS = {
 def main(call: Call) -> int:
     """Shows the profile of `RUN`, or trains a few steps of `CONFIG` for one."""
     if name := call.options.get("RUN"):
+        unused = [*sorted(call.options.keys() - {"RUN", "JSON"}), *(one.origin for one in call.overrides)]
+        if unused:
+            raise UserError(f"`RUN` shows what a run has measured, and `{unused[0]}` is for a new one", hint="give one of them")
         run = find_run(name)
     else:
         run, outcome = start_run(_short(call), "auto")

@@ -203,20 +203,20 @@ def say_plan(call: Call, trials: Sequence[Trial], rounds: Sequence[tuple[int, in
         options, loaded = read_options(ours, load_config(config_path(call.options["CONFIG"]), ours.overrides), "auto")
         seconds.append(plan_for(loaded, hardware, options.request).total_seconds)
     count = sum(runs for runs, _ in rounds)
-    print(
-        f"sweep of {count} runs"
-        + (f" in {len(rounds)} rounds: " + ", ".join(f"{n} of {s} steps" for n, s in rounds) if rounds[0][1] else "")
+    parts = (
+        f" in {len(rounds)} rounds: " + ", ".join(f"{runs} of {steps} steps" for runs, steps in rounds) if rounds[0][1] else ""
     )
-    print(*table([("run", *trials[0].values), *((one.name, *one.values.values()) for one in trials)]), sep="\n")
+    lines = [f"sweep of {count} runs{parts}"]
+    lines += table([("run", *trials[0].values), *((one.name, *one.values.values()) for one in trials)])
     known = [one for one in seconds if one is not None]
     if len(known) == len(seconds):
-        full = sum(known) / len(known)
-        last = rounds[-1][1]
+        full, last = sum(known) / len(known), rounds[-1][1]
         total = sum(known) if last is None else sum(runs * full * (steps or last) / last for runs, steps in rounds)
         cost = f", cost about {figure(price * total / 3600)}" if price is not None else ""
-        print(f"about {duration(total)} in all, without preparation and start{cost}", flush=True)
+        lines.append(f"about {duration(total)} in all, without preparation and start{cost}")
     else:
-        print("the time is known once the data are prepared (`make data`)", flush=True)
+        lines.append("the time is known once the data are prepared (`make data`)")
+    print(*lines, sep="\n", file=sys.stderr if call.json else sys.stdout, flush=True)
 
 
 def ranked(results: Sequence[Result], metric: str) -> list[Result]:
@@ -251,7 +251,7 @@ def _call(call: Call, trial: Trial) -> Call:
     options = {name: text for name, text in call.options.items() if name not in ("SWEEP", "PRICE_PER_HOUR")}
     ours = trial.overrides()
     typed = [one for one in call.overrides if one.key not in {each.key for each in ours}]
-    return replace(call, options={**options, "RUN_NAME": trial.name}, overrides=(*typed, *ours), json=False)
+    return replace(call, options={**options, "RUN_NAME": trial.name}, overrides=(*typed, *ours))
 
 
 def _text(node: Node) -> str:

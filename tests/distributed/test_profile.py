@@ -37,6 +37,9 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
     again = launcher("profile", "RUN=two")
     assert again.returncode == 0 and again.stdout in done.stdout
 
+    both = launcher("profile", "RUN=two", "TRAIN_PROFILE_STEPS=2")
+    assert both.returncode == 2 and "is for a new one" in both.stderr
+
     launcher("train", config, "RUN_NAME=plain", "TRAIN_MAX_STEPS=4")
     words = ("RUN_NAME=watched", "TRAIN_MAX_STEPS=4", "TRAIN_PROFILE_START=2", "TRAIN_PROFILE_STEPS=2")
     assert launcher("train", config, *words).returncode == 0

@@ -31,8 +31,8 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
         "a finished run is left as it is"
     )
     assert [one["event"] for one in launcher.events("demo-rates-02")] == ["started", "stopped", "resumed", "finished"]
-    assert "about " in done.stdout and "cost about " in done.stdout
-    found = json.loads(done.stdout[done.stdout.index("\n[\n") :])
+    assert "about " in done.stderr and "cost about " in done.stderr
+    found = json.loads(done.stdout)
     assert {one["run"]: one["values"] for one in found} == {
         f"demo-rates-0{2 * i + j + 1}": {"train.learning_rate": rate, "tuning.lora.r": rank}
         for i, rate in enumerate(("1e-5", "0.05")) for j, rank in enumerate(("2", "4"))
@@ -68,6 +68,7 @@ def test_what_is_drawn_is_different_and_the_same_each_time(tmp_path: Path) -> No
     ("text", "said"),
     [
         ("keys: {train.learning_rat: [1]}", "sweep.yaml:1: `train.learning_rat` is not a known key"),
+        ("keys: {learning_rate: [1]}", "did you mean `train.learning_rate`?"),
         ("method: gird\nkeys: {train.seed: [1]}", "sweep.yaml:1: `method` is `gird`"),
         ("keys:\n  train.seed: 3", "sweep.yaml:2: `train.seed` is `3`; expected a list of values"),
         ("keys:\n  train.seed: {min: 1, max: 3}", "is a range, which a grid cannot go through"),
