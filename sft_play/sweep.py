@@ -243,8 +243,9 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
         for one in results
     ]  # fmt: skip
     print("", *table([("run", *results[0].trial.values, metric, "state", "time"), *rows]), sep="\n")
-    if len(results) > 1:
-        print(f'\nmore: make compare RUNS="{results[0].trial.name} {results[1].trial.name}"')
+    best = [one.trial.name for one in results if one.score is not None][:2]
+    if len(best) > 1:
+        print(f'\nmore: make compare RUNS="{" ".join(best)}"')
 
 
 def _call(call: Call, trial: Trial) -> Call:
