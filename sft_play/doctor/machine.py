@@ -81,8 +81,7 @@ def torch_for_gpu() -> Iterator[Finding]:
         yield Finding(id="gpu-blocked", severity="error", text=device.cannot_be_used, remedy=COMPUTE_MODE_REMEDY)
     if not blocked:
         environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        for one in torch_check.unusable(hardware, range(len(hardware.devices)), environment):
-            yield Finding(id=one.id, severity="error", text=one.text, remedy=one.remedy)
+        yield from torch_check.unusable(hardware, range(len(hardware.devices)), environment)
 
 
 def platform() -> Iterator[Finding]:

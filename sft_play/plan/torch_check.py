@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sft_play.errors import HardwareError, raise_all
 from sft_play.runs.origin import torch_version
+from sft_play.text import Finding
 
 if TYPE_CHECKING:
     from sft_play.plan.hardware import Hardware
@@ -40,14 +41,6 @@ VISIBLE = "CUDA_VISIBLE_DEVICES=`{value}` names {names}, but {machine}"
 VISIBLE_REMEDY = "unset CUDA_VISIBLE_DEVICES, or name GPUs of `nvidia-smi -L`"
 
 
-class Problem(NamedTuple):
-    """Something for which no run can use a GPU; `id` is `make doctor`'s."""
-
-    id: str
-    text: str
-    remedy: str
-
-
 class Gpu(NamedTuple):
     """A GPU as the driver names it."""
 
@@ -61,25 +54,29 @@ def gpus_here(count: int) -> str:
     return f"this machine has {count} GPU{'' if count == 1 else 's'}"
 
 
-def problems(facts: Mapping[str, Any] | str, gpus: Sequence[Gpu], driver: str, driver_cuda: str | None) -> list[Problem]:
+def _fault(name: str, text: str, remedy: str) -> Finding:
+    return Finding(id=name, severity="error", text=text, remedy=remedy)
+
+
+def problems(facts: Mapping[str, Any] | str, gpus: Sequence[Gpu], driver: str, driver_cuda: str | None) -> list[Finding]:
     """Return why torch cannot use some of `gpus`; `facts` are what `TORCH_FACTS` prints, or the error of importing torch.
 
     Without `failures` torch was not asked, and versions alone are compared.
     """
     if isinstance(facts, str):
-        return [Problem("torch-broken", f"torch cannot be imported: {facts}", "make install")]
+        return [_fault("torch-broken", f"torch cannot be imported: {facts}", "make install")]
     version, cuda = facts["version"], facts["cuda"]
     if cuda is None:
         text = f"{gpus_here(len(gpus))}, but torch {version} is a build without CUDA: training would use the CPU"
         remedy = "install torch's CUDA build: remove .venv, unset a CPU-only index in pip's settings, make install"
-        return [Problem("torch-without-cuda", text, remedy)]
+        return [_fault("torch-without-cuda", text, remedy)]
     failures = facts.get("failures")
     if failures == {}:
         return []
     # Minor versions of CUDA are compatible within a major one.
     if driver_cuda and number(cuda)[0] > number(driver_cuda)[0]:
         text = f"torch {version} is built for CUDA {cuda}, driver {driver} is for {driver_cuda}"
-        return [Problem("driver-too-old", text, "update the NVIDIA driver, or install a torch built for an older CUDA")]
+        return [_fault("driver-too-old", text, "update the NVIDIA driver, or install a torch built for an older CUDA")]
     faults, explained = [], set()
     for capability in sorted({gpu.capability for gpu in gpus}):
         alike = [index for index, gpu in enumerate(gpus) if gpu.capability == capability]
@@ -87,13 +84,13 @@ def problems(facts: Mapping[str, Any] | str, gpus: Sequence[Gpu], driver: str, d
             explained.update(alike)
             names = ", ".join(sorted({gpus[index].name for index in alike}))
             faults.append(
-                Problem("torch-lacks-architecture", lacking(version, facts["architectures"], names, capability), LACKING_REMEDY)
+                _fault("torch-lacks-architecture", lacking(version, facts["architectures"], names, capability), LACKING_REMEDY)
             )
     for index, error in (failures or {}).items():
         if int(index) not in explained:
             text = f"torch {version} cannot use GPU {index} ({gpus[int(index)].name}): {error}"
             faults.append(
-                Problem(
+                _fault(
                     "gpu-unusable", text, "look at `nvidia-smi`: its processes, compute mode and errors; then restart the machine"
                 )
             )
@@ -120,7 +117,7 @@ def _asked(count: int, environment: tuple[tuple[str, str], ...]) -> dict[str, An
     return facts
 
 
-def unasked(hardware: Hardware) -> list[Problem]:
+def unasked(hardware: Hardware) -> list[Finding]:
     """Return what versions alone tell, without a process: of what is installed here and the driver."""
     found = torch_version()
     if found is None or hardware.driver is None:
@@ -129,7 +126,7 @@ def unasked(hardware: Hardware) -> list[Problem]:
     return problems(facts, _gpus(hardware, range(len(hardware.devices))), hardware.driver, hardware.driver_cuda)
 
 
-def unusable(hardware: Hardware, indices: Sequence[int], environment: Mapping[str, str]) -> list[Problem]:
+def unusable(hardware: Hardware, indices: Sequence[int], environment: Mapping[str, str]) -> list[Finding]:
     """Ask torch, under the workers' environment, for these GPUs; returns all that is wrong."""
     gpus = _gpus(hardware, indices)
     return problems(torch_facts(len(gpus), environment), gpus, hardware.driver or "", hardware.driver_cuda)
