@@ -64,16 +64,16 @@ def slowed(pid: int, share: float) -> Iterator[None]:
     """Gives a process `share` of a core meanwhile: by a quota, or where no group can be made by stopping and continuing it all the time."""
     with contextlib.ExitStack() as stack:
         try:
-            move(pid, stack.enter_context(quota(share, 50_000)))
+            move(pid, stack.enter_context(quota(share, 20_000)))
         except pytest.skip.Exception:
             over = threading.Event()
 
             def interrupt() -> None:
                 process = psutil.Process(pid)
                 with contextlib.suppress(psutil.Error):
-                    while not over.wait(share * 0.05):
+                    while not over.wait(share * 0.02):
                         process.suspend()
-                        time.sleep((1 - share) * 0.05)
+                        time.sleep((1 - share) * 0.02)
                         process.resume()
 
             thread = threading.Thread(target=interrupt)

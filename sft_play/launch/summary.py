@@ -6,6 +6,7 @@ import ast
 import csv
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -103,7 +104,10 @@ def state_of(run: RunFolder) -> str:
     """Return `Summary.state`, from the run's events and locks alone."""
     events = _first_nodes_events(run)
     last = str(events[-1]["event"]) if events else ""
-    if holders(run):
+    launchers = holders(run)
+    if last in FINAL_EVENTS and any(one.process and one.process.pid == os.getpid() for one in launchers):
+        return last  # its own launcher asks, for the report at the end
+    if launchers:
         return "running" if last and last not in FINAL_EVENTS else "preparing"
     return last if last in FINAL_EVENTS else "killed" if last else "never started"
 

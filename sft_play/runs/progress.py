@@ -12,8 +12,8 @@ from sft_play.text import Finding
 Row = Mapping[str, Any]
 PANEL = "SFT_PLAY_PANEL"
 """Variable of workers whose launcher shows a panel: rank 0 prints no lines of progress then."""
-LATEST, LEAST = 20, 3
-"""Rows that findings look back on, and how many there must be."""
+LATEST, LEAST, LEAST_COMPARED = 20, 3, 8
+"""Rows that findings look back on, how many there must be, and how many to compare ranks by."""
 SLOW, WAITING, THROTTLED, FULL = 0.2, 0.1, 10.0, 0.95
 """Shares of speed, of a step, percent of time, share of the limit from which something is told."""
 NOT_OF_ANSWERS = ("loss", "perplexity", "label_tokens", "loss_rows_per_second")
@@ -26,7 +26,9 @@ def findings(rows: Sequence[Row], spikes: Sequence[Row] = ()) -> list[Finding]:
 
 
 def _of(rows: Sequence[Row]) -> Iterator[Finding]:
-    speeds, seconds = _medians(rows, "rank_tokens_per_second"), _median([row.get("step_seconds") for row in rows])
+    computing = [row for row in rows if all(row.get("rank_tokens_per_second") or ())]  # a rank without rows is not slow
+    speeds = _medians(computing, "rank_tokens_per_second") if len(computing) >= LEAST_COMPARED else {}
+    seconds = _median([row.get("step_seconds") for row in rows])
     if len(speeds) > 1:
         slowest = min(speeds, key=lambda rank: speeds[rank])
         others = statistics.median(speed for rank, speed in speeds.items() if rank != slowest)

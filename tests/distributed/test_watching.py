@@ -25,7 +25,8 @@ from tests.launcher import Launcher
 from tests.quota import slowed, worker_of
 from tests.tiny_models import build_tiny_llama
 
-SLOW = re.compile(r"rank 1 is \d\d% slower than the others")
+SLOW = re.compile(r"rank 1 is [6-9]\d% slower than the others")
+"""A rank with a twentieth of a core; on a busy machine any rank may be a little slower for a while."""
 
 
 class Terminal:
@@ -66,7 +67,8 @@ def trained_on_a_terminal(launcher: Launcher, *words: str) -> Iterator[tuple[Ter
 
 def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
-    words = ("NUM_GPUS=2", "RUN_NAME=live", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=500", "LAUNCH_BALANCE=off")
+    words = ("NUM_GPUS=2", "RUN_NAME=live", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=500", "LAUNCH_BALANCE=off",
+             "TRAIN_GLOBAL_BATCH_SIZE=8")  # fmt: skip
     with trained_on_a_terminal(launcher, *words) as (terminal, process):
         run = RunFolder(launcher.runs / "live")
         terminal.wait(lambda: "live: training" in terminal.text, process)
@@ -84,7 +86,8 @@ def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Pat
         out, err = watched.communicate(timeout=60)
         assert watched.returncode == 0 and SLOW.search(out) and out.endswith("`live`: stopped\n"), out + err
         process.wait(60)
-    assert SLOW.search((run.path / "report.html").read_text(encoding="utf-8"))
+    page = (run.path / "report.html").read_text(encoding="utf-8")
+    assert SLOW.search(page) and '"state":"stopped"' in page.replace(" ", "")
     assert "report: " in terminal.text
     row = [json.loads(line) for line in run.metrics.read_text().splitlines()][-2]
     parts = [row[f"rank_{name}_seconds"] for name in ("data", "forward", "backward", "communication", "optimizer")]
@@ -102,6 +105,7 @@ def rows(count: int = 10, **lists: Any) -> list[dict[str, Any]]:
     [
         ({"rank_tokens_per_second": [100.0, 101.0, 70.0]}, "rank 2 is 30% slower than the others"),
         ({"rank_tokens_per_second": [100.0, 101.0, 85.0]}, None),
+        ({"rank_tokens_per_second": [100.0, 0.0, 101.0]}, None),
         ({"rank_data_seconds": [0.01, 0.3]}, "rank 1 waits 30% of each step for data"),
         (
             {"rank_throttled": [0.0, 40.0], "rank_temperature": [60.0, 91.0]},
