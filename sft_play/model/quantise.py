@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import shutil
+import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ from torch import nn
 
 from sft_play.config.schema import TuningConfig
 from sft_play.errors import HardwareError, UserError
-from sft_play.files import read_json
+from sft_play.files import read_json, write_json
 from sft_play.plan.plan import Plan
 from sft_play.plan.strategies import conflict_for
 
@@ -70,6 +74,42 @@ def check_existing(quantisation: dict[str, Any], tuning: TuningConfig, strategy:
     if strategy == "fsdp2" and quantisation.get("bnb_4bit_quant_storage", "uint8") in ("uint8", "int8"):
         note += "; its packed bytes are stored as integers, which FSDP2 does not shard: each rank holds all of them"
     return note
+
+
+def expand_mxfp4(source: Path, weights: Sequence[Path], target: Path) -> None:
+    """Writes the model in `source` with its experts in bfloat16, which holds every MXFP4 number exactly, into the new folder `target`.
+
+    One file per layer or so, so that memory holds one at a time; `config.json` comes last.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    print(f"expanding the MXFP4 weights in {source} to bfloat16, this once", file=sys.stderr, flush=True)
+    target.mkdir()
+    files = [safe_open(path, framework="pt") for path in weights]
+    places = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
+    shards: dict[str, list[str]] = {}
+    for name in places:
+        if not (name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in places):
+            layer = re.search(r"layers\.(\d+)\.", name)
+            shards.setdefault(f"model-{int(layer[1]):05}.safetensors" if layer else "model-rest.safetensors", []).append(name)
+    index = {}
+    for file, names in shards.items():
+        tensors = {}
+        for name in names:
+            tensor, plain = places[name].get_tensor(name), name.removesuffix("_blocks")
+            if plain != name:
+                tensor = convert_moe_packed_tensors(tensor, places[f"{plain}_scales"].get_tensor(f"{plain}_scales"))
+            tensors[plain], index[plain] = tensor, file
+        save_file(tensors, target / file, metadata={"format": "pt"})
+    write_json(target / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
+    for path in source.iterdir():
+        if path.is_file() and path not in weights and path.name != "config.json" and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, target / path.name)
+    config = read_json(source / "config.json")
+    del config["quantization_config"]
+    write_json(target / "config.json", config)
 
 
 def describe(quantisation: dict[str, Any]) -> str:

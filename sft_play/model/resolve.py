@@ -15,9 +15,9 @@ from typing import Any
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, DataError, first_line
-from sft_play.files import file_sha256, read_json, text_sha256, write_json
+from sft_play.files import file_sha256, made_once, read_json, text_sha256, write_json
 from sft_play.model.embedded import LABEL, embedded_folder, is_embedded
-from sft_play.plan.architecture import hub_reachable
+from sft_play.plan.architecture import hub_reachable, in_mxfp4
 from sft_play.runs.folder import cache_folder, require_plain
 from sft_play.runs.manifest import is_state_file
 from sft_play.runs.origin import may_run
@@ -37,17 +37,17 @@ def resolve_model(model: ModelConfig) -> ResolvedModel:
     folder = _folder(model.name)
     if folder is not None:
         check_folder(folder, model.name)
-        return describe(model.name, folder, "folder", None)
+        return describe(model.name, _trainable(folder), "folder", None)
     snapshot = _cached(model)
     with contextlib.suppress(DataError):  # an interrupted download: the rest is fetched
         if snapshot is not None:
             check_folder(snapshot, model.name)
-            return describe(model.name, snapshot, "hub", snapshot.name)
+            return describe(model.name, _trainable(snapshot), "hub", snapshot.name)
     if is_embedded(model.name) and not hub_reachable():
         return describe(model.name, embedded_folder(), "embedded", None)
     snapshot = _download(model)
     check_folder(snapshot, model.name)
-    return describe(model.name, snapshot, "hub", snapshot.name)
+    return describe(model.name, _trainable(snapshot), "hub", snapshot.name)
 
 
 def small_files(name: str, revision: str | None) -> Path:
@@ -57,6 +57,21 @@ def small_files(name: str, revision: str | None) -> Path:
     if found is None and is_embedded(name) and not hub_reachable():
         return embedded_folder()
     return found or _download(model, ["config.json", *TOKENIZER_FILES])
+
+
+def _trainable(folder: Path) -> Path:
+    """Returns the folder, or for weights in MXFP4 (gpt-oss) one in the cache with the same numbers in bfloat16, made on first use."""
+    if not in_mxfp4(read_json(folder / "config.json")):
+        return folder
+    from sft_play.model.quantise import expand_mxfp4
+
+    files = weight_files(folder)
+    made_from = text_sha256("\n".join(weights_sha256(files) + tokenizer_sha256(folder)))
+    return made_once(
+        cache_folder() / "models" / f"bfloat16-{made_from[:24]}-1",
+        "config.json",
+        lambda target: expand_mxfp4(folder, files, target),
+    )
 
 
 def says(model: ResolvedModel) -> str:

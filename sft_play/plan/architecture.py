@@ -174,12 +174,7 @@ def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = F
 
     Of a family that only code of its own knows, which the plan does not run, the shape is read as a Llama's where that code is trusted.
     """
-    if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
-        raise DataError(
-            "the weights are in MXFP4, which is not trained here",
-            place=place,
-            hint="take the same model in bfloat16 (`unsloth/gpt-oss-20b-BF16`), with `tuning.mode: qlora` to make it small",
-        )
+    config = as_trained(config)
     try:
         if config.get("model_type") in FORMULA_MODEL_TYPES and not any(config.get(key) for key in BIASES):
             return shape_from_config(config)
@@ -191,6 +186,16 @@ def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = F
             return shape_from_config(config)
     except KeyError as error:
         raise DataError(f"lacks {error}, so its memory cannot be planned", place=place) from None
+
+
+def in_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Whether the weights of a parsed `config.json` are in MXFP4, as OpenAI's gpt-oss come: the preparation expands them to bfloat16."""
+    return (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+
+
+def as_trained(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the `config.json` of the weights that are trained."""
+    return {**config, "quantization_config": None} if in_mxfp4(config) else config
 
 
 def _counted(config: dict[str, Any], place: str) -> ModelShape:
@@ -306,4 +311,4 @@ def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dic
     path = Path(prepared.model.path) / "config.json" if prepared else config_file(model)
     row = known_models().get(model.name)
     found: dict[str, Any] = row["config"] if row and path is None else read_json(path or _fetched_config(model))
-    return found
+    return as_trained(found)

@@ -60,15 +60,6 @@ def test_a_model_that_is_not_trained_here_is_refused_before_the_data(
     assert done.code == 4 and f"error: {tmp_path}/config.json: " in done.err and said in done.err, done.err
 
 
-def test_mxfp4_weights_are_refused_by_the_plan(program: Program, tmp_path: Path) -> None:
-    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    done = program(*PLAN, f"MODEL_NAME={tmp_path}")
-    assert done.code == 4 and "the weights are in MXFP4" in done.err and "hint: take the same model in bfloat16" in done.err, (
-        done.err
-    )
-
-
 def test_typed_targets_of_one_layer_count_once_and_a_shared_head_is_refused(program: Program, tmp_path: Path) -> None:
     tiny_model("llama", "meta", tie_word_embeddings=True).config.save_pretrained(tmp_path)
     words = (*PLAN, f"MODEL_NAME={tmp_path}", "SOURCE=formula", "TUNING_MODE=lora", "TUNING_LORA_R=2")
