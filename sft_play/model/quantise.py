@@ -87,8 +87,10 @@ def expand_mxfp4(source: Path, weights: Sequence[Path], target: Path) -> None:
 
     print(f"expanding the MXFP4 weights in {source} to bfloat16, this once", file=sys.stderr, flush=True)
     target.mkdir()
-    files = [safe_open(path, framework="pt") for path in weights]
-    places = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
+    places: dict[str, Any] = {}
+    for path in weights:
+        file: Any = safe_open(path, framework="pt")
+        places |= dict.fromkeys(file.keys(), file)
     shards: dict[str, list[str]] = {}
     for name in places:
         if not (name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in places):

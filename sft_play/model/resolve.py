@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import re
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, DataError, first_line
-from sft_play.files import file_sha256, made_once, read_json, text_sha256, write_json
+from sft_play.files import file_sha256, made_once, read_json, text_sha256
 from sft_play.model.embedded import LABEL, embedded_folder, is_embedded
 from sft_play.plan.architecture import hub_reachable, in_mxfp4
+from sft_play.runs.digests import blob_of, digests_of
 from sft_play.runs.folder import cache_folder, require_plain
 from sft_play.runs.manifest import is_state_file
 from sft_play.runs.origin import may_run
@@ -365,51 +362,12 @@ def _auto_map(path: Path) -> dict[str, Any]:
     return named if isinstance(named, dict) else {"": named}
 
 
-# Checksums of weight files, complete but read once: a file that has not changed since costs one `stat`.
-
-
-BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""What the hub's cache calls a file: the sha256 of its content, or git's sha1 of a small one."""
-WORTH_SAYING_BYTES = 4 * 2**30
-
-
 def weights_sha256(paths: Sequence[Path]) -> list[str]:
     """Returns a checksum over all bytes of each file: from the hub's cache its blob's name, else the sha256 of its content.
 
-    A sha256 is kept in `cache/digests/`, by the file's place, size, times and inode. Raises `OSError` for a file that cannot be read; a
-    cache that cannot be written only costs the time again.
+    Raises `OSError` for a file that cannot be read.
     """
-    unread = sum(path.stat().st_size for path in paths if _known_sha256(path) is None)
-    if unread > WORTH_SAYING_BYTES and os.environ.get("RANK", "0") == "0":
-        print(f"reading {unread / 2**30:.0f} GiB of weights for their checksums, this once", file=sys.stderr, flush=True)
-    with ThreadPoolExecutor(8) as pool:  # hashing leaves Python's lock
-        return list(pool.map(_sha256, paths))
-
-
-def _sha256(path: Path) -> str:
-    known = _known_sha256(path)
-    if known is not None:
-        return known
-    record, digest = _record(path), file_sha256(path)
-    if _record(path) == record:  # else somebody writes to it right now, and the next start looks again
-        with contextlib.suppress(OSError):
-            write_json(record, digest)
-    return digest
-
-
-def _known_sha256(path: Path) -> str | None:
-    """Returns the checksum that the hub's cache has for a file, whose snapshots are links into `blobs/`, or that was found earlier."""
-    target = path.resolve()
-    if path.is_symlink() and target.parent.name == "blobs" and BLOB.fullmatch(target.name):
-        return target.name
-    with contextlib.suppress(OSError, ValueError):
-        found = read_json(_record(path))
-        return found if isinstance(found, str) else None
-    return None
-
-
-def _record(path: Path) -> Path:
-    """Returns where the checksum of a file is kept, by what changes with it; its change time too, which copies do not keep."""
-    found = path.stat()
-    facts = [str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-    return cache_folder() / "digests" / f"{text_sha256(json.dumps(facts))}.json"
+    blobs = {path: blob_of(path) for path in paths}
+    own = [path for path, blob in blobs.items() if blob is None]
+    digests = dict(zip(own, digests_of(own, "weights"), strict=True))
+    return [blob or digests[path] for path, blob in blobs.items()]
