@@ -34,7 +34,7 @@ def worst_rows(plan: Plan) -> list[dict[str, Any]]:
 
 def _rows_of_a_pack(plan: Plan) -> int:
     """Returns how many rows each pack takes, so that a step's rows fill two micro-steps (where it has two), or nearly."""
-    slots = sum(rank.micro_batch * min(2, rank.accumulation) for rank in plan.ranks[:: plan.sequence_parallel])
+    slots = sum(rank.micro_batch * min(2, rank.accumulation) for rank in plan.ranks[:: plan.group_size])
     return max(2, -(-plan.global_batch_size // slots))
 
 

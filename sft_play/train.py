@@ -30,6 +30,7 @@ from sft_play.training.process import check_launch, import_libraries, launched_w
 from sft_play.training.requests import StopRequest
 
 if TYPE_CHECKING:
+    from sft_play.model.tensor_parallel import Slicer
     from sft_play.training.trainer import SftTrainer
 
 
@@ -121,7 +122,7 @@ def build(
     from sft_play.training.guards import Holdings
     from sft_play.training.loss import sampler_of
     from sft_play.training.metrics import MetricsFile, Progress
-    from sft_play.training.ranks import TrainContext, join_ranks, sequence_group
+    from sft_play.training.ranks import TrainContext, group_of, join_ranks
     from sft_play.training.stopping import MissedEvaluation, Patience, SaveAtEnd, StopOnRequest
     from sft_play.training.trackers import Curves, tracked
     from sft_play.training.trainer import SftTrainer
@@ -130,10 +131,16 @@ def build(
     args = training_arguments(config, plan, run, has_validation=prepared.validation is not None)
     ranks = join_ranks(plan, args)
     model, tokenizer = load_for_training(config, plan, prepared)
-    if ranks.group_size > 1:
+    slicer: Slicer | None = None
+    if plan.sequence_parallel > 1:
         from sft_play.model.sequence_parallel import share_heads
 
-        share_heads(sequence_group(ranks, config.launch.timeout_seconds))
+        share_heads(group_of(ranks, config.launch.timeout_seconds))
+    elif plan.tensor_parallel > 1:
+        from sft_play.model.tensor_parallel import Slicer
+
+        slicer = Slicer(ranks.rank % ranks.group_size, ranks.group_size, group_of(ranks, config.launch.timeout_seconds))
+        slicer.cut(model)
     metrics = MetricsFile(run.metrics) if ranks.first else None
     context = TrainContext(
         config=config, plan=plan, run=run, stamp=stamp, ranks=ranks, activity=request.activity, metrics=metrics
@@ -152,6 +159,7 @@ def build(
         stop=stop,
         holdings=holdings,
         patience=patience,
+        slicer=slicer,
         evaluate_rows=while_training.evaluate,
         model=model,
         args=args,

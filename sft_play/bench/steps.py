@@ -107,6 +107,7 @@ def settings(call: Call, command: CommandStrategy) -> tuple[Override, ...]:
         "train.save_strategy": "no", "train.eval_strategy": "no", "train.logging_steps": "1", "train.load_best_model_at_end": "false",
         "train.report_to": "none", "train.packing": "off", "launch.balance": "off",
         "launch.sequence_parallel": "1",
+        "launch.tensor_parallel": "1",
     }  # fmt: skip
     return tuple(Override(key=key, text=text, origin="make bench") for key, text in values.items())
 

@@ -257,6 +257,25 @@ def slow_network(config: Config) -> Iterator[Conflict]:
         )
 
 
+def layers(config: Config) -> Iterator[Conflict]:
+    """Ranks that hold slices of the layers are replicas in groups."""
+    key, launch, tuning = "launch.tensor_parallel", config.launch, config.tuning
+    if launch.tensor_parallel == 1:
+        return
+    if launch.sequence_parallel > 1:
+        yield Conflict(key, f", but `launch.sequence_parallel` is {launch.sequence_parallel}", "leave one of the two out")
+    if launch.strategy not in REPLICAS:
+        hint = "`launch.strategy: ddp` with it, or leave it out: these strategies share out the weights themselves"
+        yield Conflict(key, f", but `launch.strategy` is `{launch.strategy}`", hint)
+    for other, value in network_keys(config):
+        yield Conflict(key, f", but `{other}` is {value}", "leave one of the two out")
+    if tuning.mode == "qlora" or tuning.backend == "unsloth":
+        why = f", but `{'tuning.mode' if tuning.mode == 'qlora' else 'tuning.backend'}: {'qlora' if tuning.mode == 'qlora' else 'unsloth'}`"
+        yield Conflict(
+            key, f"{why} has layers that cannot be sliced", "`tuning.mode: lora` with `tuning.backend: bnb`; or `make train-fsdp`"
+        )
+
+
 def slices(config: Config) -> Iterator[Conflict]:
     """Ranks that hold slices of a line step together, and compute attention by lengths."""
     key, launch, attention = "launch.sequence_parallel", config.launch, config.model.attn_implementation
@@ -272,5 +291,6 @@ def slices(config: Config) -> Iterator[Conflict]:
 
 
 RULES: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
-    names, precision, profile, notify, evaluation, launch, warmup, slow_network, slices, paths, tokens, code, *data_rules.RULES, *metrics.RULES,
+    names, precision, profile, notify, evaluation, launch, warmup, slow_network, layers, slices, paths, tokens, code, *data_rules.RULES,
+    *metrics.RULES,
 )  # fmt: skip

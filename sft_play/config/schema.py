@@ -302,6 +302,8 @@ class LaunchConfig:
     """Parallelism; `auto` goes by the command and what fits."""
     sequence_parallel: Positive = 1
     """Ranks that share each line of tokens between them, for rows too long for one card (Ulysses)."""
+    tensor_parallel: Positive = 1
+    """Ranks that share the weights of each layer between them, for models too large for one card; they need a fast link."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     """`nccl` for GPUs, `gloo` for CPUs; `mpi` is refused (not in torch's wheels)."""
     timeout_seconds: Positive = 1800

@@ -125,7 +125,7 @@ def score_by_generation(
     with _ready_to_generate(model, synced=synced, alive=alive) as ready:
         together = share_size(len(rows), batch_size) if refills(ready, settings, synced=synced) else batch_size
         lengths = [len(prompt) for prompt in prompts]
-        mine, rounds = share_batches(lengths, together, ranks.rank, ranks.world, spread_by=spread_by)
+        mine, rounds = share_batches(lengths, together, *ranks.model, spread_by=spread_by)
         for turn in range(rounds):
             if stop and together_only:
                 stop.between_batches()
@@ -146,7 +146,7 @@ def score_by_generation(
                 progress(turn + 1, rounds)
     if stop:
         stop.after_batches()
-    told = ranks.gather([(index, asdict(answer)) for index, answer in answers])
+    told = ranks.gather([(index, asdict(answer)) for index, answer in answers])[:: ranks.copies]
     everywhere = sorted(((index, Answer(**answer)) for part in told for index, answer in part), key=lambda part: part[0])
     generated = budget.clock()
     assert len({index for index, _ in everywhere}) == len(everywhere), "no row is answered twice"

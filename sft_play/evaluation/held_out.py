@@ -58,7 +58,7 @@ def held_out_loss(
         for turn in range(rounds):
             chosen = mine[turn] if turn < len(mine) else []
             sums[groups[chosen[0]] if chosen else 0] += measure(collate([rows[index] for index in chosen]))
-    totals = ranks.total(sums).tolist()
+    totals = (ranks.total(sums) / ranks.copies).tolist()
     total, count = (sum(part[i] for part in totals) for i in (0, 1))
     by_source = {name: (loss / tokens, int(tokens)) for name, (loss, tokens) in zip(names, totals, strict=True) if tokens}
     return HeldOut(
@@ -187,7 +187,7 @@ class WhileTraining:
                 config,
                 batch_size=size,
                 ranks=context.ranks,
-                synced=context.plan.strategy in SHARDED,
+                synced=context.plan.strategy in SHARDED or context.ranks.copies > 1,
                 device=trainer.args.device,
                 stop=self.stop,
                 alive=context.activity.get_on,

@@ -129,7 +129,8 @@ def _decide(request: Request) -> Plan:
         attn_implementation=setup.attention, layout=cast(Any, setup.layout), kernels=kernels, loss_chunk=setup.loss_chunk, optim=setup.optim,
         nf4_experts=nf4_experts(config, shape, setup.strategy), gradient_checkpointing=setup.gradient_checkpointing,
         expandable_segments=setup.expandable_segments, offload_optimizer=setup.offload_optimizer, offload_parameters=setup.offload_parameters,
-        sequence_parallel=setup.sequence_parallel, global_batch_size=batch.global_batch, pack_tokens=division.pack_tokens,
+        sequence_parallel=setup.sequence_parallel, tensor_parallel=setup.tensor_parallel, global_batch_size=batch.global_batch,
+        pack_tokens=division.pack_tokens,
         row_tokens=setup.row_tokens, label_share=setup.label_share, most_rows=min(fitting), longest_row=_longest_row(request, setup, rank_plans),
         eval_batch_size=halve(eval_rows, launch.halvings),
         learning_rate=rate, warmup_steps=choices.warmup(config, steps), steps=steps, steps_per_epoch=per_epoch,
@@ -152,7 +153,8 @@ def _first_setup(request: Request, strategy: Strategy, reasons: list[str]) -> Se
         gradient_checkpointing=False, layout=choices.padded_layout(request), attention=attention,
         label_share=label_share(request.prepared), row_tokens=row_tokens(config, request.prepared),
         offload_optimizer=request.launch.offload_optimizer, offload_parameters=request.launch.offload_parameters,
-        expandable_segments=all(device.expandable_segments for device in devices), sequence_parallel=request.group_size,
+        expandable_segments=all(device.expandable_segments for device in devices), sequence_parallel=config.launch.sequence_parallel,
+        tensor_parallel=config.launch.tensor_parallel,
     )  # fmt: skip
     setup = replace(setup, optim=choices.choose_optimizer(request, setup, reasons))
     reasons += check_slow_network_keys(config, setup)

@@ -84,6 +84,8 @@ class Plan:
     """Of a step, unless computation hides it."""
     sequence_parallel: int = 1
     """Neighbouring ranks that hold slices of the same lines, and so have one micro-batch between them."""
+    tensor_parallel: int = 1
+    """Neighbouring ranks that hold slices of the same layers, and so compute the same rows."""
     mfu: float | None = None
     """Forecast share of the devices' peak that goes into what every token must cost (recomputation left out)."""
     speed_basis: str | None = None
@@ -128,6 +130,11 @@ class Plan:
     remedies: tuple[str, ...]
     notices: tuple[str, ...] = ()
     """Reasons that may surprise, shown with every plan."""
+
+    @property
+    def group_size(self) -> int:
+        """Neighbouring ranks that train the same rows."""
+        return self.sequence_parallel * self.tensor_parallel
 
     @property
     def ranks_by_node(self) -> tuple[int, ...]:
@@ -246,11 +253,13 @@ class Setup:
     """Whether torch's allocator grows its blocks in place (GPUs only)."""
     sequence_parallel: int = 1
     """Ranks that hold slices of the same lines."""
+    tensor_parallel: int = 1
+    """Ranks that hold slices of the same layers."""
 
     @property
     def data_world(self) -> int:
         """Groups of ranks that have rows of their own."""
-        return self.world_size // self.sequence_parallel
+        return self.world_size // (self.sequence_parallel * self.tensor_parallel)
 
     @property
     def slice_label_share(self) -> float:
@@ -286,5 +295,5 @@ def setup_of(plan: Plan) -> Setup:
         label_share=plan.label_share, row_tokens=plan.row_tokens, loss_chunk=plan.loss_chunk,
         accumulates=any(rank.accumulation > 1 for rank in plan.ranks), offload_optimizer=plan.offload_optimizer,
         offload_parameters=plan.offload_parameters, packed=plan.pack_tokens > 0, expandable_segments=plan.expandable_segments,
-        sequence_parallel=plan.sequence_parallel,
+        sequence_parallel=plan.sequence_parallel, tensor_parallel=plan.tensor_parallel,
     )  # fmt: skip

@@ -61,8 +61,8 @@ class Request:
 
     @property
     def group_size(self) -> int:
-        """Neighbouring ranks that hold slices of the same lines: rows are divided among such groups."""
-        return self.config.launch.sequence_parallel
+        """Neighbouring ranks that train the same rows, in slices: rows are divided among such groups."""
+        return self.config.launch.sequence_parallel * self.config.launch.tensor_parallel
 
     @property
     def data_devices(self) -> tuple[Device, ...]:

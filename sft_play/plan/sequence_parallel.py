@@ -13,46 +13,58 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.plan.network import link_of, slow_network
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request
-from sft_play.plan.shape import SLICED_MODEL_TYPES, VARLEN
+from sft_play.plan.shape import SLICED_MODEL_TYPES, TENSOR_PARALLEL_MODEL_TYPES, VARLEN
 from sft_play.text import figure, plural
 
 KEY = "launch.sequence_parallel"
+TENSOR_KEY = "launch.tensor_parallel"
 
 
 def check_slices(request: Request) -> list[str]:
     """Return what groups of ranks do. Raise `UserError` for a model or ranks that cannot be grouped so, `HardwareError` for unlike devices."""
-    shape, size, world = request.shape, request.group_size, len(request.ranks.devices)
+    shape, size, world, launch = request.shape, request.group_size, len(request.ranks.devices), request.config.launch
     if size == 1:
         return []
-    given = f"`{KEY}` is {size}"
+    key = KEY if launch.sequence_parallel > 1 else TENSOR_KEY
+    variable = key.upper().replace(".", "_")
+    given = f"`{key}` is {size}"
     if world % size:
         hint = (
             f"make train-distributed NUM_GPUS={size}, or a number that divides {world}" if world > 1 else "make train-distributed"
         )
+        raise UserError(f"{given}, which does not divide {plural(world, 'process')}", hint=f"{hint}; {variable}=1 cuts nothing")
+    # Queries are repeated over keys and values, of which a slice of the layers needs its own; a slice of a line sends copies.
+    heads = shape.heads if key == KEY else math.gcd(shape.heads, shape.kv_heads)
+    if heads % size:
+        fitting = [number for number in range(1, world + 1) if world % number == 0 and heads % number == 0]
+        what = "attention heads" if key == KEY else f"attention heads with {shape.kv_heads} of keys and values"
         raise UserError(
-            f"{given}, which does not divide {plural(world, 'process')}", hint=f"{hint}; LAUNCH_SEQUENCE_PARALLEL=1 cuts nothing"
+            f"{given}, but {shape.heads} {what} cannot be shared out evenly among so many ranks", hint=f"{variable}={fitting[-1]}"
         )
-    if shape.heads % size:
-        fitting = [number for number in range(1, world + 1) if world % number == 0 and shape.heads % number == 0]
-        raise UserError(
-            f"{given}, but {shape.heads} attention heads cannot be shared out evenly among so many ranks",
-            hint=f"LAUNCH_SEQUENCE_PARALLEL={fitting[-1]}",
-        )
-    if shape.moving_rope:
+    if key == KEY and shape.moving_rope:
         raise UserError(
             f"{given}, but this model's rotary angles depend on the longest position of a line, and each rank sees only its slice's",
             hint="LAUNCH_SEQUENCE_PARALLEL=1, or another model",
         )
+    if key == TENSOR_KEY and shape.model_type not in TENSOR_PARALLEL_MODEL_TYPES:
+        raise UserError(
+            f"{given}, but the layers of `{shape.model_type}` are not among those that can be shared out; see docs/parallelism.md",
+            hint=f"{variable}=1; `make train-fsdp` shares out the weights of any model",
+        )
+    if key == TENSOR_KEY and shape.ffn_size % size:
+        raise UserError(f"{given}, which does not divide the feed-forward size, {shape.ffn_size}", hint=f"{variable}=1")
     if len(names := dict.fromkeys(device.name for device in request.ranks.devices)) > 1:
         raise HardwareError(
             f"{given}, but equal slices would wait for the slowest of {', '.join(names)}", hint="use cards of one kind"
         )
     network = slow_network(request)
-    if _apart(request) and network and request.config.launch.slow_network != "allow":
+    if _apart(request) and network and launch.slow_network != "allow":
         raise UserError(
             f"{given}, but that joins ranks of several machines over {network}, which send each other every layer's states",
             hint=f"a number that divides the ranks of each machine ({', '.join(map(str, request.ranks.nodes))})",
         )
+    if key == TENSOR_KEY:
+        return [f"each layer in {size} slices: a rank computes {shape.heads // size} of {shape.heads} heads, for all tokens"]
     return [
         f"each line in {size} slices: a rank has 1/{size} of its activations, and attends with {shape.heads // size} of {shape.heads} heads"
     ]

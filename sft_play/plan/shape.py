@@ -242,6 +242,14 @@ SLICED_MODEL_TYPES = VARLEN_MODEL_TYPES - {
 }  # fmt: skip
 """Families whose tokens meet in `varlen` attention alone, so that ranks can hold slices of a line. Others carry a state along it."""
 
+TENSOR_PARALLEL_MODEL_TYPES = frozenset({
+    "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gpt_neox", "granite",
+    "helium", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "phi", "qwen2", "qwen3", "seed_oss",
+    "smollm3", "starcoder2",
+})  # fmt: skip
+"""Families whose layers can be held in slices (`tests/numerics/test_tensor_parallel.py`). Others have fused layers, norms over all heads,
+experts, or no plan in transformers."""
+
 SINK_MODEL_TYPES = frozenset({"gpt_oss", "mimo_v2_flash"})
 """Families of `VARLEN_MODEL_TYPES` whose heads have sinks: one call per row on GPUs too, of any type."""
 

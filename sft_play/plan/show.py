@@ -62,15 +62,15 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
 def _batch(plan: Plan, micro: str) -> str:
     """Return how the rows of a step are divided; packs by the most micro-steps there can be."""
     accumulation = max(rank.accumulation for rank in plan.ranks)
-    groups, unit = plan.world_size // plan.sequence_parallel, "rank" if plan.sequence_parallel == 1 else "group"
+    groups, unit = plan.world_size // plan.group_size, "rank" if plan.group_size == 1 else "group"
     if plan.pack_tokens:
         where = f" on each of {plural(groups, unit)}" if groups > 1 else ""
         packs = f"{micro} {'pack' if micro == '1' else 'packs'} of up to {plan.row_tokens:,} tokens"
         return f"{plan.global_batch_size} rows a step, in at most {plural(accumulation, 'micro-step')} of {packs}{where}"
-    empty = sum(rank.micro_batch * rank.accumulation for rank in plan.ranks[:: plan.sequence_parallel]) > plan.global_batch_size
+    empty = sum(rank.micro_batch * rank.accumulation for rank in plan.ranks[:: plan.group_size]) > plan.global_batch_size
     steps = _span(rank.accumulation for rank in plan.ranks)
     whole = f"{plan.global_batch_size} rows a step = micro-batch {micro} x accumulation {steps} x {groups}"
-    whole += f" {'groups' if groups > 1 else 'group'} of {plan.sequence_parallel}" if plan.sequence_parallel > 1 else ""
+    whole += f" {'groups' if groups > 1 else 'group'} of {plan.group_size}" if plan.group_size > 1 else ""
     return whole + (" (some slots empty)" if empty else "")
 
 

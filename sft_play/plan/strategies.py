@@ -73,6 +73,11 @@ def _check(request: Request, chosen: str) -> None:
         raise HardwareError(missing, hint=UNSLOTH_HINT if config.tuning.backend == "unsloth" else None)
     if conflict := conflict_for(config.tuning.backend, config.tuning.mode, config.tuning.quantization, chosen):
         raise UserError(conflict)
+    if config.launch.tensor_parallel > 1 and chosen not in ("single", "ddp"):
+        raise UserError(
+            f"`launch.tensor_parallel` is {config.launch.tensor_parallel}, but {chosen} shares out the weights itself",
+            hint="use make train-distributed, or LAUNCH_TENSOR_PARALLEL=1",
+        )
     if config.train.spike_guard == "skip" and chosen.startswith("zero"):
         raise UserError(
             f"`train.spike_guard` is `skip`, but under {chosen} DeepSpeed makes the update before its gradient norm is known",
@@ -102,6 +107,7 @@ def settle(
     one_machine = launch.num_nodes == 1 and not slow_network(request)
     too_large = min(fitting) < request.wanted_rows
     may_change = is_automatic(config, launch) and one_machine and setup.strategy == "ddp" and not network_keys(config)
+    may_change = may_change and setup.tensor_parallel == 1
     sharded = _sharded(request, setup, fitting, decide) if may_change and too_large else None
     if isinstance(sharded, Plan):
         return sharded

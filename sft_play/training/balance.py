@@ -39,7 +39,7 @@ def rebalances(config: Config, plan: Plan) -> bool:
     Under ZeRO-3 and FSDP2 ranks wait for each other inside every layer, so none can tell its own speed: there the plan's shares stay, as
     they do where a micro-batch or accumulation was typed, or slices of a line keep ranks together.
     """
-    typed = plan.sequence_parallel > 1 or config.train.batch_size != "auto" or config.train.grad_accum != "auto"
+    typed = plan.group_size > 1 or config.train.batch_size != "auto" or config.train.grad_accum != "auto"
     return config.launch.balance == "auto" and not typed and plan.world_size > 1 and plan.strategy in ("ddp", "zero1", "zero2")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import sys
@@ -20,13 +21,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import CheckpointError, HardwareError
 from sft_play.files import append_json_line, disk_problem, errno_of, sync_folder, write_text
+from sft_play.model.tensor_parallel import slice_of
 from sft_play.runs.checkpoints import model_files
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import damage, describe, sync, sync_below, verify, write_part
 from sft_play.runs.stamp import Stamp
 from sft_play.training.ranks import TrainContext
 from sft_play.training.states import States
-from sft_play.training.states.layout import storage_of
+from sft_play.training.states.layout import storage_of, whole_shape
 
 OF_RANK = re.compile(r"-rank(\d+)\.")
 """In the name of a file that one rank writes."""
@@ -266,8 +268,7 @@ def model_card(stamp: Stamp, run: str) -> str:
 
 def predicted_bytes(trainer: Trainer) -> int:
     """Returns the size of the weights that `write_weights` will write: what is trained, or the whole of a fully tuned model."""
-    chosen = [p for p in trainer.model.parameters() if p.requires_grad]
-    return sum(int(getattr(p, "ds_numel", p.numel())) * p.element_size() for p in chosen)
+    return sum(math.prod(whole_shape(p)) * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
 
 
 def _whole_state(context: TrainContext, trainer: Trainer) -> dict[str, Any]:
@@ -282,7 +283,15 @@ def _whole_state(context: TrainContext, trainer: Trainer) -> dict[str, Any]:
         if context.plan.strategy == "zero3" and adapters:
             return trainer.deepspeed._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
         return trainer.accelerator.get_state_dict(trainer.deepspeed)
-    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False).state_dict()
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if trainer.slicer is None:
+        return model.state_dict()
+    trained = {name: slice_of(one) for name, one in model.named_parameters() if one.requires_grad or not adapters}
+    return {
+        name: trainer.slicer.whole(value, part) if (part := trained.get(name)) else value
+        for name, value in model.state_dict().items()
+        if name in trained or not adapters
+    }
 
 
 def _copied(state: Mapping[str, Any], model: Any) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def sampler_of(context: TrainContext, split: PreparedSplit, dataset: Any) -> Glo
     return GlobalBatchSampler(
         rows=order.rows,
         global_batch=plan.global_batch_size,
-        ranks=[(share.micro_batch, share.accumulation) for share in plan.ranks[:: plan.sequence_parallel]],
+        ranks=[(share.micro_batch, share.accumulation) for share in plan.ranks[:: plan.group_size]],
         rank=context.ranks.data_rank,
         seed=config.train.seed,
         order=order,
@@ -103,7 +103,7 @@ def step_totals(ranks: Ranks, batches: list[Batch], *, together: bool) -> Tensor
     rows = [len(batch["rows"]) for batch in batches]
     if ranks.world > 1:
         totals = ranks.total(torch.cat([labels[None].to(ranks.device), torch.tensor(rows).to(ranks.device)]))
-        labels, found = totals[0], totals[1:].tolist()
+        labels, found = totals[0] // ranks.copies, totals[1:].tolist()
         rows = found if together else rows[:-1] + found[-1:]
     for batch, count in zip(batches, rows, strict=True):
         batch[IDLE] = count == 0

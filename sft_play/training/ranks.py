@@ -51,7 +51,9 @@ class Ranks:
     world: int = 1
     device: torch.device = CPU
     group_size: int = 1
-    """Ranks that hold slices of the same lines (`launch.sequence_parallel`): neighbours."""
+    """Neighbouring ranks that train the same rows."""
+    copies: int = 1
+    """How many of them compute all tokens of these rows, each with its slice of the weights (`launch.tensor_parallel`)."""
 
     @property
     def data_rank(self) -> int:
@@ -66,7 +68,12 @@ class Ranks:
     @property
     def part(self) -> tuple[int, int]:
         """Which slice of its group's lines this rank holds, of how many. Not collective."""
-        return self.rank % self.group_size, self.group_size
+        return (self.rank % self.group_size, self.group_size) if self.copies == 1 else (0, 1)
+
+    @property
+    def model(self) -> tuple[int, int]:
+        """Which of the complete models this rank holds or has a slice of, of how many. Not collective."""
+        return self.rank // self.copies, self.world // self.copies
 
     @property
     def first(self) -> bool:
@@ -177,14 +184,21 @@ def join_ranks(plan: Plan, args: Any) -> Ranks:
 
         # accelerate 1.15 applies its FSDP plugin only to this type (state.py); without it each rank would train alone.
         PartialState().distributed_type = DistributedType.MULTI_GPU
-    ranks = Ranks(launched_world()[0], plan.world_size, device, plan.sequence_parallel)
+    ranks = Ranks(launched_world()[0], plan.world_size, device, plan.group_size, plan.tensor_parallel)
     check_peers(plan, ranks)
     return ranks
 
 
-def sequence_group(ranks: Ranks, timeout_seconds: float) -> distributed.ProcessGroup:
-    """Returns the process group of this rank and those that hold the other slices of its lines. Collective over all ranks."""
+def group_of(ranks: Ranks, timeout_seconds: float) -> distributed.ProcessGroup:
+    """Returns the process group of this rank and those that train the same rows. Collective over all ranks."""
     group, _ = distributed.new_subgroups(ranks.group_size, timeout=timedelta(seconds=timeout_seconds))
+    return group
+
+
+def replicas_of(ranks: Ranks, timeout_seconds: float) -> distributed.ProcessGroup:
+    """Returns the process group of the ranks that hold the same slices as this one, and train other rows. Collective over all ranks."""
+    groups = [list(range(first, ranks.world, ranks.group_size)) for first in range(ranks.group_size)]
+    group, _ = distributed.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=timeout_seconds))
     return group
 
 
@@ -244,7 +258,7 @@ def ranks_together(context: TrainContext) -> tuple[int, ...]:
         with contextlib.suppress(OSError):
             (folder / mark).unlink()
     apart = [str(rank) for rank, sees in enumerate(seen) if not sees]
-    if apart and plan.strategy in SHARDED and context.config.train.save_strategy != "no":
+    if apart and (plan.strategy in SHARDED or plan.tensor_parallel > 1) and context.config.train.save_strategy != "no":
         raise CheckpointError(
             f"under {plan.strategy} every machine writes a part of each checkpoint, and rank {', '.join(apart)} does not see the run folder"
             " of rank 0",

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +21,13 @@ from torch import Tensor
 from transformers import Trainer
 
 from sft_play.data.batches import Batch, GlobalBatchSampler
+from sft_play.model.tensor_parallel import Slicer
 from sft_play.training.arguments import reduce_in_fp32
 from sft_play.training.balance import Balancer, together
 from sft_play.training.guards import Finite, Holdings, SpikeGuard
 from sft_play.training.loss import IDLE, label_tokens, step_totals, token_loss_sum, train_loader
 from sft_play.training.metrics import operations_per_token, peak_operations
-from sft_play.training.ranks import TrainContext
+from sft_play.training.ranks import TrainContext, replicas_of
 from sft_play.training.readings import PHASES, Lap, Readings, Stopwatch, as_logs, figures
 from sft_play.training.saving import Saver
 from sft_play.training.slow_network import Exchange, LocalSteps, PowerSgd, exchange_of
@@ -34,6 +36,17 @@ from sft_play.training.stopping import EvaluationStopped, Patience, StopOnReques
 
 HISTORY = 16
 """Logged rows that transformers' state holds, in memory and in checkpoints; `metrics.jsonl` has all."""
+
+
+class AmongReplicas(DistributedDataParallelKwargs):
+    """accelerate's settings of DDP, which then averages gradients over the ranks of `group` alone."""
+
+    def __init__(self, settings: DistributedDataParallelKwargs, group: Any) -> None:
+        super().__init__(**vars(settings))
+        self.among = settings.to_kwargs() | {"process_group": group}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        return self.among
 
 
 class SftTrainer(Trainer):
@@ -49,17 +62,13 @@ class SftTrainer(Trainer):
         stop: StopOnRequest,
         holdings: Holdings,
         patience: Patience,
+        slicer: Slicer | None,
         evaluate_rows: Callable[[Trainer, Any], dict[str, float]],
         **arguments: Any,
     ) -> None:
         """`evaluate_rows` returns the metrics of held-out rows; the other arguments are those of the base class."""
-        self.context, self.stop, self.holdings, self.patience, self.evaluate_rows = (
-            context,
-            stop,
-            holdings,
-            patience,
-            evaluate_rows,
-        )
+        self.context, self.stop, self.holdings, self.patience = context, stop, holdings, patience
+        self.slicer, self.evaluate_rows = slicer, evaluate_rows
         self.exchange: Exchange = None
         self.tokens_trained = 0
         self.training_seconds = 0.0
@@ -92,6 +101,9 @@ class SftTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         if self.context.plan.strategy == "fsdp2" and self.is_fsdp_enabled:  # another strategy than planned is refused right after
             reduce_in_fp32(self.accelerator.state.fsdp_plugin)
+        if self.slicer is not None:
+            replicas = replicas_of(self.context.ranks, self.context.config.launch.timeout_seconds)
+            self.accelerator.ddp_handler = AmongReplicas(self.accelerator.ddp_handler, replicas)
 
     def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
         built: dict[str, Any] = super()._build_accelerator_args(**arguments)
@@ -158,7 +170,16 @@ class SftTrainer(Trainer):
             self.finite.loss(self._window[0])
         if self.local is not None:
             return total / self.local.own_tokens
-        return total * self.context.plan.world_size / num_items_in_batch
+        return total * (self.context.plan.world_size / self.context.ranks.copies) / num_items_in_batch
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Clips; where ranks hold slices, by the norm of what all of them have."""
+        return super()._clip_grad_norm(model) if self.slicer is None else self._clip_slices(model, self.args.max_grad_norm)
+
+    def _clip_slices(self, model: Any, most: float) -> Tensor:
+        assert self.slicer is not None
+        self.slicer.share_gradients()
+        return self.slicer.clip(model.parameters(), most)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Stops before the update when loss or gradients are no numbers, and leaves it out when they jump (`train.spike_guard`).
@@ -167,6 +188,8 @@ class SftTrainer(Trainer):
         """
         step = self.state.global_step + 1
         self.context.activity.enter("updating", step=step)
+        if self.slicer is not None and grad_norm is None:
+            grad_norm = self._clip_slices(model, math.inf)
         norm = super()._get_grad_norm(model, grad_norm)
         value = float(getattr(norm, "full_tensor", lambda: norm)())
         if self.local is not None:
@@ -201,7 +224,11 @@ class SftTrainer(Trainer):
             lap, steps = self._lap.take(), max(self.state.global_step - self._logged_step, 1)
             mine = [*(lap[phase] / steps for phase in PHASES), *self._readings.read()]
             table = self.context.ranks.table(torch.cat([self._window, self._window.new_tensor(mine)]))
-            tokens, computed, ranks = sum(row[2] for row in table), 4 + len(PHASES), self.context.plan.ranks
+            tokens, computed, ranks = (
+                sum(row[2] for row in table) / self.context.ranks.copies,
+                4 + len(PHASES),
+                self.context.plan.ranks,
+            )
             extra: dict[str, Any] = {
                 "rank_loss": [total / max(count, 1) for total, count, *_ in table],
                 "rank_tokens": [int(row[1]) for row in table],

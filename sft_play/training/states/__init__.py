@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from sft_play.training.states.facts import (
     set_scheduler,
 )
 from sft_play.training.states.files import INDEX, Kind, Piece, Shelf, dtype_of, write_tensors
-from sft_play.training.states.layout import Bundle, Layout, Share, layout_of
+from sft_play.training.states.layout import Bundle, Layout, Share, layout_of, whole_shape
 from sft_play.training.states.per_rank import EXTRA, VALUES, facts_of, kept_apart, restore_exchange, sources_of, take_exchange
 
 
@@ -131,7 +133,7 @@ class _Collector:
         flat = bundle.unwrap(state) if name != "step" else None
         if flat is not None:
             self._slices(bundle, name, flat)
-        elif state.numel() == 1 or [share.end - share.start for share in bundle.shares] == [_numel(bundle.shares[0])]:
+        elif state.numel() == 1 or [share.elements for share in bundle.shares] == [_numel(bundle.shares[0])]:
             for share in bundle.shares:
                 self.add(name, state, share.name, "whole", 0, _numel(share), share.shape)
         else:
@@ -142,8 +144,11 @@ class _Collector:
             self._slice(name, flat, share)
 
     def _slice(self, name: str, flat: Tensor, share: Share) -> None:
-        part = flat[share.offset : share.offset + share.end - share.start]
-        self.add(name, part, share.name, "slice", share.start, share.end, share.shape)
+        part = flat[share.offset : share.offset + share.elements]
+        kind: Kind = "columns" if share.columns else "slice"
+        self.add(
+            name, part.view(share.shape[0], -1) if share.columns else part, share.name, kind, share.start, share.end, share.shape
+        )
 
     def add(self, state: str, tensor: Tensor, parameter: str, kind: Kind, start: int, end: int, shape: tuple[int, ...]) -> None:
         """Adds one piece."""
@@ -194,7 +199,7 @@ def in_weights_file(context: TrainContext, trainer: Trainer) -> frozenset[str]:
     """
     if context.config.tuning.mode != "full":
         return frozenset()
-    shapes = {name: _shape(parameter) for name, parameter in trainer.model.named_parameters()}
+    shapes = {name: whole_shape(parameter) for name, parameter in trainer.model.named_parameters()}
     written = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     try:
         written = revert_weight_conversion(trainer.model, written)
@@ -202,10 +207,6 @@ def in_weights_file(context: TrainContext, trainer: Trainer) -> frozenset[str]:
         return frozenset()  # whatever it does to the names, our own pieces do not depend on it
     skipped = frozenset(getattr(trainer.model, "_keys_to_ignore_on_save", None) or ())
     return frozenset(name for name, value in written.items() if shapes.get(name) == tuple(value.shape)) - skipped
-
-
-def _shape(parameter: Tensor) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def restore(context: TrainContext, trainer: Trainer, exchange: Exchange, checkpoint: Path) -> Mapping[str, Any]:
@@ -262,10 +263,10 @@ def _random_file(context: TrainContext, checkpoint: Path) -> Path | None:
 
 def _put_values(shelf: Shelf, bundle: Bundle, ties: Mapping[str, str], order: Sequence[str]) -> None:
     for share in bundle.shares:
-        target = bundle.local[share.offset : share.offset + share.end - share.start]
+        target = bundle.local[share.offset : share.offset + share.elements]
         state = next((one for one in order if shelf.pieces(share.name, one)), None)
         if state is not None:
-            shelf.fill(target, share.name, state, share.start, share.end)
+            _fill(share, target, partial(shelf.fill, parameter=share.name, state=state))
             continue
         aliases = [share.name, *(name for name, source in ties.items() if source == share.name), ties.get(share.name, share.name)]
         name = next((one for one in aliases if one in shelf.weights), None)
@@ -275,7 +276,24 @@ def _put_values(shelf: Shelf, bundle: Bundle, ties: Mapping[str, str], order: Se
                 place=str(shelf.checkpoint),
                 hint="the tuning mode, the adapter or the model has changed; start a new run",
             )
-        shelf.weights.fill(target, name, share.shape, share.start, share.end)
+        _fill(share, target, partial(shelf.weights.fill, name=name, shape=share.shape))
+
+
+ROWS_AT_ONCE = 1024
+
+
+def _fill(share: Share, target: Tensor, read: Callable[..., None]) -> None:
+    """Fills the elements of a share; `read` fills a tensor with a range of the whole parameter's."""
+    if not share.columns:
+        read(target, start=share.start, end=share.end)
+        return
+    rows, width = share.shape[0], math.prod(share.shape[1:])
+    mine = target.view(rows, -1)
+    for first in range(0, rows, ROWS_AT_ONCE):
+        last = min(rows, first + ROWS_AT_ONCE)
+        block = torch.empty((last - first) * width, dtype=target.dtype)
+        read(block, start=first * width, end=last * width)
+        mine[first:last].copy_(block.view(last - first, width)[:, share.start : share.end])
 
 
 def _states(shelf: Shelf, bundle: Bundle, optimizer: Any, own_file: str) -> dict[str, Any]:
@@ -296,10 +314,11 @@ def _states(shelf: Shelf, bundle: Bundle, optimizer: Any, own_file: str) -> dict
 
 def _state(shelf: Shelf, bundle: Bundle, name: str, label: str, optimizer: Any, own_file: str) -> Tensor:
     piece = shelf.pieces(label, name)[0]
-    if piece.kind == "slice":
+    if piece.kind in ("slice", "columns"):
         target = torch.zeros(bundle.local.numel(), dtype=dtype_of(piece), device=bundle.local.device)
         for share in bundle.shares:
-            shelf.fill(target[share.offset : share.offset + share.end - share.start], share.name, name, share.start, share.end)
+            part = target[share.offset : share.offset + share.elements]
+            _fill(share, part, partial(shelf.fill, parameter=share.name, state=name))
         return bundle.wrap(target)
     if piece.kind == "rank":
         piece = next(one for one in shelf.pieces(label, name) if one.file == own_file)

@@ -18,8 +18,9 @@ from sft_play.errors import CheckpointError
 from sft_play.files import read_json
 from sft_play.runs.manifest import optimizer_file
 
-Kind = Literal["slice", "whole", "rank"]
-"""`slice`: elements of the parameter's range; `whole`: the same on every rank; `rank`: of this rank's layout only."""
+Kind = Literal["slice", "columns", "whole", "rank"]
+"""`slice`: elements of the parameter's range; `columns`: a range of its columns, all rows; `whole`: the same on every rank; `rank`: of
+this rank's layout only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,10 +157,25 @@ class Shelf:
 
     def fill(self, target: Tensor, parameter: str, state: str, start: int, end: int) -> None:
         """Writes elements `[start, end)` of a state into `target`. Raises `CheckpointError` where one is missing."""
-        for read in reads(start, end, self.pieces(parameter, state), f"`{state}` of `{parameter}`"):
+        pieces, what = self.pieces(parameter, state), f"`{state}` of `{parameter}`"
+        if pieces and pieces[0].kind == "columns":
+            self._fill_rows(target, pieces, start, end, what)
+            return
+        for read in reads(start, end, pieces, what):
             with readable(self.checkpoint / read.piece.file):
                 part = self._open[read.piece.file].get_slice(read.piece.key)[read.begin : read.end]
             target[read.into : read.into + read.end - read.begin].copy_(part)
+
+    def _fill_rows(self, target: Tensor, pieces: list[Piece], start: int, end: int, what: str) -> None:
+        """Puts columns side by side, for the rows that the range touches."""
+        width = math.prod(pieces[0].shape[1:])
+        first, last = start // width, -(-end // width)
+        block = torch.empty(last - first, width, dtype=target.dtype)
+        for read in reads(0, width, pieces, f"the columns of {what}"):
+            with readable(self.checkpoint / read.piece.file):
+                part = self._open[read.piece.file].get_slice(read.piece.key)[first:last]
+            block[:, read.into : read.into + read.end - read.begin].copy_(part[:, read.begin : read.end])
+        target.copy_(block.view(-1)[start - first * width : end - first * width])
 
     def whole(self, piece: Piece) -> Tensor:
         """Returns a piece's own tensor."""

@@ -11,18 +11,25 @@ import torch
 from torch import Tensor, distributed
 
 from sft_play.errors import CheckpointError
+from sft_play.model.tensor_parallel import slice_of
 from sft_play.training.states.files import flat_shares, partition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """The elements `[start, end)` of a parameter, at `offset` of the bundle that holds them."""
+    """The elements `[start, end)` of a parameter, at `offset` of the bundle that holds them; with `columns` these columns of all rows."""
 
     name: str
     shape: tuple[int, ...]
     start: int
     end: int
     offset: int
+    columns: bool = False
+
+    @property
+    def elements(self) -> int:
+        """How many elements these are."""
+        return (self.end - self.start) * (self.shape[0] if self.columns else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +79,7 @@ def layout_of(trainer: Any) -> Layout:
     return Layout(
         optimizer=optimizer,
         bundles=tuple(make(names[id(parameter)], parameter) for parameter in wrapped),
-        sharded=bool(trainer.is_fsdp_enabled),
+        sharded=bool(trainer.is_fsdp_enabled) or any(slice_of(parameter) for parameter in wrapped),
         begin=_nothing,
         finish=_nothing,
     )
@@ -85,12 +92,18 @@ def _nothing() -> None:
 def _plain(name: str, parameter: Tensor) -> Bundle:
     if not parameter.data.is_contiguous():
         parameter.data = parameter.data.contiguous()
-    shape = tuple(parameter.shape)
+    shape, part = tuple(parameter.shape), slice_of(parameter)
+    share = Share(name=name, shape=shape, start=0, end=parameter.numel(), offset=0)
+    if part is not None:
+        width = 1 if part.dim else math.prod(shape[1:])
+        share = Share(
+            name=name, shape=part.shape, start=part.start * width, end=part.end * width, offset=0, columns=part.dim == 1
+        )
     return Bundle(
         label=name,
         key=parameter,
         local=parameter.data.view(-1),
-        shares=(Share(name=name, shape=shape, start=0, end=parameter.numel(), offset=0),),
+        shares=(share,),
         master=False,
         wrap=lambda flat: flat.view(shape),
         unwrap=lambda state: state.reshape(-1) if _per_element(state, shape) else None,
@@ -190,6 +203,12 @@ def _zero3(zero: Any, names: dict[int, str]) -> Layout:
     return Layout(
         optimizer=zero.optimizer, bundles=tuple(bundles), sharded=True, begin=zero.checkpoint_event_prologue, finish=finish
     )
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Returns the shape of the complete parameter of which a rank may hold a part."""
+    part = slice_of(parameter)
+    return part.shape if part else tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def bytes_held(model: Any, optimizer: Any) -> dict[str, int]:

@@ -1,0 +1,183 @@
+"""Layers whose weights the ranks of a group hold in slices (tensor parallelism, Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+
+A rank computes its share of the attention heads and of the feed-forward units: of the layers into them it holds rows, of the layers out of them
+columns. All ranks of a group read the same rows of data. What a region's first layers read is theirs in common, so its gradients are summed;
+what its last layers give is summed. Everything else (embeddings, norms, head) every rank holds and computes itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from sft_play.errors import UserError
+
+STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
+"""Of transformers' plans for a family (`base_model_tp_plan`), those that are understood here."""
+COMMON = "_common_input"
+"""Attribute of a module with what its layers read."""
+SLICE = "tensor_slice"
+"""Attribute of a parameter of which this rank holds a slice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Rows (`dim` 0) or columns (1) `[start, end)` of a parameter of `shape`."""
+
+    dim: int
+    start: int
+    end: int
+    shape: tuple[int, ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Returns a copy of this part of the whole parameter, so that the rest can be freed."""
+        return whole.narrow(self.dim, self.start, self.end - self.start).clone(memory_format=torch.contiguous_format)
+
+
+def slice_of(parameter: Tensor) -> Slice | None:
+    """Returns which part of a parameter this rank holds, `None` for all of it."""
+    return getattr(parameter, SLICE, None)
+
+
+def families_plan(config: Any) -> dict[str, str]:
+    """Returns transformers' plan for a model's layers. Raises `UserError` for a family that has none, or one that is not understood."""
+    plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
+    if not plan:
+        raise UserError(f"`launch.tensor_parallel`: transformers has no plan to slice the layers of `{config.model_type}`")
+    if unknown := sorted(set(plan.values()) - STYLES):
+        raise UserError(
+            f"`launch.tensor_parallel`: the layers of `{config.model_type}` are sliced in ways that are not supported here: {', '.join(unknown)}"
+        )
+    return plan
+
+
+class Slicer:
+    """Cuts a model for one rank of a group, and adds up what the ranks' shares have in common."""
+
+    def __init__(self, rank: int, ranks: int, group: ProcessGroup | None = None) -> None:
+        """`group`: of all `ranks`; without it nothing is sent, as a trace needs it."""
+        self.rank, self.ranks, self.group = rank, ranks, group
+        self.shared: list[nn.Parameter] = []
+        """Parameters that every rank holds, and of whose gradients each computes a part."""
+
+    def cut(self, model: nn.Module) -> None:
+        """Slices a model, adapters included, that every rank has drawn or loaded alike. Raises `UserError`."""
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        prefix = f"{base.base_model_prefix}." if getattr(base, "base_model_prefix", "") else ""
+        for pattern, style in families_plan(base.config.get_text_config()).items():
+            wanted = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + "$")
+            for name, module in [(name, module) for name, module in base.named_modules() if wanted.fullmatch(name)]:
+                parent = base.get_submodule(name.rpartition(".")[0])
+                if style == "replicated_with_grad_allreduce":
+                    self.shared += module.parameters()
+                else:
+                    self._cut_layer(module, parent, rows=style == "colwise")
+                if style == "rowwise":  # Apertus' activation has weights
+                    self.shared += getattr(parent, "act_fn", nn.Identity()).parameters()
+
+    def _cut_layer(self, layer: Any, parent: nn.Module, *, rows: bool) -> None:
+        linear = getattr(layer, "base_layer", layer)
+        assert type(linear) is nn.Linear, type(linear)
+        self._narrow(linear, "weight", 0 if rows else 1)
+        if rows and linear.bias is not None:
+            self._narrow(linear, "bias", 0)
+        linear.out_features, linear.in_features = linear.weight.shape
+        for a, b in zip(getattr(layer, "lora_A", {}).values(), getattr(layer, "lora_B", {}).values(), strict=True):
+            part, common = (b, a) if rows else (a, b)
+            self._narrow(part, "weight", 0 if rows else 1)
+            part.out_features, part.in_features = part.weight.shape
+            self.shared.append(common.weight)
+        if rows:
+            layer.register_forward_pre_hook(partial(self._before, parent))
+            return
+        bias = linear.bias
+        if bias is not None:  # added once, to the sum
+            linear.forward = lambda x: functional.linear(x, linear.weight)
+        layer.register_forward_hook(partial(self._after, parent, bias))
+
+    def _before(self, parent: nn.Module, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Before a region's first layers: what they read is common, so its gradient is summed, once for all layers that read it."""
+        seen: tuple[Tensor, Tensor] | None = parent.__dict__.get(COMMON)
+        if seen is None or seen[0] is not inputs[0]:
+            seen = parent.__dict__[COMMON] = (inputs[0], _Copy.apply(inputs[0], self))
+        return (seen[1], *inputs[1:])
+
+    def _after(self, parent: nn.Module, bias: Tensor | None, _: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        """After a region's last layer: the sum of what the ranks computed."""
+        parent.__dict__.pop(COMMON, None)  # else it would live until the next pass
+        found: Tensor = _Sum.apply(output, self)
+        return found if bias is None else found + bias.to(found.dtype)
+
+    def _narrow(self, module: nn.Module, name: str, dim: int) -> None:
+        whole = module.get_parameter(name)
+        size = whole.shape[dim] // self.ranks
+        assert size * self.ranks == whole.shape[dim], (name, tuple(whole.shape), self.ranks)
+        part = Slice(dim, self.rank * size, (self.rank + 1) * size, tuple(whole.shape))
+        mine = nn.Parameter(part.of(whole.data), requires_grad=whole.requires_grad)
+        setattr(mine, SLICE, part)
+        setattr(module, name, mine)
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Sums a tensor over the group, in place."""
+        if self.group is not None:
+            distributed.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def share_gradients(self) -> None:
+        """Completes the gradients of `shared`, once after the backward passes of a step. Collective over the group."""
+        found = [parameter.grad for parameter in self.shared if parameter.grad is not None]
+        if found:
+            flat = self.add_up(torch.cat([gradient.flatten() for gradient in found]))
+            for gradient, summed in zip(found, flat.split([gradient.numel() for gradient in found]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+    def clip(self, parameters: Iterator[nn.Parameter], most: float) -> Tensor:
+        """Returns the norm of all gradients, and scales them to `most` where it is larger. Collective over the group."""
+        gradients = [(one.grad, slice_of(one) is not None) for one in parameters if one.grad is not None]
+        sums = torch.zeros(2, device=gradients[0][0].device)
+        for gradient, sliced in gradients:
+            sums[int(sliced)] += gradient.float().pow(2).sum()
+        norm: Tensor = (sums[0] + self.add_up(sums[1].clone())).sqrt()
+        scale = (most / (norm + 1e-6)).clamp(max=1.0)
+        for gradient, _ in gradients:
+            gradient.mul_(scale.to(gradient.dtype))
+        return norm
+
+    def whole(self, tensor: Tensor, part: Slice) -> Tensor:
+        """Returns the complete parameter of which every rank gives its slice. Collective over the group."""
+        parts = [torch.empty_like(tensor) for _ in range(self.ranks)]
+        distributed.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.cat(parts, part.dim)
+
+
+class _Copy(torch.autograd.Function):
+    """The identity, whose gradient is the sum over the group ("f" in the paper)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slicer: Slicer) -> Tensor:
+        ctx.slicer = slicer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.slicer.add_up(gradients[0].clone(memory_format=torch.contiguous_format)), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the group, whose gradient is the identity ("g" in the paper)."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor, slicer: Slicer) -> Tensor:
+        return slicer.add_up(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
