@@ -133,8 +133,8 @@ def _free_text_part(model: Any) -> None:
 
 
 def _placement(plan: Plan) -> str | None:
-    """Returns the device to load to; `None` where the sharding engine moves the weights itself."""
-    if plan.device != "cuda" or plan.strategy in ("zero3", "fsdp2"):
+    """Returns the device to load to; `None` where weights are shared out first."""
+    if plan.device != "cuda" or plan.strategy in ("zero3", "fsdp2") or plan.tensor_parallel > 1:
         return None
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 

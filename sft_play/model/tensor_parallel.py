@@ -70,12 +70,12 @@ class Slicer:
 
     def cut(self, model: nn.Module) -> None:
         """Slices a model, adapters included, that every rank has drawn or loaded alike. Raises `UserError`."""
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        prefix = f"{base.base_model_prefix}." if getattr(base, "base_model_prefix", "") else ""
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        decoder = base.get_decoder()
         for pattern, style in families_plan(base.config.get_text_config()).items():
-            wanted = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + "$")
-            for name, module in [(name, module) for name, module in base.named_modules() if wanted.fullmatch(name)]:
-                parent = base.get_submodule(name.rpartition(".")[0])
+            wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")
+            for name, module in [(name, module) for name, module in decoder.named_modules() if wanted.fullmatch(name)]:
+                parent = decoder.get_submodule(name.rpartition(".")[0])
                 if style == "replicated_with_grad_allreduce":
                     self.shared += module.parameters()
                 else:
@@ -100,6 +100,7 @@ class Slicer:
             return
         bias = linear.bias
         if bias is not None:  # added once, to the sum
+            layer.__dict__.pop("forward", None)  # of `lora.fuse_adapters`, which would add it on every rank
             linear.forward = lambda x: functional.linear(x, linear.weight)
         layer.register_forward_hook(partial(self._after, parent, bias))
 

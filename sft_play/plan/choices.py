@@ -14,7 +14,6 @@ from sft_play.plan.hardware import GIB, Device
 from sft_play.plan.memory import ADAM_MOMENTS, LOGIT_BYTES, logit_bytes, trainable_parameters, trained_bytes
 from sft_play.plan.plan import Layout, Precision, Setup, Strategy
 from sft_play.plan.request import DEFAULT_GLOBAL_BATCH, Request
-from sft_play.plan.sequence_parallel import for_slices
 from sft_play.plan.shape import (
     BY_LENGTHS,
     CHUNKED_HEAD_MODEL_TYPES,
@@ -29,6 +28,7 @@ from sft_play.plan.shape import (
     WITHOUT_SDPA,
     ModelShape,
 )
+from sft_play.plan.slices import for_slices
 from sft_play.text import gib
 
 GPU_ONLY_OPTIMIZERS = {

@@ -17,9 +17,9 @@ from sft_play.plan.network import check_slow_network_keys, exchanges, waiting
 from sft_play.plan.packing import Division, insisted
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, setup_of
 from sft_play.plan.request import MOST_ROWS, DoesNotFitError, Remedy, Request
-from sft_play.plan.sequence_parallel import check_slices, traffic
 from sft_play.plan.shape import ModelShape, adapted, check_targets
 from sft_play.plan.shares import costs_of, divide, tell_unequal
+from sft_play.plan.slices import check_slices, traffic
 from sft_play.plan.throughput import forecast
 from sft_play.text import plural
 

@@ -310,7 +310,7 @@ def versions() -> str:
 
 TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
-TRACE_VERSION = 7
+TRACE_VERSION = 8
 """Raised when the trace itself changes, so that older results are not taken for new ones."""
 
 
@@ -351,6 +351,8 @@ class Case:
     """Whether each of the `rows` is a pack of several, told apart by a mask."""
     nf4_experts: bool = False
     """Whether fused experts are quantised too."""
+    tensor_parallel: int = 1
+    """Ranks that hold slices of the layers; one of them is traced."""
 
     def key(self, versions: str) -> str:
         """Return a name for the case's result, by everything that it depends on."""
@@ -397,4 +399,5 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         accumulates=setup.accumulates,
         clips=config.train.max_grad_norm > 0 and not sharding,
         packed=setup.packed,
+        tensor_parallel=setup.tensor_parallel,
     )

@@ -59,6 +59,7 @@ def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: in
 
 def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, dict[str, int]]:
     """Return the bytes of every part on one rank at each moment where a peak can stand (`plan.remedies.MOMENTS`)."""
+    shape = shape.sliced(setup.tensor_parallel)
     states, tokens = _states(config, shape, setup), -(-micro_batch * setup.row_tokens // setup.sequence_parallel)
     moving = _moving(config, shape, setup, tokens)
     if _quantises(config, shape):

@@ -47,6 +47,13 @@ class Matrices:
         """All their weights."""
         return self.inputs * self.outputs * self.count
 
+    def sliced(self, ranks: int) -> Matrices:
+        """Return a rank's slice: columns of the layers out of attention and the feed-forward part, rows of those into them."""
+        if self.kind != "linear":
+            return self
+        out = self.name.rsplit(".", 1)[-1] in ("o_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "c_proj")
+        return replace(self, inputs=self.inputs // ranks) if out else replace(self, outputs=self.outputs // ranks)
+
     @property
     def typed(self) -> str:
         """What `target_modules` calls them."""
@@ -130,6 +137,21 @@ class ModelShape:
         ]
         embedding = Matrices(name="model.embed_tokens", inputs=self.vocab_size, outputs=h, count=1, kind="ends")
         return (*linear, embedding, Matrices(name="lm_head", inputs=h, outputs=self.vocab_size, count=1, kind="ends"))
+
+    def sliced(self, ranks: int) -> ModelShape:
+        """Return what a rank computes with where so many hold slices of each layer (`launch.tensor_parallel`)."""
+        if ranks == 1:
+            return self
+        counted = self.counted
+        if counted:
+            matrices = tuple(one.sliced(ranks) for one in counted.matrices)
+            less = sum(one.parameters - mine.parameters for one, mine in zip(counted.matrices, matrices, strict=True))
+            counted = Counted(
+                parameters=counted.parameters - less, largest_layer=counted.largest_layer - less // self.layers, matrices=matrices
+            )
+        return replace(
+            self, heads=self.heads // ranks, kv_heads=self.kv_heads // ranks, ffn_size=self.ffn_size // ranks, counted=counted
+        )
 
     @property
     def linear_parameters(self) -> int:
@@ -243,8 +265,8 @@ SLICED_MODEL_TYPES = VARLEN_MODEL_TYPES - {
 """Families whose tokens meet in `varlen` attention alone, so that ranks can hold slices of a line. Others carry a state along it."""
 
 TENSOR_PARALLEL_MODEL_TYPES = frozenset({
-    "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gpt_neox", "granite",
-    "helium", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "phi", "qwen2", "qwen3", "seed_oss",
+    "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt_neox", "granite",
+    "helium", "jais2", "llama", "ministral", "ministral3", "mistral", "mistral3", "nanochat", "nemotron", "olmo", "phi", "qwen2", "qwen3", "seed_oss",
     "smollm3", "starcoder2",
 })  # fmt: skip
 """Families whose layers can be held in slices (`tests/numerics/test_tensor_parallel.py`). Others have fused layers, norms over all heads,

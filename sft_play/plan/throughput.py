@@ -25,8 +25,8 @@ from sft_play.plan.network import exchange_seconds, latency_seconds, link_of
 from sft_play.plan.packing import Division
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request
-from sft_play.plan.sequence_parallel import slices_seconds
 from sft_play.plan.shape import BY_LENGTHS, ModelShape
+from sft_play.plan.slices import slices_seconds
 from sft_play.text import figure
 
 GPU_EFFICIENCY = 0.35
@@ -272,7 +272,7 @@ def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accum
     whole = int(micro)
     lengths = [length] * whole + ([length * (micro - whole)] if micro > whole else [])
     flops = batch_flops(
-        config, shape, tokens=micro * length, labels=micro * data.row_tokens * data.label_share,
+        config, shape.sliced(setup.tensor_parallel), tokens=micro * length, labels=micro * data.row_tokens * data.label_share,
         pairs=attended_pairs(setup, lengths, ragged=data.longest > data.row_tokens, inside=data.inside),
         recompute=setup.gradient_checkpointing,
     )  # fmt: skip
@@ -289,7 +289,7 @@ def optimizer_seconds(
         bandwidth = (measured or CPU_BANDWIDTH) / len(devices)  # processes of one CPU share its memory
     else:
         bandwidth = measured or min((device.bandwidth for device in devices if device.bandwidth), default=None) or 3e11
-    return OPTIMIZER_TRAFFIC * trainable_parameters(config, shape) / shards / bandwidth
+    return OPTIMIZER_TRAFFIC * trainable_parameters(config, shape.sliced(setup.tensor_parallel)) / shards / bandwidth
 
 
 def _utilisation(request: Request, tokens_per_second: float) -> float | None:

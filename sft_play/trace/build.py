@@ -19,6 +19,7 @@ from sft_play.config.schema import LoraSettings
 from sft_play.files import text_sha256
 from sft_play.model import kernels, lora
 from sft_play.model.load import model_class, settings_of
+from sft_play.model.tensor_parallel import Slicer
 from sft_play.plan.measured import Case
 from sft_play.runs.prepared import ResolvedModel
 from sft_play.trace.step import named
@@ -141,6 +142,8 @@ def build(case: Case, model: Any) -> nn.Module:
                 lora.leave_casts_to_autocast(model)
             if case.fused_adapters:
                 lora.fuse_adapters(model)
+    if case.tensor_parallel > 1:
+        Slicer(0, case.tensor_parallel).cut(model)
     if case.loss_chunk:
         kernels.chunk_head(model, case.loss_chunk)
     model.train()

@@ -1,4 +1,5 @@
-"""Lines of tokens that a group of ranks holds in slices (`launch.sequence_parallel`): what can be cut, and what it sends. Pure.
+"""Lines of tokens, or layers, that a group of ranks holds in slices (`launch.sequence_parallel`, `tensor_parallel`): what can be cut, and
+what it sends. Pure.
 
 Around each layer's attention two all-to-alls change slices with all heads into whole lines with a share of the heads, and back
 (Ulysses, arXiv 2309.14509); the backward pass sends as much again.
@@ -81,18 +82,24 @@ def for_slices(request: Request, why: str | None) -> str:
 
 
 def sent_bytes(request: Request, setup: Setup, tokens: float) -> float:
-    """Return what a rank sends of queries, keys, values and attention's output in a step of `tokens` of its group, keys repeated for each."""
-    shape, size = request.shape, setup.sequence_parallel
+    """Return what a rank sends in a step of `tokens` of its group.
+
+    Of lines: queries, keys, values and attention's output, keys repeated for each. Of layers: two all-reduces of the hidden states in each
+    pass, which send 2 (N - 1) / N times their size.
+    """
+    shape, size = request.shape, request.group_size
+    if setup.tensor_parallel > 1:
+        return _passes(request, setup) * 2 * tokens * shape.hidden_size * setup.width * 2 * (size - 1) / size
     token = 2 * (shape.heads + math.lcm(shape.kv_heads, size)) * shape.head_dim * setup.width
     return _passes(request, setup) * token * tokens / size * (size - 1) / size
 
 
 def slices_seconds(request: Request, setup: Setup, tokens: float, micro_steps: int) -> float:
-    """Return the seconds of a step's all-to-alls, in so many micro-steps; 0 without slices, or over a network of unknown speed."""
+    """Return the seconds of what slices send in a step of so many micro-steps; 0 without them, or over a network of unknown speed."""
     hardware, apart = request.hardware, _apart(request)
     near = hardware if apart else replace(hardware, network_bytes_per_second=None)
     link = link_of(near, request.ranks.devices, len(request.ranks.nodes) if apart else 1, request.calibration)
-    if setup.sequence_parallel == 1 or link is None:
+    if request.group_size == 1 or link is None:
         return 0.0
     messages = 2 * micro_steps * _passes(request, setup)
     return sent_bytes(request, setup, tokens) / link.bytes_per_second + messages * link.latency_seconds
@@ -100,12 +107,11 @@ def slices_seconds(request: Request, setup: Setup, tokens: float, micro_steps: i
 
 def traffic(request: Request, setup: Setup, tokens: float, micro_steps: int) -> list[str]:
     """Return in words what slices send in a step."""
-    if setup.sequence_parallel == 1:
+    if request.group_size == 1:
         return []
     sent, seconds = sent_bytes(request, setup, tokens) / 1e9, slices_seconds(request, setup, tokens, micro_steps)
-    return [
-        f"slices: a rank sends {figure(sent, 2)} GB of queries, keys, values and outputs a step, {figure(seconds, 2)} s by forecast"
-    ]
+    what = "hidden states" if setup.tensor_parallel > 1 else "queries, keys, values and outputs"
+    return [f"slices: a rank sends {figure(sent, 2)} GB of {what} a step, {figure(seconds, 2)} s by forecast"]
 
 
 def _passes(request: Request, setup: Setup) -> int:
