@@ -66,6 +66,7 @@ ALIASES: Mapping[str, str] = {
     # launchers
     "sequence_parallel_size": "launch.sequence_parallel", "context_parallel_size": "launch.sequence_parallel", "sp_size":
     "launch.sequence_parallel", "cp_size": "launch.sequence_parallel", "ulysses_size": "launch.sequence_parallel",
+    "tensor_parallel_size": "launch.tensor_parallel", "tp_size": "launch.tensor_parallel", "tp": "launch.tensor_parallel",
     "strategy": "launch.strategy", "distributed_backend": "launch.backend", "ddp_timeout": "launch.timeout_seconds",
     "timeout": "launch.timeout_seconds", "nccl_timeout": "launch.timeout_seconds", "num_gpu": "NUM_GPUS", "gpus": "NUM_GPUS",
     "n_gpus": "NUM_GPUS", "ngpus": "NUM_GPUS", "gpu_count": "NUM_GPUS", "world_size": "NUM_GPUS", "num_processes": "NUM_GPUS",
@@ -109,12 +110,11 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 """Settings elsewhere whose value is another one here: name -> value -> key or variable -> value here."""
 ENDPOINT = re.compile(r"(?P<host>[^:]+|\[[^]]+\])(:(?P<port>\d+))?")
 GRES = re.compile(r"(gres/)?gpu(:[\w.-]+)??(:(?P<count>\d+))?", re.IGNORECASE)
-SPLIT = "no layer is split between GPUs here; `train-fsdp`, or `launch.strategy: fsdp2`, shares out the weights"
+SPLIT = "layers are not put on GPUs one after the other here; `launch.tensor_parallel` slices each, and `train-fsdp`, or `launch.strategy: fsdp2`, shares out the weights"
 SLICES = "`LAUNCH_SEQUENCE_PARALLEL=2` lets two GPUs hold slices of each line"
 OF_DEEPSPEED, OF_FSDP = (f"the command says so: `{command}`" for command in ("train-deepspeed", "train-fsdp"))
 OF_CPU = "the CPU is used where no GPU is seen; `export CUDA_VISIBLE_DEVICES=` hides GPUs"
 INSTEAD: dict[str, str] = {
-    "tensor_parallel": SPLIT, "tensor_parallel_size": SPLIT,
     "pipeline": SPLIT, "pipeline_parallel": SPLIT, "pipeline_parallel_size": SPLIT,
     "rdzv_backend": "machines meet at `MASTER_ADDR`: leave it out", "standalone": "one machine is the default: leave it out",
     "multi_gpu": "the command says so: `train-distributed` starts a process on each GPU", "use_deepspeed": OF_DEEPSPEED,

@@ -37,7 +37,7 @@ NOT_OURS: Mapping[str, str] = {
     "hybrid_engine": "it is for reinforcement learning",
     "pipeline": "this release shards by ZeRO only",
     "sequence_parallel_size": "`launch.sequence_parallel` cuts lines into slices, with rows kept apart",
-    "tensor_parallel": "this release shards by ZeRO only",
+    "tensor_parallel": "`launch.tensor_parallel` slices layers, without DeepSpeed",
     "weight_quantization": "`tuning.mode: qlora` quantises the base",
 }
 """Keys that DeepSpeed knows and that would change what the run computes behind the plan's back."""

@@ -145,7 +145,7 @@ class Slicer:
         gradients = [(one.grad, slice_of(one) is not None) for one in parameters if one.grad is not None]
         sums = torch.zeros(2, device=gradients[0][0].device)
         for gradient, sliced in gradients:
-            sums[int(sliced)] += gradient.float().pow(2).sum()
+            sums[int(sliced)] += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
         norm: Tensor = (sums[0] + self.add_up(sums[1].clone())).sqrt()
         scale = (most / (norm + 1e-6)).clamp(max=1.0)
         for gradient, _ in gradients:

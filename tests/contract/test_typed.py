@@ -106,7 +106,8 @@ def test_every_suggestion_is_accepted_as_it_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "right"),
     [
-        ("launch: {tensor_parallel: 2}", "`launch.strategy: fsdp2`, shares out the weights"),
+        ("launch: {tp_size: 2}", "did you mean `launch.tensor_parallel`?"),
+        ("launch: {pipeline: 2}", "`launch.strategy: fsdp2`, shares out the weights"),
         (
             "launch: {strategy: deepspeed}",
             "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`",

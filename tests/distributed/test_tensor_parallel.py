@@ -33,10 +33,17 @@ def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"model: {{name: {tiny}, max_seq_len: 256}}\n"
         "tuning: {lora: {r: 4, alpha: 8}}\n"
         f"data: {{train_path: {train}, val_path: {held_out}}}\n"
-        f"train: {{global_batch_size: 8, max_steps: {STEPS}, learning_rate: 5.0e-3, warmup_steps: 1, packing: 'off', save_strategy: 'no'}}\n",
+        f"train: {{global_batch_size: 8, max_steps: {STEPS}, learning_rate: 5.0e-3, warmup_steps: 1, packing: 'off', save_strategy: 'no', "
+        "predict_with_generate: true, generation_max_new_tokens: 4}\n",
         encoding="utf-8",
     )
     return path
+
+
+def answers(run: Path) -> list[str]:
+    """Returns what the model answered at the end of training."""
+    path = run / "eval" / f"step-{STEPS:06}" / "predictions.jsonl"
+    return [json.loads(line)["answer"] for line in path.read_text().splitlines()]
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -56,6 +63,7 @@ def test_slices_of_layers_give_the_same_updates_and_weights(
     assert plan["tensor_parallel"] == 2 and plan["world_size"] == (4 if way == "ddp2" else 2)
     for mine, whole in zip(metrics(run), metrics(baseline), strict=True):
         assert sum(mine["rank_tokens"]) == 2 * sum(whole["rank_tokens"])
+    assert answers(run) == answers(baseline)
     found, wanted = weights(run), weights(baseline)
     assert found.keys() == wanted.keys()
     assert all((found[name] - wanted[name]).abs().max() <= 1e-5 for name in wanted)

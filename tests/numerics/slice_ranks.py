@@ -20,7 +20,7 @@ from sft_play.data.batches import Collator
 from sft_play.model import kernels
 from sft_play.model.sequence_parallel import share_heads
 from sft_play.training.loss import NOT_FOR_THE_MODEL, token_loss_sum
-from sft_play.training.ranks import Ranks, sequence_group
+from sft_play.training.ranks import Ranks, group_of
 from tests.families import tiny_model
 
 ROWS = [[5, 9, 11, 30, 7, 21, 8], [6, 40], [33], [17, 3, 3, 60, 61, 62, 63, 64, 65, 12, 11], [44], list(range(50, 73))]
@@ -70,6 +70,6 @@ if __name__ == "__main__":
     distributed.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world)
     torch.set_num_threads(1)
     everyone = Ranks(rank, world, group_size=world)
-    its_group = sequence_group(everyone, 60)
+    its_group = group_of(everyone, 60)
     Path(sys.argv[4]).write_text(json.dumps({kind: deviations(kind, everyone, its_group) for kind in sys.argv[5:]}))
     distributed.destroy_process_group()

@@ -1,0 +1,42 @@
+"""Ranks with slices of the layers compute what one process does, for every family that the plan allows (contract B16)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from sft_play.model.tensor_parallel import STYLES
+from sft_play.plan.shape import TENSOR_PARALLEL_MODEL_TYPES
+from tests.families import COMPOSITE, FAMILIES
+from tests.numerics.rank_processes import found
+
+EXACT = 1e-5
+OTHERS = {"gemma3n_text"}
+"""Its layers add inputs of their own; the plan's formulas do not know them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize(
+    "families",
+    [["gemma3", "qwen3", "starcoder2"], pytest.param(sorted(TENSOR_PARALLEL_MODEL_TYPES), marks=pytest.mark.long)],
+    ids=["three", "all"],
+)
+def test_slices_of_layers_are_exact(mode: str, families: list[str], tmp_path: Path) -> None:
+    result = found("layer_ranks", tmp_path, 2, [mode, *families])
+    wrong = {kind: one for kind, one in result.items() if max(one["loss"], one["gradients"], one["norm"]) > EXACT}
+    assert result.keys() == set(families) and wrong == {}
+    assert all(one["held"] < 0.95 for one in result.values()), "no rank holds all weights"
+
+
+@pytest.mark.slow
+def test_the_list_names_every_family_whose_plan_is_understood() -> None:
+    understood = set()
+    for family in FAMILIES:
+        text = COMPOSITE[family][0] if family in COMPOSITE else family
+        plan = getattr(CONFIG_MAPPING[text], "base_model_tp_plan", None)
+        if plan and set(plan.values()) <= STYLES:
+            understood.add(family)
+    assert understood - OTHERS == TENSOR_PARALLEL_MODEL_TYPES
