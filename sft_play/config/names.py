@@ -110,7 +110,10 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 """Settings elsewhere whose value is another one here: name -> value -> key or variable -> value here."""
 ENDPOINT = re.compile(r"(?P<host>[^:]+|\[[^]]+\])(:(?P<port>\d+))?")
 GRES = re.compile(r"(gres/)?gpu(:[\w.-]+)??(:(?P<count>\d+))?", re.IGNORECASE)
-SPLIT = "layers are not put on GPUs one after the other here; `launch.tensor_parallel` slices each, and `train-fsdp`, or `launch.strategy: fsdp2`, shares out the weights"
+SPLIT = (
+    "layers are not put on GPUs one after the other here; `launch.tensor_parallel` slices each, and `train-fsdp`, or "
+    "`launch.strategy: fsdp2`, shares out the weights"
+)
 SLICES = "`LAUNCH_SEQUENCE_PARALLEL=2` lets two GPUs hold slices of each line"
 OF_DEEPSPEED, OF_FSDP = (f"the command says so: `{command}`" for command in ("train-deepspeed", "train-fsdp"))
 OF_CPU = "the CPU is used where no GPU is seen; `export CUDA_VISIBLE_DEVICES=` hides GPUs"
