@@ -371,17 +371,15 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
     base = computed if sharding else setup.weights_dtype
     adapter = {2: "bfloat16", 4: "float32"}[trained_bytes(config, setup)] if tuning.mode != "full" else "float32"
     quantized = bool(architecture.get("quantization_config"))
-    row_tokens = -(
-        -setup.row_tokens // setup.sequence_parallel
-    )  # a rank's slice; all tokens of few heads are as much as few of all
+    # A rank's slice; all tokens of few heads are as much as few of all.
+    row_tokens = -(-setup.row_tokens // setup.sequence_parallel)
     return Case(
         architecture=architecture,
         device=setup.device,
         mode=tuning.mode,
         quantization=tuning.quantization if tuning.mode == "qlora" or quantized else "none",
         nf4_experts=not quantized and quantises_experts(tuning, setup.strategy),
-        lora_r=lora.r,
-        lora_dropout=lora.dropout,
+        lora_r=lora.r, lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
         weights_dtype=base,
         adapter_dtype=computed if sharding else adapter,
@@ -398,6 +396,5 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         labels=max(1, math.ceil(micro_batch * row_tokens * setup.slice_label_share)),
         accumulates=setup.accumulates,
         clips=config.train.max_grad_norm > 0 and not sharding,
-        packed=setup.packed,
-        tensor_parallel=setup.tensor_parallel,
-    )
+        packed=setup.packed, tensor_parallel=setup.tensor_parallel,
+    )  # fmt: skip
